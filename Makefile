@@ -1,0 +1,66 @@
+# Two commands for a fresh machine: `make train` and `make test`. `make help` lists the rest.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Rebuilt when what is to be installed changes; otherwise a second call goes straight to work.
+INSTALLED := $(VENV)/.installed
+GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+# The size of the language model: one that a GPU trains in a minute, or one that two CPU cores do.
+MODEL ?= $(if $(GPU),narrow,tiny)
+# Where the two runs are written; what an earlier `make train` left there is overwritten.
+RUNS ?= runs
+WORKERS ?= auto
+
+.DEFAULT_GOAL := help
+.PHONY: help train test check hooks clean
+
+help: ## Show this text
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  PYTHON=$(PYTHON)  the interpreter to build $(VENV) with, 3.10 or newer"
+	@echo "  MODEL=$(MODEL)  the preset that 'make train' trains: tiny, narrow or small"
+	@echo "  WORKERS=$(WORKERS)  how many processes 'make test' uses"
+	@echo
+	@echo "  On Linux pip installs torch's CUDA build, of several gigabytes. For the small CPU build set"
+	@echo "  PIP_EXTRA_INDEX_URL to the index of CPU wheels that torch's installation page names."
+
+TRAIN := $(BIN)/python -m train_examples.language_model model=$(MODEL) run.overwrite=true
+
+train: $(INSTALLED) ## Train a small language model with torch.nn layers, then with fused layers, and compare
+	$(TRAIN) layers=torch run.directory=$(RUNS)/torch
+	$(TRAIN) layers=fused run.directory=$(RUNS)/fused
+	@# Ends by saying where the metrics, the plots, the checkpoints and the samples are.
+	$(BIN)/python -m train_examples.comparison $(RUNS)/torch $(RUNS)/fused --output $(RUNS)/comparison.png
+
+# One thread per worker, or the workers' threads fight for the same cores.
+test: export OMP_NUM_THREADS := 1
+test: $(INSTALLED) ## Run the tests: kernels through Triton's interpreter, and on the GPU where there is one
+	TRITON_INTERPRET=1 $(BIN)/pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
+ifeq ($(GPU),yes)
+	TRITON_INTERPRET=0 $(BIN)/pytest tests/gpu
+endif
+
+check: $(INSTALLED) ## Lint, check the formatting, and type-check the built wheel
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	rm -rf build/wheel build/installed build/lib
+	$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel .
+	$(BIN)/python -m pip install --quiet --no-deps --target build/installed build/wheel/*.whl
+	@# From inside the target, so that mypy reads the wheel and not the clone, where fusedlayers.kernels lies elsewhere.
+	cd build/installed && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p fusedlayers
+
+hooks: $(INSTALLED) ## Lint and format at every commit
+	$(BIN)/pre-commit install
+
+clean: ## Remove the environment, build outputs and caches; the runs stay
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "Python 3.10 or newer is needed and '$(PYTHON)' is not: name one, as in 'make PYTHON=python3.12 $(or $(MAKECMDGOALS),test)'" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --constraint constraints.txt setuptools wheel
+	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,10 @@
+"""Fused matrix-product layers for PyTorch: Triton kernels behind drop-in modules, and torch where no kernel helps."""
+
+from . import functional
+from .explaining import explain
+from .modules import FusedFFN
+from .replacing import replace, restore
+
+__version__ = "0.1.0"
+
+__all__ = ["FusedFFN", "explain", "functional", "replace", "restore"]

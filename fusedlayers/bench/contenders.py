@@ -1,0 +1,97 @@
+"""Who runs a case: plain torch, compiled torch, our planner's choice, and our kernels by force."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..functional.dispatch import dispatch
+from ..planning import Plan
+from .cases import Case, Inputs, Options
+
+EAGER, COMPILED, AUTO, FUSED = "torch eager", "torch.compile", "auto", "fused"
+TORCH_CONTENDERS, OUR_CONTENDERS = (EAGER, COMPILED), (AUTO, FUSED)
+CONTENDERS = TORCH_CONTENDERS + OUR_CONTENDERS
+
+# What the user has set must not decide what is measured: each contender sets both.
+_AUTO_SWITCHES = {"FUSEDLAYERS_BACKEND": "auto", "FUSEDLAYERS_STRICT": "0"}
+_FUSED_SWITCHES = {"FUSEDLAYERS_BACKEND": "triton", "FUSEDLAYERS_STRICT": "0"}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``call`` takes the inputs of the case by name; ``switches`` are environment variables that hold meanwhile."""
+
+    name: str
+    call: Callable[..., Tensor]
+    switches: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a contender does once: the forward pass without a graph, or forward and backward with all gradients."""
+
+    inputs: Inputs
+    upstream: Tensor
+    backward: bool
+
+    def run(self, call: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        """The result, and with ``backward`` the gradient of each input in order."""
+        if not self.backward:
+            with torch.no_grad():
+                return (call(**self.inputs),)
+        y = call(**self.inputs)
+        return (y, *torch.autograd.grad(y, tuple(self.inputs.values()), self.upstream))
+
+
+@contextmanager
+def switched(switches: Mapping[str, str]) -> Iterator[None]:
+    """The environment variables set for a while."""
+    before = {name: os.environ.get(name) for name in switches}
+    os.environ.update(switches)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
+
+
+def contender(name: str, case: Case, options: Options) -> Contender:
+    """The contender of that name for a case and its options."""
+    if name in TORCH_CONTENDERS:
+        keywords = case.torch_keywords(options)
+
+        def expression(**inputs: Tensor) -> Tensor:
+            return case.torch(**inputs, **keywords)
+
+        if name == EAGER:
+            return Contender(name, expression)
+        # Static shapes and one graph: what is fastest for torch.
+        return Contender(name, torch.compile(expression, dynamic=False, fullgraph=True))
+    our_keywords = case.our_keywords(options)
+    switches = _AUTO_SWITCHES if name == AUTO else _FUSED_SWITCHES
+    return Contender(name, lambda **inputs: case.ours(**inputs, **our_keywords), switches)
+
+
+def our_plan(case: Case, options: Options, work: Work) -> Plan:
+    """What our library plans in auto mode for this work; ``unsupported`` says why the kernels could not be forced."""
+    with switched(_AUTO_SWITCHES), torch.set_grad_enabled(work.backward):
+        problem = case.problem(work.inputs, options)
+        return dispatch(problem, work.upstream.device)
+
+
+def why_not_forced(plan: Plan, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the fused kernels cannot be verified here, or None."""
+    if plan.unsupported is not None:
+        return plan.unsupported
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        return "Triton's interpreter computes bfloat16 products wrongly"
+    return None

@@ -1,0 +1,348 @@
+"""The one rule for "these numbers are right", used by the tests, and by the benchmark before it times anything.
+
+Three tensors are compared: ours, torch's result in the same dtype, and a float64 reference. torch's error is the
+yardstick:
+
+    max|ours - reference| <= 2.0 * max|torch - reference| + 1e-6 * rms(reference)
+    rms(ours - reference) <= 1.5 * rms(torch - reference) + 1e-6 * rms(reference)
+
+for the whole tensor, and again for every 64 x 64 tile of its last two dimensions, so that one bad tile among thousands
+fails, also where its values are small beside the rest. NaN, +Inf and -Inf must sit exactly where torch has them.
+
+torch's error is a sample of a rounding process, and a sample can be lucky: a 1 x 1 tail tile where torch happens to be
+exact says nothing about how exact a right kernel must be. Two corrections, both small or absent for large tensors:
+
+* *One rounding is always allowed.* torch's largest error counts as at least ``u * max|reference|`` and its RMS error as
+  at least ``u / sqrt(3) * rms(reference)``, with ``u`` the unit roundoff of the dtype (half of its ``finfo.eps``): the
+  error of a single rounding, about what torch shows (0.5 to 0.8 u RMS in bfloat16 and float16, more in float32). Fewer
+  elements than one tile use ``u * rms(reference)``: a whole row can share the rounding of the hidden that feeds it.
+* *Few elements prove little.* For one element torch's error is ``g`` times smaller than usual, and the reference too,
+  with a chance of about ``g ** -2``. Of ``n`` elements about ``n / 4`` are independent, because neighbours share the
+  rounding of an inner result, so the chance is ``g ** -max(2, n / 2)`` for all of them. Fewer elements than 64 * 64
+  multiply both limits by the ``g`` at which that chance, over all tiles together, is one in a million: 1.07 for 400
+  elements, 1.5 for 64, 5.6 for 16, 1000 for 4 and fewer. A small tail tile is thus judged loosely alone and strictly as
+  part of the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Closeness", "assert_all_close", "assert_close", "compare", "compare_all"]
+
+MAX_ERROR_LIMIT = 2.0
+RMS_LIMIT = 1.5
+RMS_FLOOR = 1e-6
+TILE = 64
+FALSE_ALARM = 1e-6
+# Bounds the float64 temporaries of one step to about 128 MB each, however large the tensors are.
+ELEMENTS_PER_STEP = 2**24
+
+
+@dataclass(frozen=True)
+class Closeness:
+    """The verdict of :func:`compare`.
+
+    ``max_error_ratio`` and ``rms_ratio`` are our error over torch's for the whole tensor (limits 2.0 and 1.5, times the
+    factor for few elements). ``worst_fraction`` is the largest share of a limit that the whole or a tile used: at most
+    1.0 passes. ``worst_tile`` is the index of the tile that used most of its limit: leading dimensions, then tile row
+    and tile column (the column alone for one dimension); empty for a scalar, an empty tensor, or another kind of fault.
+    """
+
+    name: str
+    ok: bool
+    max_error_ratio: float
+    rms_ratio: float
+    worst_fraction: float
+    worst_tile: tuple[int, ...]
+    message: str
+
+
+@dataclass(frozen=True)
+class _Populations:
+    """Statistics of groups of elements, one entry per group; all float64 on the CPU."""
+
+    count: Tensor
+    our_max: Tensor
+    our_squares: Tensor
+    torch_max: Tensor
+    torch_squares: Tensor
+    reference_max: Tensor
+    reference_squares: Tensor
+
+    def whole(self) -> _Populations:
+        """All groups as one."""
+        maxima = [x.amax().reshape(1) for x in (self.our_max, self.torch_max, self.reference_max)]
+        sums = [x.sum().reshape(1) for x in (self.our_squares, self.torch_squares, self.reference_squares)]
+        return _Populations(self.count.sum().reshape(1), maxima[0], sums[0], maxima[1], sums[1], maxima[2], sums[2])
+
+
+def compare(
+    actual: Tensor,
+    torch_result: Tensor,
+    reference: Tensor,
+    *,
+    name: str = "result",
+    computed_in: torch.dtype | None = None,
+    independent: int | None = None,
+) -> Closeness:
+    """Judge ``actual`` by the rule of this module. Runs on the device of ``actual``; deterministic.
+
+    Args:
+        actual: ours, any shape, a floating-point dtype.
+        torch_result: torch's result for the same inputs, same shape and dtype as ``actual``.
+        reference: the same computed in float64.
+        name: used in the message.
+        computed_in: the coarsest dtype that the computation rounds to, where that is not the dtype of ``actual``
+            (a float32 gradient of a product that autocast ran in bfloat16). Default: the dtype of ``actual``.
+        independent: how many inner results the tensor is made of, where they are fewer than its elements: ``M * N`` for
+            an FFN. One token through one hidden unit is one sample of torch's error, whatever the number of columns.
+
+    Raises:
+        TypeError: ``reference`` is not float64, or ``actual`` is not a floating-point tensor.
+        ValueError: ``reference`` has another shape than ``torch_result``, or is not finite where torch is. Another
+            shape or dtype of ``actual`` is a red verdict, no error.
+    """
+    if reference.dtype != torch.float64:
+        raise TypeError(f"reference: expected float64, got {reference.dtype} (comparing {name})")
+    if not actual.is_floating_point():
+        raise TypeError(f"actual: expected a floating-point tensor, got {actual.dtype} (comparing {name})")
+    if reference.shape != torch_result.shape:
+        raise ValueError(
+            f"reference: expected torch's shape {tuple(torch_result.shape)}, got {tuple(reference.shape)} "
+            f"(comparing {name})"
+        )
+    for what, ours, theirs in (
+        ("shape", tuple(actual.shape), tuple(torch_result.shape)),
+        ("dtype", actual.dtype, torch_result.dtype),
+    ):
+        if ours != theirs:
+            return _red(name, f"{what} {ours}, torch has {theirs}")
+    if actual.numel() == 0:
+        return Closeness(name, True, 0.0, 0.0, 0.0, (), f"{name}: empty, as torch's")
+
+    matrix_shape = (1, 1, *actual.shape)[-2:]
+    views = [x.detach().reshape(-1, *matrix_shape) for x in (actual, torch_result, reference)]
+    special = _special_value_difference(*views)
+    if special is not None:
+        (batch, row, column), count = special
+        index = _outer_index(batch, actual.shape) + (row, column)[2 - min(actual.dim(), 2) :]
+        ours, theirs = (float(view[batch, row, column]) for view in views[:2])
+        return _red(
+            name,
+            f"NaN/Inf pattern differs from torch's at {count} of {actual.numel()} elements, "
+            f"first at {index}: {ours}, torch has {theirs}",
+        )
+
+    unit = torch.finfo(computed_in or actual.dtype)
+    tiles = _tile_statistics(*views)
+    whole = tiles.whole()
+    whole_max, whole_rms = (float(ratio) for ratio in _error_ratios(whole, unit))
+    whole_fraction = float(_fractions(whole, unit, independent))
+    fractions = _fractions(tiles, unit, independent)
+    tile_fraction = float(fractions.max())
+    spot = tuple(int(i) for i in torch.unravel_index(fractions.argmax(), fractions.shape))
+    worst_tile = _outer_index(spot[0], actual.shape) + spot[3 - min(actual.dim(), 2) :]
+    ok = max(whole_fraction, tile_fraction) <= 1.0
+    message = (
+        f"{name}: {'close' if ok else 'NOT close'}; max error {whole_max:.3g} x torch's (limit {MAX_ERROR_LIMIT}), "
+        f"RMS error {whole_rms:.3g} x torch's (limit {RMS_LIMIT}), "
+        f"worst 64 x 64 tile {worst_tile} at {tile_fraction:.3g} of its limit"
+    )
+    if not ok:
+        message += (
+            f": max error {float(tiles.our_max[spot]):.3g}, torch's {float(tiles.torch_max[spot]):.3g}, "
+            f"largest value {float(tiles.reference_max[spot]):.3g}; "
+            f"{int((fractions > 1.0).sum())} of {fractions.numel()} tiles over; "
+            f"shape {tuple(actual.shape)}, {actual.dtype}"
+        )
+    return Closeness(name, ok, whole_max, whole_rms, max(whole_fraction, tile_fraction), worst_tile, message)
+
+
+def assert_close(
+    actual: Tensor,
+    torch_result: Tensor,
+    reference: Tensor,
+    name: str = "result",
+    *,
+    computed_in: torch.dtype | None = None,
+    independent: int | None = None,
+) -> Closeness:
+    """:func:`compare`, raising ``AssertionError`` with its message on a red verdict."""
+    verdict = compare(actual, torch_result, reference, name=name, computed_in=computed_in, independent=independent)
+    if not verdict.ok:
+        raise AssertionError(verdict.message)
+    return verdict
+
+
+def compare_all(
+    actual: Mapping[str, Tensor | None],
+    torch_results: Mapping[str, Tensor | None],
+    references: Mapping[str, Tensor | None],
+    *,
+    computed_in: torch.dtype | None = None,
+    independent: int | None = None,
+) -> dict[str, Closeness]:
+    """:func:`compare` for every entry (``y``, ``dx``, ``dw_up`` ...); ``None`` is the gradient of a frozen input.
+
+    Raises:
+        ValueError: the mappings have different keys, or ``torch_results`` and ``references`` disagree about a ``None``.
+    """
+    if not actual.keys() == torch_results.keys() == references.keys():
+        raise ValueError(
+            "actual, torch_results, references: expected the same keys, "
+            f"got {sorted(actual)}, {sorted(torch_results)}, {sorted(references)}"
+        )
+    verdicts = {}
+    for name, ours in actual.items():
+        theirs, truth = torch_results[name], references[name]
+        if (theirs is None) != (truth is None):
+            raise ValueError(f"references: {name} must be None exactly where torch's result is None")
+        if ours is None and theirs is None:
+            continue
+        if ours is None or theirs is None or truth is None:
+            verdicts[name] = _red(
+                name, f"{'None' if ours is None else 'a tensor'}, torch has {'None' if theirs is None else 'a tensor'}"
+            )
+        else:
+            verdicts[name] = compare(ours, theirs, truth, name=name, computed_in=computed_in, independent=independent)
+    return verdicts
+
+
+def assert_all_close(
+    actual: Mapping[str, Tensor | None],
+    torch_results: Mapping[str, Tensor | None],
+    references: Mapping[str, Tensor | None],
+    *,
+    computed_in: torch.dtype | None = None,
+    independent: int | None = None,
+) -> dict[str, Closeness]:
+    """:func:`compare_all`, raising one ``AssertionError`` that holds the message of every red verdict."""
+    verdicts = compare_all(actual, torch_results, references, computed_in=computed_in, independent=independent)
+    red = [verdict.message for verdict in verdicts.values() if not verdict.ok]
+    if red:
+        raise AssertionError("\n".join(red))
+    return verdicts
+
+
+def _red(name: str, reason: str) -> Closeness:
+    return Closeness(name, False, math.inf, math.inf, math.inf, (), f"{name}: NOT close; {reason}")
+
+
+def _outer_index(batch: int, shape: torch.Size) -> tuple[int, ...]:
+    """Index into the leading dimensions (all but the last two) of the ``batch``-th matrix."""
+    index: list[int] = []
+    for size in reversed(shape[:-2]):
+        batch, position = divmod(batch, size)
+        index.insert(0, position)
+    return tuple(index)
+
+
+def _steps(shape: torch.Size, rows_per_step: int) -> list[tuple[slice, slice]]:
+    """Slices over (matrices, rows) that cover ``[batch, rows, columns]``, about ``ELEMENTS_PER_STEP`` elements each."""
+    batch, rows, columns = shape
+    if rows * columns <= ELEMENTS_PER_STEP:
+        per_step = max(1, ELEMENTS_PER_STEP // (rows * columns))
+        return [(slice(i, i + per_step), slice(None)) for i in range(0, batch, per_step)]
+    per_step = max(1, ELEMENTS_PER_STEP // (columns * rows_per_step)) * rows_per_step
+    return [(slice(b, b + 1), slice(i, i + per_step)) for b in range(batch) for i in range(0, rows, per_step)]
+
+
+def _special_value_difference(
+    actual: Tensor, torch_result: Tensor, reference: Tensor
+) -> tuple[tuple[int, int, int], int] | None:
+    """First index and number of elements where NaN, +Inf or -Inf is in one of ours and torch's and not in the other."""
+    first: tuple[int, int, int] | None = None
+    count = 0
+    for matrices, rows in _steps(actual.shape, TILE):
+        ours, theirs = actual[matrices, rows], torch_result[matrices, rows].to(actual.device)
+        truth = reference[matrices, rows].to(actual.device)
+        if bool((theirs.isfinite() & ~truth.isfinite()).any()):
+            raise ValueError("reference: not finite where torch's result is, so it cannot judge anything there")
+        different = (ours.isnan() != theirs.isnan()) | (
+            (ours.isinf() | theirs.isinf()) & (ours != theirs) & ~ours.isnan()
+        )
+        found = int(different.sum())
+        if found and first is None:
+            batch, row, column = (int(i) for i in different.nonzero()[0])
+            first = (batch + (matrices.start or 0), row + (rows.start or 0), column)
+        count += found
+    return None if first is None else (first, count)
+
+
+def _tile_statistics(actual: Tensor, torch_result: Tensor, reference: Tensor) -> _Populations:
+    """Statistics ``[batch, tile rows, tile columns]`` of ``[batch, rows, columns]`` tensors, in one pass over them."""
+    batch, rows, columns = actual.shape
+    # A matrix narrower than a tile is one tile of its own width: nothing is padded up to 64.
+    tile_rows, tile_columns = min(TILE, rows), min(TILE, columns)
+    parts: list[tuple[Tensor, ...]] = []
+    for matrices, row_range in _steps(actual.shape, tile_rows):
+        ours, theirs, truth = (
+            x[matrices, row_range].to(actual.device, torch.float64) for x in (actual, torch_result, reference)
+        )
+        finite = ours.isfinite() & theirs.isfinite()
+        zero = torch.zeros((), dtype=torch.float64, device=actual.device)
+        statistics = [_tile_sum(finite.to(torch.float64), tile_rows, tile_columns)]
+        for value in (ours - truth, theirs - truth, truth):
+            magnitude = torch.where(finite, value.abs(), zero)
+            statistics.append(_tiled(magnitude, tile_rows, tile_columns).amax(dim=(2, 4)).cpu())
+            statistics.append(_tile_sum(magnitude.square(), tile_rows, tile_columns))
+        parts.append(tuple(statistics))
+    shape = (batch, math.ceil(rows / tile_rows), math.ceil(columns / tile_columns))
+    # Steps run over matrices first and rows second, so the concatenation is in tile order either way.
+    return _Populations(
+        *(torch.cat([x.flatten() for x in column]).reshape(shape) for column in zip(*parts, strict=True))
+    )
+
+
+def _tiled(matrices: Tensor, tile_rows: int, tile_columns: int) -> Tensor:
+    """``[batch, rows, columns]`` zero-padded, as ``[batch, tile row, row inside, tile column, column inside]``."""
+    batch, rows, columns = matrices.shape
+    padded = torch.nn.functional.pad(matrices, (0, -columns % tile_columns, 0, -rows % tile_rows))
+    return padded.reshape(batch, padded.shape[1] // tile_rows, tile_rows, padded.shape[2] // tile_columns, tile_columns)
+
+
+def _tile_sum(matrices: Tensor, tile_rows: int, tile_columns: int) -> Tensor:
+    return _tiled(matrices, tile_rows, tile_columns).sum(dim=(2, 4)).cpu()
+
+
+def _error_ratios(groups: _Populations, unit: torch.finfo) -> tuple[Tensor, Tensor]:
+    """Our error over torch's per group, (largest, RMS), with the absolute floor and one rounding allowed."""
+    count = groups.count.clamp(min=1)
+    our_rms, torch_rms, reference_rms = (
+        (squares / count).sqrt() for squares in (groups.our_squares, groups.torch_squares, groups.reference_squares)
+    )
+    roundoff = unit.eps / 2
+    # Below the smallest normal number the spacing stays constant, so the error of one rounding does too.
+    largest = torch.where(groups.reference_max > 0, groups.reference_max.clamp(min=unit.tiny), groups.reference_max)
+    typical = torch.where(reference_rms > 0, reference_rms.clamp(min=unit.tiny), reference_rms)
+    rms_roundoff = torch.where(groups.count < TILE * TILE, roundoff, roundoff / math.sqrt(3))
+    floor = RMS_FLOOR * reference_rms
+    max_yardstick = torch.maximum(groups.torch_max, roundoff * largest)
+    rms_yardstick = torch.maximum(torch_rms, rms_roundoff * typical)
+    return _ratio(groups.our_max - floor, max_yardstick), _ratio(our_rms - floor, rms_yardstick)
+
+
+def _fractions(groups: _Populations, unit: torch.finfo, independent: int | None) -> Tensor:
+    """The larger share that each group uses of its two limits."""
+    max_ratio, rms_ratio = _error_ratios(groups, unit)
+    share = torch.maximum(max_ratio / MAX_ERROR_LIMIT, rms_ratio / RMS_LIMIT)
+    return share / _sample_size_factor(groups.count, independent)
+
+
+def _ratio(error: Tensor, yardstick: Tensor) -> Tensor:
+    """``error / yardstick``; no error is 0 and any error beyond an exact yardstick of 0 is infinite."""
+    return torch.where(error <= 0, 0.0, error / yardstick)
+
+
+def _sample_size_factor(count: Tensor, independent: int | None) -> Tensor:
+    """The factor ``g`` of the module's docstring; 1 from one full tile on."""
+    samples = count.clamp(min=1, max=independent)
+    log_chance = math.log(FALSE_ALARM / count.numel())
+    factor = torch.exp(-log_chance / (samples / 2).clamp(min=2))
+    return torch.where(samples >= TILE * TILE, 1.0, factor)

@@ -1,0 +1,118 @@
+"""A plan in words: which path runs, what it costs, what it keeps, and why the other paths were rejected."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from . import functional
+from .devices import describe
+from .functional.arguments import check_ffn, check_gemm_gemm
+from .functional.dispatch import dispatch, ffn_problem, gemm_gemm_problem
+from .kernels.activations import ACTIVATIONS, canonical_activation
+from .planning import Device, Plan, Problem
+
+
+def explain(target: nn.Module | Callable[..., Tensor], *inputs: Tensor, **options: object) -> str:
+    """What ``target(*inputs)`` would do on this machine, as text; nothing is computed.
+
+    Args:
+        target: a :class:`FusedFFN`, a module that :func:`replace` has fused, ``functional.ffn`` or
+            ``functional.gemm_gemm``.
+        inputs: the tensors of the call; ``requires_grad`` of inputs and parameters and the grad mode count.
+        options: the keyword arguments of the call.
+
+    Returns:
+        Lines naming path, reason, tiles, splits, GEMM units, FLOPs, bytes, saved bytes, workspace, the floor time where
+        the device's peak rates are known, and each rejected path with its reason.
+
+    Raises:
+        TypeError: ``target`` is none of these.
+    """
+    if target is functional.gemm_gemm:
+        arguments = inspect.signature(functional.gemm_gemm).bind(*inputs, **options).arguments
+        arguments["activation"] = canonical_activation(arguments.get("activation"))
+        check_gemm_gemm(arguments["a"], arguments["b"], arguments["c"])
+        problem = gemm_gemm_problem(**arguments)
+        title = f"gemm_gemm: act(a @ b) @ c, act = {_formula(problem)}"
+    elif target is functional.ffn:
+        arguments = inspect.signature(functional.ffn).bind(*inputs, **options).arguments
+        problem, title = _ffn(arguments)
+    elif isinstance(target, nn.Module) and hasattr(target, "call_arguments"):
+        reason = target.why_called(*inputs)
+        if reason is not None:
+            return f"{type(target).__name__} calls its children instead of fusing them: {reason}"
+        arguments = target.call_arguments(*inputs)
+        problem, title = _ffn(arguments)
+    else:
+        known = "a FusedFFN, a module fused by replace(), functional.ffn or functional.gemm_gemm"
+        raise TypeError(f"target must be {known}, got {type(target).__name__}")
+    device = inputs[0].device
+    plan = dispatch(problem, device)
+    rows = [*_facts(problem, plan, describe(device)), *_copies(problem, plan, arguments)]
+    rows += [(f"not {path}", reason) for path, reason in plan.rejected]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+
+def _ffn(arguments: dict[str, Any]) -> tuple[Problem, str]:
+    given = {name: parameter.default for name, parameter in inspect.signature(functional.ffn).parameters.items()}
+    given |= arguments
+    given["activation"] = canonical_activation(given["activation"])
+    check_ffn(**{name: value for name, value in given.items() if name != "activation"})
+    problem = ffn_problem(**given)
+    gate = "act(x W_gateᵀ) ⊙ (x W_upᵀ)" if problem.gated else "act(x W_upᵀ)"
+    return problem, f"ffn: {gate} W_downᵀ, act = {_formula(problem)}"
+
+
+def _copies(problem: Problem, plan: Plan, arguments: dict[str, Any]) -> list[tuple[str, str]]:
+    """The operands that a kernel cannot reach through strides alone."""
+    if plan.path == "torch" or problem.operation != "ffn":
+        return []
+    x = arguments["x"]
+    try:
+        x.view(-1, x.shape[-1])
+    except RuntimeError:
+        text = f"x of shape {list(x.shape)} and strides {list(x.stride())} has no uniform rows: one contiguous copy"
+        return [("copies", text)]
+    return []
+
+
+def _formula(problem: Problem) -> str:
+    return f"{problem.activation}: {ACTIVATIONS[problem.activation].formula}"
+
+
+def _facts(problem: Problem, plan: Plan, device: Device) -> list[tuple[str, str]]:
+    p = problem
+    if p.operation == "gemm_gemm":
+        shape = f"B={p.batch} M={p.M} K={p.K} N={p.N} O={p.O}"
+    else:
+        shape = f"M={p.M} (tokens) K={p.K} (d_model) N={p.N} (d_ff) O={p.O}"
+    rows = [
+        ("problem", f"{shape}, {p.dtype}, {'forward and backward' if p.training else 'forward'}"),
+        ("device", " ".join(filter(None, (device.name, device.architecture)))),
+        ("path", f"{plan.path}: {plan.reason}"),
+    ]
+    for name, tiles in (
+        ("forward tiles", plan.forward_tiles),
+        ("data-gradient tiles", plan.data_gradient_tiles),
+        ("weight-gradient tiles", plan.weight_gradient_tiles),
+    ):
+        if tiles is not None:
+            size = f"{tiles.block_m} rows × {tiles.block_n} hidden columns"
+            rows.append((name, f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages"))
+    if plan.weight_gradient_tiles is not None:
+        passes = plan.weight_gradient_tiles.passes
+        rows.append(("splits", f"{plan.splits} token ranges of the weight gradients, in {passes} launch(es)"))
+    if plan.chunk_rows:
+        rows.append(("chunks", f"{plan.chunk_rows} tokens at a time"))
+    return [
+        *rows,
+        ("GEMM units", f"{plan.forward_units:g} forward, {plan.backward_units:g} backward"),
+        ("FLOPs", f"{plan.flops:,}"),
+        ("bytes moved", f"at least {plan.bytes:,}"),
+        ("saved bytes", f"{plan.saved_bytes:,} for the backward pass" if p.training else "0 (no gradient is wanted)"),
+        ("workspace", f"{plan.workspace_bytes:,} bytes"),
+        ("floor", "unknown peak rates" if plan.floor_seconds is None else f"{plan.floor_seconds * 1e6:.1f} µs"),
+    ]

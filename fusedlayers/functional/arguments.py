@@ -1,0 +1,132 @@
+"""Checks of arguments, before anything is allocated: each error names the argument, what it was, what was expected."""
+
+import torch
+from torch import Tensor
+
+
+def autocast_enabled(device: torch.device) -> bool:
+    """Whether autocast decides the dtype of products on ``device``; some device types (meta) know no autocast."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def said(name: str, tensor: Tensor) -> str:
+    """How an error speaks of a tensor argument."""
+    return f"{name} of shape {list(tensor.shape)} and dtype {tensor.dtype} on {tensor.device}"
+
+
+def check_tensors(tensors: dict[str, Tensor | None]) -> None:
+    """Floating tensors on one device, of one dtype unless autocast decides it; the first of them sets both.
+
+    Raises:
+        TypeError: not a tensor, not a real floating dtype, or dtypes that differ outside autocast.
+        ValueError: different devices.
+    """
+    first_name, first = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if not tensor.is_floating_point():
+            raise TypeError(f"{said(name, tensor)}: expected a real floating-point dtype")
+        if tensor.device != first.device:
+            raise ValueError(f"{said(name, tensor)}: expected the device of {first_name}, {first.device}")
+        if tensor.dtype != first.dtype and not autocast_enabled(first.device):
+            raise TypeError(f"{said(name, tensor)}: expected the dtype of {first_name}, {first.dtype}")
+
+
+def check_shape(name: str, tensor: Tensor | None, expected: tuple[int, ...], letters: str, because: str) -> None:
+    """``tensor`` has the expected shape (None passes)."""
+    if tensor is not None and tuple(tensor.shape) != expected:
+        raise ValueError(f"{said(name, tensor)}: expected {letters} = {list(expected)} {because}")
+
+
+def check_ffn(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    w_gate: Tensor | None,
+    b_gate: Tensor | None,
+    dropout_p: float,
+    recompute: bool | str,
+    residual: Tensor | None,
+) -> None:
+    """All arguments of ``functional.ffn`` but the activation."""
+    if x is None or w_up is None or w_down is None:
+        missing = next(name for name, t in (("x", x), ("w_up", w_up), ("w_down", w_down)) if t is None)
+        raise TypeError(f"{missing} must be a torch.Tensor, got None")
+    check_tensors(
+        {
+            "x": x, "w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down,
+            "w_gate": w_gate, "b_gate": b_gate, "residual": residual,
+        }
+    )  # fmt: skip
+    if x.dim() < 1:
+        raise ValueError(f"{said('x', x)}: expected [*B, M, K], at least one dimension")
+    if w_up.dim() != 2:
+        raise ValueError(f"{said('w_up', w_up)}: expected [N, K], nn.Linear's layout")
+    hidden, width = w_up.shape
+    if width != x.shape[-1]:
+        hint = " (it looks transposed)" if hidden == x.shape[-1] else ""
+        raise ValueError(
+            f"{said('w_up', w_up)}: expected [N, K] with K = {x.shape[-1]}, the last dimension of x "
+            f"{list(x.shape)}{hint}"
+        )
+    if w_down.dim() != 2 or w_down.shape[1] != hidden:
+        hint = " (it looks transposed)" if w_down.dim() == 2 and w_down.shape[0] == hidden else ""
+        raise ValueError(
+            f"{said('w_down', w_down)}: expected [O, N] with N = {hidden}, the rows of w_up {list(w_up.shape)}{hint}"
+        )
+    out = w_down.shape[0]
+    check_shape("b_up", b_up, (hidden,), "[N]", "as w_up has N rows")
+    check_shape("b_down", b_down, (out,), "[O]", "as w_down has O rows")
+    check_shape("w_gate", w_gate, (hidden, width), "[N, K]", "as w_up")
+    if b_gate is not None and w_gate is None:
+        raise ValueError(f"{said('b_gate', b_gate)}: expected None, because w_gate is None")
+    check_shape("b_gate", b_gate, (hidden,), "[N]", "as w_gate has N rows")
+    check_shape("residual", residual, (*x.shape[:-1], out), "[*B, M, O]", "as the result")
+    check_dropout("dropout_p", dropout_p)
+    check_recompute(recompute)
+
+
+def check_dropout(name: str, probability: float) -> None:
+    """A probability in [0, 1): at 1 nothing would be kept and the scale 1 / (1 - p) is infinite."""
+    if isinstance(probability, bool) or not isinstance(probability, (int, float)):
+        raise TypeError(f"{name} must be a float in [0, 1), got {probability!r}")
+    if not 0 <= probability < 1:
+        raise ValueError(f"{name} must be in [0, 1), got {probability!r}")
+
+
+def check_recompute(recompute: bool | str) -> None:
+    """``"auto"``, ``True`` or ``False``."""
+    if not (isinstance(recompute, bool) or recompute == "auto"):
+        raise ValueError(f'recompute must be "auto", True or False, got {recompute!r}')
+
+
+def check_gemm_gemm(a: Tensor, b: Tensor, c: Tensor) -> None:
+    """All arguments of ``functional.gemm_gemm`` but the activation."""
+    for name, tensor in (("a", a), ("b", b), ("c", c)):
+        if tensor is None:
+            raise TypeError(f"{name} must be a torch.Tensor, got None")
+    check_tensors({"a": a, "b": b, "c": c})
+    for name, tensor, letters in (("a", a, "[*B, M, K]"), ("b", b, "[*B, K, N]"), ("c", c, "[*B, N, O]")):
+        if tensor.dim() < 2:
+            raise ValueError(f"{said(name, tensor)}: expected {letters}, at least two dimensions")
+    if b.shape[-2] != a.shape[-1]:
+        raise ValueError(
+            f"{said('b', b)}: expected [*B, K, N] with K = {a.shape[-1]}, the last dimension of a {list(a.shape)}"
+        )
+    if c.shape[-2] != b.shape[-1]:
+        raise ValueError(
+            f"{said('c', c)}: expected [*B, N, O] with N = {b.shape[-1]}, the last dimension of b {list(b.shape)}"
+        )
+    batches = [tuple(tensor.shape[:-2]) for tensor in (a, b, c)]
+    try:
+        torch.broadcast_shapes(*batches)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{said('a', a)}, {said('b', b)}, {said('c', c)}: expected leading dimensions *B that broadcast, "
+            f"got {', '.join(str(list(batch)) for batch in batches)}"
+        ) from error

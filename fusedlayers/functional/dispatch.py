@@ -1,0 +1,148 @@
+"""From tensors to a plan: the problem in numbers, the user's switches, autocast, and one INFO line per decision."""
+
+import functools
+import logging
+import os
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from .. import planning
+from ..devices import describe
+from ..planning import Device, Plan, Problem
+from .arguments import autocast_enabled
+
+logger = logging.getLogger("fusedlayers")
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def backend() -> str:
+    """The user's wish, from ``FUSEDLAYERS_BACKEND``: ``auto`` (default), ``triton`` or ``torch``."""
+    value = os.environ.get("FUSEDLAYERS_BACKEND", "auto")
+    if value not in planning.BACKENDS:
+        raise ValueError(f"FUSEDLAYERS_BACKEND is {value!r}; expected one of {', '.join(planning.BACKENDS)}")
+    return value
+
+
+def strict() -> bool:
+    """Whether ``FUSEDLAYERS_STRICT`` asks for an error where kernels cannot run, instead of torch."""
+    value = os.environ.get("FUSEDLAYERS_STRICT", "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"FUSEDLAYERS_STRICT is {value!r}; expected 0 or 1")
+    return value == "1"
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype that products of ``tensor`` run in: autocast's where it applies (never to float64), else its own."""
+    if autocast_enabled(tensor.device) and tensor.dtype != torch.float64:
+        return torch.get_autocast_dtype(tensor.device.type)
+    return tensor.dtype
+
+
+def autocast(tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    """The tensors in the dtype products run in; gradients flow back to each in its own dtype."""
+    return [tensor if tensor is None else tensor.to(compute_dtype(tensor)) for tensor in tensors]
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Operands are cast once, before a Function; nothing inside it, forward or backward, may cast them again."""
+    return torch.autocast(device.type, enabled=False) if autocast_enabled(device) else nullcontext()
+
+
+def input_precision(device: torch.device, dtype: torch.dtype) -> str:
+    """``tl.dot``'s precision for these operands: float32 is IEEE unless torch's own matmuls are allowed TF32."""
+    if dtype != torch.float32 or device.type != "cuda" or torch.version.hip:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd will ask for the gradient of any of these."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def subclass_of(*tensors: Tensor | None) -> str:
+    """The name of the first tensor subclass among these (DTensor, quantised, ...), or an empty string."""
+    return next((type(t).__name__ for t in tensors if t is not None and type(t) not in _PLAIN_TENSORS), "")
+
+
+def ffn_problem(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    w_gate: Tensor | None = None,
+    b_gate: Tensor | None = None,
+    *,
+    activation: str,
+    dropout_p: float,
+    recompute: bool | str,
+    residual: Tensor | None = None,
+) -> Problem:
+    """The planning problem of one ``ffn`` call, its leading dims flattened into rows."""
+    dtype = compute_dtype(x)
+    return Problem(
+        operation="ffn",
+        batch=1,
+        M=x.shape[:-1].numel(),
+        K=x.shape[-1],
+        N=w_up.shape[0],
+        O=w_down.shape[0],
+        dtype=str(dtype).removeprefix("torch."),
+        activation=activation,
+        gated=w_gate is not None,
+        dropout=dropout_p > 0,
+        needs_data_gradient=wants_gradient(x),
+        needs_weight_gradient=wants_gradient(w_up, w_down, b_up, w_gate, b_gate),
+        recompute=recompute,
+        input_precision=input_precision(x.device, dtype),
+        subclass=subclass_of(x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual),
+    )
+
+
+def gemm_gemm_problem(a: Tensor, b: Tensor, c: Tensor, *, activation: str) -> Problem:
+    """The planning problem of one ``gemm_gemm`` call, its leading dims broadcast and flattened into the batch."""
+    dtype = compute_dtype(a)
+    return Problem(
+        operation="gemm_gemm",
+        batch=torch.Size(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2], c.shape[:-2])).numel(),
+        M=a.shape[-2],
+        K=a.shape[-1],
+        N=b.shape[-1],
+        O=c.shape[-1],
+        dtype=str(dtype).removeprefix("torch."),
+        activation=activation,
+        needs_data_gradient=wants_gradient(a),
+        needs_weight_gradient=wants_gradient(b, c),
+        input_precision=input_precision(a.device, dtype),
+        subclass=subclass_of(a, b, c),
+    )
+
+
+def dispatch(problem: Problem, device: torch.device) -> Plan:
+    """The plan of ``problem`` on ``device`` under the user's switches.
+
+    Raises:
+        RuntimeError: the kernels cannot run, and ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` is set.
+    """
+    wish, must = backend(), strict()
+    plan = _cached_plan(problem, describe(device), wish)
+    if plan.unsupported is not None and not problem.empty and (wish == "triton" or (must and wish == "auto")):
+        switch = "FUSEDLAYERS_BACKEND=triton" if wish == "triton" else "FUSEDLAYERS_STRICT=1"
+        raise RuntimeError(f"{switch} is set, but {problem.operation} cannot run in Triton: {plan.unsupported}")
+    return plan
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_plan(problem: Problem, device: Device, wish: str) -> Plan:
+    plan = planning.plan(problem, device, wish)
+    _log_once(problem.operation, plan.path, dict(plan.rejected).get("fused", plan.reason))
+    return plan
+
+
+@functools.cache
+def _log_once(operation: str, path: str, reason: str) -> None:
+    logger.info("%s takes the %s path: %s", operation, path, reason)

@@ -1,0 +1,180 @@
+"""The feed-forward block: the public function and the autograd Function of its fused and chunked paths."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..kernels import gemm_gemm as kernels
+from ..kernels.activations import canonical_activation
+from ..kernels.dropout import draw_seed
+from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
+from ..planning import Plan
+from .arguments import check_ffn
+from .dispatch import autocast, dispatch, ffn_problem, without_autocast
+
+
+def ffn(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    w_gate: Tensor | None = None,
+    b_gate: Tensor | None = None,
+    *,
+    activation: str = "gelu",
+    dropout_p: float = 0.0,
+    recompute: bool | str = "auto",
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Feed-forward block: ``dropout(act(x W_upᵀ + b_up)) W_downᵀ + b_down + residual``.
+
+    With ``w_gate`` the hidden is ``act(x W_gateᵀ + b_gate) ⊙ (x W_upᵀ + b_up)`` (Shazeer, "GLU variants improve
+    Transformer", 2020); any activation can gate.
+
+    Args:
+        x: ``[*B, M, K]`` or ``[K]``: any leading dims, any strides.
+        w_up: ``[N, K]``, ``nn.Linear``'s layout.
+        w_down: ``[O, N]``.
+        b_up: ``[N]`` or None.
+        b_down: ``[O]`` or None.
+        w_gate: ``[N, K]`` or None (no gate).
+        b_gate: ``[N]`` or None.
+        activation: a name of ``fusedlayers.kernels.activations.ACTIVATIONS``, or Hugging Face's name of one.
+        dropout_p: probability of dropping an element of the hidden, in [0, 1); pass 0 in inference.
+        recompute: ``True`` guarantees that no tensor of size tokens × N is allocated, forward or backward;
+            ``"auto"`` and ``False`` take the fastest path.
+        residual: ``[*B, M, O]`` or None, added to the result.
+
+    Returns:
+        ``[*B, M, O]`` in the dtype of x (under autocast: in autocast's dtype). float16, bfloat16 and float32 can run in
+        Triton kernels; every floating dtype runs through torch.
+
+    Raises:
+        TypeError: an argument of the wrong type, a dtype that is not real floating or differs from that of x.
+        ValueError: shapes that do not fit together, tensors on different devices, an unknown activation or
+            ``recompute``, ``dropout_p`` outside [0, 1).
+        RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
+    """
+    activation = canonical_activation(activation)
+    check_ffn(x, w_up, w_down, b_up, b_down, w_gate, b_gate, dropout_p, recompute, residual)
+    problem = ffn_problem(
+        x, w_up, w_down, b_up, b_down, w_gate, b_gate,
+        activation=activation, dropout_p=dropout_p, recompute=recompute, residual=residual,
+    )  # fmt: skip
+    plan = dispatch(problem, x.device)
+    if plan.path == "torch":
+        return reference.ffn(
+            x, w_up, w_down, b_up, b_down, w_gate, b_gate,
+            activation=activation, dropout_p=dropout_p, residual=residual,
+        )  # fmt: skip
+    rows, residual_rows = (None if t is None else t.reshape(-1, t.shape[-1]) for t in (x, residual))
+    operands = autocast((rows, w_up, w_down, b_up, b_down, w_gate, b_gate, residual_rows))
+    seed = draw_seed(x.device) if dropout_p else None
+    arithmetic = Arithmetic(activation, dropout_p, problem.input_precision, plan.fast)
+    with without_autocast(x.device):
+        y = FFNFunction.apply(*operands, seed, arithmetic, plan)
+    return y.view(*x.shape[:-1], w_down.shape[0])
+
+
+class FFNFunction(torch.autograd.Function):
+    """The FFN on rows x ``[M, K]``, keeping its inputs alone: the hidden is computed again in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w_up: Tensor,
+        w_down: Tensor,
+        b_up: Tensor | None,
+        b_down: Tensor | None,
+        w_gate: Tensor | None,
+        b_gate: Tensor | None,
+        residual: Tensor | None,
+        seed: Tensor | None,
+        arithmetic: Arithmetic,
+        plan: Plan,
+    ) -> Tensor:
+        ctx.arithmetic, ctx.plan = arithmetic, plan
+        # Without a wanted gradient that goes through the hidden there is nothing to recompute, so nothing is kept.
+        if any(_through_hidden(ctx.needs_input_grad)):
+            ctx.save_for_backward(x, w_up, w_down, b_up, w_gate, b_gate, seed)
+        if plan.path == "chunked":
+            return reference.ffn_chunked(
+                x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual=residual, seed=seed,
+                activation=arithmetic.activation, dropout_p=arithmetic.dropout_p, chunk_rows=plan.chunk_rows,
+            )  # fmt: skip
+        operands = _operands(x, w_up, w_down, b_up, w_gate, b_gate, seed, arithmetic)
+        residual = None if residual is None else residual[None]
+        return kernels.forward(operands, b_down, residual, plan.forward_tiles)[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad
+        gradients: list[Tensor | None] = [None] * 7
+        if any(_through_hidden(wanted)):
+            x, w_up, w_down, b_up, w_gate, b_gate, seed = ctx.saved_tensors
+            tensors = (x, w_up, w_down, b_up, None, w_gate, b_gate)
+            with without_autocast(dy.device):
+                if torch.is_grad_enabled():
+                    gradients = _differentiable_gradients(tensors, _through_hidden(wanted), dy, seed, ctx.arithmetic)
+                elif ctx.plan.path == "chunked":
+                    gradients = reference.ffn_chunked_gradients(
+                        dy, tensors, _through_hidden(wanted), chunk_rows=ctx.plan.chunk_rows, seed=seed,
+                        activation=ctx.arithmetic.activation, dropout_p=ctx.arithmetic.dropout_p,
+                    )  # fmt: skip
+                else:
+                    operands = _operands(x, w_up, w_down, b_up, w_gate, b_gate, seed, ctx.arithmetic)
+                    gradients = _fused_gradients(operands, wanted, dy[None], ctx.plan)
+        if wanted[4]:
+            gradients[4] = dy.sum(0)
+        return *gradients, dy if wanted[7] else None, None, None, None
+
+
+def _through_hidden(wanted: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Which of (x, w_up, w_down, b_up, b_down, w_gate, b_gate) want a gradient that needs the hidden: not b_down."""
+    return (*wanted[:4], False, *wanted[5:7])
+
+
+def _operands(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None,
+    w_gate: Tensor | None,
+    b_gate: Tensor | None,
+    seed: Tensor | None,
+    arithmetic: Arithmetic,
+) -> Operands:
+    gate = None if w_gate is None else w_gate[None]
+    return Operands(x[None], w_up[None], w_down[None], b_up, gate, b_gate, seed, arithmetic)
+
+
+def _fused_gradients(operands: Operands, wanted: tuple[bool, ...], dy: Tensor, plan: Plan) -> list[Tensor | None]:
+    """Gradients of (x, w_up, w_down, b_up, b_down, w_gate, b_gate) by the two backward kernels; None for b_down."""
+    dx = kernels.data_gradient(operands, dy, plan.data_gradient_tiles)[0] if wanted[0] else None
+    asked = WeightGradients(up=wanted[1], gate=wanted[5], down=wanted[2], up_bias=wanted[3], gate_bias=wanted[6])
+    if not any(asked):
+        return [dx, None, None, None, None, None, None]
+    found = kernels.weight_gradients(operands, dy, asked, plan.splits, plan.weight_gradient_tiles)
+    up, gate, down, up_bias, gate_bias = (None if gradient is None else gradient[0] for gradient in found)
+    return [dx, up, down, up_bias, None, gate, gate_bias]
+
+
+def _differentiable_gradients(
+    tensors: tuple[Tensor | None, ...],
+    wanted: tuple[bool, ...],
+    dy: Tensor,
+    seed: Tensor | None,
+    arithmetic: Arithmetic,
+) -> list[Tensor | None]:
+    """The same gradients through the reference, for ``create_graph=True``: they can be differentiated again."""
+    y = reference.ffn(*tensors, activation=arithmetic.activation, dropout_p=arithmetic.dropout_p, seed=seed)
+    chosen = [position for position, want in enumerate(wanted) if want]
+    found = torch.autograd.grad(y, [tensors[position] for position in chosen], dy, create_graph=True)
+    gradients: list[Tensor | None] = [None] * len(tensors)
+    for position, gradient in zip(chosen, found, strict=True):
+        gradients[position] = gradient
+    return gradients

@@ -1,0 +1,88 @@
+"""Batched GEMM-GEMM: the public function and the autograd Function of its fused path."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..kernels import gemm_gemm as kernels
+from ..kernels.activations import canonical_activation
+from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
+from ..planning import Plan
+from .arguments import check_gemm_gemm
+from .dispatch import autocast, dispatch, gemm_gemm_problem, without_autocast
+
+
+def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None) -> Tensor:
+    """Two batched products with an activation between them: ``act(a @ b) @ c``, the middle never written.
+
+    Args:
+        a: ``[*B, M, K]``, any strides.
+        b: ``[*B, K, N]``.
+        c: ``[*B, N, O]``. Leading dims broadcast as in ``torch.matmul``.
+        activation: a name of ``fusedlayers.kernels.activations.ACTIVATIONS``, Hugging Face's name of one, or None.
+
+    Returns:
+        ``[*B, M, O]`` in the dtype of a (under autocast: in autocast's dtype). float16, bfloat16 and float32 can run in
+        Triton kernels; every floating dtype runs through torch.
+
+    Raises:
+        TypeError: an argument that is no tensor, a dtype that is not real floating or differs from that of a.
+        ValueError: shapes that do not fit together, tensors on different devices, an unknown activation.
+        RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
+    """
+    activation = canonical_activation(activation)
+    check_gemm_gemm(a, b, c)
+    problem = gemm_gemm_problem(a, b, c, activation=activation)
+    plan = dispatch(problem, a.device)
+    if plan.path == "torch":
+        return reference.gemm_gemm(a, b, c, activation=activation)
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2], c.shape[:-2])
+    operands = [_flat_batch(tensor, batch) for tensor in autocast((a, b, c))]
+    arithmetic = Arithmetic(activation, 0.0, problem.input_precision, plan.fast)
+    e = GemmGemmFunction.apply(*operands, arithmetic, plan)
+    return e.view(*batch, *e.shape[-2:])
+
+
+def _flat_batch(tensor: Tensor, batch: torch.Size) -> Tensor:
+    """``[*batch, rows, columns]`` as ``[Z, rows, columns]``, without a copy where one matrix serves every entry."""
+    if all(size == 1 for size in tensor.shape[:-2]):
+        return tensor.reshape(1, *tensor.shape[-2:]).expand(batch.numel(), -1, -1)
+    return tensor.expand(*batch, -1, -1).reshape(-1, *tensor.shape[-2:])
+
+
+class GemmGemmFunction(torch.autograd.Function):
+    """``act(a @ b) @ c`` on a ``[Z, M, K]``, b ``[Z, K, N]``, c ``[Z, N, O]``; backward computes the middle again."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, c: Tensor, arithmetic: Arithmetic, plan: Plan) -> Tensor:
+        ctx.arithmetic, ctx.plan = arithmetic, plan
+        ctx.save_for_backward(a, b, c)
+        return kernels.forward(_operands(a, b, c, arithmetic), None, None, plan.forward_tiles)
+
+    @staticmethod
+    def backward(ctx: Any, de: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, c = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():
+            # create_graph=True: through the reference, whose gradients can be differentiated again.
+            with without_autocast(de.device):
+                e = reference.gemm_gemm(a, b, c, activation=ctx.arithmetic.activation)
+                chosen = [tensor for tensor, want in zip((a, b, c), wanted, strict=True) if want]
+                found = iter(torch.autograd.grad(e, chosen, de, create_graph=True))
+            return *(next(found) if want else None for want in wanted), None, None
+        operands = _operands(a, b, c, ctx.arithmetic)
+        da = kernels.data_gradient(operands, de, ctx.plan.data_gradient_tiles) if wanted[0] else None
+        db = dc = None
+        if wanted[1] or wanted[2]:
+            asked = WeightGradients(up=wanted[1], down=wanted[2])
+            found = kernels.weight_gradients(
+                operands, de, asked, ctx.plan.splits, ctx.plan.weight_gradient_tiles, transposed=True
+            )
+            db, dc = found.up, found.down
+        return da, db, dc, None, None
+
+
+def _operands(a: Tensor, b: Tensor, c: Tensor, arithmetic: Arithmetic) -> Operands:
+    return Operands(a, b.transpose(1, 2), c.transpose(1, 2), None, None, None, None, arithmetic)

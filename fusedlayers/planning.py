@@ -1,0 +1,263 @@
+"""Pure functions from a problem and a device to a plan: which path runs, with which tiles and splits, and why.
+
+No tensors and no device queries here, so every decision is covered by tests on any machine. Costs are counted in GEMM
+units of ``2 M K N`` floating-point operations (for ``O = K``), and in bytes that must move through device memory.
+"""
+
+from dataclasses import dataclass, field
+
+from .kernels.tuning import TileConfig, padded_width, tile_config
+
+BACKENDS = ("auto", "triton", "torch")
+RECOMPUTE = ("auto", True, False)
+
+# Bounds of temporary memory, in bytes: float32 partials of split weight gradients, and one chunk of the hidden.
+PARTIALS_LIMIT = 128 * 2**20
+CHUNK_LIMIT = 64 * 2**20
+# A chunk's hidden exists this many times at once while its gradients are computed (pre-activations, hidden, mask,
+# and the gradients of each).
+CHUNK_COPIES = 8
+
+# Peak rates, (FLOP/s in 16 bits, bytes/s): large matrix products and device copies measured on random data.
+CEILINGS: dict[str, tuple[float, float]] = {"NVIDIA H200": (790e12, 4.3e12)}
+
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+KERNEL_DTYPES = ("float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Device:
+    """What planning knows of a device: ``kind`` is torch's device type, ``triton`` whether kernels run on it."""
+
+    kind: str
+    name: str = ""
+    architecture: str = ""
+    processors: int = 1
+    triton: bool = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call: ``y = act(x W_upᵀ) W_downᵀ`` per batch entry, and which gradients will be asked for.
+
+    ``needs_data_gradient`` speaks of x, ``needs_weight_gradient`` of anything that the weight-gradient kernel yields.
+    """
+
+    operation: str  # "ffn" (weights shared by the batch) or "gemm_gemm" (weights of each batch entry)
+    batch: int
+    M: int
+    K: int
+    N: int
+    O: int
+    dtype: str
+    activation: str = "identity"
+    gated: bool = False
+    dropout: bool = False
+    needs_data_gradient: bool = False
+    needs_weight_gradient: bool = False
+    recompute: bool | str = "auto"
+    input_precision: str = "ieee"
+    subclass: str = ""  # the name of a tensor subclass among the operands, if there is one
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES.get(self.dtype, 4)
+
+    @property
+    def empty(self) -> bool:
+        return 0 in (self.batch, self.M, self.K, self.N, self.O)
+
+    @property
+    def training(self) -> bool:
+        return self.needs_data_gradient or self.needs_weight_gradient
+
+    @property
+    def weight_elements(self) -> int:
+        matrices = (2 * self.K if self.gated else self.K) + self.O
+        return matrices * self.N * (self.batch if self.operation == "gemm_gemm" else 1)
+
+    @property
+    def hidden_bytes(self) -> int:
+        return self.batch * self.M * self.N * self.element_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A decision: the path, how it runs, what it costs, and why each other path was rejected."""
+
+    path: str  # "fused", "chunked" or "torch"
+    reason: str
+    rejected: tuple[tuple[str, str], ...]
+    forward_tiles: TileConfig | None = None
+    data_gradient_tiles: TileConfig | None = None
+    weight_gradient_tiles: TileConfig | None = None
+    splits: int = 1
+    chunk_rows: int = 0
+    fast: bool = False
+    forward_units: float = 0.0
+    backward_units: float = 0.0
+    flops: int = 0
+    bytes: int = 0
+    saved_bytes: int = 0
+    workspace_bytes: int = 0
+    floor_seconds: float | None = None
+    unsupported: str | None = field(default=None, compare=False)  # why the kernels cannot run, if they cannot
+
+
+def plan(problem: Problem, device: Device, backend: str = "auto") -> Plan:
+    """The path that runs ``problem`` on ``device``.
+
+    ``backend`` is the user's wish: ``"auto"`` takes what was measured fastest, ``"triton"`` the kernels wherever they
+    can run, ``"torch"`` never a kernel. ``recompute=True`` excludes every path that keeps the hidden.
+    """
+    unsupported = why_unsupported(problem, device)
+    fused = unsupported
+    if fused is None and backend == "torch":
+        fused = "the backend is set to torch"
+    if fused is None and backend == "auto":
+        fused = why_slower(problem, device)
+    chunked = None if problem.recompute is True else "only recompute=True needs its memory guarantee"
+    if problem.operation == "gemm_gemm":
+        chunked = "a batched GEMM-GEMM is not cut into chunks"
+    elif problem.empty:
+        chunked = "there is nothing to compute"
+    reasons = {"fused": fused, "chunked": chunked, "torch": None}
+    path = next(name for name, reason in reasons.items() if reason is None)
+    rejected = [(name, reason) for name, reason in reasons.items() if reason is not None]
+    if path != "torch":
+        better = "the kernels cover the problem" if path == "fused" else "recompute=True forbids keeping the hidden"
+        rejected.append(("torch", better))
+        if path == "fused" and chunked is None:
+            rejected.append(("chunked", "the fused path keeps no hidden either, and is one kernel"))
+    return _costed(problem, device, path, tuple(rejected), unsupported)
+
+
+def why_unsupported(problem: Problem, device: Device) -> str | None:
+    """Why the kernels cannot run this problem, or None."""
+    if not device.triton:
+        return "Triton is not installed" if device.kind == "cuda" else f"no Triton kernels on device type {device.kind}"
+    if problem.subclass:
+        return f"an operand is a {problem.subclass}, which only torch's own operations understand"
+    if problem.dtype not in KERNEL_DTYPES:
+        return f"the kernels take {', '.join(KERNEL_DTYPES)}, not {problem.dtype}"
+    if problem.empty:
+        return "there is nothing to compute"
+    width = max(problem.K, problem.O)
+    needed = ["forward"]
+    needed += ["data_gradient"] if problem.needs_data_gradient else []
+    needed += ["weight_gradient"] if problem.needs_weight_gradient else []
+    for kernel in needed:
+        if _tiles(kernel, problem, device) is None:
+            return f"width {width} (padded {padded_width(width)}) of {problem.dtype} does not fit on chip in {kernel}"
+    return None
+
+
+def why_slower(problem: Problem, device: Device) -> str | None:
+    """Why torch is expected to be faster, from measurements, or None."""
+    if device.architecture != "sm_90":
+        return f"not measured on {device.architecture or device.kind}; FUSEDLAYERS_BACKEND=triton runs the kernels"
+    if problem.dtype == "float32":
+        return "float32 products in IEEE precision do not use the matrix units; torch's kernels are faster"
+    return None
+
+
+def _tiles(kernel: str, problem: Problem, device: Device) -> TileConfig | None:
+    return tile_config(kernel, device.architecture, 8 * problem.element_bytes, problem.gated, max(problem.K, problem.O))
+
+
+def choose_splits(problem: Problem, device: Device, tiles: TileConfig) -> int:
+    """Token ranges the weight gradient is split into: enough programs for every processor, bounded partials."""
+    programs = -(-problem.N // tiles.block_n) * problem.batch
+    row_tiles = -(-problem.M // tiles.block_m)
+    partial_bytes = 4 * (problem.weight_elements + 2 * problem.N * problem.batch)
+    wanted = max(1, 2 * device.processors // programs)
+    # A split shorter than four row tiles spends more on its partial than on its products.
+    return max(1, min(wanted, -(-row_tiles // 4), PARTIALS_LIMIT // partial_bytes))
+
+
+def choose_chunk_rows(problem: Problem) -> int:
+    """Rows of a chunk such that everything hidden of one chunk stays within the limit; at least one row."""
+    hidden_row = problem.N * problem.element_bytes * (2 if problem.gated else 1) * CHUNK_COPIES
+    return max(1, min(max(problem.M, 1), CHUNK_LIMIT // max(hidden_row, 1)))
+
+
+def gemm_units(problem: Problem, path: str, passes: int = 1) -> tuple[float, float]:
+    """GEMM units of forward and backward: a unit is one product of tokens × K × N.
+
+    ``passes`` is the number of launches that share out the weight gradients on the fused path.
+    """
+    first = 2.0 if problem.gated else 1.0  # products with x
+    second = problem.O / problem.K if problem.K else 0.0  # one product with O columns, in units
+    forward = first + second
+    data = (first if problem.needs_data_gradient else 0.0) + (second if problem.training else 0.0)
+    weights = first + second if problem.needs_weight_gradient else 0.0
+    if path == "torch":
+        return forward, data + weights
+    if path == "chunked":
+        return forward, forward + data + weights
+    data = 2 * first + second if problem.needs_data_gradient else 0.0
+    # The first pass recomputes the pre-activations; each further one does so again, and dH from the second on.
+    weights = {1: 2 * first + 2 * second, 2: 3 * first + 2 * second, 3: 4 * first + 3 * second}[passes]
+    return forward, data + (weights if problem.needs_weight_gradient else 0.0)
+
+
+def _costed(
+    problem: Problem, device: Device, path: str, rejected: tuple[tuple[str, str], ...], unsupported: str | None
+) -> Plan:
+    element = problem.element_bytes
+    rows = problem.batch * problem.M
+    weight_tiles = None
+    if path == "fused" and problem.needs_weight_gradient:
+        weight_tiles = _tiles("weight_gradient", problem, device)
+    forward_units, backward_units = gemm_units(problem, path, weight_tiles.passes if weight_tiles else 1)
+    flops = int(2 * rows * problem.K * problem.N * (forward_units + backward_units))
+    io_bytes = element * (rows * (problem.K + problem.O) + problem.weight_elements)
+    if problem.training:
+        io_bytes += element * (rows * (problem.K + problem.O) + problem.weight_elements)
+        io_bytes += element * rows * problem.K * problem.needs_data_gradient
+        io_bytes += element * problem.weight_elements * problem.needs_weight_gradient
+    saved = element * rows * problem.K if problem.training else 0
+    if path == "torch" and problem.training:
+        copies = (3 if problem.gated else 1) + (problem.activation != "identity") + 2 * problem.dropout
+        saved += copies * problem.hidden_bytes
+    ceiling = CEILINGS.get(device.name)
+    floor = None if ceiling is None else max(flops / ceiling[0], io_bytes / ceiling[1])
+    if problem.dtype not in ("float16", "bfloat16"):
+        floor = None
+    options: dict[str, object] = {}
+    if path == "fused":
+        options = {
+            "forward_tiles": _tiles("forward", problem, device),
+            "data_gradient_tiles": _tiles("data_gradient", problem, device) if problem.needs_data_gradient else None,
+            "fast": problem.dtype == "bfloat16" and device.architecture.startswith("sm_"),
+        }
+        if weight_tiles is not None:
+            splits = choose_splits(problem, device, weight_tiles)
+            partial_bytes = 4 * (problem.weight_elements + 2 * problem.N * problem.batch)
+            options |= {
+                "weight_gradient_tiles": weight_tiles,
+                "splits": splits,
+                "workspace_bytes": splits * partial_bytes if splits > 1 else 0,
+            }
+    elif path == "chunked":
+        chunk_rows = choose_chunk_rows(problem)
+        hidden_row = problem.N * element * (2 if problem.gated else 1) * CHUNK_COPIES
+        options = {"chunk_rows": chunk_rows, "workspace_bytes": chunk_rows * hidden_row}
+    reason = {
+        "fused": "the kernels cover the problem and keep no hidden",
+        "chunked": "recompute=True forbids keeping the hidden, and the kernels do not run here",
+        "torch": "no other path is both possible and faster",
+    }[path]
+    return Plan(
+        path=path,
+        reason=reason,
+        rejected=rejected,
+        forward_units=forward_units,
+        backward_units=backward_units,
+        flops=flops,
+        bytes=io_bytes,
+        saved_bytes=saved,
+        floor_seconds=floor,
+        unsupported=unsupported,
+        **options,
+    )

@@ -1,0 +1,28 @@
+"""Triton if it is installed, otherwise inert stand-ins, so that every kernel file imports on any machine."""
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+except ImportError:
+    HAS_TRITON = False
+
+    class _Inert:
+        """Answers any attribute and any call with itself or, as a decorator, with the function it decorates."""
+
+        def __getattr__(self, name: str) -> "_Inert":
+            return self
+
+        def __call__(self, *arguments: object, **options: object) -> object:
+            return arguments[0] if len(arguments) == 1 and callable(arguments[0]) else self
+
+    triton = tl = _Inert()
+
+
+def interpreted() -> bool:
+    """Whether kernels run through Triton's interpreter (tests on machines without a GPU), not on a device."""
+    return HAS_TRITON and triton.knobs.runtime.interpret
+
+
+__all__ = ["HAS_TRITON", "interpreted", "tl", "triton"]

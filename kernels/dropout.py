@@ -1,0 +1,81 @@
+"""Dropout that is replayed, not stored: whether an element is kept is a pure function of (seed, row, column).
+
+The generator is Philox 4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, the
+fewest rounds that pass BigCrush there). Kernels and torch paths draw identical masks, whatever the tiling or chunking,
+so that the backward pass needs the seed alone.
+"""
+
+import torch
+
+from .device import HAS_TRITON, interpreted, tl, triton
+
+ROUNDS = 7
+_ROUNDS = tl.constexpr(ROUNDS)
+_MASK_32 = 0xFFFFFFFF
+
+
+@triton.jit
+def keep(seed, rows, cols, dropout_p):
+    """1.0 where a hidden element is kept, 0.0 where it is dropped; the caller scales by ``1 / (1 - dropout_p)``.
+
+    ``seed`` scalar int64, ``rows`` and ``cols`` broadcastable int64 tiles of coordinates, ``dropout_p`` float32.
+    """
+    zero = (rows + cols).to(tl.int32) * 0
+    row_low = (rows + zero).to(tl.int32)
+    row_high = ((rows + zero) >> 32).to(tl.int32)
+    random, _, _, _ = tl.philox(seed, (cols + zero).to(tl.int32), row_low, row_high, zero, n_rounds=_ROUNDS)
+    # 24 bits are exact in float32, so the comparison is the same one everywhere.
+    uniform = (random >> 8).to(tl.float32) * (1.0 / 16777216.0)
+    return tl.where(uniform >= dropout_p, 1.0, 0.0)
+
+
+@triton.jit
+def _keep_kernel(seed_ptr, out_ptr, first_row, M, N, dropout_p, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    kept = keep(tl.load(seed_ptr), first_row + index // N, index % N, dropout_p)
+    tl.store(out_ptr + index, kept.to(out_ptr.dtype.element_ty), mask=index < M * N)
+
+
+def _multiply_high_low(constant: int, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """High and low 32 bits of ``constant * value``; int64 would overflow, so the constant is taken in 16-bit halves."""
+    low_part = (constant & 0xFFFF) * value
+    high_part = (constant >> 16) * value + (low_part >> 16)
+    return high_part >> 16, ((high_part & 0xFFFF) << 16) | (low_part & 0xFFFF)
+
+
+def _philox(seed: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """First 32-bit word of Philox 4x32 at counter (column, row low, row high, 0), as int64 tensors in [0, 2^32)."""
+    word_0, word_1, word_2, word_3 = columns, rows & _MASK_32, rows >> 32, torch.zeros_like(rows)
+    key_0, key_1 = seed & _MASK_32, (seed >> 32) & _MASK_32
+    for _ in range(ROUNDS):
+        high_b, low_b = _multiply_high_low(0xCD9E8D57, word_2)
+        high_a, low_a = _multiply_high_low(0xD2511F53, word_0)
+        word_0, word_1, word_2, word_3 = high_b ^ word_1 ^ key_0, low_b, high_a ^ word_3 ^ key_1, low_a
+        key_0, key_1 = (key_0 + 0x9E3779B9) & _MASK_32, (key_1 + 0xBB67AE85) & _MASK_32
+    return word_0
+
+
+def keep_mask(
+    seed: torch.Tensor, first_row: int, rows: int, columns: int, dropout_p: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """1 where hidden rows ``first_row .. first_row + rows`` are kept and 0 elsewhere, ``[rows, columns]`` of ``dtype``.
+
+    ``seed`` int64 ``[1]`` on the device of the result. CUDA tensors take one kernel launch; other devices take integer
+    torch operations, with temporaries of 8 bytes an element.
+    """
+    if seed.is_cuda and HAS_TRITON and not interpreted():
+        out = torch.empty(rows, columns, dtype=dtype, device=seed.device)
+        grid = (triton.cdiv(max(out.numel(), 1), 1024),)
+        with torch.cuda.device(seed.device):
+            _keep_kernel[grid](seed, out, first_row, rows, columns, dropout_p, BLOCK=1024)
+        return out
+    row = torch.arange(first_row, first_row + rows, device=seed.device)[:, None]
+    column = torch.arange(columns, device=seed.device)[None, :]
+    uniform = (_philox(seed, column, row) >> 8).to(torch.float32) * (1.0 / 16777216.0)
+    probability = torch.tensor(dropout_p, dtype=torch.float32, device=seed.device)
+    return (uniform >= probability).to(dtype)
+
+
+def draw_seed(device: torch.device) -> torch.Tensor:
+    """A fresh seed, int64 ``[1]``, from the device's default generator: ``torch.manual_seed`` rules, no host sync."""
+    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)

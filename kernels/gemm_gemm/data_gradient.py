@@ -1,0 +1,83 @@
+"""Data gradient: dx, one pass over x and dy, the hidden and its gradient recomputed tile by tile."""
+
+import torch
+
+from ..device import tl, triton
+from ..dropout import keep
+from ..tiles import batch_and_tile, load_tile, load_vector, store_tile
+from ..tuning import TileConfig
+from .operands import Operands, hidden_and_slopes, on_device, stride
+
+
+@triton.jit
+def _data_gradient_kernel(
+    x_ptr, up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, dy_ptr, dx_ptr,
+    stride_xz, stride_xm, stride_xk,
+    stride_uz, stride_un, stride_uk,
+    stride_gz, stride_gn, stride_gk,
+    stride_dz, stride_do, stride_dn,
+    stride_up_bias, stride_gate_bias,
+    stride_dyz, stride_dym, stride_dyo,
+    stride_dxz, stride_dxm, stride_dxk,
+    M, N, dropout_p,
+    K: tl.constexpr, O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_O: tl.constexpr, EVEN_N: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    batch, row_start = batch_and_tile(M, BLOCK_M)
+    rows = row_start + tl.arange(0, BLOCK_M)
+    inner = tl.arange(0, BLOCK_K)
+    outer = tl.arange(0, BLOCK_O)
+    GATED: tl.constexpr = gate_ptr is not None
+    up_ptr += batch * stride_uz
+    down_ptr += batch * stride_dz
+    if GATED:
+        gate_ptr += batch * stride_gz
+    x_tile = load_tile(x_ptr + batch * stride_xz, rows, inner, stride_xm, stride_xk, M, K)
+    dy_tile = load_tile(dy_ptr + batch * stride_dyz, rows, outer, stride_dym, stride_dyo, M, O)
+    acc = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    for n in tl.range(0, N, BLOCK_N):
+        cols = n + tl.arange(0, BLOCK_N)
+        up_tile = load_tile(up_ptr, cols, inner, stride_un, stride_uk, N, K)
+        down_tile = load_tile(down_ptr, outer, cols, stride_do, stride_dn, O, N)
+        z = tl.dot(x_tile, up_tile.T, input_precision=INPUT_PRECISION)
+        if up_bias_ptr is not None:
+            z += load_vector(up_bias_ptr, cols, stride_up_bias, N)[None, :]
+        d_hidden = tl.dot(dy_tile, down_tile, input_precision=INPUT_PRECISION)
+        if seed_ptr is not None:
+            kept = keep(tl.load(seed_ptr), rows.to(tl.int64)[:, None], cols.to(tl.int64)[None, :], dropout_p)
+            d_hidden = d_hidden * kept * (1.0 / (1.0 - dropout_p))
+        z_gate = z
+        if GATED:
+            gate_tile = load_tile(gate_ptr, cols, inner, stride_gn, stride_gk, N, K)
+            z_gate = tl.dot(x_tile, gate_tile.T, input_precision=INPUT_PRECISION)
+            if gate_bias_ptr is not None:
+                z_gate += load_vector(gate_bias_ptr, cols, stride_gate_bias, N)[None, :]
+        _, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, FAST)
+        dz = d_hidden * slope
+        if not EVEN_N:
+            dz = tl.where((cols < N)[None, :], dz, 0.0)
+        acc = tl.dot(dz.to(up_tile.dtype), up_tile, acc, input_precision=INPUT_PRECISION)
+        if GATED:
+            dz_gate = d_hidden * gate_slope
+            if not EVEN_N:
+                dz_gate = tl.where((cols < N)[None, :], dz_gate, 0.0)
+            acc = tl.dot(dz_gate.to(gate_tile.dtype), gate_tile, acc, input_precision=INPUT_PRECISION)
+    store_tile(dx_ptr + batch * stride_dxz, acc, rows, inner, stride_dxm, stride_dxk, M, K)
+
+
+def data_gradient(operands: Operands, dy: torch.Tensor, tiles: TileConfig) -> torch.Tensor:
+    """dx ``[Z, M, K]``, contiguous, from dy ``[Z, M, O]`` of any strides."""
+    x, up, down = operands.x, operands.up, operands.down
+    batch, rows, hidden = x.shape[0], x.shape[1], up.shape[1]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    with on_device(x):
+        _data_gradient_kernel[(batch * triton.cdiv(rows, tiles.block_m),)](
+            x, up, operands.gate, down, operands.up_bias, operands.gate_bias, operands.seed, dy, dx,
+            *operands.strides(),
+            stride(operands.up_bias), stride(operands.gate_bias),
+            *dy.stride(), *dx.stride(),
+            M=rows, N=hidden, dropout_p=operands.arithmetic.dropout_p,
+            EVEN_N=hidden % tiles.block_n == 0, **operands.constants(tiles),
+        )  # fmt: skip
+    return dx

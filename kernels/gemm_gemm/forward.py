@@ -1,0 +1,83 @@
+"""Forward: y, one pass over x, the hidden alive one tile at a time."""
+
+import torch
+
+from ..device import tl, triton
+from ..dropout import keep
+from ..tiles import batch_and_tile, load_tile, load_vector, store_tile
+from ..tuning import TileConfig
+from .operands import Operands, hidden_and_slopes, on_device, stride
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr, up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr, down_bias_ptr, residual_ptr, seed_ptr, y_ptr,
+    stride_xz, stride_xm, stride_xk,
+    stride_uz, stride_un, stride_uk,
+    stride_gz, stride_gn, stride_gk,
+    stride_dz, stride_do, stride_dn,
+    stride_up_bias, stride_gate_bias, stride_down_bias,
+    stride_rz, stride_rm, stride_ro,
+    stride_yz, stride_ym, stride_yo,
+    M, N, dropout_p,
+    K: tl.constexpr, O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_O: tl.constexpr, EVEN_N: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    batch, row_start = batch_and_tile(M, BLOCK_M)
+    rows = row_start + tl.arange(0, BLOCK_M)
+    inner = tl.arange(0, BLOCK_K)
+    outer = tl.arange(0, BLOCK_O)
+    GATED: tl.constexpr = gate_ptr is not None
+    up_ptr += batch * stride_uz
+    down_ptr += batch * stride_dz
+    if GATED:
+        gate_ptr += batch * stride_gz
+    x_tile = load_tile(x_ptr + batch * stride_xz, rows, inner, stride_xm, stride_xk, M, K)
+    acc = tl.zeros([BLOCK_M, BLOCK_O], tl.float32)
+    for n in tl.range(0, N, BLOCK_N):
+        cols = n + tl.arange(0, BLOCK_N)
+        up_tile = load_tile(up_ptr, inner, cols, stride_uk, stride_un, K, N)
+        z = tl.dot(x_tile, up_tile, input_precision=INPUT_PRECISION)
+        if up_bias_ptr is not None:
+            z += load_vector(up_bias_ptr, cols, stride_up_bias, N)[None, :]
+        z_gate = z
+        if GATED:
+            gate_tile = load_tile(gate_ptr, inner, cols, stride_gk, stride_gn, K, N)
+            z_gate = tl.dot(x_tile, gate_tile, input_precision=INPUT_PRECISION)
+            if gate_bias_ptr is not None:
+                z_gate += load_vector(gate_bias_ptr, cols, stride_gate_bias, N)[None, :]
+        hidden, _, _ = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, FAST)
+        if seed_ptr is not None:
+            kept = keep(tl.load(seed_ptr), rows.to(tl.int64)[:, None], cols.to(tl.int64)[None, :], dropout_p)
+            hidden = hidden * kept * (1.0 / (1.0 - dropout_p))
+        if not EVEN_N:
+            # Past N the weights load as 0, but an infinite x times 0 is NaN, and act(0) may not be 0.
+            hidden = tl.where((cols < N)[None, :], hidden, 0.0)
+        down_tile = load_tile(down_ptr, cols, outer, stride_dn, stride_do, N, O)
+        acc = tl.dot(hidden.to(down_tile.dtype), down_tile, acc, input_precision=INPUT_PRECISION)
+    if down_bias_ptr is not None:
+        acc += load_vector(down_bias_ptr, outer, stride_down_bias, O)[None, :]
+    if residual_ptr is not None:
+        acc += load_tile(residual_ptr + batch * stride_rz, rows, outer, stride_rm, stride_ro, M, O).to(tl.float32)
+    store_tile(y_ptr + batch * stride_yz, acc, rows, outer, stride_ym, stride_yo, M, O)
+
+
+def forward(
+    operands: Operands, down_bias: torch.Tensor | None, residual: torch.Tensor | None, tiles: TileConfig
+) -> torch.Tensor:
+    """y ``[Z, M, O]``, contiguous, in the dtype of x."""
+    x, up, down = operands.x, operands.up, operands.down
+    batch, rows, hidden = x.shape[0], x.shape[1], up.shape[1]
+    y = torch.empty(batch, rows, down.shape[1], dtype=x.dtype, device=x.device)
+    with on_device(x):
+        _forward_kernel[(batch * triton.cdiv(rows, tiles.block_m),)](
+            x, up, operands.gate, down, operands.up_bias, operands.gate_bias, down_bias, residual, operands.seed, y,
+            *operands.strides(),
+            stride(operands.up_bias), stride(operands.gate_bias), stride(down_bias),
+            *((0, 0, 0) if residual is None else residual.stride()),
+            *y.stride(),
+            M=rows, N=hidden, dropout_p=operands.arithmetic.dropout_p,
+            EVEN_N=hidden % tiles.block_n == 0, **operands.constants(tiles),
+        )  # fmt: skip
+    return y

@@ -1,0 +1,240 @@
+"""Weight gradients with the bias gradients of the hidden, in one pass over x and dy, split over tokens."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..device import tl, triton
+from ..dropout import keep
+from ..tiles import load_tile, load_vector, store_tile
+from ..tuning import TileConfig
+from .operands import Operands, hidden_and_slopes, on_device, stride
+
+_REDUCE_BLOCK = 1024
+
+
+@triton.jit
+def _weight_gradient_kernel(
+    x_ptr, up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, dy_ptr,
+    d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr, d_gate_bias_ptr,
+    stride_xz, stride_xm, stride_xk,
+    stride_uz, stride_un, stride_uk,
+    stride_gz, stride_gn, stride_gk,
+    stride_dz, stride_do, stride_dn,
+    stride_up_bias, stride_gate_bias,
+    stride_dyz, stride_dym, stride_dyo,
+    stride_d_up_n, stride_d_up_k, stride_d_down_o, stride_d_down_n,
+    M, N, dropout_p, splits, stride_split,
+    K: tl.constexpr, O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_O: tl.constexpr, EVEN_M: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    # Gradients are dense, one batch entry behind the other, and there once per split; their two inner strides are free.
+    program = tl.program_id(0)
+    column_tiles = tl.cdiv(N, BLOCK_N)
+    split = program % splits
+    batch = (program // splits // column_tiles).to(tl.int64)
+    cols = (program // splits % column_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_K)
+    outer = tl.arange(0, BLOCK_O)
+    GATED: tl.constexpr = gate_ptr is not None
+    UP: tl.constexpr = (d_up_ptr is not None) or (d_up_bias_ptr is not None)
+    GATE: tl.constexpr = (d_gate_ptr is not None) or (d_gate_bias_ptr is not None)
+
+    # The weights of this program's columns stay on chip; x and dy stream by.
+    x_ptr += batch * stride_xz
+    dy_ptr += batch * stride_dyz
+    up_tile = load_tile(up_ptr + batch * stride_uz, cols, inner, stride_un, stride_uk, N, K)
+    if up_bias_ptr is not None:
+        up_bias = load_vector(up_bias_ptr, cols, stride_up_bias, N)[:, None]
+    if GATED:
+        gate_tile = load_tile(gate_ptr + batch * stride_gz, cols, inner, stride_gn, stride_gk, N, K)
+        if gate_bias_ptr is not None:
+            gate_bias = load_vector(gate_bias_ptr, cols, stride_gate_bias, N)[:, None]
+    if UP or GATE:
+        down_tile = load_tile(down_ptr + batch * stride_dz, cols, outer, stride_dn, stride_do, N, O)
+    d_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    d_gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    d_down = tl.zeros([BLOCK_N, BLOCK_O], tl.float32)
+    d_up_bias = tl.zeros([BLOCK_N], tl.float32)
+    d_gate_bias = tl.zeros([BLOCK_N], tl.float32)
+
+    split_rows = tl.cdiv(tl.cdiv(M, BLOCK_M), splits) * BLOCK_M
+    first_row = split * split_rows
+    for row_start in tl.range(first_row, tl.minimum(first_row + split_rows, M), BLOCK_M):
+        rows = row_start + tl.arange(0, BLOCK_M)
+        x_tile = load_tile(x_ptr, rows, inner, stride_xm, stride_xk, M, K)
+        dy_tile = load_tile(dy_ptr, rows, outer, stride_dym, stride_dyo, M, O)
+        # Everything hidden is kept transposed, [BLOCK_N, BLOCK_M]: it is the left operand of each gradient product.
+        z = tl.dot(up_tile, x_tile.T, input_precision=INPUT_PRECISION)
+        if up_bias_ptr is not None:
+            z += up_bias
+        z_gate = z
+        if GATED:
+            z_gate = tl.dot(gate_tile, x_tile.T, input_precision=INPUT_PRECISION)
+            if gate_bias_ptr is not None:
+                z_gate += gate_bias
+        hidden, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, FAST)
+        if seed_ptr is not None:
+            kept = keep(tl.load(seed_ptr), rows.to(tl.int64)[None, :], cols.to(tl.int64)[:, None], dropout_p)
+            kept = kept * (1.0 / (1.0 - dropout_p))
+            hidden = hidden * kept
+        if not EVEN_M:
+            # Past M, x and dy load as 0, but 0 times an infinite weight or bias is NaN.
+            row_ok = (rows < M)[None, :]
+            hidden = tl.where(row_ok, hidden, 0.0)
+        if d_down_ptr is not None:
+            d_down = tl.dot(hidden.to(dy_tile.dtype), dy_tile, d_down, input_precision=INPUT_PRECISION)
+        if UP or GATE:
+            d_hidden = tl.dot(down_tile, dy_tile.T, input_precision=INPUT_PRECISION)
+            if seed_ptr is not None:
+                d_hidden = d_hidden * kept
+            if UP:
+                dz = d_hidden * slope
+                if not EVEN_M:
+                    dz = tl.where(row_ok, dz, 0.0)
+                if d_up_ptr is not None:
+                    d_up = tl.dot(dz.to(x_tile.dtype), x_tile, d_up, input_precision=INPUT_PRECISION)
+                if d_up_bias_ptr is not None:
+                    d_up_bias += tl.sum(dz, 1)
+            if GATE:
+                dz_gate = d_hidden * gate_slope
+                if not EVEN_M:
+                    dz_gate = tl.where(row_ok, dz_gate, 0.0)
+                if d_gate_ptr is not None:
+                    d_gate = tl.dot(dz_gate.to(x_tile.dtype), x_tile, d_gate, input_precision=INPUT_PRECISION)
+                if d_gate_bias_ptr is not None:
+                    d_gate_bias += tl.sum(dz_gate, 1)
+
+    partial = split.to(tl.int64) * stride_split
+    weight = partial + batch * N * K
+    bias = partial + batch * N
+    if d_up_ptr is not None:
+        store_tile(d_up_ptr + weight, d_up, cols, inner, stride_d_up_n, stride_d_up_k, N, K)
+    if d_gate_ptr is not None:
+        store_tile(d_gate_ptr + weight, d_gate, cols, inner, stride_d_up_n, stride_d_up_k, N, K)
+    if d_down_ptr is not None:
+        store_tile(d_down_ptr + partial + batch * N * O, d_down, cols, outer, stride_d_down_n, stride_d_down_o, N, O)
+    if d_up_bias_ptr is not None:
+        tl.store(d_up_bias_ptr + bias + cols, d_up_bias.to(d_up_bias_ptr.dtype.element_ty), mask=cols < N)
+    if d_gate_bias_ptr is not None:
+        tl.store(d_gate_bias_ptr + bias + cols, d_gate_bias.to(d_gate_bias_ptr.dtype.element_ty), mask=cols < N)
+
+
+@triton.jit
+def _reduce_partials_kernel(
+    partials_ptr, out_0_ptr, out_1_ptr, out_2_ptr, out_3_ptr, out_4_ptr,
+    end_0, end_1, end_2, end_3, end_4, splits,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    # The outputs lie behind one another in a row of the partials; ``end_i`` is where output i ends.
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in range(splits):
+        total += tl.load(partials_ptr + split.to(tl.int64) * end_4 + index, mask=index < end_4, other=0.0)
+    total = total.to(out_0_ptr.dtype.element_ty)
+    tl.store(out_0_ptr + index, total, mask=index < end_0)
+    if out_1_ptr is not None:
+        tl.store(out_1_ptr + (index - end_0), total, mask=(index >= end_0) & (index < end_1))
+    if out_2_ptr is not None:
+        tl.store(out_2_ptr + (index - end_1), total, mask=(index >= end_1) & (index < end_2))
+    if out_3_ptr is not None:
+        tl.store(out_3_ptr + (index - end_2), total, mask=(index >= end_2) & (index < end_3))
+    if out_4_ptr is not None:
+        tl.store(out_4_ptr + (index - end_3), total, mask=(index >= end_3) & (index < end_4))
+
+
+@dataclass(frozen=True)
+class WeightGradients:
+    """What the weight-gradient kernel is asked for (bools) or has returned (tensors or None), by name."""
+
+    up: torch.Tensor | bool | None = None
+    gate: torch.Tensor | bool | None = None
+    down: torch.Tensor | bool | None = None
+    up_bias: torch.Tensor | bool | None = None
+    gate_bias: torch.Tensor | bool | None = None
+
+    def __iter__(self) -> Iterator[torch.Tensor | bool | None]:
+        return iter((self.up, self.gate, self.down, self.up_bias, self.gate_bias))
+
+
+_GRADIENT_NAMES = ("up", "gate", "down", "up_bias", "gate_bias")
+# Which gradients each launch yields, by the number of launches.
+_PASSES: dict[int, tuple[tuple[str, ...], ...]] = {
+    1: (_GRADIENT_NAMES,),
+    2: (("down",), ("up", "gate", "up_bias", "gate_bias")),
+    3: (("down",), ("up", "up_bias"), ("gate", "gate_bias")),
+}
+
+
+def weight_gradients(
+    operands: Operands,
+    dy: torch.Tensor,
+    wanted: WeightGradients,
+    splits: int,
+    tiles: TileConfig,
+    transposed: bool = False,
+) -> WeightGradients:
+    """The wanted gradients, contiguous: up and gate ``[Z, N, K]``, down ``[Z, O, N]``, biases ``[Z, N]``.
+
+    ``transposed`` gives the matrices the layout of a batched GEMM-GEMM's operands: ``[Z, K, N]`` and ``[Z, N, O]``.
+    Where the accumulators of all of them exceed the registers, ``tiles.passes`` launches share them out.
+    """
+    found: list[torch.Tensor | None] = [None] * 5
+    for part in _PASSES[tiles.passes]:
+        asked = WeightGradients(*(want and name in part for name, want in zip(_GRADIENT_NAMES, wanted, strict=True)))
+        if any(asked):
+            gradients = _weight_gradients_in_one_pass(operands, dy, asked, splits, tiles, transposed)
+            found = [new if new is not None else old for new, old in zip(gradients, found, strict=True)]
+    return WeightGradients(*found)
+
+
+def _weight_gradients_in_one_pass(
+    operands: Operands, dy: torch.Tensor, wanted: WeightGradients, splits: int, tiles: TileConfig, transposed: bool
+) -> list[torch.Tensor | None]:
+    x, up, down = operands.x, operands.up, operands.down
+    batch, rows, hidden = x.shape[0], x.shape[1], up.shape[1]
+    width, out_width = x.shape[2], down.shape[1]
+    if transposed:
+        up_shape, down_shape = (batch, width, hidden), (batch, hidden, out_width)
+        inner_strides = (1, hidden, 1, out_width)
+    else:
+        up_shape, down_shape = (batch, hidden, width), (batch, out_width, hidden)
+        inner_strides = (width, 1, hidden, 1)
+    shapes = (up_shape, up_shape, down_shape, (batch, hidden), (batch, hidden))
+    gradients = [
+        torch.empty(shape, dtype=x.dtype, device=x.device) if want else None
+        for shape, want in zip(shapes, wanted, strict=True)
+    ]
+    targets, split_size = gradients, 0
+    if splits > 1:
+        sizes = [0 if gradient is None else gradient.numel() for gradient in gradients]
+        split_size = sum(sizes)
+        partials = torch.empty(splits, split_size, dtype=torch.float32, device=x.device)
+        pieces = partials[0].split(sizes)
+        targets = [None if gradient is None else piece for gradient, piece in zip(gradients, pieces, strict=True)]
+    with on_device(x):
+        _weight_gradient_kernel[(batch * triton.cdiv(hidden, tiles.block_n) * splits,)](
+            x, up, operands.gate, down, operands.up_bias, operands.gate_bias, operands.seed, dy, *targets,
+            *operands.strides(),
+            stride(operands.up_bias), stride(operands.gate_bias),
+            *dy.stride(), *inner_strides,
+            M=rows, N=hidden, dropout_p=operands.arithmetic.dropout_p, splits=splits, stride_split=split_size,
+            EVEN_M=rows % tiles.block_m == 0, **operands.constants(tiles),
+        )  # fmt: skip
+        if splits > 1:
+            _reduce_partials(partials, [gradient for gradient in gradients if gradient is not None])
+    return gradients
+
+
+def _reduce_partials(partials: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+    """Sums ``partials [splits, total]`` in the order of the splits into the contiguous outputs, one rounding each."""
+    ends, end = [], 0
+    for output in outputs:
+        end += output.numel()
+        ends.append(end)
+    missing = 5 - len(outputs)
+    _reduce_partials_kernel[(triton.cdiv(end, _REDUCE_BLOCK),)](
+        partials, *outputs, *[None] * missing, *ends, *[end] * missing, splits=partials.shape[0], BLOCK=_REDUCE_BLOCK
+    )

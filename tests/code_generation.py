@@ -1,0 +1,307 @@
+"""Compiles what a call would launch, for GPUs that need not be there, and reports what the compiler made of it.
+
+The library's own functions run on uninitialised CPU tensors while a stand-in driver names the GPU, and every launch
+stops after compilation: what is reported is the specialisation that a user gets, with the planner's tiles. The compiler
+is needed and the tests' process may have the interpreter in its place, so the tests run this file as a script:
+
+    python tests/code_generation.py sm_90 gfx942            every shipped configuration, one JSON object per kernel
+    python tests/code_generation.py '{"target": "sm_90", "dtype": "bfloat16", "width": 64, "gated": true}'
+"""
+
+import contextlib
+import functools
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+from unittest import mock
+
+os.environ["TRITON_INTERPRET"] = "0"
+os.environ["FUSEDLAYERS_BACKEND"] = "triton"
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from fusedlayers import functional, planning
+from fusedlayers.functional import dispatch
+from fusedlayers.kernels.tuning import TileConfig
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx90a": GPUTarget("hip", "gfx90a", 64),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+DTYPES = ("bfloat16", "float16", "float32")
+WIDTHS = tuple(2**power for power in range(4, 12))
+# Streaming multiprocessors of an H200: the splits, and so the launches, are those of a large GPU.
+PROCESSORS = 132
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training step of ``functional.ffn`` with K = O = ``width``, compiled for ``target``.
+
+    ``hidden`` 0 means four times the width. ``kernel`` compiles launches of that kernel alone. ``wanted`` names the
+    tensors that ask for a gradient; None means all.
+    """
+
+    target: str
+    dtype: str
+    width: int
+    gated: bool = False
+    activation: str = "gelu_tanh"
+    dropout: bool = False
+    rows: int = 4096
+    hidden: int = 0
+    kernel: str | None = None
+    wanted: tuple[str, ...] | None = None
+
+
+class _StandInDriver:
+    """As much of a driver as compilation asks for; the target's name serves as the device's index."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+    def get_current_device(self) -> str:
+        return self.target
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGETS[self.target]
+
+
+@contextlib.contextmanager
+def compiling_for(target: str, kernel: str | None = None) -> Iterator[list[dict[str, Any]]]:
+    """Inside, kernels on CPU tensors are compiled for ``target`` instead of run; yields the reports as they grow."""
+    reports: list[dict[str, Any]] = []
+    run = JITFunction.run
+
+    def compile_only(function: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        name = function.__name__.removeprefix("_").removesuffix("_kernel")
+        if kernel in (None, name):
+            compile_it = functools.partial(run, function, *args, grid=grid, warmup=True, **kwargs)
+            reports.append(_launch(function, args, kwargs) | {"kernel": name, "target": target} | _outcome(compile_it))
+
+    describe = planning.Device("cuda", target, target, PROCESSORS, triton=True)
+    dispatch._cached_plan.cache_clear()
+    driver.set_active(_StandInDriver(target))
+    with (
+        mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.object(dispatch, "describe", lambda device: describe),
+        mock.patch.object(triton.knobs.nvidia, "dump_ptxas_log", True),
+        # A kernel from the cache comes without the assembler's log.
+        mock.patch.object(triton.knobs.compilation, "always_compile", True),
+    ):
+        yield reports
+    dispatch._cached_plan.cache_clear()
+
+
+def _launch(function: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What this launch asks for: its compile-time names and numbers, and which pointers it has."""
+    options = ("num_warps", "num_stages")
+    arguments = function.signature.bind(*args, **{k: v for k, v in kwargs.items() if k not in options}).arguments
+    return {
+        "tiles": {name: kwargs[name] for name in ("BLOCK_M", "BLOCK_N", *options) if name in kwargs},
+        "constants": {name: value for name, value in arguments.items() if name.isupper()},
+        "pointers": [name for name, value in arguments.items() if name.endswith("_ptr") and value is not None],
+    }
+
+
+def _outcome(compile_it: Callable[[], Any]) -> dict[str, Any]:
+    """What the compiler made of one launch, or its error."""
+    log = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(log):
+            compiled = compile_it()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {str(error)[:400]}"}
+    if compiled.hash not in _known:
+        _known[compiled.hash] = _findings(compiled, log.getvalue())
+    return _known[compiled.hash]
+
+
+# Triton compiles a specialisation once per process, and tells the assembler's log only then.
+_known: dict[str, dict[str, Any]] = {}
+
+
+def _findings(compiled: Any, log: str) -> dict[str, Any]:
+    assembler = compiled.asm
+    found = {
+        "shared": compiled.metadata.shared,
+        "products": len(re.findall(r" tt\.dot ", assembler["ttir"])),
+        # A product that stays in a blocked layout is computed by scalar multiply-adds.
+        "scalar_products": len(re.findall(r" tt\.dot .*-> tensor<\w+, #blocked\w*>", assembler["ttgir"])),
+        "int32_products": int32_products(assembler["ttir"]),
+    }
+    if "ptx" in assembler:
+        return found | _nvidia(assembler["ptx"], log)
+    return found | _amd(assembler["amdgcn"])
+
+
+def _nvidia(ptx: str, log: str) -> dict[str, Any]:
+    used = re.search(r"Used (\d+) registers", log)
+    if used is None:
+        raise RuntimeError(f"the assembler's log tells no registers:\n{log}")
+    return {
+        "registers": int(used[1]),
+        "spill_bytes": sum(int(n) for n in re.findall(r"(\d+) bytes spill", log)),
+        "serialised": "instructions are serialized" in log,
+        "matrix_instructions": len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", ptx)),
+        "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
+        "tf32": len(re.findall(r"\.tf32", ptx)),
+    }
+
+
+def _amd(assembly: str) -> dict[str, Any]:
+    return {
+        "registers": max(int(n) for n in re.findall(r"\.vgpr_count:\s+(\d+)", assembly)),
+        "spill_bytes": 4 * sum(int(n) for n in re.findall(r"\.[vs]gpr_spill_count:\s+(\d+)", assembly)),
+        "serialised": False,
+        "matrix_instructions": len(re.findall(r"v_mfma_", assembly)),
+        "wgmma": 0,
+        "tf32": len(re.findall(r"v_mfma_\w*xf32", assembly)),
+    }
+
+
+_RESULT = re.compile(r"^\s*(%[\w$.-]+)(?::\d+)? = ([\w.]+)")
+_VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
+_SAME_VALUE = ("tt.splat", "tt.broadcast", "tt.expand_dims", "arith.extsi", "arith.trunci", "arith.index_cast")
+
+
+def int32_products(ttir: str) -> list[str]:
+    """The 32-bit products in ``ttir`` that overflow where a tensor has more than 2^31 elements, one line each.
+
+    Sizes and strides are the integer arguments of a kernel. A 32-bit product is at fault if a size or stride is one of
+    its factors, and, where it is part of an address, if it has a tensor of factors or a constant factor that is no
+    power of two: tile numbers times tile sizes are the only products that stay below the number of rows or columns.
+    """
+    lines = [line for line in ttir.splitlines() if not line.startswith("#")]
+    arguments = set(re.findall(r"(%[\w$.-]+): i(?:32|64)\b", next(line for line in lines if "tt.func public" in line)))
+    inputs, operation, constants, products = _data_flow(lines)
+
+    def is_argument(value: str) -> bool:
+        while operation.get(value) in _SAME_VALUE:
+            value = inputs[value][0]
+        return value in arguments
+
+    in_address: set[str] = set()
+    waiting = [inputs[value][1] for value, name in operation.items() if name == "tt.addptr"]
+    while waiting:
+        value = waiting.pop()
+        # What is loaded is data; the address it came from has its own entry.
+        if value not in in_address and operation.get(value) != "tt.load":
+            in_address.add(value)
+            waiting += inputs.get(value, [])
+
+    def at_fault(value: str, is_tensor: bool) -> bool:
+        if any(is_argument(factor) for factor in inputs[value]):
+            return True
+        sizes = [constants[factor] for factor in inputs[value] if factor in constants]
+        return value in in_address and (is_tensor or any(size & (size - 1) for size in sizes))
+
+    return [line.split(" loc(")[0].strip() for value, (line, is_tensor) in products.items() if at_fault(value, is_tensor)]
+
+
+def _data_flow(
+    lines: list[str],
+) -> tuple[dict[str, list[str]], dict[str, str], dict[str, int], dict[str, tuple[str, bool]]]:
+    """From the text of a function: inputs and operation of each value, integer constants, and the 32-bit products."""
+    inputs: dict[str, list[str]] = {}
+    operation: dict[str, str] = {}
+    constants: dict[str, int] = {}
+    products: dict[str, tuple[str, bool]] = {}
+    regions: list[tuple[str, list[str]]] = []  # results of the enclosing loops and branches, and what they carry
+    for line in lines:
+        text = line.split(" loc(")[0]
+        found = _RESULT.match(text)
+        result, name = (found[1], found[2]) if found else ("", text.split(maxsplit=1)[0] if text.strip() else "")
+        values = _VALUE.findall(text)[1 if found else 0 :]
+        if name == "scf.yield":
+            owner, carried = regions[-1]
+            for index, value in enumerate(values):
+                targets = [f"{owner}#{index}", *([owner] if index == 0 else []), *carried[index : index + 1]]
+                for target in targets:
+                    inputs.setdefault(target, []).append(value)
+        elif name.startswith("scf."):
+            carried = re.findall(r"(%[\w$.-]+) = (%[\w$.-]+(?:#\d+)?)", text.partition("iter_args(")[2])
+            counter = re.search(r"scf\.for (%[\w$.-]+) = (%[\w$.#-]+) to (%[\w$.#-]+) step (%[\w$.#-]+)", text)
+            if counter:
+                inputs[counter[1]] = [counter[2], counter[4]]
+            for inner, initial in carried:
+                inputs.setdefault(inner, []).append(initial)
+            regions.append((result, [inner for inner, _ in carried]))
+        elif result:
+            inputs[result], operation[result] = values, name
+            if name == "arith.constant" and (value := re.search(r"(-?\d+)>? : (?:tensor<\w+xi32>|i32)$", text)):
+                constants[result] = int(value[1])
+            if name == "arith.muli" and (kind := re.search(r": (tensor<\w+xi32>|i32)$", text)):
+                products[result] = (line, kind[1] != "i32")
+        elif text.strip() == "}" and regions:
+            regions.pop()
+    return inputs, operation, constants, products
+
+
+def compile_case(case: Case) -> list[dict[str, Any]]:
+    """A report for every launch of the case, forward and backward; a launch that repeats is reported once."""
+    dtype = getattr(torch, case.dtype)
+    hidden = case.hidden or 4 * case.width
+
+    def operand(name: str, *shape: int) -> torch.Tensor:
+        wants = case.wanted is None or name in case.wanted
+        return torch.empty(*shape, dtype=dtype, requires_grad=wants)
+
+    weights = {"w_up": operand("w_up", hidden, case.width), "w_down": operand("w_down", case.width, hidden)}
+    weights |= {"b_up": operand("b_up", hidden), "b_down": operand("b_down", case.width)}
+    if case.gated:
+        weights |= {"w_gate": operand("w_gate", hidden, case.width), "b_gate": operand("b_gate", hidden)}
+    dropout_p = 0.1 if case.dropout else 0.0
+    with compiling_for(case.target, case.kernel) as reports:
+        x = operand("x", case.rows, case.width)
+        y = functional.ffn(x, **weights, activation=case.activation, dropout_p=dropout_p)
+        y.backward(torch.empty_like(y))
+    different = {json.dumps(report): report for report in reports}
+    return [asdict(case) | report for report in different.values()]
+
+
+def compile_kernel(
+    kernel: str, target: str, dtype: str, width: int, tiles: TileConfig, **options: Any
+) -> list[dict[str, Any]]:
+    """``kernel`` with tiles of your choice, for finding better ones; options are fields of :class:`Case`."""
+    with mock.patch.object(planning, "tile_config", lambda *arguments, **named: tiles):
+        return compile_case(Case(target, dtype, width, kernel=kernel, **options))
+
+
+def shipped(target: str) -> list[Case]:
+    """Every (dtype, width, gated) for which the kernels run on ``target``, by powers of two, narrowest first."""
+    device = planning.Device("cuda", target, target, PROCESSORS, triton=True)
+    cases = []
+    for dtype in DTYPES:
+        for gated in (False, True):
+            for width in WIDTHS:
+                sizes = {"batch": 1, "M": 4096, "K": width, "N": 4 * width, "O": width}
+                problem = planning.Problem("ffn", **sizes, dtype=dtype, gated=gated)
+                problem = replace(problem, needs_data_gradient=True, needs_weight_gradient=True)
+                if planning.why_unsupported(problem, device) is None:
+                    cases.append(Case(target, dtype, width, gated))
+    return cases
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        for case in [Case(**json.loads(argument))] if argument.startswith("{") else shipped(argument):
+            for report in compile_case(case):
+                print(json.dumps(report), flush=True)

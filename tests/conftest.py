@@ -1,0 +1,109 @@
+"""What every test starts from: the interpreter switched on in time, fixed seeds, none of the user's switches."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+HAS_CUDA = torch.cuda.is_available()
+
+# Triton reads its switch when a kernel is defined, so it is set here, before any test imports fusedlayers.
+if HAS_TRITON and not HAS_CUDA:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+
+# The tests say themselves which backend they mean.
+for _switch in ("FUSEDLAYERS_BACKEND", "FUSEDLAYERS_STRICT"):
+    os.environ.pop(_switch, None)
+
+# The interpreter is slow and the first compilation slower: a deadline would measure the machine.
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, with the reason, what needs a device or the interpreter where it is missing."""
+    if not HAS_CUDA:
+        no_gpu = "no CUDA device"
+    elif INTERPRETING:
+        no_gpu = "TRITON_INTERPRET is on, so no kernel would reach the GPU"
+    else:
+        no_gpu = ""
+    no_interpreter = "Triton is not installed" if not HAS_TRITON else "TRITON_INTERPRET is off"
+    for item in items:
+        if ROOT / "tests" / "gpu" in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+        if no_gpu and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=no_gpu))
+        if not INTERPRETING and item.get_closest_marker("interpreter"):
+            item.add_marker(pytest.mark.skip(reason=no_interpreter))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    """The same random numbers for a test, alone or in any order, and torch's global settings as they were."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002  code under test may draw from the global generator
+    torch.manual_seed(0)
+    dtype, deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def _poison(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill with what no computation survives unseen: NaN, or the largest integer."""
+    with torch.no_grad():
+        if tensor.is_floating_point() or tensor.is_complex():
+            return tensor.fill_(float("nan"))
+        return tensor.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor that Python code leaves uninitialised is full of NaN, so that a store which is missing shows."""
+
+    def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def allocate_poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return _poison(allocate(*args, **kwargs))
+
+        return allocate_poisoned
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    for name in ("new_empty", "new_empty_strided"):
+        monkeypatch.setattr(torch.Tensor, name, poisoned(getattr(torch.Tensor, name)))
+
+
+RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run_python(tmp_path: Path) -> RunPython:
+    """A fresh Python process, outside the clone, with warnings as errors: ``run_python(code, TRITON_INTERPRET="0")``.
+
+    Keywords are environment variables; None removes one. The process must succeed, or the test fails with its output.
+    """
+
+    def run(code: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
+        variables = {key: value for key, value in {**os.environ, **environment}.items() if value is not None}
+        command = [sys.executable, "-W", "error", "-c", code]
+        done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return run

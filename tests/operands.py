@@ -1,0 +1,175 @@
+"""Inputs for the tests of the operations, the device and dtypes that the kernels run in here, and the choice of a path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusedlayers import planning, reference
+from fusedlayers.closeness import assert_all_close
+from fusedlayers.devices import describe
+from fusedlayers.functional import dispatch
+from fusedlayers.kernels.device import interpreted
+
+# A CUDA device where kernels reach it; else the CPU, on which the interpreter runs them.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and not interpreted() else "cpu")
+ON_GPU = DEVICE.type == "cuda"
+# The interpreter is wrong for bfloat16.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
+needs_kernels = pytest.mark.skipif(not describe(DEVICE).triton, reason="no GPU, and Triton's interpreter is off")
+# NumPy, which computes under the interpreter, warns where IEEE arithmetic overflows on the way to a right result.
+infinities = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
+PATHS = [pytest.param("kernels", marks=needs_kernels), "chunked", "torch"]
+# The criterion's sizes; a GPU is quick enough for the larger ones.
+SIZES = [0, 1, 2, 3, 15, 16, 17, 31, 33, 63, 65, *([127, 129, 431, 767] if ON_GPU else [])]
+# Rows of a chunk on the chunked path: no test's row count is a multiple of it.
+CHUNK_ROWS = 7
+
+BIASES = ("b_up", "b_down", "b_gate")
+Tensors = Mapping[str, Tensor | None]
+
+
+@contextmanager
+def on_path(path: str, chunk_rows: int | None = CHUNK_ROWS) -> Iterator[dict[str, Any]]:
+    """Sends every call to one path, and yields the options of ``ffn`` that this takes. A call elsewhere fails."""
+
+    def plan(problem: planning.Problem, device: planning.Device, wish: str) -> planning.Plan:
+        made = planning.plan(problem, device, wish)
+        assert problem.empty or made.path == path.replace("kernels", "fused"), made
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSEDLAYERS_BACKEND", "triton" if path == "kernels" else "torch")
+        # Without the cache: no plan with a patched chunk outlives the test.
+        patch.setattr(dispatch, "_cached_plan", plan)
+        if chunk_rows is not None:
+            patch.setattr(planning, "choose_chunk_rows", lambda problem: chunk_rows)
+        yield {"recompute": path == "chunked"}
+
+
+def ffn_inputs(
+    leading: tuple[int, ...] | int,
+    K: int,
+    N: int,
+    O: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    gated: bool = False,
+    biases: tuple[str, ...] = BIASES,
+    residual: bool = False,
+    device: torch.device = DEVICE,
+    draw: Callable[..., Tensor] = torch.randn,
+) -> dict[str, Tensor | None]:
+    """The tensors of one ``ffn`` call by name: x ~ N(0, 1) and weights / √fan_in, unless ``draw`` gives integers."""
+    leading = (leading,) if isinstance(leading, int) else leading
+
+    def tensor(*shape: int, fan_in: int = 1) -> Tensor:
+        values = draw(*shape, dtype=torch.float64)
+        values = values / max(fan_in, 1) ** 0.5 if draw is torch.randn else values
+        return values.to(device, dtype)
+
+    return {
+        "x": tensor(*leading, K),
+        "w_up": tensor(N, K, fan_in=K),
+        "w_down": tensor(O, N, fan_in=N),
+        "b_up": tensor(N) if "b_up" in biases else None,
+        "b_down": tensor(O) if "b_down" in biases else None,
+        "w_gate": tensor(N, K, fan_in=K) if gated else None,
+        "b_gate": tensor(N) if gated and "b_gate" in biases else None,
+        "residual": tensor(*leading, O) if residual else None,
+    }
+
+
+def integers(density: float) -> Callable[..., Tensor]:
+    """A ``draw`` of integers from -2 to 2, a share of ``1 - density`` of them replaced by 0."""
+
+    def draw(*shape: int, dtype: torch.dtype) -> Tensor:
+        return (torch.randint(-2, 3, shape) * (torch.rand(shape) < density)).to(dtype)
+
+    return draw
+
+
+# Sums of products of these stay exact: up to 2^24, 2^11 and 2^8 in the three dtypes.
+INTEGERS = {torch.float32: integers(1.0), torch.float16: integers(0.5), torch.bfloat16: integers(0.15)}
+
+
+def like_result(inputs: Tensors, draw: Callable[..., Tensor] = torch.randn) -> Tensor:
+    """A random upstream gradient for the result of ``ffn(**inputs)``."""
+    x, w_down = inputs["x"], inputs["w_down"]
+    assert x is not None
+    assert w_down is not None
+    return draw(*x.shape[:-1], w_down.shape[0], dtype=torch.float64).to(x.device, x.dtype)
+
+
+def in_float64(tensors: Tensors) -> dict[str, Tensor | None]:
+    return {name: None if tensor is None else tensor.double() for name, tensor in tensors.items()}
+
+
+def leaves(tensors: Tensors, frozen: tuple[str, ...] = ()) -> dict[str, Tensor | None]:
+    """The same memory as leaves of a new graph that require a gradient, but for the frozen ones."""
+    return {
+        name: None if tensor is None else tensor.detach().requires_grad_(name not in frozen)
+        for name, tensor in tensors.items()
+    }
+
+
+def results(
+    call: Callable[..., Tensor], tensors: Tensors, dy: Tensor, frozen: tuple[str, ...] = (), **options: Any
+) -> dict[str, Tensor | None]:
+    """y, and the gradient of every tensor that is not frozen, as ``dx``, ``dw_up`` ..., for the gradient dy of y."""
+    inputs = leaves(tensors, frozen)
+    y = call(**inputs, **options)
+    y.backward(dy)
+    gradients = {f"d{name}": tensor.grad for name, tensor in inputs.items() if tensor is not None}
+    return {"y": y.detach()} | gradients
+
+
+def assert_equal(ours: Tensors, theirs: Tensors) -> None:
+    """The same names, None at the same ones, and the same values bit for bit (0 and -0 are one)."""
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        other = theirs[name]
+        assert (tensor is None) == (other is None), name
+        assert tensor is None or other is None or torch.equal(tensor, other), f"{name}: {tensor}\n{other}"
+
+
+def assert_ffn_close(
+    call: Callable[..., Tensor],
+    inputs: Tensors,
+    *,
+    options: Mapping[str, Any],
+    frozen: tuple[str, ...] = (),
+    seed: Tensor | None = None,
+    **arithmetic: Any,
+) -> None:
+    """y and all gradients of ``call`` pass the closeness rule; ``options`` are for the call alone."""
+    dy = like_result(inputs)
+    ours = results(call, inputs, dy, frozen, **arithmetic, **options)
+    replay = {} if seed is None else {"seed": seed}
+    theirs = results(reference.ffn, inputs, dy, frozen, **arithmetic, **replay)
+    truth = results(reference.ffn, in_float64(inputs), dy.double(), frozen, **arithmetic, **replay)
+    x, w_up = inputs["x"], inputs["w_up"]
+    assert x is not None
+    assert w_up is not None
+    assert_all_close(ours, theirs, truth, independent=max(1, x.shape[:-1].numel() * w_up.shape[0]))
+
+
+class Allocations(TorchDispatchMode):
+    """Records the element count of every tensor that torch operations return while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                self.elements.append(tensor.numel())
+        return result

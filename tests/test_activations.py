@@ -1,0 +1,112 @@
+"""Every activation on the device: value and slope are torch's, from the smallest numbers to the infinite ones."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedlayers.closeness import assert_close
+from fusedlayers.kernels.activations import ACTIVATIONS, ALIASES, activate, canonical_activation
+from fusedlayers.kernels.device import tl, triton
+from tests.operands import DEVICE, infinities, needs_kernels
+
+SPECIAL = [0.0, -0.0, 1e4, -1e4, math.inf, -math.inf, math.nan]
+
+
+@triton.jit
+def _activate_kernel(z_ptr, value_ptr, slope_ptr, count, ACTIVATION: tl.constexpr, FAST: tl.constexpr):  # noqa: ANN001, ANN202
+    index = tl.program_id(0) * 128 + tl.arange(0, 128)
+    value, slope = activate(tl.load(z_ptr + index, mask=index < count, other=0.0), ACTIVATION, FAST)
+    tl.store(value_ptr + index, value, mask=index < count)
+    tl.store(slope_ptr + index, slope, mask=index < count)
+
+
+def on_device(z: Tensor, activation: str, fast: bool = False) -> tuple[Tensor, Tensor]:
+    """Value and slope by the device function, for float32 z on the kernels' device."""
+    value, slope = torch.full_like(z, math.nan), torch.full_like(z, math.nan)
+    _activate_kernel[(triton.cdiv(z.numel(), 128),)](z, value, slope, z.numel(), ACTIVATION=activation, FAST=fast)
+    return value, slope
+
+
+def by_torch(z: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Value and slope by the torch twin and autograd, in the dtype of z."""
+    z = z.clone().requires_grad_()
+    value = ACTIVATIONS[activation].torch(z)
+    (slope,) = torch.autograd.grad(value.sum(), z)
+    return value.detach(), slope
+
+
+def grid() -> Tensor:
+    """Both signs of every magnitude from 1e-30 to 1e4, the region around 0 and the tails densely."""
+    magnitudes = torch.logspace(-30, 4, 300, dtype=torch.float64)
+    dense = torch.linspace(-12, 12, 2001, dtype=torch.float64)
+    return torch.cat((magnitudes, -magnitudes, dense)).float().to(DEVICE)
+
+
+@needs_kernels
+@infinities
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_value_and_slope_are_within_torchs_own_error(activation: str) -> None:
+    z = grid()
+    ours, theirs, truth = on_device(z, activation), by_torch(z, activation), by_torch(z.double(), activation)
+    # Values in groups of one magnitude each: an error near 0 would drown among large values.
+    for part in z.abs().argsort().split(128):
+        assert_close(*(pair[0][part] for pair in (ours, theirs, truth)), name=f"value around z = {z[part[0]].item():.3g}")
+    # Slopes only ever scale gradients that are summed, so that the error counts beside the slopes of all usual z.
+    usual = z.abs() <= 12
+    assert_close(*(pair[1][usual] for pair in (ours, theirs, truth)), name="slope")
+    assert_close(*(pair[1][~usual] for pair in (ours, theirs, truth)), name="slope far out")
+
+
+@needs_kernels
+@infinities
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_special_values_are_torchs(activation: str) -> None:
+    """The expectation is float64's: torch's float32 gelu on the CPU has no value at +inf, its float64 and CUDA ones have."""
+    z = torch.tensor(SPECIAL, device=DEVICE)
+    for ours, truth in zip(on_device(z, activation), by_torch(z.double(), activation), strict=True):
+        assert torch.equal(ours.isnan(), truth.isnan())
+        assert torch.equal(ours.nan_to_num(), truth.float().nan_to_num()), (ours, truth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_hardware_tanh_is_exact_enough_for_bfloat16(activation: str) -> None:
+    z = grid().bfloat16().float()
+    ours, truth = on_device(z, activation, fast=True), by_torch(z.double(), activation)
+    for name, our, exact in zip(("value", "slope"), ours, truth, strict=True):
+        # What the kernels do with both: round to bfloat16 for the next product.
+        rounded = exact.bfloat16()
+        assert_close(our.bfloat16(), rounded, exact, name)
+
+
+def test_names_lead_to_the_ten_activations() -> None:
+    named = "identity relu relu2 gelu gelu_tanh silu quick_gelu tanh sigmoid leaky_relu"
+    assert list(ACTIVATIONS) == named.split()
+    for name in ACTIVATIONS:
+        assert canonical_activation(name) == name == ACTIVATIONS[name].name
+    for alias, name in ALIASES.items():
+        assert canonical_activation(alias) == name
+    assert canonical_activation(None) == "identity"
+
+
+@pytest.mark.parametrize(
+    ("alias", "theirs"),
+    [
+        ("linear", torch.nn.Identity()),
+        ("relu_squared", lambda z: torch.relu(z) ** 2),
+        ("gelu_python", torch.nn.GELU()),
+        ("gelu_new", lambda z: 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))),
+        ("gelu_fast", lambda z: 0.5 * z * (1 + torch.tanh(z * 0.7978845608 * (1 + 0.044715 * z * z)))),
+        ("gelu_pytorch_tanh", torch.nn.GELU("tanh")),
+        ("swish", torch.nn.SiLU()),
+        ("quick_gelu", lambda z: z * torch.sigmoid(1.702 * z)),
+        ("leaky_relu", torch.nn.LeakyReLU()),
+        ("sigmoid", torch.nn.Sigmoid()),
+        ("tanh", torch.nn.Tanh()),
+    ],
+)
+def test_a_foreign_name_means_the_foreign_function(alias: str, theirs: torch.nn.Module) -> None:
+    z = torch.linspace(-5, 5, 101, dtype=torch.float64)
+    torch.testing.assert_close(ACTIVATIONS[canonical_activation(alias)].torch(z), theirs(z))

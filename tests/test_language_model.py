@@ -1,0 +1,420 @@
+"""The language-model example: it learns, fused and torch layers learn the same, and a run can be interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from fusedlayers.closeness import assert_close
+from fusedlayers.kernels.activations import ACTIVATIONS
+from train_examples import comparison, language_model, loop
+from train_examples.language_model import FeedForward, build_model, rotary_tables, rotate
+from train_examples.settings import LanguageModelSettings, SettingsError, as_settings
+
+ROOT = Path(__file__).resolve().parents[1]
+# Real text that every Python brings, small enough to be read in no time.
+TEXT = argparse.__file__
+
+TINY = (
+    "data=text_file",
+    f"data.path={TEXT}",
+    "model.d_model=32",
+    "model.d_ff=64",
+    "model.layers=2",
+    "model.heads=2",
+    "model.context=32",
+    "optim.warmup_steps=2",
+    "run.batch_size=4",
+    "run.steps=12",
+    "run.log_every=2",
+    "run.evaluate_every=4",
+    "run.evaluation_batches=2",
+    "run.checkpoint_every=4",
+    "run.accelerator=cpu",
+    "sample.length=20",
+)
+
+
+def settings(directory: Path, *overrides: str) -> LanguageModelSettings:
+    """The configuration of a run of seconds, with further overrides as they are typed on the command line."""
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        config = compose("language_model", [*TINY, f"run.directory={directory}", *overrides])
+    return as_settings(config)
+
+
+def train(directory: Path, *overrides: str) -> list[loop.Row]:
+    """Run the example and return the rows of its metrics."""
+    language_model.run(settings(directory, *overrides))
+    return loop.read_metrics(directory / "metrics.jsonl")
+
+
+def load(directory: Path) -> dict[str, object]:
+    return torch.load(directory / "checkpoint.pt", weights_only=True)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def without_measurements(rows: list[loop.Row]) -> list[loop.Row]:
+    """The rows without what depends on the machine: two equal runs agree in the rest, bit by bit."""
+    return [{k: v for k, v in row.items() if k not in ("tokens_per_second", "peak_memory_bytes")} for row in rows]
+
+
+def flatten(value: object, name: str = "") -> dict[str, object]:
+    """Every leaf of nested dicts and lists by its path."""
+    if isinstance(value, dict):
+        return {key: leaf for k, v in value.items() for key, leaf in flatten(v, f"{name}.{k}").items()}
+    if isinstance(value, (list, tuple)):
+        return {key: leaf for k, v in enumerate(value) for key, leaf in flatten(v, f"{name}.{k}").items()}
+    return {name: value}
+
+
+def assert_same_checkpoint(one: Path, other: Path) -> None:
+    leaves, others = flatten(load(one)), flatten(load(other))
+    assert leaves.keys() == others.keys()
+    for name, leaf in leaves.items():
+        same = torch.equal(leaf, others[name]) if isinstance(leaf, Tensor) else leaf == others[name]
+        assert same, f"{name} differs"
+
+
+@pytest.mark.parametrize("layers", ["fused", "torch", "replaced"])
+def test_a_run_learns_and_writes_everything(layers: str, tmp_path: Path) -> None:
+    rows = train(tmp_path, f"layers={layers}", "run.steps=60", "run.batch_size=16", "optim.learning_rate=1e-2")
+    # A model that knew only how frequent each byte is could not do better than the entropy of those frequencies.
+    frequencies = torch.tensor(list(Path(TEXT).read_bytes())).bincount().double()
+    shares = frequencies[frequencies > 0] / frequencies.sum()
+    assert rows[0]["train_loss"] > rows[-1]["train_loss"]
+    assert rows[-1]["validation_loss"] < -(shares * shares.log()).sum().item()
+
+    names = {"config.yaml", "metrics.jsonl", "loss.png", "checkpoint.pt", "sample.txt", "summary.json"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert [row["step"] for row in rows] == list(range(2, 62, 2))
+    assert [row["step"] for row in rows if row["validation_loss"] is not None] == list(range(4, 61, 4))
+    # No speed for the rows of the warm-up steps, and one for every other.
+    measured = [row["step"] for row in rows if row["tokens_per_second"] is not None]
+    assert measured == [row["step"] for row in rows if row["step"] - 2 >= loop.WARM_UP_STEPS]
+    assert all(row["peak_memory_bytes"] > 0 and math.isfinite(row["gradient_norm"]) for row in rows)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    sample = (tmp_path / "sample.txt").read_text()
+    assert sample.startswith("def ")
+    assert len(sample) > len("def ")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["layers"] == layers
+    assert summary["validation_loss"] == rows[-1]["validation_loss"]
+    assert OmegaConf.load(tmp_path / "config.yaml").model.d_model == 32
+
+
+@pytest.mark.parametrize("options", [(), ("model.gated=true", "model.activation=silu"), ("model.bias=false",)])
+def test_all_kinds_of_layers_start_equal(options: tuple[str, ...], tmp_path: Path) -> None:
+    states = []
+    for layers in ("torch", "fused", "replaced"):
+        chosen = settings(tmp_path, f"layers={layers}", *options)
+        torch.manual_seed(3)
+        states.append(build_model(chosen.model, chosen.layers).state_dict())
+    for state in states[1:]:
+        assert list(state) == list(states[0])
+        assert all(torch.equal(state[name], tensor) for name, tensor in states[0].items())
+
+
+def reordered_forward(hidden_parts: int, token_parts: int) -> Callable[[FeedForward, Tensor], Tensor]:
+    """The torch block in parts that are summed one after the other, forward and backward: as valid, in another order."""
+
+    def forward(self: FeedForward, x: Tensor) -> Tensor:
+        activate = ACTIVATIONS[self.activation].torch
+        weights = (
+            self.up_proj.weight.chunk(hidden_parts),
+            self.up_proj.bias.chunk(hidden_parts),
+            self.down_proj.weight.chunk(hidden_parts, dim=1),
+        )
+        outputs = []
+        for rows in x.flatten(0, 1).chunk(token_parts):
+            total = self.down_proj.bias.expand_as(rows)
+            for w_up, b_up, w_down in zip(*weights, strict=True):
+                total = total + activate(rows @ w_up.T + b_up) @ w_down.T
+            outputs.append(total)
+        return torch.cat(outputs).view_as(x)
+
+    return forward
+
+
+def distance(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture
+def torch_band(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[float]], float]:
+    """Training losses of torch runs that differ in the order of one sum, and the largest distance between two."""
+    curves = [parity_losses(tmp_path / "torch", "layers=torch")]
+    for number, parts in enumerate(REORDERINGS):
+        with monkeypatch.context() as patch:
+            patch.setattr(FeedForward, "forward", reordered_forward(*parts))
+            curves.append(parity_losses(tmp_path / f"reordered{number}", "layers=torch"))
+    return curves, max(distance(one, other) for one, other in itertools.combinations(curves, 2))
+
+
+PARITY = (
+    "run.log_every=1",
+    "run.steps=60",
+    "run.evaluate_every=60",
+    "run.checkpoint_every=60",
+    "run.batch_size=2",
+    "model.context=16",
+    # Large steps, and a seed that takes them through a rough patch, lift the band clear of the last bit of a loss.
+    "optim.learning_rate=1e-2",
+    "run.seed=1",
+    "sample.length=1",
+)
+# Into how many parts the hidden and the tokens are cut.
+REORDERINGS = ((2, 1), (8, 1), (1, 2), (1, 4), (4, 4))
+
+
+def parity_losses(directory: Path, *overrides: str) -> list[float]:
+    rows = train(directory, *PARITY, *overrides)
+    return [row["train_loss"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    "backend", ["torch", pytest.param("triton", marks=pytest.mark.interpreter)], ids=["torch path", "kernels"]
+)
+def test_fused_layers_stay_within_the_band_of_torch_runs(
+    backend: str, torch_band: tuple[list[list[float]], float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curves, band = torch_band
+    assert band > 0, "the orders of summation make no difference, so the band would prove nothing"
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
+    monkeypatch.setenv("FUSEDLAYERS_STRICT", "1")
+    fused = parity_losses(tmp_path / "fused", "layers=fused")
+    assert min(distance(fused, curve) for curve in curves) <= band
+
+
+def test_the_band_is_too_narrow_for_another_form_of_the_activation(
+    torch_band: tuple[list[list[float]], float], tmp_path: Path
+) -> None:
+    curves, band = torch_band
+    other = parity_losses(tmp_path / "other", "layers=fused", "model.activation=gelu_tanh")
+    assert min(distance(other, curve) for curve in curves) > band
+
+
+@pytest.mark.parametrize("layers", ["fused", "torch"])
+def test_an_interrupted_run_continues_bit_by_bit(layers: str, tmp_path: Path) -> None:
+    # Dropout makes the state of its generator matter, too.
+    options = (f"layers={layers}", "model.dropout=0.2")
+    straight = train(tmp_path / "straight", *options)
+    stopped = train(tmp_path / "resumed", *options, "run.stop_after=8")
+    assert [row["step"] for row in stopped] == [2, 4, 6, 8]
+    resumed = train(tmp_path / "resumed", *options, "run.resume=auto")
+    assert without_measurements(resumed) == without_measurements(straight)
+    assert_same_checkpoint(tmp_path / "straight", tmp_path / "resumed")
+    assert (tmp_path / "straight" / "sample.txt").read_text() == (tmp_path / "resumed" / "sample.txt").read_text()
+
+
+def test_resume_forgets_rows_after_the_checkpoint(tmp_path: Path) -> None:
+    straight = train(tmp_path / "straight")
+    train(tmp_path / "killed", "run.stop_after=8")
+    # A process that is killed between two checkpoints leaves rows that the resumed run computes again.
+    with (tmp_path / "killed" / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps({"step": 10}) + "\n")
+    assert without_measurements(train(tmp_path / "killed", "run.resume=auto")) == without_measurements(straight)
+
+
+def test_a_checkpoint_fits_the_other_kind_of_layers(tmp_path: Path) -> None:
+    train(tmp_path / "fused", "layers=fused", "run.stop_after=8")
+    checkpoint = tmp_path / "fused" / "checkpoint.pt"
+    rows = train(tmp_path / "torch", "layers=torch", f"run.resume={checkpoint}")
+    assert [row["step"] for row in rows] == [10, 12]
+
+
+def test_resume_auto_without_a_checkpoint_starts_at_the_beginning(tmp_path: Path) -> None:
+    assert train(tmp_path, "run.resume=auto")[0]["step"] == 2
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    train(tmp_path, "run.stop_after=4")
+    before = contents(tmp_path)
+    with pytest.raises(SettingsError, match=r"another model.*model.d_model is 32 there and 64 here"):
+        train(tmp_path, "run.resume=auto", "model.d_model=64")
+    with pytest.raises(SettingsError, match=r"model.activation is gelu there and relu here"):
+        train(tmp_path, "run.resume=auto", "model.activation=relu")
+    with pytest.raises(
+        SettingsError, match=r"model.gated is False there and True here.*gate_proj.weight is None there"
+    ):
+        train(tmp_path, "run.resume=auto", "model.gated=true")
+    assert contents(tmp_path) == before
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(SettingsError, match=r"run.resume is '.*missing.pt'.*no such file"):
+        train(run, f"run.resume={tmp_path / 'missing.pt'}")
+    for name, content in {"text.pt": "a text", "other.pt": {"weights": torch.zeros(2)}, "code.pt": nn.ReLU()}.items():
+        path = tmp_path / name
+        path.write_text(content) if isinstance(content, str) else torch.save(content, path)
+        # The last one would run code while it is loaded: weights_only refuses it.
+        with pytest.raises(SettingsError, match=f"run.resume: .*{name}"):
+            train(run, f"run.resume={path}")
+    assert not run.exists()
+
+
+def test_a_finished_run_is_not_overwritten_by_accident(tmp_path: Path) -> None:
+    first = train(tmp_path)
+    before = contents(tmp_path)
+    with pytest.raises(SettingsError, match=r"already holds a run.*run.resume=auto.*run.overwrite=true"):
+        train(tmp_path)
+    assert contents(tmp_path) == before
+    assert without_measurements(train(tmp_path, "run.overwrite=true")) == without_measurements(first)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["model.width=3", "run.stpes=3", "layers.kinds=fused", "optim.momentum=0.9", "+model.width=3", "+extra=3"],
+)
+def test_unknown_keys_fail(override: str, tmp_path: Path) -> None:
+    # Hydra itself refuses the plain form, and adds what comes with a plus.
+    expected = SettingsError if override.startswith("+") else ConfigCompositionException
+    key = override.strip("+").split("=")[0].split(".")[-1]
+    with pytest.raises(expected, match=f"Key '{key}'|Could not override.*{key}"):
+        settings(tmp_path, override)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.heads=3", "model.d_model is 32 and model.heads is 3"),
+        ("model.heads=32", "model.d_model is 32 and model.heads is 32"),
+        ("model.layers=0", "model.layers is 0"),
+        ("model.activation=glue", "model.activation: .*'glue'.*gelu"),
+        ("layers.kind=eager", "layers.kind is 'eager'; expected fused, torch or replaced"),
+        ("optim.name=sgd", "optim.name is 'sgd'"),
+        ("run.evaluate_every=3", "run.evaluate_every is 3; expected a positive multiple of run.log_every=2"),
+        ("run.stop_after=3", "run.stop_after is 3"),
+        ("run.steps=0", "run.steps is 0"),
+        ("sample.prompt=''", "sample.prompt"),
+        ("sample.temperature=0", "sample.temperature"),
+        ("data.kind=web", "data.kind is 'web'; expected stdlib or text_file"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(override: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=message):
+        train(tmp_path / "run", override)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    with pytest.raises(FloatingPointError, match=r"nan at step 2; .*optim.learning_rate"):
+        train(tmp_path, "optim.learning_rate=1e30", "optim.warmup_steps=1")
+
+
+def test_the_command_without_a_terminal_prints_plain_lines(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "train_examples.language_model", *TINY, f"run.directory={tmp_path / 'run'}"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "d_model: 32" in done.stdout
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert [line.split(",")[0] for line in lines] == [f"step {step:>2}/12" for step in range(2, 13, 2)]
+    assert "\x1b" not in done.stdout
+    assert (tmp_path / "run" / "sample.txt").read_text() in done.stdout
+    assert str(tmp_path / "run") in done.stdout.splitlines()[-1]
+
+
+def test_the_command_says_what_is_wrong_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["language_model", *TINY, f"run.directory={tmp_path}", "data.path=/no/such/file"])
+    with pytest.raises(SystemExit, match=r"error: data.path is '/no/such/file': there is no such file"):
+        language_model.main()
+    monkeypatch.setattr(sys, "argv", ["language_model", *TINY, "run.stpes=3"])
+    with pytest.raises(SystemExit) as stopped:
+        language_model.main()
+    assert stopped.value.code == 1
+    assert "Key 'stpes' not in 'RunSettings'" in capsys.readouterr().err
+
+
+def test_a_terminal_gets_a_progress_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    train(tmp_path)
+    output = capsys.readouterr().out
+    assert "12/12" in output
+    assert "━" in output
+    assert "validation loss" in output
+
+
+def test_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for layers in ("torch", "fused"):
+        train(tmp_path / layers, f"layers={layers}")
+    picture = tmp_path / "new" / "comparison.png"
+    comparison.main([str(tmp_path / "torch"), str(tmp_path / "fused"), "--output", str(picture)])
+    output = capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((tmp_path / "fused" / "summary.json").read_text())
+    assert f"{summary['tokens_per_second']:,.0f}" in output
+    assert f"{summary['validation_loss']:.4f}" in output
+    assert output.splitlines()[-1].endswith(str(picture))
+    with pytest.raises(SystemExit, match=r"error: .*absent holds no summary.json"):
+        comparison.main([str(tmp_path / "torch"), str(tmp_path / "absent")])
+
+
+def test_comparison_of_runs_too_short_to_be_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for layers in ("torch", "fused"):
+        train(tmp_path / layers, f"layers={layers}", "run.steps=2")
+    comparison.main([str(tmp_path / "torch"), str(tmp_path / "fused"), "--output", str(tmp_path / "comparison.png")])
+    assert "not measured" in capsys.readouterr().out
+
+
+def test_the_model_looks_only_back(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, "layers=torch")
+    model = build_model(chosen.model, chosen.layers)
+    tokens = torch.randint(256, (2, 32))
+    changed = tokens.clone()
+    changed[:, 20:] = torch.randint(256, (2, 12))
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :20], after[:, :20])
+    assert not torch.equal(before[:, 20:], after[:, 20:])
+
+
+def test_rotary_positions_are_a_product_of_complex_numbers() -> None:
+    def turn(x: Tensor) -> Tensor:
+        angles = torch.arange(8, dtype=x.dtype)[:, None] * 10_000.0 ** (-torch.arange(0, 16, 2, dtype=x.dtype) / 16)
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat((turned.real, turned.imag), dim=-1)
+
+    x = torch.randn(2, 3, 8, 16)
+    assert_close(rotate(x, *rotary_tables(8, 16)), turn(x), turn(x.double()), "rotated")
+
+
+def test_only_matrices_are_decayed(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, "layers=fused")
+    model = build_model(chosen.model, chosen.layers)
+    decayed, kept = loop.build_optimizer(model, chosen.optim).param_groups
+    assert decayed["weight_decay"] == chosen.optim.weight_decay > 0
+    assert kept["weight_decay"] == 0
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert all(names[id(p)].endswith("weight") and "norm" not in names[id(p)] for p in decayed["params"])
+    assert all(names[id(p)].endswith("bias") or "norm" in names[id(p)] for p in kept["params"])
+    assert len(decayed["params"]) + len(kept["params"]) == len(names)
+
+
+def test_the_learning_rate_warms_up_and_decays(tmp_path: Path) -> None:
+    optim = settings(tmp_path, "optim.warmup_steps=10", "optim.learning_rate=1.0").optim
+    rates = [loop.learning_rate(step, 100, optim) for step in range(1, 101)]
+    assert rates[:10] == [step / 10 for step in range(1, 11)]
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert rates[-1] == optim.final_learning_rate_fraction
+    assert loop.learning_rate(5, 100, settings(tmp_path, "optim.warmup_steps=0").optim) > 0

@@ -1,0 +1,240 @@
+"""What `replace` reports: which blocks it leaves and why, the table, the warning, and bad arguments."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fusedlayers as fl
+from fusedlayers.kernels.activations import ACTIVATIONS
+from fusedlayers.replacing import FFNRule, torch_module_activation
+from tests.ffn_blocks import GatedBlock, encoder, long_sequence, mlp, rule_for
+
+RULE = rule_for(GatedBlock)
+
+
+class NormedBlock(GatedBlock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+
+
+class ScaledBlock(GatedBlock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+
+class CountingBlock(GatedBlock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+
+class TwoInputs(GatedBlock):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x) + y
+
+
+class Mlp(nn.Sequential):
+    """A subclass may compute something else."""
+
+
+class Unnamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wi, self.wo, self.query = nn.Linear(6, 10), nn.Linear(10, 6), nn.Linear(6, 6)
+
+
+def _with(block: GatedBlock, **changes: object) -> GatedBlock:
+    for name, value in changes.items():
+        setattr(block, name, value)
+    return block
+
+
+# A module that is left alone, and what the report must say.
+LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "child unnamed": (lambda: NormedBlock(), "the block has a child 'norm' that the rule does not name"),
+    "parameter unnamed": (lambda: ScaledBlock(), "the block has a tensor 'scale' of its own"),
+    "buffer unnamed": (lambda: CountingBlock(), "the block has a tensor 'calls' of its own"),
+    "two inputs": (lambda: TwoInputs(), "has a forward that does not take exactly one tensor"),
+    "forward set": (lambda: _with(GatedBlock(), forward=abs), "has a forward of its own, set on the instance"),
+    "ff_block set": (lambda: _with(encoder("relu", False, False), _ff_block=abs), "has a _ff_block of its own"),
+    "no such child": (lambda: _with(GatedBlock(), fc=None), "the rule's up='fc' or down='proj' is no child"),
+    "no such gate": (lambda: _with(GatedBlock(), gate=None, other=nn.Linear(6, 10)), "a child 'other' that the rule"),
+    "odd dropout": (lambda: _with(GatedBlock(), p="high"), "the dropout is a builtins.str, not an nn.Dropout"),
+    "odd activation": (lambda: GatedBlock(F.softplus), "the activation softplus is not a known one"),
+    "odd sizes": (lambda: _with(GatedBlock(), gate=nn.Linear(6, 1)), "up (10, 6), gate (1, 6), down (6, 10)"),
+    "two dtypes": (lambda: _with(GatedBlock(), proj=nn.Linear(10, 6).half()), "the linears differ in dtype or device"),
+    "sizes of a run": (lambda: nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(9, 6)), "do not fit together"),
+    "complex": (lambda: _complex(mlp()), "the up linear has a weight of torch.complex64"),
+    "two bias dtypes": (lambda: _half_bias(mlp()), "has a bias of torch.float16 on cpu, but a weight of torch.float32"),
+    "sequential subclass": (lambda: Mlp(*mlp()), "is a subclass of Sequential and may compute something else"),
+    "layer subclass": (lambda: EncoderLayer(6, 2, 10), "is a subclass of TransformerEncoderLayer and may compute"),
+    "rule subclass": (lambda: Derived(), "is a subclass of GatedBlock and may compute something else"),
+    "no rule": (lambda: Unnamed(), "looks like an FFN (wi, wo: 6 -> 10 -> 6); name it in an FFNRule"),
+    "not joined": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), "just an activation and a dropout between"),
+}
+
+
+class Derived(GatedBlock):
+    pass
+
+
+class EncoderLayer(nn.TransformerEncoderLayer):
+    pass
+
+
+def _complex(model: nn.Sequential) -> nn.Sequential:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.complex64)
+    return model
+
+
+def _half_bias(model: nn.Sequential) -> nn.Sequential:
+    model[0].bias = nn.Parameter(model[0].bias.detach().half())
+    return model
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_is_reported(name: str) -> None:
+    build, reason = LEFT[name]
+    block = build()
+    model = nn.ModuleDict({"good": mlp(), "left": block})
+    rule = [rule_for(type(block))] if isinstance(block, GatedBlock) and type(block) is not Derived else [RULE]
+    before = type(block)
+    report = fl.replace(model, rules=rule)
+    assert [entry.path for entry in report.replaced] == ["good"]
+    entries = [entry for entry in report.skipped if entry.path == "left"]
+    assert len(entries) == 1
+    assert reason in entries[0].reason
+    assert type(block) is before
+
+
+def test_the_report_is_a_table(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleDict({"ffn": mlp(), "odd": mlp(nn.Softplus()), "layer": encoder("relu", False, False)})
+    with caplog.at_level(logging.INFO, logger="fusedlayers"):
+        report = fl.replace(model, rules=[RULE])
+    assert str(report).splitlines() == [
+        "fusedlayers.replace: 2 replaced, 2 skipped",
+        "  replaced  ffn      Sequential -> FusedSequentialFFN                         0..2: gelu, 6 -> 10 -> 6",
+        "  replaced  layer    TransformerEncoderLayer -> FusedTransformerEncoderLayer  "
+        "linear1, linear2: relu, 6 -> 10 -> 6",
+        "  skipped   odd      Sequential                                               "
+        "0..2: the activation Softplus(beta=1.0, threshold=20.0) is not a known one",
+        "  skipped   (rules)  GatedBlock                                               "
+        "no module is exactly of this class",
+    ]
+    assert repr(report) == str(report)
+    assert [record.getMessage() for record in caplog.records] == [str(report)]
+    trial = fl.replace(mlp(), dry_run=True)
+    assert str(trial).splitlines()[0] == "fusedlayers.replace: 1 replaced, 0 skipped (dry run: nothing changed)"
+    assert trial.replaced[0].path == ""
+    assert "(model)" in str(trial)
+
+
+def test_nothing_to_replace() -> None:
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        report = fl.replace(nn.Linear(6, 6))
+    assert str(report) == "fusedlayers.replace: 0 replaced, 0 skipped"
+    model = mlp(nn.Softplus())
+    with pytest.raises(ValueError, match=r"nothing in it can be replaced[\s\S]*Softplus"):
+        fl.replace(model, strict=True)
+    assert type(model) is nn.Sequential
+    fl.replace(mlp(), strict=True)
+
+
+def test_explain_speaks_of_the_ffn() -> None:
+    x = torch.randn(3, 6)
+    for build in (mlp, GatedBlock, lambda: encoder("relu", False, False)):
+        model = build()
+        fl.replace(model, rules=[RULE])
+        assert "M=3 (tokens) K=6 (d_model) N=10 (d_ff) O=6" in fl.explain(model, x)
+    model = long_sequence()
+    fl.replace(model)
+    with pytest.raises(ValueError, match=r"slices \[1:5\], \[6:9\]"):
+        fl.explain(model, x)
+    assert "tanh" in fl.explain(model[1:5], x)
+    model[1].register_forward_hook(lambda *_: None)
+    assert "norm" not in fl.explain(model[6:9], torch.randn(3, 4))
+    assert "up..down: the up linear has a forward hook" in fl.explain(model[1:5], x)
+
+
+@pytest.mark.parametrize(
+    ("activation", "name"),
+    [
+        (nn.GELU(), "gelu"),
+        (nn.GELU(approximate="tanh"), "gelu_tanh"),
+        (nn.ReLU(inplace=True), "relu"),
+        (nn.SiLU(), "silu"),
+        (nn.Tanh(), "tanh"),
+        (nn.Sigmoid(), "sigmoid"),
+        (nn.Identity(), "identity"),
+        (nn.LeakyReLU(), "leaky_relu"),
+        (nn.LeakyReLU(0.02), None),
+        (nn.PReLU(), None),
+        (nn.Sequential(nn.ReLU()), None),
+        (F.relu, "relu"),
+        (torch.relu, "relu"),
+        (F.gelu, "gelu"),
+        (functools.partial(F.gelu, approximate="tanh"), "gelu_tanh"),
+        (functools.partial(F.gelu), "gelu"),
+        (functools.partial(F.leaky_relu, negative_slope=0.3), None),
+        (F.silu, "silu"),
+        (F.tanh, "tanh"),
+        (torch.tanh, "tanh"),
+        (F.sigmoid, "sigmoid"),
+        (torch.sigmoid, "sigmoid"),
+        (F.leaky_relu, "leaky_relu"),
+        (F.mish, None),
+        ("gelu_new", "gelu_tanh"),
+        ("mish", None),
+        (None, None),
+    ],
+)
+def test_activations_are_recognised(activation: object, name: str | None) -> None:
+    found = torch_module_activation(activation)
+    assert found == name
+    if name is not None and callable(activation):
+        z = torch.linspace(-6, 6, 101)
+        assert torch.equal(activation(z.clone()), ACTIVATIONS[name].torch(z))
+
+
+def test_a_rule_may_name_the_activation() -> None:
+    block = GatedBlock(F.silu)
+    del block.act
+    rule = FFNRule(
+        GatedBlock, up="fc", down="proj", gate="gate", activation="swish", dropout="p", output_dropout="drop"
+    )
+    [entry] = fl.replace(block, rules=[rule]).replaced
+    assert entry.reason == "fc, gate, proj: gated silu, 6 -> 10 -> 6"
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "words"),
+    [
+        (lambda: fl.replace(mlp), TypeError, "model must be an nn.Module"),
+        (lambda: fl.restore(None), TypeError, "model must be an nn.Module, got None"),
+        (lambda: fl.replace(mlp(), rules=RULE), TypeError, "rules must be a tuple or list of FFNRule"),
+        (lambda: fl.replace(mlp(), rules=[GatedBlock]), TypeError, "rules must hold FFNRule objects"),
+        (lambda: fl.replace(mlp(), rules=[RULE, RULE]), ValueError, "GatedBlock needs no rule, or has one already"),
+        (lambda: fl.replace(mlp(), rules=[rule_for(nn.Sequential)]), ValueError, "Sequential needs no rule"),
+        (lambda: fl.replace(mlp(), rules=[rule_for(fl.FusedFFN)]), ValueError, "FusedFFN needs no rule"),
+        (
+            lambda: FFNRule(GatedBlock(), up="fc", down="proj"),
+            TypeError,
+            "module_class must be a subclass of nn.Module",
+        ),
+        (lambda: FFNRule(GatedBlock, up=None, down="proj"), TypeError, r"up must be the name of an attribute \(str\)"),
+        (lambda: FFNRule(GatedBlock, up="fc", down="proj", dropout=0.1), TypeError, "dropout must be the name"),
+    ],
+)
+def test_bad_arguments(build: Callable[[], object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        build()

@@ -1,0 +1,338 @@
+"""The one training loop of all examples: batches in; metrics, a loss curve, checkpoints and a sample out.
+
+An example hands over its model and five small things (:class:`Example`); :func:`train` does the rest and is meant to be
+read from top to bottom. Lightning Fabric brings device, precision and the checkpoint file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from train_examples import plots
+from train_examples.settings import OptimSettings, RunSettings, SettingsError
+
+Batch = tuple[Tensor, ...]
+Row = dict[str, Any]
+
+# The first steps of a process compile kernels and fill caches, so no speed is reported for the row that holds them.
+WARM_UP_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Example:
+    """What the loop has to know about an example.
+
+    ``loss(model, batch)`` is the mean loss of a batch; ``sample(model)`` is the text that shows at the end what was
+    learned; ``fingerprint`` holds the settings that two runs must share for one to load the other's checkpoint.
+    """
+
+    name: str
+    model: nn.Module
+    fingerprint: dict[str, Any]
+    training_batch: Callable[[torch.Generator], Batch]
+    validation_batches: Sequence[Batch]
+    loss: Callable[[nn.Module, Batch], Tensor]
+    tokens_per_batch: int
+    sample: Callable[[nn.Module], str]
+
+
+def train(example: Example, layers: str, run: RunSettings, optim: OptimSettings, config: str) -> Row:
+    """Train ``example`` as ``run`` and ``optim`` say, write everything into ``run.directory``, return the summary.
+
+    ``config`` is the text of the whole configuration, kept beside the results. Nothing is written before the settings
+    and the checkpoint to resume from are known to fit.
+
+    Raises:
+        SettingsError: an interval, the directory, or the checkpoint does not fit; the message says why.
+        FloatingPointError: the loss is no longer finite.
+    """
+    check_intervals(run)
+    directory = Path(run.directory)
+    resume_from = find_checkpoint(run, directory)
+
+    fabric = Fabric(accelerator=run.accelerator, devices=1, precision=choose_precision(run))
+    fabric.launch()
+    checkpoint = None if resume_from is None else load_checkpoint(fabric, resume_from, example)
+
+    model, optimizer = fabric.setup(example.model, build_optimizer(example.model, optim))
+    batches = torch.Generator().manual_seed(run.seed)
+    first_step = 0
+    if checkpoint is not None:
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        set_generators(checkpoint["generators"], batches)
+        first_step = checkpoint["step"]
+        print(f"resumed from {resume_from} at step {first_step}")
+
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.yaml").write_text(config)
+    metrics = directory / "metrics.jsonl"
+    rows = [row for row in read_metrics(metrics) if row["step"] <= first_step] if checkpoint is not None else []
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    last_step = run.steps if run.stop_after is None else min(run.stop_after, run.steps)
+
+    with metrics.open("a") as metrics_file, reporting(run.steps, first_step) as report:
+        loss_sum, timed_steps, start = torch.zeros((), device=fabric.device), 0, time.perf_counter()
+        for step in range(first_step + 1, last_step + 1):
+            rate = learning_rate(step, run.steps, optim)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
+            loss = example.loss(model, fabric.to_device(example.training_batch(batches)))
+            fabric.backward(loss)
+            # A non-finite norm shows in the loss of the next row; asking for it here would stall the GPU every step.
+            norm = fabric.clip_gradients(model, optimizer, max_norm=optim.clip_norm, error_if_nonfinite=False)
+            optimizer.step()
+            optimizer.zero_grad()
+
+            loss_sum += loss.detach()
+            timed_steps += 1
+            if step % run.log_every and step != run.steps:
+                continue
+
+            train_loss = loss_sum.item() / timed_steps  # waits for the GPU, so the clock below sees finished work
+            seconds = time.perf_counter() - start
+            if not math.isfinite(train_loss):
+                raise FloatingPointError(f"the loss is {train_loss} at step {step}; try a lower optim.learning_rate")
+            evaluate_now = step % run.evaluate_every == 0 or step == run.steps
+            row = {
+                "step": step,
+                "train_loss": train_loss,
+                "validation_loss": evaluate(example, model, fabric) if evaluate_now else None,
+                "learning_rate": rate,
+                "gradient_norm": norm.item(),
+                "tokens_per_second": None
+                if step - timed_steps < first_step + WARM_UP_STEPS
+                else example.tokens_per_batch * timed_steps / seconds,
+                "peak_memory_bytes": peak_memory(fabric.device),
+            }
+            rows.append(row)
+            metrics_file.write(json.dumps(row) + "\n")
+            metrics_file.flush()
+            report(row)
+            if step % run.checkpoint_every == 0 or step == last_step:
+                save_checkpoint(fabric, directory, example, model, optimizer, batches, step)
+            loss_sum, timed_steps, start = torch.zeros((), device=fabric.device), 0, time.perf_counter()
+
+    plots.loss_curve(rows, f"{example.name}, layers={layers}", directory / "loss.png")
+    model.eval()
+    sample = example.sample(model)
+    (directory / "sample.txt").write_text(sample)
+    summary = summarise(example, layers, run, fabric, rows)
+    (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    print(f"\nsample after step {summary['steps']}:\n{sample}\n")
+    print(
+        f"validation loss {summary['validation_loss']:.4f}, {summary['tokens_per_second'] or math.nan:,.0f} tokens/s, "
+        f"peak memory {summary['peak_memory_bytes'] / 2**20:,.0f} MiB ({summary['peak_memory_source']})"
+        if rows
+        else "no step was trained"
+    )
+    print(f"metrics, config, checkpoint, loss curve and sample: {directory.absolute()}")
+    return summary
+
+
+def learning_rate(step: int, steps: int, optim: OptimSettings) -> float:
+    """Linear warm-up, then half a cosine down to the final fraction (Loshchilov and Hutter 2017)."""
+    if step <= optim.warmup_steps:
+        return optim.learning_rate * step / optim.warmup_steps
+    progress = (step - optim.warmup_steps) / max(1, steps - optim.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return optim.learning_rate * (
+        optim.final_learning_rate_fraction + (1 - optim.final_learning_rate_fraction) * cosine
+    )
+
+
+def build_optimizer(model: nn.Module, optim: OptimSettings) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter 2019) that decays matrices only, not biases and norm scales."""
+    if optim.name != "adamw":
+        raise SettingsError(f"optim.name is {optim.name!r}; expected adamw")
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=optim.learning_rate, betas=(optim.beta1, optim.beta2))
+
+
+def evaluate(example: Example, model: nn.Module, fabric: Fabric) -> float:
+    """Mean loss over the validation batches, without gradients and without dropout."""
+    model.eval()
+    with torch.no_grad():
+        losses = [example.loss(model, fabric.to_device(batch)).float() for batch in example.validation_batches]
+    model.train()
+    return torch.stack(losses).mean().item()
+
+
+def choose_precision(run: RunSettings) -> Any:
+    """``run.precision``, or for ``auto`` bf16 mixed precision on a GPU that computes in it, float32 anywhere else."""
+    if run.precision != "auto":
+        return run.precision
+    on_gpu = run.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    return "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that tensors took on a GPU so far, or on a CPU the most memory the whole process took."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Linux counts in KiB, macOS in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def summarise(example: Example, layers: str, run: RunSettings, fabric: Fabric, rows: list[Row]) -> Row:
+    """The numbers of a run that a comparison needs; the speed is the median row's, so a disturbed row does no harm."""
+    speeds = [row["tokens_per_second"] for row in rows if row["tokens_per_second"] is not None]
+    losses = [row["validation_loss"] for row in rows if row["validation_loss"] is not None]
+    on_gpu = fabric.device.type == "cuda"
+    return {
+        "example": example.name,
+        "layers": layers,
+        "steps": rows[-1]["step"] if rows else 0,
+        "parameters": sum(parameter.numel() for parameter in example.model.parameters()),
+        "train_loss": rows[-1]["train_loss"] if rows else None,
+        "validation_loss": losses[-1] if losses else None,
+        "tokens_per_second": statistics.median(speeds) if speeds else None,
+        "peak_memory_bytes": max((row["peak_memory_bytes"] for row in rows), default=0),
+        "peak_memory_source": "tensors on the GPU" if on_gpu else "resident size of the process",
+        "device": torch.cuda.get_device_name(fabric.device) if on_gpu else f"CPU, {torch.get_num_threads()} threads",
+        "precision": choose_precision(run),
+        "torch": torch.__version__,
+        "seed": run.seed,
+    }
+
+
+def check_intervals(run: RunSettings) -> None:
+    """Rows are the rhythm of the loop: evaluation, checkpoints and an early stop fall on one of them."""
+    for name in ("steps", "batch_size", "log_every", "evaluation_batches"):
+        if getattr(run, name) < 1:
+            raise SettingsError(f"run.{name} is {getattr(run, name)}; expected 1 or more")
+    for name in ("evaluate_every", "checkpoint_every", "stop_after"):
+        value = getattr(run, name)
+        if value is not None and (value < 1 or value % run.log_every):
+            raise SettingsError(f"run.{name} is {value}; expected a positive multiple of run.log_every={run.log_every}")
+
+
+def find_checkpoint(run: RunSettings, directory: Path) -> Path | None:
+    """The file to resume from, if any. A directory that holds another run is refused unless it may be overwritten."""
+    own = directory / "checkpoint.pt"
+    chosen = None
+    if run.resume == "auto":
+        chosen = own if own.exists() else None
+    elif run.resume is not None:
+        chosen = Path(run.resume).expanduser()
+        if not chosen.is_file():
+            raise SettingsError(
+                f"run.resume is {run.resume!r}: there is no such file; expected a checkpoint.pt or auto"
+            )
+    if own.exists() and not run.overwrite and (chosen is None or not own.samefile(chosen)):
+        raise SettingsError(
+            f"run.directory is {run.directory!r}, which already holds a run; "
+            "run.resume=auto continues it, run.overwrite=true starts over, another run.directory=… keeps both"
+        )
+    return chosen
+
+
+def save_checkpoint(
+    fabric: Fabric,
+    directory: Path,
+    example: Example,
+    model: nn.Module,
+    optimizer: Any,
+    batches: torch.Generator,
+    step: int,
+) -> None:
+    """Write everything that the next step depends on; Fabric replaces the file only when the new one is complete."""
+    generators = {"batches": batches.get_state(), "cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        generators["cuda"] = torch.cuda.get_rng_state()
+    state = {
+        "example": example.name,
+        "fingerprint": example.fingerprint,
+        "step": step,
+        "model": model,
+        "optimizer": optimizer,
+        "generators": generators,
+    }
+    fabric.save(directory / "checkpoint.pt", state)
+
+
+def set_generators(states: dict[str, Tensor], batches: torch.Generator) -> None:
+    """Put the generators of batches and dropout back to where the checkpoint left them."""
+    batches.set_state(states["batches"])
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def load_checkpoint(fabric: Fabric, path: Path, example: Example) -> dict[str, Any]:
+    """Read a checkpoint and check that it is one of ``example``'s model, before anything is changed.
+
+    Raises:
+        SettingsError: the file is no checkpoint of this loop, or of another model; lists what differs.
+    """
+    try:
+        checkpoint = fabric.load(path, weights_only=True)
+    except Exception as error:  # a file that is something else can fail in any way
+        raise SettingsError(f"run.resume: {path} cannot be read as a checkpoint ({error})") from error
+    expected_keys = {"example", "fingerprint", "step", "model", "optimizer", "generators"}
+    if not isinstance(checkpoint, dict) or expected_keys - checkpoint.keys():
+        raise SettingsError(f"run.resume: {path} is no checkpoint of these examples; expected {sorted(expected_keys)}")
+    saved = {"example": checkpoint["example"], **checkpoint["fingerprint"], **shapes(checkpoint["model"])}
+    here = {"example": example.name, **example.fingerprint, **shapes(example.model.state_dict())}
+    differing = [name for name in {**here, **saved} if saved.get(name) != here.get(name)]
+    if differing:
+        shown = "; ".join(f"{name} is {saved.get(name)} there and {here.get(name)} here" for name in differing[:8])
+        more = f"; and {len(differing) - 8} more" if len(differing) > 8 else ""
+        raise SettingsError(f"run.resume: {path} is a checkpoint of another model: {shown}{more}")
+    return checkpoint
+
+
+def shapes(state_dict: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a state dict, by its key."""
+    return {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """The rows of a ``metrics.jsonl``, or none if there is no such file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@contextmanager
+def reporting(steps: int, first_step: int) -> Iterator[Callable[[Row], None]]:
+    """A function that shows a row: as a progress bar on a terminal, as a plain line anywhere else."""
+    if not sys.stdout.isatty():
+        yield lambda row: print(as_line(row, steps), flush=True)
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns) as progress:
+        task = progress.add_task("warming up", total=steps, completed=first_step)
+
+        def report(row: Row) -> None:
+            if row["validation_loss"] is not None:
+                progress.console.print(as_line(row, steps), highlight=False)
+            progress.update(task, completed=row["step"], description=f"loss {row['train_loss']:.3f}")
+
+        yield report
+
+
+def as_line(row: Row, steps: int) -> str:
+    """One row of the metrics in words."""
+    parts = [f"step {row['step']:>{len(str(steps))}}/{steps}", f"train loss {row['train_loss']:.4f}"]
+    if row["validation_loss"] is not None:
+        parts.append(f"validation loss {row['validation_loss']:.4f}")
+    if row["tokens_per_second"] is not None:
+        parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
+    return ", ".join(parts)

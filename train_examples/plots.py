@@ -1,0 +1,87 @@
+"""The pictures of a run and of a comparison, drawn without a display."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# Two colours that stay apart for colour-blind readers and in grey print.
+COLOURS = ("#0b6e99", "#d9730d")
+TEXT = "#333333"
+
+
+def loss_curve(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Training and validation loss over steps, as a PNG at ``path``."""
+    figure = Figure(figsize=(7, 4.3), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    draw_losses(axes, rows, COLOURS[0], "")
+    style(axes, title, "step", "loss (nats per byte)")
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def comparison(names: list[str], rows: list[list[dict[str, Any]]], summaries: list[dict[str, Any]], path: Path) -> None:
+    """Loss curves, speed and peak memory of several runs side by side, as a PNG at ``path``."""
+    figure = Figure(figsize=(13, 4.6), dpi=150, layout="constrained")
+    losses, speed, memory = figure.subplots(1, 3, width_ratios=(2, 1, 1))
+    for position, name in enumerate(names):
+        # The second run is dashed: two equal curves lie on each other, and both should still be seen.
+        draw_losses(losses, rows[position], COLOURS[position % 2], f"{name}: ", dashed=position % 2 == 1)
+    style(losses, "Loss", "step", "loss (nats per byte)")
+    losses.legend(frameon=False)
+
+    bars(speed, names, [summary["tokens_per_second"] or 0 for summary in summaries], "{:,.0f}")
+    style(speed, "Speed (higher is better)", "", "tokens per second, median after warm-up")
+    mebibytes = [summary["peak_memory_bytes"] / 2**20 for summary in summaries]
+    bars(memory, names, mebibytes, "{:,.0f}")
+    source = " / ".join(dict.fromkeys(summary["peak_memory_source"] for summary in summaries))
+    style(memory, "Peak memory (lower is better)", "", f"MiB, {source}")
+
+    devices = ", ".join(dict.fromkeys(f"{summary['device']}, {summary['precision']}" for summary in summaries))
+    figure.suptitle(f"{summaries[0]['example'].replace('_', ' ')} on {devices}", fontsize=13, color=TEXT)
+    figure.savefig(path)
+
+
+def draw_losses(axes: Axes, rows: list[dict[str, Any]], colour: str, prefix: str, *, dashed: bool = False) -> None:
+    """The training loss as a thin line and the validation loss as a thick one with markers."""
+    axes.plot(
+        [row["step"] for row in rows],
+        [row["train_loss"] for row in rows],
+        color=colour,
+        alpha=0.45,
+        linewidth=1.3,
+        linestyle="--" if dashed else "-",
+        label=f"{prefix}training",
+    )
+    evaluated = [row for row in rows if row["validation_loss"] is not None]
+    axes.plot(
+        [row["step"] for row in evaluated],
+        [row["validation_loss"] for row in evaluated],
+        color=colour,
+        linewidth=2.2,
+        linestyle="--" if dashed else "-",
+        marker="s" if dashed else "o",
+        markersize=7 if not dashed else 4,
+        label=f"{prefix}validation",
+    )
+
+
+def bars(axes: Axes, names: list[str], values: list[float], form: str) -> None:
+    """One bar per run with its value written above."""
+    drawn = axes.bar(names, values, width=0.6, color=[COLOURS[position % 2] for position in range(len(names))])
+    axes.bar_label(drawn, labels=[form.format(value) for value in values], padding=3, color=TEXT, fontsize=11)
+    axes.margins(y=0.12)
+
+
+def style(axes: Axes, title: str, x_label: str, y_label: str) -> None:
+    """Titles, units, a light grid behind the data, and no frame."""
+    axes.set_title(title, loc="left", fontsize=12, color=TEXT)
+    axes.set_xlabel(x_label, color=TEXT)
+    axes.set_ylabel(y_label, color=TEXT)
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.grid(axis="y", color="#dddddd", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

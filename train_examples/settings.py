@@ -1,0 +1,124 @@
+"""The schema of every setting: names, types and defaults; the YAML files in ``configs/`` fill it in.
+
+Hydra checks each setting against these dataclasses, so a key that does not exist or a value of the wrong type stops
+the run before anything is built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+class SettingsError(ValueError):
+    """A setting that cannot work: the message names it, says what it is, and what was expected."""
+
+
+@dataclass
+class ModelSettings:
+    """The shape of the Transformer."""
+
+    name: str = MISSING
+    d_model: int = MISSING
+    d_ff: int = MISSING
+    layers: int = MISSING
+    heads: int = MISSING
+    context: int = MISSING  # bytes of one training sequence, and the most that the model ever sees at once
+    activation: str = "gelu"
+    gated: bool = False
+    bias: bool = True  # of the feed-forward block; the rest of the model has none
+    dropout: float = 0.0  # on the hidden of the feed-forward block
+
+
+@dataclass
+class DataSettings:
+    """Where the text comes from: ``kind`` is ``stdlib`` or ``text_file``."""
+
+    kind: str = MISSING
+    path: str | None = None  # text_file: the file to read
+    validation_fraction: float = 0.1
+
+
+@dataclass
+class LayerSettings:
+    """Who computes the feed-forward blocks: ``kind`` is ``fused``, ``torch`` or ``replaced``."""
+
+    kind: str = MISSING
+    recompute: bool | str = "auto"  # of FusedFFN: auto, true or false
+
+
+@dataclass
+class OptimSettings:
+    """AdamW with linear warm-up, cosine decay and gradient clipping."""
+
+    name: str = MISSING
+    learning_rate: float = MISSING
+    final_learning_rate_fraction: float = MISSING
+    warmup_steps: int = MISSING
+    beta1: float = MISSING
+    beta2: float = MISSING
+    weight_decay: float = MISSING
+    clip_norm: float = MISSING
+
+
+@dataclass
+class RunSettings:
+    """Length, size, place and device of one run."""
+
+    directory: str = MISSING
+    overwrite: bool = False  # start over in a directory that already holds a run
+    resume: str | None = None  # a checkpoint file, or auto: the one in run.directory if there is one
+    seed: int = 0
+    steps: int = MISSING
+    stop_after: int | None = None  # stop early at this step with a checkpoint, as an interruption would
+    batch_size: int = MISSING
+    log_every: int = 10
+    evaluate_every: int = MISSING  # a multiple of log_every
+    evaluation_batches: int = 8
+    checkpoint_every: int = MISSING  # a multiple of log_every
+    accelerator: str = "auto"  # auto, cpu, cuda, mps
+    precision: str = "auto"  # auto, or a precision of Lightning Fabric: 32-true, bf16-mixed, 16-mixed
+
+
+@dataclass
+class SampleSettings:
+    """The text that the trained model writes at the end."""
+
+    prompt: str = "def "
+    length: int = 400  # bytes
+    temperature: float = 0.8  # below 1 prefers likely bytes, which reads better than the raw distribution
+
+
+@dataclass
+class LanguageModelSettings:
+    """Everything ``python -m train_examples.language_model`` can be told."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    layers: LayerSettings = field(default_factory=LayerSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    run: RunSettings = field(default_factory=RunSettings)
+    sample: SampleSettings = field(default_factory=SampleSettings)
+
+
+def register_settings() -> None:
+    """Make the schemas known to Hydra under the names that the files in ``configs/`` start from."""
+    ConfigStore.instance().store(name="language_model_schema", node=LanguageModelSettings)
+
+
+def as_settings(config: DictConfig) -> LanguageModelSettings:
+    """The composed configuration as dataclasses.
+
+    Raises:
+        SettingsError: a key was forced into the configuration with Hydra's ``+`` although no setting has that name.
+    """
+    plain = OmegaConf.to_container(config, resolve=True)
+    try:
+        settings = OmegaConf.to_object(OmegaConf.merge(LanguageModelSettings, plain))
+    except OmegaConfBaseException as error:
+        raise SettingsError(str(error)) from error
+    assert isinstance(settings, LanguageModelSettings)
+    return settings
