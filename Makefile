@@ -10,6 +10,7 @@ GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 MODEL ?= $(if $(GPU),narrow,tiny)
 # Where the two runs are written; what an earlier `make train` left there is overwritten.
 RUNS ?= runs
+TRAIN := $(BIN)/python -m train_examples.language_model model=$(MODEL) run.overwrite=true
 WORKERS ?= auto
 
 .DEFAULT_GOAL := help
@@ -25,8 +26,6 @@ help: ## Show this text
 	@echo "  On Linux pip installs torch's CUDA build, of several gigabytes. For the small CPU build set"
 	@echo "  PIP_EXTRA_INDEX_URL to the index of CPU wheels that torch's installation page names."
 
-TRAIN := $(BIN)/python -m train_examples.language_model model=$(MODEL) run.overwrite=true
-
 train: $(INSTALLED) ## Train a small language model with torch.nn layers, then with fused layers, and compare
 	$(TRAIN) layers=torch run.directory=$(RUNS)/torch
 	$(TRAIN) layers=fused run.directory=$(RUNS)/fused
@@ -34,9 +33,8 @@ train: $(INSTALLED) ## Train a small language model with torch.nn layers, then w
 	$(BIN)/python -m train_examples.comparison $(RUNS)/torch $(RUNS)/fused --output $(RUNS)/comparison.png
 
 # One thread per worker, or the workers' threads fight for the same cores.
-test: export OMP_NUM_THREADS := 1
 test: $(INSTALLED) ## Run the tests: kernels through Triton's interpreter, and on the GPU where there is one
-	TRITON_INTERPRET=1 $(BIN)/pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 ifeq ($(GPU),yes)
 	TRITON_INTERPRET=0 $(BIN)/pytest tests/gpu
 endif

@@ -170,7 +170,8 @@ def choose_splits(problem: Problem, device: Device, tiles: TileConfig) -> int:
     programs = -(-problem.N // tiles.block_n) * problem.batch
     row_tiles = -(-problem.M // tiles.block_m)
     partial_bytes = 4 * (problem.weight_elements + 2 * problem.N * problem.batch)
-    wanted = max(1, 2 * device.processors // programs)
+    # The accumulators take most of the registers: one program of 8 warps, or two of 4, fit on a processor at a time.
+    wanted = max(1, device.processors * 8 // tiles.num_warps // programs)
     # A split shorter than four row tiles spends more on its partial than on its products.
     return max(1, min(wanted, -(-row_tiles // 4), PARTIALS_LIMIT // partial_bytes))
 

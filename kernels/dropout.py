@@ -8,9 +8,11 @@ so that the backward pass needs the seed alone.
 import torch
 
 from .device import HAS_TRITON, interpreted, tl, triton
+from .launching import launch
 
 ROUNDS = 7
 _ROUNDS = tl.constexpr(ROUNDS)
+_BLOCK = 1024
 _MASK_32 = 0xFFFFFFFF
 
 
@@ -29,8 +31,8 @@ def keep(seed, rows, cols, dropout_p):
     return tl.where(uniform >= dropout_p, 1.0, 0.0)
 
 
-@triton.jit
-def _keep_kernel(seed_ptr, out_ptr, first_row, M, N, dropout_p, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["first_row", "M", "dropout_p"])
+def _keep_kernel(seed_ptr, out_ptr, N, first_row, M, dropout_p, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     kept = keep(tl.load(seed_ptr), first_row + index // N, index % N, dropout_p)
     tl.store(out_ptr + index, kept.to(out_ptr.dtype.element_ty), mask=index < M * N)
@@ -65,9 +67,14 @@ def keep_mask(
     """
     if seed.is_cuda and HAS_TRITON and not interpreted():
         out = torch.empty(rows, columns, dtype=dtype, device=seed.device)
-        grid = (triton.cdiv(max(out.numel(), 1), 1024),)
-        with torch.cuda.device(seed.device):
-            _keep_kernel[grid](seed, out, first_row, rows, columns, dropout_p, BLOCK=1024)
+        launch(
+            _keep_kernel,
+            triton.cdiv(max(out.numel(), 1), _BLOCK),
+            (seed, out),
+            (columns,),
+            (first_row, rows, dropout_p),
+            (_BLOCK,),
+        )
         return out
     row = torch.arange(first_row, first_row + rows, device=seed.device)[:, None]
     column = torch.arange(columns, device=seed.device)[None, :]

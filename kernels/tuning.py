@@ -67,7 +67,7 @@ _SM_90_16_BIT_GATED: dict[str, _Rows] = {
     "weight_gradient": (
         (64, TileConfig(32, 64, 4, 3)),  # 101
         (128, TileConfig(64, 64, 4, 2, passes=3)),  # 330
-        (256, TileConfig(32, 128, 8, 2, passes=3)),  # 670
+        (256, TileConfig(32, 64, 4, 2, passes=3)),
     ),
 }
 

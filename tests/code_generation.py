@@ -2,9 +2,12 @@
 
 The library's own functions run on uninitialised CPU tensors while a stand-in driver names the GPU, and every launch
 stops after compilation: what is reported is the specialisation that a user gets, with the planner's tiles. The compiler
-is needed and the tests' process may have the interpreter in its place, so the tests run this file as a script:
+is needed and the tests' process may have the interpreter in its place, so the tests run this file as a script, which
+prints one JSON object per kernel:
 
-    python tests/code_generation.py sm_90 gfx942            every shipped configuration, one JSON object per kernel
+    python tests/code_generation.py rows sm_90/bfloat16     every row of the tuning table, and its hardest calls
+    python tests/code_generation.py ends sm_80/float16      the narrowest and the widest row
+    python tests/code_generation.py all gfx942/float32      every width, each in its hardest calls too
     python tests/code_generation.py '{"target": "sm_90", "dtype": "bfloat16", "width": 64, "gated": true}'
 """
 
@@ -42,7 +45,6 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
-DTYPES = ("bfloat16", "float16", "float32")
 WIDTHS = tuple(2**power for power in range(4, 12))
 # Streaming multiprocessors of an H200: the splits, and so the launches, are those of a large GPU.
 PROCESSORS = 132
@@ -96,12 +98,12 @@ def compiling_for(target: str, kernel: str | None = None) -> Iterator[list[dict[
             compile_it = functools.partial(run, function, *args, grid=grid, warmup=True, **kwargs)
             reports.append(_launch(function, args, kwargs) | {"kernel": name, "target": target} | _outcome(compile_it))
 
-    describe = planning.Device("cuda", target, target, PROCESSORS, triton=True)
+    described = planning.Device("cuda", target, target, PROCESSORS, triton=True)
     dispatch._cached_plan.cache_clear()
     driver.set_active(_StandInDriver(target))
     with (
         mock.patch.object(JITFunction, "run", compile_only),
-        mock.patch.object(dispatch, "describe", lambda device: describe),
+        mock.patch.object(dispatch, "describe", return_value=described),
         mock.patch.object(triton.knobs.nvidia, "dump_ptxas_log", True),
         # A kernel from the cache comes without the assembler's log.
         mock.patch.object(triton.knobs.compilation, "always_compile", True),
@@ -114,9 +116,11 @@ def _launch(function: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
     """What this launch asks for: its compile-time names and numbers, and which pointers it has."""
     options = ("num_warps", "num_stages")
     arguments = function.signature.bind(*args, **{k: v for k, v in kwargs.items() if k not in options}).arguments
+    constants = {name: value for name, value in arguments.items() if name.isupper()}
+    tiles = {name: constants[name] for name in ("BLOCK_M", "BLOCK_N") if name in constants}
     return {
-        "tiles": {name: kwargs[name] for name in ("BLOCK_M", "BLOCK_N", *options) if name in kwargs},
-        "constants": {name: value for name, value in arguments.items() if name.isupper()},
+        "tiles": tiles | {name: kwargs[name] for name in options if name in kwargs},
+        "constants": constants,
         "pointers": [name for name, value in arguments.items() if name.endswith("_ptr") and value is not None],
     }
 
@@ -128,7 +132,7 @@ def _outcome(compile_it: Callable[[], Any]) -> dict[str, Any]:
         with contextlib.redirect_stdout(log):
             compiled = compile_it()
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {str(error)[:400]}"}
+        return {"error": f"{type(error).__name__}: {str(error)[-400:]}"}
     if compiled.hash not in _known:
         _known[compiled.hash] = _findings(compiled, log.getvalue())
     return _known[compiled.hash]
@@ -141,6 +145,7 @@ _known: dict[str, dict[str, Any]] = {}
 def _findings(compiled: Any, log: str) -> dict[str, Any]:
     assembler = compiled.asm
     found = {
+        "hash": compiled.hash,
         "shared": compiled.metadata.shared,
         "products": len(re.findall(r" tt\.dot ", assembler["ttir"])),
         # A product that stays in a blocked layout is computed by scalar multiply-adds.
@@ -213,7 +218,7 @@ def int32_products(ttir: str) -> list[str]:
         sizes = [constants[factor] for factor in inputs[value] if factor in constants]
         return value in in_address and (is_tensor or any(size & (size - 1) for size in sizes))
 
-    return [line.split(" loc(")[0].strip() for value, (line, is_tensor) in products.items() if at_fault(value, is_tensor)]
+    return [line.split(" loc(")[0].strip() for value, (line, tensor) in products.items() if at_fault(value, tensor)]
 
 
 def _data_flow(
@@ -281,27 +286,43 @@ def compile_kernel(
     kernel: str, target: str, dtype: str, width: int, tiles: TileConfig, **options: Any
 ) -> list[dict[str, Any]]:
     """``kernel`` with tiles of your choice, for finding better ones; options are fields of :class:`Case`."""
-    with mock.patch.object(planning, "tile_config", lambda *arguments, **named: tiles):
+    with mock.patch.object(planning, "tile_config", return_value=tiles):
         return compile_case(Case(target, dtype, width, kernel=kernel, **options))
 
 
-def shipped(target: str) -> list[Case]:
-    """Every (dtype, width, gated) for which the kernels run on ``target``, by powers of two, narrowest first."""
+def shipped(target: str, dtype: str, selection: str) -> list[Case]:
+    """The cases of a target and dtype, of a selection that the module's docstring describes."""
     device = planning.Device("cuda", target, target, PROCESSORS, triton=True)
     cases = []
-    for dtype in DTYPES:
-        for gated in (False, True):
-            for width in WIDTHS:
-                sizes = {"batch": 1, "M": 4096, "K": width, "N": 4 * width, "O": width}
-                problem = planning.Problem("ffn", **sizes, dtype=dtype, gated=gated)
-                problem = replace(problem, needs_data_gradient=True, needs_weight_gradient=True)
-                if planning.why_unsupported(problem, device) is None:
-                    cases.append(Case(target, dtype, width, gated))
+    for gated in (False, True):
+        widest_of_row: dict[str, Case] = {}
+        for width in WIDTHS:
+            sizes = {"batch": 1, "M": 4096, "K": width, "N": 4 * width, "O": width}
+            wanted = {"needs_data_gradient": True, "needs_weight_gradient": True}
+            problem = planning.Problem("ffn", **sizes, **wanted, dtype=dtype, gated=gated)
+            plan = planning.plan(problem, device, "triton")
+            if plan.path != "fused":
+                break
+            row = (plan.forward_tiles, plan.data_gradient_tiles, plan.weight_gradient_tiles)
+            widest_of_row[str(width if selection == "all" else row)] = Case(target, dtype, width, gated)
+        found = list(widest_of_row.values())
+        # Dropout and the erf cost the most registers; sizes that no tile divides cost masks and wide loads.
+        costly = [replace(case, activation="gelu", dropout=True) for case in found]
+        ragged = [replace(case, width=case.width - 3, rows=4099, hidden=4 * case.width - 5) for case in found]
+        cases += {
+            "ends": [costly[0] if gated else ragged[0], *found[-1:]],
+            "rows": [*found, costly[0], ragged[-1]] if dtype == "bfloat16" else found,
+            "all": [*found, *costly, *ragged],
+        }[selection]
     return cases
 
 
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        for case in [Case(**json.loads(argument))] if argument.startswith("{") else shipped(argument):
-            for report in compile_case(case):
-                print(json.dumps(report), flush=True)
+    first, *targets = sys.argv[1:]
+    if first.startswith("{"):
+        chosen = [Case(**json.loads(first))]
+    else:
+        chosen = [case for target in targets for case in shipped(*target.split("/"), first)]
+    for case in chosen:
+        for report in compile_case(case):
+            print(json.dumps(report), flush=True)

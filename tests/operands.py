@@ -16,6 +16,7 @@ from fusedlayers.closeness import assert_all_close
 from fusedlayers.devices import describe
 from fusedlayers.functional import dispatch
 from fusedlayers.kernels.device import interpreted
+from fusedlayers.kernels.dropout import draw_seed
 
 # A CUDA device where kernels reach it; else the CPU, on which the interpreter runs them.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not interpreted() else "cpu")
@@ -130,6 +131,14 @@ def results(
     return {"y": y.detach()} | gradients
 
 
+def seed_after(manual_seed: int) -> Tensor:
+    """The dropout seed that the next call draws after ``torch.manual_seed``, which is called."""
+    torch.manual_seed(manual_seed)
+    seed = draw_seed(DEVICE)
+    torch.manual_seed(manual_seed)
+    return seed
+
+
 def assert_equal(ours: Tensors, theirs: Tensors) -> None:
     """The same names, None at the same ones, and the same values bit for bit (0 and -0 are one)."""
     assert ours.keys() == theirs.keys()
@@ -145,13 +154,16 @@ def assert_ffn_close(
     *,
     options: Mapping[str, Any],
     frozen: tuple[str, ...] = (),
-    seed: Tensor | None = None,
+    manual_seed: int | None = None,
     **arithmetic: Any,
 ) -> None:
-    """y and all gradients of ``call`` pass the closeness rule; ``options`` are for the call alone."""
+    """y and all gradients of ``call`` pass the closeness rule; ``options`` are for the call alone.
+
+    ``manual_seed`` goes to torch before the call, and the references replay the mask that follows from it.
+    """
     dy = like_result(inputs)
+    replay = {} if manual_seed is None else {"seed": seed_after(manual_seed)}
     ours = results(call, inputs, dy, frozen, **arithmetic, **options)
-    replay = {} if seed is None else {"seed": seed}
     theirs = results(reference.ffn, inputs, dy, frozen, **arithmetic, **replay)
     truth = results(reference.ffn, in_float64(inputs), dy.double(), frozen, **arithmetic, **replay)
     x, w_up = inputs["x"], inputs["w_up"]

@@ -215,7 +215,7 @@ def test_the_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names} == {"fusedlayers", f"fusedlayers-{fusedlayers.__version__}.dist-info"}
     library = {module.replace(".", "/") + ".py" for module, _ in modules() if module.startswith("fusedlayers.")}
     assert {name for name in names if name.endswith(".py")} == library
-    assert {"fusedlayers/py.typed", "fusedlayers/kernels/gemm_gemm.py"} <= set(names)
+    assert {"fusedlayers/py.typed", "fusedlayers/kernels/gemm_gemm/__init__.py"} <= set(names)
 
 
 def test_every_direct_dependency_is_pinned(wheel: Path) -> None:

@@ -232,6 +232,16 @@ def test_resume_forgets_rows_after_the_checkpoint(tmp_path: Path) -> None:
     assert without_measurements(train(tmp_path / "killed", "run.resume=auto")) == without_measurements(straight)
 
 
+def test_a_run_without_anything_left_to_do_still_ends_well(tmp_path: Path) -> None:
+    train(tmp_path / "run", "run.stop_after=2")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert summary["validation_loss"] is None
+    checkpoint = tmp_path / "run" / "checkpoint.pt"
+    assert train(tmp_path / "other", f"run.resume={checkpoint}", "run.stop_after=2") == []
+    assert (tmp_path / "other" / "sample.txt").read_text() == (tmp_path / "run" / "sample.txt").read_text()
+
+
 def test_a_checkpoint_fits_the_other_kind_of_layers(tmp_path: Path) -> None:
     train(tmp_path / "fused", "layers=fused", "run.stop_after=8")
     checkpoint = tmp_path / "fused" / "checkpoint.pt"

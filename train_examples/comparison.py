@@ -63,9 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         names = [str(directory) for directory in chosen.runs]
 
     chosen.output.parent.mkdir(parents=True, exist_ok=True)
-    plots.comparison(names, rows, summaries, chosen.output)
+    note = ""
+    if all(summary["device"].startswith("CPU") for summary in summaries):
+        note = "On a CPU every kind of layers computes with the operations of torch: no kernel of ours runs."
+    plots.comparison(names, rows, summaries, note, chosen.output)
     print(table(names, summaries))
-    print()
+    print(note)
     for name, directory in zip(names, chosen.runs, strict=True):
         files = ", ".join(sorted(path.name for path in directory.iterdir()))
         print(f"{name}: {directory.absolute()} ({files})")

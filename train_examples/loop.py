@@ -129,19 +129,14 @@ def train(example: Example, layers: str, run: RunSettings, optim: OptimSettings,
                 save_checkpoint(fabric, directory, example, model, optimizer, batches, step)
             loss_sum, timed_steps, start = torch.zeros((), device=fabric.device), 0, time.perf_counter()
 
-    plots.loss_curve(rows, f"{example.name}, layers={layers}", directory / "loss.png")
+    plots.loss_curve(rows, f"{example.name.replace('_', ' ').capitalize()}, layers={layers}", directory / "loss.png")
     model.eval()
     sample = example.sample(model)
     (directory / "sample.txt").write_text(sample)
     summary = summarise(example, layers, run, fabric, rows)
     (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(f"\nsample after step {summary['steps']}:\n{sample}\n")
-    print(
-        f"validation loss {summary['validation_loss']:.4f}, {summary['tokens_per_second'] or math.nan:,.0f} tokens/s, "
-        f"peak memory {summary['peak_memory_bytes'] / 2**20:,.0f} MiB ({summary['peak_memory_source']})"
-        if rows
-        else "no step was trained"
-    )
+    print(", ".join(in_words(summary)))
     print(f"metrics, config, checkpoint, loss curve and sample: {directory.absolute()}")
     return summary
 
@@ -205,13 +200,22 @@ def summarise(example: Example, layers: str, run: RunSettings, fabric: Fabric, r
         "train_loss": rows[-1]["train_loss"] if rows else None,
         "validation_loss": losses[-1] if losses else None,
         "tokens_per_second": statistics.median(speeds) if speeds else None,
-        "peak_memory_bytes": max((row["peak_memory_bytes"] for row in rows), default=0),
+        "peak_memory_bytes": max((row["peak_memory_bytes"] for row in rows), default=peak_memory(fabric.device)),
         "peak_memory_source": "tensors on the GPU" if on_gpu else "resident size of the process",
         "device": torch.cuda.get_device_name(fabric.device) if on_gpu else f"CPU, {torch.get_num_threads()} threads",
         "precision": choose_precision(run),
         "torch": torch.__version__,
         "seed": run.seed,
     }
+
+
+def in_words(summary: Row) -> Iterator[str]:
+    """The parts of the closing line; what a very short run did not measure is left out."""
+    if summary["validation_loss"] is not None:
+        yield f"validation loss {summary['validation_loss']:.4f}"
+    if summary["tokens_per_second"] is not None:
+        yield f"{summary['tokens_per_second']:,.0f} tokens/s"
+    yield f"peak memory {summary['peak_memory_bytes'] / 2**20:,.0f} MiB ({summary['peak_memory_source']})"
 
 
 def check_intervals(run: RunSettings) -> None:

@@ -23,8 +23,10 @@ def loss_curve(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     figure.savefig(path)
 
 
-def comparison(names: list[str], rows: list[list[dict[str, Any]]], summaries: list[dict[str, Any]], path: Path) -> None:
-    """Loss curves, speed and peak memory of several runs side by side, as a PNG at ``path``."""
+def comparison(
+    names: list[str], rows: list[list[dict[str, Any]]], summaries: list[dict[str, Any]], note: str, path: Path
+) -> None:
+    """Loss curves, speed and peak memory of several runs side by side under a title with ``note``, as a PNG."""
     figure = Figure(figsize=(13, 4.6), dpi=150, layout="constrained")
     losses, speed, memory = figure.subplots(1, 3, width_ratios=(2, 1, 1))
     for position, name in enumerate(names):
@@ -40,8 +42,9 @@ def comparison(names: list[str], rows: list[list[dict[str, Any]]], summaries: li
     source = " / ".join(dict.fromkeys(summary["peak_memory_source"] for summary in summaries))
     style(memory, "Peak memory (lower is better)", "", f"MiB, {source}")
 
-    devices = ", ".join(dict.fromkeys(f"{summary['device']}, {summary['precision']}" for summary in summaries))
-    figure.suptitle(f"{summaries[0]['example'].replace('_', ' ')} on {devices}", fontsize=13, color=TEXT)
+    where = " / ".join(dict.fromkeys(f"{summary['device']}, {summary['precision']}" for summary in summaries))
+    title = f"{summaries[0]['example'].replace('_', ' ').capitalize()} on {where}"
+    figure.suptitle(f"{title}\n{note}" if note else title, fontsize=13, color=TEXT)
     figure.savefig(path)
 
 
@@ -61,10 +64,10 @@ def draw_losses(axes: Axes, rows: list[dict[str, Any]], colour: str, prefix: str
         [row["step"] for row in evaluated],
         [row["validation_loss"] for row in evaluated],
         color=colour,
-        linewidth=2.2,
+        linewidth=1.2 if dashed else 2.6,
         linestyle="--" if dashed else "-",
         marker="s" if dashed else "o",
-        markersize=7 if not dashed else 4,
+        markersize=4 if dashed else 7,
         label=f"{prefix}validation",
     )
 

@@ -89,7 +89,7 @@ class SampleSettings:
 
     prompt: str = "def "
     length: int = 400  # bytes
-    temperature: float = 0.8  # below 1 prefers likely bytes, which reads better than the raw distribution
+    temperature: float = 0.7  # below 1 prefers likely bytes, which reads better than the raw distribution
 
 
 @dataclass

@@ -34,7 +34,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Operand:
-    """One input: its shape, and the standard deviation it is drawn with (weights: one over the root of their fan-in)."""
+    """One input: its shape, and its standard deviation (of weights: one over the root of their fan-in)."""
 
     shape: Shape
     scale: float = 1.0
@@ -55,8 +55,8 @@ class Grid:
 class Case:
     """One operation.
 
-    ``ours`` and ``torch`` take the inputs of ``operands`` by name and then ``our_keywords`` or ``torch_keywords`` of the
-    options. ``forward_flops`` counts the products of the forward pass; each product has two of the same size in the
+    ``ours`` and ``torch`` take the inputs of ``operands`` by name and then ``our_keywords`` or ``torch_keywords`` of
+    the options. ``forward_flops`` counts the products of the forward pass; each product has two of the same size in the
     backward pass. ``parameters`` are the inputs that a module would own.
     """
 
@@ -82,6 +82,18 @@ class Case:
         """Floating-point operations of the forward pass, or of forward and backward, nothing computed twice."""
         return self.forward_flops(shape, options) * (3 if backward else 1)
 
+    def result_shape(self, shape: Shape, options: Options) -> Shape:
+        """The shape of y, from torch's rules, without computing anything."""
+        operands = self.operands(shape, options)
+        blank = {name: torch.empty(operand.shape, device="meta") for name, operand in operands.items()}
+        return tuple(self.torch(**blank, **self.torch_keywords(options)).shape)
+
+    def moved_bytes(self, shape: Shape, options: Options, dtype: torch.dtype, backward: bool) -> int:
+        """Each input read and the result written once; backward reads inputs and upstream again, writes gradients."""
+        inputs = sum(math.prod(operand.shape) for operand in self.operands(shape, options).values())
+        output = math.prod(self.result_shape(shape, options))
+        return dtype.itemsize * (inputs + output + (2 * inputs + output if backward else 0))
+
     def inputs(
         self, shape: Shape, options: Options, *, init: str, dtype: torch.dtype, device: torch.device, seed: int,
         density: float = 1.0,
@@ -95,8 +107,13 @@ class Case:
 
 
 def draw(
-    operand: Operand, init: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator, density: float = 1.0
-) -> Tensor:  # fmt: skip
+    operand: Operand,
+    init: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+    density: float = 1.0,
+) -> Tensor:
     """A tensor of ``operand``'s shape: N(0, scale²), uniform with that deviation, zeros, or integers in -2 … 2."""
     if init == "zeros":
         return torch.zeros(operand.shape, dtype=dtype, device=device)
@@ -171,7 +188,7 @@ CASES: dict[str, Case] = {
                         (16, 4096, 4096, 128, 128),
                         (512, 256, 256, 64, 64),
                     ),
-                    shapes_without_gpu=((4, 64, 96, 16, 32), (2, 130, 70, 24, 24)),
+                    shapes_without_gpu=((4, 128, 256, 32, 64), (2, 130, 70, 24, 24)),
                 ),
             ),
             operands=_gemm_gemm_operands,
@@ -203,7 +220,7 @@ CASES: dict[str, Case] = {
                         (8192, 2048, 8192),
                         (8192, 4096, 14336),
                     ),
-                    shapes_without_gpu=((256, 32, 128), (130, 48, 100)),
+                    shapes_without_gpu=((1024, 64, 256), (130, 48, 100)),
                 ),
                 Grid(
                     name="gated_ffn",
@@ -216,7 +233,7 @@ CASES: dict[str, Case] = {
                         (8192, 2048, 5632),
                         (8192, 4096, 14336),
                     ),
-                    shapes_without_gpu=((256, 32, 96), (130, 48, 100)),
+                    shapes_without_gpu=((1024, 64, 192), (130, 48, 100)),
                 ),
             ),
             operands=_ffn_operands,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,8 +77,8 @@ def verify(
 ) -> list[Verification]:
     """Auto mode and the forced kernels, forward and backward, against the reference in float64.
 
-    The upstream gradient is random (N(0, 1), or integers with ``init="integer"``). A kernel that fails with an exception
-    is red; one that cannot run is "not run" and says why.
+    The upstream gradient is random (N(0, 1), or integers with ``init="integer"``). A kernel that fails with an
+    exception is red; one that cannot run is "not run" and says why.
 
     Raises:
         ValueError: ``init="integer"`` with an activation that leaves the integers, or sizes for which no density of
@@ -108,7 +110,7 @@ def verify(
             results.append(Verification(name, path, "red", f"{type(error).__name__}: {error}"))
             continue
         if yardstick is None:
-            findings = tuple(map(_exact, names, actual, truth))
+            findings = tuple(map(_exact, names, actual, (tensor.to(dtype) for tensor in truth)))
         else:
             findings = tuple(map(_close, names, actual, yardstick, truth))
         status = "green" if all(finding.ok for finding in findings) else "red"
@@ -122,12 +124,9 @@ def random_work(
 ) -> Work:  # fmt: skip
     """Fresh inputs, which want gradients if ``backward``, and a random upstream gradient."""
     inputs = case.inputs(shape, options, init=init, dtype=dtype, device=device, seed=seed, density=density)
-    with torch.device("meta"):
-        blank = {name: torch.empty(operand.shape) for name, operand in case.operands(shape, options).items()}
-        y_shape = tuple(case.torch(**blank, **case.torch_keywords(options)).shape)
     generator = torch.Generator(device).manual_seed(seed + 1)
     upstream_init = "integer" if init == "integer" else "normal"
-    upstream = draw(Operand(y_shape), upstream_init, dtype, device, generator, density)
+    upstream = draw(Operand(case.result_shape(shape, options)), upstream_init, dtype, device, generator, density)
     return Work({name: tensor.requires_grad_(backward) for name, tensor in inputs.items()}, upstream, backward)
 
 
@@ -165,9 +164,9 @@ def exact_work(
 
 
 class _ExactnessWatch(TorchDispatchMode):
-    """Whether every float64 result of every torch operation is an integer that ``dtype`` counts to, with a bit to spare.
+    """Whether every float64 result of every torch operation is an integer that ``dtype`` counts to.
 
-    The spare bit is for partial sums, which may be a little larger than their total.
+    One bit is spared for partial sums, which may be a little larger than their total.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -175,7 +174,9 @@ class _ExactnessWatch(TorchDispatchMode):
         self.largest = 1 / torch.finfo(dtype).eps
         self.exact = True
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.dtype == torch.float64 and tensor.numel():
@@ -191,10 +192,11 @@ def _close(name: str, actual: Tensor, torch_result: Tensor, truth: Tensor) -> Fi
     )
 
 
-def _exact(name: str, actual: Tensor, truth: Tensor) -> Finding:
-    expected = truth.to(actual.dtype)
-    if actual.shape != expected.shape:
-        return Finding(name, False, f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
+def _exact(name: str, actual: Tensor, expected: Tensor) -> Finding:
+    for what in ("shape", "dtype"):
+        found, wanted = getattr(actual, what), getattr(expected, what)
+        if found != wanted:
+            return Finding(name, False, f"{name}: {what} {found}, expected {wanted}")
     if torch.equal(actual, expected):
         return Finding(name, True, f"{name}: equal")
     different = actual != expected

@@ -41,9 +41,9 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     return tensor.dtype
 
 
-def autocast(tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+def autocast(tensors: tuple[Tensor | None, ...], dtype: torch.dtype) -> list[Tensor | None]:
     """The tensors in the dtype products run in; gradients flow back to each in its own dtype."""
-    return [tensor if tensor is None else tensor.to(compute_dtype(tensor)) for tensor in tensors]
+    return [tensor if tensor is None or tensor.dtype == dtype else tensor.to(dtype) for tensor in tensors]
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

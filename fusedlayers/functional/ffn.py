@@ -11,8 +11,8 @@ from ..kernels.activations import canonical_activation
 from ..kernels.dropout import draw_seed
 from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
 from ..planning import Plan
-from .arguments import check_ffn
-from .dispatch import autocast, dispatch, ffn_problem, without_autocast
+from .arguments import autocast_enabled, check_ffn
+from .dispatch import autocast, compute_dtype, dispatch, ffn_problem, without_autocast
 
 
 def ffn(
@@ -70,17 +70,17 @@ def ffn(
             x, w_up, w_down, b_up, b_down, w_gate, b_gate,
             activation=activation, dropout_p=dropout_p, residual=residual,
         )  # fmt: skip
-    rows, residual_rows = (None if t is None else t.reshape(-1, t.shape[-1]) for t in (x, residual))
-    operands = autocast((rows, w_up, w_down, b_up, b_down, w_gate, b_gate, residual_rows))
     seed = draw_seed(x.device) if dropout_p else None
-    arithmetic = Arithmetic(activation, dropout_p, problem.input_precision, plan.fast)
+    arithmetic = Arithmetic(activation, float(dropout_p), problem.input_precision, plan.fast)
+    operands = (x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual)
+    if not autocast_enabled(x.device):
+        return FFNFunction.apply(*operands, seed, arithmetic, plan)
     with without_autocast(x.device):
-        y = FFNFunction.apply(*operands, seed, arithmetic, plan)
-    return y.view(*x.shape[:-1], w_down.shape[0])
+        return FFNFunction.apply(*autocast(operands, compute_dtype(x)), seed, arithmetic, plan)
 
 
 class FFNFunction(torch.autograd.Function):
-    """The FFN on rows x ``[M, K]``, keeping its inputs alone: the hidden is computed again in the backward pass."""
+    """The FFN of x ``[*B, M, K]``, keeping its inputs alone: the hidden is computed again in the backward pass."""
 
     @staticmethod
     def forward(
@@ -101,14 +101,17 @@ class FFNFunction(torch.autograd.Function):
         # Without a wanted gradient that goes through the hidden there is nothing to recompute, so nothing is kept.
         if any(_through_hidden(ctx.needs_input_grad)):
             ctx.save_for_backward(x, w_up, w_down, b_up, w_gate, b_gate, seed)
+        rows = _rows(x)
+        residual_rows = None if residual is None else _rows(residual)
         if plan.path == "chunked":
-            return reference.ffn_chunked(
-                x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual=residual, seed=seed,
+            y = reference.ffn_chunked(
+                rows, w_up, w_down, b_up, b_down, w_gate, b_gate, residual=residual_rows, seed=seed,
                 activation=arithmetic.activation, dropout_p=arithmetic.dropout_p, chunk_rows=plan.chunk_rows,
             )  # fmt: skip
-        operands = _operands(x, w_up, w_down, b_up, w_gate, b_gate, seed, arithmetic)
-        residual = None if residual is None else residual[None]
-        return kernels.forward(operands, b_down, residual, plan.forward_tiles)[0]
+        else:
+            operands = Operands(rows, w_up, w_down, b_up, w_gate, b_gate, seed, arithmetic)
+            y = kernels.forward(operands, b_down, residual_rows, plan.forward_tiles)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -116,21 +119,31 @@ class FFNFunction(torch.autograd.Function):
         gradients: list[Tensor | None] = [None] * 7
         if any(_through_hidden(wanted)):
             x, w_up, w_down, b_up, w_gate, b_gate, seed = ctx.saved_tensors
-            tensors = (x, w_up, w_down, b_up, None, w_gate, b_gate)
-            with without_autocast(dy.device):
-                if torch.is_grad_enabled():
-                    gradients = _differentiable_gradients(tensors, _through_hidden(wanted), dy, seed, ctx.arithmetic)
-                elif ctx.plan.path == "chunked":
+            through_hidden = _through_hidden(wanted)
+            if torch.is_grad_enabled():
+                tensors = (x, w_up, w_down, b_up, None, w_gate, b_gate)
+                with without_autocast(dy.device):
+                    gradients = _differentiable_gradients(tensors, through_hidden, dy, seed, ctx.arithmetic)
+            elif ctx.plan.path == "chunked":
+                tensors = (_rows(x), w_up, w_down, b_up, None, w_gate, b_gate)
+                with without_autocast(dy.device):
                     gradients = reference.ffn_chunked_gradients(
-                        dy, tensors, _through_hidden(wanted), chunk_rows=ctx.plan.chunk_rows, seed=seed,
+                        _rows(dy), tensors, through_hidden, chunk_rows=ctx.plan.chunk_rows, seed=seed,
                         activation=ctx.arithmetic.activation, dropout_p=ctx.arithmetic.dropout_p,
                     )  # fmt: skip
-                else:
-                    operands = _operands(x, w_up, w_down, b_up, w_gate, b_gate, seed, ctx.arithmetic)
-                    gradients = _fused_gradients(operands, wanted, dy[None], ctx.plan)
+            else:
+                operands = Operands(_rows(x), w_up, w_down, b_up, w_gate, b_gate, seed, ctx.arithmetic)
+                gradients = _fused_gradients(operands, wanted, _rows(dy), ctx.plan)
+            if gradients[0] is not None and gradients[0].shape != x.shape:
+                gradients[0] = gradients[0].view(x.shape)
         if wanted[4]:
-            gradients[4] = dy.sum(0)
+            gradients[4] = _rows(dy).sum(0)
         return *gradients, dy if wanted[7] else None, None, None, None
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """``[*B, M, K]`` as a matrix of rows: a view where the strides allow it, else a copy."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def _through_hidden(wanted: tuple[bool, ...]) -> tuple[bool, ...]:
@@ -138,29 +151,14 @@ def _through_hidden(wanted: tuple[bool, ...]) -> tuple[bool, ...]:
     return (*wanted[:4], False, *wanted[5:7])
 
 
-def _operands(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    w_gate: Tensor | None,
-    b_gate: Tensor | None,
-    seed: Tensor | None,
-    arithmetic: Arithmetic,
-) -> Operands:
-    gate = None if w_gate is None else w_gate[None]
-    return Operands(x[None], w_up[None], w_down[None], b_up, gate, b_gate, seed, arithmetic)
-
-
 def _fused_gradients(operands: Operands, wanted: tuple[bool, ...], dy: Tensor, plan: Plan) -> list[Tensor | None]:
     """Gradients of (x, w_up, w_down, b_up, b_down, w_gate, b_gate) by the two backward kernels; None for b_down."""
-    dx = kernels.data_gradient(operands, dy, plan.data_gradient_tiles)[0] if wanted[0] else None
+    dx = kernels.data_gradient(operands, dy, plan.data_gradient_tiles) if wanted[0] else None
     asked = WeightGradients(up=wanted[1], gate=wanted[5], down=wanted[2], up_bias=wanted[3], gate_bias=wanted[6])
     if not any(asked):
         return [dx, None, None, None, None, None, None]
     found = kernels.weight_gradients(operands, dy, asked, plan.splits, plan.weight_gradient_tiles)
-    up, gate, down, up_bias, gate_bias = (None if gradient is None else gradient[0] for gradient in found)
-    return [dx, up, down, up_bias, None, gate, gate_bias]
+    return [dx, found.up, found.down, found.up_bias, None, found.gate, found.gate_bias]
 
 
 def _differentiable_gradients(

@@ -11,7 +11,7 @@ from ..kernels.activations import canonical_activation
 from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
 from ..planning import Plan
 from .arguments import check_gemm_gemm
-from .dispatch import autocast, dispatch, gemm_gemm_problem, without_autocast
+from .dispatch import autocast, compute_dtype, dispatch, gemm_gemm_problem, without_autocast
 
 
 def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None) -> Tensor:
@@ -39,14 +39,16 @@ def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None)
     if plan.path == "torch":
         return reference.gemm_gemm(a, b, c, activation=activation)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2], c.shape[:-2])
-    operands = [_flat_batch(tensor, batch) for tensor in autocast((a, b, c))]
+    operands = [_flat_batch(tensor, batch) for tensor in autocast((a, b, c), compute_dtype(a))]
     arithmetic = Arithmetic(activation, 0.0, problem.input_precision, plan.fast)
     e = GemmGemmFunction.apply(*operands, arithmetic, plan)
-    return e.view(*batch, *e.shape[-2:])
+    return e if len(batch) == 1 else e.view(*batch, *e.shape[-2:])
 
 
 def _flat_batch(tensor: Tensor, batch: torch.Size) -> Tensor:
     """``[*batch, rows, columns]`` as ``[Z, rows, columns]``, without a copy where one matrix serves every entry."""
+    if tensor.dim() == 3 and tensor.shape[:1] == batch:
+        return tensor
     if all(size == 1 for size in tensor.shape[:-2]):
         return tensor.reshape(1, *tensor.shape[-2:]).expand(batch.numel(), -1, -1)
     return tensor.expand(*batch, -1, -1).reshape(-1, *tensor.shape[-2:])

@@ -4,12 +4,13 @@ import torch
 
 from ..device import tl, triton
 from ..dropout import keep
+from ..launching import launch
 from ..tiles import batch_and_tile, load_tile, load_vector, store_tile
 from ..tuning import TileConfig
-from .operands import Operands, hidden_and_slopes, on_device, stride
+from .operands import Operands, hidden_and_slopes, strides
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "dropout_p"])
 def _data_gradient_kernel(
     x_ptr, up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, dy_ptr, dx_ptr,
     stride_xz, stride_xm, stride_xk,
@@ -19,7 +20,7 @@ def _data_gradient_kernel(
     stride_up_bias, stride_gate_bias,
     stride_dyz, stride_dym, stride_dyo,
     stride_dxz, stride_dxm, stride_dxk,
-    M, N, dropout_p,
+    N, M, dropout_p,
     K: tl.constexpr, O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_O: tl.constexpr, EVEN_N: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -67,17 +68,18 @@ def _data_gradient_kernel(
 
 
 def data_gradient(operands: Operands, dy: torch.Tensor, tiles: TileConfig) -> torch.Tensor:
-    """dx ``[Z, M, K]``, contiguous, from dy ``[Z, M, O]`` of any strides."""
-    x, up, down = operands.x, operands.up, operands.down
-    batch, rows, hidden = x.shape[0], x.shape[1], up.shape[1]
+    """dx, contiguous, of the shape of x, from dy ``[Z, M, O]`` (or ``[M, O]``) of any strides."""
+    x = operands.x
+    batch, rows, _, hidden, _ = operands.sizes()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    with on_device(x):
-        _data_gradient_kernel[(batch * triton.cdiv(rows, tiles.block_m),)](
-            x, up, operands.gate, down, operands.up_bias, operands.gate_bias, operands.seed, dy, dx,
-            *operands.strides(),
-            stride(operands.up_bias), stride(operands.gate_bias),
-            *dy.stride(), *dx.stride(),
-            M=rows, N=hidden, dropout_p=operands.arithmetic.dropout_p,
-            EVEN_N=hidden % tiles.block_n == 0, **operands.constants(tiles),
-        )  # fmt: skip
+    launch(
+        _data_gradient_kernel,
+        batch * triton.cdiv(rows, tiles.block_m),
+        (*operands.pointers(), dy, dx),
+        (*operands.strides(), *strides(dy), *strides(dx), hidden),
+        (rows, operands.arithmetic.dropout_p),
+        operands.constants(tiles, even=hidden % tiles.block_n == 0),
+        tiles.num_warps,
+        tiles.num_stages,
+    )
     return dx

@@ -4,14 +4,15 @@ import torch
 
 from ..device import tl, triton
 from ..dropout import keep
+from ..launching import launch
 from ..tiles import batch_and_tile, load_tile, load_vector, store_tile
 from ..tuning import TileConfig
-from .operands import Operands, hidden_and_slopes, on_device, stride
+from .operands import Operands, hidden_and_slopes, stride, strides
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "dropout_p"])
 def _forward_kernel(
-    x_ptr, up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr, down_bias_ptr, residual_ptr, seed_ptr, y_ptr,
+    x_ptr, up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, down_bias_ptr, residual_ptr, y_ptr,
     stride_xz, stride_xm, stride_xk,
     stride_uz, stride_un, stride_uk,
     stride_gz, stride_gn, stride_gk,
@@ -19,7 +20,7 @@ def _forward_kernel(
     stride_up_bias, stride_gate_bias, stride_down_bias,
     stride_rz, stride_rm, stride_ro,
     stride_yz, stride_ym, stride_yo,
-    M, N, dropout_p,
+    N, M, dropout_p,
     K: tl.constexpr, O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_O: tl.constexpr, EVEN_N: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -66,18 +67,18 @@ def _forward_kernel(
 def forward(
     operands: Operands, down_bias: torch.Tensor | None, residual: torch.Tensor | None, tiles: TileConfig
 ) -> torch.Tensor:
-    """y ``[Z, M, O]``, contiguous, in the dtype of x."""
-    x, up, down = operands.x, operands.up, operands.down
-    batch, rows, hidden = x.shape[0], x.shape[1], up.shape[1]
-    y = torch.empty(batch, rows, down.shape[1], dtype=x.dtype, device=x.device)
-    with on_device(x):
-        _forward_kernel[(batch * triton.cdiv(rows, tiles.block_m),)](
-            x, up, operands.gate, down, operands.up_bias, operands.gate_bias, down_bias, residual, operands.seed, y,
-            *operands.strides(),
-            stride(operands.up_bias), stride(operands.gate_bias), stride(down_bias),
-            *((0, 0, 0) if residual is None else residual.stride()),
-            *y.stride(),
-            M=rows, N=hidden, dropout_p=operands.arithmetic.dropout_p,
-            EVEN_N=hidden % tiles.block_n == 0, **operands.constants(tiles),
-        )  # fmt: skip
+    """y ``[Z, M, O]``, contiguous, in the dtype of x; ``[M, O]`` where the operands have no batch."""
+    x = operands.x
+    batch, rows, _, hidden, out_width = operands.sizes()
+    y = torch.empty(*x.shape[:-1], out_width, dtype=x.dtype, device=x.device)
+    launch(
+        _forward_kernel,
+        batch * triton.cdiv(rows, tiles.block_m),
+        (*operands.pointers(), down_bias, residual, y),
+        (*operands.strides(), stride(down_bias), *strides(residual), *strides(y), hidden),
+        (rows, operands.arithmetic.dropout_p),
+        operands.constants(tiles, even=hidden % tiles.block_n == 0),
+        tiles.num_warps,
+        tiles.num_stages,
+    )
     return y

@@ -1,7 +1,7 @@
 """What a call of these kernels is made of: its tensors, its arithmetic, and the arguments that all kernels share."""
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -34,9 +34,11 @@ class Arithmetic:
     fast: bool
 
 
-@dataclass(frozen=True)
-class Operands:
-    """The tensors of one call, checked and shaped ``[Z, ...]`` (a batch stride of 0 shares a weight)."""
+class Operands(NamedTuple):
+    """The tensors of one call, checked: x ``[Z, M, K]``, up and gate ``[Z, N, K]``, down ``[Z, O, N]``.
+
+    Without a batch, all of them lack the axis ``Z``. A batch stride of 0 shares a matrix.
+    """
 
     x: torch.Tensor
     up: torch.Tensor
@@ -47,33 +49,38 @@ class Operands:
     seed: torch.Tensor | None
     arithmetic: Arithmetic
 
-    def strides(self) -> tuple[int, ...]:
-        """Strides of x, up, gate, down, in the order of the kernels' signatures; zeros where there is no gate."""
-        gate_strides = (0, 0, 0) if self.gate is None else self.gate.stride()
-        return (*self.x.stride(), *self.up.stride(), *gate_strides, *self.down.stride())
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """Z, M, K, N, O."""
+        batch = self.x.shape[0] if self.x.dim() == 3 else 1
+        return batch, self.x.shape[-2], self.x.shape[-1], self.up.shape[-2], self.down.shape[-2]
 
-    def constants(self, tiles: TileConfig) -> dict[str, object]:
-        """The compile-time arguments that all three kernels share."""
-        width, out_width = self.x.shape[2], self.down.shape[1]
-        return {
-            "K": width,
-            "O": out_width,
-            "BLOCK_M": tiles.block_m,
-            "BLOCK_N": tiles.block_n,
-            "BLOCK_K": padded_width(width),
-            "BLOCK_O": padded_width(out_width),
-            "ACTIVATION": self.arithmetic.activation,
-            "FAST": self.arithmetic.fast,
-            "INPUT_PRECISION": self.arithmetic.input_precision,
-            "num_warps": tiles.num_warps,
-            "num_stages": tiles.num_stages,
-        }
+    def pointers(self) -> tuple[torch.Tensor | None, ...]:
+        """The operands, in the order of the kernels' signatures."""
+        return self.x, self.up, self.gate, self.down, self.up_bias, self.gate_bias, self.seed
+
+    def strides(self) -> tuple[int, ...]:
+        """Strides of x, up, gate, down and of the two biases, in the order of the kernels' signatures."""
+        matrices = (*strides(self.x), *strides(self.up), *strides(self.gate), *strides(self.down))
+        return (*matrices, stride(self.up_bias), stride(self.gate_bias))
+
+    def constants(self, tiles: TileConfig, even: bool) -> tuple[object, ...]:
+        """The compile-time arguments, in the order of the kernels' signatures.
+
+        ``even`` says that the axis the kernel loops over is a whole number of tiles.
+        """
+        width, out_width = self.x.shape[-1], self.down.shape[-2]
+        blocks = (tiles.block_m, tiles.block_n, padded_width(width), padded_width(out_width))
+        arithmetic = self.arithmetic
+        return (width, out_width, *blocks, even, arithmetic.activation, arithmetic.fast, arithmetic.input_precision)
 
 
 def stride(vector: torch.Tensor | None) -> int:
+    """The stride of a bias; 0 where there is none."""
     return 0 if vector is None else vector.stride(0)
 
 
-def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensors'."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+def strides(matrix: torch.Tensor | None) -> tuple[int, ...]:
+    """Batch, row and column stride; a missing batch axis has stride 0, a missing matrix only zeros."""
+    if matrix is None:
+        return (0, 0, 0)
+    return matrix.stride() if matrix.dim() == 3 else (0, *matrix.stride())

@@ -7,14 +7,15 @@ import torch
 
 from ..device import tl, triton
 from ..dropout import keep
+from ..launching import launch
 from ..tiles import load_tile, load_vector, store_tile
 from ..tuning import TileConfig
-from .operands import Operands, hidden_and_slopes, on_device, stride
+from .operands import Operands, hidden_and_slopes, strides
 
 _REDUCE_BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "dropout_p", "splits"])
 def _weight_gradient_kernel(
     x_ptr, up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, dy_ptr,
     d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr, d_gate_bias_ptr,
@@ -25,7 +26,7 @@ def _weight_gradient_kernel(
     stride_up_bias, stride_gate_bias,
     stride_dyz, stride_dym, stride_dyo,
     stride_d_up_n, stride_d_up_k, stride_d_down_o, stride_d_down_n,
-    M, N, dropout_p, splits, stride_split,
+    N, stride_split, M, dropout_p, splits,
     K: tl.constexpr, O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_O: tl.constexpr, EVEN_M: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -122,7 +123,7 @@ def _weight_gradient_kernel(
         tl.store(d_gate_bias_ptr + bias + cols, d_gate_bias.to(d_gate_bias_ptr.dtype.element_ty), mask=cols < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _reduce_partials_kernel(
     partials_ptr, out_0_ptr, out_1_ptr, out_2_ptr, out_3_ptr, out_4_ptr,
     end_0, end_1, end_2, end_3, end_4, splits,
@@ -178,6 +179,8 @@ def weight_gradients(
 ) -> WeightGradients:
     """The wanted gradients, contiguous: up and gate ``[Z, N, K]``, down ``[Z, O, N]``, biases ``[Z, N]``.
 
+    Operands without a batch give gradients without one.
+
     ``transposed`` gives the matrices the layout of a batched GEMM-GEMM's operands: ``[Z, K, N]`` and ``[Z, N, O]``.
     Where the accumulators of all of them exceed the registers, ``tiles.passes`` launches share them out.
     """
@@ -193,18 +196,17 @@ def weight_gradients(
 def _weight_gradients_in_one_pass(
     operands: Operands, dy: torch.Tensor, wanted: WeightGradients, splits: int, tiles: TileConfig, transposed: bool
 ) -> list[torch.Tensor | None]:
-    x, up, down = operands.x, operands.up, operands.down
-    batch, rows, hidden = x.shape[0], x.shape[1], up.shape[1]
-    width, out_width = x.shape[2], down.shape[1]
+    x = operands.x
+    batch, rows, width, hidden, out_width = operands.sizes()
     if transposed:
-        up_shape, down_shape = (batch, width, hidden), (batch, hidden, out_width)
+        up_shape, down_shape = (width, hidden), (hidden, out_width)
         inner_strides = (1, hidden, 1, out_width)
     else:
-        up_shape, down_shape = (batch, hidden, width), (batch, out_width, hidden)
+        up_shape, down_shape = (hidden, width), (out_width, hidden)
         inner_strides = (width, 1, hidden, 1)
-    shapes = (up_shape, up_shape, down_shape, (batch, hidden), (batch, hidden))
+    shapes = (up_shape, up_shape, down_shape, (hidden,), (hidden,))
     gradients = [
-        torch.empty(shape, dtype=x.dtype, device=x.device) if want else None
+        torch.empty(*x.shape[:-2], *shape, dtype=x.dtype, device=x.device) if want else None
         for shape, want in zip(shapes, wanted, strict=True)
     ]
     targets, split_size = gradients, 0
@@ -214,17 +216,18 @@ def _weight_gradients_in_one_pass(
         partials = torch.empty(splits, split_size, dtype=torch.float32, device=x.device)
         pieces = partials[0].split(sizes)
         targets = [None if gradient is None else piece for gradient, piece in zip(gradients, pieces, strict=True)]
-    with on_device(x):
-        _weight_gradient_kernel[(batch * triton.cdiv(hidden, tiles.block_n) * splits,)](
-            x, up, operands.gate, down, operands.up_bias, operands.gate_bias, operands.seed, dy, *targets,
-            *operands.strides(),
-            stride(operands.up_bias), stride(operands.gate_bias),
-            *dy.stride(), *inner_strides,
-            M=rows, N=hidden, dropout_p=operands.arithmetic.dropout_p, splits=splits, stride_split=split_size,
-            EVEN_M=rows % tiles.block_m == 0, **operands.constants(tiles),
-        )  # fmt: skip
-        if splits > 1:
-            _reduce_partials(partials, [gradient for gradient in gradients if gradient is not None])
+    launch(
+        _weight_gradient_kernel,
+        batch * triton.cdiv(hidden, tiles.block_n) * splits,
+        (*operands.pointers(), dy, *targets),
+        (*operands.strides(), *strides(dy), *inner_strides, hidden, split_size),
+        (rows, operands.arithmetic.dropout_p, splits),
+        operands.constants(tiles, even=rows % tiles.block_m == 0),
+        tiles.num_warps,
+        tiles.num_stages,
+    )
+    if splits > 1:
+        _reduce_partials(partials, [gradient for gradient in gradients if gradient is not None])
     return gradients
 
 
@@ -235,6 +238,11 @@ def _reduce_partials(partials: torch.Tensor, outputs: list[torch.Tensor]) -> Non
         end += output.numel()
         ends.append(end)
     missing = 5 - len(outputs)
-    _reduce_partials_kernel[(triton.cdiv(end, _REDUCE_BLOCK),)](
-        partials, *outputs, *[None] * missing, *ends, *[end] * missing, splits=partials.shape[0], BLOCK=_REDUCE_BLOCK
+    launch(
+        _reduce_partials_kernel,
+        triton.cdiv(end, _REDUCE_BLOCK),
+        (partials, *outputs, *[None] * missing),
+        (*ends, *[end] * missing),
+        (partials.shape[0],),
+        (_REDUCE_BLOCK,),
     )

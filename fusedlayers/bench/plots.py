@@ -1,0 +1,100 @@
+"""Pictures of a record: speed-up over torch and time over the floor, one PNG per grid, from the record alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .contenders import AUTO, CONTENDERS, FUSED
+from .record import Record
+from .tables import KINDS, median, speed_up, timed_rows
+
+# Chosen to stay apart in print and for colour-blind readers.
+_COLOURS = {"torch eager": "#8c8c8c", "torch.compile": "#4c4c4c", AUTO: "#0072b2", FUSED: "#e69f00"}
+_DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
+
+
+class MatplotlibMissingError(RuntimeError):
+    """matplotlib, which the ``examples`` extra brings, is not installed."""
+
+
+def plot(record: Record, path: Path) -> list[Path]:
+    """Write ``<path without suffix>-<grid>.png`` for each grid of the record, and return the paths.
+
+    Raises:
+        ValueError: the record holds no times.
+        MatplotlibMissingError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MatplotlibMissingError(
+            "plots need matplotlib: pip install 'fusedlayers[examples]', then python -m fusedlayers.bench plot FILE"
+        ) from error
+    rows = timed_rows(record)
+    if not rows:
+        raise ValueError("the record holds no times: run the benchmark with --time")
+    written = []
+    for grid in dict.fromkeys(row["grid"] for row in rows):
+        grid_rows = [row for row in rows if row["grid"] == grid]
+        directions = [d for d in _DIRECTIONS if any(row["direction"] == d for row in grid_rows)]
+        figure = Figure(figsize=(7 * len(directions), 8), layout="constrained")
+        axes = figure.subplots(2, len(directions), squeeze=False)
+        for column, direction in enumerate(directions):
+            chosen = [row for row in grid_rows if row["direction"] == direction]
+            _speed_ups(axes[0][column], chosen)
+            _times(axes[1][column], chosen)
+            axes[0][column].set_title(_DIRECTIONS[direction])
+        device = f"{record['device']['name']}, torch {record['versions']['torch']}, {record['started'][:10]}"
+        figure.suptitle(f"{grid_rows[0]['title']} ({grid_rows[0]['dtype']}, {device})")
+        target = path.with_name(f"{path.stem}-{grid}.png")
+        figure.savefig(target, dpi=110)
+        written.append(target)
+    return written
+
+
+def _speed_ups(axes: Any, rows: list[Record]) -> None:
+    series = {f"auto mode, {kind}": [speed_up(row, kind) for row in rows] for kind in KINDS}
+    forced = [None if _same(row) else speed_up(row, "replayed", FUSED) for row in rows]
+    if any(value is not None for value in forced):
+        series["forced kernels, replayed"] = forced
+    colours = dict(zip(series, ("#56b4e9", _COLOURS[AUTO], _COLOURS[FUSED]), strict=False))
+    _bars(axes, rows, series, colours)
+    axes.axhline(1.0, color="black", linewidth=1)
+    axes.set_ylabel("speed-up over the better of torch eager and compile")
+
+
+def _times(axes: Any, rows: list[Record]) -> None:
+    floors = [row["floor_seconds"] for row in rows]
+    known = all(floor is not None for floor in floors)
+    series = {}
+    for name in CONTENDERS:
+        times = [None if name == FUSED and _same(row) else _device_time(row, name) for row in rows]
+        if any(time is not None for time in times):
+            units = floors if known else [1e-6] * len(rows)
+            series[name] = [None if t is None else t / unit for t, unit in zip(times, units, strict=True)]
+    _bars(axes, rows, series, _COLOURS)
+    if known:
+        axes.axhline(1.0, color="black", linewidth=1)
+    axes.set_yscale("log")
+    axes.set_ylabel("time over floor (1 = no version is faster)" if known else "time in µs")
+
+
+def _device_time(row: Record, name: str) -> float | None:
+    replayed = median(row, name, "replayed")
+    return median(row, name, "launched") if replayed is None else replayed
+
+
+def _same(row: Record) -> bool:
+    entry = row["contenders"].get(FUSED)
+    return entry is not None and entry["status"] == "same as auto"
+
+
+def _bars(axes: Any, rows: list[Record], series: dict[str, list[float | None]], colours: dict[str, str]) -> None:
+    width = 0.8 / max(1, len(series))
+    for place, (name, values) in enumerate(series.items()):
+        at = [i - 0.4 + (place + 0.5) * width for i, value in enumerate(values) if value is not None]
+        axes.bar(at, [value for value in values if value is not None], width, label=name, color=colours[name])
+    axes.set_xticks(range(len(rows)), ["×".join(map(str, row["shape"])) for row in rows], rotation=30, ha="right")
+    axes.set_xlabel(rows[0]["meaning"])
+    axes.legend(fontsize="small")

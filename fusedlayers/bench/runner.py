@@ -1,0 +1,170 @@
+"""One benchmark run: verify every row, and only if all are right, time them and measure their memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from . import record as records
+from .cases import DTYPES, Case, Grid, Options, Shape
+from .contenders import AUTO, FUSED, OUR_CONTENDERS, Contender, contender, our_plan
+from .memory import peak_bytes, saved_bytes
+from .record import Record
+from .timing import NotTimed, clock_for, measure
+from .verification import Verification, random_work, verify
+
+FORWARD, FORWARD_BACKWARD = "forward", "forward_backward"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One shape of one grid."""
+
+    case: Case
+    grid: Grid
+    options: Options
+    shape: Shape
+
+    @property
+    def label(self) -> str:
+        return f"{self.grid.name} {shape_text(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run measures.
+
+    ``seconds`` is spent per row and direction, beside warm-up and compilation; after ``budget`` seconds no further row
+    is timed.
+    """
+
+    dtype: str
+    device: torch.device
+    init: str = "normal"
+    seed: int = 0
+    timed: bool = False
+    directions: tuple[str, ...] = (FORWARD, FORWARD_BACKWARD)
+    contenders: tuple[str, ...] = ()
+    seconds: float = 1.0
+    budget: float | None = None
+    commit: str | None = None
+
+
+def shape_text(shape: Shape | list[int]) -> str:
+    """``65536×256×1024``."""
+    return "×".join(map(str, shape))
+
+
+def run(
+    rows: list[Row], settings: Settings, arguments: list[str], path: Path, say: Callable[[str], None] = print
+) -> tuple[Record, bool]:
+    """(the record, whether everything verified is right). The record is on disk at ``path`` after every row.
+
+    Nothing is timed unless every row is right.
+    """
+    started = time.perf_counter()
+    dtype = DTYPES[settings.dtype]
+    clock = clock_for(settings.device)
+    method: dict[str, object] = {
+        "seconds_per_row": settings.seconds,
+        "cold_cache_bytes": clock.cold_cache_bytes,
+        "init": settings.init,
+        "seed": settings.seed,
+    }
+    record = records.new_record(arguments, settings.device, method, settings.commit)
+    verifications: list[list[Verification]] = []
+    for row in rows:
+        found = verify(
+            row.case, row.options, row.shape,
+            init=settings.init, dtype=dtype, device=settings.device, seed=settings.seed,
+        )  # fmt: skip
+        verifications.append(found)
+        say(f"verify {row.label} {settings.dtype}")
+        for verification in found:
+            say(f"  {verification.summary()}")
+    right = not any(verification.red for found in verifications for verification in found)
+    timing = settings.timed and right
+    for row, found in zip(rows, verifications, strict=True):
+        for direction in settings.directions if timing else (FORWARD_BACKWARD,):
+            entry = _row_entry(row, settings, direction, found)
+            if timing:
+                late = settings.budget is not None and time.perf_counter() - started > settings.budget
+                if late:
+                    reason = f"the budget of {settings.budget:g} s was spent"
+                    entry["contenders"] = {
+                        name: records.untimed_entry("not timed", reason, None) for name in settings.contenders
+                    }
+                    say(f"skip   {row.label} {direction}: {reason}")
+                else:
+                    say(f"time   {row.label} {direction}")
+                    entry["contenders"] = _time(row, settings, direction, entry)
+                    entry["clocks"] = records.clocks(settings.device)
+            record["rows"].append(entry)
+            records.write(record, path)
+    records.finish(record)
+    records.write(record, path)
+    return record, right
+
+
+def _row_entry(row: Row, settings: Settings, direction: str, found: list[Verification]) -> Record:
+    backward = direction == FORWARD_BACKWARD
+    flops = row.case.flops(row.shape, row.options, backward)
+    moved = row.case.moved_bytes(row.shape, row.options, DTYPES[settings.dtype], backward)
+    return {
+        "case": row.case.name,
+        "grid": row.grid.name,
+        "title": row.grid.title,
+        "letters": list(row.case.letters),
+        "meaning": row.case.meaning,
+        "shape": list(row.shape),
+        "dtype": settings.dtype,
+        **asdict(row.options),
+        "direction": direction,
+        "flops": flops,
+        "bytes": moved,
+        "floor_seconds": records.floor_seconds(flops, moved, settings.device, DTYPES[settings.dtype]),
+        "verification": [verification.as_json() for verification in found],
+        "clocks": None,
+        "contenders": {},
+    }
+
+
+def _time(row: Row, settings: Settings, direction: str, entry: Record) -> Record:
+    """The entries of all contenders, timed and measured on the same fresh inputs."""
+    # A row's compiled code is of no use to the next row, and many rows would exceed the compiler's limit of variants.
+    torch._dynamo.reset()
+    work = random_work(
+        row.case, row.options, row.shape,
+        init=settings.init, dtype=DTYPES[settings.dtype], device=settings.device, seed=settings.seed + 2,
+        backward=direction == FORWARD_BACKWARD,
+    )  # fmt: skip
+    plan = our_plan(row.case, row.options, work)
+    paths = {AUTO: plan.path, FUSED: "fused"}
+    entries: Record = {}
+    entrants: list[Contender] = []
+    for name in settings.contenders:
+        if name == FUSED and plan.path == "fused":
+            entries[name] = records.untimed_entry("same as auto", "auto mode chose the fused kernels", "fused")
+        elif name == FUSED and plan.unsupported is not None:
+            entries[name] = records.untimed_entry("not timed", plan.unsupported, "fused")
+        elif name == FUSED and settings.device.type != "cuda":
+            entries[name] = records.untimed_entry("not timed", "the interpreter's time means nothing", "fused")
+        else:
+            entrants.append(contender(name, row.case, row.options))
+    timings = measure(entrants, work, seconds=settings.seconds, clock=clock_for(settings.device))
+    for entrant in entrants:
+        timing = timings[entrant.name]
+        path = paths[entrant.name] if entrant.name in OUR_CONTENDERS else None
+        if isinstance(timing, NotTimed):
+            entries[entrant.name] = records.untimed_entry("not timed", timing.reason, path)
+            continue
+        saved = saved_bytes(entrant, work, row.case.parameters) if work.backward else None
+        peak = peak_bytes(entrant, work)
+        entries[entrant.name] = records.contender_entry(
+            timing, path, entry["flops"], entry["floor_seconds"], saved, peak
+        )
+    return {name: entries[name] for name in settings.contenders}

@@ -1,0 +1,192 @@
+"""A record as tables: short ones for the screen, and the markdown of the README. Numbers come from the record alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .contenders import AUTO, COMPILED, EAGER, FUSED, TORCH_CONTENDERS
+from .record import Record
+
+# Auto mode should not be slower than this share of the better of torch's two.
+ENOUGH = 0.97
+KINDS = ("launched", "replayed")
+_DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
+_NONE = "–"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Words in rows and columns."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def markdown(self) -> str:
+        lines = [f"**{self.title}**", "", _piped(self.columns), _piped(("---",) * len(self.columns))]
+        return "\n".join([*lines, *map(_piped, self.rows)]) + "\n"
+
+    def plain(self) -> str:
+        """Columns aligned with spaces."""
+        lines = [self.columns, *self.rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
+        aligned = [(word.ljust(width) for word, width in zip(line, widths, strict=True)) for line in lines]
+        return "\n".join([self.title, *("  ".join(words).rstrip() for words in aligned)])
+
+
+def median(row: Record, name: str, kind: str) -> float | None:
+    """The median time of a contender, launched or replayed, in seconds; None if it was not measured."""
+    entry = row["contenders"].get(name)
+    if entry is not None and entry["status"] == "same as auto":
+        entry = row["contenders"].get(AUTO)
+    if entry is None or entry.get(kind) is None:
+        return None
+    return float(entry[kind]["median"])
+
+
+def speed_up(row: Record, kind: str, name: str = AUTO) -> float | None:
+    """The better of torch's two times over ours, of the same kind; above 1 we are faster."""
+    ours = median(row, name, kind)
+    theirs = [time for contender in TORCH_CONTENDERS if (time := median(row, contender, kind)) is not None]
+    return min(theirs) / ours if ours and theirs else None
+
+
+def timed_rows(record: Record) -> list[Record]:
+    """The rows with at least one time."""
+    return [row for row in record["rows"] if any(entry["status"] == "timed" for entry in row["contenders"].values())]
+
+
+def markdown(record: Record) -> str:
+    """The README's section: where and with what it was measured, then one table per grid and direction.
+
+    Raises:
+        ValueError: the record holds no times.
+    """
+    found = tables(record)
+    return "\n".join([conditions(record), "", *(table.markdown() for table in found)])
+
+
+def conditions(record: Record) -> str:
+    """One paragraph: device, versions, date, commit, and what the cells mean."""
+    device, versions = record["device"], record["versions"]
+    parts = [device["name"], f"torch {versions['torch']}"]
+    parts += [f"Triton {versions['triton']}"] if device["kind"] == "cuda" and versions["triton"] else []
+    parts += [", ".join(dict.fromkeys(row["dtype"] for row in record["rows"])), record["started"][:10]]
+    if record["commit"]:
+        parts.append(f"commit {record['commit'][:10]}" + (" with local changes" if record["dirty"] else ""))
+    cold = "L2 cache cold, " if record["method"]["cold_cache_bytes"] else ""
+    return (
+        f"Measured on {', '.join(parts)}. Medians in µs, *launched / replayed in a CUDA graph*, {cold}random data, "
+        "contenders interleaved; `*` marks a launched time that shows the host rather than the device. "
+        "*Speed-up* is the better of torch eager and torch.compile over fusedlayers in auto mode: above 1 fusedlayers "
+        "is faster. *Of floor* is the least time that arithmetic and memory traffic allow, over ours. Memory in MiB, "
+        "*eager / compile / fusedlayers*: saved for backward without parameters, and allocated at most."
+    )
+
+
+def tables(record: Record) -> list[Table]:
+    """One table per grid, dtype and direction, rows in the record's order."""
+    rows = timed_rows(record)
+    if not rows:
+        raise ValueError("the record holds no times: run the benchmark with --time")
+    groups: dict[tuple[str, str, str], list[Record]] = {}
+    for row in rows:
+        groups.setdefault((_title(row), row["dtype"], row["direction"]), []).append(row)
+    return [_table(*group, found) for group, found in groups.items()]
+
+
+def slower_than_torch(record: Record) -> list[str]:
+    """One line for every row and kind of time in which auto mode is clearly slower than torch."""
+    lines = []
+    for row in timed_rows(record):
+        for kind in KINDS:
+            ratio = speed_up(row, kind)
+            if ratio is not None and ratio < ENOUGH:
+                where = f"{row['grid']} {_shape(row)} {_DIRECTIONS[row['direction']]}, {kind}"
+                lines.append(f"{where}: {ratio:.2f} of torch's speed ({row['contenders'][AUTO]['path']} path)")
+    return lines
+
+
+def screen(record: Record) -> Table:
+    """Everything in one narrow table for a terminal."""
+    columns = ("grid", "shape", "pass", "eager", "compile", "auto", "path", "fused", "speed-up", "of floor")
+    rows = []
+    for row in timed_rows(record):
+        times = [_times(row, name) for name in (EAGER, COMPILED, AUTO)]
+        auto = row["contenders"].get(AUTO) or {}
+        passes = "f" if row["direction"] == "forward" else "f+b"
+        rows.append(
+            (
+                row["grid"],
+                _shape(row),
+                passes,
+                *times,
+                auto.get("path") or _NONE,
+                _forced(row),
+                _ratios(row),
+                _share(row),
+            )
+        )
+    return Table("µs, launched / replayed (* host-bound); speed-up over the better of torch", columns, tuple(rows))
+
+
+def _table(title: str, dtype: str, direction: str, rows: list[Record]) -> Table:
+    columns = [rows[0]["meaning"], "torch eager", "torch.compile", "fusedlayers", "path", "forced kernels", "speed-up"]
+    columns += ["of floor"] + (["saved", "peak"] if direction == "forward_backward" else [])
+    lines = []
+    for row in rows:
+        auto = row["contenders"].get(AUTO) or {}
+        line = [_shape(row), *(_times(row, name) for name in (EAGER, COMPILED, AUTO)), auto.get("path") or _NONE]
+        line += [_forced(row), _ratios(row), _share(row)]
+        if direction == "forward_backward":
+            line += [_memory(row, "saved_bytes"), _memory(row, "peak_bytes")]
+        lines.append(tuple(line))
+    return Table(f"{title}: {_DIRECTIONS[direction]}, {dtype}", tuple(columns), tuple(lines))
+
+
+def _title(row: Record) -> str:
+    title = str(row["title"])
+    return title if row["recompute"] == "auto" else f"{title}, recompute={row['recompute']}"
+
+
+def _shape(row: Record) -> str:
+    return "×".join(map(str, row["shape"]))
+
+
+def _times(row: Record, name: str) -> str:
+    values = [median(row, name, kind) for kind in KINDS]
+    if values[0] is None:
+        return _NONE
+    mark = "*" if row["contenders"][name]["host_bound"] else ""
+    return " / ".join([f"{values[0] * 1e6:.0f}{mark}", _NONE if values[1] is None else f"{values[1] * 1e6:.0f}"])
+
+
+def _forced(row: Record) -> str:
+    entry = row["contenders"].get(FUSED)
+    if entry is not None and entry["status"] == "same as auto":
+        return "same"
+    return _times(row, FUSED)
+
+
+def _ratios(row: Record) -> str:
+    ratios = [speed_up(row, kind) for kind in KINDS]
+    return _NONE if ratios[0] is None else " / ".join(_NONE if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+
+
+def _share(row: Record) -> str:
+    share = (row["contenders"].get(AUTO) or {}).get("floor_share")
+    return _NONE if share is None else f"{share:.0%}"
+
+
+def _memory(row: Record, key: str) -> str:
+    sizes = [(row["contenders"].get(name) or {}).get(key) for name in (EAGER, COMPILED, AUTO)]
+    return " / ".join(_NONE if size is None else _mebibytes(size) for size in sizes)
+
+
+def _mebibytes(size: int) -> str:
+    mebibytes = size / 2**20
+    return f"{mebibytes:.0f}" if mebibytes >= 10 else f"{mebibytes:.1f}"
+
+
+def _piped(words: tuple[str, ...]) -> str:
+    return f"| {' | '.join(words)} |"

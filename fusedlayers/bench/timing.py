@@ -1,0 +1,230 @@
+"""How long each contender takes, all interleaved in one run: medians and quartiles of launched and replayed work.
+
+One round times every entrant once, in an order that rotates from round to round, so that clocks and temperature drift
+over all of them alike. Before each measurement the device is idle and its L2 cache is overwritten: every run reads its
+inputs from memory. The overwriting takes tens of microseconds, in which the host may already launch: an entrant is
+*launched* as a user would, and pays for the host only where the host falls behind. *Replayed* is the same work inside a
+CUDA graph: device time alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from .contenders import Contender, Work, switched
+
+WARM_UP_RUNS = 3
+# Rounds at the start whose times are thrown away: the clocks are still rising.
+DISCARDED_ROUNDS = 2
+FEWEST_ROUNDS, MOST_ROUNDS = 7, 200
+# A launched time this far above the replayed one, or host time this close to it, means that the host sets the pace.
+_HOST_BOUND_GAP, _HOST_BOUND_SHARE = 1.15, 0.9
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Seconds: the median and quartiles of ``repeats`` measurements, and the fastest one."""
+
+    median: float
+    first_quartile: float
+    third_quartile: float
+    minimum: float
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The times of one contender; ``replayed`` is None where no graph could be captured, for ``replay_reason``.
+
+    ``host_seconds`` is what the host needs to launch the work once. ``host_bound``: the launched time shows the host.
+    """
+
+    launched: Spread
+    replayed: Spread | None
+    replay_reason: str
+    host_seconds: float
+    host_bound: bool
+
+    @property
+    def device_seconds(self) -> float:
+        """The best estimate of the time on the device alone."""
+        return (self.replayed or self.launched).median
+
+
+@dataclass(frozen=True)
+class NotTimed:
+    """A contender that failed, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """One thing to time, and the environment variables that hold meanwhile."""
+
+    run: Callable[[], object]
+    switches: Mapping[str, str]
+
+
+# By contender and kind ("launched" or "replayed").
+Times = dict[tuple[str, str], list[float]]
+
+
+def spread(times: list[float]) -> Spread:
+    """Median and quartiles of the times."""
+    ordered = sorted(times)
+    first, median, third = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
+    return Spread(median, first, third, ordered[0], len(ordered))
+
+
+def measure(
+    contenders: list[Contender], work: Work, *, seconds: float, clock: Clock | None = None
+) -> dict[str, Timing | NotTimed]:
+    """Times of all contenders on the same work, in about ``seconds`` beside warm-up, compilation and capture."""
+    clock = clock or clock_for(work.upstream.device)
+    entrants: dict[tuple[str, str], Entrant] = {}
+    failures: dict[str, NotTimed] = {}
+    replay_reasons: dict[str, str] = {}
+    for contender in contenders:
+        launch = partial(work.run, contender.call)
+        with switched(contender.switches):
+            try:
+                clock.warm_up(launch)
+            except Exception as error:
+                failures[contender.name] = NotTimed(f"{type(error).__name__}: {error}".splitlines()[0])
+                continue
+            replay, replay_reasons[contender.name] = clock.capture(launch)
+        entrants[contender.name, "launched"] = Entrant(launch, contender.switches)
+        if replay is not None:
+            entrants[contender.name, "replayed"] = Entrant(replay, {})
+    times, host_times = _rounds(entrants, clock, seconds)
+    timings: dict[str, Timing | NotTimed] = {}
+    for contender in contenders:
+        name = contender.name
+        if name in failures:
+            timings[name] = failures[name]
+            continue
+        launched_spread = spread(times[name, "launched"])
+        replayed_spread = spread(times[name, "replayed"]) if (name, "replayed") in times else None
+        host = statistics.median(host_times[name, "launched"])
+        timings[name] = Timing(
+            launched_spread,
+            replayed_spread,
+            replay_reasons[name],
+            host,
+            clock.separate_host and _host_bound(launched_spread, replayed_spread, host),
+        )
+    return timings
+
+
+def _host_bound(launched: Spread, replayed: Spread | None, host_seconds: float) -> bool:
+    if replayed is not None:
+        return launched.median > _HOST_BOUND_GAP * replayed.median
+    return host_seconds > _HOST_BOUND_SHARE * launched.median
+
+
+def _rounds(entrants: Mapping[tuple[str, str], Entrant], clock: Clock, seconds: float) -> tuple[Times, Times]:
+    """Seconds on the device and seconds of the host, per entrant and round."""
+    names = list(entrants)
+    device_times: Times = {name: [] for name in names}
+    host_times: Times = {name: [] for name in names}
+    deadline = None
+    for round_number in range(DISCARDED_ROUNDS + MOST_ROUNDS):
+        if round_number == DISCARDED_ROUNDS:
+            deadline = time.perf_counter() + seconds
+        first = round_number % len(names) if names else 0
+        for name in names[first:] + names[:first]:
+            # Setting the switches is no part of the work.
+            with switched(entrants[name].switches):
+                device, host = clock.once(entrants[name].run)
+            if round_number >= DISCARDED_ROUNDS:
+                device_times[name].append(device)
+                host_times[name].append(host)
+        enough = round_number + 1 >= DISCARDED_ROUNDS + FEWEST_ROUNDS
+        if enough and deadline is not None and time.perf_counter() > deadline:
+            break
+    return device_times, host_times
+
+
+class Clock:
+    """Times work on the host; the work is synchronous, so device time is host time."""
+
+    separate_host = False
+    cold_cache_bytes = 0
+
+    def warm_up(self, launch: Callable[[], object]) -> None:
+        """Run the work until nothing is compiled or allocated any more."""
+        for _ in range(WARM_UP_RUNS):
+            launch()
+
+    def capture(self, launch: Callable[[], object]) -> tuple[Callable[[], object] | None, str]:
+        """A replay of the work, or None and why there is none."""
+        return None, "no CUDA graphs on this device"
+
+    def once(self, run: Callable[[], object]) -> tuple[float, float]:
+        """Seconds of one run: on the device, and of the host alone."""
+        start = time.perf_counter()
+        run()
+        seconds = time.perf_counter() - start
+        return seconds, seconds
+
+
+class CudaClock(Clock):
+    """Times work with CUDA events, from an idle device and a cold L2 cache."""
+
+    separate_host = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        cache = torch.cuda.get_device_properties(device).L2_cache_size
+        self.cold_cache_bytes = max(4 * cache, 2**28)
+        self._eviction = torch.empty(self.cold_cache_bytes, dtype=torch.int8, device=device)
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+
+    def warm_up(self, launch: Callable[[], object]) -> None:
+        with torch.cuda.device(self.device):
+            super().warm_up(launch)
+            torch.cuda.synchronize()
+
+    def capture(self, launch: Callable[[], object]) -> tuple[Callable[[], object] | None, str]:
+        with torch.cuda.device(self.device):
+            try:
+                side = torch.cuda.Stream()
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    launch()
+                torch.cuda.current_stream().wait_stream(side)
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    launch()
+                graph.replay()
+                torch.cuda.synchronize()
+            except Exception as error:
+                torch.cuda.synchronize()
+                return None, f"not capturable: {type(error).__name__}: {error}".splitlines()[0]
+        return graph.replay, ""
+
+    def once(self, run: Callable[[], object]) -> tuple[float, float]:
+        start, end = self._events
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()
+            self._eviction.zero_()
+            start.record()
+            before = time.perf_counter()
+            run()
+            host = time.perf_counter() - before
+            end.record()
+            end.synchronize()
+        return start.elapsed_time(end) / 1e3, host
+
+
+def clock_for(device: torch.device) -> Clock:
+    """The clock of a device."""
+    return CudaClock(device) if device.type == "cuda" else Clock()

@@ -1,0 +1,51 @@
+"""Launching a kernel with as little work on the host as its arguments allow.
+
+Triton's own launch inspects every argument of every call to find the compiled variant; for the dozens of strides here
+that takes the host longer than many a kernel runs. This cache remembers the variant by all that Triton specialises on:
+dtypes, 16-byte alignment of pointers, and the values of integers (a finer key than Triton's, never a coarser one).
+"""
+
+from typing import Any
+
+import torch
+
+from .device import triton
+
+_compiled: dict[tuple[object, ...], Any] = {}
+
+
+def launch(
+    kernel: Any,
+    programs: int,
+    pointers: tuple[torch.Tensor | None, ...],
+    numbers: tuple[int, ...],
+    free_numbers: tuple[int | float, ...],
+    constants: tuple[object, ...],
+    num_warps: int = 4,
+    num_stages: int = 1,
+) -> None:
+    """Runs ``programs`` programs of ``kernel`` on the device of the first pointer.
+
+    The groups of arguments follow one another as in the kernel's signature. ``free_numbers`` are those that the kernel
+    is declared not to be specialised on: they may change with every call.
+    """
+    device = pointers[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return launch(kernel, programs, pointers, numbers, free_numbers, constants, num_warps, num_stages)
+    arguments = (*pointers, *numbers, *free_numbers, *constants)
+    # On AMD GPUs Triton also specialises on the size of a tensor's storage; while torch.compile traces, on nothing yet.
+    if device.type != "cuda" or torch.version.hip or torch.compiler.is_compiling():
+        kernel[(programs,)](*arguments, num_warps=num_warps, num_stages=num_stages)
+        return None
+    layout = tuple([None if p is None else (p.dtype, p.data_ptr() & 15 == 0) for p in pointers])
+    width = tuple([n >> 31 for n in free_numbers if type(n) is int])
+    key = (kernel, device.index, layout, numbers, width, constants, num_warps, num_stages)
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled[(programs, 1, 1)](*arguments)
+        return None
+    compiled = kernel[(programs,)](*arguments, num_warps=num_warps, num_stages=num_stages)
+    if isinstance(compiled, triton.compiler.CompiledKernel):
+        _compiled[key] = compiled
+    return None

@@ -1,0 +1,244 @@
+"""What Triton's compilers make of the shipped configurations, on any machine: limits of each GPU, and 64-bit offsets.
+
+The default run compiles every row for sm_90, and the narrowest and the widest elsewhere; with
+``FUSEDLAYERS_COMPILE_ALL=1`` every width and dtype is compiled for every GPU, which takes minutes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusedlayers.kernels import tuning
+
+TESTS = Path(__file__).resolve().parent
+COMPILE_ALL = os.environ.get("FUSEDLAYERS_COMPILE_ALL", "0") == "1"
+# Bytes of shared memory that one program may use.
+SHARED_LIMITS = {
+    "sm_80": 163 * 1024,
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "sm_120": 99 * 1024,
+    "gfx90a": 64 * 1024,
+    "gfx942": 64 * 1024,
+    "gfx950": 160 * 1024,
+}
+KERNELS = {"forward", "data_gradient", "weight_gradient"}
+DTYPES = ("bfloat16", "float16", "float32")
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+if COMPILE_ALL:
+    SELECTIONS = [("all", target, dtype) for target in SHARED_LIMITS for dtype in DTYPES]
+else:
+    SELECTIONS = [("rows", "sm_90", dtype) for dtype in DTYPES]
+    SELECTIONS += [("ends", target, "bfloat16") for target in SHARED_LIMITS if target != "sm_90"]
+
+
+def compiled(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    """The reports of a script that prints them, in a process of its own where the interpreter is off."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_INTERPRET": "0"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-W", "error", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr}"
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def faults(report: dict[str, Any]) -> list[str]:
+    """What a compiled kernel must not show, in words."""
+    if "error" in report:
+        return [report["error"]]
+    found = []
+    if report["shared"] > SHARED_LIMITS[report["target"]]:
+        found.append(f"{report['shared']} bytes of shared memory, the limit is {SHARED_LIMITS[report['target']]}")
+    if report["int32_products"]:
+        found.append(f"32-bit products that overflow past 2^31 elements: {report['int32_products']}")
+    if report["dtype"] == "float32":
+        if report["tf32"]:
+            found.append(f"{report['tf32']} TF32 instructions, where IEEE arithmetic was asked for")
+    elif report["scalar_products"] or (report["products"] and not report["matrix_instructions"]):
+        found.append(f"{report['scalar_products']} of {report['products']} products without matrix instructions")
+    if report["target"] == "sm_90":
+        if report["spill_bytes"]:
+            found.append(f"{report['spill_bytes']} bytes of registers spilled")
+        if report["serialised"]:
+            found.append("the matrix instructions wait for one another: wgmma is serialised")
+    return found
+
+
+def name(report: dict[str, Any]) -> str:
+    gradients = [pointer for pointer in report["pointers"] if pointer.startswith("d_")]
+    words = [report["target"], report["kernel"], report["dtype"], f"width {report['width']}", report["activation"]]
+    words += ["gated"] * report["gated"] + ["dropout"] * report["dropout"]
+    return " ".join([*words, str(report["tiles"]), *gradients])
+
+
+@pytest.mark.parametrize(
+    ("selection", "target", "dtype"), [pytest.param(*selection, id="-".join(selection)) for selection in SELECTIONS]
+)
+def test_shipped_configurations(tmp_path: Path, selection: str, target: str, dtype: str) -> None:
+    reports = compiled(tmp_path, str(TESTS / "code_generation.py"), selection, f"{target}/{dtype}")
+    red = [f"{name(report)}: {fault}" for report in reports for fault in faults(report)]
+    assert not red, "\n".join(red)
+    for gated in (False, True):
+        found = defaultdict(set)
+        for report in reports:
+            if report["gated"] == gated and report["kernel"] in KERNELS:
+                found[report["kernel"]].add(tuple(report["tiles"].values()))
+        assert found.keys() == KERNELS
+        for kernel, tiles in found.items():
+            rows = tuning.rows(kernel, target, 32 if dtype == "float32" else 16, gated)
+            if selection == "ends":
+                rows = (rows[0], rows[-1])
+            assert tiles == {(row.block_m, row.block_n, row.num_warps, row.num_stages) for _, row in rows}, kernel
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"error": "PTXASError: too much"}, "PTXASError"),
+        ({"shared": 227 * 1024 + 1}, "shared memory"),
+        ({"int32_products": ["%0 = arith.muli %rows, %stride_xm : i32"]}, "2^31"),
+        ({"scalar_products": 1}, "1 of 3 products"),
+        ({"matrix_instructions": 0}, "matrix instructions"),
+        ({"spill_bytes": 4}, "4 bytes of registers"),
+        ({"serialised": True}, "serialised"),
+        ({"dtype": "float32", "tf32": 2}, "2 TF32"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_every_fault_is_named(change: dict[str, Any], word: str) -> None:
+    good = {
+        "target": "sm_90", "dtype": "bfloat16", "shared": 227 * 1024, "int32_products": [], "products": 3,
+        "scalar_products": 0, "matrix_instructions": 3, "spill_bytes": 0, "serialised": False, "tf32": 0,
+    }  # fmt: skip
+    assert faults(good) == []
+    (fault,) = faults(good | change)
+    assert word in fault
+
+
+TOO_LARGE = """
+import json
+
+from code_generation import compile_kernel
+from fusedlayers.kernels.tuning import TileConfig
+
+for tiles in (TileConfig(128, 64, 4, 2), TileConfig(256, 128, 8, 4), TileConfig(32, 8, 4, 1)):
+    for report in compile_kernel("forward", "sm_90", "bfloat16", 256, tiles):
+        print(json.dumps(report))
+"""
+
+
+def test_the_compilers_complaints_arrive(tmp_path: Path) -> None:
+    (tmp_path / "too_large.py").write_text(TOO_LARGE)
+    few_warps, large, thin = compiled(tmp_path, "too_large.py")
+    assert few_warps["kernel"] == large["kernel"] == thin["kernel"] == "forward"
+    found = "\n".join(faults(few_warps))
+    assert "registers spilled" in found
+    assert "wgmma is serialised" in found
+    assert "shared memory" in "\n".join(faults(large))
+    (fault,) = faults(thin)
+    assert "Input shapes should have" in fault, "eight columns are below what tl.dot takes"
+
+
+PLANTED = """
+import json
+
+import torch
+import triton
+import triton.language as tl
+from code_generation import compiling_for
+
+
+@triton.jit
+def _planted_kernel(x_ptr, y_ptr, stride_xz, stride_xm, M, N, WHICH: tl.constexpr, BLOCK: tl.constexpr):
+    tiles = tl.cdiv(M, BLOCK)
+    program = tl.program_id(0)
+    batch = program // tiles
+    row_start = (program % tiles) * BLOCK
+    rows = row_start + tl.arange(0, BLOCK)
+    cols = tl.arange(0, BLOCK)
+    wide_rows = rows.to(tl.int64)[:, None]
+    inside = (rows < M)[:, None]
+    offsets = wide_rows * stride_xm + cols[None, :]
+    base = x_ptr + batch.to(tl.int64) * stride_xz
+    if WHICH == "tensor times stride":
+        offsets = rows[:, None] * stride_xm + cols[None, :]
+    elif WHICH == "widened too late":
+        offsets = (rows[:, None] * stride_xm).to(tl.int64) + cols[None, :]
+    elif WHICH == "program times stride":
+        base = x_ptr + batch * stride_xz
+    elif WHICH == "product of sizes":
+        base = x_ptr + (batch * M) * N
+    elif WHICH == "constant row length":
+        offsets = rows[:, None] * 80 + cols[None, :]
+    elif WHICH == "constant program size":
+        base = x_ptr + program * 4800
+    elif WHICH == "bound":
+        inside = wide_rows * N + cols[None, :] < M * N
+    elif WHICH == "carried by a loop":
+        step = stride_xm * BLOCK
+        offset = step * 0
+        for _ in range(0, N):
+            offset += step
+        base = base + offset
+    tile = tl.load(base + offsets, mask=inside, other=0.0)
+    # Data may be multiplied in 32 bits.
+    tile = tile + ((cols * 77 + rows[:, None] * 79) % 2).to(tl.float32)
+    tl.store(y_ptr + wide_rows * N + cols[None, :], tile, mask=inside)
+
+
+for which in (
+    "nothing", "tensor times stride", "widened too late", "program times stride", "product of sizes",
+    "constant row length", "constant program size", "bound", "carried by a loop",
+):
+    x = torch.empty(1)
+    with compiling_for("sm_90") as (reports):
+        _planted_kernel[(1,)](x, x, 6400, 320, 37, 96, WHICH=which, BLOCK=32)
+    print(json.dumps({"which": which} | reports[0]))
+"""
+
+
+def test_the_lint_sees_planted_32_bit_offsets(tmp_path: Path) -> None:
+    (tmp_path / "planted.py").write_text(PLANTED)
+    found = {report["which"]: report["int32_products"] for report in compiled(tmp_path, "planted.py")}
+    assert len(found) == 9
+    assert [which for which, products in found.items() if not products] == ["nothing"], found
+    # Where the fault is one product, nothing beside it is blamed.
+    assert {which: len(found[which]) for which in ("tensor times stride", "program times stride", "bound")} == {
+        "tensor times stride": 1,
+        "program times stride": 1,
+        "bound": 1,
+    }
+
+
+VARIANTS = """
+import json
+
+from code_generation import Case, compile_case
+
+for rows in (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 100, 127, 128, 255, 512, 777, 1024, 2048, 3000, 4096):
+    for report in compile_case(Case("sm_90", "bfloat16", 64, rows=rows)):
+        print(json.dumps(report))
+"""
+
+
+def test_few_variants_for_many_row_counts(tmp_path: Path) -> None:
+    (tmp_path / "variants.py").write_text(VARIANTS)
+    rows = defaultdict(lambda: defaultdict(set))
+    for report in compiled(tmp_path, "variants.py"):
+        rows[report["kernel"]][report["hash"]].add(report["rows"])
+    assert rows.keys() == KERNELS | {"reduce_partials"}
+    for kernel, variants in rows.items():
+        if kernel in KERNELS:
+            assert set().union(*variants.values()) >= {1, 777, 4096}, f"{kernel} was not launched at every row count"
+        assert len(variants) <= 3, f"{kernel} is compiled {len(variants)} times: {list(variants.values())}"

@@ -1,0 +1,192 @@
+"""Dropout that is replayed: one mask, whoever draws it, in whatever tiles; the right one, and right in number."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedlayers import functional, reference
+from fusedlayers.kernels import dropout, gemm_gemm
+from fusedlayers.kernels.device import triton
+from fusedlayers.kernels.dropout import draw_seed, keep_mask
+from fusedlayers.kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
+from fusedlayers.kernels.tuning import TileConfig
+from tests.operands import (
+    DEVICE,
+    DTYPES,
+    INTEGERS,
+    PATHS,
+    assert_equal,
+    assert_ffn_close,
+    ffn_inputs,
+    in_float64,
+    like_result,
+    needs_kernels,
+    on_path,
+    results,
+    seed_after,
+)
+
+TILES = [TileConfig(16, 16, 4, 1), TileConfig(16, 32, 4, 1), TileConfig(32, 16, 4, 1), TileConfig(64, 32, 4, 1)]
+SEEDS = [0, 1, 2**32, 2**63 - 2, 0x299F31D0A4093822]
+
+
+def philox(counter: list[int], key: list[int]) -> list[int]:
+    """Philox 4x32 with 7 rounds in plain integers, as the paper writes it."""
+    for _ in range(7):
+        first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        counter = [
+            second >> 32 ^ counter[1] ^ key[0],
+            second & 0xFFFFFFFF,
+            first >> 32 ^ counter[3] ^ key[1],
+            first & 0xFFFFFFFF,
+        ]
+        key = [(key[0] + 0x9E3779B9) & 0xFFFFFFFF, (key[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return counter
+
+
+def test_the_generator_is_philox_with_seven_rounds() -> None:
+    # Three known answers that the authors publish with their Random123 library.
+    assert philox([0] * 4, [0] * 2) == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
+    assert philox([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2) == [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662]
+    pi = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]
+    assert philox(pi, [0xA4093822, 0x299F31D0]) == [0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("first_row", [0, 2**31 - 2, 2**32 - 1, 5 * 2**32 + 3])
+def test_the_torch_twin_draws_from_philox(seed: int, first_row: int) -> None:
+    mask = keep_mask(torch.tensor([seed]), first_row, 3, 5, 0.4, torch.float32)
+    limit = torch.tensor(0.4).item()
+    for row in range(3):
+        for column in range(5):
+            counter = [column, (first_row + row) & 0xFFFFFFFF, (first_row + row) >> 32, 0]
+            word = philox(counter, [seed & 0xFFFFFFFF, seed >> 32])[0]
+            assert mask[row, column] == ((word >> 8) / 2**24 >= limit)
+
+
+def kernel_mask(seed: int, first_row: int, rows: int, columns: int, dropout_p: float) -> Tensor:
+    """The mask as kernels draw it, on the CPU."""
+    out = torch.full((rows, columns), math.nan, device=DEVICE)
+    grid = (triton.cdiv(out.numel(), 256),)
+    seeds = torch.tensor([seed], device=DEVICE)
+    dropout._keep_kernel[grid](seeds, out, first_row, rows, columns, dropout_p, BLOCK=256)
+    return out.cpu()
+
+
+@needs_kernels
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("first_row", "dropout_p"), [(0, 0.1), (1, 0.0), (2**31 - 20, 0.5), (2**32 - 20, 0.9), (7 * 2**32, 1 - 2**-24)]
+)
+def test_kernels_and_torch_twin_draw_the_same_bits(seed: int, first_row: int, dropout_p: float) -> None:
+    twin = keep_mask(torch.tensor([seed]), first_row, 37, 41, dropout_p, torch.float32)
+    assert torch.equal(kernel_mask(seed, first_row, 37, 41, dropout_p), twin)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_memory")
+def test_a_mask_of_more_than_two_to_the_31_elements() -> None:
+    seed = draw_seed(DEVICE)
+    rows, columns = 2**16 + 1, 2**15
+    mask = keep_mask(seed, 0, rows, columns, 0.5, torch.int8)
+    assert torch.equal(mask[-2:], keep_mask(seed, rows - 2, 2, columns, 0.5, torch.int8))
+
+
+@pytest.mark.parametrize("dropout_p", [0.01, 0.1, 0.5, 0.9])
+def test_as_many_are_kept_as_the_probability_says(dropout_p: float) -> None:
+    """In all, per row and per column: within six standard deviations of a binomial, for every one of them."""
+    mask = keep_mask(torch.tensor([2026]), 0, 700, 900, dropout_p, torch.float64)
+    for kept, draws in ((mask.sum(), mask.numel()), (mask.sum(0), 700), (mask.sum(1), 900)):
+        deviation = math.sqrt(draws * dropout_p * (1 - dropout_p))
+        assert (kept - draws * (1 - dropout_p)).abs().max() < 6 * deviation
+
+
+def test_neighbours_do_not_know_of_each_other() -> None:
+    """Rows, columns, seeds: masks one step apart agree as often as two coins do."""
+    mask = keep_mask(torch.tensor([2026]), 0, 700, 901, 0.5, torch.float64)
+    others = [keep_mask(torch.tensor([2027]), 0, 700, 901, 0.5, torch.float64), mask.roll(1, 0), mask.roll(1, 1)]
+    for other in others:
+        agree = (mask == other).double().sum()
+        assert (agree - mask.numel() / 2).abs() < 6 * math.sqrt(mask.numel()) / 2
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_generator_of_torch_rules(path: str) -> None:
+    """The same manual_seed gives the same result; without it a call differs from the one before."""
+    inputs = ffn_inputs(20, 8, 24, 10)
+    with on_path(path) as options:
+        torch.manual_seed(5)
+        first, second = (functional.ffn(**inputs, dropout_p=0.5, **options) for _ in range(2))
+        torch.manual_seed(5)
+        again = functional.ffn(**inputs, dropout_p=0.5, **options)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_dropout_draws_nothing(path: str) -> None:
+    inputs = ffn_inputs(20, 8, 24, 10)
+    read = torch.cuda.get_rng_state if DEVICE.type == "cuda" else torch.get_rng_state
+    with on_path(path) as options:
+        before = read()
+        assert torch.equal(
+            functional.ffn(**inputs, dropout_p=0.0, **options), functional.ffn(**inputs, dropout_p=0, **options)
+        )
+        assert torch.equal(read(), before)
+        functional.ffn(**inputs, dropout_p=0.1, **options)
+        assert not torch.equal(read(), before)
+
+
+@needs_kernels
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+def test_tiles_do_not_change_the_mask(tiles: TileConfig) -> None:
+    """All three kernels, through operands that let the mask through: x of ones, the identity as w_down and as dy."""
+    M = N = 50
+    seed = seed_after(3)
+    ones, eye = torch.ones(1, M, 1, device=DEVICE), torch.eye(N, device=DEVICE)[None]
+    operands = Operands(
+        ones, torch.ones(1, N, 1, device=DEVICE), eye, None, None, None, seed, Arithmetic("identity", 0.5, "ieee", False)
+    )
+    mask = keep_mask(seed.cpu(), 0, M, N, 0.5, torch.float32) * 2
+    assert torch.equal(gemm_gemm.forward(operands, None, None, tiles)[0].cpu(), mask)
+    assert torch.equal(gemm_gemm.data_gradient(operands, torch.ones_like(eye), tiles)[0, :, 0].cpu(), mask.sum(1))
+    for splits in (1, 3):
+        found = gemm_gemm.weight_gradients(operands, eye, WeightGradients(down=True, up=True), splits, tiles)
+        assert torch.equal(found.down[0].cpu(), mask)
+        assert torch.equal(found.up[0, :, 0].cpu(), mask.diagonal())
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("path", PATHS[:2])
+def test_backward_replays_the_mask_of_forward(path: str, gated: bool) -> None:
+    """Exact integers (p = 1/2 scales by 2), so that one element of the mask wrong is a difference."""
+    dtype = torch.float32
+    inputs = ffn_inputs((3, 17), 5, 37, 6, dtype, gated=gated, residual=True, draw=INTEGERS[dtype])
+    dy = like_result(inputs, INTEGERS[dtype])
+    seed = seed_after(11)
+    with on_path(path) as options:
+        ours = results(functional.ffn, inputs, dy, activation="relu", dropout_p=0.5, **options)
+    truth = results(reference.ffn, in_float64(inputs), dy.double(), activation="relu", dropout_p=0.5, seed=seed)
+    assert_equal(in_float64(ours), truth)
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.3, 0.9, 0.99])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("path", PATHS[:2])
+def test_the_scale_is_exact(path: str, dtype: torch.dtype, dropout_p: float) -> None:
+    """Near p = 1 the rounding of p itself would show in 1 / (1 - p)."""
+    inputs = ffn_inputs(90, 16, 60, 12, dtype, gated=True)
+    with on_path(path) as options:
+        assert_ffn_close(functional.ffn, inputs, options=options, manual_seed=12, dropout_p=dropout_p, activation="silu")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_probability_that_rounds_to_one_keeps_nothing(path: str) -> None:
+    inputs = ffn_inputs(20, 8, 24, 10)
+    with on_path(path) as options:
+        y = functional.ffn(**inputs, dropout_p=1 - 1e-12, **options)
+    b_down = inputs["b_down"]
+    assert b_down is not None
+    assert torch.equal(y, b_down.expand_as(y))
