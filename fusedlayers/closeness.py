@@ -132,11 +132,11 @@ def compare(
     if special is not None:
         (batch, row, column), count = special
         index = _outer_index(batch, actual.shape) + (row, column)[2 - min(actual.dim(), 2) :]
-        ours, theirs = (float(view[batch, row, column]) for view in views[:2])
+        value, torch_value = (float(view[batch, row, column]) for view in views[:2])
         return _red(
             name,
             f"NaN/Inf pattern differs from torch's at {count} of {actual.numel()} elements, "
-            f"first at {index}: {ours}, torch has {theirs}",
+            f"first at {index}: {value}, torch has {torch_value}",
         )
 
     unit = torch.finfo(computed_in or actual.dtype)

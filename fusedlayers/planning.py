@@ -21,6 +21,23 @@ CHUNK_COPIES = 8
 # Peak rates, (FLOP/s in 16 bits, bytes/s): large matrix products and device copies measured on random data.
 CEILINGS: dict[str, tuple[float, float]] = {"NVIDIA H200": (790e12, 4.3e12)}
 
+# From how many hidden elements (batch × M × N) on the kernels were faster than torch on an H200, bfloat16: rows of
+# (largest padded width, (launched one by one, inside a CUDA graph)); above the last row torch was as fast or faster.
+# Launched one by one, the host needs about 100 µs for a forward pass and 700 µs with backward, eager torch 60 and 450:
+# a problem must keep the GPU busy longer than that. At the thresholds, torch / kernels in µs: inference 107 / 91
+# (131072×64×256), 200 / 150 (131072×128×512), training 1430 / 800 (524288×64×256), 1215 / 994 (262144×128×512); gated,
+# inference 257 / 132 (262144×64×192), 251 / 140 (131072×128×384), 246 / 198 (65536×256×704), training 768 / 598 and
+# 1417 / 1088; in a graph 24 / 18 (16384×64×256), 137 / 118 (training 16384×128×512).
+_Thresholds = tuple[tuple[int, tuple[int, int]], ...]
+FASTER_FROM: dict[tuple[str, bool], _Thresholds] = {
+    ("ffn", False): ((64, (2**25, 2**22)), (128, (2**26, 2**25))),
+    ("ffn", True): ((64, (2**27, 2**20)), (128, (2**27, 2**23))),
+    ("gated ffn", False): ((64, (3 * 2**24, 2**20)), (128, (3 * 2**24, 2**22)), (256, (45 * 2**20, 2**24))),
+    ("gated ffn", True): ((64, (3 * 2**24, 2**18)), (128, (3 * 2**25, 2**23))),
+    ("gemm_gemm", False): ((128, (2**26, 2**25)),),
+    ("gemm_gemm", True): ((128, (2**28, 2**26)),),
+}
+
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 KERNEL_DTYPES = ("float16", "bfloat16", "float32")
 
@@ -57,6 +74,7 @@ class Problem:
     needs_weight_gradient: bool = False
     recompute: bool | str = "auto"
     input_precision: str = "ieee"
+    captured: bool = False  # whether the call is being recorded into a CUDA graph, whose replay costs the host nothing
     subclass: str = ""  # the name of a tensor subclass among the operands, if there is one
 
     @property
@@ -158,7 +176,21 @@ def why_slower(problem: Problem, device: Device) -> str | None:
         return f"not measured on {device.architecture or device.kind}; FUSEDLAYERS_BACKEND=triton runs the kernels"
     if problem.dtype == "float32":
         return "float32 products in IEEE precision do not use the matrix units; torch's kernels are faster"
-    return None
+    if problem.recompute is True:
+        return None  # the alternative is to recompute in chunks, many launches for each
+    kind = problem.operation if problem.operation == "gemm_gemm" else "gated ffn" if problem.gated else "ffn"
+    width = padded_width(max(problem.K, problem.O))
+    rows = FASTER_FROM[(kind, problem.training)]
+    thresholds = next((limits for largest, limits in rows if width <= largest), None)
+    if thresholds is None:
+        use = "training" if problem.training else "inference"
+        return f"in {use} torch was as fast or faster at width {width}"
+    least = thresholds[problem.captured]
+    hidden = problem.batch * problem.M * problem.N
+    if hidden >= least:
+        return None
+    bound = "inside a CUDA graph" if problem.captured else "launched one by one"
+    return f"too small: {hidden:,} hidden elements, faster than torch from {least:,} on when {bound}"
 
 
 def _tiles(kernel: str, problem: Problem, device: Device) -> TileConfig | None:

@@ -132,7 +132,7 @@ def test_all_kinds_of_layers_start_equal(options: tuple[str, ...], tmp_path: Pat
 
 
 def reordered_forward(hidden_parts: int, token_parts: int) -> Callable[[FeedForward, Tensor], Tensor]:
-    """The torch block in parts that are summed one after the other, forward and backward: as valid, in another order."""
+    """The torch block in parts that are summed one after the other: as valid, forward and backward, in another order."""
 
     def forward(self: FeedForward, x: Tensor) -> Tensor:
         activate = ACTIVATIONS[self.activation].torch
@@ -289,6 +289,13 @@ def test_a_finished_run_is_not_overwritten_by_accident(tmp_path: Path) -> None:
     assert without_measurements(train(tmp_path, "run.overwrite=true")) == without_measurements(first)
 
 
+def test_a_run_that_starts_over_leaves_no_older_checkpoint(tmp_path: Path) -> None:
+    train(tmp_path)
+    with pytest.raises(FloatingPointError):
+        train(tmp_path, "run.overwrite=true", "optim.learning_rate=1e30", "optim.warmup_steps=1")
+    assert not (tmp_path / "checkpoint.pt").exists()
+
+
 @pytest.mark.parametrize(
     "override",
     ["model.width=3", "run.stpes=3", "layers.kinds=fused", "optim.momentum=0.9", "+model.width=3", "+extra=3"],
@@ -308,6 +315,8 @@ def test_unknown_keys_fail(override: str, tmp_path: Path) -> None:
         ("model.heads=32", "model.d_model is 32 and model.heads is 32"),
         ("model.layers=0", "model.layers is 0"),
         ("model.activation=glue", "model.activation: .*'glue'.*gelu"),
+        ("model.dropout=1", r"model.dropout is 1.0; expected a probability in \[0, 1\)"),
+        ("layers.recompute=often", "layers.recompute is 'often'; expected auto, true or false"),
         ("layers.kind=eager", "layers.kind is 'eager'; expected fused, torch or replaced"),
         ("optim.name=sgd", "optim.name is 'sgd'"),
         ("run.evaluate_every=3", "run.evaluate_every is 3; expected a positive multiple of run.log_every=2"),

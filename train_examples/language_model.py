@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
+from typing import Literal, cast
 
 import hydra
 import torch
@@ -119,7 +120,7 @@ class Transformer(nn.Module):
 
     def __init__(self, settings: ModelSettings, layers: LayerSettings) -> None:
         super().__init__()
-        check_model(settings)
+        check_model(settings, layers)
         self.embedding = nn.Embedding(VOCABULARY, settings.d_model)
         self.blocks = nn.ModuleList(Block(settings, feed_forward(settings, layers)) for _ in range(settings.layers))
         self.norm = nn.LayerNorm(settings.d_model)
@@ -150,8 +151,9 @@ class Transformer(nn.Module):
 def feed_forward(model: ModelSettings, layers: LayerSettings) -> nn.Module:
     """The feed-forward block of one layer, of the kind that ``layers.kind`` names."""
     if layers.kind == "fused":
+        recompute = cast("Literal['auto'] | bool", layers.recompute)
         return fusedlayers.FusedFFN(
-            model.d_model, model.d_ff, model.activation, model.gated, model.bias, model.dropout, layers.recompute
+            model.d_model, model.d_ff, model.activation, model.gated, model.bias, model.dropout, recompute
         )
     if layers.kind in ("torch", "replaced"):
         return FeedForward(model.d_model, model.d_ff, model.activation, model.gated, model.bias, model.dropout)
@@ -166,8 +168,8 @@ def build_model(model: ModelSettings, layers: LayerSettings) -> Transformer:
     return transformer
 
 
-def check_model(model: ModelSettings) -> None:
-    """Every size at least 1, and heads that divide the model into an even number of channels."""
+def check_model(model: ModelSettings, layers: LayerSettings) -> None:
+    """Every size at least 1, heads that divide the model into an even number of channels, and options that exist."""
     for name in ("d_model", "d_ff", "layers", "heads", "context"):
         if getattr(model, name) < 1:
             raise SettingsError(f"model.{name} is {getattr(model, name)}; expected 1 or more")
@@ -176,6 +178,10 @@ def check_model(model: ModelSettings) -> None:
             f"model.d_model is {model.d_model} and model.heads is {model.heads}; "
             "expected d_model to be a multiple of 2 * heads: rotary positions turn pairs of channels"
         )
+    if not 0 <= model.dropout < 1:
+        raise SettingsError(f"model.dropout is {model.dropout}; expected a probability in [0, 1)")
+    if layers.recompute not in ("auto", True, False):
+        raise SettingsError(f"layers.recompute is {layers.recompute!r}; expected auto, true or false")
     try:
         canonical_activation(model.activation)
     except ValueError as error:

@@ -81,6 +81,9 @@ def train(example: Example, layers: str, run: RunSettings, optim: OptimSettings,
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.yaml").write_text(config)
+    if checkpoint is None:
+        # Should this run be killed before its first checkpoint, run.resume=auto must not continue the run before it.
+        (directory / "checkpoint.pt").unlink(missing_ok=True)
     metrics = directory / "metrics.jsonl"
     rows = [row for row in read_metrics(metrics) if row["step"] <= first_step] if checkpoint is not None else []
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -97,6 +100,7 @@ def train(example: Example, layers: str, run: RunSettings, optim: OptimSettings,
             fabric.backward(loss)
             # A non-finite norm shows in the loss of the next row; asking for it here would stall the GPU every step.
             norm = fabric.clip_gradients(model, optimizer, max_norm=optim.clip_norm, error_if_nonfinite=False)
+            assert norm is not None
             optimizer.step()
             optimizer.zero_grad()
 

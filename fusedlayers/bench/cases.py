@@ -55,9 +55,9 @@ class Grid:
 class Case:
     """One operation.
 
-    ``ours`` and ``torch`` take the inputs of ``operands`` by name and then ``our_keywords`` or ``torch_keywords`` of
-    the options. ``forward_flops`` counts the products of the forward pass; each product has two of the same size in the
-    backward pass. ``parameters`` are the inputs that a module would own.
+    ``ours`` and ``torch_expression`` take the inputs of ``operands`` by name and then ``our_keywords`` or
+    ``torch_keywords`` of the options. ``forward_flops`` counts the products of the forward pass; each product has two of
+    the same size in the backward pass. ``parameters`` are the inputs that a module would own.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Case:
     operands: Callable[[Shape, Options], dict[str, Operand]]
     forward_flops: Callable[[Shape, Options], int]
     ours: Callable[..., Tensor]
-    torch: Callable[..., Tensor]
+    torch_expression: Callable[..., Tensor]
     problem: Callable[[Inputs, Options], Problem]
     our_keywords: Callable[[Options], dict[str, object]]
     torch_keywords: Callable[[Options], dict[str, object]]
@@ -86,7 +86,7 @@ class Case:
         """The shape of y, from torch's rules, without computing anything."""
         operands = self.operands(shape, options)
         blank = {name: torch.empty(operand.shape, device="meta") for name, operand in operands.items()}
-        return tuple(self.torch(**blank, **self.torch_keywords(options)).shape)
+        return tuple(self.torch_expression(**blank, **self.torch_keywords(options)).shape)
 
     def moved_bytes(self, shape: Shape, options: Options, dtype: torch.dtype, backward: bool) -> int:
         """Each input read and the result written once; backward reads inputs and upstream again, writes gradients."""
@@ -194,7 +194,7 @@ CASES: dict[str, Case] = {
             operands=_gemm_gemm_operands,
             forward_flops=_gemm_gemm_flops,
             ours=functional.gemm_gemm,
-            torch=reference.gemm_gemm,
+            torch_expression=reference.gemm_gemm,
             problem=lambda inputs, options: gemm_gemm_problem(**inputs, activation=options.activation),
             our_keywords=lambda options: {"activation": options.activation},
             torch_keywords=lambda options: {"activation": options.activation},
@@ -239,7 +239,7 @@ CASES: dict[str, Case] = {
             operands=_ffn_operands,
             forward_flops=_ffn_flops,
             ours=functional.ffn,
-            torch=reference.ffn,
+            torch_expression=reference.ffn,
             problem=_ffn_problem,
             our_keywords=lambda options: {"activation": options.activation, "recompute": options.recompute},
             torch_keywords=lambda options: {"activation": options.activation},

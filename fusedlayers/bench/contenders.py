@@ -70,7 +70,7 @@ def contender(name: str, case: Case, options: Options) -> Contender:
         keywords = case.torch_keywords(options)
 
         def expression(**inputs: Tensor) -> Tensor:
-            return case.torch(**inputs, **keywords)
+            return case.torch_expression(**inputs, **keywords)
 
         if name == EAGER:
             return Contender(name, expression)

@@ -58,6 +58,11 @@ def input_precision(device: torch.device, dtype: torch.dtype) -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
+def captured(device: torch.device) -> bool:
+    """Whether this call is being recorded into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def wants_gradient(*tensors: Tensor | None) -> bool:
     """Whether autograd will ask for the gradient of any of these."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
@@ -99,6 +104,7 @@ def ffn_problem(
         needs_weight_gradient=wants_gradient(w_up, w_down, b_up, w_gate, b_gate),
         recompute=recompute,
         input_precision=input_precision(x.device, dtype),
+        captured=captured(x.device),
         subclass=subclass_of(x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual),
     )
 
@@ -118,6 +124,7 @@ def gemm_gemm_problem(a: Tensor, b: Tensor, c: Tensor, *, activation: str) -> Pr
         needs_data_gradient=wants_gradient(a),
         needs_weight_gradient=wants_gradient(b, c),
         input_precision=input_precision(a.device, dtype),
+        captured=captured(a.device),
         subclass=subclass_of(a, b, c),
     )
 
