@@ -111,7 +111,7 @@ class Plan:
     weight_gradient_tiles: TileConfig | None = None
     splits: int = 1
     chunk_rows: int = 0
-    fast: bool = False
+    accuracy: str = "exact"  # of activations in kernels: one of kernels.activations.ACCURACIES
     forward_units: float = 0.0
     backward_units: float = 0.0
     flops: int = 0
@@ -197,6 +197,13 @@ def _tiles(kernel: str, problem: Problem, device: Device) -> TileConfig | None:
     return tile_config(kernel, device.architecture, 8 * problem.element_bytes, problem.gated, max(problem.K, problem.O))
 
 
+def _accuracy(problem: Problem, device: Device) -> str:
+    if problem.dtype == "float32":
+        return "exact"
+    # The hardware tanh is an NVIDIA instruction, and its error is above the rounding of float16.
+    return "coarse" if problem.dtype == "bfloat16" and device.architecture.startswith("sm_") else "half"
+
+
 def choose_splits(problem: Problem, device: Device, tiles: TileConfig) -> int:
     """Token ranges the weight gradient is split into: enough programs for every processor, bounded partials."""
     programs = -(-problem.N // tiles.block_n) * problem.batch
@@ -262,7 +269,7 @@ def _costed(
         options = {
             "forward_tiles": _tiles("forward", problem, device),
             "data_gradient_tiles": _tiles("data_gradient", problem, device) if problem.needs_data_gradient else None,
-            "fast": problem.dtype == "bfloat16" and device.architecture.startswith("sm_"),
+            "accuracy": _accuracy(problem, device),
         }
         if weight_tiles is not None:
             splits = choose_splits(problem, device, weight_tiles)

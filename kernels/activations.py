@@ -1,8 +1,11 @@
 """Every activation once: its formula, its torch twin, and one device function that returns value and slope together.
 
-A kernel asks for both and uses what it needs; the compiler drops the unused half. ``FAST`` replaces the exponential and
-the division by one hardware ``tanh`` (absolute error below 2^-10): under the rounding of bfloat16, above that of
-float16 and float32, so only bfloat16 kernels compiled for NVIDIA GPUs ask for it.
+A kernel asks for both and uses what it needs; the compiler drops the unused half. ``ACCURACY`` says how closely:
+
+    exact   to the last bits of float32
+    half    absolute error below 1e-4, under the rounding of 16-bit results: erf by a fitted polynomial
+    coarse  absolute error below 2^-10, under the rounding of bfloat16: besides, one hardware tanh (NVIDIA) in place of
+            an exponential and a division
 """
 
 import math
@@ -15,6 +18,7 @@ import torch.nn.functional as F
 from .device import tl, triton
 
 LEAKY_SLOPE = 0.01
+ACCURACIES = ("exact", "half", "coarse")
 
 
 @dataclass(frozen=True)
@@ -80,16 +84,37 @@ def canonical_activation(name: str | None) -> str:
 # Device code multiplies by these from the right: the interpreter cannot put a constexpr to the left of a tensor.
 _INVERSE_SQRT_2 = tl.constexpr(1 / math.sqrt(2))
 _INVERSE_SQRT_2PI = tl.constexpr(1 / math.sqrt(2 * math.pi))
-_SQRT_2_OVER_PI = tl.constexpr(math.sqrt(2 / math.pi))
+_TWICE_SQRT_2_OVER_PI = tl.constexpr(2 * math.sqrt(2 / math.pi))
 _GELU_CUBIC = tl.constexpr(0.044715)
+_THREE_GELU_CUBIC = tl.constexpr(3 * 0.044715)
 _QUICK_GELU = tl.constexpr(1.702)
 _LEAKY_SLOPE = tl.constexpr(LEAKY_SLOPE)
+_PHI_0 = tl.constexpr(0.7976359095543584)
+_PHI_1 = tl.constexpr(0.03690298395564577)
+_PHI_2 = tl.constexpr(-0.0003267846831576575)
+_THREE_PHI_1 = tl.constexpr(3 * 0.03690298395564577)
+_FIVE_PHI_2 = tl.constexpr(5 * -0.0003267846831576575)
 
 
 @triton.jit
-def _tanh(z, FAST: tl.constexpr):
-    if FAST:
-        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1)
+def _hardware_tanh(z):
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _sigmoid(z, ACCURACY: tl.constexpr):
+    if ACCURACY == "coarse":
+        return 0.5 * _hardware_tanh(0.5 * z) + 0.5
+    else:
+        return 1.0 / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def _tanh(z, ACCURACY: tl.constexpr):
+    if ACCURACY == "coarse":
+        return _hardware_tanh(z)
+    elif ACCURACY == "half":
+        return 2.0 * _sigmoid(2.0 * z, ACCURACY) - 1.0
     else:
         # The exponential form cancels near zero, where the odd Taylor polynomial is exact to the last bits of float32.
         square = z * z
@@ -104,15 +129,13 @@ def _tanh(z, FAST: tl.constexpr):
 
 
 @triton.jit
-def _sigmoid(z, FAST: tl.constexpr):
-    if FAST:
-        return 0.5 * _tanh(0.5 * z, FAST) + 0.5
-    else:
-        return 1.0 / (1.0 + tl.exp(-z))
+def _self_gated(z, gate, logit_slope):
+    """Value and slope of z σ(logit), from σ(logit) and the logit's slope: SiLU and the GELUs are of this form."""
+    return z * gate, gate * (1.0 + z * logit_slope * (1.0 - gate))
 
 
 @triton.jit
-def activate(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
+def activate(z, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):
     """Value and slope of the named activation at ``z`` (float32). NaN, ±inf and ±0 come out as torch gives them."""
     if ACTIVATION == "identity":
         return z, tl.full(z.shape, 1.0, z.dtype)
@@ -125,25 +148,30 @@ def activate(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
     elif ACTIVATION == "leaky_relu":
         return tl.where(z > 0, z, z * _LEAKY_SLOPE), tl.where(z > 0, 1.0, _LEAKY_SLOPE)
     elif ACTIVATION == "tanh":
-        value = _tanh(z, FAST)
+        value = _tanh(z, ACCURACY)
         return value, 1.0 - value * value
     elif ACTIVATION == "sigmoid":
-        value = _sigmoid(z, FAST)
+        value = _sigmoid(z, ACCURACY)
         return value, value * (1.0 - value)
     elif ACTIVATION == "silu":
-        gate = _sigmoid(z, FAST)
-        return z * gate, gate * (1.0 + z * (1.0 - gate))
+        return _self_gated(z, _sigmoid(z, ACCURACY), 1.0)
     elif ACTIVATION == "quick_gelu":
-        gate = _sigmoid(z * _QUICK_GELU, FAST)
-        return z * gate, gate * (1.0 + z * _QUICK_GELU * (1.0 - gate))
+        return _self_gated(z, _sigmoid(z * _QUICK_GELU, ACCURACY), _QUICK_GELU)
     elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh(u)) / 2 is σ(2 u).
         square = z * z
-        tanh = _tanh(z * _SQRT_2_OVER_PI * (1.0 + square * _GELU_CUBIC), FAST)
-        half = 0.5 * (1.0 + tanh)
-        inner_slope = (1.0 + square * (3.0 * _GELU_CUBIC)) * _SQRT_2_OVER_PI
-        return z * half, half + 0.5 * z * (1.0 - tanh * tanh) * inner_slope
+        logit = z * (1.0 + square * _GELU_CUBIC) * _TWICE_SQRT_2_OVER_PI
+        return _self_gated(z, _sigmoid(logit, ACCURACY), (1.0 + square * _THREE_GELU_CUBIC) * _TWICE_SQRT_2_OVER_PI)
     else:
         tl.static_assert(ACTIVATION == "gelu", "activate() has no such activation")
-        cdf = 0.5 * (1.0 + tl.erf(z * _INVERSE_SQRT_2))
-        density = tl.exp(-0.5 * z * z) * _INVERSE_SQRT_2PI
-        return z * cdf, cdf + z * density
+        if ACCURACY == "exact":
+            cdf = 0.5 * (1.0 + tl.erf(z * _INVERSE_SQRT_2))
+            density = tl.exp(-0.5 * z * z) * _INVERSE_SQRT_2PI
+            return z * cdf, cdf + z * density
+        else:
+            # Φ(z) = σ(2 z p(z²)): p fitted to Φ and to the slope of z Φ(z) on |z| <= 6, beyond which Φ is 0 or 1 here.
+            square = z * z
+            square = tl.where(square > 36.0, 36.0, square)
+            p = square * (square * _PHI_2 + _PHI_1) + _PHI_0
+            p_slope = square * (square * _FIVE_PHI_2 + _THREE_PHI_1) + _PHI_0
+            return _self_gated(z, _sigmoid(2.0 * z * p, ACCURACY), 2.0 * p_slope)

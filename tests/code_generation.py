@@ -70,6 +70,18 @@ class Case:
     wanted: tuple[str, ...] | None = None
 
 
+def _device(target: str) -> planning.Device:
+    return planning.Device("cuda", target, target, PROCESSORS, triton=True)
+
+
+def _problem(case: Case) -> planning.Problem:
+    return planning.Problem(
+        operation="ffn", batch=1, M=case.rows, K=case.width, N=case.hidden or 4 * case.width, O=case.width,
+        dtype=case.dtype, activation=case.activation, gated=case.gated, dropout=case.dropout,
+        needs_data_gradient=True, needs_weight_gradient=True,
+    )  # fmt: skip
+
+
 class _StandInDriver:
     """As much of a driver as compilation asks for; the target's name serves as the device's index."""
 
@@ -98,7 +110,7 @@ def compiling_for(target: str, kernel: str | None = None) -> Iterator[list[dict[
             compile_it = functools.partial(run, function, *args, grid=grid, warmup=True, **kwargs)
             reports.append(_launch(function, args, kwargs) | {"kernel": name, "target": target} | _outcome(compile_it))
 
-    described = planning.Device("cuda", target, target, PROCESSORS, triton=True)
+    described = _device(target)
     dispatch._cached_plan.cache_clear()
     driver.set_active(_StandInDriver(target))
     with (
@@ -292,19 +304,16 @@ def compile_kernel(
 
 def shipped(target: str, dtype: str, selection: str) -> list[Case]:
     """The cases of a target and dtype, of a selection that the module's docstring describes."""
-    device = planning.Device("cuda", target, target, PROCESSORS, triton=True)
     cases = []
     for gated in (False, True):
         widest_of_row: dict[str, Case] = {}
         for width in WIDTHS:
-            sizes = {"batch": 1, "M": 4096, "K": width, "N": 4 * width, "O": width}
-            wanted = {"needs_data_gradient": True, "needs_weight_gradient": True}
-            problem = planning.Problem("ffn", **sizes, **wanted, dtype=dtype, gated=gated)
-            plan = planning.plan(problem, device, "triton")
+            case = Case(target, dtype, width, gated)
+            plan = planning.plan(_problem(case), _device(target), "triton")
             if plan.path != "fused":
                 break
             row = (plan.forward_tiles, plan.data_gradient_tiles, plan.weight_gradient_tiles)
-            widest_of_row[str(width if selection == "all" else row)] = Case(target, dtype, width, gated)
+            widest_of_row[str(width if selection == "all" else row)] = case
         found = list(widest_of_row.values())
         # Dropout and the erf cost the most registers; sizes that no tile divides cost masks and wide loads.
         costly = [replace(case, activation="gelu", dropout=True) for case in found]

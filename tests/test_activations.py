@@ -15,17 +15,17 @@ SPECIAL = [0.0, -0.0, 1e4, -1e4, math.inf, -math.inf, math.nan]
 
 
 @triton.jit
-def _activate_kernel(z_ptr, value_ptr, slope_ptr, count, ACTIVATION: tl.constexpr, FAST: tl.constexpr):  # noqa: ANN001, ANN202
+def _activate_kernel(z_ptr, value_ptr, slope_ptr, count, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):  # noqa: ANN001, ANN202
     index = tl.program_id(0) * 128 + tl.arange(0, 128)
-    value, slope = activate(tl.load(z_ptr + index, mask=index < count, other=0.0), ACTIVATION, FAST)
+    value, slope = activate(tl.load(z_ptr + index, mask=index < count, other=0.0), ACTIVATION, ACCURACY)
     tl.store(value_ptr + index, value, mask=index < count)
     tl.store(slope_ptr + index, slope, mask=index < count)
 
 
-def on_device(z: Tensor, activation: str, fast: bool = False) -> tuple[Tensor, Tensor]:
+def on_device(z: Tensor, activation: str, accuracy: str = "exact") -> tuple[Tensor, Tensor]:
     """Value and slope by the device function, for float32 z on the kernels' device."""
     value, slope = torch.full_like(z, math.nan), torch.full_like(z, math.nan)
-    _activate_kernel[(triton.cdiv(z.numel(), 128),)](z, value, slope, z.numel(), ACTIVATION=activation, FAST=fast)
+    _activate_kernel[(triton.cdiv(z.numel(), 128),)](z, value, slope, z.numel(), ACTIVATION=activation, ACCURACY=accuracy)
     return value, slope
 
 
@@ -74,7 +74,7 @@ def test_special_values_are_torchs(activation: str) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_hardware_tanh_is_exact_enough_for_bfloat16(activation: str) -> None:
     z = grid().bfloat16().float()
-    ours, truth = on_device(z, activation, fast=True), by_torch(z.double(), activation)
+    ours, truth = on_device(z, activation, accuracy="coarse"), by_torch(z.double(), activation)
     for name, our, exact in zip(("value", "slope"), ours, truth, strict=True):
         # What the kernels do with both: round to bfloat16 for the next product.
         rounded = exact.bfloat16()

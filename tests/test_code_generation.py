@@ -67,7 +67,9 @@ def faults(report: dict[str, Any]) -> list[str]:
             found.append(f"{report['tf32']} TF32 instructions, where IEEE arithmetic was asked for")
     elif report["scalar_products"] or (report["products"] and not report["matrix_instructions"]):
         found.append(f"{report['scalar_products']} of {report['products']} products without matrix instructions")
-    if report["target"] == "sm_90":
+    # In float32 torch is the default there. Rows that are no multiple of 16 bytes are loaded in small pieces, whose
+    # addresses take more registers than there are.
+    if report["target"] == "sm_90" and report["dtype"] != "float32" and report["width"] % 8 == 0:
         if report["spill_bytes"]:
             found.append(f"{report['spill_bytes']} bytes of registers spilled")
         if report["serialised"]:
@@ -118,8 +120,9 @@ def test_shipped_configurations(tmp_path: Path, selection: str, target: str, dty
 )
 def test_every_fault_is_named(change: dict[str, Any], word: str) -> None:
     good = {
-        "target": "sm_90", "dtype": "bfloat16", "shared": 227 * 1024, "int32_products": [], "products": 3,
-        "scalar_products": 0, "matrix_instructions": 3, "spill_bytes": 0, "serialised": False, "tf32": 0,
+        "target": "sm_90", "dtype": "bfloat16", "width": 64, "shared": 227 * 1024,
+        "int32_products": [], "products": 3, "scalar_products": 0, "matrix_instructions": 3,
+        "spill_bytes": 0, "serialised": False, "tf32": 0,
     }  # fmt: skip
     assert faults(good) == []
     (fault,) = faults(good | change)
@@ -219,6 +222,26 @@ def test_the_lint_sees_planted_32_bit_offsets(tmp_path: Path) -> None:
         "program times stride": 1,
         "bound": 1,
     }
+
+
+DROPOUT = """
+import json
+
+import torch
+from code_generation import compiling_for
+from fusedlayers.kernels.dropout import _keep_kernel
+
+for rows, columns in ((48, 96), (37, 83)):
+    with compiling_for("sm_90") as reports:
+        seed, out = torch.empty(1, dtype=torch.int64), torch.empty(rows, columns)
+        _keep_kernel[(1,)](seed, out, columns, 0, rows, 0.1, BLOCK=1024)
+    print(json.dumps(reports[0]))
+"""
+
+
+def test_offsets_of_the_dropout_mask(tmp_path: Path) -> None:
+    (tmp_path / "dropout.py").write_text(DROPOUT)
+    assert [report["int32_products"] for report in compiled(tmp_path, "dropout.py")] == [[], []]
 
 
 VARIANTS = """

@@ -56,8 +56,8 @@ class Case:
     """One operation.
 
     ``ours`` and ``torch_expression`` take the inputs of ``operands`` by name and then ``our_keywords`` or
-    ``torch_keywords`` of the options. ``forward_flops`` counts the products of the forward pass; each product has two of
-    the same size in the backward pass. ``parameters`` are the inputs that a module would own.
+    ``torch_keywords`` of the options. ``forward_flops`` counts the products of the forward pass; each product has two
+    of the same size in the backward pass. ``parameters`` are the inputs that a module would own.
     """
 
     name: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,17 +19,22 @@ TORCH_CONTENDERS, OUR_CONTENDERS = (EAGER, COMPILED), (AUTO, FUSED)
 CONTENDERS = TORCH_CONTENDERS + OUR_CONTENDERS
 
 # What the user has set must not decide what is measured: each contender sets both.
-_AUTO_SWITCHES = {"FUSEDLAYERS_BACKEND": "auto", "FUSEDLAYERS_STRICT": "0"}
-_FUSED_SWITCHES = {"FUSEDLAYERS_BACKEND": "triton", "FUSEDLAYERS_STRICT": "0"}
+AUTO_SWITCHES = {"FUSEDLAYERS_BACKEND": "auto", "FUSEDLAYERS_STRICT": "0"}
+FUSED_SWITCHES = {"FUSEDLAYERS_BACKEND": "triton", "FUSEDLAYERS_STRICT": "0"}
 
 
 @dataclass(frozen=True)
 class Contender:
-    """``call`` takes the inputs of the case by name; ``switches`` are environment variables that hold meanwhile."""
+    """``call`` takes the inputs of the case by name; ``switches`` are environment variables that hold meanwhile.
+
+    ``before_capture`` are those of one more warm-up: where the planner decides otherwise inside a CUDA graph, the
+    kernels of that path must be compiled and loaded before the recording starts.
+    """
 
     name: str
     call: Callable[..., Tensor]
     switches: Mapping[str, str] = field(default_factory=dict)
+    before_capture: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,14 +82,14 @@ def contender(name: str, case: Case, options: Options) -> Contender:
         # Static shapes and one graph: what is fastest for torch.
         return Contender(name, torch.compile(expression, dynamic=False, fullgraph=True))
     our_keywords = case.our_keywords(options)
-    switches = _AUTO_SWITCHES if name == AUTO else _FUSED_SWITCHES
+    switches = AUTO_SWITCHES if name == AUTO else FUSED_SWITCHES
     return Contender(name, lambda **inputs: case.ours(**inputs, **our_keywords), switches)
 
 
-def our_plan(case: Case, options: Options, work: Work) -> Plan:
-    """What our library plans in auto mode for this work; ``unsupported`` says why the kernels could not be forced."""
-    with switched(_AUTO_SWITCHES), torch.set_grad_enabled(work.backward):
-        problem = case.problem(work.inputs, options)
+def our_plan(case: Case, options: Options, work: Work, captured: bool = False) -> Plan:
+    """What auto mode plans for this work, launched or captured; ``unsupported``: why the kernels cannot be forced."""
+    with switched(AUTO_SWITCHES), torch.set_grad_enabled(work.backward):
+        problem = replace(case.problem(work.inputs, options), captured=captured)
         return dispatch(problem, work.upstream.device)
 
 

@@ -21,7 +21,8 @@ Schema 1. Times are seconds, sizes bytes; what is unknown is null.
         contenders    by name ("torch eager", "torch.compile", "auto", "fused"):
             status    "timed", "not timed", or "same as auto" (auto mode chose the fused kernels)
             reason    why it was not timed, or why there is no replayed time; else ""
-            path      of ours: "fused", "chunked" or "torch"; null for torch
+            path, replayed_path  of ours: "fused", "chunked" or "torch", launched and inside a CUDA graph, where the
+                      planner may decide otherwise; null for torch
             launched  {median, first_quartile, third_quartile, minimum, repeats}
             replayed  the same inside a CUDA graph, or null
             host_seconds, host_bound   the host's time to launch; whether launched shows the host and not the device
@@ -52,6 +53,8 @@ from .timing import Timing
 
 SCHEMA = 1
 Record = dict[str, Any]
+# Our path when launched and when replayed.
+Ways = tuple[str | None, str | None]
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -105,13 +108,14 @@ def read(path: Path) -> Record:
 
 
 def contender_entry(
-    timing: Timing, path: str | None, flops: int, floor: float | None, saved: int | None, peak: int | None
+    timing: Timing, ways: Ways, flops: int, floor: float | None, saved: int | None, peak: int | None
 ) -> Record:
     """The entry of one timed contender."""
     return {
         "status": "timed",
         "reason": timing.replay_reason,
-        "path": path,
+        "path": ways[0],
+        "replayed_path": ways[1],
         "launched": asdict(timing.launched),
         "replayed": None if timing.replayed is None else asdict(timing.replayed),
         "host_seconds": timing.host_seconds,
@@ -123,10 +127,10 @@ def contender_entry(
     }
 
 
-def untimed_entry(status: str, reason: str, path: str | None) -> Record:
+def untimed_entry(status: str, reason: str, ways: Ways) -> Record:
     """The entry of a contender without times."""
     empty = ("launched", "replayed", "host_seconds", "host_bound", "tflops", "floor_share", "saved_bytes", "peak_bytes")
-    return {"status": status, "reason": reason, "path": path} | dict.fromkeys(empty)
+    return {"status": status, "reason": reason, "path": ways[0], "replayed_path": ways[1]} | dict.fromkeys(empty)
 
 
 def floor_seconds(flops: int, moved_bytes: int, device: torch.device, dtype: torch.dtype) -> float | None:

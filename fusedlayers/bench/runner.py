@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from . import record as records
 from .cases import DTYPES, Case, Grid, Options, Shape
-from .contenders import AUTO, FUSED, OUR_CONTENDERS, Contender, contender, our_plan
+from .contenders import AUTO, FUSED, FUSED_SWITCHES, Contender, contender, our_plan
 from .memory import peak_bytes, saved_bytes
 from .record import Record
 from .timing import NotTimed, clock_for, measure
@@ -96,7 +96,7 @@ def run(
                 if late:
                     reason = f"the budget of {settings.budget:g} s was spent"
                     entry["contenders"] = {
-                        name: records.untimed_entry("not timed", reason, None) for name in settings.contenders
+                        name: records.untimed_entry("not timed", reason, (None, None)) for name in settings.contenders
                     }
                     say(f"skip   {row.label} {direction}: {reason}")
                 else:
@@ -143,28 +143,32 @@ def _time(row: Row, settings: Settings, direction: str, entry: Record) -> Record
         backward=direction == FORWARD_BACKWARD,
     )  # fmt: skip
     plan = our_plan(row.case, row.options, work)
-    paths = {AUTO: plan.path, FUSED: "fused"}
+    replayed_path = our_plan(row.case, row.options, work, captured=True).path
+    paths = {AUTO: (plan.path, replayed_path), FUSED: ("fused", "fused")}
     entries: Record = {}
     entrants: list[Contender] = []
     for name in settings.contenders:
-        if name == FUSED and plan.path == "fused":
-            entries[name] = records.untimed_entry("same as auto", "auto mode chose the fused kernels", "fused")
+        if name == FUSED and plan.path == replayed_path == "fused":
+            entries[name] = records.untimed_entry("same as auto", "auto mode chose the fused kernels", paths[FUSED])
         elif name == FUSED and plan.unsupported is not None:
-            entries[name] = records.untimed_entry("not timed", plan.unsupported, "fused")
+            entries[name] = records.untimed_entry("not timed", plan.unsupported, paths[FUSED])
         elif name == FUSED and settings.device.type != "cuda":
-            entries[name] = records.untimed_entry("not timed", "the interpreter's time means nothing", "fused")
+            entries[name] = records.untimed_entry("not timed", "the interpreter's time means nothing", paths[FUSED])
         else:
-            entrants.append(contender(name, row.case, row.options))
+            entrant = contender(name, row.case, row.options)
+            if name == AUTO and replayed_path == "fused" != plan.path:
+                entrant = replace(entrant, before_capture=FUSED_SWITCHES)
+            entrants.append(entrant)
     timings = measure(entrants, work, seconds=settings.seconds, clock=clock_for(settings.device))
     for entrant in entrants:
         timing = timings[entrant.name]
-        path = paths[entrant.name] if entrant.name in OUR_CONTENDERS else None
+        ways = paths.get(entrant.name, (None, None))
         if isinstance(timing, NotTimed):
-            entries[entrant.name] = records.untimed_entry("not timed", timing.reason, path)
+            entries[entrant.name] = records.untimed_entry("not timed", timing.reason, ways)
             continue
         saved = saved_bytes(entrant, work, row.case.parameters) if work.backward else None
         peak = peak_bytes(entrant, work)
         entries[entrant.name] = records.contender_entry(
-            timing, path, entry["flops"], entry["floor_seconds"], saved, peak
+            timing, ways, entry["flops"], entry["floor_seconds"], saved, peak
         )
     return {name: entries[name] for name in settings.contenders}

@@ -10,6 +10,7 @@ from .record import Record
 # Auto mode should not be slower than this share of the better of torch's two.
 ENOUGH = 0.97
 KINDS = ("launched", "replayed")
+_PATHS = {"launched": "path", "replayed": "replayed_path"}
 _DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
 _NONE = "–"
 
@@ -103,7 +104,7 @@ def slower_than_torch(record: Record) -> list[str]:
             ratio = speed_up(row, kind)
             if ratio is not None and ratio < ENOUGH:
                 where = f"{row['grid']} {_shape(row)} {_DIRECTIONS[row['direction']]}, {kind}"
-                lines.append(f"{where}: {ratio:.2f} of torch's speed ({row['contenders'][AUTO]['path']} path)")
+                lines.append(f"{where}: {ratio:.2f} of torch's speed ({row['contenders'][AUTO][_PATHS[kind]]} path)")
     return lines
 
 
@@ -113,7 +114,6 @@ def screen(record: Record) -> Table:
     rows = []
     for row in timed_rows(record):
         times = [_times(row, name) for name in (EAGER, COMPILED, AUTO)]
-        auto = row["contenders"].get(AUTO) or {}
         passes = "f" if row["direction"] == "forward" else "f+b"
         rows.append(
             (
@@ -121,7 +121,7 @@ def screen(record: Record) -> Table:
                 _shape(row),
                 passes,
                 *times,
-                auto.get("path") or _NONE,
+                _path(row),
                 _forced(row),
                 _ratios(row),
                 _share(row),
@@ -135,8 +135,7 @@ def _table(title: str, dtype: str, direction: str, rows: list[Record]) -> Table:
     columns += ["of floor"] + (["saved", "peak"] if direction == "forward_backward" else [])
     lines = []
     for row in rows:
-        auto = row["contenders"].get(AUTO) or {}
-        line = [_shape(row), *(_times(row, name) for name in (EAGER, COMPILED, AUTO)), auto.get("path") or _NONE]
+        line = [_shape(row), *(_times(row, name) for name in (EAGER, COMPILED, AUTO)), _path(row)]
         line += [_forced(row), _ratios(row), _share(row)]
         if direction == "forward_backward":
             line += [_memory(row, "saved_bytes"), _memory(row, "peak_bytes")]
@@ -171,6 +170,15 @@ def _forced(row: Record) -> str:
 def _ratios(row: Record) -> str:
     ratios = [speed_up(row, kind) for kind in KINDS]
     return _NONE if ratios[0] is None else " / ".join(_NONE if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+
+
+def _path(row: Record) -> str:
+    """Our path, or both where a graph is recorded with another one."""
+    auto = row["contenders"].get(AUTO) or {}
+    launched, replayed = auto.get("path"), auto.get("replayed_path")
+    if launched is None:
+        return _NONE
+    return launched if auto.get("replayed") is None or launched == replayed else f"{launched} / {replayed}"
 
 
 def _share(row: Record) -> str:

@@ -99,7 +99,7 @@ def measure(
             except Exception as error:
                 failures[contender.name] = NotTimed(f"{type(error).__name__}: {error}".splitlines()[0])
                 continue
-            replay, replay_reasons[contender.name] = clock.capture(launch)
+            replay, replay_reasons[contender.name] = _capture(contender, launch, clock)
         entrants[contender.name, "launched"] = Entrant(launch, contender.switches)
         if replay is not None:
             entrants[contender.name, "replayed"] = Entrant(replay, {})
@@ -121,6 +121,15 @@ def measure(
             clock.separate_host and _host_bound(launched_spread, replayed_spread, host),
         )
     return timings
+
+
+def _capture(
+    contender: Contender, launch: Callable[[], object], clock: Clock
+) -> tuple[Callable[[], object] | None, str]:
+    if contender.before_capture:
+        with switched(contender.before_capture):
+            clock.warm_up(launch)
+    return clock.capture(launch)
 
 
 def _host_bound(launched: Spread, replayed: Spread | None, host_seconds: float) -> bool:

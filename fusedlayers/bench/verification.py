@@ -199,6 +199,7 @@ def _exact(name: str, actual: Tensor, expected: Tensor) -> Finding:
             return Finding(name, False, f"{name}: {what} {found}, expected {wanted}")
     if torch.equal(actual, expected):
         return Finding(name, True, f"{name}: equal")
+    actual, expected = actual.detach(), expected.detach()
     different = actual != expected
     first = tuple(int(i) for i in different.nonzero()[0])
     return Finding(

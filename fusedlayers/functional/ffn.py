@@ -71,7 +71,7 @@ def ffn(
             activation=activation, dropout_p=dropout_p, residual=residual,
         )  # fmt: skip
     seed = draw_seed(x.device) if dropout_p else None
-    arithmetic = Arithmetic(activation, float(dropout_p), problem.input_precision, plan.fast)
+    arithmetic = Arithmetic(activation, float(dropout_p), problem.input_precision, plan.accuracy)
     operands = (x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual)
     if not autocast_enabled(x.device):
         return FFNFunction.apply(*operands, seed, arithmetic, plan)

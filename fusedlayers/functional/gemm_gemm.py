@@ -40,7 +40,7 @@ def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None)
         return reference.gemm_gemm(a, b, c, activation=activation)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2], c.shape[:-2])
     operands = [_flat_batch(tensor, batch) for tensor in autocast((a, b, c), compute_dtype(a))]
-    arithmetic = Arithmetic(activation, 0.0, problem.input_precision, plan.fast)
+    arithmetic = Arithmetic(activation, 0.0, problem.input_precision, plan.accuracy)
     e = GemmGemmFunction.apply(*operands, arithmetic, plan)
     return e if len(batch) == 1 else e.view(*batch, *e.shape[-2:])
 

@@ -22,7 +22,7 @@ def _data_gradient_kernel(
     stride_dxz, stride_dxm, stride_dxk,
     N, M, dropout_p,
     K: tl.constexpr, O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_O: tl.constexpr, EVEN_N: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr,
+    BLOCK_O: tl.constexpr, EVEN_N: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     batch, row_start = batch_and_tile(M, BLOCK_M)
@@ -54,7 +54,7 @@ def _data_gradient_kernel(
             z_gate = tl.dot(x_tile, gate_tile.T, input_precision=INPUT_PRECISION)
             if gate_bias_ptr is not None:
                 z_gate += load_vector(gate_bias_ptr, cols, stride_gate_bias, N)[None, :]
-        _, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, FAST)
+        _, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
         dz = d_hidden * slope
         if not EVEN_N:
             dz = tl.where((cols < N)[None, :], dz, 0.0)

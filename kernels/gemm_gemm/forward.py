@@ -22,7 +22,7 @@ def _forward_kernel(
     stride_yz, stride_ym, stride_yo,
     N, M, dropout_p,
     K: tl.constexpr, O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_O: tl.constexpr, EVEN_N: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr,
+    BLOCK_O: tl.constexpr, EVEN_N: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     batch, row_start = batch_and_tile(M, BLOCK_M)
@@ -48,7 +48,7 @@ def _forward_kernel(
             z_gate = tl.dot(x_tile, gate_tile, input_precision=INPUT_PRECISION)
             if gate_bias_ptr is not None:
                 z_gate += load_vector(gate_bias_ptr, cols, stride_gate_bias, N)[None, :]
-        hidden, _, _ = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, FAST)
+        hidden, _, _ = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
         if seed_ptr is not None:
             kept = keep(tl.load(seed_ptr), rows.to(tl.int64)[:, None], cols.to(tl.int64)[None, :], dropout_p)
             hidden = hidden * kept * (1.0 / (1.0 - dropout_p))

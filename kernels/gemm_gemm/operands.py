@@ -11,13 +11,13 @@ from ..tuning import TileConfig, padded_width
 
 
 @triton.jit
-def hidden_and_slopes(z, z_gate, GATED: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
+def hidden_and_slopes(z, z_gate, GATED: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):
     """(H, ∂H/∂Z, ∂H/∂Zg) from the pre-activations; without a gate the last two are the same slope."""
     if GATED:
-        value, slope = activate(z_gate, ACTIVATION, FAST)
+        value, slope = activate(z_gate, ACTIVATION, ACCURACY)
         return value * z, value, z * slope
     else:
-        value, slope = activate(z, ACTIVATION, FAST)
+        value, slope = activate(z, ACTIVATION, ACCURACY)
         return value, slope, slope
 
 
@@ -25,13 +25,13 @@ def hidden_and_slopes(z, z_gate, GATED: tl.constexpr, ACTIVATION: tl.constexpr, 
 class Arithmetic:
     """What is computed, besides the tensors: names and numbers that the kernels of one call share.
 
-    ``input_precision`` goes to every ``tl.dot``; ``fast`` asks for the hardware tanh of ``activations.py``.
+    ``input_precision`` goes to every ``tl.dot``; ``accuracy`` is one of ``activations.ACCURACIES``.
     """
 
     activation: str
     dropout_p: float
     input_precision: str
-    fast: bool
+    accuracy: str
 
 
 class Operands(NamedTuple):
@@ -71,7 +71,7 @@ class Operands(NamedTuple):
         width, out_width = self.x.shape[-1], self.down.shape[-2]
         blocks = (tiles.block_m, tiles.block_n, padded_width(width), padded_width(out_width))
         arithmetic = self.arithmetic
-        return (width, out_width, *blocks, even, arithmetic.activation, arithmetic.fast, arithmetic.input_precision)
+        return (width, out_width, *blocks, even, arithmetic.activation, arithmetic.accuracy, arithmetic.input_precision)
 
 
 def stride(vector: torch.Tensor | None) -> int:

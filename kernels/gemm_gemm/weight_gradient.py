@@ -28,7 +28,7 @@ def _weight_gradient_kernel(
     stride_d_up_n, stride_d_up_k, stride_d_down_o, stride_d_down_n,
     N, stride_split, M, dropout_p, splits,
     K: tl.constexpr, O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_O: tl.constexpr, EVEN_M: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr,
+    BLOCK_O: tl.constexpr, EVEN_M: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Gradients are dense, one batch entry behind the other, and there once per split; their two inner strides are free.
@@ -76,7 +76,7 @@ def _weight_gradient_kernel(
             z_gate = tl.dot(gate_tile, x_tile.T, input_precision=INPUT_PRECISION)
             if gate_bias_ptr is not None:
                 z_gate += gate_bias
-        hidden, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, FAST)
+        hidden, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
         if seed_ptr is not None:
             kept = keep(tl.load(seed_ptr), rows.to(tl.int64)[None, :], cols.to(tl.int64)[:, None], dropout_p)
             kept = kept * (1.0 / (1.0 - dropout_p))

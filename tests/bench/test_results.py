@@ -1,0 +1,155 @@
+"""What the benchmark shows: tables and plots follow the record, and the README follows the committed record."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusedlayers.bench import __main__ as command
+from fusedlayers.bench import plots, record, tables
+from fusedlayers.bench.record import Record
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def bench(*words: object) -> int:
+    return command.main([str(word) for word in words])
+
+
+def entry(launched: float, replayed: float | None, **fields: Any) -> Record:
+    """Times in µs."""
+    quick = {"first_quartile": 0.0, "third_quartile": 1.0, "minimum": 0.0, "repeats": 9}
+    return {
+        "status": "timed", "reason": "", "path": None, "replayed_path": None, "host_seconds": 1e-5, "host_bound": False, "tflops": 1.0,
+        "floor_share": 0.5, "saved_bytes": 3 * 2**20, "peak_bytes": 200 * 2**20,
+        "launched": {"median": launched * 1e-6, **quick},
+        "replayed": None if replayed is None else {"median": replayed * 1e-6, **quick},
+    } | fields  # fmt: skip
+
+
+@pytest.fixture
+def gpu_record() -> Record:
+    """As a GPU run would leave it: one shape where ours wins, one where torch does."""
+    same = record.untimed_entry("same as auto", "auto mode chose the fused kernels", ("fused", "fused"))
+    shared = {
+        "case": "ffn", "grid": "ffn", "title": "FFN, gelu_tanh, bias", "letters": ["M", "K", "N"],
+        "meaning": "tokens × d_model × d_ff", "dtype": "bf16", "activation": "gelu_tanh", "gated": False, "bias": True,
+        "recompute": "auto", "direction": "forward_backward", "flops": 10, "bytes": 10, "floor_seconds": 33e-6,
+        "verification": [], "clocks": None,
+    }  # fmt: skip
+    won = {
+        "torch eager": entry(416, 400, host_bound=True),
+        "torch.compile": entry(917, None),
+        "auto": entry(208, 160, path="fused", replayed_path="fused"),
+        "fused": same,
+    }
+    lost = {
+        "torch eager": entry(1000, 990),
+        "torch.compile": entry(900, 800),
+        "auto": entry(1000, 1600, path="torch", replayed_path="fused"),
+        "fused": entry(2000, 1900, path="fused"),
+    }
+    return {
+        "schema": 1, "arguments": [], "started": "2026-11-20T10:00:00+00:00", "finished": None, "commit": "c" * 40,
+        "dirty": True, "source_sha256": "", "versions": {"torch": "2.11.0", "triton": "3.6.0"},
+        "device": {"kind": "cuda", "name": "NVIDIA H200"}, "method": {"cold_cache_bytes": 1},
+        "rows": [
+            shared | {"shape": [131072, 64, 256], "contenders": won},
+            shared | {"shape": [8192, 2048, 8192], "contenders": lost},
+        ],
+    }  # fmt: skip
+
+
+def test_the_markdown_table_shows_wins_and_losses(gpu_record: Record) -> None:
+    text = tables.markdown(gpu_record)
+    assert "NVIDIA H200, torch 2.11.0, Triton 3.6.0, bf16, 2026-11-20, commit cccccccccc with local changes" in text
+    assert "**FFN, gelu_tanh, bias: forward + backward, bf16**" in text
+    assert (
+        "| 131072×64×256 | 416* / 400 | 917 / – | 208 / 160 | fused | same | 2.00 / 2.50 | 50% | 3.0 / 3.0 / 3.0 "
+        "| 200 / 200 / 200 |" in text
+    )
+    assert (
+        "| 8192×2048×8192 | 1000 / 990 | 900 / 800 | 1000 / 1600 | torch / fused | 2000 / 1900 | 0.90 / 0.50 |" in text
+    )
+
+
+def test_rows_slower_than_torch_are_named(gpu_record: Record) -> None:
+    assert tables.slower_than_torch(gpu_record) == [
+        "ffn 8192×2048×8192 forward + backward, launched: 0.90 of torch's speed (torch path)",
+        "ffn 8192×2048×8192 forward + backward, replayed: 0.50 of torch's speed (fused path)",
+    ]
+
+
+def test_the_table_on_the_screen_is_narrow(gpu_record: Record) -> None:
+    lines = tables.screen(gpu_record).plain().splitlines()
+    assert len(lines) == 4
+    assert max(map(len, lines)) <= 120
+
+
+def test_plots_are_made_from_the_file(gpu_record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "all.json"
+    record.write(gpu_record, path)
+    drawn: list[dict[str, list[float | None]]] = []
+    draw = plots._bars
+
+    def note(axes: Any, rows: list[Record], series: dict[str, list[float | None]], colours: dict[str, str]) -> None:
+        drawn.append(series)
+        draw(axes, rows, series, colours)
+
+    monkeypatch.setattr(plots, "_bars", note)
+    assert bench("plot", path) == 0
+    assert (tmp_path / "all-ffn.png").stat().st_size > 10_000
+    speed_ups, times = drawn
+    assert speed_ups["auto mode, replayed"] == pytest.approx([2.5, 0.5])
+    assert speed_ups["forced kernels, replayed"] == [None, pytest.approx(800 / 1900)]
+    assert times["torch eager"] == pytest.approx([400 / 33, 990 / 33])
+    assert times["torch.compile"] == pytest.approx([917 / 33, 800 / 33])
+
+
+def test_plots_without_matplotlib_say_what_to_install(
+    gpu_record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    record.write(gpu_record, tmp_path / "all.json")
+    assert bench("plot", tmp_path / "all.json") == 1
+    assert "plots need matplotlib: pip install 'fusedlayers[examples]'" in capsys.readouterr().err
+
+
+def test_without_rich_the_table_is_plain(
+    gpu_record: Record, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    command._print(tables.screen(gpu_record))
+    assert capsys.readouterr().out == tables.screen(gpu_record).plain() + "\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "cannot be read"), ("{", "expected a JSON record"), ("{}", "schema 1, got None"), ("[]", "got 'list'")],
+)
+def test_an_unusable_record_is_named(
+    content: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "results.json"
+    if content is not None:
+        path.write_text(content)
+    for name in ("table", "plot"):
+        assert bench(name, path) == 1
+        error = capsys.readouterr().err
+        assert str(path) in error
+        assert said in error
+
+
+def test_the_readme_shows_the_committed_results_and_no_others() -> None:
+    readme = (ROOT / "README.md").read_text()
+    committed = sorted((ROOT / "fusedlayers" / "bench" / "results").glob("*.json"))
+    shown = [table for path in committed for table in tables.tables(json.loads(path.read_text()))]
+    for table in shown:
+        assert table.markdown() in readme, f"README.md lacks or changed the table {table.title!r}"
+    # The heading of a results table, in any of its two widths.
+    assert readme.count("| torch eager | torch.compile | fusedlayers | path |") == len(shown)

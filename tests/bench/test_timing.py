@@ -1,0 +1,120 @@
+"""What the benchmark measures: costs, saved memory, interleaved rounds, and the mark of a busy host."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedlayers.bench import contenders, timing, verification
+from fusedlayers.bench.cases import CASES, Options
+from fusedlayers.bench.memory import saved_bytes
+
+CPU = torch.device("cpu")
+FFN, GEMM_GEMM = CASES["ffn"], CASES["gemm_gemm"]
+PLAIN = Options("gelu_tanh", bias=True)
+
+
+def test_costs_are_those_of_the_published_floors() -> None:
+    """Floors of the published tables in µs, from 790 TFLOP/s and 4.3 TB/s."""
+    for case, options, shape, backward, microseconds in (
+        (FFN, PLAIN, (131072, 64, 256), False, 11),
+        (FFN, PLAIN, (131072, 64, 256), True, 33),
+        (FFN, PLAIN, (8192, 4096, 14336), True, 7307),
+        (FFN, Options("silu", gated=True), (65536, 256, 768), False, 98),
+        (FFN, Options("silu", gated=True), (8192, 4096, 14336), True, 10960),
+        (GEMM_GEMM, Options(), (64, 1024, 1024, 64, 64), False, 22),
+        (GEMM_GEMM, Options(), (16, 4096, 4096, 128, 128), False, 174),
+    ):
+        flops = case.flops(shape, options, backward)
+        moved = case.moved_bytes(shape, options, torch.bfloat16, backward)
+        assert max(flops / 790e12, moved / 4.3e12) * 1e6 == pytest.approx(microseconds, abs=0.5)
+
+
+def test_saved_bytes_count_each_activation_once_and_no_parameter() -> None:
+    rows, width, hidden = shape = (64, 16, 48)
+    work = verification.random_work(
+        FFN, PLAIN, shape, init="normal", dtype=torch.float32, device=CPU, seed=0, backward=True
+    )  # fmt: skip
+    eager = contenders.contender(contenders.EAGER, FFN, PLAIN)
+    # x, the pre-activation and the hidden.
+    assert saved_bytes(eager, work, FFN.parameters) == 4 * rows * (width + 2 * hidden)
+    chunked = contenders.contender(contenders.AUTO, FFN, dataclasses.replace(PLAIN, recompute=True))
+    assert saved_bytes(chunked, work, FFN.parameters) == 4 * rows * width
+
+
+class _RecordingClock(timing.Clock):
+    """Runs nothing; the k-th measurement takes k seconds."""
+
+    separate_host = True
+
+    def __init__(self) -> None:
+        self.order: list[object] = []
+
+    def capture(self, launch: Callable[[], object]) -> tuple[Callable[[], object] | None, str]:
+        if "broken" in launch.args[0].__name__:
+            return None, "not capturable"
+        return launch, ""
+
+    def once(self, run: Callable[[], object]) -> tuple[float, float]:
+        self.order.append(run)
+        return float(len(self.order)), 0.0
+
+
+def test_rounds_interleave_and_rotate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "MOST_ROUNDS", 10)
+
+    def first(**inputs: Tensor) -> Tensor:
+        return inputs["x"] * 1
+
+    def broken_second(**inputs: Tensor) -> Tensor:
+        return inputs["x"] * 2
+
+    clock = _RecordingClock()
+    work = contenders.Work({"x": torch.ones(2)}, torch.ones(2), backward=False)
+    entrants = [contenders.Contender("a", first), contenders.Contender("b", broken_second)]
+    found = timing.measure(entrants, work, seconds=1e9, clock=clock)
+    # Three entrants: a launched, a replayed, b launched.
+    rounds = [clock.order[i : i + 3] for i in range(0, len(clock.order), 3)]
+    assert len(rounds) == timing.DISCARDED_ROUNDS + 10
+    assert [run.args[0].__name__ for run in rounds[0]] == ["first", "first", "broken_second"]
+    assert [run.args[0].__name__ for run in rounds[2]] == ["broken_second", "first", "first"]
+    a, b = found["a"], found["b"]
+    assert isinstance(a, timing.Timing)
+    assert isinstance(b, timing.Timing)
+    assert (a.replayed is None, b.replayed is None, b.replay_reason) == (False, True, "not capturable")
+    assert a.launched.repeats == 10
+    assert a.launched.minimum > 3 * timing.DISCARDED_ROUNDS
+
+
+def test_the_kernels_of_a_captured_path_are_loaded_before_the_recording() -> None:
+    seen: list[str] = []
+
+    class CapturingClock(_RecordingClock):
+        def capture(self, launch: Callable[[], object]) -> tuple[Callable[[], object] | None, str]:
+            seen.append("capture")
+            return super().capture(launch)
+
+    def call(**inputs: Tensor) -> Tensor:
+        seen.append(os.environ["FUSEDLAYERS_BACKEND"])
+        return inputs["x"] * 1
+
+    work = contenders.Work({"x": torch.ones(2)}, torch.ones(2), backward=False)
+    entrant = contenders.Contender("auto", call, contenders.AUTO_SWITCHES, contenders.FUSED_SWITCHES)
+    timing.measure([entrant], work, seconds=1e-9, clock=CapturingClock())
+    warm = timing.WARM_UP_RUNS
+    assert seen == ["auto"] * warm + ["triton"] * warm + ["capture"]
+
+
+def test_quartiles_and_the_mark_of_the_host() -> None:
+    assert timing.spread([4.0, 1.0, 3.0, 2.0, 5.0]) == timing.Spread(3.0, 2.0, 4.0, 1.0, 5)
+    assert timing.spread([2.0]) == timing.Spread(2.0, 2.0, 2.0, 2.0, 1)
+    slow, quick = timing.spread([2.0]), timing.spread([1.0])
+    assert timing._host_bound(slow, quick, 0.1)
+    assert not timing._host_bound(quick, quick, 0.99)
+    assert timing._host_bound(quick, None, 0.99)
+    assert not timing._host_bound(quick, None, 0.5)

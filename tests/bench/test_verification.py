@@ -1,0 +1,106 @@
+"""The verification of the benchmark: exact integers are exact, every kind of input is judged, faults are found."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedlayers import reference
+from fusedlayers.bench import cases, verification
+from fusedlayers.bench.cases import CASES, Options
+
+CPU = torch.device("cpu")
+FFN, GEMM_GEMM = CASES["ffn"], CASES["gemm_gemm"]
+PLAIN = Options("gelu_tanh", bias=True)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    ("case", "options", "shape"),
+    [
+        (FFN, Options("relu", bias=True), (130, 48, 100)),
+        (FFN, Options("relu", gated=True), (130, 48, 100)),
+        (GEMM_GEMM, Options("identity"), (2, 70, 130, 24, 40)),
+    ],
+    ids=["ffn", "gated_ffn", "gemm_gemm"],
+)
+def test_integer_inputs_stay_exact(case: cases.Case, options: Options, shape: cases.Shape, dtype: str) -> None:
+    work, truth = verification.exact_work(case, options, shape, dtype=cases.DTYPES[dtype], device=CPU, seed=0)
+    for tensor in (*work.inputs.values(), work.upstream):
+        assert set(tensor.unique().tolist()) <= {-2, -1, 0, 1, 2}
+    for tensor in truth:
+        assert tensor.any()
+        assert torch.equal(tensor, tensor.round())
+        assert torch.equal(tensor, tensor.to(cases.DTYPES[dtype]).double())
+    found = verification.verify(case, options, shape, init="integer", dtype=cases.DTYPES[dtype], device=CPU)
+    assert found[0].findings[0].message == "y: equal"
+    assert found[0].status == "green"
+
+
+def test_an_integer_result_that_is_off_by_one_is_red() -> None:
+    def off_by_one(*, x: Tensor, recompute: object, **keywords: Any) -> Tensor:
+        bump = torch.zeros(x.shape[0], 1)
+        bump[7] = 1
+        return reference.ffn(x, **keywords) + bump
+
+    case = dataclasses.replace(FFN, ours=off_by_one)
+    found = verification.verify(case, Options("relu"), (70, 24, 40), init="integer", dtype=torch.float32, device=CPU)
+    assert found[0].status == "red"
+    assert "y: NOT equal at 24 of 1680 elements, first at (7, 0)" in found[0].summary()
+
+
+def test_the_exactness_watch_sees_inside_the_computation() -> None:
+    """The hidden overflows the integers of bfloat16 although the result does not."""
+    with verification._ExactnessWatch(torch.bfloat16) as watch:
+        hidden = torch.full((1, 1), 300.0, dtype=torch.float64) * 1
+        _ = hidden * 0
+    assert not watch.exact
+    with verification._ExactnessWatch(torch.bfloat16) as watch:
+        _ = torch.full((1, 1), 3.0, dtype=torch.float64) * 0.5
+    assert not watch.exact
+    with verification._ExactnessWatch(torch.float16) as watch:
+        _ = torch.full((1, 1), 300.0, dtype=torch.float64) * 1
+    assert watch.exact
+
+
+def test_integers_that_cannot_stay_exact_are_refused() -> None:
+    with pytest.raises(ValueError, match="activation gelu leaves the integers"):
+        verification.exact_work(FFN, Options("gelu"), (8, 8, 8), dtype=torch.float32, device=CPU, seed=0)
+    # A sum over so many tokens leaves the integers of bfloat16 until the inputs are so sparse that a result vanishes.
+    many_tokens = (20000, 1, 1)
+    with pytest.raises(ValueError, match="no density of non-zero values keeps every step of 20000x1x1 exact"):
+        verification.exact_work(FFN, Options("relu2"), many_tokens, dtype=torch.bfloat16, device=CPU, seed=1)
+
+
+@pytest.mark.parametrize("init", ["normal", "uniform", "zeros"])
+def test_every_kind_of_input_verifies(init: str) -> None:
+    for options in (PLAIN, Options("silu", gated=True, bias=True), dataclasses.replace(PLAIN, recompute=True)):
+        found = verification.verify(FFN, options, (70, 24, 40), init=init, dtype=torch.float32, device=CPU)
+        assert found[0].status == "green"
+        assert found[0].path == ("chunked" if options.recompute is True else "torch")
+
+
+@pytest.mark.interpreter
+def test_the_forced_kernels_are_verified_too() -> None:
+    for init in ("normal", "integer"):
+        found = verification.verify(FFN, Options("relu"), (40, 16, 40), init=init, dtype=torch.float32, device=CPU)
+        assert [(one.contender, one.path, one.status) for one in found] == [
+            ("auto", "torch", "green"),
+            ("fused", "fused", "green"),
+        ]
+    found = verification.verify(FFN, PLAIN, (40, 16, 40), init="normal", dtype=torch.bfloat16, device=CPU)
+    assert found[1].summary() == "fused: not run: Triton's interpreter computes bfloat16 products wrongly"
+
+
+def test_the_users_switches_do_not_decide_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "nonsense")
+    monkeypatch.delenv("FUSEDLAYERS_STRICT", raising=False)
+    found = verification.verify(FFN, PLAIN, (8, 8, 8), init="normal", dtype=torch.float32, device=CPU)
+    assert found[0].status == "green"
+    assert os.environ["FUSEDLAYERS_BACKEND"] == "nonsense"
+    assert "FUSEDLAYERS_STRICT" not in os.environ
