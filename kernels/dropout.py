@@ -18,7 +18,7 @@ _MASK_32 = 0xFFFFFFFF
 
 @triton.jit
 def keep(seed, rows, cols, dropout_p):
-    """1.0 where a hidden element is kept, 0.0 where it is dropped; the caller scales by ``1 / (1 - dropout_p)``.
+    """1.0 where a hidden element is kept, 0.0 where it is dropped; the caller scales what is kept.
 
     ``seed`` scalar int64, ``rows`` and ``cols`` broadcastable int64 tiles of coordinates, ``dropout_p`` float32.
     """
@@ -35,7 +35,7 @@ def keep(seed, rows, cols, dropout_p):
 def _keep_kernel(seed_ptr, out_ptr, N, first_row, M, dropout_p, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     kept = keep(tl.load(seed_ptr), first_row + index // N, index % N, dropout_p)
-    tl.store(out_ptr + index, kept.to(out_ptr.dtype.element_ty), mask=index < M * N)
+    tl.store(out_ptr + index, kept.to(out_ptr.dtype.element_ty), mask=index < tl.cast(M, tl.int64) * N)
 
 
 def _multiply_high_low(constant: int, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

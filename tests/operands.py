@@ -1,4 +1,4 @@
-"""Inputs for the tests of the operations, the device and dtypes that the kernels run in here, and the choice of a path."""
+"""Inputs for the tests of the operations, the device and dtypes of the kernels here, and the choice of a path."""
 
 from __future__ import annotations
 

@@ -147,6 +147,27 @@ def test_the_ratios_say_how_far_beyond_torch() -> None:
     assert compare((truth + 1.4e-3).float(), torch_result, truth).ok
 
 
+def test_one_element_may_err_twice_as_much_as_torchs_worst_and_no_more() -> None:
+    truth = torch.linspace(1, 2, 128 * 128, dtype=torch.float64).reshape(128, 128)
+    noise = 1e-3 * torch.linspace(-1, 1, 128 * 128, dtype=torch.float64).reshape(128, 128)
+    torch_result = (truth + noise).float()
+    for error, right in ((1.9e-3, True), (2.1e-3, False)):
+        ours = torch_result.clone()
+        ours[127, 127] = truth[127, 127] + error
+        verdict = compare(ours, torch_result, truth)
+        assert verdict.ok is right
+        assert verdict.rms_ratio < 1.01
+
+
+def test_many_small_matrices_that_look_right_one_by_one_fail_together() -> None:
+    truth = torch.rand(200, 4, 4, dtype=torch.float64) + 1
+    torch_result, ours = (truth + 1e-3).float(), (truth + 3e-3).float()
+    verdict = compare(ours, torch_result, truth)
+    assert not verdict.ok
+    assert "0 of 200 tiles over" in verdict.message
+    assert compare(ours[0], torch_result[0], truth[0]).ok
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_exact_torch_results_leave_room_for_one_rounding_and_no_more(dtype: torch.dtype) -> None:
     truth = torch.randint(-64, 65, (64, 64)).double()

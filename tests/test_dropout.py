@@ -71,9 +71,7 @@ def kernel_mask(seed: int, first_row: int, rows: int, columns: int, dropout_p: f
     out = torch.full((rows, columns), math.nan, device=DEVICE)
     grid = (triton.cdiv(out.numel(), 256),)
     seeds = torch.tensor([seed], device=DEVICE)
-    dropout._keep_kernel[grid](
-        seeds, out, first_row=first_row, M=rows, N=columns, dropout_p=dropout_p, BLOCK=256
-    )
+    dropout._keep_kernel[grid](seeds, out, first_row=first_row, M=rows, N=columns, dropout_p=dropout_p, BLOCK=256)
     return out.cpu()
 
 
@@ -149,7 +147,14 @@ def test_tiles_do_not_change_the_mask(tiles: TileConfig) -> None:
     seed = seed_after(3)
     ones, eye = torch.ones(1, M, 1, device=DEVICE), torch.eye(N, device=DEVICE)[None]
     operands = Operands(
-        ones, torch.ones(1, N, 1, device=DEVICE), eye, None, None, None, seed, Arithmetic("identity", 0.5, "ieee", False)
+        ones,
+        torch.ones(1, N, 1, device=DEVICE),
+        eye,
+        None,
+        None,
+        None,
+        seed,
+        Arithmetic("identity", 0.5, "ieee", "exact"),
     )
     mask = keep_mask(seed.cpu(), 0, M, N, 0.5, torch.float32) * 2
     assert torch.equal(gemm_gemm.forward(operands, None, None, tiles)[0].cpu(), mask)
@@ -181,7 +186,9 @@ def test_the_scale_is_exact(path: str, dtype: torch.dtype, dropout_p: float) -> 
     """Near p = 1 the rounding of p itself would show in 1 / (1 - p)."""
     inputs = ffn_inputs(90, 16, 60, 12, dtype, gated=True)
     with on_path(path) as options:
-        assert_ffn_close(functional.ffn, inputs, options=options, manual_seed=12, dropout_p=dropout_p, activation="silu")
+        assert_ffn_close(
+            functional.ffn, inputs, options=options, manual_seed=12, dropout_p=dropout_p, activation="silu"
+        )
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -74,9 +74,7 @@ def test_leading_dimensions(path: str, leading: tuple[int, ...]) -> None:
         assert functional.ffn(**inputs, **options).shape == (*leading, 5)
 
 
-def exact_case(
-    gated: bool, dtype: torch.dtype, rows: tuple[int, ...] | int
-) -> tuple[dict[str, Tensor | None], Tensor]:
+def exact_case(gated: bool, dtype: torch.dtype, rows: tuple[int, ...] | int) -> tuple[dict[str, Tensor | None], Tensor]:
     draw = INTEGERS[dtype]
     inputs = ffn_inputs(rows, 5, 37, 6, dtype, gated=gated, residual=True, draw=draw)
     return inputs, like_result(inputs, draw)
@@ -107,7 +105,7 @@ def operands_of(inputs: Tensors, activation: str) -> Operands:
     gate = inputs["w_gate"]
     return Operands(
         x[None], up[None], down[None], inputs["b_up"], None if gate is None else gate[None], inputs["b_gate"], None,
-        Arithmetic(activation, 0.0, "ieee", False),
+        Arithmetic(activation, 0.0, "ieee", "exact"),
     )  # fmt: skip
 
 
@@ -120,7 +118,9 @@ def exact_weight_gradients(
     asked = WeightGradients(**{name: name in wanted for name in NAMES})
     found = kernels.weight_gradients(operands_of(inputs, "relu"), dy[None], asked, splits, tiles)
     ours = {f"d{role}": gradient for role, gradient in zip(ROLES, found, strict=True)}
-    expected = {f"d{role}": truth[f"d{role}"][None] if name in wanted else None for role, name in zip(ROLES, NAMES)}
+    expected = {
+        f"d{role}": truth[f"d{role}"][None] if name in wanted else None for role, name in zip(ROLES, NAMES, strict=True)
+    }
     assert_equal(in_float64(ours), expected)
 
 
@@ -334,8 +334,8 @@ def test_tied_weights(path: str, create_graph: bool) -> None:
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("path", PATHS[:2])
 def test_ten_runs_give_the_same_bits(path: str) -> None:
-    """37 hidden columns and 190 rows: the weight gradients are split where there are processors to split them for."""
-    inputs = ffn_inputs(190, 9, 37, 7, DTYPES[-1], gated=True, residual=True)
+    """One column tile and many row tiles: the weight gradients are split."""
+    inputs = ffn_inputs(150, 9, 13, 7, DTYPES[-1], gated=True, residual=True)
     dy = like_result(inputs)
 
     def run() -> dict[str, Tensor | None]:
@@ -361,12 +361,18 @@ def assert_special_values_equal(ours: Tensors, truth: Tensors, kinds: bool = Tru
             assert torch.equal(tensor[infinite].double(), other[infinite]), name
 
 
+# Where a value comes in decides which sums it spreads to, the activation what becomes of it on the way.
+SPECIAL_CASES = [
+    *itertools.product(("relu", "gelu"), ("w_up", "w_down", "b_up", "b_down", "w_gate", "b_gate", "residual")),
+    *itertools.product(ACTIVATIONS, ("x", "dy")),
+]
+
+
 @needs_kernels
 @infinities
-@pytest.mark.parametrize("role", ["x", "w_up", "w_down", "b_up", "b_down", "w_gate", "b_gate", "residual", "dy"])
+@pytest.mark.parametrize(("activation", "role"), SPECIAL_CASES)
 @pytest.mark.parametrize("gated", GATED)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_special_values_spread_as_in_torch(activation: str, gated: bool, role: str) -> None:
+def test_special_values_spread_as_in_torch(gated: bool, activation: str, role: str) -> None:
     """One NaN or infinity somewhere makes exactly those results NaN or infinite that it makes in torch.
 
     torch computes the expectation in float64, because the float32 gelu of its CPU has no value at +inf; pre-activations
@@ -385,4 +391,5 @@ def test_special_values_spread_as_in_torch(activation: str, gated: bool, role: s
             ours = results(functional.ffn, inputs, dy, activation=activation, **options)
         truth = results(reference.ffn, in_float64(inputs), dy.double(), activation=activation)
         assert_special_values_equal(ours, truth, kinds=activation != "quick_gelu")
-        assert not all(tensor.isfinite().all() for tensor in ours.values() if tensor is not None)
+        if math.isnan(value):
+            assert any(tensor.isnan().any() for tensor in ours.values() if tensor is not None)

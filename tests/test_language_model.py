@@ -1,8 +1,7 @@
-"""The language-model example: it learns, fused and torch layers learn the same, and a run can be interrupted."""
+"""The language-model example: it learns, fused and torch layers learn the same, and wrong settings are named."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -14,82 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
-from torch import Tensor, nn
+from torch import Tensor
 
 from fusedlayers.closeness import assert_close
 from fusedlayers.kernels.activations import ACTIVATIONS
+from tests.training_runs import ROOT, TEXT, TINY, settings, train
 from train_examples import comparison, language_model, loop
 from train_examples.language_model import FeedForward, build_model, rotary_tables, rotate
-from train_examples.settings import LanguageModelSettings, SettingsError, as_settings
-
-ROOT = Path(__file__).resolve().parents[1]
-# Real text that every Python brings, small enough to be read in no time.
-TEXT = argparse.__file__
-
-TINY = (
-    "data=text_file",
-    f"data.path={TEXT}",
-    "model.d_model=32",
-    "model.d_ff=64",
-    "model.layers=2",
-    "model.heads=2",
-    "model.context=32",
-    "optim.warmup_steps=2",
-    "run.batch_size=4",
-    "run.steps=12",
-    "run.log_every=2",
-    "run.evaluate_every=4",
-    "run.evaluation_batches=2",
-    "run.checkpoint_every=4",
-    "run.accelerator=cpu",
-    "sample.length=20",
-)
-
-
-def settings(directory: Path, *overrides: str) -> LanguageModelSettings:
-    """The configuration of a run of seconds, with further overrides as they are typed on the command line."""
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        config = compose("language_model", [*TINY, f"run.directory={directory}", *overrides])
-    return as_settings(config)
-
-
-def train(directory: Path, *overrides: str) -> list[loop.Row]:
-    """Run the example and return the rows of its metrics."""
-    language_model.run(settings(directory, *overrides))
-    return loop.read_metrics(directory / "metrics.jsonl")
-
-
-def load(directory: Path) -> dict[str, object]:
-    return torch.load(directory / "checkpoint.pt", weights_only=True)
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
-
-
-def without_measurements(rows: list[loop.Row]) -> list[loop.Row]:
-    """The rows without what depends on the machine: two equal runs agree in the rest, bit by bit."""
-    return [{k: v for k, v in row.items() if k not in ("tokens_per_second", "peak_memory_bytes")} for row in rows]
-
-
-def flatten(value: object, name: str = "") -> dict[str, object]:
-    """Every leaf of nested dicts and lists by its path."""
-    if isinstance(value, dict):
-        return {key: leaf for k, v in value.items() for key, leaf in flatten(v, f"{name}.{k}").items()}
-    if isinstance(value, (list, tuple)):
-        return {key: leaf for k, v in enumerate(value) for key, leaf in flatten(v, f"{name}.{k}").items()}
-    return {name: value}
-
-
-def assert_same_checkpoint(one: Path, other: Path) -> None:
-    leaves, others = flatten(load(one)), flatten(load(other))
-    assert leaves.keys() == others.keys()
-    for name, leaf in leaves.items():
-        same = torch.equal(leaf, others[name]) if isinstance(leaf, Tensor) else leaf == others[name]
-        assert same, f"{name} differs"
+from train_examples.settings import SettingsError
 
 
 @pytest.mark.parametrize("layers", ["fused", "torch", "replaced"])
@@ -132,7 +65,7 @@ def test_all_kinds_of_layers_start_equal(options: tuple[str, ...], tmp_path: Pat
 
 
 def reordered_forward(hidden_parts: int, token_parts: int) -> Callable[[FeedForward, Tensor], Tensor]:
-    """The torch block in parts that are summed one after the other: as valid, forward and backward, in another order."""
+    """The torch block in parts that are summed one after the other, forward and backward: a valid but other order."""
 
     def forward(self: FeedForward, x: Tensor) -> Tensor:
         activate = ACTIVATIONS[self.activation].torch
@@ -210,92 +143,6 @@ def test_the_band_is_too_narrow_for_another_form_of_the_activation(
     assert min(distance(other, curve) for curve in curves) > band
 
 
-@pytest.mark.parametrize("layers", ["fused", "torch"])
-def test_an_interrupted_run_continues_bit_by_bit(layers: str, tmp_path: Path) -> None:
-    # Dropout makes the state of its generator matter, too.
-    options = (f"layers={layers}", "model.dropout=0.2")
-    straight = train(tmp_path / "straight", *options)
-    stopped = train(tmp_path / "resumed", *options, "run.stop_after=8")
-    assert [row["step"] for row in stopped] == [2, 4, 6, 8]
-    resumed = train(tmp_path / "resumed", *options, "run.resume=auto")
-    assert without_measurements(resumed) == without_measurements(straight)
-    assert_same_checkpoint(tmp_path / "straight", tmp_path / "resumed")
-    assert (tmp_path / "straight" / "sample.txt").read_text() == (tmp_path / "resumed" / "sample.txt").read_text()
-
-
-def test_resume_forgets_rows_after_the_checkpoint(tmp_path: Path) -> None:
-    straight = train(tmp_path / "straight")
-    train(tmp_path / "killed", "run.stop_after=8")
-    # A process that is killed between two checkpoints leaves rows that the resumed run computes again.
-    with (tmp_path / "killed" / "metrics.jsonl").open("a") as metrics:
-        metrics.write(json.dumps({"step": 10}) + "\n")
-    assert without_measurements(train(tmp_path / "killed", "run.resume=auto")) == without_measurements(straight)
-
-
-def test_a_run_without_anything_left_to_do_still_ends_well(tmp_path: Path) -> None:
-    train(tmp_path / "run", "run.stop_after=2")
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["steps"] == 2
-    assert summary["validation_loss"] is None
-    checkpoint = tmp_path / "run" / "checkpoint.pt"
-    assert train(tmp_path / "other", f"run.resume={checkpoint}", "run.stop_after=2") == []
-    assert (tmp_path / "other" / "sample.txt").read_text() == (tmp_path / "run" / "sample.txt").read_text()
-
-
-def test_a_checkpoint_fits_the_other_kind_of_layers(tmp_path: Path) -> None:
-    train(tmp_path / "fused", "layers=fused", "run.stop_after=8")
-    checkpoint = tmp_path / "fused" / "checkpoint.pt"
-    rows = train(tmp_path / "torch", "layers=torch", f"run.resume={checkpoint}")
-    assert [row["step"] for row in rows] == [10, 12]
-
-
-def test_resume_auto_without_a_checkpoint_starts_at_the_beginning(tmp_path: Path) -> None:
-    assert train(tmp_path, "run.resume=auto")[0]["step"] == 2
-
-
-def test_a_checkpoint_of_another_model_is_refused_and_nothing_changes(tmp_path: Path) -> None:
-    train(tmp_path, "run.stop_after=4")
-    before = contents(tmp_path)
-    with pytest.raises(SettingsError, match=r"another model.*model.d_model is 32 there and 64 here"):
-        train(tmp_path, "run.resume=auto", "model.d_model=64")
-    with pytest.raises(SettingsError, match=r"model.activation is gelu there and relu here"):
-        train(tmp_path, "run.resume=auto", "model.activation=relu")
-    with pytest.raises(
-        SettingsError, match=r"model.gated is False there and True here.*gate_proj.weight is None there"
-    ):
-        train(tmp_path, "run.resume=auto", "model.gated=true")
-    assert contents(tmp_path) == before
-
-
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    with pytest.raises(SettingsError, match=r"run.resume is '.*missing.pt'.*no such file"):
-        train(run, f"run.resume={tmp_path / 'missing.pt'}")
-    for name, content in {"text.pt": "a text", "other.pt": {"weights": torch.zeros(2)}, "code.pt": nn.ReLU()}.items():
-        path = tmp_path / name
-        path.write_text(content) if isinstance(content, str) else torch.save(content, path)
-        # The last one would run code while it is loaded: weights_only refuses it.
-        with pytest.raises(SettingsError, match=f"run.resume: .*{name}"):
-            train(run, f"run.resume={path}")
-    assert not run.exists()
-
-
-def test_a_finished_run_is_not_overwritten_by_accident(tmp_path: Path) -> None:
-    first = train(tmp_path)
-    before = contents(tmp_path)
-    with pytest.raises(SettingsError, match=r"already holds a run.*run.resume=auto.*run.overwrite=true"):
-        train(tmp_path)
-    assert contents(tmp_path) == before
-    assert without_measurements(train(tmp_path, "run.overwrite=true")) == without_measurements(first)
-
-
-def test_a_run_that_starts_over_leaves_no_older_checkpoint(tmp_path: Path) -> None:
-    train(tmp_path)
-    with pytest.raises(FloatingPointError):
-        train(tmp_path, "run.overwrite=true", "optim.learning_rate=1e30", "optim.warmup_steps=1")
-    assert not (tmp_path / "checkpoint.pt").exists()
-
-
 @pytest.mark.parametrize(
     "override",
     ["model.width=3", "run.stpes=3", "layers.kinds=fused", "optim.momentum=0.9", "+model.width=3", "+extra=3"],
@@ -331,11 +178,6 @@ def test_settings_that_cannot_work_are_named(override: str, message: str, tmp_pa
     with pytest.raises(SettingsError, match=message):
         train(tmp_path / "run", override)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
-    with pytest.raises(FloatingPointError, match=r"nan at step 2; .*optim.learning_rate"):
-        train(tmp_path, "optim.learning_rate=1e30", "optim.warmup_steps=1")
 
 
 def test_the_command_without_a_terminal_prints_plain_lines(tmp_path: Path) -> None:
@@ -416,24 +258,3 @@ def test_rotary_positions_are_a_product_of_complex_numbers() -> None:
 
     x = torch.randn(2, 3, 8, 16)
     assert_close(rotate(x, *rotary_tables(8, 16)), turn(x), turn(x.double()), "rotated")
-
-
-def test_only_matrices_are_decayed(tmp_path: Path) -> None:
-    chosen = settings(tmp_path, "layers=fused")
-    model = build_model(chosen.model, chosen.layers)
-    decayed, kept = loop.build_optimizer(model, chosen.optim).param_groups
-    assert decayed["weight_decay"] == chosen.optim.weight_decay > 0
-    assert kept["weight_decay"] == 0
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    assert all(names[id(p)].endswith("weight") and "norm" not in names[id(p)] for p in decayed["params"])
-    assert all(names[id(p)].endswith("bias") or "norm" in names[id(p)] for p in kept["params"])
-    assert len(decayed["params"]) + len(kept["params"]) == len(names)
-
-
-def test_the_learning_rate_warms_up_and_decays(tmp_path: Path) -> None:
-    optim = settings(tmp_path, "optim.warmup_steps=10", "optim.learning_rate=1.0").optim
-    rates = [loop.learning_rate(step, 100, optim) for step in range(1, 101)]
-    assert rates[:10] == [step / 10 for step in range(1, 11)]
-    assert rates[9:] == sorted(rates[9:], reverse=True)
-    assert rates[-1] == optim.final_learning_rate_fraction
-    assert loop.learning_rate(5, 100, settings(tmp_path, "optim.warmup_steps=0").optim) > 0

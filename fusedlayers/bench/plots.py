@@ -61,7 +61,7 @@ def _speed_ups(axes: Any, rows: list[Record]) -> None:
     colours = dict(zip(series, ("#56b4e9", _COLOURS[AUTO], _COLOURS[FUSED]), strict=False))
     _bars(axes, rows, series, colours)
     axes.axhline(1.0, color="black", linewidth=1)
-    axes.set_ylabel("speed-up over the better of torch eager and compile")
+    axes.set_ylabel("speed-up over the better of\ntorch eager and torch.compile")
 
 
 def _times(axes: Any, rows: list[Record]) -> None:
@@ -77,7 +77,7 @@ def _times(axes: Any, rows: list[Record]) -> None:
     if known:
         axes.axhline(1.0, color="black", linewidth=1)
     axes.set_yscale("log")
-    axes.set_ylabel("time over floor (1 = no version is faster)" if known else "time in µs")
+    axes.set_ylabel("time over floor\n(1: as fast as the hardware allows)" if known else "time in µs")
 
 
 def _device_time(row: Record, name: str) -> float | None:

@@ -1,10 +1,11 @@
 """How long each contender takes, all interleaved in one run: medians and quartiles of launched and replayed work.
 
-One round times every entrant once, in an order that rotates from round to round, so that clocks and temperature drift
-over all of them alike. Before each measurement the device is idle and its L2 cache is overwritten: every run reads its
-inputs from memory. The overwriting takes tens of microseconds, in which the host may already launch: an entrant is
-*launched* as a user would, and pays for the host only where the host falls behind. *Replayed* is the same work inside a
-CUDA graph: device time alone.
+One round visits every entrant once, in an order that rotates from round to round, so that clocks and temperature drift
+over all of them alike. A visit starts on an idle device and runs the entrant a few times in a row, as a training loop
+would: the host launches ahead of the device as far as it can. The first of these runs is not counted. The L2 cache is
+overwritten before each run, so that it reads its inputs from memory; that takes tens of microseconds, in which the host
+may already launch. So a *launched* time shows the host only where the host falls further behind. *Replayed* is the same
+work inside a CUDA graph: device time alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from .contenders import Contender, Work, switched
 WARM_UP_RUNS = 3
 # Rounds at the start whose times are thrown away: the clocks are still rising.
 DISCARDED_ROUNDS = 2
-FEWEST_ROUNDS, MOST_ROUNDS = 7, 200
+FEWEST_ROUNDS, MOST_ROUNDS = 7, 50
+# Runs of one visit on a GPU; the first starts from an idle device and is not counted.
+RUNS_PER_VISIT = 5
 # A launched time this far above the replayed one, or host time this close to it, means that the host sets the pace.
 _HOST_BOUND_GAP, _HOST_BOUND_SHARE = 1.15, 0.9
 
@@ -151,10 +154,10 @@ def _rounds(entrants: Mapping[tuple[str, str], Entrant], clock: Clock, seconds: 
         for name in names[first:] + names[:first]:
             # Setting the switches is no part of the work.
             with switched(entrants[name].switches):
-                device, host = clock.once(entrants[name].run)
+                measured = clock.visit(entrants[name].run)
             if round_number >= DISCARDED_ROUNDS:
-                device_times[name].append(device)
-                host_times[name].append(host)
+                device_times[name] += [device for device, _ in measured]
+                host_times[name] += [host for _, host in measured]
         enough = round_number + 1 >= DISCARDED_ROUNDS + FEWEST_ROUNDS
         if enough and deadline is not None and time.perf_counter() > deadline:
             break
@@ -176,12 +179,12 @@ class Clock:
         """A replay of the work, or None and why there is none."""
         return None, "no CUDA graphs on this device"
 
-    def once(self, run: Callable[[], object]) -> tuple[float, float]:
-        """Seconds of one run: on the device, and of the host alone."""
+    def visit(self, run: Callable[[], object]) -> list[tuple[float, float]]:
+        """Seconds of each counted run: on the device, and of the host alone."""
         start = time.perf_counter()
         run()
         seconds = time.perf_counter() - start
-        return seconds, seconds
+        return [(seconds, seconds)]
 
 
 class CudaClock(Clock):
@@ -194,7 +197,9 @@ class CudaClock(Clock):
         cache = torch.cuda.get_device_properties(device).L2_cache_size
         self.cold_cache_bytes = max(4 * cache, 2**28)
         self._eviction = torch.empty(self.cold_cache_bytes, dtype=torch.int8, device=device)
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self._events = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(RUNS_PER_VISIT)
+        ]
 
     def warm_up(self, launch: Callable[[], object]) -> None:
         with torch.cuda.device(self.device):
@@ -220,18 +225,20 @@ class CudaClock(Clock):
                 return None, f"not capturable: {type(error).__name__}: {error}".splitlines()[0]
         return graph.replay, ""
 
-    def once(self, run: Callable[[], object]) -> tuple[float, float]:
-        start, end = self._events
+    def visit(self, run: Callable[[], object]) -> list[tuple[float, float]]:
+        hosts = []
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
-            self._eviction.zero_()
-            start.record()
-            before = time.perf_counter()
-            run()
-            host = time.perf_counter() - before
-            end.record()
-            end.synchronize()
-        return start.elapsed_time(end) / 1e3, host
+            for start, end in self._events:
+                self._eviction.zero_()
+                start.record()
+                before = time.perf_counter()
+                run()
+                hosts.append(time.perf_counter() - before)
+                end.record()
+            torch.cuda.synchronize()
+        devices = [start.elapsed_time(end) / 1e3 for start, end in self._events]
+        return list(zip(devices, hosts, strict=True))[1:]
 
 
 def clock_for(device: torch.device) -> Clock:

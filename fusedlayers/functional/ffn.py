@@ -75,8 +75,9 @@ def ffn(
     operands = (x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual)
     if not autocast_enabled(x.device):
         return FFNFunction.apply(*operands, seed, arithmetic, plan)
+    operands = autocast(operands, compute_dtype(x))
     with without_autocast(x.device):
-        return FFNFunction.apply(*autocast(operands, compute_dtype(x)), seed, arithmetic, plan)
+        return FFNFunction.apply(*operands, seed, arithmetic, plan)
 
 
 class FFNFunction(torch.autograd.Function):
@@ -169,6 +170,8 @@ def _differentiable_gradients(
     arithmetic: Arithmetic,
 ) -> list[Tensor | None]:
     """The same gradients through the reference, for ``create_graph=True``: they can be differentiated again."""
+    # One tensor may play several roles; views tell them apart.
+    tensors = tuple(None if tensor is None else tensor.view_as(tensor) for tensor in tensors)
     y = reference.ffn(*tensors, activation=arithmetic.activation, dropout_p=arithmetic.dropout_p, seed=seed)
     chosen = [position for position, want in enumerate(wanted) if want]
     found = torch.autograd.grad(y, [tensors[position] for position in chosen], dy, create_graph=True)

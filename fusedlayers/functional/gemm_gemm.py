@@ -68,7 +68,9 @@ class GemmGemmFunction(torch.autograd.Function):
         a, b, c = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():
-            # create_graph=True: through the reference, whose gradients can be differentiated again.
+            # create_graph=True: through the reference, whose gradients can be differentiated again. One tensor may play
+            # several roles; views tell them apart.
+            a, b, c = (tensor.view_as(tensor) for tensor in (a, b, c))
             with without_autocast(de.device):
                 e = reference.gemm_gemm(a, b, c, activation=ctx.arithmetic.activation)
                 chosen = [tensor for tensor, want in zip((a, b, c), wanted, strict=True) if want]

@@ -7,10 +7,10 @@ from ..dropout import keep
 from ..launching import launch
 from ..tiles import batch_and_tile, load_tile, load_vector, store_tile
 from ..tuning import TileConfig
-from .operands import Operands, hidden_and_slopes, strides
+from .operands import Operands, hidden_and_slopes, strides, through_activation
 
 
-@triton.jit(do_not_specialize=["M", "dropout_p"])
+@triton.jit(do_not_specialize=["M", "dropout_p", "keep_scale"])
 def _data_gradient_kernel(
     x_ptr, up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, dy_ptr, dx_ptr,
     stride_xz, stride_xm, stride_xk,
@@ -20,7 +20,7 @@ def _data_gradient_kernel(
     stride_up_bias, stride_gate_bias,
     stride_dyz, stride_dym, stride_dyo,
     stride_dxz, stride_dxm, stride_dxk,
-    N, M, dropout_p,
+    N, M, dropout_p, keep_scale,
     K: tl.constexpr, O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_O: tl.constexpr, EVEN_N: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -47,7 +47,7 @@ def _data_gradient_kernel(
         d_hidden = tl.dot(dy_tile, down_tile, input_precision=INPUT_PRECISION)
         if seed_ptr is not None:
             kept = keep(tl.load(seed_ptr), rows.to(tl.int64)[:, None], cols.to(tl.int64)[None, :], dropout_p)
-            d_hidden = d_hidden * kept * (1.0 / (1.0 - dropout_p))
+            d_hidden = d_hidden * kept * keep_scale
         z_gate = z
         if GATED:
             gate_tile = load_tile(gate_ptr, cols, inner, stride_gn, stride_gk, N, K)
@@ -55,12 +55,15 @@ def _data_gradient_kernel(
             if gate_bias_ptr is not None:
                 z_gate += load_vector(gate_bias_ptr, cols, stride_gate_bias, N)[None, :]
         _, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
-        dz = d_hidden * slope
+        if GATED:
+            dz = d_hidden * slope
+        else:
+            dz = through_activation(d_hidden, slope, z, ACTIVATION)
         if not EVEN_N:
             dz = tl.where((cols < N)[None, :], dz, 0.0)
         acc = tl.dot(dz.to(up_tile.dtype), up_tile, acc, input_precision=INPUT_PRECISION)
         if GATED:
-            dz_gate = d_hidden * gate_slope
+            dz_gate = through_activation(d_hidden, gate_slope, z_gate, ACTIVATION)
             if not EVEN_N:
                 dz_gate = tl.where((cols < N)[None, :], dz_gate, 0.0)
             acc = tl.dot(dz_gate.to(gate_tile.dtype), gate_tile, acc, input_precision=INPUT_PRECISION)
@@ -77,7 +80,7 @@ def data_gradient(operands: Operands, dy: torch.Tensor, tiles: TileConfig) -> to
         batch * triton.cdiv(rows, tiles.block_m),
         (*operands.pointers(), dy, dx),
         (*operands.strides(), *strides(dy), *strides(dx), hidden),
-        (rows, operands.arithmetic.dropout_p),
+        (rows, *operands.arithmetic.dropout()),
         operands.constants(tiles, even=hidden % tiles.block_n == 0),
         tiles.num_warps,
         tiles.num_stages,

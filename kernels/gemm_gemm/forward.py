@@ -10,7 +10,7 @@ from ..tuning import TileConfig
 from .operands import Operands, hidden_and_slopes, stride, strides
 
 
-@triton.jit(do_not_specialize=["M", "dropout_p"])
+@triton.jit(do_not_specialize=["M", "dropout_p", "keep_scale"])
 def _forward_kernel(
     x_ptr, up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, down_bias_ptr, residual_ptr, y_ptr,
     stride_xz, stride_xm, stride_xk,
@@ -20,7 +20,7 @@ def _forward_kernel(
     stride_up_bias, stride_gate_bias, stride_down_bias,
     stride_rz, stride_rm, stride_ro,
     stride_yz, stride_ym, stride_yo,
-    N, M, dropout_p,
+    N, M, dropout_p, keep_scale,
     K: tl.constexpr, O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_O: tl.constexpr, EVEN_N: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -51,7 +51,7 @@ def _forward_kernel(
         hidden, _, _ = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
         if seed_ptr is not None:
             kept = keep(tl.load(seed_ptr), rows.to(tl.int64)[:, None], cols.to(tl.int64)[None, :], dropout_p)
-            hidden = hidden * kept * (1.0 / (1.0 - dropout_p))
+            hidden = hidden * kept * keep_scale
         if not EVEN_N:
             # Past N the weights load as 0, but an infinite x times 0 is NaN, and act(0) may not be 0.
             hidden = tl.where((cols < N)[None, :], hidden, 0.0)
@@ -76,7 +76,7 @@ def forward(
         batch * triton.cdiv(rows, tiles.block_m),
         (*operands.pointers(), down_bias, residual, y),
         (*operands.strides(), stride(down_bias), *strides(residual), *strides(y), hidden),
-        (rows, operands.arithmetic.dropout_p),
+        (rows, *operands.arithmetic.dropout()),
         operands.constants(tiles, even=hidden % tiles.block_n == 0),
         tiles.num_warps,
         tiles.num_stages,

@@ -7,7 +7,7 @@ import torch
 
 from ..activations import activate
 from ..device import tl, triton
-from ..tuning import TileConfig, padded_width
+from ..tuning import TileConfig, padded_widths
 
 
 @triton.jit
@@ -21,6 +21,15 @@ def hidden_and_slopes(z, z_gate, GATED: tl.constexpr, ACTIVATION: tl.constexpr, 
         return value, slope, slope
 
 
+@triton.jit
+def through_activation(gradient, slope, z, ACTIVATION: tl.constexpr):
+    """The gradient at z of an activation, from the gradient of its value: where relu is flat, NaN ends as in torch."""
+    product = gradient * slope
+    if ACTIVATION == "relu" or ACTIVATION == "relu2":
+        product = tl.where(z <= 0, 0.0, product)
+    return product
+
+
 @dataclass(frozen=True)
 class Arithmetic:
     """What is computed, besides the tensors: names and numbers that the kernels of one call share.
@@ -32,6 +41,10 @@ class Arithmetic:
     dropout_p: float
     input_precision: str
     accuracy: str
+
+    def dropout(self) -> tuple[float, float]:
+        """The probability, and the factor of what is kept: computed here in float64, as torch does."""
+        return self.dropout_p, 1.0 / (1.0 - self.dropout_p)
 
 
 class Operands(NamedTuple):
@@ -69,7 +82,7 @@ class Operands(NamedTuple):
         ``even`` says that the axis the kernel loops over is a whole number of tiles.
         """
         width, out_width = self.x.shape[-1], self.down.shape[-2]
-        blocks = (tiles.block_m, tiles.block_n, padded_width(width), padded_width(out_width))
+        blocks = (tiles.block_m, tiles.block_n, *padded_widths(width, out_width))
         arithmetic = self.arithmetic
         return (width, out_width, *blocks, even, arithmetic.activation, arithmetic.accuracy, arithmetic.input_precision)
 

@@ -10,12 +10,12 @@ from ..dropout import keep
 from ..launching import launch
 from ..tiles import load_tile, load_vector, store_tile
 from ..tuning import TileConfig
-from .operands import Operands, hidden_and_slopes, strides
+from .operands import Operands, hidden_and_slopes, strides, through_activation
 
 _REDUCE_BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["M", "dropout_p", "splits"])
+@triton.jit(do_not_specialize=["M", "dropout_p", "keep_scale", "splits"])
 def _weight_gradient_kernel(
     x_ptr, up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, dy_ptr,
     d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr, d_gate_bias_ptr,
@@ -26,7 +26,7 @@ def _weight_gradient_kernel(
     stride_up_bias, stride_gate_bias,
     stride_dyz, stride_dym, stride_dyo,
     stride_d_up_n, stride_d_up_k, stride_d_down_o, stride_d_down_n,
-    N, stride_split, M, dropout_p, splits,
+    N, stride_split, M, dropout_p, keep_scale, splits,
     K: tl.constexpr, O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_O: tl.constexpr, EVEN_M: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -79,7 +79,7 @@ def _weight_gradient_kernel(
         hidden, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
         if seed_ptr is not None:
             kept = keep(tl.load(seed_ptr), rows.to(tl.int64)[None, :], cols.to(tl.int64)[:, None], dropout_p)
-            kept = kept * (1.0 / (1.0 - dropout_p))
+            kept = kept * keep_scale
             hidden = hidden * kept
         if not EVEN_M:
             # Past M, x and dy load as 0, but 0 times an infinite weight or bias is NaN.
@@ -92,7 +92,10 @@ def _weight_gradient_kernel(
             if seed_ptr is not None:
                 d_hidden = d_hidden * kept
             if UP:
-                dz = d_hidden * slope
+                if GATED:
+                    dz = d_hidden * slope
+                else:
+                    dz = through_activation(d_hidden, slope, z, ACTIVATION)
                 if not EVEN_M:
                     dz = tl.where(row_ok, dz, 0.0)
                 if d_up_ptr is not None:
@@ -100,7 +103,7 @@ def _weight_gradient_kernel(
                 if d_up_bias_ptr is not None:
                     d_up_bias += tl.sum(dz, 1)
             if GATE:
-                dz_gate = d_hidden * gate_slope
+                dz_gate = through_activation(d_hidden, gate_slope, z_gate, ACTIVATION)
                 if not EVEN_M:
                     dz_gate = tl.where(row_ok, dz_gate, 0.0)
                 if d_gate_ptr is not None:
@@ -221,7 +224,7 @@ def _weight_gradients_in_one_pass(
         batch * triton.cdiv(hidden, tiles.block_n) * splits,
         (*operands.pointers(), dy, *targets),
         (*operands.strides(), *strides(dy), *inner_strides, hidden, split_size),
-        (rows, operands.arithmetic.dropout_p, splits),
+        (rows, *operands.arithmetic.dropout(), splits),
         operands.constants(tiles, even=rows % tiles.block_m == 0),
         tiles.num_warps,
         tiles.num_stages,

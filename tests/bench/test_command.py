@@ -69,8 +69,8 @@ def test_the_record_has_every_field_of_its_schema(tmp_path: Path) -> None:
     assert row["bytes"] == 4 * (sum(moved) + sum(moved) + sum(moved[:3]))
     eager = row["contenders"]["torch eager"]
     assert set(eager) == {
-        "status", "reason", "path", "replayed_path", "launched", "replayed", "host_seconds", "host_bound", "tflops", "floor_share",
-        "saved_bytes", "peak_bytes",
+        "status", "reason", "path", "replayed_path", "launched", "replayed", "host_seconds", "host_bound", "tflops",
+        "floor_share", "saved_bytes", "peak_bytes",
     }  # fmt: skip
     assert eager["launched"]["repeats"] >= timing.FEWEST_ROUNDS
     assert 0 < eager["launched"]["minimum"] <= eager["launched"]["first_quartile"] <= eager["launched"]["median"]

@@ -24,8 +24,8 @@ def entry(launched: float, replayed: float | None, **fields: Any) -> Record:
     """Times in µs."""
     quick = {"first_quartile": 0.0, "third_quartile": 1.0, "minimum": 0.0, "repeats": 9}
     return {
-        "status": "timed", "reason": "", "path": None, "replayed_path": None, "host_seconds": 1e-5, "host_bound": False, "tflops": 1.0,
-        "floor_share": 0.5, "saved_bytes": 3 * 2**20, "peak_bytes": 200 * 2**20,
+        "status": "timed", "reason": "", "path": None, "replayed_path": None, "host_seconds": 1e-5, "host_bound": False,
+        "tflops": 1.0, "floor_share": 0.5, "saved_bytes": 3 * 2**20, "peak_bytes": 200 * 2**20,
         "launched": {"median": launched * 1e-6, **quick},
         "replayed": None if replayed is None else {"median": replayed * 1e-6, **quick},
     } | fields  # fmt: skip

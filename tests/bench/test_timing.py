@@ -60,9 +60,9 @@ class _RecordingClock(timing.Clock):
             return None, "not capturable"
         return launch, ""
 
-    def once(self, run: Callable[[], object]) -> tuple[float, float]:
+    def visit(self, run: Callable[[], object]) -> list[tuple[float, float]]:
         self.order.append(run)
-        return float(len(self.order)), 0.0
+        return [(float(len(self.order)), 0.0)]
 
 
 def test_rounds_interleave_and_rotate(monkeypatch: pytest.MonkeyPatch) -> None:
