@@ -31,7 +31,8 @@ def check_tensors(tensors: dict[str, Tensor | None]) -> None:
             raise TypeError(f"{said(name, tensor)}: expected a real floating-point dtype")
         if tensor.device != first.device:
             raise ValueError(f"{said(name, tensor)}: expected the device of {first_name}, {first.device}")
-        if tensor.dtype != first.dtype and not autocast_enabled(first.device):
+        mixed = tensor.dtype != first.dtype
+        if mixed and not (autocast_enabled(first.device) and torch.float64 not in (tensor.dtype, first.dtype)):
             raise TypeError(f"{said(name, tensor)}: expected the dtype of {first_name}, {first.dtype}")
 
 

@@ -75,9 +75,13 @@ def ffn(
     operands = (x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual)
     if not autocast_enabled(x.device):
         return FFNFunction.apply(*operands, seed, arithmetic, plan)
-    operands = autocast(operands, compute_dtype(x))
+    dtype = compute_dtype(x)
+    # Autocast casts products, not sums: a residual of another dtype is added as it is, outside the kernel.
+    apart = residual is not None and residual.dtype != dtype
+    operands = autocast((*operands[:7], None if apart else residual), dtype)
     with without_autocast(x.device):
-        return FFNFunction.apply(*operands, seed, arithmetic, plan)
+        y = FFNFunction.apply(*operands, seed, arithmetic, plan)
+    return y + residual if apart else y
 
 
 class FFNFunction(torch.autograd.Function):

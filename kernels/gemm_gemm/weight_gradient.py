@@ -135,8 +135,9 @@ def _reduce_partials_kernel(
     # The outputs lie behind one another in a row of the partials; ``end_i`` is where output i ends.
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
-    for split in range(splits):
-        total += tl.load(partials_ptr + split.to(tl.int64) * end_4 + index, mask=index < end_4, other=0.0)
+    for _ in range(splits):
+        total += tl.load(partials_ptr + index, mask=index < end_4, other=0.0)
+        partials_ptr += end_4
     total = total.to(out_0_ptr.dtype.element_ty)
     tl.store(out_0_ptr + index, total, mask=index < end_0)
     if out_1_ptr is not None:

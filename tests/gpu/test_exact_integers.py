@@ -51,7 +51,7 @@ def cases() -> list[tuple[torch.dtype, int, bool, str, tuple[int, int]]]:
         for width in widths_of_rows(16):
             found += [(BFLOAT16, width, gated, "relu", size) for size in (WHOLE, RAGGED)]
             found += [(BFLOAT16, width, gated, "identity", WHOLE), (FLOAT16, width, gated, "relu", RAGGED)]
-        for width in (16, 24, 32, 48, 80, 96, 160, 192):
+        for width in (16, 24, 32, 48, 61, 80, 96, 101, 160, 192, 203, 253):
             found.append((BFLOAT16, width, gated, "relu", RAGGED))
         found += [(FLOAT16, width, gated, "identity", WHOLE) for width in (16, 80, 192)]
         found += [(FLOAT32, width, gated, "relu", RAGGED) for width in (16, 80, *widths_of_rows(32))]

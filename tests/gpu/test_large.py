@@ -1,7 +1,7 @@
 """Tensors of more than 2^31 elements, one role after the other, against torch on chunks that are small.
 
 Operands are integers whose sums stay exact in float32, so the results must be equal, bit for bit. A buffer lies behind
-a guard of its own size full of NaN: an offset that wraps around in 32 bits reads NaN there, or writes what is seen there.
+a guard of its own size full of NaN: an offset that wraps around in 32 bits reads NaN there, or is seen to write there.
 """
 
 from __future__ import annotations
@@ -141,8 +141,9 @@ def test_the_hidden_which_is_never_there() -> None:
 
 
 def test_partial_sums_of_the_weight_gradients(guards: Guards, monkeypatch: pytest.MonkeyPatch) -> None:
-    splits, K, N = 130, 128, 2**16
-    tokens = splits * 64 + 1
+    splits, K, N = 130, 64, 2**17
+    # One tile of rows for each split, so that every partial sum holds something.
+    tokens = splits * 64 - 1
     assert splits * 2 * K * N > BORDER
     monkeypatch.setattr(planning, "choose_splits", lambda *arguments: splits)
     inputs = {"x": integers(tokens, K), **weights(K, N, K)}
@@ -201,7 +202,7 @@ def test_batches(size: tuple[int, int, int, int, int], large: tuple[str, ...], g
             assert torch.equal(found[name][entries], tensor.to(BFLOAT16)), f"{name}, entries from {first} on"
 
 
-def test_a_dropout_mask() -> None:
+def test_a_dropout_mask(poisoned_memory: None) -> None:
     rows, columns, dtype = 2**16 + 3, 2**15, torch.float16
     assert rows * columns > BORDER
     seed = draw_seed(DEVICE)

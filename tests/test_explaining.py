@@ -1,0 +1,261 @@
+"""``explain``: every line of it, for functions, modules and replaced modules, here and as it would be on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace as changed
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedlayers as fl
+from fusedlayers import explaining, functional, planning
+from fusedlayers.functional import dispatch
+from fusedlayers.planning import Device, Problem
+from tests.operands import Allocations
+
+H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
+A100 = Device("cuda", "NVIDIA A100", "sm_80", processors=108, triton=True)
+CPU = Device("cpu", "cpu")
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Device], None]:
+    """``pretend(device)``: from now on every tensor is said to lie on that device."""
+
+    def describe(device: Device) -> None:
+        for module in (dispatch, explaining):
+            monkeypatch.setattr(module, "describe", lambda where: device)
+
+    return describe
+
+
+def lines(text: str) -> dict[str, str]:
+    """The text without its title, by the names in the left column."""
+    title, *rest = text.splitlines()
+    assert not title.startswith(" ")
+    found, starts = {}, set()
+    for line in rest:
+        name, words = line.removeprefix("  ").split("  ", 1)
+        found[name] = words.strip()
+        starts.add(len(line) - len(words.lstrip()))
+    assert len(starts) == 1, "one column of names, one of words"
+    assert len(found) == len(rest)
+    return found
+
+
+def tensors(tokens: int, width: int, hidden: int, *, gradients: bool = True, **options: Any) -> dict[str, Tensor]:
+    """On the meta device: nothing of these sizes is there."""
+    shapes = {"x": (tokens, width), "w_up": (hidden, width), "w_down": (width, hidden)}
+    options = {"device": "meta", "dtype": torch.bfloat16, "requires_grad": gradients} | options
+    return {name: torch.empty(shape, **options) for name, shape in shapes.items()}
+
+
+def call(operands: dict[str, Tensor], **options: Any) -> dict[str, str]:
+    x, w_up, w_down = operands.values()
+    return lines(fl.explain(functional.ffn, x, w_up, w_down, **options))
+
+
+def test_every_line_on_a_cpu(pretend: Callable[[Device], None]) -> None:
+    pretend(CPU)
+    x, w_up, w_down = tensors(5, 16, 24, dtype=torch.float32).values()
+    text = fl.explain(functional.ffn, x, w_up, w_down, activation="relu2")
+    assert text.splitlines()[0] == "ffn: act(x W_upᵀ) W_downᵀ, act = relu2: max(z, 0)²"
+    plan = planning.plan(
+        Problem("ffn", 1, 5, 16, 24, 16, "float32", "relu2", needs_data_gradient=True, needs_weight_gradient=True), CPU
+    )
+    assert lines(text) == {
+        "problem": "M=5 (tokens) K=16 (d_model) N=24 (d_ff) O=16, float32, forward and backward",
+        "device": "cpu",
+        "path": "torch: no other path is both possible and faster",
+        "GEMM units": "2 forward, 4 backward",
+        "FLOPs": f"{6 * 2 * 5 * 16 * 24:,}",
+        "bytes moved": f"at least {plan.bytes:,}",
+        "saved bytes": f"{plan.saved_bytes:,} for the backward pass",
+        "workspace": "0 bytes",
+        "floor": "unknown peak rates",
+        "not fused": "no Triton kernels on device type cpu",
+        "not chunked": "only recompute=True needs its memory guarantee",
+    }
+
+
+def test_what_the_kernels_would_do_on_an_h200(pretend: Callable[[Device], None]) -> None:
+    pretend(H200)
+    found = call(tensors(2**20, 128, 512), activation="gelu_tanh")
+    shape = {"batch": 1, "M": 2**20, "K": 128, "N": 512, "O": 128, "dtype": "bfloat16", "activation": "gelu_tanh"}
+    plan = planning.plan(Problem("ffn", **shape, needs_data_gradient=True, needs_weight_gradient=True), H200)
+    assert plan.path == "fused"
+    assert found["device"] == "NVIDIA H200 sm_90"
+    assert found["path"] == f"fused: {plan.reason}"
+    for kernel in ("forward", "data_gradient", "weight_gradient"):
+        tiles = getattr(plan, f"{kernel}_tiles")
+        assert found[f"{kernel.replace('_', '-')} tiles"] == (
+            f"{tiles.block_m} rows × {tiles.block_n} hidden columns, {tiles.num_warps} warps, {tiles.num_stages} stages"
+        )
+    assert plan.splits > 1
+    passes = plan.weight_gradient_tiles.passes
+    assert found["splits"] == f"{plan.splits} token ranges of the weight gradients, in {passes} launch(es)"
+    assert found["GEMM units"] == f"2 forward, {plan.backward_units:g} backward"
+    assert found["FLOPs"] == f"{plan.flops:,}"
+    assert found["saved bytes"] == f"{2 * 2**20 * 128:,} for the backward pass"
+    assert found["workspace"] == f"{plan.workspace_bytes:,} bytes"
+    assert plan.floor_seconds is not None
+    assert found["floor"] == f"{1e6 * max(plan.flops / 790e12, plan.bytes / 4.3e12):.1f} µs"
+    assert {name for name in found if name.startswith("not ")} == {"not chunked", "not torch"}
+    assert "chunks" not in found
+
+
+def test_lines_follow_the_call(pretend: Callable[[Device], None]) -> None:
+    pretend(H200)
+    operands = tensors(2**20, 128, 512)
+    with torch.no_grad():
+        inference = call(operands)
+    assert inference["problem"].endswith(", bfloat16, forward")
+    assert inference["saved bytes"] == "0 (no gradient is wanted)"
+    assert {"data-gradient tiles", "weight-gradient tiles", "splits"}.isdisjoint(inference)
+    operands["w_up"].requires_grad_(False)
+    operands["w_down"].requires_grad_(False)
+    frozen = call(operands)
+    assert "data-gradient tiles" in frozen
+    assert "weight-gradient tiles" not in frozen
+    assert call(operands, recompute=True)["not chunked"].startswith("the fused path keeps no hidden either")
+    wide = call(tensors(2**16, 1024, 4096), recompute=True)
+    assert wide["path"].startswith("chunked: recompute=True forbids keeping the hidden")
+    assert wide["chunks"] == "1024 tokens at a time"
+    assert "does not fit on chip" in wide["not fused"]
+    assert wide["not torch"] == "recompute=True forbids keeping the hidden"
+
+
+@pytest.mark.parametrize(
+    ("device", "sizes", "options", "reason"),
+    [
+        (CPU, (100, 64, 256), {}, "no Triton kernels on device type cpu"),
+        (changed(H200, triton=False), (100, 64, 256), {}, "Triton is not installed"),
+        (A100, (2**22, 64, 256), {}, "not measured on sm_80; FUSEDLAYERS_BACKEND=triton runs the kernels"),
+        (H200, (100, 64, 256), {}, "too small: 25,600 hidden elements"),
+        (H200, (2**20, 1024, 4096), {}, "width 1024 (padded 1024) of bfloat16 does not fit on chip in forward"),
+        (H200, (2**20, 256, 1024), {}, "in training torch was as fast or faster at width 256"),
+        (H200, (2**20, 64, 256), {"dtype": torch.float32}, "float32 products in IEEE precision"),
+        (H200, (2**20, 64, 256), {"dtype": torch.float64}, "the kernels take float16, bfloat16, float32, not float64"),
+        (H200, (0, 64, 256), {}, "there is nothing to compute"),
+    ],
+)
+def test_every_rejection_is_explained(
+    device: Device, sizes: tuple[int, int, int], options: dict[str, Any], reason: str, pretend: Callable[[Device], None]
+) -> None:
+    pretend(device)
+    found = call(tensors(*sizes, **options))
+    assert found["path"].startswith("torch: ")
+    assert found["not fused"].startswith(reason)
+
+
+def test_the_backend_that_the_user_set(pretend: Callable[[Device], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(H200)
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
+    assert call(tensors(2**20, 64, 256))["not fused"] == "the backend is set to torch"
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    assert call(tensors(3, 64, 256))["path"].startswith("fused: ")
+    pretend(CPU)
+    with pytest.raises(RuntimeError, match="FUSEDLAYERS_BACKEND=triton is set, but ffn cannot run in Triton"):
+        call(tensors(3, 64, 256))
+
+
+def test_gemm_gemm(pretend: Callable[[Device], None]) -> None:
+    pretend(H200)
+    a, b, c = (
+        torch.empty(s, device="meta", dtype=torch.bfloat16) for s in ((64, 1024, 128), (64, 128, 1024), (64, 1024, 64))
+    )
+    text = fl.explain(functional.gemm_gemm, a, b, c)
+    assert text.splitlines()[0] == "gemm_gemm: act(a @ b) @ c, act = identity: z"
+    found = lines(text)
+    assert found["problem"] == "B=64 M=1024 K=128 N=1024 O=64, bfloat16, forward"
+    assert found["path"].startswith("fused: ")
+    assert found["GEMM units"] == "1.5 forward, 0 backward"
+    assert found["not chunked"] == "a batched GEMM-GEMM is not cut into chunks"
+    text = fl.explain(functional.gemm_gemm, a, b, c, activation="swish")
+    assert text.splitlines()[0].endswith("act = silu: z σ(z)")
+    with pytest.raises(ValueError, match=r"^b of shape"):
+        fl.explain(functional.gemm_gemm, a, c, b)
+
+
+def test_a_fused_ffn(pretend: Callable[[Device], None]) -> None:
+    pretend(CPU)
+    layer = fl.FusedFFN(16, 24, "silu", gated=True, dropout=0.25)
+    x = torch.zeros(2, 3, 16)
+    text = fl.explain(layer, x)
+    assert text.splitlines()[0] == "ffn: act(x W_gateᵀ) ⊙ (x W_upᵀ) W_downᵀ, act = silu: z σ(z)"
+    found = lines(text)
+    assert found["problem"] == "M=6 (tokens) K=16 (d_model) N=24 (d_ff) O=16, float32, forward and backward"
+    assert found["GEMM units"] == "3 forward, 4 backward", "x wants no gradient"
+    layer.recompute = True
+    assert lines(fl.explain(layer, x))["path"].startswith("chunked: ")
+    with torch.no_grad():
+        assert lines(fl.explain(layer.eval(), x))["problem"].endswith("float32, forward")
+
+
+def test_modules_that_replace_has_fused(pretend: Callable[[Device], None]) -> None:
+    pretend(CPU)
+    block = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16))
+    encoder = nn.TransformerEncoderLayer(16, 2, 40, activation="gelu")
+    model = nn.ModuleList([block, encoder])
+    fl.replace(model)
+    x = torch.zeros(3, 5, 16)
+    first, second = fl.explain(block, x), fl.explain(encoder, x)
+    assert first.splitlines()[0].endswith("act = relu: max(z, 0)")
+    assert "M=15 (tokens) K=16 (d_model) N=24 (d_ff) O=16" in lines(first)["problem"]
+    assert "K=16 (d_model) N=40 (d_ff) O=16" in lines(second)["problem"]
+
+
+def test_children_that_must_be_called_are_named(pretend: Callable[[Device], None]) -> None:
+    pretend(CPU)
+    layer = fl.FusedFFN(16, 24)
+    x = torch.zeros(3, 16)
+    with layer.up_proj.register_forward_hook(lambda *arguments: None):
+        text = fl.explain(layer, x)
+    assert text == "FusedFFN calls its children instead of fusing them: the up linear has a forward hook"
+    assert lines(fl.explain(layer, x))["path"].startswith("torch: ")
+
+
+def test_a_copy_is_announced(pretend: Callable[[Device], None]) -> None:
+    pretend(A100)
+    layer = fl.FusedFFN(16, 24, recompute=True)
+    x = torch.zeros(3, 5, 16)
+    assert "copies" not in lines(fl.explain(layer, x))
+    found = lines(fl.explain(layer, x.transpose(0, 1)))
+    assert found["copies"] == "x of shape [5, 3, 16] and strides [16, 80, 1] has no uniform rows: one contiguous copy"
+
+
+def test_nothing_is_computed(pretend: Callable[[Device], None]) -> None:
+    pretend(CPU)
+    layer, x = fl.FusedFFN(16, 24, gated=True), torch.zeros(3, 16)
+    before = torch.random.get_rng_state()
+    with Allocations() as allocations:
+        fl.explain(layer, x)
+        fl.explain(functional.gemm_gemm, *(torch.ones(())[None, None, None] for _ in range(3)))
+    # The three matrices made here, and views.
+    assert max(allocations.elements) <= 3 * 16
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("target", [nn.Linear(3, 3), torch.relu, "FusedFFN", None, fl.FusedFFN], ids=repr)
+def test_other_targets_are_refused(target: Any) -> None:
+    known = r"target must be a FusedFFN, a module fused by replace\(\), functional.ffn or functional.gemm_gemm, got "
+    with pytest.raises(TypeError, match=known + type(target).__name__):
+        fl.explain(target, torch.zeros(2, 3))
+
+
+def test_bad_arguments_fail_as_the_call_does() -> None:
+    x = torch.zeros(2, 16)
+    with pytest.raises(ValueError, match=r"^w_up of shape"):
+        fl.explain(functional.ffn, x, torch.zeros(24, 15), torch.zeros(16, 24))
+    with pytest.raises(ValueError, match="activation 'swoosh' is not known"):
+        fl.explain(functional.ffn, x, torch.zeros(24, 16), torch.zeros(16, 24), activation="swoosh")
+    with pytest.raises(ValueError, match=r"^w_up of shape"):
+        fl.explain(fl.FusedFFN(8, 24), x)
+
+
+def test_arguments_may_be_given_by_name() -> None:
+    operands = {"x": torch.zeros(2, 16), "w_up": torch.zeros(24, 16), "w_down": torch.zeros(16, 24)}
+    assert fl.explain(functional.ffn, **operands) == fl.explain(functional.ffn, *operands.values())

@@ -1,0 +1,407 @@
+"""The planner, with integers alone: which path, why not the others, tiles, splits, chunks, costs."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies
+
+from fusedlayers import planning, reference
+from fusedlayers.kernels import tuning
+from fusedlayers.kernels.activations import ACTIVATIONS
+from fusedlayers.kernels.tuning import TileConfig
+from fusedlayers.planning import Device, Plan, Problem, plan
+
+H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
+A100 = Device("cuda", "NVIDIA A100", "sm_80", processors=108, triton=True)
+MI300 = Device("cuda", "AMD Instinct MI300X", "gfx942", processors=304, triton=True)
+NO_TRITON = replace(H200, triton=False)
+CPU = Device("cpu", "cpu")
+DEVICES = [H200, A100, MI300, NO_TRITON, CPU]
+
+INFERENCE = Problem("ffn", batch=1, M=131_072, K=128, N=512, O=128, dtype="bfloat16", activation="gelu_tanh")
+TRAINING = replace(INFERENCE, M=524_288, needs_data_gradient=True, needs_weight_gradient=True)
+BATCHED = Problem("gemm_gemm", batch=64, M=1024, K=128, N=1024, O=128, dtype="bfloat16")
+
+
+def rejections(made: Plan) -> dict[str, str]:
+    return dict(made.rejected)
+
+
+@pytest.mark.parametrize("problem", [INFERENCE, TRAINING, BATCHED], ids=["inference", "training", "gemm_gemm"])
+def test_kernels_run_where_they_were_measured_faster(problem: Problem) -> None:
+    made = plan(problem, H200)
+    assert made.path == "fused"
+    assert set(rejections(made)) == {"chunked", "torch"}
+
+
+@pytest.mark.parametrize(
+    ("problem", "device", "reason"),
+    [
+        (TRAINING, NO_TRITON, "Triton is not installed"),
+        (TRAINING, CPU, "no Triton kernels on device type cpu"),
+        (TRAINING, Device("mps", "mps"), "no Triton kernels on device type mps"),
+        (replace(TRAINING, subclass="DTensor"), H200, "an operand is a DTensor"),
+        (replace(TRAINING, dtype="float64"), H200, "the kernels take float16, bfloat16, float32, not float64"),
+        (replace(TRAINING, dtype="float8_e4m3fn"), H200, "not float8_e4m3fn"),
+        (replace(TRAINING, M=0), H200, "there is nothing to compute"),
+        (replace(BATCHED, batch=0), H200, "there is nothing to compute"),
+        (replace(TRAINING, K=512, O=512), H200, "width 512 (padded 512) of bfloat16 does not fit on chip in forward"),
+        (replace(TRAINING, O=257), H200, "width 257 (padded 512) of bfloat16 does not fit on chip"),
+        (replace(TRAINING, K=129, O=129, dtype="float32"), H200, "width 129 (padded 256) of float32 does not fit"),
+        (TRAINING, A100, "not measured on sm_80; FUSEDLAYERS_BACKEND=triton runs the kernels"),
+        (TRAINING, MI300, "not measured on gfx942"),
+        (replace(TRAINING, dtype="float32"), H200, "float32 products in IEEE precision do not use the matrix units"),
+        (replace(TRAINING, M=100), H200, "too small: 51,200 hidden elements, faster than torch from"),
+        (replace(INFERENCE, M=100), H200, "launched one by one"),
+        (replace(INFERENCE, M=100, captured=True), H200, "inside a CUDA graph"),
+        (replace(TRAINING, K=200, O=200), H200, "in training torch was as fast or faster at width 256"),
+        (replace(INFERENCE, K=200, O=200), H200, "in inference torch was as fast or faster at width 256"),
+    ],
+)
+def test_torch_runs_elsewhere_and_the_plan_says_why(problem: Problem, device: Device, reason: str) -> None:
+    made = plan(problem, device)
+    assert made.path == "torch"
+    assert reason in rejections(made)["fused"]
+    assert "torch" not in rejections(made)
+    # Under recompute=True the memory promise decides instead of speed.
+    kept = plan(replace(problem, recompute=True), device)
+    if problem.operation == "gemm_gemm" or problem.empty:
+        assert kept.path == "torch"
+    elif planning.why_unsupported(problem, device) is None and device is H200 and problem.dtype != "float32":
+        assert kept.path == "fused"
+    else:
+        assert kept.path == "chunked"
+        assert reason in rejections(kept)["fused"] or "too small" in reason
+
+
+@pytest.mark.parametrize(
+    ("problem", "device", "reasons"),
+    [
+        (INFERENCE, H200, {"chunked": "only recompute=True needs", "torch": "the kernels cover the problem"}),
+        (
+            replace(TRAINING, recompute=True),
+            H200,
+            {"torch": "the kernels cover the problem", "chunked": "the fused path keeps no hidden either"},
+        ),
+        (
+            replace(TRAINING, K=1024, O=1024, recompute=True),
+            H200,
+            {"fused": "does not fit on chip", "torch": "recompute=True forbids keeping the hidden"},
+        ),
+        (replace(TRAINING, recompute=False), CPU, {"fused": "no Triton kernels", "chunked": "only recompute=True"}),
+        (replace(BATCHED, recompute=True), CPU, {"fused": "no Triton kernels", "chunked": "is not cut into chunks"}),
+        (replace(TRAINING, M=0, recompute=True), CPU, {"fused": "no Triton", "chunked": "there is nothing to compute"}),
+    ],
+)
+def test_every_path_not_taken_has_its_reason(problem: Problem, device: Device, reasons: dict[str, str]) -> None:
+    made = plan(problem, device)
+    found = rejections(made)
+    assert found.keys() == reasons.keys() == {"fused", "chunked", "torch"} - {made.path}
+    for path, words in reasons.items():
+        assert words in found[path]
+    assert made.reason
+
+
+def test_thresholds_decide_at_the_element() -> None:
+    for (kind, training), rows in planning.FASTER_FROM.items():
+        assert [width for width, _ in rows] == sorted(width for width, _ in rows)
+        for width, thresholds in rows:
+            for captured, least in zip((False, True), thresholds, strict=True):
+                problem = Problem(
+                    "gemm_gemm" if kind == "gemm_gemm" else "ffn", batch=1, M=least, K=width, N=1, O=width,
+                    dtype="bfloat16", gated=kind == "gated ffn", captured=captured, needs_data_gradient=training,
+                )  # fmt: skip
+                assert plan(problem, H200).path == "fused", (kind, training, width)
+                assert plan(replace(problem, M=least - 1), H200).path == "torch"
+                # The wider of both sides counts, padded to a power of two.
+                assert plan(replace(problem, O=1), H200).path == "fused"
+                assert plan(replace(problem, K=width // 2 + 1, O=1), H200).path == "fused"
+            assert thresholds[0] >= thresholds[1], "a graph takes the launches' cost away, so it can only help"
+
+
+@pytest.mark.parametrize("problem", [INFERENCE, replace(TRAINING, recompute=True)])
+def test_the_backend_is_a_wish_that_the_plan_heeds(problem: Problem) -> None:
+    small = replace(problem, M=3, dtype="float32")
+    assert plan(small, A100, "triton").path == "fused"
+    assert plan(small, A100, "auto").path == ("chunked" if problem.recompute is True else "torch")
+    made = plan(problem, H200, "torch")
+    assert made.path == ("chunked" if problem.recompute is True else "torch")
+    assert rejections(made)["fused"] == "the backend is set to torch"
+    # What cannot run does not, and the plan keeps the reason for whoever must raise an error.
+    impossible = plan(problem, CPU, "triton")
+    assert impossible.path != "fused"
+    assert impossible.unsupported == "no Triton kernels on device type cpu"
+    assert plan(problem, A100).unsupported is None
+
+
+def test_only_the_kernels_that_will_run_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = {"forward": TileConfig(64, 64, 4, 2), "data_gradient": None, "weight_gradient": TileConfig(32, 32, 4, 1)}
+    monkeypatch.setattr(planning, "tile_config", lambda kernel, *rest: tiles[kernel])
+    assert planning.why_unsupported(INFERENCE, H200) is None
+    assert planning.why_unsupported(replace(INFERENCE, needs_weight_gradient=True), H200) is None
+    reason = planning.why_unsupported(replace(INFERENCE, needs_data_gradient=True), H200)
+    assert reason == "width 128 (padded 128) of bfloat16 does not fit on chip in data_gradient"
+
+
+def test_tiles_are_those_of_the_table_and_of_the_kernels_that_run() -> None:
+    made = plan(TRAINING, H200)
+    for kernel in ("forward", "data_gradient", "weight_gradient"):
+        expected = tuning.tile_config(kernel, "sm_90", 16, False, 128)
+        assert expected is not None
+        assert getattr(made, f"{kernel}_tiles") == expected
+    assert plan(INFERENCE, H200).data_gradient_tiles is None
+    assert plan(INFERENCE, H200).weight_gradient_tiles is None
+    only_x = plan(replace(TRAINING, needs_weight_gradient=False), H200)
+    assert (only_x.weight_gradient_tiles, only_x.splits, only_x.workspace_bytes) == (None, 1, 0)
+    gated = plan(replace(TRAINING, gated=True), H200)
+    assert gated.forward_tiles == tuning.tile_config("forward", "sm_90", 16, True, 128)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "accuracy"),
+    [
+        (H200, "bfloat16", "coarse"),
+        (A100, "bfloat16", "coarse"),
+        (MI300, "bfloat16", "half"),
+        (H200, "float16", "half"),
+        (H200, "float32", "exact"),
+    ],
+)
+def test_activations_are_as_accurate_as_the_dtype_asks(device: Device, dtype: str, accuracy: str) -> None:
+    assert plan(replace(TRAINING, K=64, O=64, dtype=dtype), device, "triton").accuracy == accuracy
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 17, 64, 65, 128, 255, 256])
+def test_padded_widths(width: int) -> None:
+    padded = tuning.padded_width(width)
+    assert padded >= max(width, 16)
+    assert padded & (padded - 1) == 0
+    assert padded == 16 or padded < 2 * width
+
+
+def test_the_table_is_in_order_and_complete() -> None:
+    for (architecture, bits, gated), kernels in tuning.TABLE.items():
+        assert kernels.keys() == {"forward", "data_gradient", "weight_gradient"}
+        for kernel, rows in kernels.items():
+            widths = [width for width, _ in rows]
+            assert widths == sorted(set(widths))
+            for width, tiles in rows:
+                assert tuning.tile_config(kernel, architecture, bits, gated, width) == tiles
+                assert tuning.tile_config(kernel, architecture, bits, gated, width // 2 + 1) == tiles
+                for size in (width, tiles.block_m, tiles.block_n, tiles.num_warps):
+                    assert size & (size - 1) == 0
+                assert min(tiles.block_m, tiles.block_n) >= 16
+                assert tiles.passes in ((1, 2, 3) if kernel == "weight_gradient" else (1,))
+            assert tuning.tile_config(kernel, architecture, bits, gated, widths[-1] + 1) is None
+        assert ("other", bits, gated) in tuning.TABLE
+
+
+# Splits of the weight gradient.
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "expected"),
+    [
+        (64 * 4, 64, 1),  # four row tiles are one split
+        (64 * 4 + 1, 64, 2),
+        (64 * 400, 64, 100),  # a split for every four row tiles
+        (64 * 4000, 64, 264),  # one program per processor and accumulator
+        (64 * 4000, 64 * 8, 33),
+        (64 * 4000, 64 * 8 - 63, 33),
+        (64 * 4000, 64 * 132, 2),
+        (64 * 4000, 64 * 264, 1),
+        (64 * 4000, 64 * 1000, 1),
+        (1, 1, 1),
+    ],
+)
+def test_splits_fill_the_processors(rows: int, columns: int, expected: int) -> None:
+    problem = replace(TRAINING, M=rows, N=columns, K=16, O=16)
+    assert planning.choose_splits(problem, H200, TileConfig(64, 64, 4, 2)) == expected
+
+
+def test_splits_count_the_batch_and_the_warps() -> None:
+    problem = replace(BATCHED, M=64 * 4000, N=64, batch=8)
+    assert planning.choose_splits(problem, H200, TileConfig(64, 64, 4, 2)) == 33
+    assert planning.choose_splits(problem, H200, TileConfig(64, 64, 8, 2)) == 16
+
+
+PROBLEMS = strategies.builds(
+    Problem,
+    operation=strategies.sampled_from(["ffn", "gemm_gemm"]),
+    batch=strategies.sampled_from([0, 1, 7, 70_000]),
+    M=strategies.integers(0, 2**24),
+    K=strategies.integers(0, 600),
+    N=strategies.integers(0, 2**18),
+    O=strategies.integers(0, 600),
+    dtype=strategies.sampled_from(["float16", "bfloat16", "float32", "float64"]),
+    activation=strategies.sampled_from(["identity", "gelu"]),
+    gated=strategies.booleans(),
+    dropout=strategies.booleans(),
+    needs_data_gradient=strategies.booleans(),
+    needs_weight_gradient=strategies.booleans(),
+    recompute=strategies.sampled_from(["auto", True, False]),
+    captured=strategies.booleans(),
+).filter(lambda problem: problem.operation == "gemm_gemm" or problem.batch == 1)
+
+
+@hypothesis.given(PROBLEMS, strategies.sampled_from(DEVICES), strategies.sampled_from(planning.BACKENDS))
+def test_every_plan_keeps_the_rules(problem: Problem, device: Device, backend: str) -> None:
+    made = plan(problem, device, backend)
+    assert made == plan(problem, device, backend)
+    assert {made.path, *rejections(made)} == {"fused", "chunked", "torch"}
+    assert all(rejections(made).values())
+    assert len(made.rejected) == 2
+    assert (made.path == "fused") <= (made.unsupported is None)
+    # Nothing but torch without recompute=True keeps the hidden.
+    if problem.recompute is True and problem.operation == "ffn" and not problem.empty:
+        assert made.path != "torch"
+    if made.path == "fused":
+        assert device.triton
+        assert made.forward_tiles is not None
+        assert (made.data_gradient_tiles is None) == (not problem.needs_data_gradient)
+        assert (made.weight_gradient_tiles is None) == (not problem.needs_weight_gradient)
+        partials = 4 * (problem.weight_elements + 2 * problem.N * problem.batch)
+        assert made.splits >= 1
+        assert made.splits == 1 or made.splits * partials <= planning.PARTIALS_LIMIT == 128 * 2**20
+        assert made.workspace_bytes == (made.splits * partials if made.splits > 1 else 0)
+        if made.weight_gradient_tiles is not None:
+            assert made.splits <= max(1, -(-problem.M // made.weight_gradient_tiles.block_m))
+    if made.path == "chunked":
+        assert problem.recompute is True
+        assert 1 <= made.chunk_rows <= max(problem.M, 1)
+        row = problem.N * problem.element_bytes * planning.CHUNK_COPIES * (2 if problem.gated else 1)
+        assert made.chunk_rows == 1 or made.chunk_rows * row <= planning.CHUNK_LIMIT
+        assert made.workspace_bytes == made.chunk_rows * row
+    else:
+        assert made.chunk_rows == 0
+    assert made.flops >= 0
+    assert made.bytes >= 0
+    assert (made.saved_bytes > 0) <= problem.training
+    assert (made.backward_units > 0) <= problem.training
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(1, 1), (500, 500), (100_000, 2048), (0, 1)])
+def test_chunks_fill_the_limit(tokens: int, expected: int) -> None:
+    problem = replace(TRAINING, M=tokens, N=2048, recompute=True)
+    assert planning.choose_chunk_rows(problem) == expected
+    assert planning.choose_chunk_rows(replace(problem, gated=True)) == min(expected, 1024)
+    assert planning.choose_chunk_rows(replace(problem, dtype="float32")) == min(expected, 1024)
+
+
+# Costs. A GEMM unit is one product of tokens × K × N.
+
+
+@pytest.mark.parametrize(
+    ("gated", "path", "passes", "expected"),
+    [
+        (False, "torch", 1, (2, 4)),  # six units, as eager
+        (True, "torch", 1, (3, 6)),
+        (False, "chunked", 1, (2, 6)),  # forward once more
+        (True, "chunked", 1, (3, 9)),
+        (False, "fused", 1, (2, 7)),  # nine for a strict recompute in two kernels
+        (True, "fused", 1, (3, 11)),
+        (False, "fused", 2, (2, 8)),  # each further pass computes the pre-activation anew
+        (True, "fused", 2, (3, 13)),
+        (False, "fused", 3, (2, 10)),
+        (True, "fused", 3, (3, 16)),
+    ],
+)
+def test_gemm_units(gated: bool, path: str, passes: int, expected: tuple[int, int]) -> None:
+    assert planning.gemm_units(replace(TRAINING, gated=gated), path, passes) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "weights"),
+    [("torch", (2, 2), (2, 3)), ("chunked", (2, 4), (2, 5)), ("fused", (2, 3), (2, 4))],
+)
+def test_frozen_inputs_cost_no_products(path: str, data: tuple[int, int], weights: tuple[int, int]) -> None:
+    assert planning.gemm_units(replace(TRAINING, needs_weight_gradient=False), path) == data
+    assert planning.gemm_units(replace(TRAINING, needs_data_gradient=False), path) == weights
+    assert planning.gemm_units(INFERENCE, path) == (2, 0)
+
+
+def test_gemm_units_count_the_columns_of_the_result() -> None:
+    wide = replace(TRAINING, K=64, O=128)
+    assert planning.gemm_units(wide, "torch") == (3, 6)
+    assert planning.gemm_units(wide, "fused") == (3, (2 + 2) + (2 + 2 * 2))
+    assert planning.gemm_units(replace(TRAINING, K=0), "torch") == (1, 2)
+
+
+def test_flops_and_bytes() -> None:
+    rows, width, hidden = 131_072, 128, 512
+    made = plan(INFERENCE, H200)
+    assert made.flops == 2 * rows * width * hidden * 2
+    assert made.bytes == 2 * (2 * rows * width + 2 * width * hidden)
+    assert (made.saved_bytes, made.backward_units) == (0, 0)
+    rows *= 4
+    made = plan(TRAINING, H200)
+    # Forward and backward each read x or dy and the weights; y, x's and the weights' gradients are written.
+    assert made.bytes == 2 * (5 * rows * width + 3 * 2 * width * hidden)
+    assert made.flops == 2 * rows * width * hidden * (made.forward_units + made.backward_units)
+    assert made.floor_seconds == max(made.flops / 790e12, made.bytes / 4.3e12)
+    assert plan(TRAINING, A100).floor_seconds is None
+    assert plan(replace(TRAINING, dtype="float32"), H200).floor_seconds is None
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_recompute_saves_x_alone(gated: bool) -> None:
+    problem = replace(TRAINING, gated=gated, dropout=True)
+    x = 2 * problem.M * problem.K
+    assert plan(problem, H200, "triton").saved_bytes == x
+    assert plan(replace(problem, recompute=True), CPU).saved_bytes == x
+    assert plan(replace(problem, needs_data_gradient=False, needs_weight_gradient=False), H200).saved_bytes == 0
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_torch_saves_what_the_plan_says(activation: str, gated: bool) -> None:
+    tokens, width, hidden = 64, 16, 48
+    weights = {"w_up": (hidden, width), "w_down": (width, hidden), "b_up": (hidden,), "b_down": (width,)}
+    weights |= {"w_gate": (hidden, width), "b_gate": (hidden,)} if gated else {}
+    tensors = {name: torch.randn(shape, requires_grad=True) for name, shape in weights.items()}
+    x = torch.randn(tokens, width, requires_grad=True)
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
+        reference.ffn(x, **tensors, activation=activation)
+    for tensor in tensors.values():
+        kept.pop(tensor.data_ptr(), None)
+    problem = Problem("ffn", 1, tokens, width, hidden, width, "float32", activation, gated)
+    made = plan(replace(problem, needs_data_gradient=True, needs_weight_gradient=True), CPU)
+    assert made.saved_bytes == sum(tensor.nbytes for tensor in kept.values())
+
+
+def test_plans_and_problems_cannot_be_changed_and_can_be_keys() -> None:
+    for value, name in ((plan(TRAINING, H200), "path"), (TRAINING, "M"), (H200, "name")):
+        hash(value)
+        with pytest.raises(FrozenInstanceError):
+            setattr(value, name, None)
+
+
+def test_planning_needs_no_torch_and_no_triton() -> None:
+    """Plain Python: the two files load where neither can be imported."""
+    files = [importlib.util.find_spec(f"fusedlayers.{name}") for name in ("planning", "kernels.tuning")]
+    paths = [Path(spec.origin or "") for spec in files if spec is not None]
+    assert len(paths) == 2
+    code = f"""
+import importlib.util, sys, types
+
+for blocked in ("torch", "triton", "numpy"):
+    sys.modules[blocked] = None
+for name, folder in (("fusedlayers", {str(paths[0].parent)!r}), ("fusedlayers.kernels", {str(paths[1].parent)!r})):
+    sys.modules[name] = package = types.ModuleType(name)
+    package.__path__ = [folder]
+from fusedlayers.planning import Device, Problem, plan
+
+problem = Problem("ffn", batch=1, M=2**20, K=64, N=256, O=64, dtype="bfloat16")
+assert plan(problem, Device("cuda", "NVIDIA H200", "sm_90", 132, True)).path == "fused"
+"""
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
