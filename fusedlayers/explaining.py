@@ -40,10 +40,11 @@ def explain(target: nn.Module | Callable[..., Tensor], *inputs: Tensor, **option
         arguments = inspect.signature(functional.ffn).bind(*inputs, **options).arguments
         problem, title = _ffn(arguments)
     elif isinstance(target, nn.Module) and hasattr(target, "call_arguments"):
-        reason = target.why_called(*inputs)
+        fused: Any = target
+        reason = fused.why_called(*inputs)
         if reason is not None:
             return f"{type(target).__name__} calls its children instead of fusing them: {reason}"
-        arguments = target.call_arguments(*inputs)
+        arguments = fused.call_arguments(*inputs)
         problem, title = _ffn(arguments)
     else:
         known = "a FusedFFN, a module fused by replace(), functional.ffn or functional.gemm_gemm"

@@ -5,6 +5,7 @@ units of ``2 M K N`` floating-point operations (for ``O = K``), and in bytes tha
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from .kernels.tuning import TileConfig, padded_width, tile_config
 
@@ -106,9 +107,9 @@ class Plan:
     path: str  # "fused", "chunked" or "torch"
     reason: str
     rejected: tuple[tuple[str, str], ...]
-    forward_tiles: TileConfig | None = None
-    data_gradient_tiles: TileConfig | None = None
-    weight_gradient_tiles: TileConfig | None = None
+    forward_tiles: Any = None  # TileConfig of each kernel that will run, else None
+    data_gradient_tiles: Any = None
+    weight_gradient_tiles: Any = None
     splits: int = 1
     chunk_rows: int = 0
     accuracy: str = "exact"  # of activations in kernels: one of kernels.activations.ACCURACIES
@@ -264,7 +265,7 @@ def _costed(
     floor = None if ceiling is None else max(flops / ceiling[0], io_bytes / ceiling[1])
     if problem.dtype not in ("float16", "bfloat16"):
         floor = None
-    options: dict[str, object] = {}
+    options: dict[str, Any] = {}
     if path == "fused":
         options = {
             "forward_tiles": _tiles("forward", problem, device),

@@ -1,5 +1,7 @@
 """Each operation in a few lines of torch: the specification, the oracle in float64, the CPU path, and the baseline."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -46,7 +48,7 @@ def ffn(
     return y if residual is None else y + residual
 
 
-def ffn_chunked(x: Tensor, *weights_and_biases: Tensor | None, chunk_rows: int, **options: object) -> Tensor:
+def ffn_chunked(x: Tensor, *weights_and_biases: Any, chunk_rows: int, **options: Any) -> Tensor:
     """The same FFN, ``chunk_rows`` rows of x ``[M, K]`` at a time: no temporary is larger than one chunk's hidden."""
     residual = options.pop("residual", None)
     y = x.new_empty(x.shape[0], weights_and_biases[1].shape[0])
@@ -59,11 +61,11 @@ def ffn_chunked(x: Tensor, *weights_and_biases: Tensor | None, chunk_rows: int, 
 
 def ffn_chunked_gradients(
     dy: Tensor,
-    tensors: tuple[Tensor | None, ...],
+    tensors: tuple[Any, ...],
     wanted: tuple[bool, ...],
     *,
     chunk_rows: int,
-    **options: object,
+    **options: Any,
 ) -> list[Tensor | None]:
     """Gradients of :func:`ffn_chunked` for the wanted ones of x, w_up, w_down, b_up, b_down, w_gate, b_gate.
 
@@ -71,7 +73,7 @@ def ffn_chunked_gradients(
     in at least float32 and rounded once.
     """
     x = tensors[0]
-    sums: list[Tensor | None] = [
+    sums: list[Any] = [
         torch.empty_like(tensor, memory_format=torch.contiguous_format)
         if position == 0 and want
         else torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
@@ -83,7 +85,7 @@ def ffn_chunked_gradients(
     for first_row in range(0, x.shape[0], chunk_rows):
         rows = slice(first_row, first_row + chunk_rows)
         with torch.enable_grad():
-            leaves = [
+            leaves: list[Any] = [
                 tensor if tensor is None else (tensor[rows] if position == 0 else tensor).detach().requires_grad_(want)
                 for position, (tensor, want) in enumerate(zip(tensors, wanted, strict=True))
             ]

@@ -29,6 +29,7 @@ def launch(
     The groups of arguments follow one another as in the kernel's signature. ``free_numbers`` are those that the kernel
     is declared not to be specialised on: they may change with every call.
     """
+    assert pointers[0] is not None
     device = pointers[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):

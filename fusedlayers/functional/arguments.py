@@ -23,7 +23,7 @@ def check_tensors(tensors: dict[str, Tensor | None]) -> None:
     """
     first_name, first = next(iter(tensors.items()))
     for name, tensor in tensors.items():
-        if tensor is None:
+        if tensor is None or first is None:
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")

@@ -4,6 +4,7 @@ import functools
 import logging
 import os
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,9 +42,9 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     return tensor.dtype
 
 
-def autocast(tensors: tuple[Tensor | None, ...], dtype: torch.dtype) -> list[Tensor | None]:
+def autocast(tensors: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
     """The tensors in the dtype products run in; gradients flow back to each in its own dtype."""
-    return [tensor if tensor is None or tensor.dtype == dtype else tensor.to(dtype) for tensor in tensors]
+    return tuple([tensor if tensor is None or tensor.dtype == dtype else tensor.to(dtype) for tensor in tensors])
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -74,8 +74,8 @@ class GemmGemmFunction(torch.autograd.Function):
             with without_autocast(de.device):
                 e = reference.gemm_gemm(a, b, c, activation=ctx.arithmetic.activation)
                 chosen = [tensor for tensor, want in zip((a, b, c), wanted, strict=True) if want]
-                found = iter(torch.autograd.grad(e, chosen, de, create_graph=True))
-            return *(next(found) if want else None for want in wanted), None, None
+                second_order = iter(torch.autograd.grad(e, chosen, de, create_graph=True))
+            return *(next(second_order) if want else None for want in wanted), None, None
         operands = _operands(a, b, c, ctx.arithmetic)
         da = kernels.data_gradient(operands, de, ctx.plan.data_gradient_tiles) if wanted[0] else None
         db = dc = None
