@@ -5,7 +5,7 @@ import torch
 from ..device import tl, triton
 from ..dropout import keep
 from ..launching import launch
-from ..tiles import batch_and_tile, load_tile, load_vector, store_tile
+from ..tiles import add_product, batch_and_tile, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
 from .operands import Operands, hidden_and_slopes, strides, through_activation
 
@@ -28,6 +28,7 @@ def _data_gradient_kernel(
     batch, row_start = batch_and_tile(M, BLOCK_M)
     rows = row_start + tl.arange(0, BLOCK_M)
     inner = tl.arange(0, BLOCK_K)
+    zero = keep_scale - keep_scale
     outer = tl.arange(0, BLOCK_O)
     GATED: tl.constexpr = gate_ptr is not None
     up_ptr += batch * stride_uz
@@ -41,17 +42,17 @@ def _data_gradient_kernel(
         cols = n + tl.arange(0, BLOCK_N)
         up_tile = load_tile(up_ptr, cols, inner, stride_un, stride_uk, N, K)
         down_tile = load_tile(down_ptr, outer, cols, stride_do, stride_dn, O, N)
-        z = tl.dot(x_tile, up_tile.T, input_precision=INPUT_PRECISION)
+        z = product(x_tile, up_tile.T, INPUT_PRECISION)
         if up_bias_ptr is not None:
             z += load_vector(up_bias_ptr, cols, stride_up_bias, N)[None, :]
-        d_hidden = tl.dot(dy_tile, down_tile, input_precision=INPUT_PRECISION)
+        d_hidden = product(dy_tile, down_tile, INPUT_PRECISION)
         if seed_ptr is not None:
             kept = keep(tl.load(seed_ptr), rows.to(tl.int64)[:, None], cols.to(tl.int64)[None, :], dropout_p)
             d_hidden = d_hidden * kept * keep_scale
         z_gate = z
         if GATED:
             gate_tile = load_tile(gate_ptr, cols, inner, stride_gn, stride_gk, N, K)
-            z_gate = tl.dot(x_tile, gate_tile.T, input_precision=INPUT_PRECISION)
+            z_gate = product(x_tile, gate_tile.T, INPUT_PRECISION)
             if gate_bias_ptr is not None:
                 z_gate += load_vector(gate_bias_ptr, cols, stride_gate_bias, N)[None, :]
         _, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
@@ -61,12 +62,12 @@ def _data_gradient_kernel(
             dz = through_activation(d_hidden, slope, z, ACTIVATION)
         if not EVEN_N:
             dz = tl.where((cols < N)[None, :], dz, 0.0)
-        acc = tl.dot(dz.to(up_tile.dtype), up_tile, acc, input_precision=INPUT_PRECISION)
+        acc = add_product(acc, dz.to(up_tile.dtype), up_tile, zero, INPUT_PRECISION)
         if GATED:
             dz_gate = through_activation(d_hidden, gate_slope, z_gate, ACTIVATION)
             if not EVEN_N:
                 dz_gate = tl.where((cols < N)[None, :], dz_gate, 0.0)
-            acc = tl.dot(dz_gate.to(gate_tile.dtype), gate_tile, acc, input_precision=INPUT_PRECISION)
+            acc = add_product(acc, dz_gate.to(gate_tile.dtype), gate_tile, zero, INPUT_PRECISION)
     store_tile(dx_ptr + batch * stride_dxz, acc, rows, inner, stride_dxm, stride_dxk, M, K)
 
 

@@ -5,7 +5,7 @@ import torch
 from ..device import tl, triton
 from ..dropout import keep
 from ..launching import launch
-from ..tiles import batch_and_tile, load_tile, load_vector, store_tile
+from ..tiles import add_product, batch_and_tile, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
 from .operands import Operands, hidden_and_slopes, stride, strides
 
@@ -28,6 +28,7 @@ def _forward_kernel(
     batch, row_start = batch_and_tile(M, BLOCK_M)
     rows = row_start + tl.arange(0, BLOCK_M)
     inner = tl.arange(0, BLOCK_K)
+    zero = keep_scale - keep_scale
     outer = tl.arange(0, BLOCK_O)
     GATED: tl.constexpr = gate_ptr is not None
     up_ptr += batch * stride_uz
@@ -39,13 +40,13 @@ def _forward_kernel(
     for n in tl.range(0, N, BLOCK_N):
         cols = n + tl.arange(0, BLOCK_N)
         up_tile = load_tile(up_ptr, inner, cols, stride_uk, stride_un, K, N)
-        z = tl.dot(x_tile, up_tile, input_precision=INPUT_PRECISION)
+        z = product(x_tile, up_tile, INPUT_PRECISION)
         if up_bias_ptr is not None:
             z += load_vector(up_bias_ptr, cols, stride_up_bias, N)[None, :]
         z_gate = z
         if GATED:
             gate_tile = load_tile(gate_ptr, inner, cols, stride_gk, stride_gn, K, N)
-            z_gate = tl.dot(x_tile, gate_tile, input_precision=INPUT_PRECISION)
+            z_gate = product(x_tile, gate_tile, INPUT_PRECISION)
             if gate_bias_ptr is not None:
                 z_gate += load_vector(gate_bias_ptr, cols, stride_gate_bias, N)[None, :]
         hidden, _, _ = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
@@ -56,7 +57,7 @@ def _forward_kernel(
             # Past N the weights load as 0, but an infinite x times 0 is NaN, and act(0) may not be 0.
             hidden = tl.where((cols < N)[None, :], hidden, 0.0)
         down_tile = load_tile(down_ptr, cols, outer, stride_dn, stride_do, N, O)
-        acc = tl.dot(hidden.to(down_tile.dtype), down_tile, acc, input_precision=INPUT_PRECISION)
+        acc = add_product(acc, hidden.to(down_tile.dtype), down_tile, zero, INPUT_PRECISION)
     if down_bias_ptr is not None:
         acc += load_vector(down_bias_ptr, outer, stride_down_bias, O)[None, :]
     if residual_ptr is not None:

@@ -9,7 +9,7 @@ import torch
 from ..device import tl, triton
 from ..dropout import keep
 from ..launching import launch
-from ..tiles import load_tile, load_vector, store_tile
+from ..tiles import add_product, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
 from .operands import Operands, hidden_and_slopes, strides, through_activation
 
@@ -39,6 +39,7 @@ def _weight_gradient_kernel(
     batch = (program // splits // column_tiles).to(tl.int64)
     cols = (program // splits % column_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
+    zero = keep_scale - keep_scale
     outer = tl.arange(0, BLOCK_O)
     GATED: tl.constexpr = gate_ptr is not None
     UP: tl.constexpr = (d_up_ptr is not None) or (d_up_bias_ptr is not None)
@@ -69,12 +70,12 @@ def _weight_gradient_kernel(
         x_tile = load_tile(x_ptr, rows, inner, stride_xm, stride_xk, M, K)
         dy_tile = load_tile(dy_ptr, rows, outer, stride_dym, stride_dyo, M, O)
         # Everything hidden is kept transposed, [BLOCK_N, BLOCK_M]: it is the left operand of each gradient product.
-        z = tl.dot(up_tile, x_tile.T, input_precision=INPUT_PRECISION)
+        z = product(up_tile, x_tile.T, INPUT_PRECISION)
         if up_bias_ptr is not None:
             z += up_bias
         z_gate = z
         if GATED:
-            z_gate = tl.dot(gate_tile, x_tile.T, input_precision=INPUT_PRECISION)
+            z_gate = product(gate_tile, x_tile.T, INPUT_PRECISION)
             if gate_bias_ptr is not None:
                 z_gate += gate_bias
         hidden, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
@@ -87,9 +88,9 @@ def _weight_gradient_kernel(
             row_ok = (rows < M)[None, :]
             hidden = tl.where(row_ok, hidden, 0.0)
         if d_down_ptr is not None:
-            d_down = tl.dot(hidden.to(dy_tile.dtype), dy_tile, d_down, input_precision=INPUT_PRECISION)
+            d_down = add_product(d_down, hidden.to(dy_tile.dtype), dy_tile, zero, INPUT_PRECISION)
         if UP or GATE:
-            d_hidden = tl.dot(down_tile, dy_tile.T, input_precision=INPUT_PRECISION)
+            d_hidden = product(down_tile, dy_tile.T, INPUT_PRECISION)
             if seed_ptr is not None:
                 d_hidden = d_hidden * kept
             if UP:
@@ -100,7 +101,7 @@ def _weight_gradient_kernel(
                 if not EVEN_M:
                     dz = tl.where(row_ok, dz, 0.0)
                 if d_up_ptr is not None:
-                    d_up = tl.dot(dz.to(x_tile.dtype), x_tile, d_up, input_precision=INPUT_PRECISION)
+                    d_up = add_product(d_up, dz.to(x_tile.dtype), x_tile, zero, INPUT_PRECISION)
                 if d_up_bias_ptr is not None:
                     d_up_bias += tl.sum(dz, 1)
             if GATE:
@@ -108,7 +109,7 @@ def _weight_gradient_kernel(
                 if not EVEN_M:
                     dz_gate = tl.where(row_ok, dz_gate, 0.0)
                 if d_gate_ptr is not None:
-                    d_gate = tl.dot(dz_gate.to(x_tile.dtype), x_tile, d_gate, input_precision=INPUT_PRECISION)
+                    d_gate = add_product(d_gate, dz_gate.to(x_tile.dtype), x_tile, zero, INPUT_PRECISION)
                 if d_gate_bias_ptr is not None:
                     d_gate_bias += tl.sum(dz_gate, 1)
 
