@@ -49,7 +49,7 @@ def explain(target: nn.Module | Callable[..., Tensor], *inputs: Tensor, **option
     else:
         known = "a FusedFFN, a module fused by replace(), functional.ffn or functional.gemm_gemm"
         raise TypeError(f"target must be {known}, got {type(target).__name__}")
-    device = inputs[0].device
+    device = next(value for value in arguments.values() if isinstance(value, Tensor)).device
     plan = dispatch(problem, device)
     rows = [*_facts(problem, plan, describe(device)), *_copies(problem, plan, arguments)]
     rows += [(f"not {path}", reason) for path, reason in plan.rejected]

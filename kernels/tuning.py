@@ -56,7 +56,7 @@ _SM_90_16_BIT: dict[str, _Rows] = {
         (256, TileConfig(128, 32, 8, 2)),  # 317
     ),
     "weight_gradient": (
-        (64, TileConfig(64, 64, 4, 2)),  # 92
+        (64, TileConfig(32, 64, 4, 3)),
         (128, TileConfig(32, 128, 8, 2)),
         (256, TileConfig(64, 64, 8, 2, passes=2)),
     ),

@@ -85,6 +85,15 @@ def test_kernels_and_torch_twin_draw_the_same_bits(seed: int, first_row: int, dr
     assert torch.equal(kernel_mask(seed, first_row, 37, 41, dropout_p), twin)
 
 
+@needs_kernels
+def test_a_draw_equal_to_the_probability_is_kept() -> None:
+    """As in torch: the draws below p are dropped, a share of exactly p of them."""
+    drawn = (philox([0, 0, 0, 0], [3, 0])[0] >> 8) / 2**24
+    assert kernel_mask(3, 0, 1, 1, drawn) == keep_mask(torch.tensor([3]), 0, 1, 1, drawn, torch.float32) == 1
+    above = drawn + 2**-24
+    assert kernel_mask(3, 0, 1, 1, above) == keep_mask(torch.tensor([3]), 0, 1, 1, above, torch.float32) == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned_memory")
 def test_a_mask_of_more_than_two_to_the_31_elements() -> None:

@@ -147,7 +147,8 @@ def dispatch(problem: Problem, device: torch.device) -> Plan:
 @functools.lru_cache(maxsize=4096)
 def _cached_plan(problem: Problem, device: Device, wish: str) -> Plan:
     plan = planning.plan(problem, device, wish)
-    _log_once(problem.operation, plan.path, dict(plan.rejected).get("fused", plan.reason))
+    # Without the numbers of this call, which would make every length a decision of its own.
+    _log_once(problem.operation, plan.path, dict(plan.rejected).get("fused", plan.reason).split(":")[0])
     return plan
 
 
