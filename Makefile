@@ -36,7 +36,7 @@ train: $(INSTALLED) ## Train a small language model with torch.nn layers, then w
 test: $(INSTALLED) ## Run the tests: kernels through Triton's interpreter, and on the GPU where there is one
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 ifeq ($(GPU),yes)
-	TRITON_INTERPRET=0 $(BIN)/pytest tests/gpu
+	TRITON_INTERPRET=0 $(BIN)/pytest tests/gpu --numprocesses 8 --dist loadgroup
 endif
 
 check: $(INSTALLED) ## Lint, check the formatting, and type-check the built wheel
