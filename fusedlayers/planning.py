@@ -217,7 +217,7 @@ def choose_splits(problem: Problem, device: Device, tiles: TileConfig) -> int:
 
 
 def choose_chunk_rows(problem: Problem) -> int:
-    """Rows of a chunk: within the limit, and at most half of all, so that nothing holds the whole hidden; at least 1."""
+    """Rows of a chunk: within the limit, and at most half of all, so that nothing holds the whole hidden."""
     hidden_row = problem.N * problem.element_bytes * (2 if problem.gated else 1) * CHUNK_COPIES
     return max(1, min(problem.M // 2, CHUNK_LIMIT // max(hidden_row, 1)))
 
