@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -26,6 +27,7 @@ def nothing_is_remembered() -> Iterator[None]:
     """No plan, and no line already said, from another test."""
     for remembered in (dispatch._cached_plan, dispatch._log_once):
         remembered.cache_clear()
+    dispatch._warm.clear()
     yield
     for remembered in (dispatch._cached_plan, dispatch._log_once):
         remembered.cache_clear()
@@ -283,3 +285,19 @@ def test_float32_precision_is_torchs(precision: str, expected: str) -> None:
         assert dispatch.input_precision(torch.device("cpu"), torch.float32) == "ieee"
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_a_capture_takes_only_kernels_that_ran_before() -> None:
+    """At this size the kernels are faster inside a graph alone; compiling them there could break the capture."""
+    problem = planning.Problem("ffn", 1, 65_536, 64, 256, 64, "bfloat16", "gelu_tanh")
+    captured = replace(problem, captured=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "describe", lambda device: H200)
+        device = torch.device("meta")
+        assert planning.plan(captured, H200).path == "fused"
+        assert dispatch.dispatch(problem, device).path == dispatch.dispatch(captured, device).path == "torch"
+        patch.setenv("FUSEDLAYERS_BACKEND", "triton")
+        assert dispatch.dispatch(problem, device).path == "fused"
+        patch.delenv("FUSEDLAYERS_BACKEND")
+        assert dispatch.dispatch(captured, device).path == "fused"
+        assert dispatch.dispatch(problem, device).path == "torch"

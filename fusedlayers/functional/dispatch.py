@@ -4,6 +4,7 @@ import functools
 import logging
 import os
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from ..planning import Device, Plan, Problem
 from .arguments import autocast_enabled
 
 logger = logging.getLogger("fusedlayers")
+
+# Problems whose kernels have run in this process, so that they are compiled.
+_warm: set[Problem] = set()
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
@@ -137,7 +141,12 @@ def dispatch(problem: Problem, device: torch.device) -> Plan:
         RuntimeError: the kernels cannot run, and ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` is set.
     """
     wish, must = backend(), strict()
+    if problem.captured and replace(problem, captured=False) not in _warm:
+        # Compiling inside a capture could break it: what the warm-up did not run as kernels is planned like the warm-up.
+        problem = replace(problem, captured=False)
     plan = _cached_plan(problem, describe(device), wish)
+    if plan.path == "fused" and not problem.captured:
+        _warm.add(problem)
     if plan.unsupported is not None and not problem.empty and (wish == "triton" or (must and wish == "auto")):
         switch = "FUSEDLAYERS_BACKEND=triton" if wish == "triton" else "FUSEDLAYERS_STRICT=1"
         raise RuntimeError(f"{switch} is set, but {problem.operation} cannot run in Triton: {plan.unsupported}")
