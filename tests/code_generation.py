@@ -144,7 +144,11 @@ def _outcome(compile_it: Callable[[], Any]) -> dict[str, Any]:
         with contextlib.redirect_stdout(log):
             compiled = compile_it()
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {str(error)[-400:]}"}
+        # An error in a device function that another one calls arrives as the cause of the caller's.
+        innermost: BaseException = error
+        while innermost.__cause__ is not None:
+            innermost = innermost.__cause__
+        return {"error": f"{type(innermost).__name__}: {str(innermost)[-400:]}"}
     if compiled.hash not in _known:
         _known[compiled.hash] = _findings(compiled, log.getvalue())
     return _known[compiled.hash]

@@ -142,7 +142,7 @@ def dispatch(problem: Problem, device: torch.device) -> Plan:
     """
     wish, must = backend(), strict()
     if problem.captured and replace(problem, captured=False) not in _warm:
-        # Compiling inside a capture could break it: what the warm-up did not run as kernels is planned like the warm-up.
+        # Compiling inside a capture could break it: what no warm-up ran as kernels is planned as if launched.
         problem = replace(problem, captured=False)
     plan = _cached_plan(problem, describe(device), wish)
     if plan.path == "fused" and not problem.captured:
