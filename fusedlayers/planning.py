@@ -10,7 +10,6 @@ from typing import Any
 from .kernels.tuning import TileConfig, padded_width, tile_config
 
 BACKENDS = ("auto", "triton", "torch")
-RECOMPUTE = ("auto", True, False)
 
 # Bounds of temporary memory, in bytes: float32 partials of split weight gradients, and one chunk of the hidden.
 PARTIALS_LIMIT = 128 * 2**20
@@ -18,6 +17,11 @@ CHUNK_LIMIT = 64 * 2**20
 # A chunk's hidden exists this many times at once while its gradients are computed (pre-activations, hidden, mask,
 # and the gradients of each).
 CHUNK_COPIES = 8
+
+# From how many rows on one torch.sum over them is taken in two steps, and the rows of the first: a single sum of
+# 131,072 rows of 128 columns took 128 MB of scratch memory on an H200.
+LONG_SUM_ROWS = 65_536
+SHORT_SUM_ROWS = 512
 
 # Peak rates, (FLOP/s in 16 bits, bytes/s): large matrix products and device copies measured on random data.
 CEILINGS: dict[str, tuple[float, float]] = {"NVIDIA H200": (790e12, 4.3e12)}
@@ -98,6 +102,16 @@ class Problem:
     @property
     def hidden_bytes(self) -> int:
         return self.batch * self.M * self.N * self.element_bytes
+
+    @property
+    def partial_bytes(self) -> int:
+        """Float32 weight and bias gradients of one split."""
+        return 4 * (self.weight_elements + 2 * self.N * self.batch)
+
+    @property
+    def chunk_row_bytes(self) -> int:
+        """Everything hidden of one row of a chunk."""
+        return self.N * self.element_bytes * (2 if self.gated else 1) * CHUNK_COPIES
 
 
 @dataclass(frozen=True)
@@ -209,17 +223,15 @@ def choose_splits(problem: Problem, device: Device, tiles: TileConfig) -> int:
     """Token ranges the weight gradient is split into: enough programs for every processor, bounded partials."""
     programs = -(-problem.N // tiles.block_n) * problem.batch
     row_tiles = -(-problem.M // tiles.block_m)
-    partial_bytes = 4 * (problem.weight_elements + 2 * problem.N * problem.batch)
     # The accumulators take most of the registers: one program of 8 warps, or two of 4, fit on a processor at a time.
     wanted = max(1, device.processors * 8 // tiles.num_warps // programs)
     # A split shorter than four row tiles spends more on its partial than on its products.
-    return max(1, min(wanted, -(-row_tiles // 4), PARTIALS_LIMIT // partial_bytes))
+    return max(1, min(wanted, -(-row_tiles // 4), PARTIALS_LIMIT // problem.partial_bytes))
 
 
 def choose_chunk_rows(problem: Problem) -> int:
     """Rows of a chunk: within the limit, and at most half of all, so that nothing holds the whole hidden."""
-    hidden_row = problem.N * problem.element_bytes * (2 if problem.gated else 1) * CHUNK_COPIES
-    return max(1, min(problem.M // 2, CHUNK_LIMIT // max(hidden_row, 1)))
+    return max(1, min(problem.M // 2, CHUNK_LIMIT // max(problem.chunk_row_bytes, 1)))
 
 
 def gemm_units(problem: Problem, path: str, passes: int = 1) -> tuple[float, float]:
@@ -274,16 +286,14 @@ def _costed(
         }
         if weight_tiles is not None:
             splits = choose_splits(problem, device, weight_tiles)
-            partial_bytes = 4 * (problem.weight_elements + 2 * problem.N * problem.batch)
             options |= {
                 "weight_gradient_tiles": weight_tiles,
                 "splits": splits,
-                "workspace_bytes": splits * partial_bytes if splits > 1 else 0,
+                "workspace_bytes": splits * problem.partial_bytes if splits > 1 else 0,
             }
     elif path == "chunked":
         chunk_rows = choose_chunk_rows(problem)
-        hidden_row = problem.N * element * (2 if problem.gated else 1) * CHUNK_COPIES
-        options = {"chunk_rows": chunk_rows, "workspace_bytes": chunk_rows * hidden_row}
+        options = {"chunk_rows": chunk_rows, "workspace_bytes": chunk_rows * problem.chunk_row_bytes}
     reason = {
         "fused": "the kernels cover the problem and keep no hidden",
         "chunked": "recompute=True forbids keeping the hidden, and the kernels do not run here",

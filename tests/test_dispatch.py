@@ -298,6 +298,10 @@ def test_a_capture_takes_only_kernels_that_ran_before() -> None:
         assert dispatch.dispatch(problem, device).path == dispatch.dispatch(captured, device).path == "torch"
         patch.setenv("FUSEDLAYERS_BACKEND", "triton")
         assert dispatch.dispatch(problem, device).path == "fused"
+        assert dispatch.dispatch(captured, device).path == "fused", "the user's own wish, warm or not"
+        patch.setenv("FUSEDLAYERS_BACKEND", "auto")
+        assert dispatch.dispatch(captured, device).path == "torch", "planned is not yet run"
+        dispatch.ran_as_kernels(problem, device)
         patch.delenv("FUSEDLAYERS_BACKEND")
         assert dispatch.dispatch(captured, device).path == "fused"
         assert dispatch.dispatch(problem, device).path == "torch"

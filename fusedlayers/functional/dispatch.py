@@ -17,8 +17,8 @@ from .arguments import autocast_enabled
 
 logger = logging.getLogger("fusedlayers")
 
-# Problems whose kernels have run in this process, so that they are compiled.
-_warm: set[Problem] = set()
+# Problems whose kernels have run on a device in this process, so that they are compiled for it.
+_warm: set[tuple[Problem, torch.device]] = set()
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
@@ -141,16 +141,21 @@ def dispatch(problem: Problem, device: torch.device) -> Plan:
         RuntimeError: the kernels cannot run, and ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` is set.
     """
     wish, must = backend(), strict()
-    if problem.captured and replace(problem, captured=False) not in _warm:
+    if problem.captured:
         # Compiling inside a capture could break it: what no warm-up ran as kernels is planned as if launched.
-        problem = replace(problem, captured=False)
+        launched = replace(problem, captured=False)
+        problem = problem if (launched, device) in _warm else launched
     plan = _cached_plan(problem, describe(device), wish)
-    if plan.path == "fused" and not problem.captured:
-        _warm.add(problem)
     if plan.unsupported is not None and not problem.empty and (wish == "triton" or (must and wish == "auto")):
         switch = "FUSEDLAYERS_BACKEND=triton" if wish == "triton" else "FUSEDLAYERS_STRICT=1"
         raise RuntimeError(f"{switch} is set, but {problem.operation} cannot run in Triton: {plan.unsupported}")
     return plan
+
+
+def ran_as_kernels(problem: Problem, device: torch.device) -> None:
+    """Remembers that this call went through the kernels: planning it, as ``explain`` does, compiles nothing."""
+    if not problem.captured:
+        _warm.add((problem, device))
 
 
 @functools.lru_cache(maxsize=4096)

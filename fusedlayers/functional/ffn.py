@@ -10,9 +10,9 @@ from ..kernels import gemm_gemm as kernels
 from ..kernels.activations import canonical_activation
 from ..kernels.dropout import draw_seed
 from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
-from ..planning import Plan
+from ..planning import LONG_SUM_ROWS, SHORT_SUM_ROWS, Plan
 from .arguments import autocast_enabled, check_ffn
-from .dispatch import autocast, compute_dtype, dispatch, ffn_problem, without_autocast
+from .dispatch import autocast, compute_dtype, dispatch, ffn_problem, ran_as_kernels, without_autocast
 
 
 def ffn(
@@ -73,18 +73,17 @@ def ffn(
     seed = draw_seed(x.device) if dropout_p else None
     arithmetic = Arithmetic(activation, float(dropout_p), problem.input_precision, plan.accuracy)
     operands: tuple[Any, ...] = (x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual)
-    if not autocast_enabled(x.device):
-        return FFNFunction.apply(*operands, seed, arithmetic, plan)
-    dtype = compute_dtype(x)
-    # Autocast casts products, not sums: a residual of another dtype is added as it is, outside the kernel.
-    apart = residual is not None and residual.dtype != dtype
-    operands = autocast((*operands[:7], None if apart else residual), dtype)
+    apart = False
+    if autocast_enabled(x.device):
+        dtype = compute_dtype(x)
+        # Autocast casts products, not sums: a residual of another dtype is added as it is, outside the kernel.
+        apart = residual is not None and residual.dtype != dtype
+        operands = autocast((*operands[:7], None if apart else residual), dtype)
     with without_autocast(x.device):
         y = FFNFunction.apply(*operands, seed, arithmetic, plan)
+    if plan.path == "fused":
+        ran_as_kernels(problem, x.device)
     return y + residual if apart else y
-
-
-_SUMMED_ROWS = 512
 
 
 class FFNFunction(torch.autograd.Function):
@@ -125,9 +124,9 @@ class FFNFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad
         gradients: list[Tensor | None] = [None] * 7
-        if any(_through_hidden(wanted)):
+        through_hidden = _through_hidden(wanted)
+        if any(through_hidden):
             x, w_up, w_down, b_up, w_gate, b_gate, seed = ctx.saved_tensors
-            through_hidden = _through_hidden(wanted)
             if torch.is_grad_enabled():
                 tensors = (x, w_up, w_down, b_up, None, w_gate, b_gate)
                 with without_autocast(dy.device):
@@ -159,11 +158,11 @@ def _column_sums(dy: Tensor) -> Tensor:
 
     One long ``torch.sum`` of few columns takes scratch memory of the size of a hidden; two short ones take almost none.
     """
-    whole = dy.shape[0] // _SUMMED_ROWS * _SUMMED_ROWS
-    if whole < 128 * _SUMMED_ROWS:
+    if dy.shape[0] < LONG_SUM_ROWS:
         return dy.sum(0)
+    whole = dy.shape[0] // SHORT_SUM_ROWS * SHORT_SUM_ROWS
     accumulated = torch.promote_types(dy.dtype, torch.float32)
-    parts = dy[:whole].unflatten(0, (-1, _SUMMED_ROWS)).sum(1, dtype=accumulated)
+    parts = dy[:whole].unflatten(0, (-1, SHORT_SUM_ROWS)).sum(1, dtype=accumulated)
     return (parts.sum(0) + dy[whole:].sum(0, dtype=accumulated)).to(dy.dtype)
 
 

@@ -11,7 +11,7 @@ from ..kernels.activations import canonical_activation
 from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
 from ..planning import Plan
 from .arguments import check_gemm_gemm
-from .dispatch import autocast, compute_dtype, dispatch, gemm_gemm_problem, without_autocast
+from .dispatch import autocast, compute_dtype, dispatch, gemm_gemm_problem, ran_as_kernels, without_autocast
 
 
 def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None) -> Tensor:
@@ -42,6 +42,7 @@ def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None)
     operands = [_flat_batch(tensor, batch) for tensor in autocast((a, b, c), compute_dtype(a))]
     arithmetic = Arithmetic(activation, 0.0, problem.input_precision, plan.accuracy)
     e = GemmGemmFunction.apply(*operands, arithmetic, plan)
+    ran_as_kernels(problem, a.device)
     return e if len(batch) == 1 else e.view(*batch, *e.shape[-2:])
 
 
