@@ -118,6 +118,7 @@ class Problem:
 class Plan:
     """A decision: the path, how it runs, what it costs, and why each other path was rejected."""
 
+    problem: Problem
     path: str  # "fused", "chunked" or "torch"
     reason: str
     rejected: tuple[tuple[str, str], ...]
@@ -300,6 +301,7 @@ def _costed(
         "torch": "no other path is both possible and faster",
     }[path]
     return Plan(
+        problem=problem,
         path=path,
         reason=reason,
         rejected=rejected,

@@ -36,16 +36,23 @@ def ffn(
     ``[N, K]``, w_down ``[O, N]``, residual and result ``[*B, M, O]``; any dtype. Dropout draws from torch's generator;
     with ``seed`` it replays the kernels' mask instead, counting the rows of x from ``first_row``.
     """
-    act = ACTIVATIONS[canonical_activation(activation)].torch
     up = F.linear(x, w_up, b_up)
-    hidden = act(up) if w_gate is None else act(F.linear(x, w_gate, b_gate)) * up
-    if dropout_p and seed is not None:
-        mask = keep_mask(seed, first_row, hidden[..., 0].numel(), hidden.shape[-1], dropout_p, hidden.dtype)
-        hidden = hidden * mask.view(hidden.shape) * (1 / (1 - dropout_p))
-    elif dropout_p:
-        hidden = F.dropout(hidden, dropout_p)
+    gate = None if w_gate is None else F.linear(x, w_gate, b_gate)
+    hidden = _hidden(up, gate, activation, dropout_p, seed, first_row)
     y = F.linear(hidden, w_down, b_down)
     return y if residual is None else y + residual
+
+
+def _hidden(
+    up: Tensor, gate: Tensor | None, activation: str, dropout_p: float, seed: Tensor | None, first_row: int
+) -> Tensor:
+    """The hidden ``[*B, M, N]`` from its pre-activations."""
+    act = ACTIVATIONS[canonical_activation(activation)].torch
+    hidden = act(up) if gate is None else act(gate) * up
+    if dropout_p and seed is not None:
+        mask = keep_mask(seed, first_row, hidden[..., 0].numel(), hidden.shape[-1], dropout_p, hidden.dtype)
+        return hidden * mask.view(hidden.shape) * (1 / (1 - dropout_p))
+    return F.dropout(hidden, dropout_p) if dropout_p else hidden
 
 
 def ffn_chunked(x: Tensor, *weights_and_biases: Any, chunk_rows: int, **options: Any) -> Tensor:
@@ -59,41 +66,61 @@ def ffn_chunked(x: Tensor, *weights_and_biases: Any, chunk_rows: int, **options:
     return y
 
 
+@torch.no_grad()
 def ffn_chunked_gradients(
     dy: Tensor,
     tensors: tuple[Any, ...],
     wanted: tuple[bool, ...],
     *,
     chunk_rows: int,
-    **options: Any,
+    activation: str = "gelu",
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> list[Tensor | None]:
     """Gradients of :func:`ffn_chunked` for the wanted ones of x, w_up, w_down, b_up, b_down, w_gate, b_gate.
 
-    The hidden is recomputed chunk by chunk. dx is written chunk by chunk; weight gradients are summed over the chunks
-    in at least float32 and rounded once.
+    The hidden is recomputed chunk by chunk. dx is written chunk by chunk; the other gradients are summed over the
+    chunks in at least float32 and rounded once.
     """
-    x = tensors[0]
+    x, w_up, w_down, b_up, _, w_gate, b_gate = tensors
     sums: list[Any] = [
-        torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        if position == 0 and want
-        else torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
-        if want
-        else None
-        for position, (tensor, want) in enumerate(zip(tensors, wanted, strict=True))
+        torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) if want else None
+        for tensor, want in zip(tensors, wanted, strict=True)
     ]
-    chosen = [position for position, want in enumerate(wanted) if want]
+    if wanted[0]:
+        sums[0] = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dx, dw_up, dw_down, db_up, db_down, dw_gate, db_gate = sums
     for first_row in range(0, x.shape[0], chunk_rows):
         rows = slice(first_row, first_row + chunk_rows)
+        x_rows, dy_rows = x[rows], dy[rows]
+        up = F.linear(x_rows, w_up, b_up).requires_grad_()
+        gate = None if w_gate is None else F.linear(x_rows, w_gate, b_gate).requires_grad_()
         with torch.enable_grad():
-            leaves: list[Any] = [
-                tensor if tensor is None else (tensor[rows] if position == 0 else tensor).detach().requires_grad_(want)
-                for position, (tensor, want) in enumerate(zip(tensors, wanted, strict=True))
-            ]
-            y = ffn(*leaves, first_row=first_row, **options)
-        gradients = torch.autograd.grad(y, [leaves[position] for position in chosen], dy[rows])
-        for position, gradient in zip(chosen, gradients, strict=True):
-            if position == 0:
-                sums[0][rows] = gradient
-            else:
-                sums[position] += gradient
+            hidden = _hidden(up, gate, activation, dropout_p, seed, first_row)
+        _add_product(dw_down, dy_rows.T, hidden.detach())
+        _add_column_sums(db_down, dy_rows)
+        pre_activations = (up,) if gate is None else (up, gate)
+        d_up, *d_gate = torch.autograd.grad(hidden, pre_activations, dy_rows @ w_down)
+        _add_product(dw_up, d_up.T, x_rows)
+        _add_column_sums(db_up, d_up)
+        for dz in d_gate:
+            _add_product(dw_gate, dz.T, x_rows)
+            _add_column_sums(db_gate, dz)
+        if dx is not None:
+            dx[rows] = torch.addmm(d_up @ w_up, d_gate[0], w_gate) if d_gate else d_up @ w_up
     return [total if total is None else total.to(tensor.dtype) for total, tensor in zip(sums, tensors, strict=True)]
+
+
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``, if wanted; the product is not rounded to the operands' dtype on the way."""
+    if total is None:
+        return
+    if left.dtype != total.dtype and left.is_cuda and type(left) is type(right) is Tensor:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left.to(total.dtype) @ right.to(total.dtype)
+
+
+def _add_column_sums(total: Tensor | None, dz: Tensor) -> None:
+    if total is not None:
+        total += dz.sum(0, dtype=total.dtype)

@@ -147,9 +147,15 @@ def _tanh(z, ACCURACY: tl.constexpr):
 
 
 @triton.jit
-def _self_gated(z, gate, logit_slope):
-    """Value and slope of z σ(logit), from σ(logit) and the logit's slope: SiLU and the GELUs are of this form."""
-    return z * gate, gate * (1.0 + z * logit_slope * (1.0 - gate))
+def _self_gated(z, logit, logit_slope, ACCURACY: tl.constexpr):
+    """Value and slope of z σ(logit), with the logit's slope in z: SiLU and the GELUs are of this form."""
+    gate = _sigmoid(logit, ACCURACY)
+    if ACCURACY == "exact":
+        # 1 - σ cancels where σ is close to 1, and large z and slopes multiply what is lost.
+        complement = _sigmoid(-logit, ACCURACY)
+    else:
+        complement = 1.0 - gate
+    return z * gate, gate * (1.0 + z * logit_slope * complement)
 
 
 @triton.jit
@@ -172,14 +178,14 @@ def activate(z, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):
         value = _sigmoid(z, ACCURACY)
         return value, value * (1.0 - value)
     elif ACTIVATION == "silu":
-        return _self_gated(z, _sigmoid(z, ACCURACY), 1.0)
+        return _self_gated(z, z, 1.0, ACCURACY)
     elif ACTIVATION == "quick_gelu":
-        return _self_gated(z, _sigmoid(z * _QUICK_GELU, ACCURACY), _QUICK_GELU)
+        return _self_gated(z, z * _QUICK_GELU, _QUICK_GELU, ACCURACY)
     elif ACTIVATION == "gelu_tanh":
         # (1 + tanh(u)) / 2 is σ(2 u).
         square = z * z
         logit = z * (1.0 + square * _GELU_CUBIC) * _TWICE_SQRT_2_OVER_PI
-        return _self_gated(z, _sigmoid(logit, ACCURACY), (1.0 + square * _THREE_GELU_CUBIC) * _TWICE_SQRT_2_OVER_PI)
+        return _self_gated(z, logit, (1.0 + square * _THREE_GELU_CUBIC) * _TWICE_SQRT_2_OVER_PI, ACCURACY)
     else:
         tl.static_assert(ACTIVATION == "gelu", "activate() has no such activation")
         if ACCURACY == "exact":
@@ -192,4 +198,4 @@ def activate(z, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):
             square = tl.where(square > 36.0, 36.0, square)
             p = square * (square * _PHI_2 + _PHI_1) + _PHI_0
             p_slope = square * (square * _FIVE_PHI_2 + _THREE_PHI_1) + _PHI_0
-            return _self_gated(z, _sigmoid(2.0 * z * p, ACCURACY), 2.0 * p_slope)
+            return _self_gated(z, 2.0 * z * p, 2.0 * p_slope, ACCURACY)

@@ -12,6 +12,7 @@ import torch
 from .device import triton
 
 _compiled: dict[tuple[object, ...], Any] = {}
+_COMPILED_LIMIT = 4096  # strides that change with every call must not fill the memory; Triton still has the variants
 
 
 def launch(
@@ -48,5 +49,7 @@ def launch(
         return None
     compiled = kernel[(programs,)](*arguments, num_warps=num_warps, num_stages=num_stages)
     if isinstance(compiled, triton.compiler.CompiledKernel):
+        if len(_compiled) >= _COMPILED_LIMIT:
+            _compiled.clear()
         _compiled[key] = compiled
     return None

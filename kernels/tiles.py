@@ -33,6 +33,9 @@ def load_vector(base_ptr, cols, stride, col_limit):
     return tl.load(base_ptr + cols.to(tl.int64) * stride, mask=cols < col_limit, other=0.0).to(tl.float32)
 
 
+_CHAIN = tl.constexpr(32)
+
+
 @triton.jit
 def _rounded_to_tf32(x):
     # The matrix unit cuts the bits it does not take; torch rounds them.
@@ -40,12 +43,29 @@ def _rounded_to_tf32(x):
 
 
 @triton.jit
-def product(left, right, INPUT_PRECISION: tl.constexpr):
-    """The matrix product of two tiles in float32."""
+def _dot(left, right, acc, INPUT_PRECISION: tl.constexpr):
     if INPUT_PRECISION == "tf32" and left.dtype == tl.float32:
-        return tl.dot(_rounded_to_tf32(left), _rounded_to_tf32(right), input_precision=INPUT_PRECISION)
+        left = _rounded_to_tf32(left)
+        right = _rounded_to_tf32(right)
+    return tl.dot(left, right, acc, input_precision=INPUT_PRECISION)
+
+
+@triton.jit
+def product(left, right, INPUT_PRECISION: tl.constexpr):
+    """The matrix product of two tiles in float32.
+
+    IEEE float32 is added up one product at a time: chains of 32 and their sum lose fewer bits than one chain.
+    """
+    ROWS: tl.constexpr = left.shape[0]
+    INNER: tl.constexpr = left.shape[1]
+    COLUMNS: tl.constexpr = right.shape[1]
+    if left.dtype == tl.float32 and INPUT_PRECISION == "ieee" and INNER > _CHAIN:
+        CHAINS: tl.constexpr = INNER // _CHAIN
+        left = left.reshape(ROWS, CHAINS, _CHAIN).permute(1, 0, 2)
+        right = right.reshape(CHAINS, _CHAIN, COLUMNS)
+        return tl.sum(_dot(left, right, None, INPUT_PRECISION), 0)
     else:
-        return tl.dot(left, right, input_precision=INPUT_PRECISION)
+        return _dot(left, right, None, INPUT_PRECISION)
 
 
 @triton.jit
@@ -56,10 +76,6 @@ def add_product(acc, left, right, zero, INPUT_PRECISION: tl.constexpr):
     more bits than torch does. ``zero`` is a number the compiler does not know to be 0, or it would join them again.
     """
     if left.dtype == tl.float32:
-        start = tl.zeros(acc.shape, tl.float32) + zero
-        if INPUT_PRECISION == "tf32":
-            left = _rounded_to_tf32(left)
-            right = _rounded_to_tf32(right)
-        return acc + tl.dot(left, right, start, input_precision=INPUT_PRECISION)
+        return acc + _dot(left, right, tl.zeros(acc.shape, tl.float32) + zero, INPUT_PRECISION)
     else:
-        return tl.dot(left, right, acc, input_precision=INPUT_PRECISION)
+        return _dot(left, right, acc, INPUT_PRECISION)

@@ -95,11 +95,11 @@ _SMALL_16_BIT: dict[str, _Rows] = {
 _32_BIT: dict[str, _Rows] = {
     "forward": ((64, TileConfig(32, 32, 4, 1)), (128, TileConfig(32, 16, 4, 1))),
     "data_gradient": ((64, TileConfig(32, 32, 4, 1)), (128, TileConfig(16, 16, 4, 1))),
-    "weight_gradient": ((64, TileConfig(32, 32, 4, 1)), (128, TileConfig(16, 16, 4, 1))),
+    "weight_gradient": ((64, TileConfig(16, 32, 8, 1)), (128, TileConfig(16, 16, 8, 1))),
 }
 _32_BIT_GATED: dict[str, _Rows] = {
     "forward": ((64, TileConfig(16, 16, 4, 1)), (128, TileConfig(16, 16, 4, 1))),
-    "data_gradient": ((64, TileConfig(16, 16, 4, 1)), (128, TileConfig(16, 16, 4, 1))),
+    "data_gradient": ((64, TileConfig(16, 16, 4, 1)), (128, TileConfig(16, 16, 8, 1))),
     "weight_gradient": ((64, TileConfig(16, 16, 4, 1)), (128, TileConfig(16, 16, 4, 1))),
 }
 

@@ -104,9 +104,11 @@ def test_chunks_are_summed_in_float32(dtype: torch.dtype) -> None:
     """3000 times one: 16 bits would stop counting at 2048 or at 256, chunk by chunk."""
     x, w, b = torch.ones(3000, 1, dtype=dtype), torch.ones(1, 1, dtype=dtype), torch.zeros(1, dtype=dtype)
     gradients = reference.ffn_chunked_gradients(
-        torch.ones_like(x), (x, w, w, b), (False, True, True, True), chunk_rows=10, activation="identity"
-    )
-    assert [None if g is None else float(g) for g in gradients] == [None, *[float(torch.tensor(3000.0).to(dtype))] * 3]
+        torch.ones_like(x), (x, w, w, b, b, None, None), (False, *[True] * 4, False, False), chunk_rows=10,
+        activation="identity",
+    )  # fmt: skip
+    found = [None if gradient is None else float(gradient) for gradient in gradients]
+    assert found == [None, *[float(torch.tensor(3000.0).to(dtype))] * 4, None, None]
 
 
 TOKENS, D_MODEL, D_FF = 96, 16, 64

@@ -17,8 +17,10 @@ from .arguments import autocast_enabled
 
 logger = logging.getLogger("fusedlayers")
 
-# Problems whose kernels have run on a device in this process, so that they are compiled for it.
+# Problems whose kernels have run on a device in this process, so that they are compiled for it. Forgetting all of them
+# when they become many costs no more than another warm-up.
 _warm: set[tuple[Problem, torch.device]] = set()
+_WARM_LIMIT = 4096
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
@@ -153,8 +155,13 @@ def dispatch(problem: Problem, device: torch.device) -> Plan:
 
 
 def ran_as_kernels(problem: Problem, device: torch.device) -> None:
-    """Remembers that this call went through the kernels: planning it, as ``explain`` does, compiles nothing."""
+    """Remembers that the kernels of this problem ran, those of its backward pass too where it has one.
+
+    Planning it, as ``explain`` does, compiles nothing.
+    """
     if not problem.captured:
+        if len(_warm) >= _WARM_LIMIT:
+            _warm.clear()
         _warm.add((problem, device))
 
 

@@ -81,7 +81,7 @@ def ffn(
         operands = autocast((*operands[:7], None if apart else residual), dtype)
     with without_autocast(x.device):
         y = FFNFunction.apply(*operands, seed, arithmetic, plan)
-    if plan.path == "fused":
+    if plan.path == "fused" and not problem.training:
         ran_as_kernels(problem, x.device)
     return y + residual if apart else y
 
@@ -141,6 +141,7 @@ class FFNFunction(torch.autograd.Function):
             else:
                 operands = Operands(_rows(x), w_up, w_down, b_up, w_gate, b_gate, seed, ctx.arithmetic)
                 gradients = _fused_gradients(operands, wanted, _rows(dy), ctx.plan)
+                ran_as_kernels(ctx.plan.problem, dy.device)
             if gradients[0] is not None and gradients[0].shape != x.shape:
                 gradients[0] = gradients[0].view(x.shape)
         if wanted[4]:

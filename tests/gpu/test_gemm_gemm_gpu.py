@@ -11,6 +11,7 @@ from torch import Tensor
 from fusedlayers import functional, reference
 from fusedlayers.closeness import assert_all_close
 from tests.gpu.exact import exact
+from tests.gpu.graphs import assert_replays_like_launched
 from tests.operands import DEVICE, Tensors, assert_equal, in_float64, leaves, on_path, results
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
@@ -114,16 +115,4 @@ def test_a_cuda_graph_replays_forward_and_backward() -> None:
         return (e.detach(), *torch.autograd.grad(e, wanted, de))
 
     with on_path("kernels"):
-        step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            replayed = step()
-        for _ in range(20):
-            with torch.no_grad():
-                for tensor in (*wanted, de):
-                    tensor.copy_(torch.randn_like(tensor) / 8)
-            graph.replay()
-            now = [tensor.clone() for tensor in replayed]
-            for ours, eager in zip(now, step(), strict=True):
-                assert torch.equal(ours, eager)
+        assert_replays_like_launched(step, [*wanted, de], 20)

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from fusedlayers import FusedFFN, functional
+from fusedlayers.functional import dispatch
+from fusedlayers.kernels import gemm_gemm as kernels
+from tests.gpu.graphs import assert_replays_like_launched, recorded
 from tests.operands import (
     DEVICE,
     Allocations,
@@ -121,20 +124,33 @@ def test_a_cuda_graph_replays_forward_and_backward(gated: bool) -> None:
         return (y.detach(), *torch.autograd.grad(y, wanted, dy))
 
     with on_path("kernels") as options:
+        assert_replays_like_launched(step, [*wanted, dy], 100)
+
+
+@pytest.mark.parametrize("warm_up", ["none", "forward", "both"])
+def test_a_capture_compiles_nothing(warm_up: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that ran before, those of the backward pass too, are recorded; otherwise torch's are."""
+    monkeypatch.delenv("FUSEDLAYERS_BACKEND", raising=False)
+    monkeypatch.setattr(dispatch, "_warm", set())
+    launched: list[str] = []
+    data_gradient = kernels.data_gradient
+    monkeypatch.setattr(kernels, "data_gradient", lambda *args: launched.append("kernel") or data_gradient(*args))
+    inputs = leaves(ffn_inputs(2**18, 64, 512, 64, BFLOAT16))
+    x, dy = inputs["x"], like_result(inputs)
+    assert x is not None
+
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(functional.ffn(**inputs), x, dy)
+
+    if warm_up == "forward":
+        functional.ffn(**inputs)
+    elif warm_up == "both":
         step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            replayed = step()
-        for _ in range(100):
-            with torch.no_grad():
-                for tensor in (*wanted, dy):
-                    tensor.copy_(torch.randn_like(tensor) / 8)
-            graph.replay()
-            now = [tensor.clone() for tensor in replayed]
-            for ours, eager in zip(now, step(), strict=True):
-                assert torch.equal(ours, eager)
-    assert not torch.equal(now[0], torch.zeros_like(now[0]))
+    launched.clear()
+    graph, (dx,) = recorded(step)
+    graph.replay()
+    assert bool(dx.any())
+    assert launched == (["kernel"] if warm_up == "both" else [])
 
 
 def test_each_replay_of_a_cuda_graph_draws_its_own_dropout() -> None:
@@ -148,10 +164,7 @@ def test_each_replay_of_a_cuda_graph_draws_its_own_dropout() -> None:
 
     with on_path("kernels") as options:
         step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y, dx = step()
+        graph, (y, dx) = recorded(step)
         masks = []
         for _ in range(3):
             graph.replay()
