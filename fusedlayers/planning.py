@@ -80,6 +80,7 @@ class Problem:
     recompute: bool | str = "auto"
     input_precision: str = "ieee"
     captured: bool = False  # whether the call is being recorded into a CUDA graph, whose replay costs the host nothing
+    cold: bool = False  # whether it is recorded before its kernels have run: compiling them there could break the capture
     subclass: str = ""  # the name of a tensor subclass among the operands, if there is one
 
     @property
@@ -149,7 +150,7 @@ def plan(problem: Problem, device: Device, backend: str = "auto") -> Plan:
     if fused is None and backend == "torch":
         fused = "the backend is set to torch"
     if fused is None and backend == "auto":
-        fused = why_slower(problem, device)
+        fused = why_slower(problem, device) or _why_not_recorded(problem)
     chunked = None if problem.recompute is True else "only recompute=True needs its memory guarantee"
     if problem.operation == "gemm_gemm":
         chunked = "a batched GEMM-GEMM is not cut into chunks"
@@ -207,6 +208,12 @@ def why_slower(problem: Problem, device: Device) -> str | None:
         return None
     bound = "inside a CUDA graph" if problem.captured else "launched one by one"
     return f"too small: {hidden:,} hidden elements, faster than torch from {least:,} on when {bound}"
+
+
+def _why_not_recorded(problem: Problem) -> str | None:
+    if problem.cold:
+        return "a CUDA graph capture records only kernels that ran before it: call once with the same shapes to warm up"
+    return None
 
 
 def _tiles(kernel: str, problem: Problem, device: Device) -> TileConfig | None:

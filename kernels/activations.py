@@ -85,10 +85,10 @@ def canonical_activation(name: str | None) -> str:
 # Device code multiplies by these from the right: the interpreter cannot put a constexpr to the left of a tensor.
 _INVERSE_SQRT_2 = tl.constexpr(1 / math.sqrt(2))
 _INVERSE_SQRT_2PI = tl.constexpr(1 / math.sqrt(2 * math.pi))
-_TWICE_SQRT_2_OVER_PI = tl.constexpr(2 * math.sqrt(2 / math.pi))
-_GELU_CUBIC = tl.constexpr(0.044715)
-_THREE_GELU_CUBIC = tl.constexpr(3 * 0.044715)
-_QUICK_GELU = tl.constexpr(1.702)
+_SQRT_2_OVER_PI = tl.constexpr(math.sqrt(2 / math.pi))
+_GELU_CUBIC = tl.constexpr(0.044715 * math.sqrt(2 / math.pi))
+_THREE_GELU_CUBIC = tl.constexpr(3 * 0.044715 * math.sqrt(2 / math.pi))
+_HALF_QUICK_GELU = tl.constexpr(1.702 / 2)
 _LEAKY_SLOPE = tl.constexpr(LEAKY_SLOPE)
 _LOG2_E = tl.constexpr(math.log2(math.e))
 # ln 2 in two parts; the first has 9 bits, so that its product with a whole power is exact in float32.
@@ -147,20 +147,42 @@ def _tanh(z, ACCURACY: tl.constexpr):
 
 
 @triton.jit
-def _self_gated(z, logit, logit_slope, ACCURACY: tl.constexpr):
-    """Value and slope of z σ(logit), with the logit's slope in z: SiLU and the GELUs are of this form."""
-    gate = _sigmoid(logit, ACCURACY)
-    if ACCURACY == "exact":
-        # 1 - σ cancels where σ is close to 1, and large z and slopes multiply what is lost.
-        complement = _sigmoid(-logit, ACCURACY)
+def _self_gated(z, u, u_slope, ACCURACY: tl.constexpr):
+    """Value and slope of z σ(2u), from u and its slope in z: SiLU and the GELUs are of this form.
+
+    Coarsely they come out doubled, without the factors of σ(2u) = (1 + tanh(u)) / 2.
+    """
+    if ACCURACY == "coarse":
+        tanh = _hardware_tanh(u)
+        return z * tanh + z, (tanh + 1.0) + (z * u_slope) * (1.0 - tanh * tanh)
     else:
-        complement = 1.0 - gate
-    return z * gate, gate * (1.0 + z * logit_slope * complement)
+        gate = _sigmoid(2.0 * u, ACCURACY)
+        if ACCURACY == "exact":
+            # 1 - σ cancels where σ is close to 1, and large z and slopes multiply what is lost.
+            complement = _sigmoid(-2.0 * u, ACCURACY)
+        else:
+            complement = 1.0 - gate
+        return z * gate, gate * (1.0 + z * (2.0 * u_slope) * complement)
+
+
+@triton.jit
+def activation_unit(ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):
+    """What value and slope of `activate` must be multiplied by, once they are summed: a power of two, so exact."""
+    SELF_GATED: tl.constexpr = (
+        ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh" or ACTIVATION == "silu" or ACTIVATION == "quick_gelu"
+    )
+    if SELF_GATED and ACCURACY == "coarse":
+        return 0.5
+    else:
+        return 1.0
 
 
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):
-    """Value and slope of the named activation at ``z`` (float32). NaN, ±inf and ±0 come out as torch gives them."""
+    """Value and slope of the named activation at ``z`` (float32), in units of `activation_unit`.
+
+    NaN, ±inf and ±0 come out as torch gives them.
+    """
     if ACTIVATION == "identity":
         return z, tl.full(z.shape, 1.0, z.dtype)
     elif ACTIVATION == "relu":
@@ -178,14 +200,13 @@ def activate(z, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):
         value = _sigmoid(z, ACCURACY)
         return value, value * (1.0 - value)
     elif ACTIVATION == "silu":
-        return _self_gated(z, z, 1.0, ACCURACY)
+        return _self_gated(z, z * 0.5, 0.5, ACCURACY)
     elif ACTIVATION == "quick_gelu":
-        return _self_gated(z, z * _QUICK_GELU, _QUICK_GELU, ACCURACY)
+        return _self_gated(z, z * _HALF_QUICK_GELU, _HALF_QUICK_GELU, ACCURACY)
     elif ACTIVATION == "gelu_tanh":
-        # (1 + tanh(u)) / 2 is σ(2 u).
         square = z * z
-        logit = z * (1.0 + square * _GELU_CUBIC) * _TWICE_SQRT_2_OVER_PI
-        return _self_gated(z, logit, (1.0 + square * _THREE_GELU_CUBIC) * _TWICE_SQRT_2_OVER_PI, ACCURACY)
+        u = z * (square * _GELU_CUBIC + _SQRT_2_OVER_PI)
+        return _self_gated(z, u, square * _THREE_GELU_CUBIC + _SQRT_2_OVER_PI, ACCURACY)
     else:
         tl.static_assert(ACTIVATION == "gelu", "activate() has no such activation")
         if ACCURACY == "exact":
@@ -198,4 +219,4 @@ def activate(z, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):
             square = tl.where(square > 36.0, 36.0, square)
             p = square * (square * _PHI_2 + _PHI_1) + _PHI_0
             p_slope = square * (square * _FIVE_PHI_2 + _THREE_PHI_1) + _PHI_0
-            return _self_gated(z, 2.0 * z * p, 2.0 * p_slope, ACCURACY)
+            return _self_gated(z, z * p, p_slope, ACCURACY)

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from fusedlayers.closeness import assert_close
-from fusedlayers.kernels.activations import ACCURACIES, ACTIVATIONS, ALIASES, activate, canonical_activation
+from fusedlayers.kernels.activations import (
+    ACCURACIES,
+    ACTIVATIONS,
+    ALIASES,
+    activate,
+    activation_unit,
+    canonical_activation,
+)
 from fusedlayers.kernels.device import tl, triton
 from tests.operands import DEVICE, infinities, needs_kernels
 
@@ -18,8 +25,9 @@ SPECIAL = [0.0, -0.0, 1e4, -1e4, math.inf, -math.inf, math.nan]
 def _activate_kernel(z_ptr, value_ptr, slope_ptr, count, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):  # noqa: ANN001, ANN202
     index = tl.program_id(0) * 128 + tl.arange(0, 128)
     value, slope = activate(tl.load(z_ptr + index, mask=index < count, other=0.0), ACTIVATION, ACCURACY)
-    tl.store(value_ptr + index, value, mask=index < count)
-    tl.store(slope_ptr + index, slope, mask=index < count)
+    unit = activation_unit(ACTIVATION, ACCURACY)
+    tl.store(value_ptr + index, value * unit, mask=index < count)
+    tl.store(slope_ptr + index, slope * unit, mask=index < count)
 
 
 def on_device(z: Tensor, activation: str, accuracy: str = "exact") -> tuple[Tensor, Tensor]:

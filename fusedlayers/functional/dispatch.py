@@ -143,10 +143,8 @@ def dispatch(problem: Problem, device: torch.device) -> Plan:
         RuntimeError: the kernels cannot run, and ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` is set.
     """
     wish, must = backend(), strict()
-    if problem.captured:
-        # Compiling inside a capture could break it: what no warm-up ran as kernels is planned as if launched.
-        launched = replace(problem, captured=False)
-        problem = problem if (launched, device) in _warm else launched
+    if problem.captured and not must:
+        problem = replace(problem, cold=(replace(problem, captured=False), device) not in _warm)
     plan = _cached_plan(problem, describe(device), wish)
     if plan.unsupported is not None and not problem.empty and (wish == "triton" or (must and wish == "auto")):
         switch = "FUSEDLAYERS_BACKEND=triton" if wish == "triton" else "FUSEDLAYERS_STRICT=1"

@@ -2,6 +2,7 @@
 
 import torch
 
+from ..activations import activation_unit
 from ..device import tl, triton
 from ..dropout import keep
 from ..launching import launch
@@ -68,6 +69,7 @@ def _data_gradient_kernel(
             if not EVEN_N:
                 dz_gate = tl.where((cols < N)[None, :], dz_gate, 0.0)
             acc = add_product(acc, dz_gate.to(gate_tile.dtype), gate_tile, zero, INPUT_PRECISION)
+    acc *= activation_unit(ACTIVATION, ACCURACY)
     store_tile(dx_ptr + batch * stride_dxz, acc, rows, inner, stride_dxm, stride_dxk, M, K)
 
 

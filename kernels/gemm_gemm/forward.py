@@ -2,6 +2,7 @@
 
 import torch
 
+from ..activations import activation_unit
 from ..device import tl, triton
 from ..dropout import keep
 from ..launching import launch
@@ -58,6 +59,7 @@ def _forward_kernel(
             hidden = tl.where((cols < N)[None, :], hidden, 0.0)
         down_tile = load_tile(down_ptr, cols, outer, stride_dn, stride_do, N, O)
         acc = add_product(acc, hidden.to(down_tile.dtype), down_tile, zero, INPUT_PRECISION)
+    acc *= activation_unit(ACTIVATION, ACCURACY)
     if down_bias_ptr is not None:
         acc += load_vector(down_bias_ptr, outer, stride_down_bias, O)[None, :]
     if residual_ptr is not None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..activations import activation_unit
 from ..device import tl, triton
 from ..dropout import keep
 from ..launching import launch
@@ -113,15 +114,20 @@ def _weight_gradient_kernel(
                 if d_gate_bias_ptr is not None:
                     d_gate_bias += tl.sum(dz_gate, 1)
 
+    unit = activation_unit(ACTIVATION, ACCURACY)
+    d_up_bias *= unit
+    d_gate_bias *= unit
     partial = split.to(tl.int64) * stride_split
     weight = partial + batch * N * K
     bias = partial + batch * N
     if d_up_ptr is not None:
-        store_tile(d_up_ptr + weight, d_up, cols, inner, stride_d_up_n, stride_d_up_k, N, K)
+        store_tile(d_up_ptr + weight, d_up * unit, cols, inner, stride_d_up_n, stride_d_up_k, N, K)
     if d_gate_ptr is not None:
-        store_tile(d_gate_ptr + weight, d_gate, cols, inner, stride_d_up_n, stride_d_up_k, N, K)
+        store_tile(d_gate_ptr + weight, d_gate * unit, cols, inner, stride_d_up_n, stride_d_up_k, N, K)
     if d_down_ptr is not None:
-        store_tile(d_down_ptr + partial + batch * N * O, d_down, cols, outer, stride_d_down_n, stride_d_down_o, N, O)
+        store_tile(
+            d_down_ptr + partial + batch * N * O, d_down * unit, cols, outer, stride_d_down_n, stride_d_down_o, N, O
+        )
     if d_up_bias_ptr is not None:
         tl.store(d_up_bias_ptr + bias + cols, d_up_bias.to(d_up_bias_ptr.dtype.element_ty), mask=cols < N)
     if d_gate_bias_ptr is not None:
