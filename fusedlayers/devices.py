@@ -5,6 +5,7 @@ from functools import cache
 import torch
 
 from .kernels.device import HAS_TRITON, interpreted
+from .kernels.hopper import HAS_GLUON
 from .planning import Device
 
 
@@ -24,4 +25,5 @@ def describe(device: torch.device) -> Device:
         architecture=architecture,
         processors=facts.multi_processor_count,
         triton=HAS_TRITON,
+        pipelined=HAS_GLUON and architecture == "sm_90",
     )

@@ -4,10 +4,10 @@ No tensors and no device queries here, so every decision is covered by tests on 
 units of ``2 M K N`` floating-point operations (for ``O = K``), and in bytes that must move through device memory.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .kernels.tuning import TileConfig, padded_width, tile_config
+from .kernels.tuning import CONSUMER_ROWS, TileConfig, padded_width, pipelined_config, tile_config
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -56,6 +56,7 @@ class Device:
     architecture: str = ""
     processors: int = 1
     triton: bool = False
+    pipelined: bool = False  # whether the warp-specialised kernels run on it too
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,9 @@ class Problem:
     recompute: bool | str = "auto"
     input_precision: str = "ieee"
     captured: bool = False  # whether the call is being recorded into a CUDA graph, whose replay costs the host nothing
-    cold: bool = False  # whether it is recorded before its kernels have run: compiling them there could break the capture
+    cold: bool = (
+        False  # whether it is recorded before its kernels have run: compiling them there could break the capture
+    )
     subclass: str = ""  # the name of a tensor subclass among the operands, if there is one
 
     @property
@@ -217,7 +220,12 @@ def _why_not_recorded(problem: Problem) -> str | None:
 
 
 def _tiles(kernel: str, problem: Problem, device: Device) -> TileConfig | None:
-    return tile_config(kernel, device.architecture, 8 * problem.element_bytes, problem.gated, max(problem.K, problem.O))
+    width = max(problem.K, problem.O)
+    tiles = tile_config(kernel, device.architecture, 8 * problem.element_bytes, problem.gated, width)
+    if tiles is None or not device.pipelined or problem.element_bytes != 2 or problem.dropout:
+        return tiles
+    sizes = (problem.batch, problem.M, problem.K, problem.N, problem.O)
+    return replace(tiles, pipelined=pipelined_config(kernel, problem.gated, *sizes, device.processors))
 
 
 def _accuracy(problem: Problem, device: Device) -> str:
@@ -229,10 +237,14 @@ def _accuracy(problem: Problem, device: Device) -> str:
 
 def choose_splits(problem: Problem, device: Device, tiles: TileConfig) -> int:
     """Token ranges the weight gradient is split into: enough programs for every processor, bounded partials."""
-    programs = -(-problem.N // tiles.block_n) * problem.batch
-    row_tiles = -(-problem.M // tiles.block_m)
-    # The accumulators take most of the registers: one program of 8 warps, or two of 4, fit on a processor at a time.
-    wanted = max(1, device.processors * 8 // tiles.num_warps // programs)
+    if tiles.pipelined is not None:
+        columns, row_tile, resident = tiles.pipelined.consumers * CONSUMER_ROWS, tiles.pipelined.block, 1
+    else:
+        # The accumulators take most of the registers: one program of 8 warps, or two of 4, fit on a processor.
+        columns, row_tile, resident = tiles.block_n, tiles.block_m, 8 // tiles.num_warps
+    programs = -(-problem.N // columns) * problem.batch
+    row_tiles = -(-problem.M // row_tile)
+    wanted = max(1, device.processors * resident // programs)
     # A split shorter than four row tiles spends more on its partial than on its products.
     return max(1, min(wanted, -(-row_tiles // 4), PARTIALS_LIMIT // problem.partial_bytes))
 

@@ -1,5 +1,16 @@
 """Triton if it is installed, otherwise inert stand-ins, so that every kernel file imports on any machine."""
 
+
+class Inert:
+    """Answers any attribute and any call with itself or, as a decorator, with the function it decorates."""
+
+    def __getattr__(self, name: str) -> "Inert":
+        return self
+
+    def __call__(self, *arguments: object, **options: object) -> object:
+        return arguments[0] if len(arguments) == 1 and callable(arguments[0]) else self
+
+
 try:
     import triton
     import triton.language as tl
@@ -7,17 +18,7 @@ try:
     HAS_TRITON = True
 except ImportError:
     HAS_TRITON = False
-
-    class _Inert:
-        """Answers any attribute and any call with itself or, as a decorator, with the function it decorates."""
-
-        def __getattr__(self, name: str) -> "_Inert":
-            return self
-
-        def __call__(self, *arguments: object, **options: object) -> object:
-            return arguments[0] if len(arguments) == 1 and callable(arguments[0]) else self
-
-    triton = tl = _Inert()
+    triton = tl = Inert()
 
 
 def interpreted() -> bool:
@@ -25,4 +26,4 @@ def interpreted() -> bool:
     return HAS_TRITON and triton.knobs.runtime.interpret
 
 
-__all__ = ["HAS_TRITON", "interpreted", "tl", "triton"]
+__all__ = ["HAS_TRITON", "Inert", "interpreted", "tl", "triton"]

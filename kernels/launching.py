@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .device import triton
+from .hopper import Descriptor
 
 _compiled: dict[tuple[object, ...], Any] = {}
 _COMPILED_LIMIT = 4096  # strides that change with every call must not fill the memory; Triton still has the variants
@@ -24,32 +25,41 @@ def launch(
     constants: tuple[object, ...],
     num_warps: int = 4,
     num_stages: int = 1,
+    descriptors: tuple[Descriptor | None, ...] = (),
 ) -> None:
-    """Runs ``programs`` programs of ``kernel`` on the device of the first pointer.
+    """Runs ``programs`` programs of ``kernel`` on the device of the first descriptor or pointer.
 
-    The groups of arguments follow one another as in the kernel's signature. ``free_numbers`` are those that the kernel
-    is declared not to be specialised on: they may change with every call.
+    The groups of arguments follow one another as in the kernel's signature, ``descriptors`` before the others.
+    ``free_numbers`` are those that the kernel is declared not to be specialised on: they may change with every call.
     """
-    assert pointers[0] is not None
-    device = pointers[0].device
+    first = descriptors[0].base if descriptors and descriptors[0] else pointers[0]
+    assert first is not None
+    device = first.device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return launch(kernel, programs, pointers, numbers, free_numbers, constants, num_warps, num_stages)
+            return launch(
+                kernel, programs, pointers, numbers, free_numbers, constants, num_warps, num_stages, descriptors
+            )
     arguments = (*pointers, *numbers, *free_numbers, *constants)
     # On AMD GPUs Triton also specialises on the size of a tensor's storage; while torch.compile traces, on nothing yet.
     if device.type != "cuda" or torch.version.hip or torch.compiler.is_compiling():
-        kernel[(programs,)](*arguments, num_warps=num_warps, num_stages=num_stages)
+        kernel[(programs,)](*_complete(descriptors), *arguments, num_warps=num_warps, num_stages=num_stages)
         return None
     layout = tuple([None if p is None else (p.dtype, p.data_ptr() & 15 == 0) for p in pointers])
+    blocks = tuple([None if d is None else (d.base.dtype, *d.block_shape) for d in descriptors])
     width = tuple([n >> 31 for n in free_numbers if type(n) is int])
-    key = (kernel, device.index, layout, numbers, width, constants, num_warps, num_stages)
+    key = (kernel, device.index, blocks, layout, numbers, width, constants, num_warps, num_stages)
     compiled = _compiled.get(key)
     if compiled is not None:
-        compiled[(programs, 1, 1)](*arguments)
+        compiled[(programs, 1, 1)](*descriptors, *arguments)
         return None
-    compiled = kernel[(programs,)](*arguments, num_warps=num_warps, num_stages=num_stages)
+    compiled = kernel[(programs,)](*_complete(descriptors), *arguments, num_warps=num_warps, num_stages=num_stages)
     if isinstance(compiled, triton.compiler.CompiledKernel):
         if len(_compiled) >= _COMPILED_LIMIT:
             _compiled.clear()
         _compiled[key] = compiled
     return None
+
+
+def _complete(descriptors: tuple[Descriptor | None, ...]) -> list[Any]:
+    return [None if descriptor is None else descriptor.complete() for descriptor in descriptors]

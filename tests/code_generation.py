@@ -160,13 +160,15 @@ _known: dict[str, dict[str, Any]] = {}
 
 def _findings(compiled: Any, log: str) -> dict[str, Any]:
     assembler = compiled.asm
+    # A Gluon kernel starts a stage later.
+    source = assembler["ttir" if "ttir" in assembler else "ttgir"]
     found = {
         "hash": compiled.hash,
         "shared": compiled.metadata.shared,
-        "products": len(re.findall(r" tt\.dot ", assembler["ttir"])),
+        "products": len(re.findall(r" (?:tt\.dot|ttng\.warp_group_dot) ", source)),
         # A product that stays in a blocked layout is computed by scalar multiply-adds.
         "scalar_products": len(re.findall(r" tt\.dot .*-> tensor<\w+, #blocked\w*>", assembler["ttgir"])),
-        "int32_products": int32_products(assembler["ttir"]),
+        "int32_products": int32_products(source),
     }
     if "ptx" in assembler:
         return found | _nvidia(assembler["ptx"], log)

@@ -8,6 +8,7 @@ from ..dropout import keep
 from ..launching import launch
 from ..tiles import add_product, batch_and_tile, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
+from . import pipelined
 from .operands import Operands, hidden_and_slopes, strides, through_activation
 
 
@@ -75,6 +76,10 @@ def _data_gradient_kernel(
 
 def data_gradient(operands: Operands, dy: torch.Tensor, tiles: TileConfig) -> torch.Tensor:
     """dx, contiguous, of the shape of x, from dy ``[Z, M, O]`` (or ``[M, O]``) of any strides."""
+    if tiles.pipelined is not None and (matrices := pipelined.matrices_of(operands)) is not None:
+        dy_rows = pipelined.rows_of(dy)
+        if dy_rows is not None:
+            return pipelined.data_gradient(operands, matrices, dy_rows, tiles.pipelined)
     x = operands.x
     batch, rows, _, hidden, _ = operands.sizes()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)

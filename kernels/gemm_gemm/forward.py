@@ -8,6 +8,7 @@ from ..dropout import keep
 from ..launching import launch
 from ..tiles import add_product, batch_and_tile, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
+from . import pipelined
 from .operands import Operands, hidden_and_slopes, stride, strides
 
 
@@ -71,6 +72,10 @@ def forward(
     operands: Operands, down_bias: torch.Tensor | None, residual: torch.Tensor | None, tiles: TileConfig
 ) -> torch.Tensor:
     """y ``[Z, M, O]``, contiguous, in the dtype of x; ``[M, O]`` where the operands have no batch."""
+    if tiles.pipelined is not None and (matrices := pipelined.matrices_of(operands)) is not None:
+        added = None if residual is None else pipelined.rows_of(residual)
+        if (residual is None) == (added is None) and (down_bias is None or down_bias.stride(0) == 1):
+            return pipelined.forward(operands, matrices, down_bias, added, tiles.pipelined)
     x = operands.x
     batch, rows, _, hidden, out_width = operands.sizes()
     y = torch.empty(*x.shape[:-1], out_width, dtype=x.dtype, device=x.device)

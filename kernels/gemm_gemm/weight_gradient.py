@@ -12,6 +12,7 @@ from ..dropout import keep
 from ..launching import launch
 from ..tiles import add_product, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
+from . import pipelined
 from .operands import Operands, hidden_and_slopes, strides, through_activation
 
 _REDUCE_BLOCK = 1024
@@ -209,7 +210,7 @@ def _weight_gradients_in_one_pass(
     operands: Operands, dy: torch.Tensor, wanted: WeightGradients, splits: int, tiles: TileConfig, transposed: bool
 ) -> list[torch.Tensor | None]:
     x = operands.x
-    batch, rows, width, hidden, out_width = operands.sizes()
+    _, _, width, hidden, out_width = operands.sizes()
     if transposed:
         up_shape, down_shape = (width, hidden), (hidden, out_width)
         inner_strides = (1, hidden, 1, out_width)
@@ -228,6 +229,29 @@ def _weight_gradients_in_one_pass(
         partials = torch.empty(splits, split_size, dtype=torch.float32, device=x.device)
         pieces = partials[0].split(sizes)
         targets = [None if gradient is None else piece for gradient, piece in zip(gradients, pieces, strict=True)]
+    matrices = None if tiles.pipelined is None else pipelined.matrices_of(operands)
+    dy_rows = None if matrices is None else pipelined.rows_of(dy)
+    if tiles.pipelined is not None and matrices is not None and dy_rows is not None:
+        pipelined.launch_weight_gradient(
+            operands, matrices, dy_rows, targets, inner_strides, split_size, splits, tiles.pipelined
+        )
+    else:
+        _launch_portable(operands, dy, targets, inner_strides, split_size, splits, tiles)
+    if splits > 1:
+        _reduce_partials(partials, [gradient for gradient in gradients if gradient is not None])
+    return gradients
+
+
+def _launch_portable(
+    operands: Operands,
+    dy: torch.Tensor,
+    targets: list[torch.Tensor | None],
+    inner_strides: tuple[int, ...],
+    split_size: int,
+    splits: int,
+    tiles: TileConfig,
+) -> None:
+    batch, rows, _, hidden, _ = operands.sizes()
     launch(
         _weight_gradient_kernel,
         batch * triton.cdiv(hidden, tiles.block_n) * splits,
@@ -239,9 +263,6 @@ def _weight_gradients_in_one_pass(
         tiles.num_warps,
         tiles.num_stages,
     )
-    if splits > 1:
-        _reduce_partials(partials, [gradient for gradient in gradients if gradient is not None])
-    return gradients
 
 
 def _reduce_partials(partials: torch.Tensor, outputs: list[torch.Tensor]) -> None:

@@ -1,0 +1,12 @@
+"""The kernels of GEMM-GEMM and the narrow FFN for Hopper: warp-specialised, in Gluon, beside the portable ones.
+
+They take what ``tuning.pipelined_config`` admits (16 bits; K and O of 64, 128 or both 256; no dropout) where the
+tensors lie as the copy engine wants them; anything else runs in the portable kernels, which compute the same.
+"""
+
+from .data_gradient import data_gradient
+from .forward import forward
+from .operands import Matrices, matrices_of, rows_of
+from .weight_gradient import launch_weight_gradient
+
+__all__ = ["Matrices", "data_gradient", "forward", "launch_weight_gradient", "matrices_of", "rows_of"]

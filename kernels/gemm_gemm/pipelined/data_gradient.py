@@ -1,0 +1,250 @@
+"""Data gradient on Hopper: rows of x and dy stay in shared memory while the producer streams the weights past them."""
+
+import torch
+
+from ...activations import activation_unit
+from ...hopper import Matrix, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from ...launching import launch
+from ...tuning import CONSUMER_ROWS, PipelinedConfig
+from ..operands import Operands, hidden_and_slopes, through_activation
+from .operands import Matrices
+from .pipeline import (
+    copy_hidden_tile,
+    hidden_first,
+    init_barriers,
+    stage_of,
+    start_product,
+)
+
+
+@gluon.jit
+def _produce(
+    x_desc, dy_desc, up_desc, gate_desc, down_desc,
+    x_ring, dy_ring, up_ring, gate_ring, down_ring, row_full, row_empty, weight_full, weight_empty,
+    up_step, down_step, N, M, tiles, row_tiles,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr,
+    ROWS: gl.constexpr, UP_TRANSPOSED: gl.constexpr, DOWN_TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    GATED: gl.constexpr = gate_desc is not None
+    position = 0
+    turn = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        batch = tile // row_tiles
+        row = batch * M + (tile % row_tiles) * (ROWS * CONSUMERS)
+        for consumer in gl.static_range(CONSUMERS):
+            row_stage, phase = stage_of(turn, ROW_STAGES)
+            index = row_stage * CONSUMERS + consumer
+            full = row_full.index(index)
+            mbarrier.wait(row_empty.index(index), phase ^ 1)
+            mbarrier.expect(full, x_desc.block_type.nbytes + dy_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(x_desc, [row + consumer * ROWS, 0], full, x_ring.index(index))
+            tma.async_copy_global_to_shared(dy_desc, [row + consumer * ROWS, 0], full, dy_ring.index(index))
+        turn += 1
+        for n in range(0, N, BLOCK_N):
+            stage, phase = stage_of(position, STAGES)
+            full = weight_full.index(stage)
+            mbarrier.wait(weight_empty.index(stage), phase ^ 1)
+            if GATED:
+                mbarrier.expect(full, 2 * up_desc.block_type.nbytes + down_desc.block_type.nbytes)
+                copy_hidden_tile(gate_desc, batch * up_step, n, full, gate_ring.index(stage), UP_TRANSPOSED)
+            else:
+                mbarrier.expect(full, up_desc.block_type.nbytes + down_desc.block_type.nbytes)
+            copy_hidden_tile(up_desc, batch * up_step, n, full, up_ring.index(stage), UP_TRANSPOSED)
+            copy_hidden_tile(down_desc, batch * down_step, n, full, down_ring.index(stage), DOWN_TRANSPOSED)
+            position += 1
+
+
+@gluon.jit
+def _add_products(
+    acc, z, z_gate, d_hidden, up_tile, gate_tile, cols, N,
+    EVEN_N: gl.constexpr, UP_TRANSPOSED: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
+    ACCURACY: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Starts ``acc + dZ W_up (+ dZg W_gate)``."""
+    dtype: gl.constexpr = up_tile.dtype
+    _, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
+    inside = gl.expand_dims(cols < N, 0)
+    if GATED:
+        dz = d_hidden * slope
+    else:
+        dz = through_activation(d_hidden, slope, z, ACTIVATION)
+    if not EVEN_N:
+        dz = gl.where(inside, dz, 0.0)
+    left = gl.convert_layout(dz.to(dtype), layout)
+    acc = warpgroup_mma(left, hidden_first(up_tile, UP_TRANSPOSED), acc, is_async=True)
+    if GATED:
+        dz_gate = through_activation(d_hidden, gate_slope, z_gate, ACTIVATION)
+        if not EVEN_N:
+            dz_gate = gl.where(inside, dz_gate, 0.0)
+        left = gl.convert_layout(dz_gate.to(dtype), layout)
+        acc = warpgroup_mma(left, hidden_first(gate_tile, UP_TRANSPOSED), acc, is_async=True)
+    return acc
+
+
+@gluon.jit
+def _consume(
+    consumer: gl.constexpr, dx_desc, up_bias_ptr, gate_bias_ptr,
+    x_ring, dy_ring, up_ring, gate_ring, down_ring, row_full, row_empty, weight_full, weight_empty,
+    N, M, tiles, row_tiles,
+    K: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    ROW_STAGES: gl.constexpr, ROWS: gl.constexpr, EVEN_N: gl.constexpr, UP_TRANSPOSED: gl.constexpr,
+    DOWN_TRANSPOSED: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = x_ring.dtype
+    z_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    dx_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    dz_layout: gl.constexpr = gl.DotOperandLayout(0, dx_layout, 2)
+    cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, z_layout))
+    position = 0
+    turn = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row = (tile // row_tiles) * M + (tile % row_tiles) * (ROWS * CONSUMERS) + consumer * ROWS
+        row_stage, phase = stage_of(turn, ROW_STAGES)
+        index = row_stage * CONSUMERS + consumer
+        mbarrier.wait(row_full.index(index), phase)
+        x_tile = x_ring.index(index)
+        dy_tile = dy_ring.index(index)
+        acc = gl.zeros([ROWS, K], gl.float32, dx_layout)
+        stage, phase = stage_of(position, STAGES)
+        mbarrier.wait(weight_full.index(stage), phase)
+        up = hidden_first(up_ring.index(stage), UP_TRANSPOSED).permute((1, 0))
+        down = hidden_first(down_ring.index(stage), DOWN_TRANSPOSED).permute((1, 0))
+        z_next = start_product(x_tile, up, up_bias_ptr, cols, N, EVEN_N, ROWS, z_layout)
+        hidden_next = start_product(dy_tile, down, None, cols, N, EVEN_N, ROWS, z_layout)
+        if GATED:
+            gate = hidden_first(gate_ring.index(stage), UP_TRANSPOSED).permute((1, 0))
+            gate_next = start_product(x_tile, gate, gate_bias_ptr, cols, N, EVEN_N, ROWS, z_layout)
+            z, d_hidden, z_gate = warpgroup_mma_wait(0, [z_next, hidden_next, gate_next])
+        else:
+            z, d_hidden = warpgroup_mma_wait(0, [z_next, hidden_next])
+            z_gate = z
+        for n in range(BLOCK_N, N, BLOCK_N):
+            acc_next = _add_products(
+                acc, z, z_gate, d_hidden, up_ring.index(stage), gate_ring.index(stage), cols + n - BLOCK_N, N,
+                EVEN_N, UP_TRANSPOSED, GATED, ACTIVATION, ACCURACY, dz_layout,
+            )  # fmt: skip
+            done = stage
+            position += 1
+            stage, phase = stage_of(position, STAGES)
+            mbarrier.wait(weight_full.index(stage), phase)
+            up = hidden_first(up_ring.index(stage), UP_TRANSPOSED).permute((1, 0))
+            down = hidden_first(down_ring.index(stage), DOWN_TRANSPOSED).permute((1, 0))
+            z_next = start_product(x_tile, up, up_bias_ptr, cols + n, N, EVEN_N, ROWS, z_layout)
+            hidden_next = start_product(dy_tile, down, None, cols + n, N, EVEN_N, ROWS, z_layout)
+            if GATED:
+                gate = hidden_first(gate_ring.index(stage), UP_TRANSPOSED).permute((1, 0))
+                gate_next = start_product(x_tile, gate, gate_bias_ptr, cols + n, N, EVEN_N, ROWS, z_layout)
+                acc, z, d_hidden, z_gate = warpgroup_mma_wait(0, [acc_next, z_next, hidden_next, gate_next])
+            else:
+                acc, z, d_hidden = warpgroup_mma_wait(0, [acc_next, z_next, hidden_next])
+                z_gate = z
+            mbarrier.arrive(weight_empty.index(done))
+        last = (gl.cdiv(N, BLOCK_N) - 1) * BLOCK_N
+        acc_next = _add_products(
+            acc, z, z_gate, d_hidden, up_ring.index(stage), gate_ring.index(stage), cols + last, N,
+            EVEN_N, UP_TRANSPOSED, GATED, ACTIVATION, ACCURACY, dz_layout,
+        )  # fmt: skip
+        acc = warpgroup_mma_wait(0, [acc_next])
+        mbarrier.arrive(weight_empty.index(stage))
+        position += 1
+        turn += 1
+
+        # x is no longer needed: dx takes its place on the way out.
+        x_tile.store((acc * activation_unit(ACTIVATION, ACCURACY)).to(dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(dx_desc, [row, 0], x_tile)
+        tma.store_wait(0)
+        mbarrier.arrive(row_empty.index(index))
+
+
+@gluon.jit(do_not_specialize=["up_step", "down_step", "N", "M", "tiles", "row_tiles"])
+def _pipelined_data_gradient_kernel(
+    x_desc, dy_desc, up_desc, gate_desc, down_desc, dx_desc, up_bias_ptr, gate_bias_ptr,
+    up_step, down_step, N, M, tiles, row_tiles,
+    K: gl.constexpr, O: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    ROW_STAGES: gl.constexpr, ROWS: gl.constexpr, EVEN_N: gl.constexpr, UP_TRANSPOSED: gl.constexpr,
+    DOWN_TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = x_desc.dtype
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    GATED: gl.constexpr = gate_desc is not None
+    TURNS: gl.constexpr = CONSUMERS * ROW_STAGES
+    x_ring = gl.allocate_shared_memory(dtype, [TURNS, ROWS, K], x_desc.layout)
+    dy_ring = gl.allocate_shared_memory(dtype, [TURNS, ROWS, O], dy_desc.layout)
+    up_ring = gl.allocate_shared_memory(dtype, [STAGES] + up_desc.block_type.shape, up_desc.layout)
+    if GATED:
+        gate_ring = gl.allocate_shared_memory(dtype, [STAGES] + up_desc.block_type.shape, up_desc.layout)
+    else:
+        gate_ring = up_ring
+    down_ring = gl.allocate_shared_memory(dtype, [STAGES] + down_desc.block_type.shape, down_desc.layout)
+    row_full = gl.allocate_shared_memory(gl.int64, [TURNS, 1], barrier)
+    row_empty = gl.allocate_shared_memory(gl.int64, [TURNS, 1], barrier)
+    weight_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    weight_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    init_barriers(row_full, row_empty, TURNS, 1)
+    init_barriers(weight_full, weight_empty, STAGES, CONSUMERS)
+    fence_async_shared()
+    if CONSUMERS == 1:
+        gl.warp_specialize([
+            (_consume, (
+                gl.constexpr(0), dx_desc, up_bias_ptr, gate_bias_ptr, x_ring, dy_ring, up_ring, gate_ring,
+                down_ring, row_full, row_empty, weight_full, weight_empty, N, M, tiles, row_tiles, K, BLOCK_N,
+                CONSUMERS, STAGES, ROW_STAGES, ROWS, EVEN_N, UP_TRANSPOSED, DOWN_TRANSPOSED, GATED, ACTIVATION,
+                ACCURACY,
+            )),
+            (_produce, (
+                x_desc, dy_desc, up_desc, gate_desc, down_desc, x_ring, dy_ring, up_ring, gate_ring, down_ring,
+                row_full, row_empty, weight_full, weight_empty, up_step, down_step, N, M, tiles, row_tiles,
+                BLOCK_N, CONSUMERS, STAGES, ROW_STAGES, ROWS, UP_TRANSPOSED, DOWN_TRANSPOSED,
+            )),
+        ], [1], [24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (
+                gl.constexpr(0), dx_desc, up_bias_ptr, gate_bias_ptr, x_ring, dy_ring, up_ring, gate_ring,
+                down_ring, row_full, row_empty, weight_full, weight_empty, N, M, tiles, row_tiles, K, BLOCK_N,
+                CONSUMERS, STAGES, ROW_STAGES, ROWS, EVEN_N, UP_TRANSPOSED, DOWN_TRANSPOSED, GATED, ACTIVATION,
+                ACCURACY,
+            )),
+            (_consume, (
+                gl.constexpr(1), dx_desc, up_bias_ptr, gate_bias_ptr, x_ring, dy_ring, up_ring, gate_ring,
+                down_ring, row_full, row_empty, weight_full, weight_empty, N, M, tiles, row_tiles, K, BLOCK_N,
+                CONSUMERS, STAGES, ROW_STAGES, ROWS, EVEN_N, UP_TRANSPOSED, DOWN_TRANSPOSED, GATED, ACTIVATION,
+                ACCURACY,
+            )),
+            (_produce, (
+                x_desc, dy_desc, up_desc, gate_desc, down_desc, x_ring, dy_ring, up_ring, gate_ring, down_ring,
+                row_full, row_empty, weight_full, weight_empty, up_step, down_step, N, M, tiles, row_tiles,
+                BLOCK_N, CONSUMERS, STAGES, ROW_STAGES, ROWS, UP_TRANSPOSED, DOWN_TRANSPOSED,
+            )),
+        ], [4, 1], [240, 24])  # fmt: skip
+
+
+def data_gradient(operands: Operands, matrices: Matrices, dy: Matrix, config: PipelinedConfig) -> torch.Tensor:
+    """dx, contiguous, of operands that fit: see ``matrices_of``."""
+    batch, rows, width, hidden, out_width = operands.sizes()
+    dx = torch.empty(operands.x.shape, dtype=operands.x.dtype, device=operands.x.device)
+    block = config.block
+    row_tiles = -(-rows // (CONSUMER_ROWS * config.consumers))
+    tiles = batch * row_tiles
+    launch(
+        _pipelined_data_gradient_kernel,
+        min(tiles, config.programs),
+        (operands.up_bias, operands.gate_bias),
+        (),
+        (matrices.up.step, matrices.down.step, hidden, rows, tiles, row_tiles),
+        (
+            width, out_width, block, config.consumers, config.stages, config.row_stages, CONSUMER_ROWS,
+            hidden % block == 0, matrices.up.transposed, not matrices.down.transposed,
+            operands.arithmetic.activation, operands.arithmetic.accuracy,
+        ),
+        descriptors=(
+            matrices.x.descriptor(CONSUMER_ROWS, width),
+            dy.descriptor(CONSUMER_ROWS, out_width),
+            matrices.up.descriptor(block, width),
+            None if matrices.gate is None else matrices.gate.descriptor(block, width),
+            matrices.down.descriptor(out_width, block),
+            Matrix(dx, batch * rows, width, width, rows, False).descriptor(CONSUMER_ROWS, width),
+        ),
+    )  # fmt: skip
+    return dx

@@ -1,0 +1,55 @@
+"""What the pipelined kernels share: stages of a ring, copies of weight tiles, products in flight, the hidden.
+
+Each kernel is warp-specialised. One warp, the producer, keeps the copy engine busy: it fills the stages of a ring in
+shared memory, waiting for a stage's ``empty`` barrier and giving its ``full`` barrier to the copy. Groups of four
+warps, the consumers, wait for ``full``, compute with 64 rows each, and arrive at ``empty``. While one consumer works on
+its activations, another one has the matrix units.
+"""
+
+from ...hopper import gl, gluon, mbarrier, tma, warpgroup_mma
+
+
+@gluon.jit
+def stage_of(position, STAGES: gl.constexpr):
+    """(stage, phase of its full barrier) of the ``position``-th filling of a ring. The empty one is a phase behind."""
+    return position % STAGES, (position // STAGES) & 1
+
+
+@gluon.jit
+def copy_hidden_tile(desc, batch_start, n, full, tile, TRANSPOSED: gl.constexpr):
+    """Starts the copy of the hidden units from ``n`` on, the rows of a matrix or, transposed, its columns."""
+    if TRANSPOSED:
+        tma.async_copy_global_to_shared(desc, [batch_start, n], full, tile)
+    else:
+        tma.async_copy_global_to_shared(desc, [batch_start + n, 0], full, tile)
+
+
+@gluon.jit
+def hidden_first(tile, TRANSPOSED: gl.constexpr):
+    """A copied weight tile as ``[hidden units, width]``."""
+    if TRANSPOSED:
+        return tile.permute((1, 0))
+    else:
+        return tile
+
+
+@gluon.jit
+def start_product(left, right, bias_ptr, cols, N, EVEN_N: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
+    """Starts ``left @ right + bias``; the sum begins with the bias, so that adding it costs nothing."""
+    COLUMNS: gl.constexpr = right.shape[1]
+    start = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    if bias_ptr is not None:
+        if EVEN_N:
+            bias = gl.load(bias_ptr + cols)
+        else:
+            bias = gl.load(bias_ptr + cols, mask=cols < N, other=0.0)
+        start += gl.expand_dims(bias.to(gl.float32), 0)
+    return warpgroup_mma(left, right, start, use_acc=bias_ptr is not None, is_async=True)
+
+
+@gluon.jit
+def init_barriers(full, empty, COUNT: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A ring of ``COUNT`` stages, each of which ``CONSUMERS`` consumers must empty."""
+    for index in gl.static_range(COUNT):
+        mbarrier.init(full.index(index), count=1)
+        mbarrier.init(empty.index(index), count=CONSUMERS)

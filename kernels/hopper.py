@@ -1,0 +1,107 @@
+"""Hopper's asynchronous instructions through Gluon, if this Triton has them, and matrices as they are copied by them.
+
+Where Triton or Gluon is missing, inert stand-ins let every file import; nothing else may be done with them.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .device import HAS_TRITON, Inert
+
+try:
+    if not HAS_TRITON:
+        raise ImportError
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_init,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    HAS_GLUON = True
+except ImportError:
+    HAS_GLUON = False
+    gluon = gl = fence_async_shared = mbarrier = tma = Inert()
+    warpgroup_mma = warpgroup_mma_init = warpgroup_mma_wait = TensorDescriptor = Inert()
+
+_ALIGNMENT = 16  # bytes: of a copied matrix's address and row stride
+
+
+class Matrix(NamedTuple):
+    """A tensor ``[Z, rows, columns]`` (or without Z) as the copy engine sees it: rows behind one another.
+
+    ``transposed`` says that its columns lie together in memory, so that the roles of rows and columns are exchanged.
+    ``step`` is the number of rows from one batch entry to the next, 0 where all of them share one matrix.
+    """
+
+    tensor: torch.Tensor
+    rows: int
+    columns: int
+    row_stride: int
+    step: int
+    transposed: bool
+
+    def descriptor(self, block_rows: int, block_columns: int) -> "Descriptor":
+        """For copies of ``block_rows × block_columns`` blocks, named in the order of the tensor."""
+        block = [block_columns, block_rows] if self.transposed else [block_rows, block_columns]
+        return Descriptor(self.tensor, [self.rows, self.columns], [self.row_stride, 1], block)
+
+
+def matrix(tensor: torch.Tensor) -> Matrix | None:
+    """``tensor`` as a matrix, or None where its strides or its address are not those that the copy engine takes."""
+    batched = tensor.dim() == 3
+    rows, columns = tensor.shape[-2:]
+    row_stride, column_stride = tensor.stride()[-2:]
+    transposed = column_stride != 1 and row_stride == 1
+    if transposed:
+        rows, columns, row_stride, column_stride = columns, rows, column_stride, row_stride
+    size = tensor.element_size()
+    if column_stride != 1 or row_stride * size % _ALIGNMENT or tensor.data_ptr() % _ALIGNMENT:
+        return None
+    # A single row may have any stride; the engine wants one that holds the row.
+    row_stride = max(row_stride, columns)
+    batch, batch_stride = (tensor.shape[0], tensor.stride(0)) if batched else (1, 0)
+    if batch == 1 or batch_stride == 0:
+        return Matrix(tensor, rows, columns, row_stride, 0, transposed)
+    if batch_stride != rows * row_stride:
+        return None
+    return Matrix(tensor, batch * rows, columns, row_stride, rows, transposed)
+
+
+class Descriptor(NamedTuple):
+    """What a launch tells the copy engine of a matrix: as much of Gluon's descriptor as its launcher reads."""
+
+    base: torch.Tensor
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    layout: Any = None
+    padding: str = "zero"
+
+    def complete(self) -> Any:
+        """Gluon's own descriptor, with the layout of the block in shared memory, as compilation needs it."""
+        dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[self.base.dtype]
+        layout = gl.NVMMASharedLayout.get_default_for(self.block_shape, dtype)
+        return TensorDescriptor(self.base, self.shape, self.strides, self.block_shape, layout)
+
+
+__all__ = [
+    "HAS_GLUON",
+    "Descriptor",
+    "Matrix",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "matrix",
+    "mbarrier",
+    "tma",
+    "warpgroup_mma",
+    "warpgroup_mma_init",
+    "warpgroup_mma_wait",
+]
