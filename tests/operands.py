@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,11 +38,14 @@ Tensors = Mapping[str, Tensor | None]
 
 
 @contextmanager
-def on_path(path: str, chunk_rows: int | None = CHUNK_ROWS) -> Iterator[dict[str, Any]]:
-    """Sends every call to one path, and yields the options of ``ffn`` that this takes. A call elsewhere fails."""
+def on_path(path: str, chunk_rows: int | None = CHUNK_ROWS, **facts: Any) -> Iterator[dict[str, Any]]:
+    """Sends every call to one path, and yields the options of ``ffn`` that this takes. A call elsewhere fails.
+
+    ``facts`` change what the planner knows of the device: its processors, whether pipelined kernels run on it.
+    """
 
     def plan(problem: planning.Problem, device: planning.Device, wish: str) -> planning.Plan:
-        made = planning.plan(problem, device, wish)
+        made = planning.plan(problem, replace(device, **facts), wish)
         assert problem.empty or made.path == path.replace("kernels", "fused"), made
         return made
 

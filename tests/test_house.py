@@ -32,7 +32,7 @@ EVERY_ROW_BUT_BENCH = {
     "closeness": set[str](),
     "planning": {"kernels.tuning"},
     "reference": {"kernels.activations", "kernels.dropout"},
-    "devices": {"kernels.device", "planning"},
+    "devices": {"kernels.device", "kernels.hopper", "planning"},
     "functional": {"kernels", "planning", "reference", "devices"},
     "explaining": {"kernels", "planning", "reference", "devices", "functional"},
     "modules": {"kernels", "planning", "reference", "functional"},

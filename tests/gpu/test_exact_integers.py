@@ -59,7 +59,19 @@ def cases() -> list[tuple[torch.dtype, int, bool, str, tuple[int, int]]]:
     return [case for case in dict.fromkeys(found) if supported(case[0], case[1], case[2])]
 
 
+# Few processors, so that each program of a pipelined kernel takes many tiles, with two consumers; as many as there are,
+# with one consumer; and the portable kernels, where the pipelined ones would run.
+MACHINES: dict[str, dict[str, Any]] = {"few": {"processors": 4}, "all": {}, "portable": {"pipelined": False}}
+
+
+def machines(dtype: torch.dtype, width: int) -> list[str]:
+    """Those that differ for this width; float32 and widths in between have portable kernels alone."""
+    return list(MACHINES) if dtype != FLOAT32 and width in (64, 128, 256) and describe(DEVICE).pipelined else ["all"]
+
+
 def named(value: object) -> str:
+    if isinstance(value, str):
+        return value
     if isinstance(value, tuple):
         return "whole" if value == WHOLE else "ragged"
     return {True: "gated", False: "plain"}[value] if isinstance(value, bool) else str(value).removeprefix("torch.")
@@ -74,11 +86,15 @@ def repeat(call: Callable[..., Tensor], inputs: Tensors, dy: Tensor, expected: T
                 assert_equal(results(call, inputs, dy, **options), expected)
 
 
-@pytest.mark.parametrize(("dtype", "width", "gated", "activation", "size"), cases(), ids=named)
-def test_ffn(dtype: torch.dtype, width: int, gated: bool, activation: str, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "width", "gated", "activation", "size", "machine"),
+    [(*case, machine) for case in cases() for machine in machines(*case[:2])],
+    ids=named,
+)
+def test_ffn(dtype: torch.dtype, width: int, gated: bool, activation: str, size: tuple[int, int], machine: str) -> None:
     inputs, dy, expected = exact_ffn(size[0], width, size[1], width, dtype, gated=gated, activation=activation)
     assert_says_something(expected)
-    with on_path("kernels") as options:
+    with on_path("kernels", **MACHINES[machine]) as options:
         repeat(functional.ffn, inputs, dy, expected, activation=activation, **options)
 
 
@@ -131,12 +147,16 @@ def gemm_gemm_cases() -> list[tuple[torch.dtype, int, str | None, tuple[int, int
     return [case for case in found if supported(case[0], case[1], gated=False)]
 
 
-@pytest.mark.parametrize(("dtype", "width", "activation", "size"), gemm_gemm_cases(), ids=named)
-def test_gemm_gemm(dtype: torch.dtype, width: int, activation: str | None, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "width", "activation", "size", "machine"),
+    [(*case, machine) for case in gemm_gemm_cases() for machine in machines(*case[:2])],
+    ids=named,
+)
+def test_gemm_gemm(dtype: torch.dtype, width: int, activation: str | None, size: tuple[int, int], machine: str) -> None:
     draw_inputs = gemm_gemm_inputs(3, size[0], width, size[1], width, dtype)
     inputs, dy, expected = exact(reference.gemm_gemm, draw_inputs, dtype, activation=activation)
     assert_says_something(expected)
-    with on_path("kernels"):
+    with on_path("kernels", **MACHINES[machine]):
         repeat(functional.gemm_gemm, inputs, dy, expected, activation=activation)
 
 

@@ -1,0 +1,150 @@
+"""The warp-specialised kernels on Hopper: pairs of widths, ragged sizes, layouts they take and layouts they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedlayers import functional, reference
+from fusedlayers.closeness import assert_all_close
+from fusedlayers.devices import describe
+from fusedlayers.kernels import gemm_gemm as kernels
+from fusedlayers.kernels.gemm_gemm import pipelined
+from tests.gpu.exact import exact_ffn
+from tests.operands import (
+    DEVICE,
+    Tensors,
+    assert_equal,
+    assert_ffn_close,
+    ffn_inputs,
+    in_float64,
+    like_result,
+    on_path,
+    results,
+)
+
+BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
+PAIRS = [(64, 64), (64, 128), (128, 64), (128, 128), (256, 256)]
+
+pytestmark = pytest.mark.skipif(not describe(DEVICE).pipelined, reason="no Hopper GPU with Gluon")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the pipelined kernels that run."""
+    names: list[str] = []
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: names.append(name) or function(*arguments)
+
+    for name in ("forward", "data_gradient", "launch_weight_gradient"):
+        monkeypatch.setattr(pipelined, name, noting(name, getattr(pipelined, name)))
+    return names
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize(("K", "O"), PAIRS)
+def test_ragged_sizes(K: int, O: int, gated: bool, dtype: torch.dtype, launched: list[str]) -> None:
+    activation = "silu" if gated else "gelu"
+    for M, N in ((1, 8), (63, 64), (65, 136), (1000, 512), (4099, 328)):
+        inputs = ffn_inputs(M, K, N, O, dtype, gated=gated, residual=True)
+        with on_path("kernels", processors=16) as options:
+            assert_ffn_close(functional.ffn, inputs, options=options, activation=activation)
+    assert {"forward", "data_gradient"} <= set(launched)
+    # Accumulators of wider weight gradients exceed the registers.
+    assert ("launch_weight_gradient" in launched) == (max(K, O) <= (64 if gated else 128))
+
+
+@pytest.mark.parametrize(("K", "O"), PAIRS)
+def test_batches(K: int, O: int, launched: list[str]) -> None:
+    for batch, M, N in ((3, 128, 64), (40, 256, 128), (5, 384, 192)):
+        inputs = {
+            "a": torch.randn(batch, M, K, device=DEVICE, dtype=BFLOAT16),
+            "b": torch.randn(batch, K, N, device=DEVICE, dtype=BFLOAT16) / K**0.5,
+            "c": torch.randn(batch, N, O, device=DEVICE, dtype=BFLOAT16) / N**0.5,
+        }
+        de = torch.randn(batch, M, O, device=DEVICE, dtype=BFLOAT16)
+        truth = results(reference.gemm_gemm, in_float64(inputs), de.double(), activation="gelu_tanh")
+        theirs = results(reference.gemm_gemm, inputs, de, activation="gelu_tanh")
+        with on_path("kernels"):
+            ours = results(functional.gemm_gemm, inputs, de, activation="gelu_tanh")
+        assert_all_close(ours, theirs, truth)
+    assert {"forward", "data_gradient"} <= set(launched)
+
+
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "contiguous": (lambda t: t, True),
+    "columns of a wider matrix": (lambda t: torch.cat((t, t), -1)[..., : t.shape[-1]], True),
+    "columns from the middle on": (lambda t: torch.cat((t[..., :8], t), -1)[..., 8:], True),
+    "one column further": (lambda t: torch.cat((t[..., :1], t), -1)[..., 1:], False),
+    "every other row": (lambda t: t.repeat_interleave(2, 0)[::2], True),
+}
+
+
+@pytest.mark.parametrize("role", ["x", "w_up", "w_down", "w_gate", "residual", "dy"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str, role: str, launched: list[str]) -> None:
+    """The copy engine takes rows at multiples of 16 bytes; the portable kernels take the rest, with the same result."""
+    lay, taken = LAYOUTS[layout]
+    inputs, dy, expected = exact_ffn(200, 64, 192, 64, BFLOAT16, gated=True, residual=True, activation="relu")
+    if role == "dy":
+        dy = lay(dy)
+    else:
+        inputs = {**inputs, role: lay(inputs[role])}
+    with on_path("kernels") as options:
+        assert_equal(results(functional.ffn, inputs, dy, activation="relu", **options), expected)
+    left = {"residual": {"forward"}, "dy": {"data_gradient", "launch_weight_gradient"}}
+    everything = {"forward", "data_gradient", "launch_weight_gradient"}
+    assert set(launched) == (everything if taken else everything - left.get(role, everything))
+
+
+def test_transposed_weights(launched: list[str]) -> None:
+    inputs, dy, expected = exact_ffn(200, 64, 192, 64, BFLOAT16, activation="relu")
+    for role in ("w_up", "w_down"):
+        weight = inputs[role]
+        assert weight is not None
+        turned = {**inputs, role: weight.T.contiguous().T}
+        with on_path("kernels") as options:
+            assert_equal(results(functional.ffn, turned, dy, activation="relu", **options), expected)
+    assert launched == ["forward", "data_gradient", "launch_weight_gradient"] * 2
+
+
+@pytest.mark.parametrize("frozen", [("x",), ("w_up", "b_up"), ("w_down",), ("w_up", "b_up", "w_gate", "b_gate")])
+def test_frozen_inputs(frozen: tuple[str, ...], launched: list[str]) -> None:
+    inputs, dy, expected = exact_ffn(300, 64, 136, 64, BFLOAT16, gated=True, activation="relu")
+    with on_path("kernels") as options:
+        found = results(functional.ffn, inputs, dy, frozen, activation="relu", **options)
+    assert_equal(found, {name: None if name[1:] in frozen else value for name, value in expected.items()})
+    assert ("data_gradient" in launched) == ("x" not in frozen)
+
+
+def test_dropout_takes_the_portable_kernels(launched: list[str]) -> None:
+    inputs = ffn_inputs(300, 64, 256, 64, BFLOAT16)
+    with on_path("kernels") as options:
+        assert_ffn_close(functional.ffn, inputs, options=options, activation="silu", dropout_p=0.1, manual_seed=3)
+    assert not launched
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_the_same_numbers_as_the_portable_kernels(width: int) -> None:
+    """Both round where the other does, but add up in another order."""
+    inputs = ffn_inputs(5000, width, 4 * width, width, BFLOAT16)
+    dy = like_result(inputs)
+    found: list[Tensors] = []
+    for facts in ({}, {"pipelined": False}):
+        with on_path("kernels", **facts) as options:
+            found.append(results(functional.ffn, inputs, dy, activation="gelu_tanh", **options))
+    for name, tensor in found[0].items():
+        other = found[1][name]
+        if tensor is not None and other is not None:
+            difference = float((tensor.double() - other.double()).norm() / other.double().norm())
+            assert difference < 2e-3, f"{name}: {difference}"
+
+
+def test_the_module_is_what_the_operations_call() -> None:
+    assert kernels.forward.__globals__["pipelined"] is pipelined
