@@ -5,6 +5,7 @@ H200; rows of other architectures are conservative ones that were compiled for t
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 MINIMUM_WIDTH = 16  # the smallest inner dimension a matrix instruction takes
 
@@ -20,7 +21,8 @@ class PipelinedConfig:
     """A warp-specialised kernel: its consumers of 64 rows each, and the ring that a producer fills for them.
 
     A stage holds the weights of ``block`` hidden units; in the weight gradient, whose consumers have 64 hidden units
-    each, ``block`` rows. ``row_stages`` is the depth of the data gradient's ring of rows. At most ``programs`` programs
+    each, ``block`` rows. ``row_stages`` is the depth of the data gradient's ring of rows, ``passes`` is that of a
+    :class:`TileConfig`. At most ``programs`` programs
     run, each of which takes tile after tile; the weight gradient runs as many as it has tiles and splits.
     """
 
@@ -29,6 +31,7 @@ class PipelinedConfig:
     stages: int
     programs: int
     row_stages: int = 1
+    passes: int = 1
 
 
 @dataclass(frozen=True)
@@ -150,16 +153,49 @@ def tile_config(kernel: str, architecture: str, bits: int, gated: bool, width: i
     return None
 
 
-# Blocks of the warp-specialised kernels by (kernel, gated): rows of (largest of K and O, block for an even number of
-# blocks, block otherwise); none of them spills registers. Measured on an H200 at the tokens above; in microseconds
-# beside the row, after the comma for batched products of 64 × 1024 × 1024.
-_PIPELINED: dict[tuple[str, bool], tuple[tuple[int, int, int], ...]] = {
-    ("forward", False): ((64, 128, 64), (128, 128, 64), (256, 64, 32)),  # 36, 29; 72, 51; 124
-    ("forward", True): ((64, 64, 64), (128, 64, 32), (256, 32, 32)),  # 26; 59; 137
-    ("data_gradient", False): ((64, 64, 64), (128, 64, 32), (256, 32, 16)),  # 54, 40; 117, 63; 203
-    ("data_gradient", True): ((64, 64, 64), (128, 32, 32), (256, 16, 16)),  # 49; 126; 291
-    ("weight_gradient", False): ((64, 64, 32), (128, 32, 32)),  # 55, 62; 135, 124
-    ("weight_gradient", True): ((64, 32, 32),),
+class _Pipelined(NamedTuple):
+    """Up to ``width``, the larger of K and O: the block where the axis is a whole number of them, and otherwise."""
+
+    width: int
+    block: int
+    ragged_block: int
+    passes: int = 1
+    consumers: int = 2
+
+
+# By (kernel, gated), narrowest first. None spills registers. Measured on an H200 at the tokens above, in microseconds
+# beside the row; after the comma for batched products of 64 × 1024 × 1024.
+_PIPELINED: dict[tuple[str, bool], tuple[_Pipelined, ...]] = {
+    ("forward", False): (
+        _Pipelined(64, 128, 64),  # 36, 29
+        _Pipelined(128, 128, 64),  # 72, 51
+        _Pipelined(256, 64, 32),  # 124
+    ),
+    ("forward", True): (
+        _Pipelined(64, 64, 64),  # 26
+        _Pipelined(128, 64, 32),  # 59
+        _Pipelined(256, 32, 32),  # 137
+    ),
+    ("data_gradient", False): (
+        _Pipelined(64, 64, 64),  # 54, 40
+        _Pipelined(128, 64, 32),  # 117, 63
+        _Pipelined(256, 32, 16),  # 203
+    ),
+    ("data_gradient", True): (
+        _Pipelined(64, 64, 64),  # 49
+        _Pipelined(128, 32, 32),  # 126
+        _Pipelined(256, 16, 16),  # 291
+    ),
+    ("weight_gradient", False): (
+        _Pipelined(64, 64, 32),  # 55, 62
+        _Pipelined(128, 32, 32),  # 135, 124
+        _Pipelined(256, 32, 32, passes=2),
+    ),
+    ("weight_gradient", True): (
+        _Pipelined(64, 32, 32),
+        _Pipelined(128, 32, 32, passes=2),
+        _Pipelined(256, 32, 32, passes=3, consumers=1),
+    ),
 }
 
 
@@ -173,12 +209,9 @@ def pipelined_config(
     """
     if not ((K in (64, 128) and O in (64, 128)) or K == O == 256) or N % 8:
         return None
-    row = next((row for row in _PIPELINED[(kernel, gated)] if max(K, O) <= row[0]), None)
-    if row is None:
-        return None
-    _, block, ragged_block = row
-    block = block if (M if kernel == "weight_gradient" else N) % block == 0 else ragged_block
-    consumers = 2
+    row = next(row for row in _PIPELINED[(kernel, gated)] if max(K, O) <= row.width)
+    block = row.block if (M if kernel == "weight_gradient" else N) % row.block == 0 else row.ragged_block
+    consumers = row.consumers
     if kernel != "weight_gradient" and batch * -(-M // (2 * CONSUMER_ROWS)) < processors:
         consumers = 1  # tiles of half the height, so that twice as many processors have work
     row_tile = block if kernel == "weight_gradient" else consumers * CONSUMER_ROWS
@@ -195,4 +228,4 @@ def pipelined_config(
         kept = consumers * CONSUMER_ROWS * (K if kernel == "forward" and K > 128 else (K + O) * row_stages)
         stage = block * (projections * K + O)
     stages = min(_MOST_STAGES, (SHARED_MEMORY - _BARRIER_BYTES - 2 * kept) // (2 * stage))
-    return PipelinedConfig(block, consumers, stages, processors, row_stages)
+    return PipelinedConfig(block, consumers, stages, processors, row_stages, row.passes)

@@ -43,9 +43,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     data_gradient, weight_gradients = kernels.data_gradient, kernels.weight_gradients
 
-    def recorded_data(*args: Any) -> Tensor:
+    def recorded_data(*args: Any, **options: Any) -> Any:
         names.append("x")
-        return data_gradient(*args)
+        return data_gradient(*args, **options)
 
     def recorded_weights(operands: Operands, dy: Tensor, wanted: WeightGradients, *args: Any) -> WeightGradients:
         roles = ("w_up", "w_gate", "w_down", "b_up", "b_gate")

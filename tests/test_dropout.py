@@ -167,7 +167,7 @@ def test_tiles_do_not_change_the_mask(tiles: TileConfig) -> None:
     )
     mask = keep_mask(seed.cpu(), 0, M, N, 0.5, torch.float32) * 2
     assert torch.equal(gemm_gemm.forward(operands, None, None, tiles)[0].cpu(), mask)
-    assert torch.equal(gemm_gemm.data_gradient(operands, torch.ones_like(eye), tiles)[0, :, 0].cpu(), mask.sum(1))
+    assert torch.equal(gemm_gemm.data_gradient(operands, torch.ones_like(eye), tiles)[0][0, :, 0].cpu(), mask.sum(1))
     for splits in (1, 3):
         found = gemm_gemm.weight_gradients(operands, eye, WeightGradients(down=True, up=True), splits, tiles)
         assert torch.equal(found.down[0].cpu(), mask)

@@ -144,7 +144,7 @@ class FFNFunction(torch.autograd.Function):
                 ran_as_kernels(ctx.plan.problem, dy.device)
             if gradients[0] is not None and gradients[0].shape != x.shape:
                 gradients[0] = gradients[0].view(x.shape)
-        if wanted[4]:
+        if wanted[4] and gradients[4] is None:
             gradients[4] = _column_sums(_rows(dy))
         return *gradients, dy if wanted[7] else None, None, None, None
 
@@ -173,13 +173,18 @@ def _through_hidden(wanted: tuple[bool, ...]) -> tuple[bool, ...]:
 
 
 def _fused_gradients(operands: Operands, wanted: tuple[bool, ...], dy: Tensor, plan: Plan) -> list[Tensor | None]:
-    """Gradients of (x, w_up, w_down, b_up, b_down, w_gate, b_gate) by the two backward kernels; None for b_down."""
-    dx = kernels.data_gradient(operands, dy, plan.data_gradient_tiles) if wanted[0] else None
+    """Gradients of (x, w_up, w_down, b_up, b_down, w_gate, b_gate) by the two backward kernels.
+
+    That of b_down only where the data gradient yields it on the way.
+    """
+    dx = db_down = None
+    if wanted[0]:
+        dx, db_down = kernels.data_gradient(operands, dy, plan.data_gradient_tiles, column_sums=wanted[4])
     asked = WeightGradients(up=wanted[1], gate=wanted[5], down=wanted[2], up_bias=wanted[3], gate_bias=wanted[6])
     if not any(asked):
-        return [dx, None, None, None, None, None, None]
+        return [dx, None, None, None, db_down, None, None]
     found = kernels.weight_gradients(operands, dy, asked, plan.splits, plan.weight_gradient_tiles)
-    return [dx, found.up, found.down, found.up_bias, None, found.gate, found.gate_bias]
+    return [dx, found.up, found.down, found.up_bias, db_down, found.gate, found.gate_bias]
 
 
 def _differentiable_gradients(

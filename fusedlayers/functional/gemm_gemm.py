@@ -79,7 +79,7 @@ class GemmGemmFunction(torch.autograd.Function):
                 second_order = iter(torch.autograd.grad(e, chosen, de, create_graph=True))
             return *(next(second_order) if want else None for want in wanted), None, None
         operands = _operands(a, b, c, ctx.arithmetic)
-        da = kernels.data_gradient(operands, de, ctx.plan.data_gradient_tiles) if wanted[0] else None
+        da = kernels.data_gradient(operands, de, ctx.plan.data_gradient_tiles)[0] if wanted[0] else None
         db = dc = None
         if wanted[1] or wanted[2]:
             asked = WeightGradients(up=wanted[1], down=wanted[2])

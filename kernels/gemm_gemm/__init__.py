@@ -13,12 +13,12 @@ Backward, from dy, with Z (and Zg) recomputed tile by tile:
     dx  = dZ W_up + dZg W_gate                                   data-gradient kernel
     dW_up = dZᵀ x,  dW_gate = dZgᵀ x,  dW_down = dyᵀ Hd          weight-gradient kernel,
     db_up = Σ_m dZ, db_gate = Σ_m dZg                            in the same pass over x and dy
-    db_down = Σ_m dy                                             torch.sum: one pass over dy, nothing to fuse
+    db_down = Σ_m dy                                             data-gradient kernel on Hopper, else torch.sum
 
 Shapes: x [Z, M, K], up and gate [Z, N, K], down [Z, O, N], y and residual [Z, M, O]; biases [N], [N], [O].
 A program keeps whole rows of x (K wide) and of the accumulator (O wide) on chip: widths above the largest row of
 ``tuning.py`` do not fit. Weight gradients are split over tokens into float32 partials, summed in a fixed order by
-``_reduce_partials_kernel`` and rounded once: no atomics, the same bits every time.
+``partials.py`` and rounded once: no atomics, the same bits every time.
 """
 
 from .data_gradient import data_gradient

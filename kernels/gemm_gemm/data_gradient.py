@@ -74,12 +74,18 @@ def _data_gradient_kernel(
     store_tile(dx_ptr + batch * stride_dxz, acc, rows, inner, stride_dxm, stride_dxk, M, K)
 
 
-def data_gradient(operands: Operands, dy: torch.Tensor, tiles: TileConfig) -> torch.Tensor:
-    """dx, contiguous, of the shape of x, from dy ``[Z, M, O]`` (or ``[M, O]``) of any strides."""
+def data_gradient(
+    operands: Operands, dy: torch.Tensor, tiles: TileConfig, column_sums: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """dx, contiguous, of the shape of x, from dy ``[Z, M, O]`` (or ``[M, O]``) of any strides.
+
+    With it, where ``column_sums`` asks for them and the kernel that runs reads dy only once, the sums of dy over all of
+    its rows, ``[O]``; else None.
+    """
     if tiles.pipelined is not None and (matrices := pipelined.matrices_of(operands)) is not None:
         dy_rows = pipelined.rows_of(dy)
         if dy_rows is not None:
-            return pipelined.data_gradient(operands, matrices, dy_rows, tiles.pipelined)
+            return pipelined.data_gradient(operands, matrices, dy_rows, column_sums, tiles.pipelined)
     x = operands.x
     batch, rows, _, hidden, _ = operands.sizes()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -93,4 +99,4 @@ def data_gradient(operands: Operands, dy: torch.Tensor, tiles: TileConfig) -> to
         tiles.num_warps,
         tiles.num_stages,
     )
-    return dx
+    return dx, None

@@ -1,6 +1,6 @@
 """Weight gradients with the bias gradients of the hidden, in one pass over x and dy, split over tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,7 @@ from ..tiles import add_product, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
 from . import pipelined
 from .operands import Operands, hidden_and_slopes, strides, through_activation
-
-_REDUCE_BLOCK = 1024
+from .partials import reduce_partials
 
 
 @triton.jit(do_not_specialize=["M", "dropout_p", "keep_scale", "splits"])
@@ -135,30 +134,6 @@ def _weight_gradient_kernel(
         tl.store(d_gate_bias_ptr + bias + cols, d_gate_bias.to(d_gate_bias_ptr.dtype.element_ty), mask=cols < N)
 
 
-@triton.jit(do_not_specialize=["splits"])
-def _reduce_partials_kernel(
-    partials_ptr, out_0_ptr, out_1_ptr, out_2_ptr, out_3_ptr, out_4_ptr,
-    end_0, end_1, end_2, end_3, end_4, splits,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    # The outputs lie behind one another in a row of the partials; ``end_i`` is where output i ends.
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for _ in range(splits):
-        total += tl.load(partials_ptr + index, mask=index < end_4, other=0.0)
-        partials_ptr += end_4
-    total = total.to(out_0_ptr.dtype.element_ty)
-    tl.store(out_0_ptr + index, total, mask=index < end_0)
-    if out_1_ptr is not None:
-        tl.store(out_1_ptr + (index - end_0), total, mask=(index >= end_0) & (index < end_1))
-    if out_2_ptr is not None:
-        tl.store(out_2_ptr + (index - end_1), total, mask=(index >= end_1) & (index < end_2))
-    if out_3_ptr is not None:
-        tl.store(out_3_ptr + (index - end_2), total, mask=(index >= end_2) & (index < end_3))
-    if out_4_ptr is not None:
-        tl.store(out_4_ptr + (index - end_3), total, mask=(index >= end_3) & (index < end_4))
-
-
 @dataclass(frozen=True)
 class WeightGradients:
     """What the weight-gradient kernel is asked for (bools) or has returned (tensors or None), by name."""
@@ -195,19 +170,29 @@ def weight_gradients(
     Operands without a batch give gradients without one.
 
     ``transposed`` gives the matrices the layout of a batched GEMM-GEMM's operands: ``[Z, K, N]`` and ``[Z, N, O]``.
-    Where the accumulators of all of them exceed the registers, ``tiles.passes`` launches share them out.
+    Where the accumulators of all of them exceed the registers, several launches share them out.
     """
+    config, matrices, dy_rows = tiles.pipelined, None, None
+    if config is not None and (matrices := pipelined.matrices_of(operands)) is not None:
+        dy_rows = pipelined.rows_of(dy)
+
+    def launch_pass(*targets: Any) -> None:
+        if config is not None and matrices is not None and dy_rows is not None:
+            pipelined.launch_weight_gradient(operands, matrices, dy_rows, *targets, splits, config)
+        else:
+            _launch_portable(operands, dy, *targets, splits, tiles)
+
     found: list[torch.Tensor | None] = [None] * 5
-    for part in _PASSES[tiles.passes]:
+    for part in _PASSES[tiles.passes if config is None or dy_rows is None else config.passes]:
         asked = WeightGradients(*(want and name in part for name, want in zip(_GRADIENT_NAMES, wanted, strict=True)))
         if any(asked):
-            gradients = _weight_gradients_in_one_pass(operands, dy, asked, splits, tiles, transposed)
+            gradients = _one_pass(launch_pass, operands, asked, splits, transposed)
             found = [new if new is not None else old for new, old in zip(gradients, found, strict=True)]
     return WeightGradients(*found)
 
 
-def _weight_gradients_in_one_pass(
-    operands: Operands, dy: torch.Tensor, wanted: WeightGradients, splits: int, tiles: TileConfig, transposed: bool
+def _one_pass(
+    launch_pass: Callable[..., None], operands: Operands, wanted: WeightGradients, splits: int, transposed: bool
 ) -> list[torch.Tensor | None]:
     x = operands.x
     _, _, width, hidden, out_width = operands.sizes()
@@ -229,16 +214,9 @@ def _weight_gradients_in_one_pass(
         partials = torch.empty(splits, split_size, dtype=torch.float32, device=x.device)
         pieces = partials[0].split(sizes)
         targets = [None if gradient is None else piece for gradient, piece in zip(gradients, pieces, strict=True)]
-    matrices = None if tiles.pipelined is None else pipelined.matrices_of(operands)
-    dy_rows = None if matrices is None else pipelined.rows_of(dy)
-    if tiles.pipelined is not None and matrices is not None and dy_rows is not None:
-        pipelined.launch_weight_gradient(
-            operands, matrices, dy_rows, targets, inner_strides, split_size, splits, tiles.pipelined
-        )
-    else:
-        _launch_portable(operands, dy, targets, inner_strides, split_size, splits, tiles)
+    launch_pass(targets, inner_strides, split_size)
     if splits > 1:
-        _reduce_partials(partials, [gradient for gradient in gradients if gradient is not None])
+        reduce_partials(partials, [gradient for gradient in gradients if gradient is not None])
     return gradients
 
 
@@ -262,21 +240,4 @@ def _launch_portable(
         operands.constants(tiles, even=splits > 1 and rows % tiles.block_m == 0),
         tiles.num_warps,
         tiles.num_stages,
-    )
-
-
-def _reduce_partials(partials: torch.Tensor, outputs: list[torch.Tensor]) -> None:
-    """Sums ``partials [splits, total]`` in the order of the splits into the contiguous outputs, one rounding each."""
-    ends, end = [], 0
-    for output in outputs:
-        end += output.numel()
-        ends.append(end)
-    missing = 5 - len(outputs)
-    launch(
-        _reduce_partials_kernel,
-        triton.cdiv(end, _REDUCE_BLOCK),
-        (partials, *outputs, *[None] * missing),
-        (*ends, *[end] * missing),
-        (partials.shape[0],),
-        (_REDUCE_BLOCK,),
     )

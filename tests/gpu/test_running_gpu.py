@@ -134,7 +134,9 @@ def test_a_capture_compiles_nothing(warm_up: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(dispatch, "_warm", set())
     launched: list[str] = []
     data_gradient = kernels.data_gradient
-    monkeypatch.setattr(kernels, "data_gradient", lambda *args: launched.append("kernel") or data_gradient(*args))
+    monkeypatch.setattr(
+        kernels, "data_gradient", lambda *args, **options: launched.append("kernel") or data_gradient(*args, **options)
+    )
     inputs = leaves(ffn_inputs(2**18, 64, 512, 64, BFLOAT16))
     x, dy = inputs["x"], like_result(inputs)
     assert x is not None

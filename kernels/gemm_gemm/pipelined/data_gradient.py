@@ -1,4 +1,7 @@
-"""Data gradient on Hopper: rows of x and dy stay in shared memory while the producer streams the weights past them."""
+"""Data gradient on Hopper: rows of x and dy stay in shared memory while the producer streams the weights past them.
+
+The gradient of the last bias, the sum of dy over its rows, comes from the same reading of dy.
+"""
 
 import torch
 
@@ -7,6 +10,7 @@ from ...hopper import Matrix, fence_async_shared, gl, gluon, mbarrier, tma, warp
 from ...launching import launch
 from ...tuning import CONSUMER_ROWS, PipelinedConfig
 from ..operands import Operands, hidden_and_slopes, through_activation
+from ..partials import reduce_partials
 from .operands import Matrices
 from .pipeline import (
     copy_hidden_tile,
@@ -83,10 +87,10 @@ def _add_products(
 
 @gluon.jit
 def _consume(
-    consumer: gl.constexpr, dx_desc, up_bias_ptr, gate_bias_ptr,
+    consumer: gl.constexpr, dx_desc, up_bias_ptr, gate_bias_ptr, dy_sums_ptr,
     x_ring, dy_ring, up_ring, gate_ring, down_ring, row_full, row_empty, weight_full, weight_empty,
     N, M, tiles, row_tiles,
-    K: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    K: gl.constexpr, O: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     ROW_STAGES: gl.constexpr, ROWS: gl.constexpr, EVEN_N: gl.constexpr, UP_TRANSPOSED: gl.constexpr,
     DOWN_TRANSPOSED: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
@@ -95,6 +99,12 @@ def _consume(
     dx_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     dz_layout: gl.constexpr = gl.DotOperandLayout(0, dx_layout, 2)
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, z_layout))
+    # Each warp adds up a quarter of the columns, each thread eight of them, so that no sum crosses a warp; a read of
+    # shared memory takes at least the 8 rows of its swizzling pattern.
+    LANES: gl.constexpr = O // 32
+    READ_ROWS: gl.constexpr = max(8, 32 // LANES)
+    read_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [1, 4], [1, 0])
+    dy_sums = gl.zeros([READ_ROWS, O], gl.float32, read_layout)
     position = 0
     turn = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -149,17 +159,24 @@ def _consume(
         position += 1
         turn += 1
 
+        if dy_sums_ptr is not None:
+            for first in gl.static_range(0, ROWS, READ_ROWS):
+                dy_sums += dy_tile.slice(first, READ_ROWS).load(read_layout).to(gl.float32)
         # x is no longer needed: dx takes its place on the way out.
         x_tile.store((acc * activation_unit(ACTIVATION, ACCURACY)).to(dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(dx_desc, [row, 0], x_tile)
         tma.store_wait(0)
         mbarrier.arrive(row_empty.index(index))
+    if dy_sums_ptr is not None:
+        part = gl.program_id(0) * CONSUMERS + consumer
+        outer = gl.arange(0, O, gl.SliceLayout(0, read_layout))
+        gl.store(dy_sums_ptr + part * O + outer, gl.sum(dy_sums, 0))
 
 
 @gluon.jit(do_not_specialize=["up_step", "down_step", "N", "M", "tiles", "row_tiles"])
 def _pipelined_data_gradient_kernel(
-    x_desc, dy_desc, up_desc, gate_desc, down_desc, dx_desc, up_bias_ptr, gate_bias_ptr,
+    x_desc, dy_desc, up_desc, gate_desc, down_desc, dx_desc, up_bias_ptr, gate_bias_ptr, dy_sums_ptr,
     up_step, down_step, N, M, tiles, row_tiles,
     K: gl.constexpr, O: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     ROW_STAGES: gl.constexpr, ROWS: gl.constexpr, EVEN_N: gl.constexpr, UP_TRANSPOSED: gl.constexpr,
@@ -187,9 +204,9 @@ def _pipelined_data_gradient_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize([
             (_consume, (
-                gl.constexpr(0), dx_desc, up_bias_ptr, gate_bias_ptr, x_ring, dy_ring, up_ring, gate_ring,
-                down_ring, row_full, row_empty, weight_full, weight_empty, N, M, tiles, row_tiles, K, BLOCK_N,
-                CONSUMERS, STAGES, ROW_STAGES, ROWS, EVEN_N, UP_TRANSPOSED, DOWN_TRANSPOSED, GATED, ACTIVATION,
+                gl.constexpr(0), dx_desc, up_bias_ptr, gate_bias_ptr, dy_sums_ptr, x_ring, dy_ring, up_ring,
+                gate_ring, down_ring, row_full, row_empty, weight_full, weight_empty, N, M, tiles, row_tiles, K, O,
+                BLOCK_N, CONSUMERS, STAGES, ROW_STAGES, ROWS, EVEN_N, UP_TRANSPOSED, DOWN_TRANSPOSED, GATED, ACTIVATION,
                 ACCURACY,
             )),
             (_produce, (
@@ -201,15 +218,15 @@ def _pipelined_data_gradient_kernel(
     else:
         gl.warp_specialize([
             (_consume, (
-                gl.constexpr(0), dx_desc, up_bias_ptr, gate_bias_ptr, x_ring, dy_ring, up_ring, gate_ring,
-                down_ring, row_full, row_empty, weight_full, weight_empty, N, M, tiles, row_tiles, K, BLOCK_N,
-                CONSUMERS, STAGES, ROW_STAGES, ROWS, EVEN_N, UP_TRANSPOSED, DOWN_TRANSPOSED, GATED, ACTIVATION,
+                gl.constexpr(0), dx_desc, up_bias_ptr, gate_bias_ptr, dy_sums_ptr, x_ring, dy_ring, up_ring,
+                gate_ring, down_ring, row_full, row_empty, weight_full, weight_empty, N, M, tiles, row_tiles, K, O,
+                BLOCK_N, CONSUMERS, STAGES, ROW_STAGES, ROWS, EVEN_N, UP_TRANSPOSED, DOWN_TRANSPOSED, GATED, ACTIVATION,
                 ACCURACY,
             )),
             (_consume, (
-                gl.constexpr(1), dx_desc, up_bias_ptr, gate_bias_ptr, x_ring, dy_ring, up_ring, gate_ring,
-                down_ring, row_full, row_empty, weight_full, weight_empty, N, M, tiles, row_tiles, K, BLOCK_N,
-                CONSUMERS, STAGES, ROW_STAGES, ROWS, EVEN_N, UP_TRANSPOSED, DOWN_TRANSPOSED, GATED, ACTIVATION,
+                gl.constexpr(1), dx_desc, up_bias_ptr, gate_bias_ptr, dy_sums_ptr, x_ring, dy_ring, up_ring,
+                gate_ring, down_ring, row_full, row_empty, weight_full, weight_empty, N, M, tiles, row_tiles, K, O,
+                BLOCK_N, CONSUMERS, STAGES, ROW_STAGES, ROWS, EVEN_N, UP_TRANSPOSED, DOWN_TRANSPOSED, GATED, ACTIVATION,
                 ACCURACY,
             )),
             (_produce, (
@@ -220,17 +237,25 @@ def _pipelined_data_gradient_kernel(
         ], [4, 1], [240, 24])  # fmt: skip
 
 
-def data_gradient(operands: Operands, matrices: Matrices, dy: Matrix, config: PipelinedConfig) -> torch.Tensor:
-    """dx, contiguous, of operands that fit: see ``matrices_of``."""
+def data_gradient(
+    operands: Operands, matrices: Matrices, dy: Matrix, column_sums: bool, config: PipelinedConfig
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """dx, contiguous, of operands that fit (see ``matrices_of``), and, if asked for, the sums of dy over all rows."""
     batch, rows, width, hidden, out_width = operands.sizes()
-    dx = torch.empty(operands.x.shape, dtype=operands.x.dtype, device=operands.x.device)
+    x = operands.x
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = config.block
     row_tiles = -(-rows // (CONSUMER_ROWS * config.consumers))
     tiles = batch * row_tiles
+    programs = min(tiles, config.programs)
+    partials = None
+    # The widest gated kernel has no registers left for them.
+    if column_sums and not (matrices.gate is not None and width > 128):
+        partials = torch.empty(programs * config.consumers, out_width, dtype=torch.float32, device=x.device)
     launch(
         _pipelined_data_gradient_kernel,
-        min(tiles, config.programs),
-        (operands.up_bias, operands.gate_bias),
+        programs,
+        (operands.up_bias, operands.gate_bias, partials),
         (),
         (matrices.up.step, matrices.down.step, hidden, rows, tiles, row_tiles),
         (
@@ -247,4 +272,8 @@ def data_gradient(operands: Operands, matrices: Matrices, dy: Matrix, config: Pi
             Matrix(dx, batch * rows, width, width, rows, False).descriptor(CONSUMER_ROWS, width),
         ),
     )  # fmt: skip
-    return dx
+    if partials is None:
+        return dx, None
+    sums = torch.empty(out_width, dtype=x.dtype, device=x.device)
+    reduce_partials(partials, [sums])
+    return dx, sums

@@ -1,0 +1,52 @@
+"""Float32 partial sums, added up in a fixed order and rounded once: no atomics, the same bits every time."""
+
+import torch
+
+from ..device import tl, triton
+from ..launching import launch
+
+_SPLITS_AT_ONCE = 32  # loads in flight: one after the other, each would wait for the memory's latency
+_BLOCK = 128
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _reduce_partials_kernel(
+    partials_ptr, out_0_ptr, out_1_ptr, out_2_ptr, out_3_ptr, out_4_ptr,
+    end_0, end_1, end_2, end_3, end_4, splits,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # The outputs lie behind one another in a row of the partials; ``end_i`` is where output i ends.
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, splits, SPLITS):
+        split = first + tl.arange(0, SPLITS)
+        offsets = split.to(tl.int64)[:, None] * end_4 + index[None, :]
+        inside = (split < splits)[:, None] & (index < end_4)[None, :]
+        total += tl.sum(tl.load(partials_ptr + offsets, mask=inside, other=0.0), 0)
+    total = total.to(out_0_ptr.dtype.element_ty)
+    tl.store(out_0_ptr + index, total, mask=index < end_0)
+    if out_1_ptr is not None:
+        tl.store(out_1_ptr + (index - end_0), total, mask=(index >= end_0) & (index < end_1))
+    if out_2_ptr is not None:
+        tl.store(out_2_ptr + (index - end_1), total, mask=(index >= end_1) & (index < end_2))
+    if out_3_ptr is not None:
+        tl.store(out_3_ptr + (index - end_2), total, mask=(index >= end_2) & (index < end_3))
+    if out_4_ptr is not None:
+        tl.store(out_4_ptr + (index - end_3), total, mask=(index >= end_3) & (index < end_4))
+
+
+def reduce_partials(partials: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+    """Sums ``partials [splits, total]`` over the splits into the contiguous outputs, one rounding each."""
+    ends, end = [], 0
+    for output in outputs:
+        end += output.numel()
+        ends.append(end)
+    missing = 5 - len(outputs)
+    launch(
+        _reduce_partials_kernel,
+        triton.cdiv(end, _BLOCK),
+        (partials, *outputs, *[None] * missing),
+        (*ends, *[end] * missing),
+        (partials.shape[0],),
+        (_SPLITS_AT_ONCE, _BLOCK),
+    )
