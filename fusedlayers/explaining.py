@@ -11,6 +11,7 @@ from .devices import describe
 from .functional.arguments import check_ffn, check_gemm_gemm
 from .functional.dispatch import dispatch, ffn_problem, gemm_gemm_problem
 from .kernels.activations import ACTIVATIONS, canonical_activation
+from .kernels.tuning import CONSUMER_ROWS
 from .planning import Device, Plan, Problem
 
 
@@ -100,11 +101,16 @@ def _facts(problem: Problem, plan: Plan, device: Device) -> list[tuple[str, str]
         ("data-gradient tiles", plan.data_gradient_tiles),
         ("weight-gradient tiles", plan.weight_gradient_tiles),
     ):
-        if tiles is not None:
+        if tiles is not None and tiles.pipelined is not None:
+            config = tiles.pipelined
+            sides = ("hidden units", "rows") if name.startswith("weight") else ("rows", "hidden columns")
+            size = f"{CONSUMER_ROWS} {sides[0]} × {config.block} {sides[1]} for each consumer"
+            rows.append((name, f"pipelined: {size}, consumers {config.consumers}, stages {config.stages}"))
+        elif tiles is not None:
             size = f"{tiles.block_m} rows × {tiles.block_n} hidden columns"
             rows.append((name, f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages"))
     if plan.weight_gradient_tiles is not None:
-        passes = plan.weight_gradient_tiles.passes
+        passes = (plan.weight_gradient_tiles.pipelined or plan.weight_gradient_tiles).passes
         rows.append(("splits", f"{plan.splits} token ranges of the weight gradients, in {passes} launch(es)"))
     if plan.chunk_rows:
         rows.append(("chunks", f"{plan.chunk_rows} tokens at a time"))

@@ -7,7 +7,7 @@ units of ``2 M K N`` floating-point operations (for ``O = K``), and in bytes tha
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .kernels.tuning import CONSUMER_ROWS, TileConfig, padded_width, pipelined_config, tile_config
+from .kernels.tuning import CONSUMER_ROWS, SHORTEST_SPLIT, TileConfig, padded_width, pipelined_config, tile_config
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -28,9 +28,8 @@ CEILINGS: dict[str, tuple[float, float]] = {"NVIDIA H200": (790e12, 4.3e12)}
 
 # From how many hidden elements (batch × M × N) on the kernels were faster than torch on an H200, bfloat16: rows of
 # (largest padded width, (launched one by one, inside a CUDA graph)); above the last row torch was as fast or faster.
-# Launched one by one, the host needs about 100 µs for a forward pass and 700 µs with backward, eager torch 60 and 450:
-# a problem must keep the GPU busy longer than that. In a graph torch.compile counts too: training at width 128 is left
-# to torch, because there it was 545 against 574 µs (131072×128×512).
+# Launched one by one, the host needs about 110 µs for a forward pass and 700 µs with backward, eager torch 50 and 400:
+# a problem must keep the GPU busy longer than that. In a graph torch.compile counts too.
 _Thresholds = tuple[tuple[int, tuple[int, int]], ...]
 FASTER_FROM: dict[tuple[str, bool], _Thresholds] = {
     ("ffn", False): ((64, (2**26, 2**22)), (128, (2**26, 2**25))),
@@ -39,6 +38,15 @@ FASTER_FROM: dict[tuple[str, bool], _Thresholds] = {
     ("gated ffn", True): ((64, (3 * 2**24, 2**20)),),
     ("gemm_gemm", False): ((128, (2**27, 2**25)),),
     ("gemm_gemm", True): ((64, (2**28, 2**25)),),
+}
+# The same where every kernel of the problem is a pipelined one. Training at width 256 was at best 1.05 times as fast.
+PIPELINED_FASTER_FROM: dict[tuple[str, bool], _Thresholds] = {
+    ("ffn", False): ((64, (2**26, 2**20)), (128, (3 * 2**24, 2**21)), (256, (2**26, 2**23))),
+    ("ffn", True): ((64, (2**27, 2**21)), (128, (2**27, 2**23))),
+    ("gated ffn", False): ((64, (3 * 2**24, 2**19)), (128, (3 * 2**24, 2**20)), (256, (45 * 2**20, 2**22))),
+    ("gated ffn", True): ((64, (3 * 2**24, 2**19)), (128, (3 * 2**25, 2**23))),
+    ("gemm_gemm", False): ((128, (2**27, 2**22)),),
+    ("gemm_gemm", True): ((64, (2**28, 2**24)), (128, (2**29, 2**26))),
 }
 # Hidden-sized tensors that torch keeps for the slope of an activation, besides its value.
 SAVED_FOR_SLOPE = {"relu2": 1, "leaky_relu": 1, "gelu": 1, "gelu_tanh": 1, "silu": 1, "quick_gelu": 2}
@@ -97,6 +105,13 @@ class Problem:
     @property
     def training(self) -> bool:
         return self.needs_data_gradient or self.needs_weight_gradient
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The kernels of the fused path that the problem needs."""
+        needed = (True, self.needs_data_gradient, self.needs_weight_gradient)
+        names = ("forward", "data_gradient", "weight_gradient")
+        return tuple(name for name, need in zip(names, needed, strict=True) if need)
 
     @property
     def weight_elements(self) -> int:
@@ -181,10 +196,7 @@ def why_unsupported(problem: Problem, device: Device) -> str | None:
     if problem.empty:
         return "there is nothing to compute"
     width = max(problem.K, problem.O)
-    needed = ["forward"]
-    needed += ["data_gradient"] if problem.needs_data_gradient else []
-    needed += ["weight_gradient"] if problem.needs_weight_gradient else []
-    for kernel in needed:
+    for kernel in problem.kernels:
         if _tiles(kernel, problem, device) is None:
             return f"width {width} (padded {padded_width(width)}) of {problem.dtype} does not fit on chip in {kernel}"
     return None
@@ -200,7 +212,8 @@ def why_slower(problem: Problem, device: Device) -> str | None:
         return None  # the alternative is to recompute in chunks, many launches for each
     kind = problem.operation if problem.operation == "gemm_gemm" else "gated ffn" if problem.gated else "ffn"
     width = padded_width(max(problem.K, problem.O))
-    rows = FASTER_FROM[(kind, problem.training)]
+    table = PIPELINED_FASTER_FROM if _all_pipelined(problem, device) else FASTER_FROM
+    rows = table[(kind, problem.training)]
     thresholds = next((limits for largest, limits in rows if width <= largest), None)
     if thresholds is None:
         use = "training" if problem.training else "inference"
@@ -228,6 +241,11 @@ def _tiles(kernel: str, problem: Problem, device: Device) -> TileConfig | None:
     return replace(tiles, pipelined=pipelined_config(kernel, problem.gated, *sizes, device.processors))
 
 
+def _all_pipelined(problem: Problem, device: Device) -> bool:
+    chosen = [_tiles(kernel, problem, device) for kernel in problem.kernels]
+    return all(tiles is not None and tiles.pipelined is not None for tiles in chosen)
+
+
 def _accuracy(problem: Problem, device: Device) -> str:
     if problem.dtype == "float32":
         return "exact"
@@ -245,8 +263,7 @@ def choose_splits(problem: Problem, device: Device, tiles: TileConfig) -> int:
     programs = -(-problem.N // columns) * problem.batch
     row_tiles = -(-problem.M // row_tile)
     wanted = max(1, device.processors * resident // programs)
-    # A split shorter than four row tiles spends more on its partial than on its products.
-    return max(1, min(wanted, -(-row_tiles // 4), PARTIALS_LIMIT // problem.partial_bytes))
+    return max(1, min(wanted, -(-row_tiles // SHORTEST_SPLIT), PARTIALS_LIMIT // problem.partial_bytes))
 
 
 def choose_chunk_rows(problem: Problem) -> int:
@@ -282,7 +299,8 @@ def _costed(
     weight_tiles = None
     if path == "fused" and problem.needs_weight_gradient:
         weight_tiles = _tiles("weight_gradient", problem, device)
-    forward_units, backward_units = gemm_units(problem, path, weight_tiles.passes if weight_tiles else 1)
+    passes = 1 if weight_tiles is None else (weight_tiles.pipelined or weight_tiles).passes
+    forward_units, backward_units = gemm_units(problem, path, passes)
     flops = int(2 * rows * problem.K * problem.N * (forward_units + backward_units))
     io_bytes = element * (rows * (problem.K + problem.O) + problem.weight_elements)
     if problem.training:

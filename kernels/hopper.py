@@ -31,6 +31,7 @@ except ImportError:
     warpgroup_mma = warpgroup_mma_init = warpgroup_mma_wait = TensorDescriptor = Inert()
 
 _ALIGNMENT = 16  # bytes: of a copied matrix's address and row stride
+_MOST_ROWS = 2**31 - 2**16  # coordinates have 32 bits, also those of a tile that reaches past the end
 
 
 class Matrix(NamedTuple):
@@ -67,6 +68,8 @@ def matrix(tensor: torch.Tensor) -> Matrix | None:
     # A single row may have any stride; the engine wants one that holds the row.
     row_stride = max(row_stride, columns)
     batch, batch_stride = (tensor.shape[0], tensor.stride(0)) if batched else (1, 0)
+    if batch * rows > _MOST_ROWS:
+        return None
     if batch == 1 or batch_stride == 0:
         return Matrix(tensor, rows, columns, row_stride, 0, transposed)
     if batch_stride != rows * row_stride:

@@ -17,7 +17,9 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -55,7 +57,7 @@ class Case:
     """One training step of ``functional.ffn`` with K = O = ``width``, compiled for ``target``.
 
     ``hidden`` 0 means four times the width. ``kernel`` compiles launches of that kernel alone. ``wanted`` names the
-    tensors that ask for a gradient; None means all.
+    tensors that ask for a gradient; None means all. ``pipelined`` lets the warp-specialised kernels run.
     """
 
     target: str
@@ -68,10 +70,11 @@ class Case:
     hidden: int = 0
     kernel: str | None = None
     wanted: tuple[str, ...] | None = None
+    pipelined: bool = False
 
 
-def _device(target: str) -> planning.Device:
-    return planning.Device("cuda", target, target, PROCESSORS, triton=True)
+def _device(target: str, pipelined: bool) -> planning.Device:
+    return planning.Device("cuda", target, target, PROCESSORS, triton=True, pipelined=pipelined)
 
 
 def _problem(case: Case) -> planning.Problem:
@@ -99,7 +102,7 @@ class _StandInDriver:
 
 
 @contextlib.contextmanager
-def compiling_for(target: str, kernel: str | None = None) -> Iterator[list[dict[str, Any]]]:
+def compiling_for(target: str, kernel: str | None = None, pipelined: bool = False) -> Iterator[list[dict[str, Any]]]:
     """Inside, kernels on CPU tensors are compiled for ``target`` instead of run; yields the reports as they grow."""
     reports: list[dict[str, Any]] = []
     run = JITFunction.run
@@ -110,7 +113,7 @@ def compiling_for(target: str, kernel: str | None = None) -> Iterator[list[dict[
             compile_it = functools.partial(run, function, *args, grid=grid, warmup=True, **kwargs)
             reports.append(_launch(function, args, kwargs) | {"kernel": name, "target": target} | _outcome(compile_it))
 
-    described = _device(target)
+    described = _device(target, pipelined)
     dispatch._cached_plan.cache_clear()
     driver.set_active(_StandInDriver(target))
     with (
@@ -171,17 +174,19 @@ def _findings(compiled: Any, log: str) -> dict[str, Any]:
         "int32_products": int32_products(source),
     }
     if "ptx" in assembler:
-        return found | _nvidia(assembler["ptx"], log)
+        return found | _nvidia(assembler["ptx"], assembler["cubin"], log)
     return found | _amd(assembler["amdgcn"])
 
 
-def _nvidia(ptx: str, log: str) -> dict[str, Any]:
+def _nvidia(ptx: str, cubin: bytes, log: str) -> dict[str, Any]:
     used = re.search(r"Used (\d+) registers", log)
     if used is None:
         raise RuntimeError(f"the assembler's log tells no registers:\n{log}")
+    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
     return {
         "registers": int(used[1]),
-        "spill_bytes": sum(int(n) for n in re.findall(r"(\d+) bytes spill", log)),
+        "spill_bytes": spilled,
+        "loop_spills": _loop_spills(cubin) if spilled else 0,
         "serialised": "instructions are serialized" in log,
         "matrix_instructions": len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", ptx)),
         "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
@@ -189,10 +194,31 @@ def _nvidia(ptx: str, log: str) -> dict[str, Any]:
     }
 
 
+def _loop_spills(cubin: bytes) -> int:
+    """Instructions that move spilled registers inside the loops around matrix instructions, the innermost of each."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    labels = {line.split(":")[0]: number for number, line in enumerate(lines) if re.match(r"\.L_x_\d+:", line)}
+    loops = []
+    for end, line in enumerate(lines):
+        target = re.search(r"BRA.*?(\.L_x_\d+)", line)
+        start = labels[target[1]] if target else end
+        if start < end and any("HGMMA" in inner for inner in lines[start:end]):
+            loops.append((start, end))
+    products = [number for number, line in enumerate(lines) if "HGMMA" in line]
+    around = [[(end - start, start, end) for start, end in loops if start < number < end] for number in products]
+    inside = {number for found in around if found for number in range(*min(found)[1:])}
+    return sum(bool(re.search(r"\b(STL|LDL)\b", lines[number])) for number in inside)
+
+
 def _amd(assembly: str) -> dict[str, Any]:
     return {
         "registers": max(int(n) for n in re.findall(r"\.vgpr_count:\s+(\d+)", assembly)),
         "spill_bytes": 4 * sum(int(n) for n in re.findall(r"\.[vs]gpr_spill_count:\s+(\d+)", assembly)),
+        "loop_spills": 0,
         "serialised": False,
         "matrix_instructions": len(re.findall(r"v_mfma_", assembly)),
         "wgmma": 0,
@@ -211,6 +237,7 @@ def int32_products(ttir: str) -> list[str]:
     Sizes and strides are the integer arguments of a kernel. A 32-bit product is at fault if a size or stride is one of
     its factors, and, where it is part of an address, if it has a tensor of factors or a constant factor that is no
     power of two: tile numbers times tile sizes are the only products that stay below the number of rows or columns.
+    The copy engine's coordinates are rows and columns, 32 bits wide by nature: a launcher hands it no larger matrix.
     """
     lines = [line for line in ttir.splitlines() if not line.startswith("#")]
     arguments = set(re.findall(r"(%[\w$.-]+): i(?:32|64)\b", next(line for line in lines if "tt.func public" in line)))
@@ -221,16 +248,23 @@ def int32_products(ttir: str) -> list[str]:
             value = inputs[value][0]
         return value in arguments
 
-    in_address: set[str] = set()
-    waiting = [inputs[value][1] for value, name in operation.items() if name == "tt.addptr"]
-    while waiting:
-        value = waiting.pop()
-        # What is loaded is data; the address it came from has its own entry.
-        if value not in in_address and operation.get(value) != "tt.load":
-            in_address.add(value)
-            waiting += inputs.get(value, [])
+    def made_from(waiting: list[str]) -> set[str]:
+        found: set[str] = set()
+        while waiting:
+            value = waiting.pop()
+            # What is loaded is data; the address it came from has its own entry.
+            if value not in found and operation.get(value) != "tt.load":
+                found.add(value)
+                waiting += inputs.get(value, [])
+        return found
+
+    in_address = made_from([inputs[value][1] for value, name in operation.items() if name == "tt.addptr"])
+    copies = [line for line in lines if "ttng.async_tma_copy" in line]
+    in_coordinate = made_from([value for line in copies for value in _VALUE.findall(line.split("[")[1].split("]")[0])])
 
     def at_fault(value: str, is_tensor: bool) -> bool:
+        if value in in_coordinate - in_address:
+            return False
         if any(is_argument(factor) for factor in inputs[value]):
             return True
         sizes = [constants[factor] for factor in inputs[value] if factor in constants]
@@ -292,7 +326,7 @@ def compile_case(case: Case) -> list[dict[str, Any]]:
     if case.gated:
         weights |= {"w_gate": operand("w_gate", hidden, case.width), "b_gate": operand("b_gate", hidden)}
     dropout_p = 0.1 if case.dropout else 0.0
-    with compiling_for(case.target, case.kernel) as reports:
+    with compiling_for(case.target, case.kernel, case.pipelined) as reports:
         x = operand("x", case.rows, case.width)
         y = functional.ffn(x, **weights, activation=case.activation, dropout_p=dropout_p)
         y.backward(torch.empty_like(y))
@@ -315,7 +349,7 @@ def shipped(target: str, dtype: str, selection: str) -> list[Case]:
         widest_of_row: dict[str, Case] = {}
         for width in WIDTHS:
             case = Case(target, dtype, width, gated)
-            plan = planning.plan(_problem(case), _device(target), "triton")
+            plan = planning.plan(_problem(case), _device(target, pipelined=False), "triton")
             if plan.path != "fused":
                 break
             row = (plan.forward_tiles, plan.data_gradient_tiles, plan.weight_gradient_tiles)
@@ -329,6 +363,10 @@ def shipped(target: str, dtype: str, selection: str) -> list[Case]:
             "rows": [*found, costly[0], ragged[-1]] if dtype == "bfloat16" else found,
             "all": [*found, *costly, *ragged],
         }[selection]
+        if target == "sm_90" and dtype != "float32":
+            whole = [Case(target, dtype, width, gated, pipelined=True) for width in (64, 128, 256)]
+            uneven = [replace(case, rows=4099, hidden=4 * case.width - 8, activation="gelu") for case in whole]
+            cases += [*whole, *uneven]
     return cases
 
 

@@ -107,6 +107,18 @@ def test_what_the_kernels_would_do_on_an_h200(pretend: Callable[[Device], None])
     assert "chunks" not in found
 
 
+def test_pipelined_kernels_are_named(pretend: Callable[[Device], None]) -> None:
+    pretend(changed(H200, pipelined=True))
+    found = call(tensors(2**20, 128, 512), activation="gelu_tanh")
+    size = "pipelined: 64 rows × {} hidden columns for each consumer, consumers 2, stages {}"
+    assert found["forward tiles"] == size.format(128, 2)
+    assert found["data-gradient tiles"] == size.format(64, 3)
+    assert found["weight-gradient tiles"] == (
+        "pipelined: 64 hidden units × 32 rows for each consumer, consumers 2, stages 4"
+    )
+    assert found["splits"] == "33 token ranges of the weight gradients, in 1 launch(es)"
+
+
 def test_lines_follow_the_call(pretend: Callable[[Device], None]) -> None:
     pretend(H200)
     operands = tensors(2**20, 64, 256)

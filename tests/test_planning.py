@@ -22,9 +22,10 @@ from fusedlayers.planning import Device, Plan, Problem, plan
 H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
 A100 = Device("cuda", "NVIDIA A100", "sm_80", processors=108, triton=True)
 MI300 = Device("cuda", "AMD Instinct MI300X", "gfx942", processors=304, triton=True)
+PIPELINED = replace(H200, pipelined=True)
 NO_TRITON = replace(H200, triton=False)
 CPU = Device("cpu", "cpu")
-DEVICES = [H200, A100, MI300, NO_TRITON, CPU]
+DEVICES = [H200, PIPELINED, A100, MI300, NO_TRITON, CPU]
 
 INFERENCE = Problem("ffn", batch=1, M=131_072, K=128, N=512, O=128, dtype="bfloat16", activation="gelu_tanh")
 NARROW = {"M": 1_048_576, "K": 64, "N": 256, "O": 64}
@@ -111,20 +112,27 @@ def test_every_path_not_taken_has_its_reason(problem: Problem, device: Device, r
     assert made.reason
 
 
-def test_thresholds_decide_at_the_element() -> None:
-    for (kind, training), rows in planning.FASTER_FROM.items():
+@pytest.mark.parametrize("device", [H200, PIPELINED], ids=["portable", "pipelined"])
+def test_thresholds_decide_at_the_element(device: Device) -> None:
+    tables = {H200: planning.FASTER_FROM, PIPELINED: planning.PIPELINED_FASTER_FROM}
+    for (kind, training), rows in tables[device].items():
         assert [width for width, _ in rows] == sorted(width for width, _ in rows)
         for width, thresholds in rows:
             for captured, least in zip((False, True), thresholds, strict=True):
+                # Pipelined kernels take multiples of eight hidden units alone.
                 problem = Problem(
-                    "gemm_gemm" if kind == "gemm_gemm" else "ffn", batch=1, M=least, K=width, N=1, O=width,
+                    "gemm_gemm" if kind == "gemm_gemm" else "ffn", batch=1, M=least // 8, K=width, N=8, O=width,
                     dtype="bfloat16", gated=kind == "gated ffn", captured=captured, needs_data_gradient=training,
+                    needs_weight_gradient=training,
                 )  # fmt: skip
-                assert plan(problem, H200).path == "fused", (kind, training, width)
-                assert plan(replace(problem, M=least - 1), H200).path == "torch"
-                # The wider of both sides counts, padded to a power of two.
-                assert plan(replace(problem, O=1), H200).path == "fused"
-                assert plan(replace(problem, K=width // 2 + 1, O=1), H200).path == "fused"
+                made = plan(problem, device)
+                assert made.path == "fused", (kind, training, width)
+                assert (made.forward_tiles.pipelined is not None) == device.pipelined
+                assert plan(replace(problem, M=least // 8 - 1), device).path == "torch"
+                if not device.pipelined:
+                    # The wider of both sides counts, padded to a power of two.
+                    assert plan(replace(problem, O=1), device).path == "fused"
+                    assert plan(replace(problem, K=width // 2 + 1, O=1), device).path == "fused"
             assert thresholds[0] >= thresholds[1], "a graph takes the launches' cost away, so it can only help"
 
 

@@ -190,6 +190,13 @@ CASES: dict[str, Case] = {
                     ),
                     shapes_without_gpu=((4, 128, 256, 32, 64), (2, 130, 70, 24, 24)),
                 ),
+                Grid(
+                    name="gemm_gemm_gelu_tanh",
+                    title="Batched GEMM-GEMM, gelu_tanh",
+                    options=Options("gelu_tanh"),
+                    shapes=((64, 1024, 1024, 64, 64), (64, 1024, 1024, 128, 128)),
+                    shapes_without_gpu=((2, 130, 70, 24, 24),),
+                ),
             ),
             operands=_gemm_gemm_operands,
             forward_flops=_gemm_gemm_flops,
@@ -221,6 +228,13 @@ CASES: dict[str, Case] = {
                         (8192, 4096, 14336),
                     ),
                     shapes_without_gpu=((1024, 64, 256), (130, 48, 100)),
+                ),
+                Grid(
+                    name="ffn_gelu",
+                    title="FFN, gelu (erf), bias",
+                    options=Options("gelu", bias=True),
+                    shapes=((131072, 128, 512),),
+                    shapes_without_gpu=((130, 48, 100),),
                 ),
                 Grid(
                     name="gated_ffn",

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..functional.dispatch import dispatch
+from .. import planning
+from ..devices import describe
 from ..planning import Plan
 from .cases import Case, Inputs, Options
 
@@ -87,10 +88,13 @@ def contender(name: str, case: Case, options: Options) -> Contender:
 
 
 def our_plan(case: Case, options: Options, work: Work, captured: bool = False) -> Plan:
-    """What auto mode plans for this work, launched or captured; ``unsupported``: why the kernels cannot be forced."""
-    with switched(AUTO_SWITCHES), torch.set_grad_enabled(work.backward):
+    """What auto mode plans for this work, launched or, after a warm-up of its kernels, captured.
+
+    Its ``unsupported`` says why the kernels cannot be forced.
+    """
+    with torch.set_grad_enabled(work.backward):
         problem = replace(case.problem(work.inputs, options), captured=captured)
-        return dispatch(problem, work.upstream.device)
+    return planning.plan(problem, describe(work.upstream.device))
 
 
 def why_not_forced(plan: Plan, device: torch.device, dtype: torch.dtype) -> str | None:

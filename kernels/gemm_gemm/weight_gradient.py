@@ -178,9 +178,9 @@ def weight_gradients(
 
     def launch_pass(*targets: Any) -> None:
         if config is not None and matrices is not None and dy_rows is not None:
-            pipelined.launch_weight_gradient(operands, matrices, dy_rows, *targets, splits, config)
+            pipelined.launch_weight_gradient(operands, matrices, dy_rows, *targets, transposed, splits, config)
         else:
-            _launch_portable(operands, dy, *targets, splits, tiles)
+            _launch_portable(operands, dy, *targets, transposed, splits, tiles)
 
     found: list[torch.Tensor | None] = [None] * 5
     for part in _PASSES[tiles.passes if config is None or dy_rows is None else config.passes]:
@@ -196,12 +196,8 @@ def _one_pass(
 ) -> list[torch.Tensor | None]:
     x = operands.x
     _, _, width, hidden, out_width = operands.sizes()
-    if transposed:
-        up_shape, down_shape = (width, hidden), (hidden, out_width)
-        inner_strides = (1, hidden, 1, out_width)
-    else:
-        up_shape, down_shape = (hidden, width), (out_width, hidden)
-        inner_strides = (width, 1, hidden, 1)
+    up_shape = (width, hidden) if transposed else (hidden, width)
+    down_shape = (hidden, out_width) if transposed else (out_width, hidden)
     shapes = (up_shape, up_shape, down_shape, (hidden,), (hidden,))
     gradients = [
         torch.empty(*x.shape[:-2], *shape, dtype=x.dtype, device=x.device) if want else None
@@ -214,7 +210,7 @@ def _one_pass(
         partials = torch.empty(splits, split_size, dtype=torch.float32, device=x.device)
         pieces = partials[0].split(sizes)
         targets = [None if gradient is None else piece for gradient, piece in zip(gradients, pieces, strict=True)]
-    launch_pass(targets, inner_strides, split_size)
+    launch_pass(targets, split_size)
     if splits > 1:
         reduce_partials(partials, [gradient for gradient in gradients if gradient is not None])
     return gradients
@@ -224,12 +220,13 @@ def _launch_portable(
     operands: Operands,
     dy: torch.Tensor,
     targets: list[torch.Tensor | None],
-    inner_strides: tuple[int, ...],
     split_size: int,
+    transposed: bool,
     splits: int,
     tiles: TileConfig,
 ) -> None:
-    batch, rows, _, hidden, _ = operands.sizes()
+    batch, rows, width, hidden, out_width = operands.sizes()
+    inner_strides = (1, hidden, 1, out_width) if transposed else (width, 1, hidden, 1)
     launch(
         _weight_gradient_kernel,
         batch * triton.cdiv(hidden, tiles.block_n) * splits,

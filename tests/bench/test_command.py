@@ -225,11 +225,11 @@ def rows_of(*words: str) -> list[runner.Row]:
 
 
 def test_without_a_shape_the_grid_is_run() -> None:
-    plain, gated = FFN.grids
+    plain, exact, gated = FFN.grids
     assert [row.shape for row in rows_of("ffn", "--device", "cpu")] == list(plain.shapes_without_gpu)
     assert {row.options for row in rows_of("ffn", "--device", "cpu")} == {Options("gelu_tanh", bias=True)}
     assert {row.options for row in rows_of("ffn", "--gated", "--device", "cpu")} == {Options("silu", gated=True)}
-    assert {row.grid for row in rows_of("all", "--device", "cpu")} == {plain, gated, *GEMM_GEMM.grids}
+    assert {row.grid for row in rows_of("all", "--device", "cpu")} == {plain, exact, gated, *GEMM_GEMM.grids}
     integer = rows_of("ffn", "--init", "integer", "--device", "cpu")[0]
     assert (integer.options.activation, integer.grid.title) == ("relu", "ffn, relu, bias")
     other = rows_of("ffn", "--gated", "--bias", "--recompute", "--activation", "swish", "--device", "cpu")[0]

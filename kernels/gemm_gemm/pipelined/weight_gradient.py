@@ -52,8 +52,13 @@ def _unit_bias(bias_ptr, units, N):
 
 
 @gluon.jit
-def _store_matrix(ptr, sums, units, inner, stride_unit, stride_inner, N):
-    offsets = gl.expand_dims(units.to(gl.int64), 1) * stride_unit + gl.expand_dims(inner.to(gl.int64), 0) * stride_inner
+def _store_matrix(ptr, sums, units, inner, WIDTH: gl.constexpr, N, UNITS_FIRST: gl.constexpr):
+    """Stores ``[units, WIDTH]`` sums into a dense ``[N, WIDTH]`` matrix, or a ``[WIDTH, N]`` one."""
+    rows, columns = gl.expand_dims(units.to(gl.int64), 1), gl.expand_dims(inner.to(gl.int64), 0)
+    if UNITS_FIRST:
+        offsets = rows * WIDTH + columns
+    else:
+        offsets = rows + columns * N
     inside = gl.expand_dims(units < N, 1) & gl.expand_dims(inner >= 0, 0)
     gl.store(ptr + offsets, sums.to(ptr.dtype.element_ty), mask=inside)
 
@@ -62,10 +67,10 @@ def _store_matrix(ptr, sums, units, inner, stride_unit, stride_inner, N):
 def _consume(
     consumer: gl.constexpr, up_bias_ptr, gate_bias_ptr, d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr,
     d_gate_bias_ptr, x_ring, dy_ring, up_tiles, gate_tiles, down_tiles, row_full, row_empty, weight_full,
-    stride_d_up_n, stride_d_up_k, stride_d_down_o, stride_d_down_n, first_unit, first_row, end_row, N, M,
+    first_unit, first_row, end_row, N, M,
     K: gl.constexpr, O: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, UNITS: gl.constexpr,
-    EVEN_M: gl.constexpr, UP_TRANSPOSED: gl.constexpr, DOWN_TRANSPOSED: gl.constexpr, GATED: gl.constexpr,
-    ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+    EVEN_M: gl.constexpr, UP_TRANSPOSED: gl.constexpr, DOWN_TRANSPOSED: gl.constexpr,
+    GRADIENTS_TRANSPOSED: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_ring.dtype
     z_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -164,11 +169,11 @@ def _consume(
     inner = gl.arange(0, K, gl.SliceLayout(0, up_layout))
     outer = gl.arange(0, O, gl.SliceLayout(0, down_layout))
     if d_up_ptr is not None:
-        _store_matrix(d_up_ptr, d_up * scale, up_units, inner, stride_d_up_n, stride_d_up_k, N)
+        _store_matrix(d_up_ptr, d_up * scale, up_units, inner, K, N, not GRADIENTS_TRANSPOSED)
     if d_gate_ptr is not None:
-        _store_matrix(d_gate_ptr, d_gate * scale, up_units, inner, stride_d_up_n, stride_d_up_k, N)
+        _store_matrix(d_gate_ptr, d_gate * scale, up_units, inner, K, N, not GRADIENTS_TRANSPOSED)
     if d_down_ptr is not None:
-        _store_matrix(d_down_ptr, d_down * scale, down_units, outer, stride_d_down_n, stride_d_down_o, N)
+        _store_matrix(d_down_ptr, d_down * scale, down_units, outer, O, N, GRADIENTS_TRANSPOSED)
     if d_up_bias_ptr is not None:
         gl.store(d_up_bias_ptr + units, (d_up_bias * scale).to(d_up_bias_ptr.dtype.element_ty), mask=units < N)
     if d_gate_bias_ptr is not None:
@@ -179,13 +184,12 @@ def _consume(
 def _pipelined_weight_gradient_kernel(
     x_desc, dy_desc, up_desc, gate_desc, down_desc, up_bias_ptr, gate_bias_ptr,
     d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr, d_gate_bias_ptr,
-    stride_d_up_n, stride_d_up_k, stride_d_down_o, stride_d_down_n,
     stride_split, up_step, down_step, N, M, splits,
     K: gl.constexpr, O: gl.constexpr, BLOCK_M: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     UNITS: gl.constexpr, EVEN_M: gl.constexpr, UP_TRANSPOSED: gl.constexpr, DOWN_TRANSPOSED: gl.constexpr,
-    ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+    GRADIENTS_TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
-    # Gradients are dense, one batch entry behind the other, and there once per split; their two inner strides are free.
+    # Gradients are dense, one batch entry behind the other, and there once per split.
     dtype: gl.constexpr = x_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     GATED: gl.constexpr = gate_desc is not None
@@ -228,37 +232,34 @@ def _pipelined_weight_gradient_kernel(
         gl.warp_specialize([
             (_consume, (
                 gl.constexpr(0), up_bias_ptr, gate_bias_ptr, d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr,
-                d_gate_bias_ptr, x_ring, dy_ring, up_tiles, gate_tiles, down_tiles, row_full, row_empty,
-                weight_full, stride_d_up_n, stride_d_up_k, stride_d_down_o, stride_d_down_n, first_unit,
-                first_row, end_row, N, M, K, O, BLOCK_M, STAGES, UNITS, EVEN_M, UP_TRANSPOSED, DOWN_TRANSPOSED,
-                GATED, ACTIVATION, ACCURACY,
+                d_gate_bias_ptr, x_ring, dy_ring, up_tiles, gate_tiles, down_tiles, row_full, row_empty, weight_full,
+                first_unit, first_row, end_row, N, M, K, O, BLOCK_M, STAGES, UNITS, EVEN_M, UP_TRANSPOSED,
+                DOWN_TRANSPOSED, GRADIENTS_TRANSPOSED, GATED, ACTIVATION, ACCURACY,
             )),
             (_produce, (
-                x_desc, dy_desc, up_desc, gate_desc, down_desc, x_ring, dy_ring, up_tiles, gate_tiles,
-                down_tiles, row_full, row_empty, weight_full, batch, first_unit, first_row, end_row, up_step,
-                down_step, M, BLOCK_M, CONSUMERS, STAGES, UNITS, UP_TRANSPOSED, DOWN_TRANSPOSED,
+                x_desc, dy_desc, up_desc, gate_desc, down_desc, x_ring, dy_ring, up_tiles, gate_tiles, down_tiles,
+                row_full, row_empty, weight_full, batch, first_unit, first_row, end_row, up_step, down_step, M, BLOCK_M,
+                CONSUMERS, STAGES, UNITS, UP_TRANSPOSED, DOWN_TRANSPOSED,
             )),
         ], [1], [24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (
                 gl.constexpr(0), up_bias_ptr, gate_bias_ptr, d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr,
-                d_gate_bias_ptr, x_ring, dy_ring, up_tiles, gate_tiles, down_tiles, row_full, row_empty,
-                weight_full, stride_d_up_n, stride_d_up_k, stride_d_down_o, stride_d_down_n, first_unit,
-                first_row, end_row, N, M, K, O, BLOCK_M, STAGES, UNITS, EVEN_M, UP_TRANSPOSED, DOWN_TRANSPOSED,
-                GATED, ACTIVATION, ACCURACY,
+                d_gate_bias_ptr, x_ring, dy_ring, up_tiles, gate_tiles, down_tiles, row_full, row_empty, weight_full,
+                first_unit, first_row, end_row, N, M, K, O, BLOCK_M, STAGES, UNITS, EVEN_M, UP_TRANSPOSED,
+                DOWN_TRANSPOSED, GRADIENTS_TRANSPOSED, GATED, ACTIVATION, ACCURACY,
             )),
             (_consume, (
                 gl.constexpr(1), up_bias_ptr, gate_bias_ptr, d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr,
-                d_gate_bias_ptr, x_ring, dy_ring, up_tiles, gate_tiles, down_tiles, row_full, row_empty,
-                weight_full, stride_d_up_n, stride_d_up_k, stride_d_down_o, stride_d_down_n, first_unit,
-                first_row, end_row, N, M, K, O, BLOCK_M, STAGES, UNITS, EVEN_M, UP_TRANSPOSED, DOWN_TRANSPOSED,
-                GATED, ACTIVATION, ACCURACY,
+                d_gate_bias_ptr, x_ring, dy_ring, up_tiles, gate_tiles, down_tiles, row_full, row_empty, weight_full,
+                first_unit, first_row, end_row, N, M, K, O, BLOCK_M, STAGES, UNITS, EVEN_M, UP_TRANSPOSED,
+                DOWN_TRANSPOSED, GRADIENTS_TRANSPOSED, GATED, ACTIVATION, ACCURACY,
             )),
             (_produce, (
-                x_desc, dy_desc, up_desc, gate_desc, down_desc, x_ring, dy_ring, up_tiles, gate_tiles,
-                down_tiles, row_full, row_empty, weight_full, batch, first_unit, first_row, end_row, up_step,
-                down_step, M, BLOCK_M, CONSUMERS, STAGES, UNITS, UP_TRANSPOSED, DOWN_TRANSPOSED,
+                x_desc, dy_desc, up_desc, gate_desc, down_desc, x_ring, dy_ring, up_tiles, gate_tiles, down_tiles,
+                row_full, row_empty, weight_full, batch, first_unit, first_row, end_row, up_step, down_step, M, BLOCK_M,
+                CONSUMERS, STAGES, UNITS, UP_TRANSPOSED, DOWN_TRANSPOSED,
             )),
         ], [4, 1], [240, 24])  # fmt: skip
 
@@ -268,23 +269,27 @@ def launch_weight_gradient(
     matrices: Matrices,
     dy: Matrix,
     targets: list[torch.Tensor | None],
-    inner_strides: tuple[int, ...],
     split_size: int,
+    transposed: bool,
     splits: int,
     config: PipelinedConfig,
 ) -> None:
-    """Fills ``targets``: gradients or the first split's partials, in the order of ``WeightGradients``."""
+    """Fills ``targets``: gradients or the first split's partials, in the order of ``WeightGradients``.
+
+    ``transposed`` gradients have the layout of a batched GEMM-GEMM's operands.
+    """
     batch, rows, width, hidden, out_width = operands.sizes()
+    even = rows % config.block == 0 and (splits > 1 or batch > 1)
     constants: tuple[Any, ...] = (
-        width, out_width, config.block, config.consumers, config.stages, CONSUMER_ROWS, rows % config.block == 0,
-        matrices.up.transposed, not matrices.down.transposed,
+        width, out_width, config.block, config.consumers, config.stages, CONSUMER_ROWS, even,
+        matrices.up.transposed, not matrices.down.transposed, transposed,
         operands.arithmetic.activation, operands.arithmetic.accuracy,
     )  # fmt: skip
     launch(
         _pipelined_weight_gradient_kernel,
         batch * -(-hidden // (CONSUMER_ROWS * config.consumers)) * splits,
         (operands.up_bias, operands.gate_bias, *targets),
-        inner_strides,
+        (),
         (split_size, matrices.up.step, matrices.down.step, hidden, rows, splits),
         constants,
         descriptors=(

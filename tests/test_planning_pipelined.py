@@ -1,0 +1,82 @@
+"""When the planner takes the warp-specialised kernels of Hopper, and how they are laid out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fusedlayers.kernels import tuning
+from fusedlayers.planning import Device, Problem, plan
+
+H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
+PIPELINED = replace(H200, pipelined=True)
+TRAINING = Problem(
+    "ffn", batch=1, M=1_048_576, K=64, N=256, O=64, dtype="bfloat16", activation="gelu_tanh",
+    needs_data_gradient=True, needs_weight_gradient=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "pipelined"),
+    [
+        ({}, True),
+        ({"K": 128}, True),
+        ({"K": 256, "O": 256}, True),
+        ({"K": 256}, False),
+        ({"K": 96, "O": 96}, False),
+        ({"N": 264}, True),
+        ({"N": 260}, False),
+        ({"M": 1_048_577}, True),
+        ({"dropout": True}, False),
+        ({"dtype": "float16"}, True),
+        ({"dtype": "float32"}, False),
+        ({"gated": True}, True),
+    ],
+    ids=str,
+)
+def test_what_the_pipelined_kernels_take(change: dict[str, object], pipelined: bool) -> None:
+    made = plan(replace(TRAINING, **change), PIPELINED, "triton")
+    for tiles in (made.forward_tiles, made.data_gradient_tiles, made.weight_gradient_tiles):
+        assert (tiles.pipelined is not None) == pipelined
+        # What their copies cannot take runs in the portable kernel of the same row.
+        assert replace(tiles, pipelined=None).pipelined is None
+    assert plan(replace(TRAINING, **change), H200, "triton").forward_tiles.pipelined is None
+
+
+def test_copies_of_a_batch_stay_inside_an_entry() -> None:
+    sizes = {"gated": False, "K": 64, "O": 64, "processors": 132}
+    for kernel, M, N, taken in (
+        ("forward", 1024, 256, True),
+        ("forward", 1024 + 64, 256, False),
+        ("forward", 1024, 256 + 8, False),
+        ("weight_gradient", 1024, 256 + 8, True),
+        ("weight_gradient", 1024 + 1, 256, False),
+    ):
+        assert (tuning.pipelined_config(kernel, batch=64, M=M, N=N, **sizes) is not None) == taken
+        assert tuning.pipelined_config(kernel, batch=1, M=M, N=N, **sizes) is not None
+
+
+def test_few_rows_are_shared_by_more_processors() -> None:
+    consumers = [
+        tuning.pipelined_config("forward", False, 1, rows, 64, 256, 64, processors=132).consumers
+        for rows in (128 * 131, 128 * 131 + 1)
+    ]
+    assert consumers == [1, 2]
+
+
+@pytest.mark.parametrize("kernel", ["forward", "data_gradient", "weight_gradient"])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("K", "O"), [(64, 64), (64, 128), (128, 64), (128, 128), (256, 256)])
+def test_pipelined_rings_have_two_stages_at_least(kernel: str, gated: bool, K: int, O: int) -> None:
+    for M, N in ((65_536, 1024), (65_537, 1032), (100, 8)):
+        config = tuning.pipelined_config(kernel, gated, 1, M, K, N, O, processors=132)
+        assert config is not None
+        assert 2 <= config.stages <= 4
+        assert config.passes <= 3
+
+
+def test_splits_of_pipelined_kernels_leave_one_program_to_a_processor() -> None:
+    for N, expected in ((256, 66), (512, 33), (8, 132), (128 * 200, 1)):
+        made = plan(replace(TRAINING, N=N), PIPELINED, "triton")
+        assert made.splits == expected
