@@ -22,7 +22,12 @@ logger = logging.getLogger("fusedlayers")
 _warm: set[tuple[Problem, torch.device]] = set()
 _WARM_LIMIT = 4096
 
+# Calls that were checked before, by all that the checks and the problem depend on.
+_problems: dict[tuple[object, ...], Problem] = {}
+_PROBLEMS_LIMIT = 4096
+
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_PLAIN_OPTIONS = (str, bool, int, float, type(None))
 
 
 def backend() -> str:
@@ -78,6 +83,47 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
 def subclass_of(*tensors: Tensor | None) -> str:
     """The name of the first tensor subclass among these (DTensor, quantised, ...), or an empty string."""
     return next((type(t).__name__ for t in tensors if t is not None and type(t) not in _PLAIN_TENSORS), "")
+
+
+def signature(tensors: tuple[Tensor | None, ...], *options: object) -> tuple[object, ...] | None:
+    """All that the checks and the problem of a call depend on, besides whether a graph is captured.
+
+    None where a call cannot be recognised by that: tensor subclasses, options of unusual types, torch.compile's trace.
+    """
+    if torch.compiler.is_compiling() or type(tensors[0]) not in _PLAIN_TENSORS:
+        return None
+    found: list[Any] = [torch.is_grad_enabled()]
+    for tensor in tensors:
+        if tensor is None:
+            found.append(None)
+        elif type(tensor) in _PLAIN_TENSORS:
+            found += (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+        else:
+            return None
+    for option in options:
+        # Types too: True equals 1 and 1.0, but not all of them are right.
+        if type(option) not in _PLAIN_OPTIONS:
+            return None
+        found += (type(option), option)
+    device, dtype = found[3], found[2]
+    found.append(input_precision(device, dtype))
+    if autocast_enabled(device):
+        found.append(torch.get_autocast_dtype(device.type))
+    return tuple(found)
+
+
+def recalled(call: tuple[object, ...] | None, device: torch.device) -> Problem | None:
+    """The problem of a call that was checked before, or None."""
+    problem = None if call is None else _problems.get(call)
+    return replace(problem, captured=True) if problem is not None and captured(device) else problem
+
+
+def remember(call: tuple[object, ...] | None, problem: Problem) -> None:
+    """The call is right, and this is its problem."""
+    if call is not None:
+        if len(_problems) >= _PROBLEMS_LIMIT:
+            _problems.clear()
+        _problems[call] = replace(problem, captured=False)
 
 
 def ffn_problem(

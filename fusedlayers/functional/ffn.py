@@ -12,7 +12,18 @@ from ..kernels.dropout import draw_seed
 from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
 from ..planning import LONG_SUM_ROWS, SHORT_SUM_ROWS, Plan
 from .arguments import autocast_enabled, check_ffn
-from .dispatch import autocast, compute_dtype, dispatch, ffn_problem, ran_as_kernels, without_autocast
+from .dispatch import (
+    autocast,
+    compute_dtype,
+    dispatch,
+    ffn_problem,
+    ran_as_kernels,
+    recalled,
+    remember,
+    signature,
+    wants_gradient,
+    without_autocast,
+)
 
 
 def ffn(
@@ -58,12 +69,18 @@ def ffn(
             ``recompute``, ``dropout_p`` outside [0, 1).
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    activation = canonical_activation(activation)
-    check_ffn(x, w_up, w_down, b_up, b_down, w_gate, b_gate, dropout_p, recompute, residual)
-    problem = ffn_problem(
-        x, w_up, w_down, b_up, b_down, w_gate, b_gate,
-        activation=activation, dropout_p=dropout_p, recompute=recompute, residual=residual,
-    )  # fmt: skip
+    tensors = (x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual)
+    call = signature(tensors, activation, dropout_p, recompute)
+    problem = None if call is None else recalled(call, x.device)
+    if problem is None:
+        activation = canonical_activation(activation)
+        check_ffn(x, w_up, w_down, b_up, b_down, w_gate, b_gate, dropout_p, recompute, residual)
+        problem = ffn_problem(
+            x, w_up, w_down, b_up, b_down, w_gate, b_gate,
+            activation=activation, dropout_p=dropout_p, recompute=recompute, residual=residual,
+        )  # fmt: skip
+        remember(call, problem)
+    activation = problem.activation
     plan = dispatch(problem, x.device)
     if plan.path == "torch":
         return reference.ffn(
@@ -72,7 +89,7 @@ def ffn(
         )  # fmt: skip
     seed = draw_seed(x.device) if dropout_p else None
     arithmetic = Arithmetic(activation, float(dropout_p), problem.input_precision, plan.accuracy)
-    operands: tuple[Any, ...] = (x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual)
+    operands: tuple[Any, ...] = tensors
     apart = False
     if autocast_enabled(x.device):
         dtype = compute_dtype(x)
@@ -80,10 +97,41 @@ def ffn(
         apart = residual is not None and residual.dtype != dtype
         operands = autocast((*operands[:7], None if apart else residual), dtype)
     with without_autocast(x.device):
-        y = FFNFunction.apply(*operands, seed, arithmetic, plan)
+        # Without a wanted gradient, that of b_down or the residual either, autograd has nothing to record.
+        if wants_gradient(*tensors) or call is None:
+            y = FFNFunction.apply(*operands, seed, arithmetic, plan)
+        else:
+            y = _forward(*operands, seed, arithmetic, plan)
     if plan.path == "fused" and not problem.training:
         ran_as_kernels(problem, x.device)
     return y + residual if apart else y
+
+
+def _forward(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    w_gate: Tensor | None,
+    b_gate: Tensor | None,
+    residual: Tensor | None,
+    seed: Tensor | None,
+    arithmetic: Arithmetic,
+    plan: Plan,
+) -> Tensor:
+    """The FFN on the fused or the chunked path, without autograd."""
+    rows = _rows(x)
+    residual_rows = None if residual is None else _rows(residual)
+    if plan.path == "chunked":
+        y = reference.ffn_chunked(
+            rows, w_up, w_down, b_up, b_down, w_gate, b_gate, residual=residual_rows, seed=seed,
+            activation=arithmetic.activation, dropout_p=arithmetic.dropout_p, chunk_rows=plan.chunk_rows,
+        )  # fmt: skip
+    else:
+        operands = Operands(rows, w_up, w_down, b_up, w_gate, b_gate, seed, arithmetic)
+        y = kernels.forward(operands, b_down, residual_rows, plan.forward_tiles)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
 class FFNFunction(torch.autograd.Function):
@@ -108,17 +156,7 @@ class FFNFunction(torch.autograd.Function):
         # Without a wanted gradient that goes through the hidden there is nothing to recompute, so nothing is kept.
         if any(_through_hidden(ctx.needs_input_grad)):
             ctx.save_for_backward(x, w_up, w_down, b_up, w_gate, b_gate, seed)
-        rows = _rows(x)
-        residual_rows = None if residual is None else _rows(residual)
-        if plan.path == "chunked":
-            y = reference.ffn_chunked(
-                rows, w_up, w_down, b_up, b_down, w_gate, b_gate, residual=residual_rows, seed=seed,
-                activation=arithmetic.activation, dropout_p=arithmetic.dropout_p, chunk_rows=plan.chunk_rows,
-            )  # fmt: skip
-        else:
-            operands = Operands(rows, w_up, w_down, b_up, w_gate, b_gate, seed, arithmetic)
-            y = kernels.forward(operands, b_down, residual_rows, plan.forward_tiles)
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+        return _forward(x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, seed, arithmetic, plan)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

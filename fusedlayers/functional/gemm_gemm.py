@@ -11,7 +11,17 @@ from ..kernels.activations import canonical_activation
 from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
 from ..planning import Plan
 from .arguments import check_gemm_gemm
-from .dispatch import autocast, compute_dtype, dispatch, gemm_gemm_problem, ran_as_kernels, without_autocast
+from .dispatch import (
+    autocast,
+    compute_dtype,
+    dispatch,
+    gemm_gemm_problem,
+    ran_as_kernels,
+    recalled,
+    remember,
+    signature,
+    without_autocast,
+)
 
 
 def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None) -> Tensor:
@@ -32,16 +42,24 @@ def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None)
         ValueError: shapes that do not fit together, tensors on different devices, an unknown activation.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    activation = canonical_activation(activation)
-    check_gemm_gemm(a, b, c)
-    problem = gemm_gemm_problem(a, b, c, activation=activation)
+    call = signature((a, b, c), activation)
+    problem = None if call is None else recalled(call, a.device)
+    if problem is None:
+        activation = canonical_activation(activation)
+        check_gemm_gemm(a, b, c)
+        problem = gemm_gemm_problem(a, b, c, activation=activation)
+        remember(call, problem)
+    activation = problem.activation
     plan = dispatch(problem, a.device)
     if plan.path == "torch":
         return reference.gemm_gemm(a, b, c, activation=activation)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2], c.shape[:-2])
     operands = [_flat_batch(tensor, batch) for tensor in autocast((a, b, c), compute_dtype(a))]
     arithmetic = Arithmetic(activation, 0.0, problem.input_precision, plan.accuracy)
-    e = GemmGemmFunction.apply(*operands, arithmetic, plan)
+    if problem.training or call is None:
+        e = GemmGemmFunction.apply(*operands, arithmetic, plan)
+    else:
+        e = kernels.forward(_operands(*operands, arithmetic), None, None, plan.forward_tiles)
     if not problem.training:
         ran_as_kernels(problem, a.device)
     return e if len(batch) == 1 else e.view(*batch, *e.shape[-2:])

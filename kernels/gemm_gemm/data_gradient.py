@@ -9,7 +9,7 @@ from ..launching import launch
 from ..tiles import add_product, batch_and_tile, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
 from . import pipelined
-from .operands import Operands, hidden_and_slopes, strides, through_activation
+from .operands import Operands, hidden_and_slopes, rows_of, strides, through_activation
 
 
 @triton.jit(do_not_specialize=["M", "dropout_p", "keep_scale"])
@@ -82,8 +82,8 @@ def data_gradient(
     With it, where ``column_sums`` asks for them and the kernel that runs reads dy only once, the sums of dy over all of
     its rows, ``[O]``; else None.
     """
-    if tiles.pipelined is not None and (matrices := pipelined.matrices_of(operands)) is not None:
-        dy_rows = pipelined.rows_of(dy)
+    if tiles.pipelined is not None and (matrices := operands.matrices) is not None:
+        dy_rows = rows_of(dy)
         if dy_rows is not None:
             return pipelined.data_gradient(operands, matrices, dy_rows, column_sums, tiles.pipelined)
     x = operands.x

@@ -9,7 +9,7 @@ from ..launching import launch
 from ..tiles import add_product, batch_and_tile, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
 from . import pipelined
-from .operands import Operands, hidden_and_slopes, stride, strides
+from .operands import Operands, hidden_and_slopes, rows_of, stride, strides, unit_stride
 
 
 @triton.jit(do_not_specialize=["M", "dropout_p", "keep_scale"])
@@ -72,9 +72,9 @@ def forward(
     operands: Operands, down_bias: torch.Tensor | None, residual: torch.Tensor | None, tiles: TileConfig
 ) -> torch.Tensor:
     """y ``[Z, M, O]``, contiguous, in the dtype of x; ``[M, O]`` where the operands have no batch."""
-    if tiles.pipelined is not None and (matrices := pipelined.matrices_of(operands)) is not None:
-        added = None if residual is None else pipelined.rows_of(residual)
-        if (residual is None) == (added is None) and (down_bias is None or down_bias.stride(0) == 1):
+    if tiles.pipelined is not None and (matrices := operands.matrices) is not None:
+        added = None if residual is None else rows_of(residual)
+        if (residual is None) == (added is None) and unit_stride(down_bias):
             return pipelined.forward(operands, matrices, down_bias, added, tiles.pipelined)
     x = operands.x
     batch, rows, _, hidden, out_width = operands.sizes()

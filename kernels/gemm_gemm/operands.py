@@ -1,12 +1,14 @@
 """What a call of these kernels is made of: its tensors, its arithmetic, and the arguments that all kernels share."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from ..activations import activate
 from ..device import tl, triton
+from ..hopper import Matrix, matrix
 from ..tuning import TileConfig, padded_widths
 
 
@@ -47,7 +49,17 @@ class Arithmetic:
         return self.dropout_p, 1.0 / (1.0 - self.dropout_p)
 
 
-class Operands(NamedTuple):
+class Matrices(NamedTuple):
+    """The operands of a call as matrices to copy: x, up and gate (alike in their layout), down."""
+
+    x: Matrix
+    up: Matrix
+    gate: Matrix | None
+    down: Matrix
+
+
+@dataclass(frozen=True)
+class Operands:
     """The tensors of one call, checked: x ``[Z, M, K]``, up and gate ``[Z, N, K]``, down ``[Z, O, N]``.
 
     Without a batch, all of them lack the axis ``Z``. A batch stride of 0 shares a matrix.
@@ -76,6 +88,22 @@ class Operands(NamedTuple):
         matrices = (*strides(self.x), *strides(self.up), *strides(self.gate), *strides(self.down))
         return (*matrices, stride(self.up_bias), stride(self.gate_bias))
 
+    @cached_property
+    def matrices(self) -> Matrices | None:
+        """The operands for the pipelined kernels, or None where one does not lie as their copies need it.
+
+        The portable kernels take any strides.
+        """
+        if self.seed is not None or not unit_stride(self.up_bias) or not unit_stride(self.gate_bias):
+            return None
+        x, up, down = rows_of(self.x), matrix(self.up), matrix(self.down)
+        gate = None if self.gate is None else matrix(self.gate)
+        if x is None or up is None or down is None:
+            return None
+        if self.gate is not None and (gate is None or (gate.transposed, gate.step) != (up.transposed, up.step)):
+            return None
+        return Matrices(x, up, gate, down)
+
     def constants(self, tiles: TileConfig, even: bool) -> tuple[object, ...]:
         """The compile-time arguments, in the order of the kernels' signatures.
 
@@ -85,6 +113,18 @@ class Operands(NamedTuple):
         blocks = (tiles.block_m, tiles.block_n, *padded_widths(width, out_width))
         arithmetic = self.arithmetic
         return (width, out_width, *blocks, even, arithmetic.activation, arithmetic.accuracy, arithmetic.input_precision)
+
+
+def rows_of(tensor: torch.Tensor) -> Matrix | None:
+    """x, dy or a residual ``[Z, M, *]`` as one matrix of rows, every batch entry behind the one before."""
+    found = matrix(tensor)
+    apart = tensor.dim() == 2 or tensor.shape[0] == 1 or (found is not None and found.step == tensor.shape[-2])
+    return found if found is not None and apart and not found.transposed else None
+
+
+def unit_stride(vector: torch.Tensor | None) -> bool:
+    """Whether the pipelined kernels can read this bias."""
+    return vector is None or vector.stride(0) == 1 or vector.numel() == 1
 
 
 def stride(vector: torch.Tensor | None) -> int:

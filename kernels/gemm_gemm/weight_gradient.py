@@ -13,7 +13,7 @@ from ..launching import launch
 from ..tiles import add_product, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
 from . import pipelined
-from .operands import Operands, hidden_and_slopes, strides, through_activation
+from .operands import Operands, hidden_and_slopes, rows_of, strides, through_activation
 from .partials import reduce_partials
 
 
@@ -173,8 +173,8 @@ def weight_gradients(
     Where the accumulators of all of them exceed the registers, several launches share them out.
     """
     config, matrices, dy_rows = tiles.pipelined, None, None
-    if config is not None and (matrices := pipelined.matrices_of(operands)) is not None:
-        dy_rows = pipelined.rows_of(dy)
+    if config is not None and (matrices := operands.matrices) is not None:
+        dy_rows = rows_of(dy)
 
     def launch_pass(*targets: Any) -> None:
         if config is not None and matrices is not None and dy_rows is not None:

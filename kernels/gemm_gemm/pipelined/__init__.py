@@ -6,7 +6,6 @@ tensors lie as the copy engine wants them; anything else runs in the portable ke
 
 from .data_gradient import data_gradient
 from .forward import forward
-from .operands import Matrices, matrices_of, rows_of
 from .weight_gradient import launch_weight_gradient
 
-__all__ = ["Matrices", "data_gradient", "forward", "launch_weight_gradient", "matrices_of", "rows_of"]
+__all__ = ["data_gradient", "forward", "launch_weight_gradient"]

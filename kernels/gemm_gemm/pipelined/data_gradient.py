@@ -9,9 +9,8 @@ from ...activations import activation_unit
 from ...hopper import Matrix, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from ...launching import launch
 from ...tuning import CONSUMER_ROWS, PipelinedConfig
-from ..operands import Operands, hidden_and_slopes, through_activation
+from ..operands import Matrices, Operands, hidden_and_slopes, through_activation
 from ..partials import reduce_partials
-from .operands import Matrices
 from .pipeline import (
     copy_hidden_tile,
     hidden_first,
@@ -240,7 +239,7 @@ def _pipelined_data_gradient_kernel(
 def data_gradient(
     operands: Operands, matrices: Matrices, dy: Matrix, column_sums: bool, config: PipelinedConfig
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """dx, contiguous, of operands that fit (see ``matrices_of``), and, if asked for, the sums of dy over all rows."""
+    """dx, contiguous, of operands that fit (``Operands.matrices``), and the sums of dy over all rows, if asked for."""
     batch, rows, width, hidden, out_width = operands.sizes()
     x = operands.x
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -15,8 +15,7 @@ from ...hopper import (
 )
 from ...launching import launch
 from ...tuning import CONSUMER_ROWS, PipelinedConfig
-from ..operands import Operands, hidden_and_slopes
-from .operands import Matrices
+from ..operands import Matrices, Operands, hidden_and_slopes
 from .pipeline import copy_hidden_tile, hidden_first, init_barriers, stage_of, start_product
 
 
@@ -240,7 +239,7 @@ def forward(
     residual: Matrix | None,
     config: PipelinedConfig,
 ) -> torch.Tensor:
-    """y, contiguous, of operands that fit: see ``matrices_of``."""
+    """y, contiguous, of operands that fit: see ``Operands.matrices``."""
     batch, rows, width, hidden, out_width = operands.sizes()
     x = operands.x
     y = torch.empty(*x.shape[:-1], out_width, dtype=x.dtype, device=x.device)

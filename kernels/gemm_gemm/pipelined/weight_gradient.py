@@ -11,8 +11,7 @@ from ...activations import activation_unit
 from ...hopper import Matrix, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from ...launching import launch
 from ...tuning import CONSUMER_ROWS, PipelinedConfig
-from ..operands import Operands, hidden_and_slopes, through_activation
-from .operands import Matrices
+from ..operands import Matrices, Operands, hidden_and_slopes, through_activation
 from .pipeline import copy_hidden_tile, hidden_first, init_barriers, stage_of
 
 
