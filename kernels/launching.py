@@ -48,7 +48,8 @@ def launch(
     layout = tuple([None if p is None else (p.dtype, p.data_ptr() & 15 == 0) for p in pointers])
     blocks = tuple([None if d is None else (d.base.dtype, *d.block_shape) for d in descriptors])
     width = tuple([n >> 31 for n in free_numbers if type(n) is int])
-    key = (kernel, device.index, blocks, layout, numbers, width, constants, num_warps, num_stages)
+    # Kernels live as long as their modules; hashing one would hash its source.
+    key = (id(kernel), device.index, blocks, layout, numbers, width, constants, num_warps, num_stages)
     compiled = _compiled.get(key)
     if compiled is not None:
         compiled[(programs, 1, 1)](*descriptors, *arguments)
