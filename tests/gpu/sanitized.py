@@ -1,4 +1,4 @@
-"""One small training step of every kind of kernel, to be run under NVIDIA's compute-sanitizer: see test_sanitizer.py."""
+"""A small training step of every kind of kernel, to be run under NVIDIA's compute-sanitizer: see test_sanitizer.py."""
 
 from __future__ import annotations
 
