@@ -62,11 +62,11 @@ def matrix(tensor: torch.Tensor) -> Matrix | None:
     transposed = column_stride != 1 and row_stride == 1
     if transposed:
         rows, columns, row_stride, column_stride = columns, rows, column_stride, row_stride
-    size = tensor.element_size()
-    if column_stride != 1 or row_stride * size % _ALIGNMENT or tensor.data_ptr() % _ALIGNMENT:
+    if rows == 1:
+        row_stride = columns  # a single row may have any; the engine wants one that holds the row
+    bytes_apart = row_stride * tensor.element_size()
+    if column_stride != 1 or row_stride < columns or bytes_apart % _ALIGNMENT or tensor.data_ptr() % _ALIGNMENT:
         return None
-    # A single row may have any stride; the engine wants one that holds the row.
-    row_stride = max(row_stride, columns)
     batch, batch_stride = (tensor.shape[0], tensor.stride(0)) if batched else (1, 0)
     if batch * rows > _MOST_ROWS:
         return None

@@ -305,3 +305,67 @@ def test_a_capture_takes_only_kernels_that_ran_before() -> None:
         patch.delenv("FUSEDLAYERS_BACKEND")
         assert dispatch.dispatch(captured, device).path == "fused"
         assert dispatch.dispatch(problem, device).path == "torch"
+
+
+def test_a_recognised_call_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module("fusedlayers.functional.ffn")
+    checked = []
+    check = module.check_ffn
+    monkeypatch.setattr(module, "check_ffn", lambda *arguments: (checked.append(1), check(*arguments)))
+    monkeypatch.setattr(dispatch, "_problems", {})
+    x, w_up, w_down = torch.ones(5, 16), torch.ones(24, 16), torch.ones(16, 24)
+    for _ in range(3):
+        functional.ffn(x, w_up, w_down)
+    assert len(checked) == 1
+    changes: list[Callable[[], object]] = [
+        lambda: functional.ffn(torch.ones(6, 16), w_up, w_down),
+        lambda: functional.ffn(x, w_up, w_down, activation="relu"),
+        lambda: functional.ffn(x, w_up, w_down, dropout_p=0.5),
+        lambda: functional.ffn(x, w_up, w_down, recompute=True),
+        lambda: functional.ffn(x, w_up, w_down, residual=x),
+        lambda: functional.ffn(x.double(), w_up.double(), w_down.double()),
+        lambda: functional.ffn(x.requires_grad_(), w_up, w_down),
+    ]
+    for number, change in enumerate(changes, start=2):
+        for _ in range(2):
+            change()
+        assert len(checked) == number
+    with torch.autocast("cpu", torch.bfloat16):
+        assert functional.ffn(torch.ones(5, 16), w_up, w_down).dtype == torch.bfloat16
+    assert functional.ffn(torch.ones(5, 16), w_up, w_down).dtype == torch.float32
+
+
+def test_what_equals_a_right_call_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_problems", {})
+    x, w_up, w_down = torch.ones(5, 16), torch.ones(24, 16), torch.ones(16, 24)
+    functional.ffn(x, w_up, w_down, dropout_p=0.0, recompute=True)
+    with pytest.raises(TypeError, match="dropout_p must be a float"):
+        functional.ffn(x, w_up, w_down, dropout_p=False, recompute=True)
+    with pytest.raises(ValueError, match="recompute must be"):
+        functional.ffn(x, w_up, w_down, dropout_p=0.0, recompute=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected the dtype of x"):
+        functional.ffn(x, w_up.double(), w_down, dropout_p=0.0, recompute=True)
+    a, b, c = torch.ones(2, 5, 4), torch.ones(2, 4, 6), torch.ones(2, 6, 3)
+    functional.gemm_gemm(a, b, c)
+    with pytest.raises(ValueError, match="expected"):
+        functional.gemm_gemm(a, b, torch.ones(2, 7, 3))
+
+
+def test_recognised_calls_are_forgotten_before_they_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_problems", {})
+    monkeypatch.setattr(dispatch, "_PROBLEMS_LIMIT", 4)
+    w_up, w_down = torch.ones(24, 16), torch.ones(16, 24)
+    for rows in range(1, 11):
+        functional.ffn(torch.ones(rows, 16), w_up, w_down)
+        assert len(dispatch._problems) <= 4
+
+
+def test_some_calls_are_never_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(5, 16)
+    assert dispatch.signature((x, None), "gelu", 0.0) is not None
+    assert dispatch.signature((x.as_subclass(Tagged), None), "gelu", 0.0) is None
+    assert dispatch.signature((x, x.as_subclass(Tagged)), "gelu", 0.0) is None
+    assert dispatch.signature((x, None), ["gelu"], 0.0) is None
+    assert dispatch.signature((x, None), "gelu", torch.tensor(0.0)) is None
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert dispatch.signature((x, None), "gelu", 0.0) is None

@@ -101,7 +101,7 @@ def ffn(
         if wants_gradient(*tensors) or call is None:
             y = FFNFunction.apply(*operands, seed, arithmetic, plan)
         else:
-            y = _forward(*operands, seed, arithmetic, plan)
+            y = _forward(*operands, seed=seed, arithmetic=arithmetic, plan=plan)
     if plan.path == "fused" and not problem.training:
         ran_as_kernels(problem, x.device)
     return y + residual if apart else y

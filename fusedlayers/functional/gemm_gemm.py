@@ -59,7 +59,8 @@ def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None)
     if problem.training or call is None:
         e = GemmGemmFunction.apply(*operands, arithmetic, plan)
     else:
-        e = kernels.forward(_operands(*operands, arithmetic), None, None, plan.forward_tiles)
+        flat_a, flat_b, flat_c = operands
+        e = kernels.forward(_operands(flat_a, flat_b, flat_c, arithmetic), None, None, plan.forward_tiles)
     if not problem.training:
         ran_as_kernels(problem, a.device)
     return e if len(batch) == 1 else e.view(*batch, *e.shape[-2:])

@@ -176,11 +176,13 @@ def weight_gradients(
     if config is not None and (matrices := operands.matrices) is not None:
         dy_rows = rows_of(dy)
 
-    def launch_pass(*targets: Any) -> None:
+    def launch_pass(targets: list[torch.Tensor | None], split_size: int) -> None:
         if config is not None and matrices is not None and dy_rows is not None:
-            pipelined.launch_weight_gradient(operands, matrices, dy_rows, *targets, transposed, splits, config)
+            pipelined.launch_weight_gradient(
+                operands, matrices, dy_rows, targets, split_size, transposed, splits, config
+            )
         else:
-            _launch_portable(operands, dy, *targets, transposed, splits, tiles)
+            _launch_portable(operands, dy, targets, split_size, transposed, splits, tiles)
 
     found: list[torch.Tensor | None] = [None] * 5
     for part in _PASSES[tiles.passes if config is None or dy_rows is None else config.passes]:
@@ -192,7 +194,11 @@ def weight_gradients(
 
 
 def _one_pass(
-    launch_pass: Callable[..., None], operands: Operands, wanted: WeightGradients, splits: int, transposed: bool
+    launch_pass: Callable[[list[torch.Tensor | None], int], None],
+    operands: Operands,
+    wanted: WeightGradients,
+    splits: int,
+    transposed: bool,
 ) -> list[torch.Tensor | None]:
     x = operands.x
     _, _, width, hidden, out_width = operands.sizes()

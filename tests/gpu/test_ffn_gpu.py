@@ -190,10 +190,13 @@ def test_expanded_x_and_the_gradient_of_a_sum() -> None:
     assert x is not None
     dense = leaves({**inputs, "x": x.expand(100, 64).contiguous()})
     truth = leaves(in_float64(dense))
-    reference.ffn(**truth, activation="relu").sum().backward()
+    expected = reference.ffn(**truth, activation="relu")
+    expected.sum().backward()
     expanded = leaves({**inputs, "x": x.expand(100, 64)})
     with on_path("kernels") as options:
-        functional.ffn(**expanded, activation="relu", **options).sum().backward()
+        y = functional.ffn(**expanded, activation="relu", **options)
+    assert torch.equal(y, expected.to(BFLOAT16))
+    y.sum().backward()
     for name, tensor in truth.items():
         if tensor is not None:
             ours = expanded[name]

@@ -1,0 +1,113 @@
+"""Which tensors the copy engine of Hopper takes, and how it sees them: sizes and strides alone, on any machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedlayers.kernels import hopper
+from fusedlayers.kernels.gemm_gemm import Arithmetic, Operands
+from fusedlayers.kernels.gemm_gemm.operands import rows_of
+from fusedlayers.kernels.hopper import matrix
+
+
+def tensor(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def seen(found: hopper.Matrix | None) -> tuple[int, int, int, int, bool] | None:
+    return None if found is None else (found.rows, found.columns, found.row_stride, found.step, found.transposed)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (tensor(10, 64), (10, 64, 64, 0, False)),
+        (tensor(10, 128)[:, :64], (10, 64, 128, 0, False)),
+        (tensor(10, 72)[:, 8:], (10, 64, 72, 0, False)),
+        (tensor(64, 16).T, (64, 16, 16, 0, True)),
+        (tensor(3, 10, 64), (30, 64, 64, 10, False)),
+        (tensor(1, 10, 64), (10, 64, 64, 0, False)),
+        (tensor(1, 10, 64).expand(3, -1, -1), (10, 64, 64, 0, False)),
+        (tensor(3, 64, 16).mT, (192, 16, 16, 64, True)),
+        (tensor(3, 10, 128)[:, :, :64], (30, 64, 128, 10, False)),
+        # A single row may have any stride.
+        (torch.empty_strided((1, 64), (5, 1), dtype=torch.bfloat16), (1, 64, 64, 0, False)),
+    ],
+    ids=lambda value: f"{tuple(value.shape)}-{value.stride()}" if isinstance(value, Tensor) else "",
+)
+def test_matrices(given: Tensor, expected: tuple[int, int, int, int, bool]) -> None:
+    assert seen(matrix(given)) == expected
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        tensor(10, 65)[:, :64],  # rows 130 bytes apart
+        tensor(10, 72)[:, 1:65],  # an address at 2 bytes past a multiple of 16
+        tensor(10, 128)[:, ::2],
+        tensor(10, 64)[None].expand(3, -1, -1)[:, ::2].permute(1, 0, 2),
+        tensor(6, 10, 64)[::2],  # entries further apart than their rows
+        tensor(10, 1).expand(10, 64),
+        tensor(1, 64).expand(10, 64),  # one row in the place of ten
+        tensor(3, 1, 64).expand(3, 10, 64),
+    ],
+    ids=lambda given: f"{tuple(given.shape)}-{given.stride()}",
+)
+def test_what_only_the_portable_kernels_take(given: Tensor) -> None:
+    assert matrix(given) is None
+
+
+def test_coordinates_have_32_bits() -> None:
+    assert matrix(torch.empty(2**31, 8, dtype=torch.bfloat16, device="meta")) is None
+
+
+def test_rows_lie_one_behind_the_other() -> None:
+    assert seen(rows_of(tensor(3, 10, 64))) == (30, 64, 64, 10, False)
+    assert rows_of(tensor(1, 10, 64).expand(3, -1, -1)) is None, "one matrix for all entries"
+    assert rows_of(tensor(64, 16).T) is None, "columns together"
+
+
+def operands(**changes: Tensor | None) -> Operands:
+    given = {"x": tensor(10, 64), "up": tensor(96, 64), "down": tensor(64, 96), "up_bias": tensor(96)}
+    given |= {"gate": tensor(96, 64), "gate_bias": None, "seed": None} | changes
+    return Operands(**given, arithmetic=Arithmetic("silu", 0.0, "ieee", "coarse"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [
+        ({}, True),
+        ({"gate": None}, True),
+        ({"up_bias": tensor(192)[::2]}, False),
+        ({"gate": tensor(64, 96).T}, False),  # laid out unlike the other projection
+        ({"gate": tensor(64, 96).T, "up": tensor(64, 96).T}, True),
+        ({"down": tensor(96, 64).T}, True),
+        ({"x": tensor(10, 65)[:, :64]}, False),
+        ({"seed": torch.zeros(1, dtype=torch.int64)}, False),
+    ],
+    ids=lambda value: str(sorted(value)) if isinstance(value, dict) else str(value),
+)
+def test_operands_are_taken_together(changes: dict[str, Tensor | None], taken: bool) -> None:
+    assert (operands(**changes).matrices is not None) == taken
+
+
+@pytest.mark.parametrize(
+    ("given", "block"), [(tensor(100, 64), [64, 32]), (tensor(64, 104).T, [32, 64])], ids=["rows", "columns"]
+)
+def test_blocks_are_named_in_the_order_of_memory(given: Tensor, block: list[int]) -> None:
+    found = matrix(given)
+    assert found is not None
+    descriptor = found.descriptor(64, 32)
+    assert (descriptor.shape, descriptor.strides) == ([found.rows, found.columns], [found.row_stride, 1])
+    assert descriptor.block_shape == block
+
+
+@pytest.mark.skipif(not hopper.HAS_GLUON, reason="this Triton has no Gluon")
+def test_a_complete_descriptor_has_a_layout() -> None:
+    found = matrix(tensor(100, 64))
+    assert found is not None
+    complete = found.descriptor(64, 64).complete()
+    assert complete.block_shape == [64, 64]
+    assert complete.layout.swizzle_byte_width == 128
