@@ -96,15 +96,14 @@ def ffn(
         # Autocast casts products, not sums: a residual of another dtype is added as it is, outside the kernel.
         apart = residual is not None and residual.dtype != dtype
         operands = autocast((*operands[:7], None if apart else residual), dtype)
+    operands = (*operands, seed, arithmetic, plan)
     with without_autocast(x.device):
         # Without a wanted gradient, that of b_down or the residual either, autograd has nothing to record.
-        if wants_gradient(*tensors) or call is None:
-            y = FFNFunction.apply(*operands, seed, arithmetic, plan)
-        else:
-            y = _forward(*operands, seed=seed, arithmetic=arithmetic, plan=plan)
+        run = FFNFunction.apply if wants_gradient(*tensors) or call is None else _forward
+        y: Tensor = run(*operands)
     if plan.path == "fused" and not problem.training:
         ran_as_kernels(problem, x.device)
-    return y + residual if apart else y
+    return y + residual if apart and residual is not None else y
 
 
 def _forward(
