@@ -1,16 +1,19 @@
 """Hopper's asynchronous instructions through Gluon, if this Triton has them, and matrices as they are copied by them.
 
-Where Triton or Gluon is missing, inert stand-ins let every file import; nothing else may be done with them.
+Where Triton or a Gluon that is known is missing, inert stand-ins let every file import; nothing else may be done with them.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 
-from .device import HAS_TRITON, Inert
+from .device import HAS_TRITON, Inert, triton
+
+# Gluon is experimental and changes its names: these releases of Triton compile the kernels that use it.
+_OLDEST, _NEWEST = (3, 6), (3, 9)
 
 try:
-    if not HAS_TRITON:
+    if not HAS_TRITON or not _OLDEST <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= _NEWEST:
         raise ImportError
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
@@ -24,10 +27,13 @@ try:
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    # Triton 3.9 renamed both copies.
+    copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+    copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
     HAS_GLUON = True
 except ImportError:
     HAS_GLUON = False
-    gluon = gl = fence_async_shared = mbarrier = tma = Inert()
+    gluon = gl = fence_async_shared = mbarrier = tma = copy_in = copy_out = Inert()
     warpgroup_mma = warpgroup_mma_init = warpgroup_mma_wait = TensorDescriptor = Inert()
 
 _ALIGNMENT = 16  # bytes: of a copied matrix's address and row stride
@@ -98,6 +104,8 @@ __all__ = [
     "HAS_GLUON",
     "Descriptor",
     "Matrix",
+    "copy_in",
+    "copy_out",
     "fence_async_shared",
     "gl",
     "gluon",

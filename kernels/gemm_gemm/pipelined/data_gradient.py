@@ -6,7 +6,18 @@ The gradient of the last bias, the sum of dy over its rows, comes from the same 
 import torch
 
 from ...activations import activation_unit
-from ...hopper import Matrix, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from ...hopper import (
+    Matrix,
+    copy_in,
+    copy_out,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from ...launching import launch
 from ...tuning import CONSUMER_ROWS, PipelinedConfig
 from ..operands import Matrices, Operands, hidden_and_slopes, through_activation
@@ -40,8 +51,8 @@ def _produce(
             full = row_full.index(index)
             mbarrier.wait(row_empty.index(index), phase ^ 1)
             mbarrier.expect(full, x_desc.block_type.nbytes + dy_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(x_desc, [row + consumer * ROWS, 0], full, x_ring.index(index))
-            tma.async_copy_global_to_shared(dy_desc, [row + consumer * ROWS, 0], full, dy_ring.index(index))
+            copy_in(x_desc, [row + consumer * ROWS, 0], full, x_ring.index(index))
+            copy_in(dy_desc, [row + consumer * ROWS, 0], full, dy_ring.index(index))
         turn += 1
         for n in range(0, N, BLOCK_N):
             stage, phase = stage_of(position, STAGES)
@@ -164,7 +175,7 @@ def _consume(
         # x is no longer needed: dx takes its place on the way out.
         x_tile.store((acc * activation_unit(ACTIVATION, ACCURACY)).to(dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(dx_desc, [row, 0], x_tile)
+        copy_out(dx_desc, [row, 0], x_tile)
         tma.store_wait(0)
         mbarrier.arrive(row_empty.index(index))
     if dy_sums_ptr is not None:

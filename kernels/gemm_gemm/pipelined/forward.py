@@ -5,6 +5,8 @@ import torch
 from ...activations import activation_unit
 from ...hopper import (
     Matrix,
+    copy_in,
+    copy_out,
     fence_async_shared,
     gl,
     gluon,
@@ -36,9 +38,7 @@ def _produce(
         for consumer in gl.static_range(CONSUMERS):
             mbarrier.wait(x_empty.index(consumer), (turn & 1) ^ 1)
             mbarrier.expect(x_full.index(consumer), x_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                x_desc, [row + consumer * ROWS, 0], x_full.index(consumer), x_tiles.index(consumer)
-            )
+            copy_in(x_desc, [row + consumer * ROWS, 0], x_full.index(consumer), x_tiles.index(consumer))
         turn += 1
         for n in range(0, N, BLOCK_N):
             stage, phase = stage_of(position, STAGES)
@@ -155,7 +155,7 @@ def _consume(
             y_tile = x_tiles.index(consumer)
         y_tile.store(y.to(dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(y_desc, [batch * M + row_in_batch, 0], y_tile)
+        copy_out(y_desc, [batch * M + row_in_batch, 0], y_tile)
         if not X_IN_REGISTERS:
             tma.store_wait(0)
             mbarrier.arrive(x_empty.index(consumer))

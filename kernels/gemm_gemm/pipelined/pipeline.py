@@ -6,7 +6,7 @@ warps, the consumers, wait for ``full``, compute with 64 rows each, and arrive a
 its activations, another one has the matrix units.
 """
 
-from ...hopper import gl, gluon, mbarrier, tma, warpgroup_mma
+from ...hopper import copy_in, gl, gluon, mbarrier, warpgroup_mma
 
 
 @gluon.jit
@@ -19,9 +19,9 @@ def stage_of(position, STAGES: gl.constexpr):
 def copy_hidden_tile(desc, batch_start, n, full, tile, TRANSPOSED: gl.constexpr):
     """Starts the copy of the hidden units from ``n`` on, the rows of a matrix or, transposed, its columns."""
     if TRANSPOSED:
-        tma.async_copy_global_to_shared(desc, [batch_start, n], full, tile)
+        copy_in(desc, [batch_start, n], full, tile)
     else:
-        tma.async_copy_global_to_shared(desc, [batch_start + n, 0], full, tile)
+        copy_in(desc, [batch_start + n, 0], full, tile)
 
 
 @gluon.jit

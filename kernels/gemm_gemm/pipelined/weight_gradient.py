@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...activations import activation_unit
-from ...hopper import Matrix, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from ...hopper import Matrix, copy_in, fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from ...launching import launch
 from ...tuning import CONSUMER_ROWS, PipelinedConfig
 from ..operands import Matrices, Operands, hidden_and_slopes, through_activation
@@ -40,8 +40,8 @@ def _produce(
         full = row_full.index(stage)
         mbarrier.wait(row_empty.index(stage), phase ^ 1)
         mbarrier.expect(full, x_desc.block_type.nbytes + dy_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(x_desc, [batch * M + row, 0], full, x_ring.index(stage))
-        tma.async_copy_global_to_shared(dy_desc, [batch * M + row, 0], full, dy_ring.index(stage))
+        copy_in(x_desc, [batch * M + row, 0], full, x_ring.index(stage))
+        copy_in(dy_desc, [batch * M + row, 0], full, dy_ring.index(stage))
         position += 1
 
 
