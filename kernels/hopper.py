@@ -1,6 +1,7 @@
 """Hopper's asynchronous instructions through Gluon, if this Triton has them, and matrices as they are copied by them.
 
-Where Triton or a Gluon that is known is missing, inert stand-ins let every file import; nothing else may be done with them.
+Where there is no Triton, or none whose Gluon is known, inert stand-ins let every file import; nothing else may be done
+with them.
 """
 
 from typing import Any, NamedTuple
