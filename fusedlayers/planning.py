@@ -5,6 +5,7 @@ units of ``2 M K N`` floating-point operations (for ``O = K``), and in bytes tha
 """
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from .kernels.tuning import CONSUMER_ROWS, SHORTEST_SPLIT, TileConfig, padded_width, pipelined_config, tile_config
@@ -93,6 +94,14 @@ class Problem:
         False  # whether it is recorded before its kernels have run: compiling them there could break the capture
     )
     subclass: str = ""  # the name of a tensor subclass among the operands, if there is one
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Looked up at every call: computed once, as a problem never changes.
+        return hash(tuple([getattr(self, name) for name in self.__dataclass_fields__]))
 
     @property
     def element_bytes(self) -> int:

@@ -327,3 +327,33 @@ def test_gradcheck_in_float64(path: str, activation: str, gated: bool) -> None:
 
         assert torch.autograd.gradcheck(call, tensors)
         assert torch.autograd.gradgradcheck(call, tensors, fast_mode=True)
+
+
+# torch's own forward-mode rules are scripted.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_transforms_of_torch_func_go_through_torch(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
+    x, w_up, w_down = (torch.randn(*shape, device=DEVICE) for shape in ((3, 5, 16), (24, 16), (16, 24)))
+
+    def ours(x: Tensor) -> Tensor:
+        return functional.ffn(x, w_up, w_down)
+
+    def theirs(x: Tensor) -> Tensor:
+        return reference.ffn(x, w_up, w_down)
+
+    for _ in range(2):
+        torch.testing.assert_close(torch.func.vmap(ours)(x), theirs(x))
+        for transform in (torch.func.grad, torch.func.jacrev, torch.func.jacfwd):
+            found, expected = (transform(lambda x, f=f: f(x).square().sum())(x) for f in (ours, theirs))
+            torch.testing.assert_close(found, expected)
+        ours(x)
+    products = torch.func.vmap(lambda a: functional.gemm_gemm(a, w_up.T, w_down.T))(x)
+    torch.testing.assert_close(products, reference.gemm_gemm(x, w_up.T, w_down.T))
+
+
+def test_a_transform_that_must_run_in_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    x, w_up, w_down = (torch.randn(*shape, device=DEVICE) for shape in ((3, 5, 16), (24, 16), (16, 24)))
+    with pytest.raises(RuntimeError, match="Triton"):
+        torch.func.vmap(lambda x: functional.ffn(x, w_up, w_down))(x)

@@ -80,17 +80,28 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
+def transformed() -> bool:
+    """Whether this call happens inside a transform of torch.func: ``vmap``, ``grad``, ``jvp``."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def subclass_of(*tensors: Tensor | None) -> str:
-    """The name of the first tensor subclass among these (DTensor, quantised, ...), or an empty string."""
+    """The name of the first tensor subclass among these (DTensor, quantised, ...), or an empty string.
+
+    The tensors of torch.func's transforms are plain by their type alone.
+    """
+    if transformed():
+        return "tensor of a torch.func transform"
     return next((type(t).__name__ for t in tensors if t is not None and type(t) not in _PLAIN_TENSORS), "")
 
 
 def signature(tensors: tuple[Tensor | None, ...], *options: object) -> tuple[object, ...] | None:
     """All that the checks and the problem of a call depend on, besides whether a graph is captured.
 
-    None where a call cannot be recognised by that: tensor subclasses, options of unusual types, torch.compile's trace.
+    None where a call cannot be recognised by that: tensor subclasses and torch.func's tensors, options of unusual
+    types, torch.compile's trace.
     """
-    if torch.compiler.is_compiling() or type(tensors[0]) not in _PLAIN_TENSORS:
+    if torch.compiler.is_compiling() or transformed() or type(tensors[0]) not in _PLAIN_TENSORS:
         return None
     found: list[Any] = [torch.is_grad_enabled()]
     for tensor in tensors:
@@ -123,7 +134,8 @@ def remember(call: tuple[object, ...] | None, problem: Problem) -> None:
     if call is not None:
         if len(_problems) >= _PROBLEMS_LIMIT:
             _problems.clear()
-        _problems[call] = replace(problem, captured=False)
+        # The object itself, so that later lookups by it need no comparison.
+        _problems[call] = replace(problem, captured=False) if problem.captured else problem
 
 
 def ffn_problem(
