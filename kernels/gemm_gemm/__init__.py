@@ -19,6 +19,9 @@ Shapes: x [Z, M, K], up and gate [Z, N, K], down [Z, O, N], y and residual [Z, M
 A program keeps whole rows of x (K wide) and of the accumulator (O wide) on chip: widths above the largest row of
 ``tuning.py`` do not fit. Weight gradients are split over tokens into float32 partials, summed in a fixed order by
 ``partials.py`` and rounded once: no atomics, the same bits every time.
+
+``forward``, ``data_gradient`` and ``weight_gradients`` launch the portable kernels of their own files, or those of
+``pipelined/`` where the plan names them and the operands lie as these need it; both compute the same.
 """
 
 from .data_gradient import data_gradient
