@@ -29,7 +29,7 @@ CEILINGS: dict[str, tuple[float, float]] = {"NVIDIA H200": (790e12, 4.3e12)}
 
 # From how many hidden elements (batch × M × N) on the kernels were faster than torch on an H200, bfloat16: rows of
 # (largest padded width, (launched one by one, inside a CUDA graph)); above the last row torch was as fast or faster.
-# Launched one by one, the host needs about 110 µs for a forward pass and 700 µs with backward, eager torch 50 and 400:
+# Launched one by one, the host needs about 80 µs for a forward pass and 650 µs with backward, eager torch 40 and 350:
 # a problem must keep the GPU busy longer than that. In a graph torch.compile counts too.
 _Thresholds = tuple[tuple[int, tuple[int, int]], ...]
 FASTER_FROM: dict[tuple[str, bool], _Thresholds] = {
@@ -90,9 +90,7 @@ class Problem:
     recompute: bool | str = "auto"
     input_precision: str = "ieee"
     captured: bool = False  # whether the call is being recorded into a CUDA graph, whose replay costs the host nothing
-    cold: bool = (
-        False  # whether it is recorded before its kernels have run: compiling them there could break the capture
-    )
+    cold: bool = False  # whether it is recorded before its kernels ran: compiling them there could break the capture
     subclass: str = ""  # the name of a tensor subclass among the operands, if there is one
 
     def __hash__(self) -> int:
@@ -177,7 +175,11 @@ def plan(problem: Problem, device: Device, backend: str = "auto") -> Plan:
     if fused is None and backend == "torch":
         fused = "the backend is set to torch"
     if fused is None and backend == "auto":
-        fused = why_slower(problem, device) or _why_not_recorded(problem)
+        fused = why_slower(problem, device)
+    if fused is None and backend == "auto" and problem.cold:
+        fused = (
+            "a CUDA graph capture records only kernels that ran before it: call once with the same shapes to warm up"
+        )
     chunked = None if problem.recompute is True else "only recompute=True needs its memory guarantee"
     if problem.operation == "gemm_gemm":
         chunked = "a batched GEMM-GEMM is not cut into chunks"
@@ -233,12 +235,6 @@ def why_slower(problem: Problem, device: Device) -> str | None:
         return None
     bound = "inside a CUDA graph" if problem.captured else "launched one by one"
     return f"too small: {hidden:,} hidden elements, faster than torch from {least:,} on when {bound}"
-
-
-def _why_not_recorded(problem: Problem) -> str | None:
-    if problem.cold:
-        return "a CUDA graph capture records only kernels that ran before it: call once with the same shapes to warm up"
-    return None
 
 
 def _tiles(kernel: str, problem: Problem, device: Device) -> TileConfig | None:

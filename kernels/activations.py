@@ -107,14 +107,11 @@ def _hardware_tanh(z):
 
 
 @triton.jit
-def _exp(z, ACCURACY: tl.constexpr):
-    if ACCURACY == "exact":
-        # The compiled exponential rounds z log2(e), an error that grows with z: take whole powers of two out first.
-        z = tl.where(z < -104.0, -104.0, tl.where(z > 90.0, 90.0, z))
-        power = tl.floor(z * _LOG2_E + 0.5)
-        return tl.exp(z - power * _LN_2_HIGH - power * _LN_2_LOW) * tl.exp2(power)
-    else:
-        return tl.exp(z)
+def _exact_exp(z):
+    # The compiled exponential rounds z log2(e), an error that grows with z: take whole powers of two out first.
+    z = tl.where(z < -104.0, -104.0, tl.where(z > 90.0, 90.0, z))
+    power = tl.floor(z * _LOG2_E + 0.5)
+    return tl.exp(z - power * _LN_2_HIGH - power * _LN_2_LOW) * tl.exp2(power)
 
 
 @triton.jit
@@ -124,7 +121,7 @@ def _sigmoid(z, ACCURACY: tl.constexpr):
     elif ACCURACY == "half":
         return 1.0 / (1.0 + tl.exp(-z))
     else:
-        return tl.div_rn(tl.full(z.shape, 1.0, z.dtype), 1.0 + _exp(-z, ACCURACY))
+        return tl.div_rn(tl.full(z.shape, 1.0, z.dtype), 1.0 + _exact_exp(-z))
 
 
 @triton.jit
@@ -140,7 +137,7 @@ def _tanh(z, ACCURACY: tl.constexpr):
         series = 2.0 / 15.0 + square * series
         series = -1.0 / 3.0 + square * series
         near = z + z * square * series
-        decay = _exp(-2.0 * tl.abs(z), ACCURACY)
+        decay = _exact_exp(-2.0 * tl.abs(z))
         far = tl.div_rn(1.0 - decay, 1.0 + decay)
         far = tl.where(z < 0, -far, far)
         return tl.where(tl.abs(z) < 0.25, near, far)
@@ -211,7 +208,7 @@ def activate(z, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):
         tl.static_assert(ACTIVATION == "gelu", "activate() has no such activation")
         if ACCURACY == "exact":
             cdf = 0.5 * (1.0 + tl.erf(z * _INVERSE_SQRT_2))
-            density = _exp(-0.5 * z * z, ACCURACY) * _INVERSE_SQRT_2PI
+            density = _exact_exp(-0.5 * z * z) * _INVERSE_SQRT_2PI
             return z * cdf, cdf + z * density
         else:
             # Φ(z) = σ(2 z p(z²)): p fitted to Φ and to the slope of z Φ(z) on |z| <= 6, beyond which Φ is 0 or 1 here.

@@ -23,7 +23,6 @@ try:
         mbarrier,
         tma,
         warpgroup_mma,
-        warpgroup_mma_init,
         warpgroup_mma_wait,
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -35,7 +34,7 @@ try:
 except ImportError:
     HAS_GLUON = False
     gluon = gl = fence_async_shared = mbarrier = tma = copy_in = copy_out = Inert()
-    warpgroup_mma = warpgroup_mma_init = warpgroup_mma_wait = TensorDescriptor = Inert()
+    warpgroup_mma = warpgroup_mma_wait = TensorDescriptor = Inert()
 
 _ALIGNMENT = 16  # bytes: of a copied matrix's address and row stride
 _MOST_ROWS = 2**31 - 2**16  # coordinates have 32 bits, also those of a tile that reaches past the end
@@ -91,7 +90,6 @@ class Descriptor(NamedTuple):
     shape: list[int]
     strides: list[int]
     block_shape: list[int]
-    layout: Any = None
     padding: str = "zero"
 
     def complete(self) -> Any:
@@ -114,6 +112,5 @@ __all__ = [
     "mbarrier",
     "tma",
     "warpgroup_mma",
-    "warpgroup_mma_init",
     "warpgroup_mma_wait",
 ]

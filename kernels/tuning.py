@@ -10,11 +10,13 @@ from typing import NamedTuple
 
 MINIMUM_WIDTH = 16  # the smallest inner dimension a matrix instruction takes
 
-
 CONSUMER_ROWS = 64  # of one group of four warps: the rows of a matrix instruction on Hopper
 SHARED_MEMORY = 227 * 1024  # bytes that one program may have on Hopper
 _BARRIER_BYTES = 1024  # kept for the barriers of all rings
 _MOST_STAGES = 4
+# In the forward pass 64 rows of x take 32 registers up to here, and y has a place of its own in shared memory; wider
+# ones stay there, and y takes their place.
+WIDEST_X_IN_REGISTERS = 128
 # A split of a weight gradient shorter than this many row tiles spends more on its partial than on its products.
 SHORTEST_SPLIT = 4
 
@@ -25,8 +27,8 @@ class PipelinedConfig:
 
     A stage holds the weights of ``block`` hidden units; in the weight gradient, whose consumers have 64 hidden units
     each, ``block`` rows. ``row_stages`` is the depth of the data gradient's ring of rows, ``passes`` is that of a
-    :class:`TileConfig`. At most ``programs`` programs
-    run, each of which takes tile after tile; the weight gradient runs as many as it has tiles and splits.
+    :class:`TileConfig`. At most ``programs`` programs run, each of which takes tile after tile; the weight gradient
+    runs as many as it has tiles and splits.
     """
 
     block: int
@@ -214,27 +216,25 @@ def pipelined_config(
     if not ((K in (64, 128) and O in (64, 128)) or K == O == 256) or N % 8:
         return None
     row = next(row for row in _PIPELINED[(kernel, gated)] if max(K, O) <= row.width)
+    consumers, row_stages, projections = row.consumers, 1, 2 if gated else 1
     if kernel == "weight_gradient":
         # Few rows take the ragged block whatever their number, which is one variant less to compile.
         whole = M % row.block == 0 and (batch > 1 or M > SHORTEST_SPLIT * row.block)
-    else:
-        whole = N % row.block == 0
-    block = row.block if whole else row.ragged_block
-    consumers = row.consumers
-    if kernel != "weight_gradient" and batch * -(-M // (2 * CONSUMER_ROWS)) < processors:
-        consumers = 1  # tiles of half the height, so that twice as many processors have work
-    row_tile = block if kernel == "weight_gradient" else consumers * CONSUMER_ROWS
-    if batch > 1 and (M % row_tile or (kernel != "weight_gradient" and N % block)):
-        return None
-    projections = 2 if gated else 1
-    row_stages = 1
-    if kernel == "weight_gradient":
+        block = row.block if whole else row.ragged_block
+        inside = M % block == 0
         kept = consumers * CONSUMER_ROWS * (projections * K + O)
         stage = block * (K + O)
     else:
-        row_stages = 2 if kernel == "data_gradient" and max(K, O) <= 128 else 1
-        # In the forward pass a tile of x up to 128 wide goes to registers and y has a place of its own.
-        kept = consumers * CONSUMER_ROWS * (K if kernel == "forward" and K > 128 else (K + O) * row_stages)
+        block = row.block if N % row.block == 0 else row.ragged_block
+        if batch * -(-M // (2 * CONSUMER_ROWS)) < processors:
+            consumers = 1  # tiles of half the height, so that twice as many processors have work
+        inside = M % (consumers * CONSUMER_ROWS) == 0 and N % block == 0
+        if kernel == "data_gradient" and max(K, O) <= 128:
+            row_stages = 2
+        in_place = kernel == "forward" and K > WIDEST_X_IN_REGISTERS
+        kept = consumers * CONSUMER_ROWS * (K if in_place else (K + O) * row_stages)
         stage = block * (projections * K + O)
+    if batch > 1 and not inside:
+        return None
     stages = min(_MOST_STAGES, (SHARED_MEMORY - _BARRIER_BYTES - 2 * kept) // (2 * stage))
     return PipelinedConfig(block, consumers, stages, processors, row_stages, row.passes)

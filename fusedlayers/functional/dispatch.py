@@ -101,7 +101,8 @@ def signature(tensors: tuple[Tensor | None, ...], *options: object) -> tuple[obj
     None where a call cannot be recognised by that: tensor subclasses and torch.func's tensors, options of unusual
     types, torch.compile's trace.
     """
-    if torch.compiler.is_compiling() or transformed() or type(tensors[0]) not in _PLAIN_TENSORS:
+    first = tensors[0]
+    if first is None or torch.compiler.is_compiling() or transformed():
         return None
     found: list[Any] = [torch.is_grad_enabled()]
     for tensor in tensors:
@@ -116,16 +117,15 @@ def signature(tensors: tuple[Tensor | None, ...], *options: object) -> tuple[obj
         if type(option) not in _PLAIN_OPTIONS:
             return None
         found += (type(option), option)
-    device, dtype = found[3], found[2]
-    found.append(input_precision(device, dtype))
-    if autocast_enabled(device):
-        found.append(torch.get_autocast_dtype(device.type))
+    found.append(input_precision(first.device, first.dtype))
+    if autocast_enabled(first.device):
+        found.append(torch.get_autocast_dtype(first.device.type))
     return tuple(found)
 
 
-def recalled(call: tuple[object, ...] | None, device: torch.device) -> Problem | None:
+def recalled(call: tuple[object, ...], device: torch.device) -> Problem | None:
     """The problem of a call that was checked before, or None."""
-    problem = None if call is None else _problems.get(call)
+    problem = _problems.get(call)
     return replace(problem, captured=True) if problem is not None and captured(device) else problem
 
 

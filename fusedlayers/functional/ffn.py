@@ -98,7 +98,8 @@ def ffn(
         operands = autocast((*operands[:7], None if apart else residual), dtype)
     operands = (*operands, seed, arithmetic, plan)
     with without_autocast(x.device):
-        # Without a wanted gradient, that of b_down or the residual either, autograd has nothing to record.
+        # Without a wanted gradient, that of b_down or the residual either, autograd has nothing to record. Tensors that
+        # are not plain tell it themselves.
         run = FFNFunction.apply if wants_gradient(*tensors) or call is None else _forward
         y: Tensor = run(*operands)
     if plan.path == "fused" and not problem.training:
@@ -137,25 +138,13 @@ class FFNFunction(torch.autograd.Function):
     """The FFN of x ``[*B, M, K]``, keeping its inputs alone: the hidden is computed again in the backward pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        w_up: Tensor,
-        w_down: Tensor,
-        b_up: Tensor | None,
-        b_down: Tensor | None,
-        w_gate: Tensor | None,
-        b_gate: Tensor | None,
-        residual: Tensor | None,
-        seed: Tensor | None,
-        arithmetic: Arithmetic,
-        plan: Plan,
-    ) -> Tensor:
-        ctx.arithmetic, ctx.plan = arithmetic, plan
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        """The arguments of :func:`_forward`."""
+        x, w_up, w_down, b_up, _, w_gate, b_gate, _, seed, ctx.arithmetic, ctx.plan = arguments
         # Without a wanted gradient that goes through the hidden there is nothing to recompute, so nothing is kept.
         if any(_through_hidden(ctx.needs_input_grad)):
             ctx.save_for_backward(x, w_up, w_down, b_up, w_gate, b_gate, seed)
-        return _forward(x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, seed, arithmetic, plan)
+        return _forward(*arguments)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -16,7 +16,7 @@ from ...hopper import (
     warpgroup_mma_wait,
 )
 from ...launching import launch
-from ...tuning import CONSUMER_ROWS, PipelinedConfig
+from ...tuning import CONSUMER_ROWS, WIDEST_X_IN_REGISTERS, PipelinedConfig
 from ..operands import Matrices, Operands, hidden_and_slopes
 from .pipeline import copy_hidden_tile, hidden_first, init_barriers, stage_of, start_product
 
@@ -168,13 +168,11 @@ def _pipelined_forward_kernel(
     stride_rm, up_step, down_step, N, M, tiles, row_tiles,
     K: gl.constexpr, O: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     ROWS: gl.constexpr, EVEN_N: gl.constexpr, UP_TRANSPOSED: gl.constexpr, DOWN_TRANSPOSED: gl.constexpr,
-    ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+    X_IN_REGISTERS: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     GATED: gl.constexpr = gate_desc is not None
-    # 64 rows of up to 128 columns of x take 32 registers; wider ones stay in shared memory, where y takes their place.
-    X_IN_REGISTERS: gl.constexpr = K <= 128
     x_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, K], x_desc.layout)
     if X_IN_REGISTERS:
         y_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, O], y_desc.layout)
@@ -254,7 +252,7 @@ def forward(
         (matrices.up.step, matrices.down.step, hidden, rows, tiles, row_tiles),
         (
             width, out_width, block, config.consumers, config.stages, CONSUMER_ROWS, hidden % block == 0,
-            matrices.up.transposed, not matrices.down.transposed,
+            matrices.up.transposed, not matrices.down.transposed, width <= WIDEST_X_IN_REGISTERS,
             operands.arithmetic.activation, operands.arithmetic.accuracy,
         ),
         descriptors=(
