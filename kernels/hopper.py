@@ -84,19 +84,24 @@ def matrix(tensor: torch.Tensor) -> Matrix | None:
 
 
 class Descriptor(NamedTuple):
-    """What a launch tells the copy engine of a matrix: as much of Gluon's descriptor as its launcher reads."""
+    """What a launch tells the copy engine of a matrix."""
 
     base: torch.Tensor
     shape: list[int]
     strides: list[int]
     block_shape: list[int]
-    padding: str = "zero"
 
     def complete(self) -> Any:
         """Gluon's own descriptor, with the layout of the block in shared memory, as compilation needs it."""
         dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[self.base.dtype]
         layout = gl.NVMMASharedLayout.get_default_for(self.block_shape, dtype)
         return TensorDescriptor(self.base, self.shape, self.strides, self.block_shape, layout)
+
+    def like(self, other: Any) -> Any:
+        """Gluon's own descriptor of this matrix, in all else (blocks, layout, dtype) like one that was checked."""
+        made = object.__new__(type(other))
+        made.__dict__ = {**other.__dict__, "base": self.base, "shape": self.shape, "strides": self.strides}
+        return made
 
 
 __all__ = [

@@ -12,7 +12,8 @@ import torch
 from .device import triton
 from .hopper import Descriptor
 
-_compiled: dict[tuple[object, ...], Any] = {}
+# The compiled variant, and the descriptors of its first launch, without their tensors.
+_compiled: dict[tuple[object, ...], tuple[Any, list[Any]]] = {}
 _COMPILED_LIMIT = 4096  # strides that change with every call must not fill the memory; Triton still has the variants
 
 
@@ -41,24 +42,30 @@ def launch(
                 kernel, programs, pointers, numbers, free_numbers, constants, num_warps, num_stages, descriptors
             )
     arguments = (*pointers, *numbers, *free_numbers, *constants)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
     # On AMD GPUs Triton also specialises on the size of a tensor's storage; while torch.compile traces, on nothing yet.
     if device.type != "cuda" or torch.version.hip or torch.compiler.is_compiling():
-        kernel[(programs,)](*_complete(descriptors), *arguments, num_warps=num_warps, num_stages=num_stages)
+        kernel[(programs,)](*_complete(descriptors), *arguments, **options)
         return None
     layout = tuple([None if p is None else (p.dtype, p.data_ptr() & 15 == 0) for p in pointers])
     blocks = tuple([None if d is None else (d.base.dtype, *d.block_shape) for d in descriptors])
     width = tuple([n >> 31 for n in free_numbers if type(n) is int])
     # Kernels live as long as their modules; hashing one would hash its source.
     key = (id(kernel), device.index, blocks, layout, numbers, width, constants, num_warps, num_stages)
-    compiled = _compiled.get(key)
-    if compiled is not None:
-        compiled[(programs, 1, 1)](*descriptors, *arguments)
+    if key in _compiled:
+        compiled, checked = _compiled[key]
+        alike = [None if d is None else d.like(other) for d, other in zip(descriptors, checked, strict=True)]
+        compiled[(programs, 1, 1)](*alike, *arguments)
         return None
-    compiled = kernel[(programs,)](*_complete(descriptors), *arguments, num_warps=num_warps, num_stages=num_stages)
+    complete = _complete(descriptors)
+    compiled = kernel[(programs,)](*complete, *arguments, **options)
     if isinstance(compiled, triton.compiler.CompiledKernel):
         if len(_compiled) >= _COMPILED_LIMIT:
             _compiled.clear()
-        _compiled[key] = compiled
+        for descriptor in complete:
+            if descriptor is not None:
+                descriptor.base = None  # or the cache would keep the tensor alive
+        _compiled[key] = compiled, complete
     return None
 
 

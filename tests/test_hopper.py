@@ -111,3 +111,19 @@ def test_a_complete_descriptor_has_a_layout() -> None:
     complete = found.descriptor(64, 64).complete()
     assert complete.block_shape == [64, 64]
     assert complete.layout.swizzle_byte_width == 128
+
+
+@pytest.mark.skipif(not hopper.HAS_GLUON, reason="this Triton has no Gluon")
+def test_a_descriptor_like_another_lacks_nothing() -> None:
+    """Whatever this Triton's launcher reads of a descriptor, also where an older or newer one has other fields."""
+    first, second = matrix(tensor(100, 64)), matrix(tensor(7, 128)[:, :64])
+    assert first is not None
+    assert second is not None
+    checked, expected = first.descriptor(64, 64).complete(), second.descriptor(64, 64).complete()
+    checked.base = None
+    made = second.descriptor(64, 64).like(checked)
+    assert type(made) is type(expected)
+    assert vars(made).keys() == vars(expected).keys()
+    for name, value in vars(expected).items():
+        assert getattr(made, name) is value if name == "base" else getattr(made, name) == value, name
+    assert checked.base is None
