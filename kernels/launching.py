@@ -52,8 +52,9 @@ def launch(
     width = tuple([n >> 31 for n in free_numbers if type(n) is int])
     # Kernels live as long as their modules; hashing one would hash its source.
     key = (id(kernel), device.index, blocks, layout, numbers, width, constants, num_warps, num_stages)
-    if key in _compiled:
-        compiled, checked = _compiled[key]
+    known = _compiled.get(key)
+    if known is not None:
+        compiled, checked = known
         alike = [None if d is None else d.like(other) for d, other in zip(descriptors, checked, strict=True)]
         compiled[(programs, 1, 1)](*alike, *arguments)
         return None
