@@ -96,11 +96,11 @@ def _facts(problem: Problem, plan: Plan, device: Device) -> list[tuple[str, str]
         ("device", " ".join(filter(None, (device.name, device.architecture)))),
         ("path", f"{plan.path}: {plan.reason}"),
     ]
-    for name, tiles in (
-        ("forward tiles", plan.forward_tiles),
-        ("data-gradient tiles", plan.data_gradient_tiles),
-        ("weight-gradient tiles", plan.weight_gradient_tiles),
-    ):
+    kernels = [("forward tiles", plan.forward_tiles)]
+    if plan.stored is None:
+        kernels.append(("data-gradient tiles", plan.data_gradient_tiles))
+        kernels.append(("weight-gradient tiles", plan.weight_gradient_tiles))
+    for name, tiles in kernels:
         if tiles is not None and tiles.pipelined is not None:
             config = tiles.pipelined
             sides = ("hidden units", "rows") if name.startswith("weight") else ("rows", "hidden columns")
@@ -109,7 +109,19 @@ def _facts(problem: Problem, plan: Plan, device: Device) -> list[tuple[str, str]
         elif tiles is not None:
             size = f"{tiles.block_m} rows × {tiles.block_n} hidden columns"
             rows.append((name, f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages"))
-    if plan.weight_gradient_tiles is not None:
+    if plan.stored is not None:
+        config = plan.stored
+        blocks = f"{config.consumers * CONSUMER_ROWS} rows × {config.block} hidden columns"
+        rows.append(
+            ("backward", "stores what is hidden, and its gradient, while it runs: fewer products than recomputing")
+        )
+        rows.append(
+            ("hidden-gradient tiles", f"pipelined: {blocks}, stages {config.up_stages} and {config.down_stages}")
+        )
+        columns = f"{config.consumers * CONSUMER_ROWS} × {config.block_columns}"
+        rows.append(("weight-gradient tiles", f"pipelined: {columns} of a matrix, stages {config.stages}"))
+        rows.append(("splits", f"{plan.stored_splits} token ranges of the weight gradients, in 1 launch(es)"))
+    elif plan.weight_gradient_tiles is not None:
         passes = (plan.weight_gradient_tiles.pipelined or plan.weight_gradient_tiles).passes
         rows.append(("splits", f"{plan.splits} token ranges of the weight gradients, in {passes} launch(es)"))
     if plan.chunk_rows:

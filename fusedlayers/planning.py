@@ -8,7 +8,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from .kernels.tuning import CONSUMER_ROWS, SHORTEST_SPLIT, TileConfig, padded_width, pipelined_config, tile_config
+from .kernels.tuning import (
+    CONSUMER_ROWS,
+    SHORTEST_SPLIT,
+    StoredConfig,
+    TileConfig,
+    padded_width,
+    pipelined_config,
+    stored_config,
+    tile_config,
+)
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -40,12 +49,12 @@ FASTER_FROM: dict[tuple[str, bool], _Thresholds] = {
     ("gemm_gemm", False): ((128, (2**27, 2**25)),),
     ("gemm_gemm", True): ((64, (2**28, 2**25)),),
 }
-# The same where every kernel of the problem is a pipelined one. Training at width 256 was at best 1.05 times as fast.
+# The same where every kernel of the problem is a pipelined one.
 PIPELINED_FASTER_FROM: dict[tuple[str, bool], _Thresholds] = {
     ("ffn", False): ((64, (2**26, 2**20)), (128, (3 * 2**24, 2**21)), (256, (2**26, 2**23))),
-    ("ffn", True): ((64, (2**27, 2**21)), (128, (2**27, 2**23))),
+    ("ffn", True): ((64, (2**27, 2**21)), (128, (2**27, 2**23)), (256, (2**27, 2**23))),
     ("gated ffn", False): ((64, (3 * 2**24, 2**19)), (128, (3 * 2**24, 2**20)), (256, (45 * 2**20, 2**22))),
-    ("gated ffn", True): ((64, (3 * 2**24, 2**19)), (128, (3 * 2**25, 2**23))),
+    ("gated ffn", True): ((64, (3 * 2**24, 2**19)), (128, (3 * 2**25, 2**23)), (256, (3 * 2**25, 3 * 2**21))),
     ("gemm_gemm", False): ((128, (2**27, 2**22)),),
     ("gemm_gemm", True): ((64, (2**28, 2**24)), (128, (2**29, 2**26))),
 }
@@ -151,7 +160,9 @@ class Plan:
     forward_tiles: Any = None  # TileConfig of each kernel that will run, else None
     data_gradient_tiles: Any = None
     weight_gradient_tiles: Any = None
+    stored: Any = None  # StoredConfig, if the backward pass stores what is hidden while it runs
     splits: int = 1
+    stored_splits: int = 1
     chunk_rows: int = 0
     accuracy: str = "exact"  # of activations in kernels: one of kernels.activations.ACCURACIES
     forward_units: float = 0.0
@@ -251,6 +262,14 @@ def _all_pipelined(problem: Problem, device: Device) -> bool:
     return all(tiles is not None and tiles.pipelined is not None for tiles in chosen)
 
 
+def _stored(problem: Problem, device: Device) -> StoredConfig | None:
+    """How the backward pass stores what is hidden, or None where it recomputes: where it must, or is as fast."""
+    everything = problem.needs_data_gradient and problem.needs_weight_gradient
+    if problem.operation != "ffn" or problem.recompute is True or not everything or not _all_pipelined(problem, device):
+        return None
+    return stored_config(problem.gated, problem.M, problem.K, problem.N, problem.O, device.processors)
+
+
 def _accuracy(problem: Problem, device: Device) -> str:
     if problem.dtype == "float32":
         return "exact"
@@ -271,15 +290,23 @@ def choose_splits(problem: Problem, device: Device, tiles: TileConfig) -> int:
     return max(1, min(wanted, -(-row_tiles // SHORTEST_SPLIT), PARTIALS_LIMIT // problem.partial_bytes))
 
 
+def choose_stored_splits(problem: Problem, device: Device, config: StoredConfig) -> int:
+    """The same where what is hidden is stored: the programs of all splits run at once."""
+    tiles = config.weight_tiles(2 if problem.gated else 1, problem.K, problem.N, problem.O)
+    longest = -(-problem.M // (config.rows * SHORTEST_SPLIT))
+    return max(1, min(device.processors // tiles, longest, PARTIALS_LIMIT // problem.partial_bytes))
+
+
 def choose_chunk_rows(problem: Problem) -> int:
     """Rows of a chunk: within the limit, and at most half of all, so that nothing holds the whole hidden."""
     return max(1, min(problem.M // 2, CHUNK_LIMIT // max(problem.chunk_row_bytes, 1)))
 
 
-def gemm_units(problem: Problem, path: str, passes: int = 1) -> tuple[float, float]:
+def gemm_units(problem: Problem, path: str, passes: int = 1, stored: bool = False) -> tuple[float, float]:
     """GEMM units of forward and backward: a unit is one product of tokens × K × N.
 
-    ``passes`` is the number of launches that share out the weight gradients on the fused path.
+    ``passes`` is the number of launches that share out the weight gradients on the fused path; ``stored`` says that its
+    backward pass stores what is hidden.
     """
     first = 2.0 if problem.gated else 1.0  # products with x
     second = problem.O / problem.K if problem.K else 0.0  # one product with O columns, in units
@@ -288,6 +315,8 @@ def gemm_units(problem: Problem, path: str, passes: int = 1) -> tuple[float, flo
     weights = first + second if problem.needs_weight_gradient else 0.0
     if path == "torch":
         return forward, data + weights
+    if stored:
+        return forward, first + data + weights
     if path == "chunked":
         return forward, (forward if problem.training else 0.0) + data + weights
     data = 2 * first + second if problem.needs_data_gradient else 0.0
@@ -305,7 +334,8 @@ def _costed(
     if path == "fused" and problem.needs_weight_gradient:
         weight_tiles = _tiles("weight_gradient", problem, device)
     passes = 1 if weight_tiles is None else (weight_tiles.pipelined or weight_tiles).passes
-    forward_units, backward_units = gemm_units(problem, path, passes)
+    stored = _stored(problem, device) if path == "fused" else None
+    forward_units, backward_units = gemm_units(problem, path, passes, stored is not None)
     flops = int(2 * rows * problem.K * problem.N * (forward_units + backward_units))
     io_bytes = element * (rows * (problem.K + problem.O) + problem.weight_elements)
     if problem.training:
@@ -333,6 +363,14 @@ def _costed(
                 "weight_gradient_tiles": weight_tiles,
                 "splits": splits,
                 "workspace_bytes": splits * problem.partial_bytes if splits > 1 else 0,
+            }
+        if stored is not None:
+            splits = choose_stored_splits(problem, device, stored)
+            hidden_tensors = 3 if problem.gated else 2
+            options |= {
+                "stored": stored,
+                "stored_splits": splits,
+                "workspace_bytes": splits * problem.partial_bytes + hidden_tensors * problem.hidden_bytes,
             }
     elif path == "chunked":
         chunk_rows = choose_chunk_rows(problem)

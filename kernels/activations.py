@@ -162,16 +162,11 @@ def _self_gated(z, u, u_slope, ACCURACY: tl.constexpr):
         return z * gate, gate * (1.0 + z * (2.0 * u_slope) * complement)
 
 
-@triton.jit
-def activation_unit(ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):
+@triton.constexpr_function
+def activation_unit(activation: str, accuracy: str) -> float:
     """What value and slope of `activate` must be multiplied by, once they are summed: a power of two, so exact."""
-    SELF_GATED: tl.constexpr = (
-        ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh" or ACTIVATION == "silu" or ACTIVATION == "quick_gelu"
-    )
-    if SELF_GATED and ACCURACY == "coarse":
-        return 0.5
-    else:
-        return 1.0
+    self_gated = activation in ("gelu", "gelu_tanh", "silu", "quick_gelu")
+    return 0.5 if self_gated and accuracy == "coarse" else 1.0
 
 
 @triton.jit

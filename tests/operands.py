@@ -38,10 +38,13 @@ Tensors = Mapping[str, Tensor | None]
 
 
 @contextmanager
-def on_path(path: str, chunk_rows: int | None = CHUNK_ROWS, **facts: Any) -> Iterator[dict[str, Any]]:
+def on_path(
+    path: str, chunk_rows: int | None = CHUNK_ROWS, recompute: bool = False, **facts: Any
+) -> Iterator[dict[str, Any]]:
     """Sends every call to one path, and yields the options of ``ffn`` that this takes. A call elsewhere fails.
 
-    ``facts`` change what the planner knows of the device: its processors, whether pipelined kernels run on it.
+    ``recompute`` keeps the kernels from storing what is hidden in their backward pass. ``facts`` change what the
+    planner knows of the device: its processors, whether pipelined kernels run on it.
     """
 
     def plan(problem: planning.Problem, device: planning.Device, wish: str) -> planning.Plan:
@@ -55,7 +58,7 @@ def on_path(path: str, chunk_rows: int | None = CHUNK_ROWS, **facts: Any) -> Ite
         patch.setattr(dispatch, "_cached_plan", plan)
         if chunk_rows is not None:
             patch.setattr(planning, "choose_chunk_rows", lambda problem: chunk_rows)
-        yield {"recompute": path == "chunked"}
+        yield {"recompute": recompute or path == "chunked"}
 
 
 def ffn_inputs(

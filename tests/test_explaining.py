@@ -119,6 +119,20 @@ def test_pipelined_kernels_are_named(pretend: Callable[[Device], None]) -> None:
     assert found["splits"] == "33 token ranges of the weight gradients, in 1 launch(es)"
 
 
+def test_a_stored_backward_pass_is_named(pretend: Callable[[Device], None]) -> None:
+    pretend(changed(H200, pipelined=True))
+    operands = tensors(2**20, 256, 1024)
+    found = call(operands, activation="gelu_tanh")
+    assert found["backward"].startswith("stores what is hidden")
+    assert found["hidden-gradient tiles"] == "pipelined: 128 rows × 64 hidden columns, stages 4 and 4"
+    assert found["weight-gradient tiles"] == "pipelined: 128 × 256 of a matrix, stages 4"
+    assert found["splits"] == "8 token ranges of the weight gradients, in 1 launch(es)"
+    assert "data-gradient tiles" not in found
+    recomputed = call(operands, activation="gelu_tanh", recompute=True)
+    assert "backward" not in recomputed
+    assert "data-gradient tiles" in recomputed
+
+
 def test_lines_follow_the_call(pretend: Callable[[Device], None]) -> None:
     pretend(H200)
     operands = tensors(2**20, 64, 256)

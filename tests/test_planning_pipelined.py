@@ -76,6 +76,50 @@ def test_pipelined_rings_have_two_stages_at_least(kernel: str, gated: bool, K: i
         assert config.passes <= 3
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_backward_pass_that_stores_what_is_hidden(gated: bool) -> None:
+    wide = replace(TRAINING, M=65_536, K=256, N=1024, O=256, gated=gated)
+    made = plan(wide, PIPELINED, "triton")
+    assert made.stored is not None
+    # All tiles of all splits run at once, each with a tile of 128 units and 256 columns.
+    tiles = (16 if gated else 8) + 2 * 4
+    assert made.stored.weight_tiles(2 if gated else 1, 256, 1024, 256) == tiles
+    assert made.stored_splits == 132 // tiles
+    hidden_tensors = 3 if gated else 2
+    assert made.workspace_bytes == made.stored_splits * wide.partial_bytes + hidden_tensors * wide.hidden_bytes
+    assert (made.forward_units, made.backward_units) == ((3, 8) if gated else (2, 5))
+    # Nothing hidden is kept for it.
+    assert made.saved_bytes == 2 * 65_536 * 256
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"recompute": True},
+        {"needs_data_gradient": False},
+        {"needs_weight_gradient": False},
+        {"dropout": True},
+        {"dtype": "float32", "K": 128, "O": 128},
+        {"K": 128, "O": 128},
+        {"N": 1020},
+        {"operation": "gemm_gemm"},
+    ],
+    ids=str,
+)
+def test_a_backward_pass_that_recomputes(change: dict[str, object]) -> None:
+    wide = replace(TRAINING, M=65_536, K=256, N=1024, O=256)
+    assert plan(wide, PIPELINED, "triton").stored is not None
+    assert plan(wide, H200, "triton").stored is None
+    assert plan(replace(wide, **change), PIPELINED, "triton").stored is None
+
+
+def test_splits_of_stored_weight_gradients_are_bounded() -> None:
+    wide = replace(TRAINING, K=256, N=1024, O=256)
+    for M, expected in ((1, 1), (64 * 4, 1), (64 * 4 + 1, 2), (2**20, 8)):
+        assert plan(replace(wide, M=M), PIPELINED, "triton").stored_splits == expected
+    assert plan(replace(wide, M=2**20, N=2**16), PIPELINED, "triton").stored_splits == 1
+
+
 def test_splits_of_pipelined_kernels_leave_one_program_to_a_processor() -> None:
     for N, expected in ((256, 66), (512, 33), (8, 132), (128 * 200, 1)):
         made = plan(replace(TRAINING, N=N), PIPELINED, "triton")

@@ -56,7 +56,7 @@ def ffn(
         activation: a name of ``fusedlayers.kernels.activations.ACTIVATIONS``, or Hugging Face's name of one.
         dropout_p: probability of dropping an element of the hidden, in [0, 1); pass 0 in inference.
         recompute: ``True`` guarantees that no tensor of size tokens × N is allocated, forward or backward;
-            ``"auto"`` and ``False`` take the fastest path.
+            ``"auto"`` and ``False`` take the fastest path, whose backward pass may need some while it runs.
         residual: ``[*B, M, O]`` or None, added to the result.
 
     Returns:
@@ -199,10 +199,17 @@ def _through_hidden(wanted: tuple[bool, ...]) -> tuple[bool, ...]:
 
 
 def _fused_gradients(operands: Operands, wanted: tuple[bool, ...], dy: Tensor, plan: Plan) -> list[Tensor | None]:
-    """Gradients of (x, w_up, w_down, b_up, b_down, w_gate, b_gate) by the two backward kernels.
+    """Gradients of (x, w_up, w_down, b_up, b_down, w_gate, b_gate) by the backward kernels.
 
-    That of b_down only where the data gradient yields it on the way.
+    That of b_down only where a kernel yields it on the way.
     """
+    if plan.stored is not None and all(wanted[:3]) and (operands.gate is None or wanted[5]):
+        everything = kernels.stored_gradients(
+            operands, dy, wanted[3], wanted[6], wanted[4], plan.stored_splits, plan.stored
+        )
+        if everything is not None:
+            dx, found, db_down = everything
+            return [dx, found.up, found.down, found.up_bias, db_down, found.gate, found.gate_bias]
     dx = db_down = None
     if wanted[0]:
         dx, db_down = kernels.data_gradient(operands, dy, plan.data_gradient_tiles, column_sums=wanted[4])

@@ -1,4 +1,4 @@
-"""GEMM-GEMM and the narrow FFN, forward and backward, without ever writing the hidden.
+"""GEMM-GEMM and the narrow FFN, forward and backward, without keeping the hidden.
 
 Forward, per batch entry ``z`` (``B = W_upᵀ``, ``C = W_downᵀ`` of a batched GEMM-GEMM are the same strides swapped):
 
@@ -22,11 +22,22 @@ A program keeps whole rows of x (K wide) and of the accumulator (O wide) on chip
 
 ``forward``, ``data_gradient`` and ``weight_gradients`` launch the portable kernels of their own files, or those of
 ``pipelined/`` where the plan names them and the operands lie as these need it; both compute the same.
+``stored_gradients`` is another backward pass for layers whose weight gradients do not fit on chip together: it writes H
+and dZ to memory once, for as long as it runs.
 """
 
 from .data_gradient import data_gradient
 from .forward import forward
 from .operands import Arithmetic, Operands
+from .stored import stored_gradients
 from .weight_gradient import WeightGradients, weight_gradients
 
-__all__ = ["Arithmetic", "Operands", "WeightGradients", "data_gradient", "forward", "weight_gradients"]
+__all__ = [
+    "Arithmetic",
+    "Operands",
+    "WeightGradients",
+    "data_gradient",
+    "forward",
+    "stored_gradients",
+    "weight_gradients",
+]

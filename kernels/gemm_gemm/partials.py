@@ -1,5 +1,7 @@
 """Float32 partial sums, added up in a fixed order and rounded once: no atomics, the same bits every time."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from ..device import tl, triton
@@ -11,8 +13,8 @@ _BLOCK = 128
 
 @triton.jit(do_not_specialize=["splits"])
 def _reduce_partials_kernel(
-    partials_ptr, out_0_ptr, out_1_ptr, out_2_ptr, out_3_ptr, out_4_ptr,
-    end_0, end_1, end_2, end_3, end_4, splits,
+    partials_ptr, out_0_ptr, out_1_ptr, out_2_ptr, out_3_ptr, out_4_ptr, out_5_ptr,
+    end_0, end_1, end_2, end_3, end_4, end_5, splits,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # The outputs lie behind one another in a row of the partials; ``end_i`` is where output i ends.
@@ -20,8 +22,8 @@ def _reduce_partials_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, splits, SPLITS):
         split = first + tl.arange(0, SPLITS)
-        offsets = split.to(tl.int64)[:, None] * end_4 + index[None, :]
-        inside = (split < splits)[:, None] & (index < end_4)[None, :]
+        offsets = split.to(tl.int64)[:, None] * end_5 + index[None, :]
+        inside = (split < splits)[:, None] & (index < end_5)[None, :]
         total += tl.sum(tl.load(partials_ptr + offsets, mask=inside, other=0.0), 0)
     total = total.to(out_0_ptr.dtype.element_ty)
     tl.store(out_0_ptr + index, total, mask=index < end_0)
@@ -33,6 +35,8 @@ def _reduce_partials_kernel(
         tl.store(out_3_ptr + (index - end_2), total, mask=(index >= end_2) & (index < end_3))
     if out_4_ptr is not None:
         tl.store(out_4_ptr + (index - end_3), total, mask=(index >= end_3) & (index < end_4))
+    if out_5_ptr is not None:
+        tl.store(out_5_ptr + (index - end_4), total, mask=(index >= end_4) & (index < end_5))
 
 
 def reduce_partials(partials: torch.Tensor, outputs: list[torch.Tensor]) -> None:
@@ -41,7 +45,7 @@ def reduce_partials(partials: torch.Tensor, outputs: list[torch.Tensor]) -> None
     for output in outputs:
         end += output.numel()
         ends.append(end)
-    missing = 5 - len(outputs)
+    missing = 6 - len(outputs)
     launch(
         _reduce_partials_kernel,
         triton.cdiv(end, _BLOCK),
@@ -50,3 +54,26 @@ def reduce_partials(partials: torch.Tensor, outputs: list[torch.Tensor]) -> None
         (partials.shape[0],),
         (_SPLITS_AT_ONCE, _BLOCK),
     )
+
+
+def summed_over_splits(
+    like: torch.Tensor,
+    shapes: Sequence[tuple[int, ...] | None],
+    splits: int,
+    fill: Callable[[list[torch.Tensor | None], int], None],
+) -> list[torch.Tensor | None]:
+    """Contiguous tensors of these shapes, None for None, in the dtype and on the device of ``like``.
+
+    ``fill(targets, split_size)`` computes them, or the partials of every split, whose first ones are the targets;
+    ``split_size`` elements further lie those of the next split.
+    """
+    outputs = [None if shape is None else torch.empty(shape, dtype=like.dtype, device=like.device) for shape in shapes]
+    if splits == 1:
+        fill(outputs, 0)
+        return outputs
+    sizes = [0 if output is None else output.numel() for output in outputs]
+    partials = torch.empty(splits, sum(sizes), dtype=torch.float32, device=like.device)
+    pieces = partials[0].split(sizes)
+    fill([None if output is None else piece for output, piece in zip(outputs, pieces, strict=True)], sum(sizes))
+    reduce_partials(partials, [output for output in outputs if output is not None])
+    return outputs

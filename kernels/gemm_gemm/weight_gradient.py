@@ -1,6 +1,6 @@
 """Weight gradients with the bias gradients of the hidden, in one pass over x and dy, split over tokens."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..tiles import add_product, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
 from . import pipelined
 from .operands import Operands, hidden_and_slopes, rows_of, strides, through_activation
-from .partials import reduce_partials
+from .partials import summed_over_splits
 
 
 @triton.jit(do_not_specialize=["M", "dropout_p", "keep_scale", "splits"])
@@ -184,42 +184,19 @@ def weight_gradients(
         else:
             _launch_portable(operands, dy, targets, split_size, transposed, splits, tiles)
 
-    found: list[torch.Tensor | None] = [None] * 5
-    for part in _PASSES[tiles.passes if config is None or dy_rows is None else config.passes]:
-        asked = WeightGradients(*(want and name in part for name, want in zip(_GRADIENT_NAMES, wanted, strict=True)))
-        if any(asked):
-            gradients = _one_pass(launch_pass, operands, asked, splits, transposed)
-            found = [new if new is not None else old for new, old in zip(gradients, found, strict=True)]
-    return WeightGradients(*found)
-
-
-def _one_pass(
-    launch_pass: Callable[[list[torch.Tensor | None], int], None],
-    operands: Operands,
-    wanted: WeightGradients,
-    splits: int,
-    transposed: bool,
-) -> list[torch.Tensor | None]:
-    x = operands.x
     _, _, width, hidden, out_width = operands.sizes()
     up_shape = (width, hidden) if transposed else (hidden, width)
     down_shape = (hidden, out_width) if transposed else (out_width, hidden)
-    shapes = (up_shape, up_shape, down_shape, (hidden,), (hidden,))
-    gradients = [
-        torch.empty(*x.shape[:-2], *shape, dtype=x.dtype, device=x.device) if want else None
-        for shape, want in zip(shapes, wanted, strict=True)
-    ]
-    targets, split_size = gradients, 0
-    if splits > 1:
-        sizes = [0 if gradient is None else gradient.numel() for gradient in gradients]
-        split_size = sum(sizes)
-        partials = torch.empty(splits, split_size, dtype=torch.float32, device=x.device)
-        pieces = partials[0].split(sizes)
-        targets = [None if gradient is None else piece for gradient, piece in zip(gradients, pieces, strict=True)]
-    launch_pass(targets, split_size)
-    if splits > 1:
-        reduce_partials(partials, [gradient for gradient in gradients if gradient is not None])
-    return gradients
+    batch = operands.x.shape[:-2]
+    shapes = [(*batch, *shape) for shape in (up_shape, up_shape, down_shape, (hidden,), (hidden,))]
+    found: list[torch.Tensor | None] = [None] * 5
+    for part in _PASSES[tiles.passes if config is None or dy_rows is None else config.passes]:
+        asked = [want and name in part for name, want in zip(_GRADIENT_NAMES, wanted, strict=True)]
+        if any(asked):
+            chosen = [shape if want else None for shape, want in zip(shapes, asked, strict=True)]
+            gradients = summed_over_splits(operands.x, chosen, splits, launch_pass)
+            found = [new if new is not None else old for new, old in zip(gradients, found, strict=True)]
+    return WeightGradients(*found)
 
 
 def _launch_portable(

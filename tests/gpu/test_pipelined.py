@@ -28,6 +28,9 @@ from tests.operands import (
 )
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
+# The kernels of the two backward passes.
+RECOMPUTING = ("forward", "data_gradient", "launch_weight_gradient")
+STORING = ("forward", "hidden_gradient", "launch_stored_weight_gradients")
 PAIRS = [(64, 64), (64, 128), (128, 64), (128, 128), (256, 256)]
 
 pytestmark = pytest.mark.skipif(not describe(DEVICE).pipelined, reason="no Hopper GPU with Gluon")
@@ -41,7 +44,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments: names.append(name) or function(*arguments)
 
-    for name in ("forward", "data_gradient", "launch_weight_gradient"):
+    for name in (*RECOMPUTING, *STORING):
         monkeypatch.setattr(pipelined, name, noting(name, getattr(pipelined, name)))
     return names
 
@@ -55,7 +58,37 @@ def test_ragged_sizes(K: int, O: int, gated: bool, dtype: torch.dtype, launched:
         inputs = ffn_inputs(M, K, N, O, dtype, gated=gated, residual=True)
         with on_path("kernels", processors=16) as options:
             assert_ffn_close(functional.ffn, inputs, options=options, activation=activation)
-    assert set(launched) == {"forward", "data_gradient", "launch_weight_gradient"}
+    assert set(launched) == set(STORING if K == 256 else RECOMPUTING)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_recompute_forbids_storing(gated: bool, launched: list[str]) -> None:
+    inputs = ffn_inputs(1000, 256, 520, 256, BFLOAT16, gated=gated)
+    with on_path("kernels", recompute=True) as options:
+        assert_ffn_close(functional.ffn, inputs, options=options, activation="silu")
+    assert set(launched) == set(RECOMPUTING)
+
+
+@pytest.mark.parametrize("frozen", [("x",), ("w_up", "w_gate"), ("w_down",), ("b_up",), ("b_down", "b_gate")])
+def test_frozen_inputs_of_a_stored_backward_pass(frozen: tuple[str, ...], launched: list[str]) -> None:
+    """Biases may be left out of it; without x or a weight the kernels that recompute have less to do."""
+    inputs, dy, expected = exact_ffn(300, 256, 136, 256, BFLOAT16, gated=True, activation="relu")
+    with on_path("kernels") as options:
+        found = results(functional.ffn, inputs, dy, frozen, activation="relu", **options)
+    assert_equal(found, {name: None if name[1:] in frozen else value for name, value in expected.items()})
+    assert ("hidden_gradient" in launched) == all(name.startswith("b_") for name in frozen)
+
+
+@pytest.mark.parametrize("role", ["w_up", "w_down", "dy"])
+def test_layouts_that_a_stored_backward_pass_leaves(role: str, launched: list[str]) -> None:
+    inputs, dy, expected = exact_ffn(200, 256, 192, 256, BFLOAT16, activation="relu")
+    if role == "dy":
+        dy = torch.cat((dy[:, :1], dy), -1)[:, 1:]
+    else:
+        inputs = {**inputs, role: inputs[role].T.contiguous().T}
+    with on_path("kernels") as options:
+        assert_equal(results(functional.ffn, inputs, dy, activation="relu", **options), expected)
+    assert "hidden_gradient" not in launched
 
 
 @pytest.mark.parametrize(("K", "O"), PAIRS)
@@ -135,7 +168,8 @@ def test_the_same_numbers_as_the_portable_kernels(width: int) -> None:
     dy = like_result(inputs)
     found: list[Tensors] = []
     for facts in ({}, {"pipelined": False}):
-        with on_path("kernels", **facts) as options:
+        # What a backward pass stores is rounded more often.
+        with on_path("kernels", recompute=True, **facts) as options:
             found.append(results(functional.ffn, inputs, dy, activation="gelu_tanh", **options))
     for name, tensor in found[0].items():
         other = found[1][name]

@@ -43,7 +43,7 @@ def of_the_compiler(file: str, line: int) -> bool:
     if file not in SOURCES:
         return False
     text = SOURCES[file].read_text().splitlines()[line - 1].strip()
-    return text.startswith("def _pipelined") or text == "if CONSUMERS == 1:"
+    return text.startswith(("def _pipelined", "def _stored")) or text in ("if CONSUMERS == 1:", "gl.warp_specialize([")
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -6,6 +6,14 @@ tensors lie as the copy engine wants them; anything else runs in the portable ke
 
 from .data_gradient import data_gradient
 from .forward import forward
+from .hidden_gradient import hidden_gradient
+from .stored_weight_gradient import launch_stored_weight_gradients
 from .weight_gradient import launch_weight_gradient
 
-__all__ = ["data_gradient", "forward", "launch_weight_gradient"]
+__all__ = [
+    "data_gradient",
+    "forward",
+    "hidden_gradient",
+    "launch_stored_weight_gradients",
+    "launch_weight_gradient",
+]
