@@ -154,7 +154,7 @@ def _flag(name: str, value: bool) -> bool:
 
 
 class FusedFFN(nn.Module):
-    """The feed-forward block of a Transformer, x ``[*B, M, K]`` -> ``[*B, M, K]``, without the hidden in memory.
+    """The feed-forward block of a Transformer, x ``[*B, M, K]`` -> ``[*B, M, K]``, without keeping the hidden.
 
     ``down_proj(dropout(act(up_proj(x))))``; gated: ``down_proj(dropout(act(gate_proj(x)) * up_proj(x)))``, so that
     SwiGLU is ``activation="silu", gated=True`` (Shazeer, 2020, "GLU Variants Improve Transformer"). The letters:
@@ -171,7 +171,7 @@ class FusedFFN(nn.Module):
         gated: multiply the activated gate projection with the up projection.
         bias: whether every child has a bias.
         dropout: probability in [0, 1) that a hidden value is dropped; in training only.
-        recompute: True never keeps the hidden for backward, False keeps it, "auto" leaves it to the planner.
+        recompute: True never allocates the hidden, forward or backward; False and "auto" take the fastest path.
         device, dtype: of the parameters, as in ``nn.Linear``; dtype is a floating point one.
 
     Raises:

@@ -12,7 +12,13 @@ from .kernels.dropout import keep_mask
 
 def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None) -> Tensor:
     """``act(a @ b) @ c``: a ``[*B, M, K]``, b ``[*B, K, N]``, c ``[*B, N, O]`` -> ``[*B, M, O]``; any dtype."""
-    return ACTIVATIONS[canonical_activation(activation)].torch(a @ b) @ c
+    return _batched_product(ACTIVATIONS[canonical_activation(activation)].torch(_batched_product(a, b)), c)
+
+
+def _batched_product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right``, which broadcasts: views that cost the host more than a small product costs the device."""
+    alike = left.dim() == right.dim() == 3 and left.shape[0] == right.shape[0]
+    return torch.bmm(left, right) if alike else left @ right
 
 
 def ffn(
