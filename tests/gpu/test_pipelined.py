@@ -44,7 +44,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments: names.append(name) or function(*arguments)
 
-    for name in (*RECOMPUTING, *STORING):
+    for name in dict.fromkeys((*RECOMPUTING, *STORING)):
         monkeypatch.setattr(pipelined, name, noting(name, getattr(pipelined, name)))
     return names
 
