@@ -203,6 +203,8 @@ def _fused_gradients(operands: Operands, wanted: tuple[bool, ...], dy: Tensor, p
 
     That of b_down only where a kernel yields it on the way.
     """
+    dx: Tensor | None = None
+    db_down: Tensor | None = None
     if plan.stored is not None and all(wanted[:3]) and (operands.gate is None or wanted[5]):
         everything = kernels.stored_gradients(
             operands, dy, wanted[3], wanted[6], wanted[4], plan.stored_splits, plan.stored
@@ -210,7 +212,6 @@ def _fused_gradients(operands: Operands, wanted: tuple[bool, ...], dy: Tensor, p
         if everything is not None:
             dx, found, db_down = everything
             return [dx, found.up, found.down, found.up_bias, db_down, found.gate, found.gate_bias]
-    dx = db_down = None
     if wanted[0]:
         dx, db_down = kernels.data_gradient(operands, dy, plan.data_gradient_tiles, column_sums=wanted[4])
     asked = WeightGradients(up=wanted[1], gate=wanted[5], down=wanted[2], up_bias=wanted[3], gate_bias=wanted[6])
