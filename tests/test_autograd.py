@@ -330,7 +330,7 @@ def test_gradcheck_in_float64(path: str, activation: str, gated: bool) -> None:
 
 
 # torch's own forward-mode rules are scripted.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_transforms_of_torch_func_go_through_torch(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)

@@ -311,7 +311,7 @@ def test_an_input_that_is_not_a_plain_tensor_goes_to_the_children(fused_calls: l
 def test_tracing_records_torch_operations_only() -> None:
     ffn = FusedFFN(6, 10).eval()
     x = torch.randn(3, 6)
-    with pytest.warns(DeprecationWarning, match="trace"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="trace"):
         traced = torch.jit.trace(ffn, (x,))
     assert torch.equal(traced(x), ffn(x))
     assert "PythonOp" not in str(traced.inlined_graph)
