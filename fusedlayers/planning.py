@@ -267,7 +267,7 @@ def _stored(problem: Problem, device: Device) -> StoredConfig | None:
     everything = problem.needs_data_gradient and problem.needs_weight_gradient
     if problem.operation != "ffn" or problem.recompute is True or not everything or not _all_pipelined(problem, device):
         return None
-    return stored_config(problem.gated, problem.M, problem.K, problem.N, problem.O, device.processors)
+    return stored_config(problem.gated, problem.K, problem.N, problem.O, device.processors)
 
 
 def _accuracy(problem: Problem, device: Device) -> str:
@@ -285,16 +285,19 @@ def choose_splits(problem: Problem, device: Device, tiles: TileConfig) -> int:
         # The accumulators take most of the registers: one program of 8 warps, or two of 4, fit on a processor.
         columns, row_tile, resident = tiles.block_n, tiles.block_m, 8 // tiles.num_warps
     programs = -(-problem.N // columns) * problem.batch
-    row_tiles = -(-problem.M // row_tile)
-    wanted = max(1, device.processors * resident // programs)
-    return max(1, min(wanted, -(-row_tiles // SHORTEST_SPLIT), PARTIALS_LIMIT // problem.partial_bytes))
+    return _bounded_splits(problem, device.processors * resident // programs, row_tile)
 
 
 def choose_stored_splits(problem: Problem, device: Device, config: StoredConfig) -> int:
     """The same where what is hidden is stored: the programs of all splits run at once."""
     tiles = config.weight_tiles(2 if problem.gated else 1, problem.K, problem.N, problem.O)
-    longest = -(-problem.M // (config.rows * SHORTEST_SPLIT))
-    return max(1, min(device.processors // tiles, longest, PARTIALS_LIMIT // problem.partial_bytes))
+    return _bounded_splits(problem, device.processors // tiles, config.rows)
+
+
+def _bounded_splits(problem: Problem, wanted: int, row_tile: int) -> int:
+    """At least one, none shorter than pays, and partials within their limit."""
+    most = -(-problem.M // (row_tile * SHORTEST_SPLIT))
+    return max(1, min(wanted, most, PARTIALS_LIMIT // problem.partial_bytes))
 
 
 def choose_chunk_rows(problem: Problem) -> int:

@@ -267,7 +267,7 @@ def pipelined_config(
     return PipelinedConfig(block, consumers, stages, processors, row_stages, row.passes)
 
 
-def stored_config(gated: bool, M: int, K: int, N: int, O: int, processors: int) -> StoredConfig | None:
+def stored_config(gated: bool, K: int, N: int, O: int, processors: int) -> StoredConfig | None:
     """How a backward pass stores what is hidden on Hopper, or None where it was not faster than recomputing it twice.
 
     At width 256 the accumulators of all weight gradients take two or three passes, each of which recomputes.
