@@ -131,12 +131,12 @@ def compiling_for(target: str, kernel: str | None = None, pipelined: bool = Fals
 
 def _launch(function: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """What this launch asks for: its compile-time names and numbers, and which pointers it has."""
-    options = ("num_warps", "num_stages")
+    options = ("num_warps", "num_stages", "enable_fp_fusion")
     arguments = function.signature.bind(*args, **{k: v for k, v in kwargs.items() if k not in options}).arguments
     constants = {name: value for name, value in arguments.items() if name.isupper()}
     tiles = {name: constants[name] for name in ("BLOCK_M", "BLOCK_N") if name in constants}
     return {
-        "tiles": tiles | {name: kwargs[name] for name in options if name in kwargs},
+        "tiles": tiles | {name: kwargs[name] for name in options[:2] if name in kwargs},
         "constants": constants,
         "pointers": [name for name, value in arguments.items() if name.endswith("_ptr") and value is not None],
     }
@@ -340,7 +340,7 @@ def compile_kernel(
     kernel: str, target: str, dtype: str, width: int, tiles: TileConfig, **options: Any
 ) -> list[dict[str, Any]]:
     """``kernel`` with tiles of your choice, for finding better ones; options are fields of :class:`Case`."""
-    with mock.patch.object(planning, "tile_config", return_value=tiles):
+    with mock.patch.object(planning.gemm_gemm, "tile_config", return_value=tiles):
         return compile_case(Case(target, dtype, width, kernel=kernel, **options))
 
 

@@ -57,7 +57,7 @@ def on_path(
         # Without the cache: no plan with a patched chunk outlives the test.
         patch.setattr(dispatch, "_cached_plan", plan)
         if chunk_rows is not None:
-            patch.setattr(planning, "choose_chunk_rows", lambda problem: chunk_rows)
+            patch.setattr(planning.gemm_gemm, "choose_chunk_rows", lambda problem: chunk_rows)
         yield {"recompute": recompute or path == "chunked"}
 
 

@@ -129,7 +129,7 @@ def test_auto_takes_the_kernels_where_they_were_measured_faster(
     reached: list[str], pretend: Callable[[Device], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(H200)
-    monkeypatch.setitem(planning.FASTER_FROM, ("ffn", False), ((64, (5 * 24, 0)),))
+    monkeypatch.setitem(planning.gemm_gemm.FASTER_FROM, ("ffn", False), ((64, (5 * 24, 0)),))
     with torch.no_grad():
         x = torch.ones(5, 16, dtype=torch.bfloat16)
         w_up, w_down = x.new_ones(24, 16), x.new_ones(16, 24)

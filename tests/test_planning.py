@@ -77,7 +77,7 @@ def test_torch_runs_elsewhere_and_the_plan_says_why(problem: Problem, device: De
     kept = plan(replace(problem, recompute=True), device)
     if problem.operation == "gemm_gemm" or problem.empty:
         assert kept.path == "torch"
-    elif planning.why_unsupported(problem, device) is None and device is H200 and problem.dtype != "float32":
+    elif planning.gemm_gemm.why_unsupported(problem, device) is None and device is H200 and problem.dtype != "float32":
         assert kept.path == "fused"
     else:
         assert kept.path == "chunked"
@@ -114,7 +114,7 @@ def test_every_path_not_taken_has_its_reason(problem: Problem, device: Device, r
 
 @pytest.mark.parametrize("device", [H200, PIPELINED], ids=["portable", "pipelined"])
 def test_thresholds_decide_at_the_element(device: Device) -> None:
-    tables = {H200: planning.FASTER_FROM, PIPELINED: planning.PIPELINED_FASTER_FROM}
+    tables = {H200: planning.gemm_gemm.FASTER_FROM, PIPELINED: planning.gemm_gemm.PIPELINED_FASTER_FROM}
     for (kind, training), rows in tables[device].items():
         assert [width for width, _ in rows] == sorted(width for width, _ in rows)
         for width, thresholds in rows:
@@ -153,10 +153,10 @@ def test_the_backend_is_a_wish_that_the_plan_heeds(problem: Problem) -> None:
 
 def test_only_the_kernels_that_will_run_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = {"forward": TileConfig(64, 64, 4, 2), "data_gradient": None, "weight_gradient": TileConfig(32, 32, 4, 1)}
-    monkeypatch.setattr(planning, "tile_config", lambda kernel, *rest: tiles[kernel])
-    assert planning.why_unsupported(INFERENCE, H200) is None
-    assert planning.why_unsupported(replace(INFERENCE, needs_weight_gradient=True), H200) is None
-    reason = planning.why_unsupported(replace(INFERENCE, needs_data_gradient=True), H200)
+    monkeypatch.setattr(planning.gemm_gemm, "tile_config", lambda kernel, *rest: tiles[kernel])
+    assert planning.gemm_gemm.why_unsupported(INFERENCE, H200) is None
+    assert planning.gemm_gemm.why_unsupported(replace(INFERENCE, needs_weight_gradient=True), H200) is None
+    reason = planning.gemm_gemm.why_unsupported(replace(INFERENCE, needs_data_gradient=True), H200)
     assert reason == "width 128 (padded 128) of bfloat16 does not fit on chip in data_gradient"
 
 
@@ -197,7 +197,7 @@ def test_padded_widths(width: int) -> None:
 
 
 def test_the_table_is_in_order_and_complete() -> None:
-    for (architecture, bits, gated), kernels in tuning.TABLE.items():
+    for (architecture, bits, gated), kernels in tuning.gemm_gemm.TABLE.items():
         assert kernels.keys() == {"forward", "data_gradient", "weight_gradient"}
         for kernel, rows in kernels.items():
             widths = [width for width, _ in rows]
@@ -210,7 +210,7 @@ def test_the_table_is_in_order_and_complete() -> None:
                 assert min(tiles.block_m, tiles.block_n) >= 16
                 assert tiles.passes in ((1, 2, 3) if kernel == "weight_gradient" else (1,))
             assert tuning.tile_config(kernel, architecture, bits, gated, widths[-1] + 1) is None
-        assert ("other", bits, gated) in tuning.TABLE
+        assert ("other", bits, gated) in tuning.gemm_gemm.TABLE
 
 
 # Splits of the weight gradient.
@@ -233,13 +233,13 @@ def test_the_table_is_in_order_and_complete() -> None:
 )
 def test_splits_fill_the_processors(rows: int, columns: int, expected: int) -> None:
     problem = replace(TRAINING, M=rows, N=columns, K=16, O=16)
-    assert planning.choose_splits(problem, H200, TileConfig(64, 64, 4, 2)) == expected
+    assert planning.gemm_gemm.choose_splits(problem, H200, TileConfig(64, 64, 4, 2)) == expected
 
 
 def test_splits_count_the_batch_and_the_warps() -> None:
     problem = replace(BATCHED, M=64 * 4000, N=64, batch=8)
-    assert planning.choose_splits(problem, H200, TileConfig(64, 64, 4, 2)) == 33
-    assert planning.choose_splits(problem, H200, TileConfig(64, 64, 8, 2)) == 16
+    assert planning.gemm_gemm.choose_splits(problem, H200, TileConfig(64, 64, 4, 2)) == 33
+    assert planning.gemm_gemm.choose_splits(problem, H200, TileConfig(64, 64, 8, 2)) == 16
 
 
 PROBLEMS = strategies.builds(
@@ -279,15 +279,15 @@ def test_every_plan_keeps_the_rules(problem: Problem, device: Device, backend: s
         assert (made.weight_gradient_tiles is None) == (not problem.needs_weight_gradient)
         partials = 4 * (problem.weight_elements + 2 * problem.N * problem.batch)
         assert made.splits >= 1
-        assert made.splits == 1 or made.splits * partials <= planning.PARTIALS_LIMIT == 128 * 2**20
+        assert made.splits == 1 or made.splits * partials <= planning.devices.PARTIALS_LIMIT == 128 * 2**20
         assert made.workspace_bytes == (made.splits * partials if made.splits > 1 else 0)
         if made.weight_gradient_tiles is not None:
             assert made.splits <= max(1, -(-problem.M // made.weight_gradient_tiles.block_m))
     if made.path == "chunked":
         assert problem.recompute is True
         assert 1 <= made.chunk_rows <= max(problem.M, 1)
-        row = problem.N * problem.element_bytes * planning.CHUNK_COPIES * (2 if problem.gated else 1)
-        assert made.chunk_rows == 1 or made.chunk_rows * row <= planning.CHUNK_LIMIT
+        row = problem.N * problem.element_bytes * planning.gemm_gemm.CHUNK_COPIES * (2 if problem.gated else 1)
+        assert made.chunk_rows == 1 or made.chunk_rows * row <= planning.gemm_gemm.CHUNK_LIMIT
         assert made.workspace_bytes == made.chunk_rows * row
     else:
         assert made.chunk_rows == 0
@@ -300,9 +300,9 @@ def test_every_plan_keeps_the_rules(problem: Problem, device: Device, backend: s
 @pytest.mark.parametrize(("tokens", "expected"), [(1, 1), (500, 250), (100_000, 2048), (0, 1)])
 def test_chunks_fill_the_limit(tokens: int, expected: int) -> None:
     problem = replace(TRAINING, M=tokens, N=2048, recompute=True)
-    assert planning.choose_chunk_rows(problem) == expected
-    assert planning.choose_chunk_rows(replace(problem, gated=True)) == min(expected, 1024)
-    assert planning.choose_chunk_rows(replace(problem, dtype="float32")) == min(expected, 1024)
+    assert planning.gemm_gemm.choose_chunk_rows(problem) == expected
+    assert planning.gemm_gemm.choose_chunk_rows(replace(problem, gated=True)) == min(expected, 1024)
+    assert planning.gemm_gemm.choose_chunk_rows(replace(problem, dtype="float32")) == min(expected, 1024)
 
 
 # Costs. A GEMM unit is one product of tokens × K × N.
@@ -324,7 +324,7 @@ def test_chunks_fill_the_limit(tokens: int, expected: int) -> None:
     ],
 )
 def test_gemm_units(gated: bool, path: str, passes: int, expected: tuple[int, int]) -> None:
-    assert planning.gemm_units(replace(TRAINING, gated=gated), path, passes) == expected
+    assert planning.gemm_gemm.gemm_units(replace(TRAINING, gated=gated), path, passes) == expected
 
 
 @pytest.mark.parametrize(
@@ -332,16 +332,16 @@ def test_gemm_units(gated: bool, path: str, passes: int, expected: tuple[int, in
     [("torch", (2, 2), (2, 3)), ("chunked", (2, 4), (2, 5)), ("fused", (2, 3), (2, 4))],
 )
 def test_frozen_inputs_cost_no_products(path: str, data: tuple[int, int], weights: tuple[int, int]) -> None:
-    assert planning.gemm_units(replace(TRAINING, needs_weight_gradient=False), path) == data
-    assert planning.gemm_units(replace(TRAINING, needs_data_gradient=False), path) == weights
-    assert planning.gemm_units(INFERENCE, path) == (2, 0)
+    assert planning.gemm_gemm.gemm_units(replace(TRAINING, needs_weight_gradient=False), path) == data
+    assert planning.gemm_gemm.gemm_units(replace(TRAINING, needs_data_gradient=False), path) == weights
+    assert planning.gemm_gemm.gemm_units(INFERENCE, path) == (2, 0)
 
 
 def test_gemm_units_count_the_columns_of_the_result() -> None:
     wide = replace(TRAINING, K=64, O=128)
-    assert planning.gemm_units(wide, "torch") == (3, 6)
-    assert planning.gemm_units(wide, "fused") == (3, (2 + 2) + (2 + 2 * 2))
-    assert planning.gemm_units(replace(TRAINING, K=0), "torch") == (1, 2)
+    assert planning.gemm_gemm.gemm_units(wide, "torch") == (3, 6)
+    assert planning.gemm_gemm.gemm_units(wide, "fused") == (3, (2 + 2) + (2 + 2 * 2))
+    assert planning.gemm_gemm.gemm_units(replace(TRAINING, K=0), "torch") == (1, 2)
 
 
 def test_flops_and_bytes() -> None:
@@ -395,16 +395,16 @@ def test_plans_and_problems_cannot_be_changed_and_can_be_keys() -> None:
 
 
 def test_planning_needs_no_torch_and_no_triton() -> None:
-    """Plain Python: the two files load where neither can be imported."""
+    """Plain Python: both packages load where neither can be imported."""
     files = [importlib.util.find_spec(f"fusedlayers.{name}") for name in ("planning", "kernels.tuning")]
-    paths = [Path(spec.origin or "") for spec in files if spec is not None]
-    assert len(paths) == 2
+    roots = [str(Path(spec.origin or "").parent.parent) for spec in files if spec is not None]
+    assert len(roots) == 2
     code = f"""
 import importlib.util, sys, types
 
 for blocked in ("torch", "triton", "numpy"):
     sys.modules[blocked] = None
-for name, folder in (("fusedlayers", {str(paths[0].parent)!r}), ("fusedlayers.kernels", {str(paths[1].parent)!r})):
+for name, folder in (("fusedlayers", {roots[0]!r}), ("fusedlayers.kernels", {roots[1]!r})):
     sys.modules[name] = package = types.ModuleType(name)
     package.__path__ = [folder]
 from fusedlayers.planning import Device, Problem, plan

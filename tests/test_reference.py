@@ -120,7 +120,7 @@ def large(tensors: Tensors, path: str, chunk_limit: int | None, **arithmetic: An
     counts = []
     with pytest.MonkeyPatch.context() as patch, on_path(path, None) as options:
         if chunk_limit is not None:
-            patch.setattr(planning, "CHUNK_LIMIT", chunk_limit)
+            patch.setattr(planning.gemm_gemm, "CHUNK_LIMIT", chunk_limit)
         with Allocations() as forward:
             y = functional.ffn(**named, **arithmetic, **options)
         dy = torch.randn_like(y)
@@ -138,7 +138,7 @@ def large(tensors: Tensors, path: str, chunk_limit: int | None, **arithmetic: An
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_recompute_never_allocates_the_hidden(activation: str, gated: bool, dropout_p: float) -> None:
     tensors = ffn_inputs((4, TOKENS // 4), D_MODEL, D_FF, D_MODEL, gated=gated, residual=True, device=CPU)
-    limit = 20 * D_FF * 4 * planning.CHUNK_COPIES
+    limit = 20 * D_FF * 4 * planning.gemm_gemm.CHUNK_COPIES
     arithmetic = {"activation": activation, "dropout_p": dropout_p}
     assert large(tensors, "chunked", limit, **arithmetic) == ([], [])
     # The recorder does see a hidden where there is one.
@@ -159,9 +159,9 @@ def test_a_chunk_stays_within_its_limit(
     problem_rows: int, limit_rows: int, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = planning.Problem("ffn", 1, problem_rows, 8, 50, 8, "float16", gated=gated, recompute=True)
-    row = 50 * 2 * (2 if gated else 1) * planning.CHUNK_COPIES
-    monkeypatch.setattr(planning, "CHUNK_LIMIT", limit_rows * row + 1)
-    rows = planning.choose_chunk_rows(problem)
+    row = 50 * 2 * (2 if gated else 1) * planning.gemm_gemm.CHUNK_COPIES
+    monkeypatch.setattr(planning.gemm_gemm, "CHUNK_LIMIT", limit_rows * row + 1)
+    rows = planning.gemm_gemm.choose_chunk_rows(problem)
     assert 1 <= rows <= max(1, min(limit_rows, problem_rows))
 
 

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from .. import planning
 from ..devices import describe
-from ..planning import Device, Plan, Problem
+from ..planning import Call, Decision, Device, Problem
 from .arguments import autocast_enabled
 
 logger = logging.getLogger("fusedlayers")
 
 # Problems whose kernels have run on a device in this process, so that they are compiled for it. Forgetting all of them
 # when they become many costs no more than another warm-up.
-_warm: set[tuple[Problem, torch.device]] = set()
+_warm: set[tuple[Call, torch.device]] = set()
 _WARM_LIMIT = 4096
 
 # Calls that were checked before, by all that the checks and the problem depend on.
-_problems: dict[tuple[object, ...], Problem] = {}
+_problems: dict[tuple[object, ...], Any] = {}
 _PROBLEMS_LIMIT = 4096
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -123,13 +123,13 @@ def signature(tensors: tuple[Tensor | None, ...], *options: object) -> tuple[obj
     return tuple(found)
 
 
-def recalled(call: tuple[object, ...], device: torch.device) -> Problem | None:
+def recalled(call: tuple[object, ...], device: torch.device) -> Any:
     """The problem of a call that was checked before, or None."""
     problem = _problems.get(call)
     return replace(problem, captured=True) if problem is not None and captured(device) else problem
 
 
-def remember(call: tuple[object, ...] | None, problem: Problem) -> None:
+def remember(call: tuple[object, ...] | None, problem: Call) -> None:
     """The call is right, and this is its problem."""
     if call is not None:
         if len(_problems) >= _PROBLEMS_LIMIT:
@@ -194,7 +194,7 @@ def gemm_gemm_problem(a: Tensor, b: Tensor, c: Tensor, *, activation: str) -> Pr
     )
 
 
-def dispatch(problem: Problem, device: torch.device) -> Plan:
+def dispatch(problem: Any, device: torch.device) -> Any:
     """The plan of ``problem`` on ``device`` under the user's switches.
 
     Raises:
@@ -210,7 +210,7 @@ def dispatch(problem: Problem, device: torch.device) -> Plan:
     return plan
 
 
-def ran_as_kernels(problem: Problem, device: torch.device) -> None:
+def ran_as_kernels(problem: Call, device: torch.device) -> None:
     """Remembers that the kernels of this problem ran, those of its backward pass too where it has one.
 
     Planning it, as ``explain`` does, compiles nothing.
@@ -222,8 +222,8 @@ def ran_as_kernels(problem: Problem, device: torch.device) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _cached_plan(problem: Problem, device: Device, wish: str) -> Plan:
-    plan = planning.plan(problem, device, wish)
+def _cached_plan(problem: Any, device: Device, wish: str) -> Any:
+    plan: Decision = planning.plan(problem, device, wish)
     # Without the numbers of this call, which would make every length a decision of its own.
     _log_once(problem.operation, plan.path, dict(plan.rejected).get("fused", plan.reason).split(":")[0])
     return plan

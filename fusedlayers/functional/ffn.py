@@ -10,7 +10,8 @@ from ..kernels import gemm_gemm as kernels
 from ..kernels.activations import canonical_activation
 from ..kernels.dropout import draw_seed
 from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
-from ..planning import LONG_SUM_ROWS, SHORT_SUM_ROWS, Plan
+from ..planning import Plan
+from ..planning.gemm_gemm import LONG_SUM_ROWS, SHORT_SUM_ROWS
 from .arguments import autocast_enabled, check_ffn
 from .dispatch import (
     autocast,

@@ -35,7 +35,7 @@ def supported(dtype: torch.dtype, width: int, gated: bool) -> bool:
     name = str(dtype).removeprefix("torch.")
     wanted = {"needs_data_gradient": True, "needs_weight_gradient": True}
     problem = planning.Problem("ffn", **sizes, **wanted, dtype=name, gated=gated)
-    return planning.why_unsupported(problem, describe(DEVICE)) is None
+    return planning.gemm_gemm.why_unsupported(problem, describe(DEVICE)) is None
 
 
 def widths_of_rows(bits: int) -> list[int]:
@@ -89,8 +89,8 @@ def repeat(call: Callable[..., Tensor], inputs: Tensors, dy: Tensor, expected: T
     """One after the other with every number of splits, 20 times each: exactly ``expected``."""
     for splits in SPLITS:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(planning, "choose_splits", lambda *arguments, splits=splits: splits)
-            patch.setattr(planning, "choose_stored_splits", lambda *arguments, splits=splits: splits)
+            patch.setattr(planning.gemm_gemm, "choose_splits", lambda *arguments, splits=splits: splits)
+            patch.setattr(planning.gemm_gemm, "choose_stored_splits", lambda *arguments, splits=splits: splits)
             for _ in range(REPEATS):
                 assert_equal(results(call, inputs, dy, **options), expected)
 
@@ -125,7 +125,7 @@ def test_ffn_with_dropout(width: int, gated: bool) -> None:
     with on_path("kernels") as path:
         for splits in SPLITS:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(planning, "choose_splits", lambda *arguments, splits=splits: splits)
+                patch.setattr(planning.gemm_gemm, "choose_splits", lambda *arguments, splits=splits: splits)
                 torch.manual_seed(1)
                 assert_equal(results(functional.ffn, inputs, dy, **options, **path), expected)
 
@@ -133,7 +133,7 @@ def test_ffn_with_dropout(width: int, gated: bool) -> None:
 def test_more_splits_than_tiles_of_rows() -> None:
     inputs, dy, expected = exact_ffn(100, 64, 96, 64, BFLOAT16, activation="relu")
     with on_path("kernels") as options, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "choose_splits", lambda *arguments: 64)
+        patch.setattr(planning.gemm_gemm, "choose_splits", lambda *arguments: 64)
         assert_equal(results(functional.ffn, inputs, dy, activation="relu", **options), expected)
 
 
@@ -203,7 +203,7 @@ def test_the_dispatcher_has_the_splits_under_test() -> None:
     launched = import_module("fusedlayers.functional.ffn").kernels.weight_gradients
     inputs, dy, expected = exact_ffn(300, 32, 64, 32, BFLOAT16, activation="relu")
     with on_path("kernels") as options, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "choose_splits", lambda *arguments: 3)
+        patch.setattr(planning.gemm_gemm, "choose_splits", lambda *arguments: 3)
         module = import_module("fusedlayers.kernels.gemm_gemm")
         patch.setattr(module, "weight_gradients", lambda *a, **k: (seen.append(a[3]), launched(*a, **k))[1])
         assert_equal(results(functional.ffn, inputs, dy, activation="relu", **options), expected)

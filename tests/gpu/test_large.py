@@ -145,7 +145,7 @@ def test_partial_sums_of_the_weight_gradients(guards: Guards, monkeypatch: pytes
     # One tile of rows for each split, so that every partial sum holds something.
     tokens = splits * 64 - 1
     assert splits * 2 * K * N > BORDER
-    monkeypatch.setattr(planning, "choose_splits", lambda *arguments: splits)
+    monkeypatch.setattr(planning.gemm_gemm, "choose_splits", lambda *arguments: splits)
     inputs = {"x": integers(tokens, K), **weights(K, N, K)}
     dy = integers(tokens, K, density=0.5)
     with on_path("kernels") as options:

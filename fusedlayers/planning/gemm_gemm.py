@@ -1,14 +1,13 @@
-"""Pure functions from a problem and a device to a plan: which path runs, with which tiles and splits, and why.
+"""Which path a GEMM-GEMM or an FFN takes, with which tiles and splits, and why.
 
-No tensors and no device queries here, so every decision is covered by tests on any machine. Costs are counted in GEMM
-units of ``2 M K N`` floating-point operations (for ``O = K``), and in bytes that must move through device memory.
+Costs are counted in GEMM units of ``2 M K N`` floating-point operations (for ``O = K``), and in bytes that must move
+through device memory.
 """
 
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any
 
-from .kernels.tuning import (
+from ..kernels.tuning import (
     CONSUMER_ROWS,
     SHORTEST_SPLIT,
     StoredConfig,
@@ -18,11 +17,10 @@ from .kernels.tuning import (
     stored_config,
     tile_config,
 )
+from .call import COLD, Call, Decision
+from .devices import CEILINGS, DTYPE_BYTES, KERNEL_DTYPES, PARTIALS_LIMIT, Device
 
-BACKENDS = ("auto", "triton", "torch")
-
-# Bounds of temporary memory, in bytes: float32 partials of split weight gradients, and one chunk of the hidden.
-PARTIALS_LIMIT = 128 * 2**20
+# Bytes that one chunk of the hidden may take.
 CHUNK_LIMIT = 64 * 2**20
 # A chunk's hidden exists this many times at once while its gradients are computed (pre-activations, hidden, mask,
 # and the gradients of each).
@@ -32,9 +30,6 @@ CHUNK_COPIES = 8
 # 131,072 rows of 128 columns took 128 MB of scratch memory on an H200.
 LONG_SUM_ROWS = 65_536
 SHORT_SUM_ROWS = 512
-
-# Peak rates, (FLOP/s in 16 bits, bytes/s): large matrix products and device copies measured on random data.
-CEILINGS: dict[str, tuple[float, float]] = {"NVIDIA H200": (790e12, 4.3e12)}
 
 # From how many hidden elements (batch × M × N) on the kernels were faster than torch on an H200, bfloat16: rows of
 # (largest padded width, (launched one by one, inside a CUDA graph)); above the last row torch was as fast or faster.
@@ -52,33 +47,18 @@ FASTER_FROM: dict[tuple[str, bool], _Thresholds] = {
 # The same where every kernel of the problem is a pipelined one.
 PIPELINED_FASTER_FROM: dict[tuple[str, bool], _Thresholds] = {
     ("ffn", False): ((64, (2**26, 2**20)), (128, (3 * 2**24, 2**21)), (256, (2**26, 2**23))),
-    ("ffn", True): ((64, (2**27, 2**21)), (128, (2**27, 2**23)), (256, (2**27, 2**23))),
+    ("ffn", True): ((64, (2**27, 2**21)), (128, (2**27, 2**23)), (256, (2**26, 2**23))),
     ("gated ffn", False): ((64, (3 * 2**24, 2**19)), (128, (3 * 2**24, 2**20)), (256, (45 * 2**20, 2**22))),
-    ("gated ffn", True): ((64, (3 * 2**24, 2**19)), (128, (3 * 2**25, 2**23)), (256, (3 * 2**25, 3 * 2**21))),
+    ("gated ffn", True): ((64, (3 * 2**24, 2**19)), (128, (3 * 2**25, 2**23)), (256, (3 * 2**24, 3 * 2**21))),
     ("gemm_gemm", False): ((128, (2**27, 2**22)),),
     ("gemm_gemm", True): ((64, (2**28, 2**24)), (128, (2**29, 2**26))),
 }
 # Hidden-sized tensors that torch keeps for the slope of an activation, besides its value.
 SAVED_FOR_SLOPE = {"relu2": 1, "leaky_relu": 1, "gelu": 1, "gelu_tanh": 1, "silu": 1, "quick_gelu": 2}
 
-DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-KERNEL_DTYPES = ("float16", "bfloat16", "float32")
-
 
 @dataclass(frozen=True)
-class Device:
-    """What planning knows of a device: ``kind`` is torch's device type, ``triton`` whether kernels run on it."""
-
-    kind: str
-    name: str = ""
-    architecture: str = ""
-    processors: int = 1
-    triton: bool = False
-    pipelined: bool = False  # whether the warp-specialised kernels run on it too
-
-
-@dataclass(frozen=True)
-class Problem:
+class Problem(Call):
     """One call: ``y = act(x W_upᵀ) W_downᵀ`` per batch entry, and which gradients will be asked for.
 
     ``needs_data_gradient`` speaks of x, ``needs_weight_gradient`` of anything that the weight-gradient kernel yields.
@@ -97,18 +77,8 @@ class Problem:
     needs_data_gradient: bool = False
     needs_weight_gradient: bool = False
     recompute: bool | str = "auto"
-    input_precision: str = "ieee"
-    captured: bool = False  # whether the call is being recorded into a CUDA graph, whose replay costs the host nothing
-    cold: bool = False  # whether it is recorded before its kernels ran: compiling them there could break the capture
-    subclass: str = ""  # the name of a tensor subclass among the operands, if there is one
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        # Looked up at every call: computed once, as a problem never changes.
-        return hash(tuple([getattr(self, name) for name in self.__dataclass_fields__]))
+    __hash__ = Call.__hash__
 
     @property
     def element_bytes(self) -> int:
@@ -149,14 +119,10 @@ class Problem:
         return self.N * self.element_bytes * (2 if self.gated else 1) * CHUNK_COPIES
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A decision: the path, how it runs, what it costs, and why each other path was rejected."""
+@dataclass(frozen=True, kw_only=True)
+class Plan(Decision):
+    """The path is "fused", "chunked" or "torch"."""
 
-    problem: Problem
-    path: str  # "fused", "chunked" or "torch"
-    reason: str
-    rejected: tuple[tuple[str, str], ...]
     forward_tiles: Any = None  # TileConfig of each kernel that will run, else None
     data_gradient_tiles: Any = None
     weight_gradient_tiles: Any = None
@@ -167,19 +133,12 @@ class Plan:
     accuracy: str = "exact"  # of activations in kernels: one of kernels.activations.ACCURACIES
     forward_units: float = 0.0
     backward_units: float = 0.0
-    flops: int = 0
-    bytes: int = 0
-    saved_bytes: int = 0
-    workspace_bytes: int = 0
-    floor_seconds: float | None = None
-    unsupported: str | None = field(default=None, compare=False)  # why the kernels cannot run, if they cannot
 
 
 def plan(problem: Problem, device: Device, backend: str = "auto") -> Plan:
     """The path that runs ``problem`` on ``device``.
 
-    ``backend`` is the user's wish: ``"auto"`` takes what was measured fastest, ``"triton"`` the kernels wherever they
-    can run, ``"torch"`` never a kernel. ``recompute=True`` excludes every path that keeps the hidden.
+    ``recompute=True`` excludes every path that keeps the hidden.
     """
     unsupported = why_unsupported(problem, device)
     fused = unsupported
@@ -188,9 +147,7 @@ def plan(problem: Problem, device: Device, backend: str = "auto") -> Plan:
     if fused is None and backend == "auto":
         fused = why_slower(problem, device)
     if fused is None and backend == "auto" and problem.cold:
-        fused = (
-            "a CUDA graph capture records only kernels that ran before it: call once with the same shapes to warm up"
-        )
+        fused = COLD
     chunked = None if problem.recompute is True else "only recompute=True needs its memory guarantee"
     if problem.operation == "gemm_gemm":
         chunked = "a batched GEMM-GEMM is not cut into chunks"
@@ -369,11 +326,12 @@ def _costed(
             }
         if stored is not None:
             splits = choose_stored_splits(problem, device, stored)
-            hidden_tensors = 3 if problem.gated else 2
+            hidden_bytes = (3 if problem.gated else 2) * problem.hidden_bytes
+            partial_bytes = splits * problem.partial_bytes if splits > 1 else 0
             options |= {
                 "stored": stored,
                 "stored_splits": splits,
-                "workspace_bytes": splits * problem.partial_bytes + hidden_tensors * problem.hidden_bytes,
+                "workspace_bytes": hidden_bytes + partial_bytes,
             }
     elif path == "chunked":
         chunk_rows = choose_chunk_rows(problem)

@@ -1,4 +1,4 @@
-"""One table: kernel, architecture, dtype and width -> tile configuration. Plain data, so that planning needs no Triton.
+"""GEMM-GEMM and the narrow FFN: kernel, architecture, dtype and width -> tile configuration.
 
 A width is ``max(K, O)`` padded to a power of two: it decides what fits on chip. Rows of ``sm_90`` were measured on an
 H200 with Triton 3.6.0, and gave exact integers there under ptxas 12.8.93 and 13.0.88; rows of other architectures are
@@ -8,12 +8,8 @@ conservative ones that were compiled for them, not run.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-MINIMUM_WIDTH = 16  # the smallest inner dimension a matrix instruction takes
+from .limits import BARRIER_BYTES, CONSUMER_ROWS, MOST_STAGES, SHARED_MEMORY, padded_width
 
-CONSUMER_ROWS = 64  # of one group of four warps: the rows of a matrix instruction on Hopper
-SHARED_MEMORY = 227 * 1024  # bytes that one program may have on Hopper
-_BARRIER_BYTES = 1024  # kept for the barriers of all rings
-_MOST_STAGES = 4
 # In the forward pass 64 rows of x take 32 registers up to here, and y has a place of its own in shared memory; wider
 # ones stay there, and y takes their place.
 WIDEST_X_IN_REGISTERS = 128
@@ -80,11 +76,6 @@ class TileConfig:
     num_stages: int
     passes: int = 1
     pipelined: PipelinedConfig | None = None
-
-
-def padded_width(width: int) -> int:
-    """The width a kernel works with on chip: the next power of two, at least 16."""
-    return max(MINIMUM_WIDTH, 1 << (width - 1).bit_length())
 
 
 def padded_widths(width: int, out_width: int) -> tuple[int, int]:
@@ -263,7 +254,7 @@ def pipelined_config(
         stage = block * (projections * K + O)
     if batch > 1 and not inside:
         return None
-    stages = min(_MOST_STAGES, (SHARED_MEMORY - _BARRIER_BYTES - 2 * kept) // (2 * stage))
+    stages = min(MOST_STAGES, (SHARED_MEMORY - BARRIER_BYTES - 2 * kept) // (2 * stage))
     return PipelinedConfig(block, consumers, stages, processors, row_stages, row.passes)
 
 

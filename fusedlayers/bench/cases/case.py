@@ -1,0 +1,124 @@
+"""A benchmark case: one operation of the library, with its letters, its grids, inputs and costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...planning import Call
+
+Shape = tuple[int, ...]
+Inputs = Mapping[str, Tensor]
+INITS = ("normal", "uniform", "integer", "zeros")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is benchmarked of a case, beside its shape; a case without gates, biases or recompute ignores these."""
+
+    activation: str = "identity"
+    gated: bool = False
+    bias: bool = False
+    recompute: bool | str = "auto"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One input: its shape, and its standard deviation (of weights: one over the root of their fan-in)."""
+
+    shape: Shape
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A published table: its name (of a plot), its title, the options of all its rows, and the shapes."""
+
+    name: str
+    title: str
+    options: Options
+    shapes: tuple[Shape, ...]
+    shapes_without_gpu: tuple[Shape, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation.
+
+    ``ours`` and ``torch_expression`` take the inputs of ``operands`` by name and then ``our_keywords`` or
+    ``torch_keywords`` of the options. ``forward_flops`` counts the products of the forward pass; each product has two
+    of the same size in the backward pass. ``parameters`` are the inputs that a module would own.
+    """
+
+    name: str
+    letters: tuple[str, ...]
+    meaning: str
+    parameters: frozenset[str]
+    flags: frozenset[str]
+    grids: tuple[Grid, ...]
+    operands: Callable[[Shape, Options], dict[str, Operand]]
+    forward_flops: Callable[[Shape, Options], int]
+    ours: Callable[..., Tensor]
+    torch_expression: Callable[..., Tensor]
+    problem: Callable[[Inputs, Options], Call]
+    our_keywords: Callable[[Options], dict[str, object]]
+    torch_keywords: Callable[[Options], dict[str, object]]
+
+    def grid(self, gated: bool) -> Grid:
+        """The published grid with or without a gate."""
+        return next(grid for grid in self.grids if grid.options.gated == gated)
+
+    def flops(self, shape: Shape, options: Options, backward: bool) -> int:
+        """Floating-point operations of the forward pass, or of forward and backward, nothing computed twice."""
+        return self.forward_flops(shape, options) * (3 if backward else 1)
+
+    def result_shape(self, shape: Shape, options: Options) -> Shape:
+        """The shape of y, from torch's rules, without computing anything."""
+        operands = self.operands(shape, options)
+        blank = {name: torch.empty(operand.shape, device="meta") for name, operand in operands.items()}
+        return tuple(self.torch_expression(**blank, **self.torch_keywords(options)).shape)
+
+    def moved_bytes(self, shape: Shape, options: Options, dtype: torch.dtype, backward: bool) -> int:
+        """Each input read and the result written once; backward reads inputs and upstream again, writes gradients."""
+        inputs = sum(math.prod(operand.shape) for operand in self.operands(shape, options).values())
+        output = math.prod(self.result_shape(shape, options))
+        return dtype.itemsize * (inputs + output + (2 * inputs + output if backward else 0))
+
+    def inputs(
+        self, shape: Shape, options: Options, *, init: str, dtype: torch.dtype, device: torch.device, seed: int,
+        density: float = 1.0,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Fresh random inputs by name. ``density``: the share of non-zero values of ``init="integer"``."""
+        generator = torch.Generator(device).manual_seed(seed)
+        return {
+            name: draw(operand, init, dtype, device, generator, density)
+            for name, operand in self.operands(shape, options).items()
+        }
+
+
+def draw(
+    operand: Operand,
+    init: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+    density: float = 1.0,
+) -> Tensor:
+    """A tensor of ``operand``'s shape: N(0, scale²), uniform with that deviation, zeros, or integers in -2 … 2."""
+    if init == "zeros":
+        return torch.zeros(operand.shape, dtype=dtype, device=device)
+    if init == "integer":
+        values = torch.randint(1, 3, operand.shape, generator=generator, device=device, dtype=torch.int8)
+        chance = torch.rand(operand.shape, generator=generator, device=device)
+        # One draw decides both: below half the density the value is negative, above the density it is zero.
+        signs = (chance < density).to(torch.int8) - 2 * (chance < density / 2).to(torch.int8)
+        return (values * signs).to(dtype)
+    if init == "uniform":
+        values = torch.rand(operand.shape, generator=generator, device=device) * 2 - 1
+        return (values * (operand.scale * math.sqrt(3))).to(dtype)
+    return (torch.randn(operand.shape, generator=generator, device=device) * operand.scale).to(dtype)

@@ -1,0 +1,29 @@
+"""Pure functions from a problem and a device to a plan: which path runs, with which tiles and splits, and why.
+
+No tensors and no device queries here, so every decision is covered by tests on any machine. One file per operation
+holds its problem, its plan and its planner.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from . import gemm_gemm
+from .call import Call, Decision
+from .devices import BACKENDS, CEILINGS, Device
+from .gemm_gemm import Plan, Problem
+
+_PLANNERS: dict[type[Call], Callable[[Any, Device, str], Any]] = {
+    Problem: gemm_gemm.plan,
+}
+
+
+def plan(problem: Call, device: Device, backend: str = "auto") -> Any:
+    """The path that runs ``problem`` on ``device``: the plan of its operation.
+
+    ``backend`` is the user's wish: ``"auto"`` takes what was measured fastest, ``"triton"`` the kernels wherever they
+    can run, ``"torch"`` never a kernel.
+    """
+    return _PLANNERS[type(problem)](problem, device, backend)
+
+
+__all__ = ["BACKENDS", "CEILINGS", "Call", "Decision", "Device", "Plan", "Problem", "plan"]

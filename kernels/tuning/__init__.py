@@ -1,0 +1,31 @@
+"""Tables of tile configurations, one file per operation. Plain data, so that planning needs no Triton."""
+
+from .gemm_gemm import (
+    SHORTEST_SPLIT,
+    WIDEST_X_IN_REGISTERS,
+    PipelinedConfig,
+    StoredConfig,
+    TileConfig,
+    padded_widths,
+    pipelined_config,
+    rows,
+    stored_config,
+    tile_config,
+)
+from .limits import CONSUMER_ROWS, SHARED_MEMORY, padded_width
+
+__all__ = [
+    "CONSUMER_ROWS",
+    "SHARED_MEMORY",
+    "SHORTEST_SPLIT",
+    "WIDEST_X_IN_REGISTERS",
+    "PipelinedConfig",
+    "StoredConfig",
+    "TileConfig",
+    "padded_width",
+    "padded_widths",
+    "pipelined_config",
+    "rows",
+    "stored_config",
+    "tile_config",
+]

@@ -1,0 +1,13 @@
+"""What the hardware sets, whatever the kernel."""
+
+MINIMUM_WIDTH = 16  # the smallest inner dimension a matrix instruction takes
+
+CONSUMER_ROWS = 64  # of one group of four warps: the rows of a matrix instruction on Hopper
+SHARED_MEMORY = 227 * 1024  # bytes that one program may have on Hopper
+BARRIER_BYTES = 1024  # of them, kept for the barriers of all rings
+MOST_STAGES = 4  # of a ring, beyond which more did not help
+
+
+def padded_width(width: int) -> int:
+    """The width a kernel works with on chip: the next power of two, at least 16."""
+    return max(MINIMUM_WIDTH, 1 << (width - 1).bit_length())
