@@ -12,7 +12,7 @@ from .gemm_gemm import (
     stored_config,
     tile_config,
 )
-from .gemm_reduce import ReduceConfig, reduce_config
+from .gemm_reduce import ReduceConfig, reduce_config, reduce_gradient_config
 from .limits import CONSUMER_ROWS, SHARED_MEMORY, padded_width
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "padded_widths",
     "pipelined_config",
     "reduce_config",
+    "reduce_gradient_config",
     "rows",
     "stored_config",
     "tile_config",
