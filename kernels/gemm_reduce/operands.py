@@ -134,20 +134,25 @@ class ReduceOperands:
         kept_bias, reduced_bias, lengths, offsets = (0 if v is None else v.stride(0) for v in vectors)
         return (*self.kept.stride(), *reduced, kept_bias, reduced_bias, *mask, lengths, offsets)
 
+    def taking(self) -> torch.Tensor | None:
+        """Which rows take part, bool ``[Z, R]``, or None where all of them do; not of packed rows."""
+        if self.lengths is None:
+            return self.mask
+        within = torch.arange(self.reduced.shape[-2], device=self.kept.device) < self.lengths.unsqueeze(-1)
+        return within if self.mask is None else within & self.mask
+
     def counts(self) -> torch.Tensor:
         """How many rows take part in each entry, float32 ``[Z]``: what mean divides by."""
         batch, _, reduced, _ = self.sizes()
-        device = self.kept.device
         if self.mask is not None:
-            taking = self.mask
-            if self.lengths is not None:
-                taking = taking & (torch.arange(reduced, device=device) < self.lengths[:, None])
+            taking = self.taking()
+            assert taking is not None
             return taking.sum(-1, dtype=torch.float32)
         if self.offsets is not None:
             rows = self.offsets.diff()
             rows = rows if self.lengths is None else torch.minimum(rows, self.lengths)
         elif self.lengths is not None:
-            rows = self.lengths
+            rows = self.lengths.clamp(0, reduced)
         else:
-            return torch.full((batch,), reduced, dtype=torch.float32, device=device)
+            return torch.full((batch,), reduced, dtype=torch.float32, device=self.kept.device)
         return rows.to(torch.float32)
