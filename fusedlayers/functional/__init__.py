@@ -2,5 +2,6 @@
 
 from .ffn import ffn
 from .gemm_gemm import gemm_gemm
+from .gemm_reduce import gemm_reduce
 
-__all__ = ["ffn", "gemm_gemm"]
+__all__ = ["ffn", "gemm_gemm", "gemm_reduce"]

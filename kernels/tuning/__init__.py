@@ -12,6 +12,7 @@ from .gemm_gemm import (
     stored_config,
     tile_config,
 )
+from .gemm_reduce import ReduceConfig, reduce_config, reduce_gradient_config
 from .limits import CONSUMER_ROWS, SHARED_MEMORY, padded_width
 
 __all__ = [
@@ -20,11 +21,14 @@ __all__ = [
     "SHORTEST_SPLIT",
     "WIDEST_X_IN_REGISTERS",
     "PipelinedConfig",
+    "ReduceConfig",
     "StoredConfig",
     "TileConfig",
     "padded_width",
     "padded_widths",
     "pipelined_config",
+    "reduce_config",
+    "reduce_gradient_config",
     "rows",
     "stored_config",
     "tile_config",
