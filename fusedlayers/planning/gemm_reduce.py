@@ -4,10 +4,16 @@ A sum or a mean of a product without an activation needs no product of matrices:
 "algebraic" path, through torch. "fused" are the kernels, "torch" writes the product.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ..kernels.tuning import ReduceConfig, reduce_config, reduce_gradient_config
+from ..kernels.tuning import (
+    CONSUMER_ROWS,
+    ReduceConfig,
+    pipelined_reduce_config,
+    reduce_config,
+    reduce_gradient_config,
+)
 from .call import COLD, Call, Decision
 from .devices import CEILINGS, DTYPE_BYTES, KERNEL_DTYPES, PARTIALS_LIMIT, Device
 
@@ -36,6 +42,7 @@ class ReduceProblem(Call):
     op: str
     activation: str = "identity"
     masked: bool = False
+    indices: bool = False  # whether they are asked for; gradients of a maximum need them anyway
     product: bool = False  # whether the product is wanted too
     atomic: bool = False
     needs_kept_gradient: bool = False
@@ -57,6 +64,11 @@ class ReduceProblem(Call):
     @property
     def training(self) -> bool:
         return self.needs_kept_gradient or self.needs_reduced_gradient or self.needs_bias_gradient
+
+    @property
+    def finds_indices(self) -> bool:
+        """Whether the forward pass finds the index of each maximum or minimum."""
+        return self.indices or (self.training and self.op in ("max", "min", "absmax"))
 
     @property
     def linear(self) -> bool:
@@ -140,7 +152,7 @@ def why_slower(problem: ReduceProblem, device: Device) -> str | None:
     rows = REDUCE_FASTER_FROM.get((problem.op, problem.training))
     if rows is None:
         return f"{problem.op} was not measured in {use}; FUSEDLAYERS_BACKEND=triton runs the kernels"
-    thresholds = next((limits for widest, limits in rows if problem.K <= widest), None)
+    thresholds = next((limits for widest, limits in rows if widest >= problem.K), None)
     if thresholds is None:
         return f"in {use} torch was as fast or faster at inner width {problem.K}"
     least = thresholds[problem.captured]
@@ -151,14 +163,28 @@ def why_slower(problem: ReduceProblem, device: Device) -> str | None:
     return f"too small: {elements:,} elements of the product, faster than torch from {least:,} on when {bound}"
 
 
+def forward_tiles(problem: ReduceProblem, device: Device) -> ReduceConfig:
+    """The tiles of the forward pass, and of the warp-specialised kernel where it computes the problem."""
+    tiles = reduce_config(device.architecture, 8 * problem.element_bytes, problem.K)
+    plain = problem.activation == "identity" and not (problem.product or problem.atomic)
+    if not device.pipelined or problem.element_bytes != 2 or not plain:
+        return tiles
+    costly = problem.masked or problem.finds_indices
+    pipelined = pipelined_reduce_config(problem.kept, problem.reduced, problem.K, device.processors, costly)
+    return replace(tiles, pipelined=pipelined)
+
+
 def choose_reduced_splits(problem: ReduceProblem, device: Device, tiles: ReduceConfig) -> int:
     """Ranges the reduced axis is split into: enough programs for every processor, bounded partials."""
     if problem.product:
         return 1  # a program writes its tiles of the product anyway: memory is the limit
-    programs = problem.batch * -(-problem.kept // tiles.block_p)
-    most = -(-problem.reduced // (tiles.block_r * SHORTEST_REDUCED_SPLIT))
+    rows, block, resident = tiles.block_p, tiles.block_r, RESIDENT
+    if tiles.pipelined is not None:
+        rows, block, resident = tiles.pipelined.consumers * CONSUMER_ROWS, tiles.pipelined.block, 1
+    programs = problem.batch * -(-problem.kept // rows)
+    most = -(-problem.reduced // (block * SHORTEST_REDUCED_SPLIT))
     partials = 8 * problem.batch * problem.kept  # a value and an index, or a maximum and a sum
-    return max(1, min(device.processors * RESIDENT // programs, most, PARTIALS_LIMIT // partials))
+    return max(1, min(device.processors * resident // programs, most, PARTIALS_LIMIT // partials))
 
 
 def _flops(problem: ReduceProblem, path: str) -> int:
@@ -198,7 +224,7 @@ def _costed(
     options: dict[str, Any] = {}
     if path == "fused":
         bits = 8 * element
-        tiles = reduce_config(device.architecture, bits, problem.K)
+        tiles = forward_tiles(problem, device)
         splits = choose_reduced_splits(problem, device, tiles)
         partials = 4 if problem.op in ("sum", "mean", "sumsq") else 8
         options = {

@@ -12,7 +12,13 @@ from .gemm_gemm import (
     stored_config,
     tile_config,
 )
-from .gemm_reduce import ReduceConfig, reduce_config, reduce_gradient_config
+from .gemm_reduce import (
+    PipelinedReduceConfig,
+    ReduceConfig,
+    pipelined_reduce_config,
+    reduce_config,
+    reduce_gradient_config,
+)
 from .limits import CONSUMER_ROWS, SHARED_MEMORY, padded_width
 
 __all__ = [
@@ -21,12 +27,14 @@ __all__ = [
     "SHORTEST_SPLIT",
     "WIDEST_X_IN_REGISTERS",
     "PipelinedConfig",
+    "PipelinedReduceConfig",
     "ReduceConfig",
     "StoredConfig",
     "TileConfig",
     "padded_width",
     "padded_widths",
     "pipelined_config",
+    "pipelined_reduce_config",
     "reduce_config",
     "reduce_gradient_config",
     "rows",
