@@ -35,7 +35,7 @@ def gemm_reduce(
     return_product: bool = False,
     atomic: bool = False,
 ) -> Any:
-    """``⊕ act(a @ b + bias)`` over ``dim``: a ``[*B, M, K]``, b ``[*B, K, N]`` -> ``[*B, N]`` or ``[*B, M]``; any dtype.
+    """``⊕ act(a @ b + bias)`` over ``dim``: a ``[*B, M, K]``, b ``[*B, K, N]`` -> ``[*B, N]`` or ``[*B, M]``.
 
     What does not take part is filled with the identity of the operation. ``atomic`` changes nothing here.
     """

@@ -140,7 +140,7 @@ def why_slower(problem: ReduceProblem, device: Device) -> str | None:
     rows = REDUCE_FASTER_FROM.get((problem.op, problem.training))
     if rows is None:
         return f"{problem.op} was not measured in {use}; FUSEDLAYERS_BACKEND=triton runs the kernels"
-    thresholds = next((limits for widest, limits in rows if problem.K <= widest), None)
+    thresholds = next((limits for widest, limits in rows if widest >= problem.K), None)
     if thresholds is None:
         return f"in {use} torch was as fast or faster at inner width {problem.K}"
     least = thresholds[problem.captured]
