@@ -10,17 +10,18 @@ from . import functional
 from .devices import describe
 from .functional.arguments import check_ffn, check_gemm_gemm
 from .functional.dispatch import dispatch, ffn_problem, gemm_gemm_problem
+from .functional.reduce_arguments import check_gemm_reduce, gemm_reduce_problem
 from .kernels.activations import ACTIVATIONS, canonical_activation
 from .kernels.tuning import CONSUMER_ROWS
-from .planning import Device, Plan, Problem
+from .planning import Decision, Device, Plan, Problem, ReduceProblem
 
 
 def explain(target: nn.Module | Callable[..., Tensor], *inputs: Tensor, **options: object) -> str:
     """What ``target(*inputs)`` would do on this machine, as text; nothing is computed.
 
     Args:
-        target: a :class:`FusedFFN`, a module that :func:`replace` has fused, ``functional.ffn`` or
-            ``functional.gemm_gemm``.
+        target: a :class:`FusedFFN`, a module that :func:`replace` has fused, ``functional.ffn``,
+            ``functional.gemm_gemm`` or ``functional.gemm_reduce``.
         inputs: the tensors of the call; ``requires_grad`` of inputs and parameters and the grad mode count.
         options: the keyword arguments of the call.
 
@@ -47,13 +48,18 @@ def explain(target: nn.Module | Callable[..., Tensor], *inputs: Tensor, **option
             return f"{type(target).__name__} calls its children instead of fusing them: {reason}"
         arguments = fused.call_arguments(*inputs)
         problem, title = _ffn(arguments)
+    elif target is functional.gemm_reduce:
+        return _gemm_reduce(inspect.signature(functional.gemm_reduce).bind(*inputs, **options).arguments)
     else:
-        known = "a FusedFFN, a module fused by replace(), functional.ffn or functional.gemm_gemm"
+        known = "a FusedFFN, a module fused by replace(), or a function of fusedlayers.functional"
         raise TypeError(f"target must be {known}, got {type(target).__name__}")
     device = next(value for value in arguments.values() if isinstance(value, Tensor)).device
     plan = dispatch(problem, device)
-    rows = [*_facts(problem, plan, describe(device)), *_copies(problem, plan, arguments)]
-    rows += [(f"not {path}", reason) for path, reason in plan.rejected]
+    return _told(title, [*_facts(problem, plan, describe(device)), *_copies(problem, plan, arguments)], plan)
+
+
+def _told(title: str, rows: list[tuple[str, str]], plan: Decision) -> str:
+    rows = [*rows, *((f"not {path}", reason) for path, reason in plan.rejected)]
     width = max(len(name) for name, _ in rows)
     return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
@@ -66,6 +72,28 @@ def _ffn(arguments: dict[str, Any]) -> tuple[Problem, str]:
     problem = ffn_problem(**given)
     gate = "act(x W_gateᵀ) ⊙ (x W_upᵀ)" if problem.gated else "act(x W_upᵀ)"
     return problem, f"ffn: {gate} W_downᵀ, act = {_formula(problem)}"
+
+
+def _gemm_reduce(arguments: dict[str, Any]) -> str:
+    given = {name: p.default for name, p in inspect.signature(functional.gemm_reduce).parameters.items()} | arguments
+    activation = canonical_activation(given.pop("activation"))
+    check_gemm_reduce(**given)
+    problem = gemm_reduce_problem(**given, activation=activation)
+    device = given["a"].device
+    plan = dispatch(problem, device)
+    axes = ("N", "M") if given["dim"] == -2 else ("M", "N")
+    shape = f"B={problem.batch} {axes[0]}={problem.kept} (kept) {axes[1]}={problem.reduced} (reduced) K={problem.K}"
+    rows = [*_call(shape, problem, plan, describe(device))]
+    if plan.path == "fused":
+        tiles = plan.forward_tiles
+        size = f"{tiles.block_p} kept × {tiles.block_r} reduced × {tiles.block_k} inner"
+        rows.append(("tiles", f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages"))
+        how = "added in any order (atomic=True)" if problem.atomic else "combined in a fixed order"
+        rows.append(("splits", f"{plan.splits} ranges of the reduced axis, {how}"))
+    act = "" if activation == "identity" else f", act = {_formula(problem)}"
+    inner = "a @ b" if activation == "identity" else "act(a @ b)"
+    title = f"gemm_reduce: {given['op']} of {inner} over {axes[1]}{act}"
+    return _told(title, [*rows, *_costs(problem, plan)], plan)
 
 
 def _copies(problem: Problem, plan: Plan, arguments: dict[str, Any]) -> list[tuple[str, str]]:
@@ -81,7 +109,7 @@ def _copies(problem: Problem, plan: Plan, arguments: dict[str, Any]) -> list[tup
     return []
 
 
-def _formula(problem: Problem) -> str:
+def _formula(problem: Problem | ReduceProblem) -> str:
     return f"{problem.activation}: {ACTIVATIONS[problem.activation].formula}"
 
 
@@ -91,11 +119,7 @@ def _facts(problem: Problem, plan: Plan, device: Device) -> list[tuple[str, str]
         shape = f"B={p.batch} M={p.M} K={p.K} N={p.N} O={p.O}"
     else:
         shape = f"M={p.M} (tokens) K={p.K} (d_model) N={p.N} (d_ff) O={p.O}"
-    rows = [
-        ("problem", f"{shape}, {p.dtype}, {'forward and backward' if p.training else 'forward'}"),
-        ("device", " ".join(filter(None, (device.name, device.architecture)))),
-        ("path", f"{plan.path}: {plan.reason}"),
-    ]
+    rows = _call(shape, p, plan, device)
     kernels = [("forward tiles", plan.forward_tiles)]
     if plan.stored is None:
         kernels.append(("data-gradient tiles", plan.data_gradient_tiles))
@@ -129,6 +153,22 @@ def _facts(problem: Problem, plan: Plan, device: Device) -> list[tuple[str, str]
     return [
         *rows,
         ("GEMM units", f"{plan.forward_units:g} forward, {plan.backward_units:g} backward"),
+        *_costs(p, plan),
+    ]
+
+
+def _call(shape: str, p: Any, plan: Decision, device: Device) -> list[tuple[str, str]]:
+    """What every call has: the problem, the device, the path."""
+    return [
+        ("problem", f"{shape}, {p.dtype}, {'forward and backward' if p.training else 'forward'}"),
+        ("device", " ".join(filter(None, (device.name, device.architecture)))),
+        ("path", f"{plan.path}: {plan.reason}"),
+    ]
+
+
+def _costs(p: Any, plan: Decision) -> list[tuple[str, str]]:
+    """What every plan costs."""
+    return [
         ("FLOPs", f"{plan.flops:,}"),
         ("bytes moved", f"at least {plan.bytes:,}"),
         ("saved bytes", f"{plan.saved_bytes:,} for the backward pass" if p.training else "0 (no gradient is wanted)"),

@@ -35,7 +35,7 @@ def gemm_reduce(
     return_product: bool = False,
     atomic: bool = False,
 ) -> Any:
-    """``⊕ act(a @ b + bias)`` over ``dim``: a ``[*B, M, K]``, b ``[*B, K, N]`` -> ``[*B, N]`` or ``[*B, M]``; any dtype.
+    """``⊕ act(a @ b + bias)`` over ``dim``: a ``[*B, M, K]``, b ``[*B, K, N]`` -> ``[*B, N]`` or ``[*B, M]``.
 
     What does not take part is filled with the identity of the operation. ``atomic`` changes nothing here.
     """
@@ -99,7 +99,10 @@ def gemm_sum(
     elif bias is not None:
         summed = bias.sum(-1) if isinstance(count, int) else (bias * taking).sum(-1)
         found = found + summed.unsqueeze(-1)
-    return found / count if op == "mean" else found
+    if op == "sum" or isinstance(count, int):
+        return found / count if op == "mean" else found
+    # The mean of nothing is NaN, and its gradients are 0.
+    return torch.where(count > 0, found / count.clamp(min=1), torch.nan)
 
 
 def ffn(
