@@ -28,7 +28,7 @@ def valid_gemm_gemm() -> dict[str, Any]:
 
 
 def valid_maxsim() -> dict[str, Any]:
-    return {"queries": torch.randn(3, M, K), "documents": torch.randn(2, N, K)}
+    return {"queries": torch.randn(3, M, K), "documents": torch.randn(O, N, K)}
 
 
 CALLS: dict[str, tuple[Callable[..., Tensor], Callable[[], dict[str, Any]]]] = {

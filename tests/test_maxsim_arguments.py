@@ -11,9 +11,9 @@ import torch
 from fusedlayers import functional
 from tests.test_arguments import refused
 
-# As tests.test_arguments.valid_maxsim: three queries of five tokens, two documents of eighteen, six dimensions.
+# As tests.test_arguments.valid_maxsim: three queries of five tokens, four documents of eighteen, six dimensions.
 QUERY_MASK = torch.ones(3, 5, dtype=torch.bool)
-DOCUMENT_MASK = torch.ones(2, 18, dtype=torch.bool)
+DOCUMENT_MASK = torch.ones(4, 18, dtype=torch.bool)
 PACKED = {
     "queries": torch.randn(15, 6),
     "documents": torch.randn(36, 6),
@@ -23,8 +23,8 @@ PACKED = {
 
 
 def test_what_the_errors_are_measured_against_is_right() -> None:
-    queries, documents = torch.randn(3, 5, 6), torch.randn(2, 18, 6)
-    assert functional.maxsim(queries, documents, QUERY_MASK, DOCUMENT_MASK).shape == (3, 2)
+    queries, documents = torch.randn(3, 5, 6), torch.randn(4, 18, 6)
+    assert functional.maxsim(queries, documents, QUERY_MASK, DOCUMENT_MASK).shape == (3, 4)
     assert functional.maxsim(**PACKED).shape == (3, 2)
 
 
@@ -43,7 +43,7 @@ def test_what_the_errors_are_measured_against_is_right() -> None:
         ),
         (
             {"document_mask": DOCUMENT_MASK[0]},
-            r"document_mask of shape \[18\] .*: expected \[D, Ld\] = \[2, 18\] as documents \[2, 18, 6\]$",
+            r"document_mask of shape \[18\] .*: expected \[D, Ld\] = \[4, 18\] as documents \[4, 18, 6\]$",
         ),
         ({"query_mask": QUERY_MASK.to("meta")}, r"query_mask .* on meta: expected the device of queries, cpu$"),
         (

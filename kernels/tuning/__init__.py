@@ -12,19 +12,27 @@ from .gemm_gemm import (
     stored_config,
     tile_config,
 )
+from .gemm_reduce import ReduceConfig, reduce_config
 from .limits import CONSUMER_ROWS, SHARED_MEMORY, padded_width
+from .maxsim import GatherConfig, OneHotConfig, gather_config, one_hot_config
 
 __all__ = [
     "CONSUMER_ROWS",
     "SHARED_MEMORY",
     "SHORTEST_SPLIT",
     "WIDEST_X_IN_REGISTERS",
+    "GatherConfig",
+    "OneHotConfig",
     "PipelinedConfig",
+    "ReduceConfig",
     "StoredConfig",
     "TileConfig",
+    "gather_config",
+    "one_hot_config",
     "padded_width",
     "padded_widths",
     "pipelined_config",
+    "reduce_config",
     "rows",
     "stored_config",
     "tile_config",
