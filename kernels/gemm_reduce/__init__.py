@@ -1,0 +1,20 @@
+"""Batched GEMM-reduce, forward and backward, without ever writing the product.
+
+One orientation serves a reduction over the rows and over the columns of a product (the operands change roles):
+
+    C[z,p,r] = act(kept[z,p] · reduced[z,r] + kept_bias[p] + reduced_bias[r])
+    D[z,p]   = ⊕_r C[z,p,r]        ⊕ in sum, mean, max, min, absmax, sumsq, logsumexp
+
+Shapes: kept [Z, P, K], reduced [Z, R, K] or packed [T, K], D [Z, P]; a mask [Z, R], lengths [Z] or, for packed rows,
+offsets [Z + 1] say which r take part. Where a row does not take part it counts as the operation's identity (0, -inf,
++inf); mean divides by the number of those that do.
+
+The reduced axis is the column axis of every tile, so that a reduction stays inside a group of warps. Where the tiles of
+the kept axis do not fill the device the reduced axis is split; float32 partials are combined in a fixed order.
+Of equal values the first index wins, and the first NaN wins over everything, as in torch.max.
+"""
+
+from .forward import reduce
+from .operands import OPERATIONS, ReduceArithmetic, ReduceOperands
+
+__all__ = ["OPERATIONS", "ReduceArithmetic", "ReduceOperands", "reduce"]

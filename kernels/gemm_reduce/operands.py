@@ -1,0 +1,145 @@
+"""What a call of these kernels is made of: its tensors, its arithmetic, and the arguments that all kernels share."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..device import tl, triton
+from ..tiles import add_product, load_vector, product
+
+OPERATIONS = ("sum", "mean", "max", "min", "absmax", "sumsq", "logsumexp")
+
+
+@triton.jit
+def load_block(
+    base_ptr, rows, cols, stride_row, stride_col, row_limit, col_limit, EVEN_ROWS: tl.constexpr,
+    EVEN_COLS: tl.constexpr,
+):  # fmt: skip
+    """The tile ``[rows, cols]`` of a matrix, zero outside its limits; an even axis has no tile that reaches past it."""
+    offsets = rows.to(tl.int64)[:, None] * stride_row + cols.to(tl.int64)[None, :] * stride_col
+    if EVEN_ROWS and EVEN_COLS:
+        return tl.load(base_ptr + offsets)
+    elif EVEN_ROWS:
+        return tl.load(base_ptr + offsets, mask=(cols < col_limit)[None, :], other=0.0)
+    elif EVEN_COLS:
+        return tl.load(base_ptr + offsets, mask=(rows < row_limit)[:, None], other=0.0)
+    else:
+        inside = (rows < row_limit)[:, None] & (cols < col_limit)[None, :]
+        return tl.load(base_ptr + offsets, mask=inside, other=0.0)
+
+
+@triton.jit
+def entry_rows(batch, lengths_ptr, offsets_ptr, stride_lengths, stride_offsets, R):
+    """(first row in memory, rows that may take part, rows there are) of the reduced side of one batch entry."""
+    if offsets_ptr is not None:
+        first = tl.load(offsets_ptr + batch * stride_offsets).to(tl.int64)
+        rows = (tl.load(offsets_ptr + (batch + 1) * stride_offsets).to(tl.int64) - first).to(tl.int32)
+        taking = rows
+    else:
+        first = batch * 0
+        rows = R
+        taking = R
+    if lengths_ptr is not None:
+        taking = tl.minimum(tl.load(lengths_ptr + batch * stride_lengths).to(tl.int32), taking)
+    return first, taking, rows
+
+
+@triton.jit
+def scores(
+    kept_ptr, reduced_ptr, rows, cols, stride_kp, stride_kk, stride_rr, stride_rk, P, R, zero,
+    kept_bias_ptr, reduced_bias_ptr, stride_kept_bias, stride_reduced_bias,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_P: tl.constexpr, EVEN_R: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The tile ``kept[rows] · reduced[cols]`` in float32 with its biases, ``BLOCK_K`` of the inner dimension at once."""
+    if K <= BLOCK_K:
+        inner = tl.arange(0, BLOCK_K)
+        kept_tile = load_block(kept_ptr, rows, inner, stride_kp, stride_kk, P, K, EVEN_P, K == BLOCK_K)
+        reduced_tile = load_block(reduced_ptr, inner, cols, stride_rk, stride_rr, K, R, K == BLOCK_K, EVEN_R)
+        z = product(kept_tile, reduced_tile, INPUT_PRECISION)
+    else:
+        EVEN_K: tl.constexpr = K % BLOCK_K == 0
+        z = tl.zeros([rows.shape[0], cols.shape[0]], tl.float32)
+        for k in tl.range(0, K, BLOCK_K):
+            inner = k + tl.arange(0, BLOCK_K)
+            kept_tile = load_block(kept_ptr, rows, inner, stride_kp, stride_kk, P, K, EVEN_P, EVEN_K)
+            reduced_tile = load_block(reduced_ptr, inner, cols, stride_rk, stride_rr, K, R, EVEN_K, EVEN_R)
+            z = add_product(z, kept_tile, reduced_tile, zero, INPUT_PRECISION)
+    if kept_bias_ptr is not None:
+        z += load_vector(kept_bias_ptr, rows, stride_kept_bias, P)[:, None]
+    if reduced_bias_ptr is not None:
+        z += load_vector(reduced_bias_ptr, cols, stride_reduced_bias, R)[None, :]
+    return z
+
+
+@dataclass(frozen=True)
+class ReduceArithmetic:
+    """What is computed, besides the tensors: names that the kernels of one call share.
+
+    ``op`` is one of ``OPERATIONS``, ``activation`` one of ``activations.ACTIVATIONS``; ``input_precision`` goes to
+    every ``tl.dot``; ``accuracy`` is one of ``activations.ACCURACIES``.
+    """
+
+    op: str
+    activation: str
+    input_precision: str
+    accuracy: str
+
+
+@dataclass(frozen=True)
+class ReduceOperands:
+    """The tensors of one call, checked: kept ``[Z, P, K]``, reduced ``[Z, R, K]``, or packed ``[T, K]`` with offsets.
+
+    A batch stride of 0 shares a matrix. kept_bias ``[P]``, reduced_bias ``[R]``; mask bool ``[Z, R]`` of any strides;
+    lengths int32 ``[Z]``; offsets int32 ``[Z + 1]``: the rows of entry z are ``offsets[z] … offsets[z + 1]``.
+    """
+
+    kept: torch.Tensor
+    reduced: torch.Tensor
+    kept_bias: torch.Tensor | None
+    reduced_bias: torch.Tensor | None
+    mask: torch.Tensor | None
+    lengths: torch.Tensor | None
+    offsets: torch.Tensor | None
+    arithmetic: ReduceArithmetic
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Z, P, R, K; of packed rows R is their total."""
+        batch, kept, width = self.kept.shape
+        return batch, kept, self.reduced.shape[-2], width
+
+    @property
+    def whole(self) -> bool:
+        """Whether every batch entry has all R rows in its loop: no lengths, no packed rows."""
+        return self.lengths is None and self.offsets is None
+
+    def pointers(self) -> tuple[torch.Tensor | None, ...]:
+        """The operands, in the order of the kernels' signatures."""
+        mask = None if self.mask is None else self.mask.view(torch.uint8)
+        return self.kept, self.reduced, self.kept_bias, self.reduced_bias, mask, self.lengths, self.offsets
+
+    def strides(self) -> tuple[int, ...]:
+        """Strides of the operands, in the order of the kernels' signatures."""
+        reduced = self.reduced.stride() if self.reduced.dim() == 3 else (0, *self.reduced.stride())
+        mask = (0, 0) if self.mask is None else self.mask.stride()
+        vectors = (self.kept_bias, self.reduced_bias, self.lengths, self.offsets)
+        kept_bias, reduced_bias, lengths, offsets = (0 if v is None else v.stride(0) for v in vectors)
+        return (*self.kept.stride(), *reduced, kept_bias, reduced_bias, *mask, lengths, offsets)
+
+    def counts(self) -> torch.Tensor:
+        """How many rows take part in each entry, float32 ``[Z]``: what mean divides by."""
+        batch, _, reduced, _ = self.sizes()
+        device = self.kept.device
+        if self.mask is not None:
+            taking = self.mask
+            if self.lengths is not None:
+                taking = taking & (torch.arange(reduced, device=device) < self.lengths[:, None])
+            return taking.sum(-1, dtype=torch.float32)
+        if self.offsets is not None:
+            rows = self.offsets.diff()
+            rows = rows if self.lengths is None else torch.minimum(rows, self.lengths)
+        elif self.lengths is not None:
+            rows = self.lengths
+        else:
+            return torch.full((batch,), reduced, dtype=torch.float32, device=device)
+        return rows.to(torch.float32)
