@@ -133,7 +133,7 @@ class MaxSimFunction(torch.autograd.Function):
                 ).view(queries.shape)
             if wanted[1]:
                 gradients[1] = kernels.document_gradient(
-                    operands, chosen, upstream, plan.document_gradient_splits, plan.document_gradient_tiles
+                    operands, chosen, upstream, plan.document_gradient_splits, plan.chunk, plan.document_gradient_tiles
                 )
             ran_as_kernels(plan.problem, upstream.device)
         return *gradients, None, None, None, None, None
