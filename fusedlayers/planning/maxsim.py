@@ -13,7 +13,7 @@ FASTER_FROM: dict[bool, tuple[int, int] | None] = {False: None, True: None}
 
 # Programs that a split aims at for every processor, and the fewest steps of a split that are worth its partial.
 FORWARD_PROGRAMS = 1
-QUERY_GRADIENT_PROGRAMS = 4
+QUERY_GRADIENT_PROGRAMS = 8
 DOCUMENT_GRADIENT_PROGRAMS = 2
 SHORTEST_SPLIT = 4
 

@@ -28,7 +28,7 @@ def _query_gradient_kernel(
     end = tl.minimum(first + split_documents, D)
     acc = tl.zeros([BLOCK_P, BLOCK_K], tl.float32)
     for start in tl.range(0, (end - first).to(tl.int32), DOCUMENTS):
-        # Several documents at once: each waits for its indices, and then for its rows.
+        # Several documents in one step: each waits for its indices, and then for its rows.
         for step in tl.static_range(DOCUMENTS):
             document = first + (start + step)
             there = document < end
