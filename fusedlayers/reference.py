@@ -69,6 +69,87 @@ def _batched_product(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left, right) if alike else left @ right
 
 
+def gemm_reduce(
+    a: Tensor,
+    b: Tensor,
+    *,
+    op: str = "sum",
+    dim: int = -2,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    return_indices: bool = False,
+    return_product: bool = False,
+    atomic: bool = False,
+) -> Any:
+    """``⊕ act(a @ b + bias)`` over ``dim``: a ``[*B, M, K]``, b ``[*B, K, N]`` -> ``[*B, N]`` or ``[*B, M]``.
+
+    What does not take part is filled with the identity of the operation. ``atomic`` changes nothing here.
+    """
+    c = _batched_product(a, b)
+    c = ACTIVATIONS[canonical_activation(activation)].torch(c if bias is None else c + bias)
+    values = {"absmax": torch.abs, "sumsq": torch.square}.get(op, lambda values: values)(c)
+    count: Any = c.shape[dim]
+    if mask is not None or lengths is not None:
+        taking = _taking_part(mask, lengths, c.shape[dim], c.device)
+        fill = 0.0 if op in ("sum", "mean", "sumsq") else torch.inf if op in ("min", "argmin") else -torch.inf
+        values = values.masked_fill(~taking.unsqueeze(-1 if dim == -2 else -2), fill)
+        count = taking.sum(-1, keepdim=True)
+    if op == "logsumexp":
+        found: Any = values.logsumexp(dim)
+    elif op in ("sum", "sumsq"):
+        found = values.sum(dim)
+    elif op == "mean":
+        found = values.mean(dim) if isinstance(count, int) else values.sum(dim) / count
+    elif op in ("argmax", "argmin"):
+        found = getattr(values, op.removeprefix("arg"))(dim).indices
+    else:
+        best = values.min(dim) if op == "min" else values.max(dim)
+        found = tuple(best) if return_indices else best.values
+    if return_product:
+        return (*found, c) if isinstance(found, tuple) else (found, c)
+    return found
+
+
+def _taking_part(mask: Tensor | None, lengths: Tensor | None, rows: int, device: torch.device) -> Tensor:
+    """Which rows are reduced: boolean, broadcasts to ``[*B, rows]``."""
+    if lengths is None:
+        assert mask is not None
+        return mask
+    taking = torch.arange(rows, device=device) < lengths.unsqueeze(-1)
+    return taking if mask is None else taking & mask
+
+
+def gemm_sum(
+    a: Tensor,
+    b: Tensor,
+    *,
+    op: str = "sum",
+    dim: int = -2,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The sum or mean of :func:`gemm_reduce` without an activation, by ``Σ_m (a b) = (Σ_m a) b``: no large product."""
+    rows, other = (a, b) if dim == -2 else (b.mT, a.mT)
+    count: Any = rows.shape[-2]
+    if mask is not None or lengths is not None:
+        taking = _taking_part(mask, lengths, rows.shape[-2], rows.device)
+        rows = torch.where(taking.unsqueeze(-1), rows, 0)
+        count = taking.sum(-1, keepdim=True)
+    # A sum of float16 values may overflow where its product with b does not: half of its scale is taken out before.
+    scale = 2.0 ** (rows.shape[-2].bit_length() // 2) if rows.dtype == torch.float16 else 1.0
+    total = rows.sum(-2, dtype=torch.promote_types(rows.dtype, torch.float32)) / scale
+    found = (_batched_product(total.to(rows.dtype).unsqueeze(-2), other)).squeeze(-2) * scale
+    if bias is not None and dim == -2:
+        found = found + bias * count
+    elif bias is not None:
+        summed = bias.sum(-1) if isinstance(count, int) else (bias * taking).sum(-1)
+        found = found + summed.unsqueeze(-1)
+    return found / count if op == "mean" else found
+
+
 def ffn(
     x: Tensor,
     w_up: Tensor,

@@ -7,14 +7,16 @@ holds its problem, its plan and its planner.
 from collections.abc import Callable
 from typing import Any
 
-from . import gemm_gemm, maxsim
+from . import gemm_gemm, gemm_reduce, maxsim
 from .call import Call, Decision
 from .devices import BACKENDS, CEILINGS, Device
 from .gemm_gemm import Plan, Problem
+from .gemm_reduce import ReducePlan, ReduceProblem
 from .maxsim import MaxSimPlan, MaxSimProblem
 
 _PLANNERS: dict[type[Call], Callable[[Any, Device, str], Any]] = {
     Problem: gemm_gemm.plan,
+    ReduceProblem: gemm_reduce.plan,
     MaxSimProblem: maxsim.plan,
 }
 
@@ -38,5 +40,7 @@ __all__ = [
     "MaxSimProblem",
     "Plan",
     "Problem",
+    "ReducePlan",
+    "ReduceProblem",
     "plan",
 ]

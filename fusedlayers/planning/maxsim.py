@@ -12,7 +12,7 @@ from .devices import CEILINGS, DTYPE_BYTES, KERNEL_DTYPES, PARTIALS_LIMIT, Devic
 FASTER_FROM: dict[bool, tuple[int, int] | None] = {False: None, True: None}
 
 # Programs that a split aims at for every processor, and the fewest steps of a split that are worth its partial.
-FORWARD_PROGRAMS = 1
+FORWARD_PROGRAMS = 2
 QUERY_GRADIENT_PROGRAMS = 8
 DOCUMENT_GRADIENT_PROGRAMS = 2
 SHORTEST_SPLIT = 4
@@ -32,9 +32,10 @@ class MaxSimProblem(Call):
     document_layout: str = "padded"
     needs_query_gradient: bool = False
     needs_document_gradient: bool = False
-    operation: str = "maxsim"
 
     __hash__ = Call.__hash__
+
+    operation = "maxsim"
 
     @property
     def element_bytes(self) -> int:

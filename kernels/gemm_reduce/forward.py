@@ -2,12 +2,12 @@
 
 import torch
 
-from ..activations import activate, activation_unit
+from ..activations import activate
 from ..device import tl, triton
 from ..launching import launch
 from ..tiles import store_tile
 from ..tuning import ReduceConfig
-from .operands import ReduceOperands, entry_rows, scores
+from .operands import ReduceOperands, add_biases, entry_rows, scores
 
 _COMBINED = 128  # elements of the result that one program combines from their partials
 
@@ -80,12 +80,11 @@ def _reduce_kernel(
         cols = r + tl.arange(0, BLOCK_R)
         c = scores(
             kept_ptr, reduced_ptr, rows, cols, stride_kp, stride_kk, stride_rr, stride_rk, P, entry, zero,
-            kept_bias_ptr, reduced_bias_ptr, stride_kept_bias, stride_reduced_bias,
             K, BLOCK_K, EVEN_P, EVEN_R, INPUT_PRECISION,
         )  # fmt: skip
+        c = add_biases(c, rows, cols, kept_bias_ptr, reduced_bias_ptr, stride_kept_bias, stride_reduced_bias, P, entry)
         if ACTIVATION != "identity":
             c, _ = activate(c, ACTIVATION, ACCURACY)
-            c *= activation_unit(ACTIVATION, ACCURACY)
         if product_ptr is not None:
             store_tile(product_ptr + batch * stride_cz, c, rows, cols, stride_cp, stride_cr, P, entry)
         c = _value(c, OP)

@@ -46,29 +46,34 @@ def entry_rows(batch, lengths_ptr, offsets_ptr, stride_lengths, stride_offsets, 
 
 @triton.jit
 def scores(
-    kept_ptr, reduced_ptr, rows, cols, stride_kp, stride_kk, stride_rr, stride_rk, P, R, zero,
-    kept_bias_ptr, reduced_bias_ptr, stride_kept_bias, stride_reduced_bias,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_P: tl.constexpr, EVEN_R: tl.constexpr,
+    row_ptr, col_ptr, rows, cols, stride_row, stride_row_k, stride_col, stride_col_k, row_limit, col_limit, zero,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The tile ``kept[rows] · reduced[cols]`` in float32 with its biases, ``BLOCK_K`` of the inner dimension at once."""
+    """The tile of products of rows of two matrices in float32, ``BLOCK_K`` of their inner dimension at once."""
     if K <= BLOCK_K:
         inner = tl.arange(0, BLOCK_K)
-        kept_tile = load_block(kept_ptr, rows, inner, stride_kp, stride_kk, P, K, EVEN_P, K == BLOCK_K)
-        reduced_tile = load_block(reduced_ptr, inner, cols, stride_rk, stride_rr, K, R, K == BLOCK_K, EVEN_R)
-        z = product(kept_tile, reduced_tile, INPUT_PRECISION)
+        left = load_block(row_ptr, rows, inner, stride_row, stride_row_k, row_limit, K, EVEN_ROWS, K == BLOCK_K)
+        right = load_block(col_ptr, inner, cols, stride_col_k, stride_col, K, col_limit, K == BLOCK_K, EVEN_COLS)
+        return product(left, right, INPUT_PRECISION)
     else:
         EVEN_K: tl.constexpr = K % BLOCK_K == 0
         z = tl.zeros([rows.shape[0], cols.shape[0]], tl.float32)
         for k in tl.range(0, K, BLOCK_K):
             inner = k + tl.arange(0, BLOCK_K)
-            kept_tile = load_block(kept_ptr, rows, inner, stride_kp, stride_kk, P, K, EVEN_P, EVEN_K)
-            reduced_tile = load_block(reduced_ptr, inner, cols, stride_rk, stride_rr, K, R, EVEN_K, EVEN_R)
-            z = add_product(z, kept_tile, reduced_tile, zero, INPUT_PRECISION)
-    if kept_bias_ptr is not None:
-        z += load_vector(kept_bias_ptr, rows, stride_kept_bias, P)[:, None]
-    if reduced_bias_ptr is not None:
-        z += load_vector(reduced_bias_ptr, cols, stride_reduced_bias, R)[None, :]
+            left = load_block(row_ptr, rows, inner, stride_row, stride_row_k, row_limit, K, EVEN_ROWS, EVEN_K)
+            right = load_block(col_ptr, inner, cols, stride_col_k, stride_col, K, col_limit, EVEN_K, EVEN_COLS)
+            z = add_product(z, left, right, zero, INPUT_PRECISION)
+        return z
+
+
+@triton.jit
+def add_biases(z, rows, cols, row_bias_ptr, col_bias_ptr, stride_row_bias, stride_col_bias, row_limit, col_limit):
+    """``z`` with the biases that there are, of its rows and of its columns."""
+    if row_bias_ptr is not None:
+        z += load_vector(row_bias_ptr, rows, stride_row_bias, row_limit)[:, None]
+    if col_bias_ptr is not None:
+        z += load_vector(col_bias_ptr, cols, stride_col_bias, col_limit)[None, :]
     return z
 
 
@@ -77,7 +82,7 @@ class ReduceArithmetic:
     """What is computed, besides the tensors: names that the kernels of one call share.
 
     ``op`` is one of ``OPERATIONS``, ``activation`` one of ``activations.ACTIVATIONS``; ``input_precision`` goes to
-    every ``tl.dot``; ``accuracy`` is one of ``activations.ACCURACIES``.
+    every ``tl.dot``; ``accuracy`` is "exact" or "half" (a sum of many values would show the errors of "coarse").
     """
 
     op: str
@@ -91,7 +96,8 @@ class ReduceOperands:
     """The tensors of one call, checked: kept ``[Z, P, K]``, reduced ``[Z, R, K]``, or packed ``[T, K]`` with offsets.
 
     A batch stride of 0 shares a matrix. kept_bias ``[P]``, reduced_bias ``[R]``; mask bool ``[Z, R]`` of any strides;
-    lengths int32 ``[Z]``; offsets int32 ``[Z + 1]``: the rows of entry z are ``offsets[z] … offsets[z + 1]``.
+    lengths int32 ``[Z]``; offsets int32 ``[Z + 1]``: the rows of entry z are ``offsets[z] … offsets[z + 1]``, never
+    more than ``longest`` of them (None: all T). Packed rows have neither a mask nor a reduced_bias.
     """
 
     kept: torch.Tensor
@@ -102,11 +108,13 @@ class ReduceOperands:
     lengths: torch.Tensor | None
     offsets: torch.Tensor | None
     arithmetic: ReduceArithmetic
+    longest: int | None = None
 
     def sizes(self) -> tuple[int, int, int, int]:
-        """Z, P, R, K; of packed rows R is their total."""
+        """Z, P, R, K; of packed rows R is the most that an entry has."""
         batch, kept, width = self.kept.shape
-        return batch, kept, self.reduced.shape[-2], width
+        reduced = self.reduced.shape[-2] if self.longest is None else self.longest
+        return batch, kept, reduced, width
 
     @property
     def whole(self) -> bool:
@@ -126,20 +134,25 @@ class ReduceOperands:
         kept_bias, reduced_bias, lengths, offsets = (0 if v is None else v.stride(0) for v in vectors)
         return (*self.kept.stride(), *reduced, kept_bias, reduced_bias, *mask, lengths, offsets)
 
+    def taking(self) -> torch.Tensor | None:
+        """Which rows take part, bool ``[Z, R]``, or None where all of them do; not of packed rows."""
+        if self.lengths is None:
+            return self.mask
+        within = torch.arange(self.reduced.shape[-2], device=self.kept.device) < self.lengths.unsqueeze(-1)
+        return within if self.mask is None else within & self.mask
+
     def counts(self) -> torch.Tensor:
         """How many rows take part in each entry, float32 ``[Z]``: what mean divides by."""
         batch, _, reduced, _ = self.sizes()
-        device = self.kept.device
         if self.mask is not None:
-            taking = self.mask
-            if self.lengths is not None:
-                taking = taking & (torch.arange(reduced, device=device) < self.lengths[:, None])
+            taking = self.taking()
+            assert taking is not None
             return taking.sum(-1, dtype=torch.float32)
         if self.offsets is not None:
             rows = self.offsets.diff()
             rows = rows if self.lengths is None else torch.minimum(rows, self.lengths)
         elif self.lengths is not None:
-            rows = self.lengths
+            rows = self.lengths.clamp(0, reduced)
         else:
-            return torch.full((batch,), reduced, dtype=torch.float32, device=device)
+            return torch.full((batch,), reduced, dtype=torch.float32, device=self.kept.device)
         return rows.to(torch.float32)

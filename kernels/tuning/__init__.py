@@ -12,7 +12,7 @@ from .gemm_gemm import (
     stored_config,
     tile_config,
 )
-from .gemm_reduce import ReduceConfig, reduce_config
+from .gemm_reduce import ReduceConfig, reduce_config, reduce_gradient_config
 from .limits import CONSUMER_ROWS, SHARED_MEMORY, padded_width
 from .maxsim import GatherConfig, OneHotConfig, gather_config, one_hot_config
 
@@ -33,6 +33,7 @@ __all__ = [
     "padded_widths",
     "pipelined_config",
     "reduce_config",
+    "reduce_gradient_config",
     "rows",
     "stored_config",
     "tile_config",

@@ -1,0 +1,292 @@
+"""Batched GEMM-reduce: the public function and the autograd Function of its fused path."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..kernels import gemm_reduce as kernels
+from ..kernels.activations import canonical_activation
+from ..kernels.gemm_reduce import ReduceArithmetic, ReduceOperands
+from ..planning import ReducePlan
+from .dispatch import (
+    autocast,
+    compute_dtype,
+    dispatch,
+    ran_as_kernels,
+    recalled,
+    remember,
+    signature,
+    without_autocast,
+)
+from .reduce_arguments import INDEXED, check_gemm_reduce, gemm_reduce_problem
+
+
+def gemm_reduce(
+    a: Tensor,
+    b: Tensor,
+    *,
+    op: str = "sum",
+    dim: int = -2,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    return_indices: bool = False,
+    return_product: bool = False,
+    atomic: bool = False,
+) -> Any:
+    """A batched product reduced over its rows or its columns, without writing it: ``⊕ act(a @ b + bias)``.
+
+    Args:
+        a: ``[*B, M, K]``, any strides.
+        b: ``[*B, K, N]``. Leading dims broadcast as in ``torch.matmul``.
+        op: sum, mean, max, min, absmax (the largest absolute value), sumsq (the sum of squares), logsumexp, argmax or
+            argmin.
+        dim: -2 reduces over M to ``[*B, N]``, -1 over N to ``[*B, M]``.
+        mask: boolean, broadcasts to ``[*B, M]`` or ``[*B, N]``, the axis that is reduced: True takes part.
+        lengths: integers that broadcast to ``[*B]``: rows from this one on do not take part. Values below 0 and above
+            the size of the axis count as these. With a mask, rows take part that both let in.
+        bias: ``[N]``, added to the product.
+        activation: a name of ``fusedlayers.kernels.activations.ACTIVATIONS``, Hugging Face's name of one, or None.
+        return_indices: for max, min and absmax, return int64 indices too.
+        return_product: return ``act(a @ b + bias)`` ``[*B, M, N]`` too, unmasked. It is written by the same kernel.
+        atomic: for sum, mean and sumsq, add the parts of the reduced axis up in memory, in float32 but in no fixed
+            order, so that results may differ in their last bits from call to call. By default they never do.
+
+    Returns:
+        D in the dtype of a (under autocast: in autocast's dtype); ``(D, indices)``, ``(D, product)`` or
+        ``(D, indices, product)`` where these are asked for. For argmax and argmin the int64 indices take the place of D.
+
+        Of equal values the first index is returned, and the whole gradient goes there, as in ``torch.max(dim)``
+        (``torch.amax`` divides it among them). NaN wins over everything, the first one. What does not take part counts
+        as 0 for sum and sumsq, as -inf for max, absmax and logsumexp and as inf for min; mean divides by the number of
+        elements that do. So where nothing takes part sum and sumsq are 0, mean is NaN, the others are infinite with
+        index 0, and gradients are 0. An axis of size 0 has the same sum, sumsq, mean and logsumexp.
+
+        float16, bfloat16 and float32 can run in Triton kernels; every floating dtype runs through torch.
+        A sum or mean without an activation is computed as ``(Σ a) @ b``. The gradient of max, min and absmax gathers
+        rows of the reduced operand: other rows that are not finite do not reach it, as they do (0 · inf) in a product.
+
+    Raises:
+        TypeError: an argument that is no tensor, a dtype that is not real floating or differs from that of a, a mask
+            that is not boolean, lengths that are not integers.
+        ValueError: shapes that do not fit together, tensors on different devices, an unknown op, dim or activation,
+            ``return_indices`` or ``atomic`` with an op that has none, a maximum or minimum over an axis of size 0.
+        RuntimeError: ``atomic=True`` under ``torch.use_deterministic_algorithms(True)``, or ``FUSEDLAYERS_BACKEND=triton``
+            or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
+    """  # noqa: E501
+    options = (op, dim, return_indices, return_product, atomic)
+    call = None if atomic else signature((a, b, mask, lengths, bias), activation, *options)
+    problem = None if call is None else recalled(call, a.device)
+    if problem is None:
+        activation = canonical_activation(activation)
+        check_gemm_reduce(
+            a, b, op=op, dim=dim, mask=mask, lengths=lengths, bias=bias, return_indices=return_indices,
+            return_product=return_product, atomic=atomic,
+        )  # fmt: skip
+        problem = gemm_reduce_problem(
+            a, b, op=op, dim=dim, mask=mask, lengths=lengths, bias=bias, activation=activation,
+            return_product=return_product, atomic=atomic,
+        )  # fmt: skip
+        remember(call, problem)
+    plan = dispatch(problem, a.device)
+    taking = {"mask": mask, "lengths": lengths}
+    if plan.path == "torch":
+        return reference.gemm_reduce(
+            a, b, op=op, dim=dim, **taking, bias=bias, activation=problem.activation, return_indices=return_indices,
+            return_product=return_product,
+        )  # fmt: skip
+    a, b, bias = autocast((a, b, bias), compute_dtype(a))
+    if plan.path == "algebraic":
+        with without_autocast(a.device):
+            return reference.gemm_sum(a, b, op=op, dim=dim, **taking, bias=bias)
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    kept, reduced = (b.mT, a) if dim == -2 else (a, b.mT)
+    reduction = _Reduction(
+        arithmetic=ReduceArithmetic(problem.op, problem.activation, problem.input_precision, plan.accuracy),
+        bias_of_kept=dim == -2,
+        indices=return_indices or op.startswith("arg"),
+        product=return_product,
+        plan=plan,
+    )
+    flat_mask = None if mask is None else mask.expand(*batch, reduced.shape[-2]).reshape(-1, reduced.shape[-2])
+    tensors = (_flat_batch(kept, batch), _flat_batch(reduced, batch), bias, flat_mask, _flat_lengths(lengths, batch, a))
+    if problem.training or call is None:
+        d, index, product = GemmReduceFunction.apply(*tensors, reduction)
+    else:
+        d, index, product, _ = _forward(*tensors, reduction, saving=False)
+    if not problem.training:
+        ran_as_kernels(problem, a.device)
+    d, index, product = (
+        None if found is None else found.reshape(*batch, *found.shape[1:]) for found in (d, index, product)
+    )
+    if product is not None and dim == -2:
+        product = product.mT
+    first = (index,) if op.startswith("arg") else (d, index) if return_indices else (d,)
+    results = (*first, product) if return_product else first
+    return results if len(results) > 1 else results[0]
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """What is reduced, besides the tensors: which operand the bias belongs to, and what is wanted beside D."""
+
+    arithmetic: ReduceArithmetic
+    bias_of_kept: bool
+    indices: bool
+    product: bool
+    plan: ReducePlan
+
+    def operands(self, kept: Tensor, reduced: Tensor, bias: Any, mask: Any, lengths: Any) -> ReduceOperands:
+        biases = (bias, None) if self.bias_of_kept else (None, bias)
+        return ReduceOperands(kept, reduced, *biases, mask, lengths, None, self.arithmetic)
+
+
+def _flat_batch(tensor: Tensor, batch: torch.Size) -> Tensor:
+    """``[*batch, rows, columns]`` as ``[Z, rows, columns]``, without a copy where one matrix serves every entry."""
+    if tensor.dim() == 3 and tensor.shape[:1] == batch:
+        return tensor
+    if all(size == 1 for size in tensor.shape[:-2]):
+        return tensor.reshape(1, *tensor.shape[-2:]).expand(batch.numel(), -1, -1)
+    return tensor.expand(*batch, -1, -1).reshape(-1, *tensor.shape[-2:])
+
+
+def _flat_lengths(lengths: Tensor | None, batch: torch.Size, a: Tensor) -> Tensor | None:
+    if lengths is None:
+        return None
+    # Within 32 bits before they are cut to them.
+    return lengths.clamp(0, 2**31 - 1 if lengths.element_size() > 4 else None).expand(batch).reshape(-1).to(torch.int32)
+
+
+def _forward(
+    kept: Tensor, reduced: Tensor, bias: Any, mask: Any, lengths: Any, reduction: _Reduction, saving: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """D ``[Z, P]``, int64 indices, the product ``[Z, P, R]``, and what the backward pass needs of the result."""
+    operands = reduction.operands(kept, reduced, bias, mask, lengths)
+    batch, rows, columns, _ = operands.sizes()
+    product = None
+    if reduction.product and reduction.bias_of_kept:
+        product = torch.empty(batch, columns, rows, dtype=kept.dtype, device=kept.device).mT
+    elif reduction.product:
+        product = torch.empty(batch, rows, columns, dtype=kept.dtype, device=kept.device)
+    plan, op = reduction.plan, reduction.arithmetic.op
+    exact = saving and op == "logsumexp"  # its gradient is a share of the sum: of the sum before it is rounded
+    d, index = kernels.reduce(
+        operands,
+        indices=reduction.indices or (saving and op in INDEXED),
+        out_dtype=torch.float32 if exact else kept.dtype,
+        splits=plan.splits,
+        tiles=plan.forward_tiles,
+        atomic=plan.problem.atomic,
+        product=product,
+    )
+    wide = index.to(torch.int64) if index is not None and reduction.indices else None
+    return d.to(kept.dtype), wide, product, d if exact else index
+
+
+class GemmReduceFunction(torch.autograd.Function):
+    """D and what is wanted beside it, of kept ``[Z, P, K]`` and reduced ``[Z, R, K]``; the product is not kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kept: Tensor, reduced: Tensor, bias: Any, mask: Any, lengths: Any, reduction: _Reduction
+    ) -> tuple[Tensor | None, ...]:
+        d, index, product, saved = _forward(kept, reduced, bias, mask, lengths, reduction, any(ctx.needs_input_grad))
+        ctx.reduction = reduction
+        ctx.save_for_backward(kept, reduced, bias, mask, lengths, saved)
+        ctx.set_materialize_grads(False)
+        if index is not None:
+            ctx.mark_non_differentiable(index)
+        return d, index, product
+
+    @staticmethod
+    def backward(ctx: Any, dd: Any, _: Any, d_product: Any) -> tuple[Any, ...]:
+        kept, reduced, bias, mask, lengths, saved = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled() or d_product is not None:
+            found = _through_reference(ctx.reduction, ctx.saved_tensors[:5], wanted, dd, d_product)
+        elif dd is None:
+            found = (None, None, None)
+        else:
+            operands = ctx.reduction.operands(kept, reduced, bias, mask, lengths)
+            found = _gradients(ctx.reduction, operands, wanted, dd, saved)
+            ran_as_kernels(ctx.reduction.plan.problem, dd.device)
+        return *found, None, None, None
+
+
+def _through_reference(
+    reduction: _Reduction, tensors: tuple[Any, ...], wanted: tuple[bool, ...], dd: Any, d_product: Any
+) -> tuple[Any, ...]:
+    """The gradients as torch computes them: where they can be differentiated again, or the product has one too."""
+    differentiable = torch.is_grad_enabled()
+    # One tensor may play several roles; views tell them apart.
+    kept, reduced, bias = (None if tensor is None else tensor.view_as(tensor) for tensor in tensors[:3])
+    if not differentiable:
+        leaves = zip((kept, reduced, bias), wanted, strict=True)
+        kept, reduced, bias = (t if t is None else t.detach().requires_grad_(want) for t, want in leaves)
+    with torch.enable_grad(), without_autocast(kept.device):
+        shaped = bias if bias is None or not reduction.bias_of_kept else bias.unsqueeze(-1)
+        d, product = reference.gemm_reduce(
+            kept, reduced.mT, op=reduction.arithmetic.op, dim=-1, mask=tensors[3], lengths=tensors[4], bias=shaped,
+            activation=reduction.arithmetic.activation, return_product=True,
+        )  # fmt: skip
+        pairs = [(out, upstream) for out, upstream in ((d, dd), (product, d_product)) if upstream is not None]
+        chosen = [tensor for tensor, want in zip((kept, reduced, bias), wanted, strict=True) if want]
+        outs, upstreams = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(outs, chosen, upstreams, create_graph=differentiable))
+    return tuple(next(found) if want else None for want in wanted)
+
+
+def _gradients(
+    reduction: _Reduction, operands: ReduceOperands, wanted: tuple[bool, ...], dd: Tensor, saved: Any
+) -> tuple[Any, ...]:
+    """Gradients of kept, reduced and bias, those that are wanted, through the kernels or in closed form."""
+    arithmetic, tiles = operands.arithmetic, reduction.plan.gradient_tiles
+    assert tiles is not None
+    of_kept, of_reduced, of_bias = wanted
+    kept_bias, reduced_bias = of_bias and reduction.bias_of_kept, of_bias and not reduction.bias_of_kept
+    g = dd.to(torch.float32).contiguous()
+    if arithmetic.op == "mean":
+        counts = operands.counts().unsqueeze(-1)
+        g = torch.where(counts > 0, g / counts, 0.0)
+    d_kept = d_reduced = kept_sums = reduced_sums = None
+    if arithmetic.op in INDEXED:
+        g, d_kept = kernels.route(operands, g, saved, kept_gradient=of_kept)
+        kept_sums = g
+    elif reduction.plan.problem.linear:
+        return _linear_gradients(operands, wanted, g, reduction.bias_of_kept)
+    elif of_kept or kept_bias:
+        d_kept, kept_sums = kernels.kept_gradient(operands, g, saved, matrix=of_kept, bias=kept_bias, tiles=tiles)
+    if of_reduced or reduced_bias:
+        d_reduced, reduced_sums = kernels.reduced_gradient(
+            operands, g, saved, matrix=of_reduced, bias=reduced_bias, tiles=tiles
+        )
+    sums = kept_sums if kept_bias else reduced_sums
+    return d_kept, d_reduced, sums.sum(0).to(operands.kept.dtype) if of_bias and sums is not None else None
+
+
+def _linear_gradients(
+    operands: ReduceOperands, wanted: tuple[bool, ...], g: Tensor, bias_of_kept: bool
+) -> tuple[Any, ...]:
+    """Of a sum or mean without an activation; g is float32 ``[Z, P]``, divided by the counts for a mean."""
+    kept, reduced, dtype = operands.kept, operands.reduced, operands.kept.dtype
+    taking = operands.taking()
+    d_kept = d_reduced = d_bias = None
+    if wanted[0]:
+        rows = reduced if taking is None else torch.where(taking.unsqueeze(-1), reduced, 0)
+        d_kept = (g.unsqueeze(-1) * rows.sum(1, dtype=torch.float32).unsqueeze(1)).to(dtype)
+    if wanted[1]:
+        total = torch.bmm(g.to(dtype).unsqueeze(1), kept)
+        total = total if taking is None else torch.where(taking.unsqueeze(-1), total, 0)
+        d_reduced = total.expand(reduced.shape)
+    if wanted[2]:
+        if bias_of_kept:
+            d_bias = (g * operands.counts().unsqueeze(-1)).sum(0)
+        else:
+            totals = g.sum(1, keepdim=True)
+            d_bias = (totals if taking is None else torch.where(taking, totals, 0)).expand(reduced.shape[:2]).sum(0)
+        d_bias = d_bias.to(dtype)
+    return d_kept, d_reduced, d_bias

@@ -1,0 +1,139 @@
+"""Checks of the arguments of ``gemm_reduce``, and what its planner needs to know of them."""
+
+import torch
+from torch import Tensor
+
+from ..planning import ReduceProblem
+from .arguments import check_tensors, said
+from .dispatch import captured, compute_dtype, input_precision, subclass_of, wants_gradient
+
+# Of each operation the one that the kernels compute; an argmax is the index of a maximum.
+OPERATIONS = {
+    "sum": "sum", "mean": "mean", "max": "max", "min": "min", "absmax": "absmax", "sumsq": "sumsq",
+    "logsumexp": "logsumexp", "argmax": "max", "argmin": "min",
+}  # fmt: skip
+INDEXED = ("max", "min", "absmax")
+ATOMIC = ("sum", "mean", "sumsq")
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def check_gemm_reduce(
+    a: Tensor,
+    b: Tensor,
+    *,
+    op: str,
+    dim: int,
+    mask: Tensor | None,
+    lengths: Tensor | None,
+    bias: Tensor | None,
+    return_indices: bool,
+    return_product: bool,
+    atomic: bool,
+) -> None:
+    """All arguments of ``functional.gemm_reduce`` but the activation."""
+    for name, tensor in (("a", a), ("b", b)):
+        if tensor is None:
+            raise TypeError(f"{name} must be a torch.Tensor, got None")
+    check_tensors({"a": a, "b": b, "bias": bias})
+    for name, tensor, letters in (("a", a, "[*B, M, K]"), ("b", b, "[*B, K, N]")):
+        if tensor.dim() < 2:
+            raise ValueError(f"{said(name, tensor)}: expected {letters}, at least two dimensions")
+    if b.shape[-2] != a.shape[-1]:
+        raise ValueError(
+            f"{said('b', b)}: expected [*B, K, N] with K = {a.shape[-1]}, the last dimension of a {list(a.shape)}"
+        )
+    try:
+        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except RuntimeError as error:
+        raise ValueError(
+            f"{said('a', a)}, {said('b', b)}: expected leading dimensions *B that broadcast, "
+            f"got {list(a.shape[:-2])} and {list(b.shape[:-2])}"
+        ) from error
+    if op not in OPERATIONS:
+        raise ValueError(f"op must be one of {', '.join(OPERATIONS)}, got {op!r}")
+    if isinstance(dim, bool) or dim not in (-2, -1):
+        raise ValueError(f"dim must be -2 (over M) or -1 (over N), got {dim!r}")
+    reduced, letter = (a.shape[-2], "M") if dim == -2 else (b.shape[-1], "N")
+    if bias is not None and tuple(bias.shape) != (b.shape[-1],):
+        raise ValueError(f"{said('bias', bias)}: expected [N] = [{b.shape[-1]}], as b {list(b.shape)} has N columns")
+    _check_rows("mask", mask, (torch.bool,), "bool", (*batch, reduced), f"[*B, {letter}]", a)
+    _check_rows("lengths", lengths, _INTEGERS, "an integer dtype", tuple(batch), "[*B]", a)
+    for name, value in (("return_indices", return_indices), ("return_product", return_product), ("atomic", atomic)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+    if return_indices and op not in INDEXED:
+        alone = "; argmax and argmin return indices alone" if op.startswith("arg") else ""
+        raise ValueError(f"return_indices=True: expected op to be one of {', '.join(INDEXED)}, got {op!r}{alone}")
+    if atomic and op not in ATOMIC:
+        raise ValueError(f"atomic=True: expected op to be one of {', '.join(ATOMIC)}, got {op!r}")
+    if atomic and torch.are_deterministic_algorithms_enabled():
+        raise RuntimeError(
+            "gemm_reduce with atomic=True adds in no fixed order, and torch.use_deterministic_algorithms(True) is set; "
+            "atomic=False is deterministic"
+        )
+    if reduced == 0 and OPERATIONS[op] in INDEXED:
+        raise ValueError(
+            f"{said('a', a)}, {said('b', b)}: expected {letter} > 0, as the {op} of no elements does not exist"
+        )
+
+
+def _check_rows(
+    name: str,
+    tensor: Tensor | None,
+    dtypes: tuple[torch.dtype, ...],
+    expected_dtype: str,
+    shape: tuple[int, ...],
+    letters: str,
+    a: Tensor,
+) -> None:
+    """A tensor that says which rows take part."""
+    if tensor is None:
+        return
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{said(name, tensor)}: expected {expected_dtype}")
+    if tensor.device != a.device:
+        raise ValueError(f"{said(name, tensor)}: expected the device of a, {a.device}")
+    sizes = zip(reversed(tensor.shape), reversed(shape), strict=False)
+    if tensor.dim() > len(shape) or any(size not in (1, most) for size, most in sizes):
+        raise ValueError(f"{said(name, tensor)}: expected a shape that broadcasts to {letters} = {list(shape)}")
+
+
+def gemm_reduce_problem(
+    a: Tensor,
+    b: Tensor,
+    *,
+    op: str = "sum",
+    dim: int = -2,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str = "identity",
+    return_indices: bool = False,
+    return_product: bool = False,
+    atomic: bool = False,
+) -> ReduceProblem:
+    """The planning problem of one ``gemm_reduce`` call, its leading dims broadcast and flattened into the batch."""
+    dtype = compute_dtype(a)
+    kept, reduced = (b.shape[-1], a.shape[-2]) if dim == -2 else (a.shape[-2], b.shape[-1])
+    differentiable = not op.startswith("arg")
+    wants_a, wants_b = (differentiable and wants_gradient(tensor) for tensor in (a, b))
+    return ReduceProblem(
+        batch=torch.Size(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])).numel(),
+        kept=kept,
+        reduced=reduced,
+        K=a.shape[-1],
+        dtype=str(dtype).removeprefix("torch."),
+        op=OPERATIONS[op],
+        activation=activation,
+        masked=mask is not None or lengths is not None,
+        product=return_product,
+        atomic=atomic,
+        needs_kept_gradient=wants_b if dim == -2 else wants_a,
+        needs_reduced_gradient=wants_a if dim == -2 else wants_b,
+        needs_bias_gradient=differentiable and wants_gradient(bias),
+        input_precision=input_precision(a.device, dtype),
+        captured=captured(a.device),
+        subclass=subclass_of(a, b, mask, lengths, bias),
+    )

@@ -1,0 +1,229 @@
+"""Which path a GEMM-reduce takes, with which tiles and splits, and why.
+
+A sum or a mean of a product without an activation needs no product of matrices: ``Σ_m (A B) = (Σ_m A) B``. That is the
+"algebraic" path, through torch. "fused" are the kernels, "torch" writes the product.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..kernels.tuning import ReduceConfig, reduce_config, reduce_gradient_config
+from .call import COLD, Call, Decision
+from .devices import CEILINGS, DTYPE_BYTES, KERNEL_DTYPES, PARTIALS_LIMIT, Device
+
+# A split of the reduced axis shorter than this many tiles spends more on its partials than on its products.
+SHORTEST_REDUCED_SPLIT = 4
+# Programs of the forward kernel that run on a processor at once.
+RESIDENT = 2
+# From how many elements of the product (batch × M × N) on the kernels were faster than torch: (operation, whether
+# gradients are wanted) -> rows of (largest inner width, (launched one by one, inside a CUDA graph)), narrowest first.
+# A pair that is missing was not measured, and torch runs it.
+REDUCE_FASTER_FROM: dict[tuple[str, bool], tuple[tuple[int, tuple[int, int]], ...]] = {}
+
+
+@dataclass(frozen=True)
+class ReduceProblem(Call):
+    """One call ``D[z,p] = ⊕_r act(kept[z,p] · reduced[z,r] + bias)``, and which gradients will be asked for.
+
+    ``kept`` and ``reduced`` are the lengths P and R of the axes that stay and that are reduced.
+    """
+
+    batch: int
+    kept: int
+    reduced: int
+    K: int
+    dtype: str
+    op: str
+    activation: str = "identity"
+    masked: bool = False
+    product: bool = False  # whether the product is wanted too
+    atomic: bool = False
+    needs_kept_gradient: bool = False
+    needs_reduced_gradient: bool = False
+    needs_bias_gradient: bool = False
+
+    __hash__ = Call.__hash__
+
+    operation = "gemm_reduce"
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES.get(self.dtype, 4)
+
+    @property
+    def empty(self) -> bool:
+        return 0 in (self.batch, self.kept, self.reduced, self.K)
+
+    @property
+    def training(self) -> bool:
+        return self.needs_kept_gradient or self.needs_reduced_gradient or self.needs_bias_gradient
+
+    @property
+    def linear(self) -> bool:
+        """Whether the reduction can be taken before the product, and its gradients in closed form."""
+        return self.op in ("sum", "mean") and self.activation == "identity"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReducePlan(Decision):
+    """The path is "fused", "algebraic" or "torch"."""
+
+    forward_tiles: ReduceConfig | None = None
+    gradient_tiles: ReduceConfig | None = None
+    splits: int = 1
+    accuracy: str = "exact"  # of activations in kernels: one of kernels.activations.ACCURACIES
+
+
+def plan(problem: ReduceProblem, device: Device, backend: str = "auto") -> ReducePlan:
+    """The path that runs ``problem`` on ``device``."""
+    unsupported = why_unsupported(problem, device)
+    algebraic = why_not_algebraic(problem)
+    fused = unsupported
+    if backend == "torch":
+        fused = fused or "the backend is set to torch"
+        algebraic = algebraic or "the backend is set to torch"
+    elif backend == "triton":
+        if fused is None:
+            algebraic = algebraic or "the backend is set to triton"
+    elif problem.atomic:
+        # What atomic=True asks for by name is no question of speed.
+        algebraic = algebraic or "atomic=True asks for the kernels"
+    elif fused is None:
+        fused = "the sum of a product is the product of a sum" if algebraic is None else why_slower(problem, device)
+        if fused is None and problem.cold:
+            fused = COLD
+    reasons = {"fused": fused, "algebraic": algebraic, "torch": None}
+    path = next(name for name, reason in reasons.items() if reason is None)
+    rejected = [(name, reason) for name, reason in reasons.items() if reason is not None]
+    if path == "fused":
+        rejected.append(("torch", "the kernels cover the problem"))
+    elif path == "algebraic":
+        rejected.append(("torch", "it would write the product, which is not needed"))
+    return _costed(problem, device, path, tuple(rejected), unsupported)
+
+
+def why_unsupported(problem: ReduceProblem, device: Device) -> str | None:
+    """Why the kernels cannot run this problem, or None."""
+    if not device.triton:
+        return "Triton is not installed" if device.kind == "cuda" else f"no Triton kernels on device type {device.kind}"
+    if problem.subclass:
+        return f"an operand is a {problem.subclass}, which only torch's own operations understand"
+    if problem.dtype not in KERNEL_DTYPES:
+        return f"the kernels take {', '.join(KERNEL_DTYPES)}, not {problem.dtype}"
+    if problem.empty:
+        return "there is nothing to compute"
+    return None
+
+
+def why_not_algebraic(problem: ReduceProblem) -> str | None:
+    """Why the reduction cannot be taken before the product, or None."""
+    if problem.op not in ("sum", "mean"):
+        return f"{problem.op} of a product is not the product of a {problem.op}"
+    if problem.activation != "identity":
+        return f"{problem.activation} stands between product and {problem.op}"
+    if problem.product:
+        return "the product is wanted too"
+    if problem.subclass:
+        return f"an operand is a {problem.subclass}: torch's plain expression leaves most to it"
+    if problem.empty:
+        return "there is nothing to compute"
+    return None
+
+
+def why_slower(problem: ReduceProblem, device: Device) -> str | None:
+    """Why torch is expected to be faster, from measurements, or None."""
+    if device.architecture != "sm_90":
+        return f"not measured on {device.architecture or device.kind}; FUSEDLAYERS_BACKEND=triton runs the kernels"
+    if problem.dtype == "float32":
+        return "float32 products in IEEE precision do not use the matrix units; torch's kernels are faster"
+    use = "training" if problem.training else "inference"
+    rows = REDUCE_FASTER_FROM.get((problem.op, problem.training))
+    if rows is None:
+        return f"{problem.op} was not measured in {use}; FUSEDLAYERS_BACKEND=triton runs the kernels"
+    thresholds = next((limits for widest, limits in rows if widest >= problem.K), None)
+    if thresholds is None:
+        return f"in {use} torch was as fast or faster at inner width {problem.K}"
+    least = thresholds[problem.captured]
+    elements = problem.batch * problem.kept * problem.reduced
+    if elements >= least:
+        return None
+    bound = "inside a CUDA graph" if problem.captured else "launched one by one"
+    return f"too small: {elements:,} elements of the product, faster than torch from {least:,} on when {bound}"
+
+
+def choose_reduced_splits(problem: ReduceProblem, device: Device, tiles: ReduceConfig) -> int:
+    """Ranges the reduced axis is split into: enough programs for every processor, bounded partials."""
+    if problem.product:
+        return 1  # a program writes its tiles of the product anyway: memory is the limit
+    programs = problem.batch * -(-problem.kept // tiles.block_p)
+    most = -(-problem.reduced // (tiles.block_r * SHORTEST_REDUCED_SPLIT))
+    partials = 8 * problem.batch * problem.kept  # a value and an index, or a maximum and a sum
+    return max(1, min(device.processors * RESIDENT // programs, most, PARTIALS_LIMIT // partials))
+
+
+def _flops(problem: ReduceProblem, path: str) -> int:
+    """Floating-point operations of forward and backward."""
+    product = 2 * problem.batch * problem.kept * problem.reduced * problem.K
+    thin = 2 * problem.batch * max(problem.kept, problem.reduced) * problem.K
+    wanted = problem.needs_kept_gradient + problem.needs_reduced_gradient
+    if path == "algebraic":
+        return thin * (2 + 2 * wanted)
+    if path == "torch":
+        return product * (1 + wanted)
+    if problem.linear:
+        return product + 2 * thin * wanted
+    if problem.op in ("max", "min", "absmax"):
+        return product * (1 + problem.needs_reduced_gradient)
+    return product * (1 + 2 * wanted)
+
+
+def _costed(
+    problem: ReduceProblem, device: Device, path: str, rejected: tuple[tuple[str, str], ...], unsupported: str | None
+) -> ReducePlan:
+    element = problem.element_bytes
+    operands = element * problem.batch * (problem.kept + problem.reduced) * problem.K
+    result = element * problem.batch * problem.kept
+    product = element * problem.batch * problem.kept * problem.reduced
+    moved = operands + result + product * problem.product
+    saved = 0
+    if problem.training:
+        moved += 2 * operands + result
+        saved = operands + (4 * problem.batch * problem.kept if path == "fused" and not problem.linear else 0)
+        saved += product * (path == "torch" and (not problem.linear or problem.masked))
+    flops = _flops(problem, path)
+    ceiling = CEILINGS.get(device.name)
+    floor = None if ceiling is None else max(flops / ceiling[0], moved / ceiling[1])
+    if problem.dtype not in ("float16", "bfloat16"):
+        floor = None
+    options: dict[str, Any] = {}
+    if path == "fused":
+        bits = 8 * element
+        tiles = reduce_config(device.architecture, bits, problem.K)
+        splits = choose_reduced_splits(problem, device, tiles)
+        partials = 4 if problem.op in ("sum", "mean", "sumsq") else 8
+        options = {
+            "forward_tiles": tiles,
+            "gradient_tiles": reduce_gradient_config(device.architecture, bits, problem.K),
+            "splits": splits,
+            "accuracy": "exact" if problem.dtype == "float32" else "half",
+            "workspace_bytes": splits * partials * problem.batch * problem.kept
+            if splits > 1 and not problem.atomic
+            else 0,
+        }
+    reason = {
+        "fused": "the kernels cover the problem and never write the product",
+        "algebraic": f"the {problem.op} of a product is the product of a {problem.op}: no product of matrices",
+        "torch": "no other path is both possible and faster",
+    }[path]
+    return ReducePlan(
+        problem=problem,
+        path=path,
+        reason=reason,
+        rejected=rejected,
+        flops=flops,
+        bytes=moved,
+        saved_bytes=saved,
+        floor_seconds=floor,
+        unsupported=unsupported,
+        **options,
+    )

@@ -1,0 +1,298 @@
+"""Gradients of a reduced product, whose slopes are computed tile by tile and never written.
+
+With g = ∂L/∂D and W[p,r] = g[p] ∂D[p]/∂Z[p,r], Z the product with its biases:
+
+    d_kept = W reduced     d_reduced = Wᵀ kept     d_kept_bias = Σ_r W     d_reduced_bias = Σ_p W
+
+    sum, mean    W = g act'(z)                      logsumexp   W = g exp(c - D) act'(z)
+    sumsq        W = 2 g c act'(z)                  max, min    W = g act'(z) at the index, else 0; absmax with the
+                                                                sign of c too
+
+W is one number per kept row where an index was found: the first kernel computes these numbers, and d_kept by gathering
+rows of reduced; d_reduced is a product with the matrix that has them at their indices, built in registers: no atomics,
+the same bits every time. Elsewhere W is computed again from Z. One kernel multiplies either of them: it takes the rows
+whose gradient it computes, and loops over the columns, which are the rows of the other operand.
+"""
+
+import torch
+
+from ..activations import activate
+from ..device import tl, triton
+from ..gemm_gemm.operands import through_activation
+from ..launching import launch
+from ..tiles import add_product, product, store_tile
+from ..tuning import ReduceConfig
+from .operands import ReduceOperands, add_biases, entry_rows, load_block, scores
+
+_ROUTED = 32  # kept rows of a program of the first kernel
+
+
+@triton.jit(do_not_specialize=["P", "R"])
+def _routing_kernel(
+    kept_ptr, reduced_ptr, kept_bias_ptr, reduced_bias_ptr, mask_ptr, lengths_ptr, offsets_ptr,
+    g_ptr, index_ptr, weight_ptr, d_kept_ptr,
+    stride_kz, stride_kp, stride_kk,
+    stride_rz, stride_rr, stride_rk,
+    stride_kept_bias, stride_reduced_bias,
+    stride_mask_z, stride_mask_r,
+    stride_lengths, stride_offsets,
+    P, R,
+    OP: tl.constexpr, K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr,
+    ACCURACY: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    tiles = tl.cdiv(P, BLOCK_P)
+    batch = (program // tiles).to(tl.int64)
+    rows = (program % tiles) * BLOCK_P + tl.arange(0, BLOCK_P)
+    row_ok = rows < P
+    first_row, taking_rows, _ = entry_rows(batch, lengths_ptr, offsets_ptr, stride_lengths, stride_offsets, R)
+    index = tl.load(index_ptr + batch * P + rows, mask=row_ok, other=0)
+    # Where no row takes part the index is 0, and the result a constant.
+    taking = row_ok & (index < taking_rows)
+    if mask_ptr is not None:
+        mask_at = mask_ptr + batch * stride_mask_z + index.to(tl.int64) * stride_mask_r
+        taking = taking & (tl.load(mask_at, mask=taking, other=0) != 0)
+    weight = tl.load(g_ptr + batch * P + rows, mask=taking, other=0.0)
+    kept_at = kept_ptr + batch * stride_kz + rows.to(tl.int64)[:, None] * stride_kp
+    found_at = reduced_ptr + batch * stride_rz + (first_row + index)[:, None] * stride_rr
+    if OP == "absmax" or ACTIVATION != "identity":
+        z = tl.zeros([BLOCK_P], tl.float32)
+        for k in tl.range(0, K, BLOCK_K):
+            inner = k + tl.arange(0, BLOCK_K).to(tl.int64)[None, :]
+            inside = taking[:, None] & (inner < K)
+            kept_tile = tl.load(kept_at + inner * stride_kk, mask=inside, other=0.0).to(tl.float32)
+            z += tl.sum(kept_tile * tl.load(found_at + inner * stride_rk, mask=inside, other=0.0).to(tl.float32), 1)
+        if kept_bias_ptr is not None:
+            z += tl.load(kept_bias_ptr + rows.to(tl.int64) * stride_kept_bias, mask=taking, other=0.0).to(tl.float32)
+        if reduced_bias_ptr is not None:
+            bias_at = reduced_bias_ptr + index.to(tl.int64) * stride_reduced_bias
+            z += tl.load(bias_at, mask=taking, other=0.0).to(tl.float32)
+        c, slope = activate(z, ACTIVATION, ACCURACY)
+        if OP == "absmax":
+            weight = tl.where(c < 0, -weight, tl.where(c > 0, weight, 0.0))  # NaN has no sign, as in torch
+        weight = through_activation(weight, slope, z, ACTIVATION)
+        weight = tl.where(taking, weight, 0.0)
+    tl.store(weight_ptr + batch * P + rows, weight, mask=row_ok)
+    if d_kept_ptr is not None:
+        d_kept_at = d_kept_ptr + (batch * P + rows)[:, None] * K
+        for k in tl.range(0, K, BLOCK_K):
+            inner = k + tl.arange(0, BLOCK_K).to(tl.int64)[None, :]
+            inside = taking[:, None] & (inner < K)
+            found = tl.load(found_at + inner * stride_rk, mask=inside, other=0.0).to(tl.float32)
+            # Rounded as W is where it takes part in products.
+            rounded = weight.to(d_kept_ptr.dtype.element_ty).to(tl.float32)
+            gradient = (found * rounded[:, None]).to(d_kept_ptr.dtype.element_ty)
+            tl.store(d_kept_at + inner, gradient, mask=row_ok[:, None] & (inner < K))
+
+
+@triton.jit(do_not_specialize=["P", "R", "zero"])
+def _weighted_kernel(
+    kept_ptr, reduced_ptr, kept_bias_ptr, reduced_bias_ptr, mask_ptr, lengths_ptr, offsets_ptr,
+    weight_ptr, index_ptr, result_ptr, d_rows_ptr, sums_ptr,
+    stride_kz, stride_kp, stride_kk,
+    stride_rz, stride_rr, stride_rk,
+    stride_kept_bias, stride_reduced_bias,
+    stride_mask_z, stride_mask_r,
+    stride_lengths, stride_offsets,
+    stride_dz, P, R, zero,
+    KEPT: tl.constexpr, OP: tl.constexpr, K: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr, ACTIVATION: tl.constexpr,
+    ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    # KEPT says whose gradient is computed: that of kept, row by row, or that of reduced.
+    program = tl.program_id(0)
+    K_BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    if KEPT:
+        tiles = tl.cdiv(P, BLOCK_ROWS)
+    else:
+        tiles = tl.cdiv(R, BLOCK_ROWS)
+    out_cols = (program % K_BLOCKS) * BLOCK_K + tl.arange(0, BLOCK_K)
+    batch = (program // K_BLOCKS // tiles).to(tl.int64)
+    row_start = (program // K_BLOCKS % tiles) * BLOCK_ROWS
+    rows = row_start + tl.arange(0, BLOCK_ROWS)
+    first_row, taking_rows, entry = entry_rows(batch, lengths_ptr, offsets_ptr, stride_lengths, stride_offsets, R)
+    kept_ptr += batch * stride_kz
+    reduced_ptr += batch * stride_rz + first_row * stride_rr
+    weight_ptr += batch * P
+    if KEPT:
+        row_ptr, stride_row, stride_row_k, row_limit = kept_ptr, stride_kp, stride_kk, P
+        col_ptr, stride_col, stride_col_k, col_limit = reduced_ptr, stride_rr, stride_rk, taking_rows
+        row_bias_ptr, col_bias_ptr = kept_bias_ptr, reduced_bias_ptr
+        stride_row_bias, stride_col_bias = stride_kept_bias, stride_reduced_bias
+        end = taking_rows
+        row_weight = tl.load(weight_ptr + rows, mask=rows < P, other=0.0)[:, None]
+        if OP == "logsumexp":
+            row_result = tl.load(result_ptr + batch * P + rows, mask=rows < P, other=0.0)[:, None]
+    else:
+        row_ptr, stride_row, stride_row_k, row_limit = reduced_ptr, stride_rr, stride_rk, taking_rows
+        col_ptr, stride_col, stride_col_k, col_limit = kept_ptr, stride_kp, stride_kk, P
+        row_bias_ptr, col_bias_ptr = reduced_bias_ptr, kept_bias_ptr
+        stride_row_bias, stride_col_bias = stride_reduced_bias, stride_kept_bias
+        end = tl.where(row_start < taking_rows, P, 0)
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_K], tl.float32)
+    sums = tl.zeros([BLOCK_ROWS], tl.float32)
+    if K <= BLOCK_K and OP != "index":
+        row_tile = load_block(row_ptr, rows, out_cols, stride_row, stride_row_k, row_limit, K, EVEN_ROWS, K == BLOCK_K)
+    for start in tl.range(0, end, BLOCK_COLS):
+        cols = start + tl.arange(0, BLOCK_COLS)
+        col_tile = load_block(
+            col_ptr, cols, out_cols, stride_col, stride_col_k, col_limit, K, EVEN_COLS, K % BLOCK_K == 0
+        )
+        if KEPT:
+            weight = row_weight
+        else:
+            weight = tl.load(weight_ptr + cols, mask=cols < P, other=0.0)[None, :]
+        if OP == "index":
+            index = tl.load(index_ptr + batch * P + cols, mask=cols < P, other=-1)
+            w = tl.where(rows[:, None] == index[None, :], weight, 0.0)
+        else:
+            if K <= BLOCK_K:
+                z = product(row_tile, col_tile.T, INPUT_PRECISION)
+            else:
+                z = scores(
+                    row_ptr, col_ptr, rows, cols, stride_row, stride_row_k, stride_col, stride_col_k,
+                    row_limit, col_limit, zero, K, BLOCK_K, EVEN_ROWS, EVEN_COLS, INPUT_PRECISION,
+                )  # fmt: skip
+            z = add_biases(
+                z, rows, cols, row_bias_ptr, col_bias_ptr, stride_row_bias, stride_col_bias, row_limit, col_limit
+            )
+            c, slope = activate(z, ACTIVATION, ACCURACY)
+            if OP == "logsumexp":
+                if KEPT:
+                    result = row_result
+                else:
+                    result = tl.load(result_ptr + batch * P + cols, mask=cols < P, other=0.0)[None, :]
+                w = weight * tl.exp(c - result)
+            elif OP == "sumsq":
+                w = weight * (2.0 * c)
+            else:
+                w = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32) + weight
+            if ACTIVATION != "identity":
+                w = through_activation(w, slope, z, ACTIVATION)
+            if mask_ptr is not None:
+                if KEPT:
+                    at = mask_ptr + batch * stride_mask_z + cols.to(tl.int64) * stride_mask_r
+                    w = tl.where((tl.load(at, mask=cols < taking_rows, other=0) != 0)[None, :], w, 0.0)
+                else:
+                    at = mask_ptr + batch * stride_mask_z + rows.to(tl.int64) * stride_mask_r
+                    w = tl.where((tl.load(at, mask=rows < taking_rows, other=0) != 0)[:, None], w, 0.0)
+            if not EVEN_COLS:
+                w = tl.where((cols < col_limit)[None, :], w, 0.0)
+        if sums_ptr is not None:
+            sums += tl.sum(w, 1)
+        if d_rows_ptr is not None:
+            acc = add_product(acc, w.to(col_tile.dtype), col_tile, zero, INPUT_PRECISION)
+    if KEPT:
+        limit = P
+    else:
+        # Rows that do not take part have gradient 0.
+        taking = rows < taking_rows
+        acc = tl.where(taking[:, None], acc, 0.0)
+        sums = tl.where(taking, sums, 0.0)
+        limit = entry
+    if d_rows_ptr is not None:
+        store_tile(d_rows_ptr + batch * stride_dz + first_row * (0 if KEPT else K), acc, rows, out_cols, K, 1, limit, K)
+    if sums_ptr is not None:
+        if KEPT:
+            sums_ptr += batch * P
+        else:
+            sums_ptr += batch * R
+        tl.store(sums_ptr + rows, sums, mask=(rows < limit) & (program % K_BLOCKS == 0))
+
+
+def route(
+    operands: ReduceOperands, g: torch.Tensor, index: torch.Tensor, *, kept_gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """For max, min and absmax: (W at the index, float32 ``[Z, P]``; d_kept ``[Z, P, K]`` if asked for).
+
+    g is float32 ``[Z, P]``, index int32 ``[Z, P]``, both contiguous.
+    """
+    batch, kept, reduced, width = operands.sizes()
+    arithmetic = operands.arithmetic
+    weight = torch.empty(batch, kept, dtype=torch.float32, device=g.device)
+    d_kept = None
+    if kept_gradient:
+        d_kept = torch.empty(batch, kept, width, dtype=operands.kept.dtype, device=g.device)
+    launch(
+        _routing_kernel,
+        batch * triton.cdiv(kept, _ROUTED),
+        (*operands.pointers(), g, index, weight, d_kept),
+        operands.strides(),
+        (kept, reduced),
+        (arithmetic.op, width, _ROUTED, min(triton.next_power_of_2(width), 128), arithmetic.activation,
+         arithmetic.accuracy),
+    )  # fmt: skip
+    return weight, d_kept
+
+
+def kept_gradient(
+    operands: ReduceOperands,
+    g: torch.Tensor,
+    result: torch.Tensor | None,
+    *,
+    matrix: bool,
+    bias: bool,
+    tiles: ReduceConfig,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """For sum, mean, sumsq and logsumexp: (d_kept ``[Z, P, K]``, Σ_r W float32 ``[Z, P]``), each if asked for.
+
+    g is float32 ``[Z, P]``, already divided by the counts for mean; result is D in float32, for logsumexp. Both are
+    contiguous.
+    """
+    return _weighted(operands, True, operands.arithmetic.op, g, None, result, matrix, bias, tiles)
+
+
+def reduced_gradient(
+    operands: ReduceOperands,
+    g: torch.Tensor,
+    saved: torch.Tensor | None,
+    *,
+    matrix: bool,
+    bias: bool,
+    tiles: ReduceConfig,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(d_reduced, of the shape of reduced and contiguous; Σ_p W float32 ``[Z, R]``), each if asked for.
+
+    For max, min and absmax g is the W of :func:`route` and saved the index; else they are those of
+    :func:`kept_gradient`.
+    """
+    if operands.arithmetic.op in ("max", "min", "absmax"):
+        return _weighted(operands, False, "index", g, saved, None, matrix, bias, tiles)
+    return _weighted(operands, False, operands.arithmetic.op, g, None, saved, matrix, bias, tiles)
+
+
+def _weighted(
+    operands: ReduceOperands,
+    of_kept: bool,
+    op: str,
+    g: torch.Tensor,
+    index: torch.Tensor | None,
+    result: torch.Tensor | None,
+    matrix: bool,
+    bias: bool,
+    tiles: ReduceConfig,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    batch, kept, reduced, width = operands.sizes()
+    arithmetic = operands.arithmetic
+    rows, cols = (kept, reduced) if of_kept else (reduced, kept)
+    shape = (batch, kept, width) if of_kept else tuple(operands.reduced.shape)
+    shape = (batch, *shape[1:]) if len(shape) == 3 else shape
+    device = g.device
+    d_rows = torch.empty(shape, dtype=operands.kept.dtype, device=device) if matrix else None
+    sums = torch.empty(batch, rows, dtype=torch.float32, device=device) if bias else None
+    even_rows = (operands.whole or of_kept) and rows % tiles.block_p == 0
+    even_cols = (operands.whole or not of_kept) and cols % tiles.block_r == 0
+    launch(
+        _weighted_kernel,
+        batch * triton.cdiv(rows, tiles.block_p) * triton.cdiv(width, tiles.block_k),
+        (*operands.pointers(), g, index, result, d_rows, sums),
+        (*operands.strides(), rows * width if len(shape) == 3 else 0),
+        (kept, reduced, 0.0),
+        (
+            of_kept, op, width, tiles.block_p, tiles.block_r, tiles.block_k, even_rows, even_cols,
+            arithmetic.activation, arithmetic.accuracy, arithmetic.input_precision,
+        ),
+        tiles.num_warps,
+        tiles.num_stages,
+    )  # fmt: skip
+    return d_rows, sums
