@@ -3,5 +3,6 @@
 from .ffn import ffn
 from .gemm_gemm import gemm_gemm
 from .gemm_reduce import gemm_reduce
+from .maxsim import maxsim
 
-__all__ = ["ffn", "gemm_gemm", "gemm_reduce"]
+__all__ = ["ffn", "gemm_gemm", "gemm_reduce", "maxsim"]

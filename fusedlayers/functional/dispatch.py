@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import planning
 from ..devices import describe
-from ..planning import Call, Decision, Device, Problem
+from ..planning import Call, Decision, Device, MaxSimProblem, Problem
 from .arguments import autocast_enabled
 
 logger = logging.getLogger("fusedlayers")
@@ -192,6 +192,39 @@ def gemm_gemm_problem(a: Tensor, b: Tensor, c: Tensor, *, activation: str) -> Pr
         captured=captured(a.device),
         subclass=subclass_of(a, b, c),
     )
+
+
+def maxsim_problem(
+    queries: Tensor,
+    documents: Tensor,
+    query_mask: Tensor | None = None,
+    document_mask: Tensor | None = None,
+    *,
+    cu_seqlens_queries: Tensor | None = None,
+    cu_seqlens_documents: Tensor | None = None,
+) -> MaxSimProblem:
+    """The planning problem of one ``maxsim`` call: all tokens of the queries against all tokens of the documents."""
+    dtype = compute_dtype(queries)
+    extras = (query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents)
+    return MaxSimProblem(
+        queries=queries.shape[0] if cu_seqlens_queries is None else cu_seqlens_queries.shape[0] - 1,
+        documents=documents.shape[0] if cu_seqlens_documents is None else cu_seqlens_documents.shape[0] - 1,
+        query_tokens=queries.shape[:-1].numel(),
+        document_tokens=documents.shape[:-1].numel(),
+        K=queries.shape[-1],
+        dtype=str(dtype).removeprefix("torch."),
+        query_layout=_layout(query_mask, cu_seqlens_queries),
+        document_layout=_layout(document_mask, cu_seqlens_documents),
+        needs_query_gradient=wants_gradient(queries),
+        needs_document_gradient=wants_gradient(documents),
+        input_precision=input_precision(queries.device, dtype),
+        captured=captured(queries.device),
+        subclass=subclass_of(queries, documents, *extras),
+    )
+
+
+def _layout(mask: Tensor | None, cu_seqlens: Tensor | None) -> str:
+    return "packed" if cu_seqlens is not None else "padded" if mask is None else "masked"
 
 
 def dispatch(problem: Any, device: torch.device) -> Any:

@@ -7,15 +7,17 @@ holds its problem, its plan and its planner.
 from collections.abc import Callable
 from typing import Any
 
-from . import gemm_gemm, gemm_reduce
+from . import gemm_gemm, gemm_reduce, maxsim
 from .call import Call, Decision
 from .devices import BACKENDS, CEILINGS, Device
 from .gemm_gemm import Plan, Problem
 from .gemm_reduce import ReducePlan, ReduceProblem
+from .maxsim import MaxSimPlan, MaxSimProblem
 
 _PLANNERS: dict[type[Call], Callable[[Any, Device, str], Any]] = {
     Problem: gemm_gemm.plan,
     ReduceProblem: gemm_reduce.plan,
+    MaxSimProblem: maxsim.plan,
 }
 
 
@@ -34,6 +36,8 @@ __all__ = [
     "Call",
     "Decision",
     "Device",
+    "MaxSimPlan",
+    "MaxSimProblem",
     "Plan",
     "Problem",
     "ReducePlan",

@@ -20,17 +20,22 @@ from .gemm_reduce import (
     reduce_gradient_config,
 )
 from .limits import CONSUMER_ROWS, SHARED_MEMORY, padded_width
+from .maxsim import GatherConfig, OneHotConfig, gather_config, one_hot_config
 
 __all__ = [
     "CONSUMER_ROWS",
     "SHARED_MEMORY",
     "SHORTEST_SPLIT",
     "WIDEST_X_IN_REGISTERS",
+    "GatherConfig",
+    "OneHotConfig",
     "PipelinedConfig",
     "PipelinedReduceConfig",
     "ReduceConfig",
     "StoredConfig",
     "TileConfig",
+    "gather_config",
+    "one_hot_config",
     "padded_width",
     "padded_widths",
     "pipelined_config",
