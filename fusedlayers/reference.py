@@ -21,6 +21,15 @@ def _batched_product(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left, right) if alike else left @ right
 
 
+def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor, Tensor | None]:
+    """``dyᵀ x`` and the sum of dy over its rows: dy ``[*B, M, O]``, x ``[*B, M, K]`` -> ``[O, K]``, ``[O]``; any dtype.
+
+    The gradients of a linear layer's weight and bias, ``y = x Wᵀ + b``; None for the second without ``bias``.
+    """
+    dy, x = (tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1]) for tensor in (dy, x))
+    return dy.T @ x, dy.sum(0) if bias else None
+
+
 def ffn(
     x: Tensor,
     w_up: Tensor,

@@ -2,5 +2,6 @@
 
 from .ffn import ffn
 from .gemm_gemm import gemm_gemm
+from .weight_gradient import weight_gradient
 
-__all__ = ["ffn", "gemm_gemm"]
+__all__ = ["ffn", "gemm_gemm", "weight_gradient"]

@@ -131,3 +131,25 @@ def check_gemm_gemm(a: Tensor, b: Tensor, c: Tensor) -> None:
             f"{said('a', a)}, {said('b', b)}, {said('c', c)}: expected leading dimensions *B that broadcast, "
             f"got {', '.join(str(list(batch)) for batch in batches)}"
         ) from error
+
+
+def check_weight_gradient(dy: Tensor, x: Tensor, bias: bool) -> None:
+    """All arguments of ``functional.weight_gradient``."""
+    for name, tensor in (("dy", dy), ("x", x)):
+        if tensor is None:
+            raise TypeError(f"{name} must be a torch.Tensor, got None")
+    check_tensors({"dy": dy, "x": x})
+    check_bias(bias)
+    for name, tensor, letters in (("dy", dy, "[*B, M, O]"), ("x", x, "[*B, M, K]")):
+        if tensor.dim() < 1:
+            raise ValueError(f"{said(name, tensor)}: expected {letters}, at least one dimension")
+    if x.shape[:-1] != dy.shape[:-1]:
+        raise ValueError(
+            f"{said('x', x)}: expected [*B, M, K] with *B, M = {list(dy.shape[:-1])}, as dy {list(dy.shape)}"
+        )
+
+
+def check_bias(bias: bool) -> None:
+    """Whether the sum over the rows is asked for: ``True`` or ``False``, not a tensor."""
+    if not isinstance(bias, bool):
+        raise TypeError(f"bias must be True or False, got {type(bias).__name__}")

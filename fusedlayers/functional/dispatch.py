@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import planning
 from ..devices import describe
-from ..planning import Call, Decision, Device, Problem
+from ..planning import Call, Decision, Device, Problem, WeightGradientProblem
 from .arguments import autocast_enabled
 
 logger = logging.getLogger("fusedlayers")
@@ -191,6 +191,22 @@ def gemm_gemm_problem(a: Tensor, b: Tensor, c: Tensor, *, activation: str) -> Pr
         input_precision=input_precision(a.device, dtype),
         captured=captured(a.device),
         subclass=subclass_of(a, b, c),
+    )
+
+
+def weight_gradient_problem(dy: Tensor, x: Tensor, *, bias: bool = True) -> WeightGradientProblem:
+    """The planning problem of one ``weight_gradient`` call, its leading dims flattened into rows."""
+    dtype = compute_dtype(dy)
+    return WeightGradientProblem(
+        M=dy.shape[:-1].numel(),
+        O=dy.shape[-1],
+        K=x.shape[-1],
+        dtype=str(dtype).removeprefix("torch."),
+        bias=bias,
+        training=wants_gradient(dy, x),
+        input_precision=input_precision(dy.device, dtype),
+        captured=captured(dy.device),
+        subclass=subclass_of(dy, x),
     )
 
 

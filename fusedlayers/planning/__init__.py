@@ -7,13 +7,15 @@ holds its problem, its plan and its planner.
 from collections.abc import Callable
 from typing import Any
 
-from . import gemm_gemm
+from . import gemm_gemm, weight_gradient
 from .call import Call, Decision
 from .devices import BACKENDS, CEILINGS, Device
 from .gemm_gemm import Plan, Problem
+from .weight_gradient import WeightGradientPlan, WeightGradientProblem
 
 _PLANNERS: dict[type[Call], Callable[[Any, Device, str], Any]] = {
     Problem: gemm_gemm.plan,
+    WeightGradientProblem: weight_gradient.plan,
 }
 
 
@@ -26,4 +28,15 @@ def plan(problem: Call, device: Device, backend: str = "auto") -> Any:
     return _PLANNERS[type(problem)](problem, device, backend)
 
 
-__all__ = ["BACKENDS", "CEILINGS", "Call", "Decision", "Device", "Plan", "Problem", "plan"]
+__all__ = [
+    "BACKENDS",
+    "CEILINGS",
+    "Call",
+    "Decision",
+    "Device",
+    "Plan",
+    "Problem",
+    "WeightGradientPlan",
+    "WeightGradientProblem",
+    "plan",
+]

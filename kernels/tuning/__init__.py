@@ -13,19 +13,24 @@ from .gemm_gemm import (
     tile_config,
 )
 from .limits import CONSUMER_ROWS, SHARED_MEMORY, padded_width
+from .weight_gradient import PIPELINES, WeightGradientPipeline, WeightGradientTiles, weight_gradient_tiles
 
 __all__ = [
     "CONSUMER_ROWS",
+    "PIPELINES",
     "SHARED_MEMORY",
     "SHORTEST_SPLIT",
     "WIDEST_X_IN_REGISTERS",
     "PipelinedConfig",
     "StoredConfig",
     "TileConfig",
+    "WeightGradientPipeline",
+    "WeightGradientTiles",
     "padded_width",
     "padded_widths",
     "pipelined_config",
     "rows",
     "stored_config",
     "tile_config",
+    "weight_gradient_tiles",
 ]

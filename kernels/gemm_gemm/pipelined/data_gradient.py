@@ -19,16 +19,16 @@ from ...hopper import (
     warpgroup_mma_wait,
 )
 from ...launching import launch
-from ...tuning import CONSUMER_ROWS, PipelinedConfig
-from ..operands import Matrices, Operands, hidden_and_slopes, through_activation
-from ..partials import reduce_partials
-from .pipeline import (
+from ...partials import reduce_partials
+from ...pipeline import (
     copy_hidden_tile,
     hidden_first,
     init_barriers,
     stage_of,
     start_product,
 )
+from ...tuning import CONSUMER_ROWS, PipelinedConfig
+from ..operands import Matrices, Operands, hidden_and_slopes, through_activation
 
 
 @gluon.jit

@@ -16,9 +16,9 @@ from ...hopper import (
     warpgroup_mma_wait,
 )
 from ...launching import launch
+from ...pipeline import copy_hidden_tile, hidden_first, init_barriers, stage_of, start_product
 from ...tuning import CONSUMER_ROWS, WIDEST_X_IN_REGISTERS, PipelinedConfig
 from ..operands import Matrices, Operands, hidden_and_slopes
-from .pipeline import copy_hidden_tile, hidden_first, init_barriers, stage_of, start_product
 
 
 @gluon.jit

@@ -10,9 +10,9 @@ import torch
 from ...activations import activation_unit
 from ...hopper import Matrix, copy_in, fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from ...launching import launch
+from ...pipeline import copy_hidden_tile, hidden_first, init_barriers, stage_of
 from ...tuning import CONSUMER_ROWS, PipelinedConfig
 from ..operands import Matrices, Operands, hidden_and_slopes, through_activation
-from .pipeline import copy_hidden_tile, hidden_first, init_barriers, stage_of
 
 
 @gluon.jit
