@@ -8,19 +8,18 @@ from torch import Tensor, nn
 
 from . import functional
 from .devices import describe
-from .functional.arguments import check_ffn, check_gemm_gemm
-from .functional.dispatch import dispatch, ffn_problem, gemm_gemm_problem
+from .functional.arguments import check_ffn, check_gemm_gemm, check_weight_gradient
+from .functional.dispatch import dispatch, ffn_problem, gemm_gemm_problem, weight_gradient_problem
 from .kernels.activations import ACTIVATIONS, canonical_activation
 from .kernels.tuning import CONSUMER_ROWS
-from .planning import Device, Plan, Problem
+from .planning import Decision, Device, Plan, Problem, WeightGradientPlan, WeightGradientProblem
 
 
 def explain(target: nn.Module | Callable[..., Tensor], *inputs: Tensor, **options: object) -> str:
     """What ``target(*inputs)`` would do on this machine, as text; nothing is computed.
 
     Args:
-        target: a :class:`FusedFFN`, a module that :func:`replace` has fused, ``functional.ffn`` or
-            ``functional.gemm_gemm``.
+        target: a :class:`FusedFFN`, a module that :func:`replace` has fused, or a function of ``functional``.
         inputs: the tensors of the call; ``requires_grad`` of inputs and parameters and the grad mode count.
         options: the keyword arguments of the call.
 
@@ -31,7 +30,13 @@ def explain(target: nn.Module | Callable[..., Tensor], *inputs: Tensor, **option
     Raises:
         TypeError: ``target`` is none of these.
     """
-    if target is functional.gemm_gemm:
+    problem: Any
+    if target is functional.weight_gradient:
+        arguments = inspect.signature(functional.weight_gradient).bind(*inputs, **options).arguments
+        check_weight_gradient(arguments["dy"], arguments["x"], arguments.get("bias", True))
+        problem = weight_gradient_problem(**arguments)
+        title = "weight_gradient: dW = dyᵀ x" + (", db = Σ dy" if problem.bias else "")
+    elif target is functional.gemm_gemm:
         arguments = inspect.signature(functional.gemm_gemm).bind(*inputs, **options).arguments
         arguments["activation"] = canonical_activation(arguments.get("activation"))
         check_gemm_gemm(arguments["a"], arguments["b"], arguments["c"])
@@ -48,11 +53,12 @@ def explain(target: nn.Module | Callable[..., Tensor], *inputs: Tensor, **option
         arguments = fused.call_arguments(*inputs)
         problem, title = _ffn(arguments)
     else:
-        known = "a FusedFFN, a module fused by replace(), functional.ffn or functional.gemm_gemm"
+        known = "a FusedFFN, a module fused by replace(), or a function of functional"
         raise TypeError(f"target must be {known}, got {type(target).__name__}")
     device = next(value for value in arguments.values() if isinstance(value, Tensor)).device
     plan = dispatch(problem, device)
-    rows = [*_facts(problem, plan, describe(device)), *_copies(problem, plan, arguments)]
+    facts = _weight_gradient_facts if isinstance(problem, WeightGradientProblem) else _facts
+    rows = [*facts(problem, plan, describe(device)), *_copies(problem, plan, arguments)]
     rows += [(f"not {path}", reason) for path, reason in plan.rejected]
     width = max(len(name) for name, _ in rows)
     return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])
@@ -68,17 +74,21 @@ def _ffn(arguments: dict[str, Any]) -> tuple[Problem, str]:
     return problem, f"ffn: {gate} W_downᵀ, act = {_formula(problem)}"
 
 
-def _copies(problem: Problem, plan: Plan, arguments: dict[str, Any]) -> list[tuple[str, str]]:
+# The operands of each operation that its kernels see as matrices of rows.
+_ROWS = {"ffn": ("x",), "weight_gradient": ("dy", "x")}
+
+
+def _copies(problem: Any, plan: Decision, arguments: dict[str, Any]) -> list[tuple[str, str]]:
     """The operands that a kernel cannot reach through strides alone."""
-    if plan.path == "torch" or problem.operation != "ffn":
-        return []
-    x = arguments["x"]
-    try:
-        x.view(-1, x.shape[-1])
-    except RuntimeError:
-        text = f"x of shape {list(x.shape)} and strides {list(x.stride())} has no uniform rows: one contiguous copy"
-        return [("copies", text)]
-    return []
+    texts = []
+    for name in _ROWS.get(problem.operation, ()) if plan.path != "torch" else ():
+        tensor = arguments[name]
+        try:
+            tensor.view(-1, tensor.shape[-1])
+        except RuntimeError:
+            where = f"{name} of shape {list(tensor.shape)} and strides {list(tensor.stride())}"
+            texts.append(f"{where} has no uniform rows: one contiguous copy")
+    return [("copies", "; ".join(texts))] if texts else []
 
 
 def _formula(problem: Problem) -> str:
@@ -126,12 +136,38 @@ def _facts(problem: Problem, plan: Plan, device: Device) -> list[tuple[str, str]
         rows.append(("splits", f"{plan.splits} token ranges of the weight gradients, in {passes} launch(es)"))
     if plan.chunk_rows:
         rows.append(("chunks", f"{plan.chunk_rows} tokens at a time"))
+    rows.append(("GEMM units", f"{plan.forward_units:g} forward, {plan.backward_units:g} backward"))
+    return [*rows, *_costs(plan, p.training)]
+
+
+def _weight_gradient_facts(
+    problem: WeightGradientProblem, plan: WeightGradientPlan, device: Device
+) -> list[tuple[str, str]]:
+    p = problem
+    rows = [
+        ("problem", f"M={p.M} (rows) O={p.O} K={p.K}, {p.dtype}"),
+        ("device", " ".join(filter(None, (device.name, device.architecture)))),
+        ("path", f"{plan.path}: {plan.reason}"),
+    ]
+    if plan.pipeline is not None:
+        units, columns = plan.pipeline.tile
+        size = f"{units} × {columns} of dW, {plan.pipeline.rows} rows in each of {plan.pipeline.stages} stages"
+        rows.append(("tiles", f"pipelined: {size}, consumers {plan.pipeline.consumers}"))
+    elif plan.tiles is not None:
+        t = plan.tiles
+        size = f"{t.block_o} × {t.block_k} of dW, {t.block_m} rows at a time"
+        rows.append(("tiles", f"{size}, {t.num_warps} warps, {t.num_stages} stages"))
+    if plan.path == "fused":
+        rows.append(("splits", f"{plan.splits} row ranges"))
+    return [*rows, *_costs(plan, p.training)]
+
+
+def _costs(plan: Decision, training: bool) -> list[tuple[str, str]]:
+    """What every plan knows of its costs."""
     return [
-        *rows,
-        ("GEMM units", f"{plan.forward_units:g} forward, {plan.backward_units:g} backward"),
         ("FLOPs", f"{plan.flops:,}"),
         ("bytes moved", f"at least {plan.bytes:,}"),
-        ("saved bytes", f"{plan.saved_bytes:,} for the backward pass" if p.training else "0 (no gradient is wanted)"),
+        ("saved bytes", f"{plan.saved_bytes:,} for the backward pass" if training else "0 (no gradient is wanted)"),
         ("workspace", f"{plan.workspace_bytes:,} bytes"),
         ("floor", "unknown peak rates" if plan.floor_seconds is None else f"{plan.floor_seconds * 1e6:.1f} µs"),
     ]

@@ -164,11 +164,11 @@ def choose_splits(problem: WeightGradientProblem, device: Device, tiles: WeightG
 def choose_pipeline(problem: WeightGradientProblem, processors: int) -> tuple[WeightGradientPipeline, int]:
     """The tile and the number of row ranges that are expected to take least time."""
     choices = [
-        (pipeline, splits)
+        (pipelined_seconds(problem, pipeline, splits, processors), pipeline, splits)
         for pipeline in PIPELINES
         for splits in sorted(candidate_splits(problem, pipeline, processors))
     ]
-    pipeline, splits = min(choices, key=lambda choice: pipelined_seconds(problem, *choice, processors))
+    _, pipeline, splits = min(choices, key=lambda choice: choice[0])
     return replace(pipeline, programs=processors), splits
 
 
