@@ -93,7 +93,7 @@ def test_published_shapes_fill_the_device(sizes: tuple[int, int, int]) -> None:
         # The larger tile where products decide, the one with the smaller partials where memory does.
         ((8192, 4096, 1024), (128, 256), 1),
         ((65536, 1024, 256), (128, 256), 16),
-        ((65536, 4096, 128), (256, 128), 8),
+        ((65536, 2048, 384), (256, 128), 11),
         ((131072, 512, 128), (128, 128), 33),
         ((100, 8, 8), (128, 128), 1),
     ],
