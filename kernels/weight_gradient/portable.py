@@ -25,6 +25,7 @@ def _weight_and_bias_gradient_kernel(
     inner = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_O, BLOCK_K], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_O], tl.float32)
+    lost = tl.zeros([BLOCK_M, BLOCK_O], tl.float32)
     split_rows = tl.cdiv(tl.cdiv(M, BLOCK_M), splits) * BLOCK_M
     first_row = split * split_rows
     for row_start in tl.range(first_row, tl.minimum(first_row + split_rows, M), BLOCK_M):
@@ -33,7 +34,16 @@ def _weight_and_bias_gradient_kernel(
         x_tile = load_tile(x_ptr, rows, inner, stride_xm, stride_xk, M, K)
         acc = add_product(acc, dy_tile.T, x_tile, zero, INPUT_PRECISION)
         if db_ptr is not None:
-            sums += dy_tile.to(tl.float32)
+            if dy_tile.dtype == tl.float32:
+                # What an addition rounds away is part of the next term (Kahan's summation), as torch loses little too.
+                term = dy_tile - lost
+                longer = sums + term
+                lost = (longer - sums) - term
+                # Infinities leave no remainder: it would be NaN.
+                lost = tl.where(tl.abs(longer) < float("inf"), lost, 0.0)
+                sums = longer
+            else:
+                sums += dy_tile.to(tl.float32)
     partial = split.to(tl.int64) * stride_split
     store_tile(dw_ptr + partial, acc, outer, inner, K, 1, O, K)
     if db_ptr is not None:

@@ -52,6 +52,12 @@ def integers(*shape: int, dtype: torch.dtype = BFLOAT16) -> Tensor:
     return torch.randint(-2, 3, shape, dtype=torch.int8, device=DEVICE).to(dtype)
 
 
+def normal(rows: int, out: int, width: int, dtype: torch.dtype = BFLOAT16) -> dict[str, Tensor]:
+    """dy and x."""
+    shapes = {"dy": (rows, out), "x": (rows, width)}
+    return {name: torch.randn(shape, device=DEVICE, dtype=dtype) for name, shape in shapes.items()}
+
+
 def expected(dy: Tensor, x: Tensor, bias: bool = True) -> dict[str, Tensor | None]:
     dw, db = reference.weight_gradient(dy.double(), x.double(), bias=bias)
     assert float(dw.abs().max()) < 2**24
@@ -101,8 +107,7 @@ def test_exact_integers_again_and_again(size: tuple[int, int, int], bias: bool, 
 @pytest.mark.parametrize("facts", [{}, {"pipelined": False}, {"processors": 16}], ids=str)
 @pytest.mark.parametrize("size", [*RAGGED, (70, 33, 65), (5000, 767, 431), (4096, 1024, 512)], ids=str)
 def test_close_to_torch(size: tuple[int, int, int], facts: dict[str, Any], dtype: torch.dtype) -> None:
-    rows, out, width = size
-    dy, x = (torch.randn(rows, columns, device=DEVICE, dtype=dtype) for columns in (out, width))
+    dy, x = normal(*size, dtype).values()
     with on_path("kernels", **facts):
         ours = named(functional.weight_gradient(dy, x))
     theirs = named(reference.weight_gradient(dy, x))
@@ -111,8 +116,7 @@ def test_close_to_torch(size: tuple[int, int, int], facts: dict[str, Any], dtype
 
 @pytest.mark.parametrize("size", PUBLISHED, ids=str)
 def test_published_sizes_are_close_to_torch(size: tuple[int, int, int]) -> None:
-    rows, out, width = size
-    dy, x = (torch.randn(rows, columns, device=DEVICE, dtype=BFLOAT16) for columns in (out, width))
+    dy, x = normal(*size).values()
     with on_path("kernels"):
         ours = named(functional.weight_gradient(dy, x))
     theirs = named(reference.weight_gradient(dy, x))
@@ -122,8 +126,7 @@ def test_published_sizes_are_close_to_torch(size: tuple[int, int, int]) -> None:
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("size", [(65536, 1024, 256), (131072, 256, 256), (5000, 767, 431)], ids=str)
 def test_the_same_bits_every_time(size: tuple[int, int, int]) -> None:
-    rows, out, width = size
-    dy, x = (torch.randn(rows, columns, device=DEVICE, dtype=BFLOAT16) for columns in (out, width))
+    dy, x = normal(*size).values()
     with on_path("kernels"):
         runs = [named(functional.weight_gradient(dy, x)) for _ in range(10)]
     for run in runs:
@@ -166,9 +169,7 @@ def test_expanded_gradients() -> None:
 @pytest.mark.parametrize("where", ["dy", "x"])
 @pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
 def test_nan_and_infinity_come_out_where_torch_has_them(value: float, where: str) -> None:
-    tensors = {
-        name: torch.randn(500, columns, device=DEVICE, dtype=BFLOAT16) for name, columns in (("dy", 72), ("x", 40))
-    }
+    tensors = normal(500, 72, 40)
     tensors[where][-1, -2] = value
     with on_path("kernels"):
         ours = named(functional.weight_gradient(**tensors))
@@ -211,9 +212,7 @@ def test_a_gradient_of_more_than_two_to_the_31_elements() -> None:
 
 
 def test_a_cuda_graph_replays() -> None:
-    tensors = leaves(
-        {name: torch.randn(5000, columns, device=DEVICE, dtype=BFLOAT16) for name, columns in (("dy", 264), ("x", 136))}
-    )
+    tensors = leaves(normal(5000, 264, 136))
 
     def step() -> tuple[Tensor, ...]:
         dw, db = functional.weight_gradient(**tensors)
