@@ -5,7 +5,7 @@ The gradient of the last bias, the sum of dy over its rows, comes from the same 
 
 import torch
 
-from ...activations import activation_unit
+from ...activations import activation_unit, hidden_and_slopes, through_activation
 from ...hopper import (
     Matrix,
     copy_in,
@@ -28,7 +28,7 @@ from ...pipeline import (
     start_product,
 )
 from ...tuning import CONSUMER_ROWS, PipelinedConfig
-from ..operands import Matrices, Operands, hidden_and_slopes, through_activation
+from ..operands import Matrices, Operands
 
 
 @gluon.jit

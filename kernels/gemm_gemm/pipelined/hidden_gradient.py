@@ -6,6 +6,7 @@ hidden units at a time, in pieces of the columns that a product sums over. Rows 
 
 import torch
 
+from ...activations import hidden_and_slopes, through_activation
 from ...hopper import (
     Matrix,
     copy_in,
@@ -21,7 +22,7 @@ from ...hopper import (
 from ...launching import launch
 from ...pipeline import init_barriers, stage_of
 from ...tuning import CONSUMER_ROWS, StoredConfig
-from ..operands import Matrices, Operands, hidden_and_slopes, through_activation
+from ..operands import Matrices, Operands
 
 
 @gluon.jit
