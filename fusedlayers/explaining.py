@@ -8,11 +8,26 @@ from torch import Tensor, nn
 
 from . import functional
 from .devices import describe
-from .functional.arguments import check_ffn, check_gemm_gemm, check_weight_gradient
-from .functional.dispatch import dispatch, ffn_problem, gemm_gemm_problem, weight_gradient_problem
+from .functional.arguments import check_ffn, check_gemm_gemm, check_hidden_gradient, check_weight_gradient
+from .functional.dispatch import (
+    dispatch,
+    ffn_problem,
+    gemm_gemm_problem,
+    hidden_gradient_problem,
+    weight_gradient_problem,
+)
 from .kernels.activations import ACTIVATIONS, canonical_activation
 from .kernels.tuning import CONSUMER_ROWS
-from .planning import Decision, Device, Plan, Problem, WeightGradientPlan, WeightGradientProblem
+from .planning import (
+    Decision,
+    Device,
+    HiddenGradientPlan,
+    HiddenGradientProblem,
+    Plan,
+    Problem,
+    WeightGradientPlan,
+    WeightGradientProblem,
+)
 
 
 def explain(target: nn.Module | Callable[..., Tensor], *inputs: Tensor, **options: object) -> str:
@@ -36,6 +51,14 @@ def explain(target: nn.Module | Callable[..., Tensor], *inputs: Tensor, **option
         check_weight_gradient(arguments["dy"], arguments["x"], arguments.get("bias", True))
         problem = weight_gradient_problem(**arguments)
         title = "weight_gradient: dW = dyᵀ x" + (", db = Σ dy" if problem.bias else "")
+    elif target is functional.hidden_gradient:
+        arguments = inspect.signature(functional.hidden_gradient).bind(*inputs, **options).arguments
+        arguments["activation"] = canonical_activation(arguments["activation"])
+        given = {"z_gate": None, "bias": True} | arguments
+        check_hidden_gradient(given["dy"], given["w_down"], given["z"], given["z_gate"], given["bias"])
+        problem = hidden_gradient_problem(**arguments)
+        gate = "dH ⊙ act(z_gate), dH ⊙ z ⊙ act'(z_gate)" if problem.gated else "dH ⊙ act'(z)"
+        title = f"hidden_gradient: {gate}, dH = dy W_down, act = {_formula(problem)}"
     elif target is functional.gemm_gemm:
         arguments = inspect.signature(functional.gemm_gemm).bind(*inputs, **options).arguments
         arguments["activation"] = canonical_activation(arguments.get("activation"))
@@ -57,8 +80,7 @@ def explain(target: nn.Module | Callable[..., Tensor], *inputs: Tensor, **option
         raise TypeError(f"target must be {known}, got {type(target).__name__}")
     device = next(value for value in arguments.values() if isinstance(value, Tensor)).device
     plan = dispatch(problem, device)
-    facts = _weight_gradient_facts if isinstance(problem, WeightGradientProblem) else _facts
-    rows = [*facts(problem, plan, describe(device)), *_copies(problem, plan, arguments)]
+    rows = [*_FACTS.get(type(problem), _facts)(problem, plan, describe(device)), *_copies(problem, plan, arguments)]
     rows += [(f"not {path}", reason) for path, reason in plan.rejected]
     width = max(len(name) for name, _ in rows)
     return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])
@@ -75,14 +97,16 @@ def _ffn(arguments: dict[str, Any]) -> tuple[Problem, str]:
 
 
 # The operands of each operation that its kernels see as matrices of rows.
-_ROWS = {"ffn": ("x",), "weight_gradient": ("dy", "x")}
+_ROWS = {"ffn": ("x",), "weight_gradient": ("dy", "x"), "hidden_gradient": ("dy", "z", "z_gate")}
 
 
 def _copies(problem: Any, plan: Decision, arguments: dict[str, Any]) -> list[tuple[str, str]]:
     """The operands that a kernel cannot reach through strides alone."""
     texts = []
     for name in _ROWS.get(problem.operation, ()) if plan.path != "torch" else ():
-        tensor = arguments[name]
+        tensor = arguments.get(name)
+        if tensor is None:
+            continue
         try:
             tensor.view(-1, tensor.shape[-1])
         except RuntimeError:
@@ -91,7 +115,7 @@ def _copies(problem: Any, plan: Decision, arguments: dict[str, Any]) -> list[tup
     return [("copies", "; ".join(texts))] if texts else []
 
 
-def _formula(problem: Problem) -> str:
+def _formula(problem: Problem | HiddenGradientProblem) -> str:
     return f"{problem.activation}: {ACTIVATIONS[problem.activation].formula}"
 
 
@@ -160,6 +184,28 @@ def _weight_gradient_facts(
     if plan.path == "fused":
         rows.append(("splits", f"{plan.splits} row ranges"))
     return [*rows, *_costs(plan, p.training)]
+
+
+def _hidden_gradient_facts(
+    problem: HiddenGradientProblem, plan: HiddenGradientPlan, device: Device
+) -> list[tuple[str, str]]:
+    p = problem
+    rows = [
+        ("problem", f"M={p.M} (rows) N={p.N} (d_ff) O={p.O}, {p.dtype}"),
+        ("device", " ".join(filter(None, (device.name, device.architecture)))),
+        ("path", f"{plan.path}: {plan.reason}"),
+    ]
+    if plan.tiles is not None:
+        t = plan.tiles
+        size = f"{plan.row_tiles} × {t.block_m} rows × {t.block_n} columns of dZ, {t.block_o} columns of dy at a time"
+        rows.append(("tiles", f"{size}, {t.num_warps} warps, {t.num_stages} stages"))
+    return [*rows, *_costs(plan, p.training)]
+
+
+_FACTS: dict[type, Callable[..., list[tuple[str, str]]]] = {
+    WeightGradientProblem: _weight_gradient_facts,
+    HiddenGradientProblem: _hidden_gradient_facts,
+}
 
 
 def _costs(plan: Decision, training: bool) -> list[tuple[str, str]]:

@@ -21,6 +21,43 @@ def _batched_product(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left, right) if alike else left @ right
 
 
+def hidden_gradient(
+    dy: Tensor,
+    w_down: Tensor,
+    z: Tensor,
+    z_gate: Tensor | None = None,
+    *,
+    activation: str | None,
+    bias: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """``(dy W_down) ⊙ act'(z)``, with a gate the gradients of ``act(z_gate) ⊙ z``; and with ``bias`` their sums.
+
+    dy ``[*B, M, O]``, w_down ``[O, N]``, z and z_gate ``[*B, M, N]`` -> dz, dz_gate like z, db_up, db_gate ``[N]``.
+    """
+    act = ACTIVATIONS[canonical_activation(activation)].torch
+    d_hidden = dy @ w_down
+    if z_gate is None:
+        return _summed(_through(act, z, d_hidden), None, bias)
+    return _summed(d_hidden * act(z_gate), _through(act, z_gate, d_hidden * z), bias)
+
+
+def _through(act: Any, z: Tensor, gradient: Tensor) -> Tensor:
+    """``gradient ⊙ act'(z)``, as autograd has it, and to be differentiated again."""
+    pull: Any = torch.func.vjp(act, z)[1]
+    return pull(gradient)[0]
+
+
+def _summed(
+    dz: Tensor, dz_gate: Tensor | None, bias: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Both, and with ``bias`` their sums over all rows."""
+    sums = (
+        None if t is None or not bias else t.reshape(t.shape[:-1].numel(), t.shape[-1]).sum(0) for t in (dz, dz_gate)
+    )
+    db_up, db_gate = sums
+    return dz, dz_gate, db_up, db_gate
+
+
 def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor, Tensor | None]:
     """``dyᵀ x`` and the sum of dy over its rows: dy ``[*B, M, O]``, x ``[*B, M, K]`` -> ``[O, K]``, ``[O]``; any dtype.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import planning
 from ..devices import describe
-from ..planning import Call, Decision, Device, Problem, WeightGradientProblem
+from ..planning import Call, Decision, Device, HiddenGradientProblem, Problem, WeightGradientProblem
 from .arguments import autocast_enabled
 
 logger = logging.getLogger("fusedlayers")
@@ -56,6 +56,11 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 def autocast(tensors: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
     """The tensors in the dtype products run in; gradients flow back to each in its own dtype."""
     return tuple([tensor if tensor is None or tensor.dtype == dtype else tensor.to(dtype) for tensor in tensors])
+
+
+def rows(tensor: Tensor) -> Tensor:
+    """``[*B, M, K]`` as a matrix of rows: a view where the strides allow it, else a copy."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -191,6 +196,26 @@ def gemm_gemm_problem(a: Tensor, b: Tensor, c: Tensor, *, activation: str) -> Pr
         input_precision=input_precision(a.device, dtype),
         captured=captured(a.device),
         subclass=subclass_of(a, b, c),
+    )
+
+
+def hidden_gradient_problem(
+    dy: Tensor, w_down: Tensor, z: Tensor, z_gate: Tensor | None = None, *, activation: str, bias: bool = True
+) -> HiddenGradientProblem:
+    """The planning problem of one ``hidden_gradient`` call, its leading dims flattened into rows."""
+    dtype = compute_dtype(dy)
+    return HiddenGradientProblem(
+        M=dy.shape[:-1].numel(),
+        N=w_down.shape[1],
+        O=w_down.shape[0],
+        dtype=str(dtype).removeprefix("torch."),
+        activation=activation,
+        gated=z_gate is not None,
+        bias=bias,
+        training=wants_gradient(dy, w_down, z, z_gate),
+        input_precision=input_precision(dy.device, dtype),
+        captured=captured(dy.device),
+        subclass=subclass_of(dy, w_down, z, z_gate),
     )
 
 

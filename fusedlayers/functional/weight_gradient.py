@@ -16,6 +16,7 @@ from .dispatch import (
     ran_as_kernels,
     recalled,
     remember,
+    rows,
     signature,
     weight_gradient_problem,
     without_autocast,
@@ -47,20 +48,17 @@ def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor
         problem = weight_gradient_problem(dy, x, bias=bias)
         remember(call, problem)
     plan = dispatch(problem, dy.device)
+    operands = autocast((dy, x), compute_dtype(dy))
     if plan.path == "torch":
-        return reference.weight_gradient(dy, x, bias=bias)
-    rows, x_rows = (_rows(tensor) for tensor in autocast((dy, x), compute_dtype(dy)))
+        with without_autocast(dy.device):
+            return reference.weight_gradient(*operands, bias=bias)
+    dy_rows, x_rows = (rows(tensor) for tensor in operands)
     if not problem.training and call is not None:
-        found = _gradients(rows, x_rows, plan)
+        found = _gradients(dy_rows, x_rows, plan)
     else:
-        found = WeightGradientFunction.apply(rows, x_rows, plan)
+        found = WeightGradientFunction.apply(dy_rows, x_rows, plan)
     ran_as_kernels(problem, dy.device)
     return found
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """``[*B, M, K]`` as a matrix of rows: a view where the strides allow it, else a copy."""
-    return tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
 def _gradients(dy: Tensor, x: Tensor, plan: WeightGradientPlan) -> tuple[Tensor, Tensor | None]:

@@ -7,14 +7,16 @@ holds its problem, its plan and its planner.
 from collections.abc import Callable
 from typing import Any
 
-from . import gemm_gemm, weight_gradient
+from . import gemm_gemm, hidden_gradient, weight_gradient
 from .call import Call, Decision
 from .devices import BACKENDS, CEILINGS, Device
 from .gemm_gemm import Plan, Problem
+from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem
 from .weight_gradient import WeightGradientPlan, WeightGradientProblem
 
 _PLANNERS: dict[type[Call], Callable[[Any, Device, str], Any]] = {
     Problem: gemm_gemm.plan,
+    HiddenGradientProblem: hidden_gradient.plan,
     WeightGradientProblem: weight_gradient.plan,
 }
 
@@ -34,6 +36,8 @@ __all__ = [
     "Call",
     "Decision",
     "Device",
+    "HiddenGradientPlan",
+    "HiddenGradientProblem",
     "Plan",
     "Problem",
     "WeightGradientPlan",

@@ -12,6 +12,7 @@ from .gemm_gemm import (
     stored_config,
     tile_config,
 )
+from .hidden_gradient import HiddenGradientTiles, hidden_gradient_tiles
 from .limits import CONSUMER_ROWS, SHARED_MEMORY, padded_width
 from .weight_gradient import PIPELINES, WeightGradientPipeline, WeightGradientTiles, weight_gradient_tiles
 
@@ -21,11 +22,13 @@ __all__ = [
     "SHARED_MEMORY",
     "SHORTEST_SPLIT",
     "WIDEST_X_IN_REGISTERS",
+    "HiddenGradientTiles",
     "PipelinedConfig",
     "StoredConfig",
     "TileConfig",
     "WeightGradientPipeline",
     "WeightGradientTiles",
+    "hidden_gradient_tiles",
     "padded_width",
     "padded_widths",
     "pipelined_config",
