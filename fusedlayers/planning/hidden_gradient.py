@@ -79,7 +79,7 @@ def plan(problem: HiddenGradientProblem, device: Device, backend: str = "auto") 
     if fused is not None:
         reason = "no other path is both possible and faster"
         return HiddenGradientPlan(problem=problem, path="torch", reason=reason, rejected=(("fused", fused),), **options)
-    tiles = hidden_gradient_tiles(device.architecture, 8 * p.element_bytes)
+    tiles = hidden_gradient_tiles(device.architecture, 8 * p.element_bytes, p.gated)
     row_tiles = choose_row_tiles(problem, tiles)
     bands = math.ceil(math.ceil(p.M / tiles.block_m) / row_tiles)
     return HiddenGradientPlan(

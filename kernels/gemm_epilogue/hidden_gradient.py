@@ -39,8 +39,9 @@ def _hidden_gradient_kernel(
     cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
     sums = tl.zeros([BLOCK_N], tl.float32)
     gate_sums = tl.zeros([BLOCK_N], tl.float32)
-    for tile in range(band * row_tiles, tl.minimum((band + 1) * row_tiles, tl.cdiv(M, BLOCK_M))):
-        rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    first_row = (band.to(tl.int64) * row_tiles * BLOCK_M).to(tl.int32)
+    for index in range(tl.minimum(row_tiles, tl.cdiv(M - first_row, BLOCK_M))):
+        rows = first_row + index * BLOCK_M + tl.arange(0, BLOCK_M)
         d_hidden = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for o in tl.range(0, O, BLOCK_O):
             outer = o + tl.arange(0, BLOCK_O)

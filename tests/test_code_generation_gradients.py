@@ -1,4 +1,4 @@
-"""What the compilers make of the kernels of the weight and bias gradient."""
+"""What the compilers make of the kernels that give the gradients of one layer."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.test_code_generation import SHARED_LIMITS, compiled, faults
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 PORTABLE, PIPELINED = "weight_and_bias_gradient", "pipelined_weight_and_bias_gradient"
+HIDDEN = "hidden_gradient"
 
 EVERY_PIPELINE = """
 import json
@@ -57,24 +58,28 @@ from code_generation import compiling_for
 from fusedlayers import functional
 
 for target in sys.argv[1:]:
-    for dtype in (torch.bfloat16, torch.float32):
-        for M, O, K in ((4096, 1024, 512), (4099, 997, 515)):
+    for dtype, sizes in ((torch.bfloat16, (4096, 1024, 512)), (torch.float32, (4099, 997, 515))):
+        for M, O, K in (sizes,):
             with compiling_for(target) as reports:
                 functional.weight_gradient(torch.empty(M, O, dtype=dtype), torch.empty(M, K, dtype=dtype))
+                dy, w_down = torch.empty(M, O, dtype=dtype), torch.empty(O, K, dtype=dtype)
+                z, gate = torch.empty(M, K, dtype=dtype), torch.empty(M, K, dtype=dtype)
+                functional.hidden_gradient(dy, w_down, z, activation="gelu_tanh")
+                functional.hidden_gradient(dy, w_down, z, gate, activation="gelu")
             for report in reports:
                 report |= {"dtype": str(dtype).removeprefix("torch."), "width": 0, "gated": False}
                 print(json.dumps(report))
 """
 
 
-def test_the_portable_kernel(tmp_path: Path) -> None:
+def test_the_portable_kernels(tmp_path: Path) -> None:
     (tmp_path / "portable.py").write_text(PORTABLE_ON)
     found = compiled(tmp_path, "portable.py", *SHARED_LIMITS)
-    targets = {report["target"] for report in found if report["kernel"] == PORTABLE}
-    assert targets == set(SHARED_LIMITS)
-    for report in found:
-        if report["kernel"] == PORTABLE:
-            assert not faults(report), (report["target"], report["dtype"], faults(report))
+    for kernel in (PORTABLE, HIDDEN):
+        reports = [report for report in found if report["kernel"] == kernel]
+        assert {report["target"] for report in reports} == set(SHARED_LIMITS)
+        for report in reports:
+            assert not faults(report), (kernel, report["target"], report["dtype"], faults(report))
 
 
 VARIANTS = """
@@ -89,6 +94,9 @@ for pipelined in (False, True):
         with compiling_for("sm_90", pipelined=pipelined) as reports:
             dy, x = (torch.empty(rows, columns, dtype=torch.bfloat16) for columns in (1024, 256))
             functional.weight_gradient(dy, x)
+            if not pipelined:
+                z = torch.empty(rows, 512, dtype=torch.bfloat16)
+                functional.hidden_gradient(dy, torch.empty(1024, 512, dtype=torch.bfloat16), z, activation="silu")
         for report in reports:
             print(json.dumps(report))
 """
@@ -99,6 +107,6 @@ def test_few_variants_for_many_row_counts(tmp_path: Path) -> None:
     variants = defaultdict(set)
     for report in compiled(tmp_path, "variants.py"):
         variants[report["kernel"]].add(report["hash"])
-    assert variants.keys() == {PORTABLE, PIPELINED, "reduce_partials"}
+    assert variants.keys() == {PORTABLE, PIPELINED, HIDDEN, "reduce_partials"}
     for kernel, hashes in variants.items():
         assert len(hashes) <= 3, f"{kernel} is compiled {len(hashes)} times"
