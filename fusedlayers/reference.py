@@ -153,6 +153,52 @@ def gemm_sum(
     return torch.where(count > 0, found / count.clamp(min=1), torch.nan)
 
 
+def hidden_gradient(
+    dy: Tensor,
+    w_down: Tensor,
+    z: Tensor,
+    z_gate: Tensor | None = None,
+    *,
+    activation: str | None,
+    bias: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """``(dy W_down) ⊙ act'(z)``, with a gate the gradients of ``act(z_gate) ⊙ z``; and with ``bias`` their sums.
+
+    dy ``[*B, M, O]``, w_down ``[O, N]``, z and z_gate ``[*B, M, N]`` -> dz, dz_gate like z, db_up, db_gate ``[N]``.
+    """
+    act = ACTIVATIONS[canonical_activation(activation)].torch
+    d_hidden = dy @ w_down
+    if z_gate is None:
+        return _summed(_through(act, z, d_hidden), None, bias)
+    return _summed(d_hidden * act(z_gate), _through(act, z_gate, d_hidden * z), bias)
+
+
+def _through(act: Any, z: Tensor, gradient: Tensor) -> Tensor:
+    """``gradient ⊙ act'(z)``, as autograd has it, and to be differentiated again."""
+    pull: Any = torch.func.vjp(act, z)[1]
+    return pull(gradient)[0]
+
+
+def _summed(
+    dz: Tensor, dz_gate: Tensor | None, bias: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Both, and with ``bias`` their sums over all rows."""
+    sums = (
+        None if t is None or not bias else t.reshape(t.shape[:-1].numel(), t.shape[-1]).sum(0) for t in (dz, dz_gate)
+    )
+    db_up, db_gate = sums
+    return dz, dz_gate, db_up, db_gate
+
+
+def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor, Tensor | None]:
+    """``dyᵀ x`` and the sum of dy over its rows: dy ``[*B, M, O]``, x ``[*B, M, K]`` -> ``[O, K]``, ``[O]``; any dtype.
+
+    The gradients of a linear layer's weight and bias, ``y = x Wᵀ + b``; None for the second without ``bias``.
+    """
+    dy, x = (tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1]) for tensor in (dy, x))
+    return dy.T @ x, dy.sum(0) if bias else None
+
+
 def ffn(
     x: Tensor,
     w_up: Tensor,

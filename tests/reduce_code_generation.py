@@ -1,4 +1,4 @@
-"""Compiles what calls of ``gemm_reduce`` would launch, forward and backward, as ``code_generation.py`` does for the FFN.
+"""Compiles what calls of ``gemm_reduce`` would launch, forward and backward: ``code_generation.py`` for its kernels.
 
 Run as a script it prints one JSON object per kernel:
 
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from code_generation import compiling_for  # sets the switches before Triton and the library are imported
-import torch  # noqa: I001
 
 from fusedlayers import functional
 

@@ -194,3 +194,46 @@ def check_offsets(name: str, offsets: Tensor | None, tokens: Tensor) -> None:
         raise ValueError(f"{said(name, offsets)}: expected values that never decrease, got {found}")
     if values[-1] != total:
         raise ValueError(f"{said(name, offsets)}: expected {total} last, the number of packed tokens, got {values[-1]}")
+
+
+def check_weight_gradient(dy: Tensor, x: Tensor, bias: bool) -> None:
+    """All arguments of ``functional.weight_gradient``."""
+    for name, tensor in (("dy", dy), ("x", x)):
+        if tensor is None:
+            raise TypeError(f"{name} must be a torch.Tensor, got None")
+    check_tensors({"dy": dy, "x": x})
+    check_bias(bias)
+    for name, tensor, letters in (("dy", dy, "[*B, M, O]"), ("x", x, "[*B, M, K]")):
+        if tensor.dim() < 1:
+            raise ValueError(f"{said(name, tensor)}: expected {letters}, at least one dimension")
+    if x.shape[:-1] != dy.shape[:-1]:
+        raise ValueError(
+            f"{said('x', x)}: expected [*B, M, K] with *B, M = {list(dy.shape[:-1])}, as dy {list(dy.shape)}"
+        )
+
+
+def check_bias(bias: bool) -> None:
+    """Whether the sum over the rows is asked for: ``True`` or ``False``, not a tensor."""
+    if not isinstance(bias, bool):
+        raise TypeError(f"bias must be True or False, got {type(bias).__name__}")
+
+
+def check_hidden_gradient(dy: Tensor, w_down: Tensor, z: Tensor, z_gate: Tensor | None, bias: bool) -> None:
+    """All arguments of ``functional.hidden_gradient`` but the activation."""
+    for name, tensor in (("dy", dy), ("w_down", w_down), ("z", z)):
+        if tensor is None:
+            raise TypeError(f"{name} must be a torch.Tensor, got None")
+    check_tensors({"dy": dy, "w_down": w_down, "z": z, "z_gate": z_gate})
+    check_bias(bias)
+    if dy.dim() < 1:
+        raise ValueError(f"{said('dy', dy)}: expected [*B, M, O], at least one dimension")
+    if w_down.dim() != 2 or w_down.shape[0] != dy.shape[-1]:
+        hint = " (it looks transposed)" if w_down.dim() == 2 and w_down.shape[1] == dy.shape[-1] else ""
+        raise ValueError(
+            f"{said('w_down', w_down)}: expected [O, N] with O = {dy.shape[-1]}, the last dimension of dy "
+            f"{list(dy.shape)}{hint}"
+        )
+    shape = (*dy.shape[:-1], w_down.shape[1])
+    for name, pre_activation in (("z", z), ("z_gate", z_gate)):
+        because = f"as dy {list(dy.shape)} and w_down {list(w_down.shape)} set it"
+        check_shape(name, pre_activation, shape, "[*B, M, N]", because)

@@ -9,8 +9,8 @@ pass, on the matrix units, in a fixed order.
 import torch
 
 from ..device import tl, triton
-from ..gemm_gemm.partials import summed_over_splits
 from ..launching import launch
+from ..partials import summed_over_splits
 from ..tiles import add_product
 from ..tuning import OneHotConfig
 from .operands import MaxSimOperands, as_bytes, stride, token_weights

@@ -3,8 +3,8 @@
 import torch
 
 from ..device import tl, triton
-from ..gemm_gemm.partials import summed_over_splits
 from ..launching import launch
+from ..partials import summed_over_splits
 from ..tuning import GatherConfig
 from .operands import MaxSimOperands, as_bytes, stride, token_weights
 

@@ -19,22 +19,29 @@ from .gemm_reduce import (
     reduce_config,
     reduce_gradient_config,
 )
+from .hidden_gradient import HiddenGradientTiles, hidden_gradient_tiles
 from .limits import CONSUMER_ROWS, SHARED_MEMORY, padded_width
 from .maxsim import GatherConfig, OneHotConfig, gather_config, one_hot_config
+from .weight_gradient import PIPELINES, WeightGradientPipeline, WeightGradientTiles, weight_gradient_tiles
 
 __all__ = [
     "CONSUMER_ROWS",
+    "PIPELINES",
     "SHARED_MEMORY",
     "SHORTEST_SPLIT",
     "WIDEST_X_IN_REGISTERS",
     "GatherConfig",
+    "HiddenGradientTiles",
     "OneHotConfig",
     "PipelinedConfig",
     "PipelinedReduceConfig",
     "ReduceConfig",
     "StoredConfig",
     "TileConfig",
+    "WeightGradientPipeline",
+    "WeightGradientTiles",
     "gather_config",
+    "hidden_gradient_tiles",
     "one_hot_config",
     "padded_width",
     "padded_widths",
@@ -45,4 +52,5 @@ __all__ = [
     "rows",
     "stored_config",
     "tile_config",
+    "weight_gradient_tiles",
 ]

@@ -3,7 +3,6 @@
 import torch
 
 from ...device import tl
-from ...gemm_gemm.pipelined.pipeline import copy_hidden_tile, init_barriers, stage_of
 from ...hopper import (
     Matrix,
     fence_async_shared,
@@ -15,6 +14,7 @@ from ...hopper import (
     warpgroup_mma_wait,
 )
 from ...launching import launch
+from ...pipeline import copy_hidden_tile, init_barriers, stage_of
 from ...tuning import CONSUMER_ROWS, PipelinedReduceConfig
 from ..operands import ReduceOperands
 
