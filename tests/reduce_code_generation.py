@@ -1,8 +1,9 @@
-"""Compiles what calls of ``gemm_reduce`` would launch, forward and backward: ``code_generation.py`` for its kernels.
+"""Compiles what calls of ``gemm_reduce`` would launch, forward and backward; see ``code_generation.py``.
 
 Run as a script it prints one JSON object per kernel:
 
-    python tests/reduce_code_generation.py sm_90/bfloat16 sm_80/float16
+    python tests/reduce_code_generation.py rows sm_90/bfloat16 sm_80/float16
+    python tests/reduce_code_generation.py few gfx942/bfloat16
 """
 
 import json
@@ -54,8 +55,13 @@ def compile_case(case: ReduceCase) -> list[dict[str, Any]]:
     return [asdict(case) | report for report in different.values()]
 
 
-def shipped(target: str, dtype: str) -> Iterator[ReduceCase]:
-    """Every row of the tables for both axes, the costliest options, ragged sizes, and splits."""
+def shipped(selection: str, target: str, dtype: str) -> Iterator[ReduceCase]:
+    """Every row of the tables ("few": some) for both axes, the costliest options, ragged sizes, and splits."""
+    if selection == "few":
+        yield ReduceCase(target, dtype, 64, "max", -2, rows=1021)
+        yield ReduceCase(target, dtype, 256, "logsumexp", -1)
+        yield ReduceCase(target, dtype, 1024, "max", -1, masked=True, rows=9000, batch=1)
+        return
     for dim in (-2, -1):
         for width in (16, 64, 128, 256, 1024):
             yield ReduceCase(target, dtype, width, "max", dim)
@@ -68,7 +74,7 @@ def shipped(target: str, dtype: str) -> Iterator[ReduceCase]:
 
 
 if __name__ == "__main__":
-    for chosen in sys.argv[1:]:
-        for case in shipped(*chosen.split("/")):
+    for chosen in sys.argv[2:]:
+        for case in shipped(sys.argv[1], *chosen.split("/")):
             for report in compile_case(case):
                 print(json.dumps(report), flush=True)

@@ -14,9 +14,9 @@ from tests.test_code_generation import COMPILE_ALL, DTYPES, SHARED_LIMITS, TESTS
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 if COMPILE_ALL:
-    SELECTIONS = [(target, dtype) for target in SHARED_LIMITS for dtype in DTYPES]
+    SELECTIONS = [("rows", target, dtype) for target in SHARED_LIMITS for dtype in DTYPES]
 else:
-    SELECTIONS = [("sm_90", "bfloat16"), ("sm_80", "float16"), ("gfx942", "bfloat16")]
+    SELECTIONS = [("rows", "sm_90", "bfloat16"), ("few", "sm_80", "float16"), ("few", "gfx942", "bfloat16")]
 
 
 def name(report: dict[str, Any]) -> str:
@@ -24,9 +24,9 @@ def name(report: dict[str, Any]) -> str:
     return " ".join(str(report[word]) for word in words)
 
 
-@pytest.mark.parametrize(("target", "dtype"), SELECTIONS)
-def test_shipped_configurations(tmp_path: Path, target: str, dtype: str) -> None:
-    reports = compiled(tmp_path, str(TESTS / "reduce_code_generation.py"), f"{target}/{dtype}")
+@pytest.mark.parametrize(("selection", "target", "dtype"), SELECTIONS)
+def test_shipped_configurations(tmp_path: Path, selection: str, target: str, dtype: str) -> None:
+    reports = compiled(tmp_path, str(TESTS / "reduce_code_generation.py"), selection, f"{target}/{dtype}")
     red = [f"{name(report)}: {fault}" for report in reports for fault in faults(report)]
     assert not red, "\n".join(red)
     assert {report["kernel"] for report in reports} == {"reduce", "combine", "routing", "weighted"}
@@ -39,11 +39,10 @@ import json
 
 from reduce_code_generation import ReduceCase, compile_case
 
-for op in ("max", "logsumexp"):
-    for dim in (-2, -1):
-        for rows in (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 100, 127, 128, 255, 512, 777, 1024, 2048, 3000, 4096):
-            for report in compile_case(ReduceCase("sm_90", "bfloat16", 64, op, dim, rows=rows, batch=2)):
-                print(json.dumps(report))
+for op, dim in (("max", -2), ("logsumexp", -1)):
+    for rows in (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 100, 127, 128, 255, 512, 777, 1024, 2048, 3000, 4096):
+        for report in compile_case(ReduceCase("sm_90", "bfloat16", 64, op, dim, rows=rows, batch=2)):
+            print(json.dumps(report))
 """
 
 

@@ -66,9 +66,14 @@ class ReduceProblem(Call):
         return self.needs_kept_gradient or self.needs_reduced_gradient or self.needs_bias_gradient
 
     @property
+    def indexed(self) -> bool:
+        """Whether gradients go through the index of one element."""
+        return self.op in ("max", "min", "absmax")
+
+    @property
     def finds_indices(self) -> bool:
-        """Whether the forward pass finds the index of each maximum or minimum."""
-        return self.indices or (self.training and self.op in ("max", "min", "absmax"))
+        """Whether the forward pass finds indices."""
+        return self.indices or (self.training and self.indexed)
 
     @property
     def linear(self) -> bool:
@@ -198,7 +203,7 @@ def _flops(problem: ReduceProblem, path: str) -> int:
         return product * (1 + wanted)
     if problem.linear:
         return product + 2 * thin * wanted
-    if problem.op in ("max", "min", "absmax"):
+    if problem.indexed:
         return product * (1 + problem.needs_reduced_gradient)
     return product * (1 + 2 * wanted)
 
@@ -229,7 +234,7 @@ def _costed(
         partials = 4 if problem.op in ("sum", "mean", "sumsq") else 8
         options = {
             "forward_tiles": tiles,
-            "gradient_tiles": reduce_gradient_config(device.architecture, bits, problem.K),
+            "gradient_tiles": reduce_gradient_config(device.architecture, bits, problem.K, problem.indexed),
             "splits": splits,
             "accuracy": "exact" if problem.dtype == "float32" else "half",
             "workspace_bytes": splits * partials * problem.batch * problem.kept

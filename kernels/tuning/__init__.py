@@ -13,8 +13,10 @@ from .gemm_gemm import (
     tile_config,
 )
 from .gemm_reduce import (
+    AlgebraicConfig,
     PipelinedReduceConfig,
     ReduceConfig,
+    algebraic_config,
     pipelined_reduce_config,
     reduce_config,
     reduce_gradient_config,
@@ -30,6 +32,7 @@ __all__ = [
     "SHARED_MEMORY",
     "SHORTEST_SPLIT",
     "WIDEST_X_IN_REGISTERS",
+    "AlgebraicConfig",
     "GatherConfig",
     "HiddenGradientTiles",
     "OneHotConfig",
@@ -40,6 +43,7 @@ __all__ = [
     "TileConfig",
     "WeightGradientPipeline",
     "WeightGradientTiles",
+    "algebraic_config",
     "gather_config",
     "hidden_gradient_tiles",
     "one_hot_config",

@@ -55,15 +55,19 @@ def reduce_config(architecture: str, element_bits: int, width: int) -> ReduceCon
     return ReduceConfig(64, 64, min(padded, 64), 4, 2)
 
 
-def reduce_gradient_config(architecture: str, element_bits: int, width: int) -> ReduceConfig:
+def reduce_gradient_config(architecture: str, element_bits: int, width: int, indexed: bool) -> ReduceConfig:
     """The tiles of the gradients: ``block_p`` rows of the gradient, ``block_r`` of the axis it sums over.
 
     An accumulator has ``block_k`` columns of the gradient; a wider one is shared out among programs, each of which
-    computes the first product for itself.
+    computes the first product for itself. ``indexed`` is the gradient through an index.
     """
-    padded = padded_width(width)
+    # With 16 columns Triton 3.7 made the products of sm_90 wait for one another.
+    padded = max(padded_width(width), 32)
     if element_bits == 32:
         return ReduceConfig(32, 32, min(padded, 64), 4, 1)
+    if indexed:
+        # The matrix of weights is made in registers: with more than one stage its products wait for one another.
+        return ReduceConfig(64, 64, padded if padded <= 256 and architecture == "sm_90" else min(padded, 128), 4, 1)
     if padded <= 128:
         return ReduceConfig(64, 64, padded, 4, 2)
     if padded == 256 and architecture == "sm_90":
@@ -106,3 +110,27 @@ def pipelined_reduce_config(
     # The registers of four consumers do not hold the rows and a block of 128, or the rows and indices.
     in_registers = block < 128 and not costly
     return PipelinedReduceConfig(block, width, consumers, kept_stages, stages, in_registers, processors)
+
+
+@dataclass(frozen=True)
+class AlgebraicConfig:
+    """Sum before product: tiles of the two kernels, and the ranges that the rows of an entry are split into.
+
+    ``overlapped`` lets the second kernel start before the first one ends.
+    """
+
+    splits: int
+    block_r: int
+    block_p: int
+    block_k: int
+    num_warps: int
+    overlapped: bool
+
+
+def algebraic_config(architecture: str, batch: int, P: int, R: int, K: int, processors: int) -> AlgebraicConfig:
+    """Enough programs in each of the two kernels to keep every processor's loads in flight."""
+    block_k = min(padded_width(K), 128)
+    programs = batch * -(-K // block_k)
+    splits = max(1, min(4 * processors // programs, -(-R // 64), 64))
+    block_p = 64 if batch * -(-P // 128) >= 2 * processors else 32
+    return AlgebraicConfig(splits, 64, block_p, block_k, 4, architecture in ("sm_90", "sm_100"))
