@@ -8,19 +8,19 @@ from torch import Tensor, nn
 
 from . import functional
 from .devices import describe
-from .functional.arguments import check_ffn, check_gemm_gemm
-from .functional.dispatch import dispatch, ffn_problem, gemm_gemm_problem
+from .functional.arguments import check_ffn, check_gemm_gemm, check_maxsim
+from .functional.dispatch import dispatch, ffn_problem, gemm_gemm_problem, maxsim_problem
 from .kernels.activations import ACTIVATIONS, canonical_activation
 from .kernels.tuning import CONSUMER_ROWS
-from .planning import Device, Plan, Problem
+from .planning import Decision, Device, MaxSimPlan, MaxSimProblem, Plan, Problem
 
 
 def explain(target: nn.Module | Callable[..., Tensor], *inputs: Tensor, **options: object) -> str:
     """What ``target(*inputs)`` would do on this machine, as text; nothing is computed.
 
     Args:
-        target: a :class:`FusedFFN`, a module that :func:`replace` has fused, ``functional.ffn`` or
-            ``functional.gemm_gemm``.
+        target: a :class:`FusedFFN` or :class:`MaxSim`, a module that :func:`replace` has fused, ``functional.ffn``,
+            ``functional.gemm_gemm`` or ``functional.maxsim``.
         inputs: the tensors of the call; ``requires_grad`` of inputs and parameters and the grad mode count.
         options: the keyword arguments of the call.
 
@@ -37,6 +37,9 @@ def explain(target: nn.Module | Callable[..., Tensor], *inputs: Tensor, **option
         check_gemm_gemm(arguments["a"], arguments["b"], arguments["c"])
         problem = gemm_gemm_problem(**arguments)
         title = f"gemm_gemm: act(a @ b) @ c, act = {_formula(problem)}"
+    elif target is functional.maxsim or getattr(target, "function", None) is functional.maxsim:
+        arguments = inspect.signature(functional.maxsim).bind(*inputs, **options).arguments
+        problem, title = _maxsim(arguments), "maxsim: scores[q, e] = Σ_i max_j queries[q, i] · documents[e, j]"
     elif target is functional.ffn:
         arguments = inspect.signature(functional.ffn).bind(*inputs, **options).arguments
         problem, title = _ffn(arguments)
@@ -48,11 +51,14 @@ def explain(target: nn.Module | Callable[..., Tensor], *inputs: Tensor, **option
         arguments = fused.call_arguments(*inputs)
         problem, title = _ffn(arguments)
     else:
-        known = "a FusedFFN, a module fused by replace(), functional.ffn or functional.gemm_gemm"
+        known = "a FusedFFN, a MaxSim, a module fused by replace(), or a function of fusedlayers.functional"
         raise TypeError(f"target must be {known}, got {type(target).__name__}")
     device = next(value for value in arguments.values() if isinstance(value, Tensor)).device
     plan = dispatch(problem, device)
-    rows = [*_facts(problem, plan, describe(device)), *_copies(problem, plan, arguments)]
+    if isinstance(problem, MaxSimProblem):
+        rows = [*_maxsim_facts(problem, plan, describe(device)), *_maxsim_copies(plan, arguments)]
+    else:
+        rows = [*_facts(problem, plan, describe(device)), *_copies(problem, plan, arguments)]
     rows += [(f"not {path}", reason) for path, reason in plan.rejected]
     width = max(len(name) for name, _ in rows)
     return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])
@@ -126,12 +132,60 @@ def _facts(problem: Problem, plan: Plan, device: Device) -> list[tuple[str, str]
         rows.append(("splits", f"{plan.splits} token ranges of the weight gradients, in {passes} launch(es)"))
     if plan.chunk_rows:
         rows.append(("chunks", f"{plan.chunk_rows} tokens at a time"))
+    units = ("GEMM units", f"{plan.forward_units:g} forward, {plan.backward_units:g} backward")
+    return [*rows, units, *_costs(plan)]
+
+
+def _costs(plan: Decision) -> list[tuple[str, str]]:
+    training = plan.problem.training
     return [
-        *rows,
-        ("GEMM units", f"{plan.forward_units:g} forward, {plan.backward_units:g} backward"),
         ("FLOPs", f"{plan.flops:,}"),
         ("bytes moved", f"at least {plan.bytes:,}"),
-        ("saved bytes", f"{plan.saved_bytes:,} for the backward pass" if p.training else "0 (no gradient is wanted)"),
+        ("saved bytes", f"{plan.saved_bytes:,} for the backward pass" if training else "0 (no gradient is wanted)"),
         ("workspace", f"{plan.workspace_bytes:,} bytes"),
         ("floor", "unknown peak rates" if plan.floor_seconds is None else f"{plan.floor_seconds * 1e6:.1f} µs"),
     ]
+
+
+def _maxsim(arguments: dict[str, Any]) -> MaxSimProblem:
+    given = dict.fromkeys(inspect.signature(functional.maxsim).parameters) | arguments
+    check_maxsim(**given)
+    return maxsim_problem(**given)
+
+
+def _maxsim_facts(problem: MaxSimProblem, plan: MaxSimPlan, device: Device) -> list[tuple[str, str]]:
+    p = problem
+    passes = "forward and backward" if p.training else "forward"
+    sides = f"Q={p.queries} ({p.query_tokens} tokens, {p.query_layout})"
+    sides += f" D={p.documents} ({p.document_tokens} tokens, {p.document_layout})"
+    rows = [
+        ("problem", f"{sides} d={p.K}, {p.dtype}, {passes}"),
+        ("device", " ".join(filter(None, (device.name, device.architecture)))),
+        ("path", f"{plan.path}: {plan.reason}"),
+    ]
+    if plan.forward_tiles is not None:
+        tiles = plan.forward_tiles
+        size = f"{tiles.block_p} query tokens × {tiles.block_r} document tokens"
+        rows.append(("forward tiles", f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages"))
+        rows.append(("splits", f"{plan.splits} ranges of a document's tokens, {plan.chunk} documents at a time"))
+    if plan.query_gradient_tiles is not None:
+        gather = plan.query_gradient_tiles
+        size = f"{gather.block_p} query tokens × {gather.block_k} columns, {gather.num_warps} warps"
+        rows.append(("query gradient", f"{size}, {plan.query_gradient_splits} ranges of documents"))
+    if plan.document_gradient_tiles is not None:
+        one_hot = plan.document_gradient_tiles
+        size = f"{one_hot.block_l} document tokens × {one_hot.block_k} columns, {one_hot.num_warps} warps"
+        rows.append(("document gradient", f"{size}, {plan.document_gradient_splits} ranges of query tokens"))
+    return [*rows, *_costs(plan)]
+
+
+def _maxsim_copies(plan: MaxSimPlan, arguments: dict[str, Any]) -> list[tuple[str, str]]:
+    queries = arguments["queries"]
+    if plan.path == "torch" or queries.dim() == 2:
+        return []
+    try:
+        queries.view(-1, queries.shape[-1])
+    except RuntimeError:
+        what = f"queries of shape {list(queries.shape)} and strides {list(queries.stride())}"
+        return [("copies", f"{what} have no uniform rows: one contiguous copy")]
+    return []

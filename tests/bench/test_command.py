@@ -17,7 +17,7 @@ from fusedlayers.bench import record, runner, tables, timing
 from fusedlayers.bench.cases import CASES, Options
 from fusedlayers.bench.record import Record
 
-FFN, GEMM_GEMM = CASES["ffn"], CASES["gemm_gemm"]
+FFN, GEMM_GEMM, MAXSIM = CASES["ffn"], CASES["gemm_gemm"], CASES["maxsim"]
 
 
 def bench(*words: object) -> int:
@@ -229,7 +229,13 @@ def test_without_a_shape_the_grid_is_run() -> None:
     assert [row.shape for row in rows_of("ffn", "--device", "cpu")] == list(plain.shapes_without_gpu)
     assert {row.options for row in rows_of("ffn", "--device", "cpu")} == {Options("gelu_tanh", bias=True)}
     assert {row.options for row in rows_of("ffn", "--gated", "--device", "cpu")} == {Options("silu", gated=True)}
-    assert {row.grid for row in rows_of("all", "--device", "cpu")} == {plain, exact, gated, *GEMM_GEMM.grids}
+    assert {row.grid for row in rows_of("all", "--device", "cpu")} == {
+        plain,
+        exact,
+        gated,
+        *GEMM_GEMM.grids,
+        *MAXSIM.grids,
+    }
     integer = rows_of("ffn", "--init", "integer", "--device", "cpu")[0]
     assert (integer.options.activation, integer.grid.title) == ("relu", "ffn, relu, bias")
     other = rows_of("ffn", "--gated", "--bias", "--recompute", "--activation", "swish", "--device", "cpu")[0]

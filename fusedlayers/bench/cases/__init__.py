@@ -6,7 +6,8 @@ Everything else in this package works on any case.
 from .case import DTYPES, INITS, Case, Grid, Inputs, Operand, Options, Shape, draw
 from .ffn import FFN
 from .gemm_gemm import GEMM_GEMM
+from .maxsim import MAXSIM
 
-CASES: dict[str, Case] = {case.name: case for case in (GEMM_GEMM, FFN)}
+CASES: dict[str, Case] = {case.name: case for case in (GEMM_GEMM, FFN, MAXSIM)}
 
 __all__ = ["CASES", "DTYPES", "INITS", "Case", "Grid", "Inputs", "Operand", "Options", "Shape", "draw"]
