@@ -31,6 +31,7 @@ def explain(target: nn.Module | Callable[..., Tensor], *inputs: Tensor, **option
     Raises:
         TypeError: ``target`` is none of these.
     """
+    problem: Problem | MaxSimProblem
     if target is functional.gemm_gemm:
         arguments = inspect.signature(functional.gemm_gemm).bind(*inputs, **options).arguments
         arguments["activation"] = canonical_activation(arguments.get("activation"))
@@ -148,7 +149,7 @@ def _costs(plan: Decision) -> list[tuple[str, str]]:
 
 
 def _maxsim(arguments: dict[str, Any]) -> MaxSimProblem:
-    given = dict.fromkeys(inspect.signature(functional.maxsim).parameters) | arguments
+    given: dict[str, Any] = dict.fromkeys(inspect.signature(functional.maxsim).parameters) | arguments
     check_maxsim(**given)
     return maxsim_problem(**given)
 
