@@ -12,8 +12,8 @@ from fusedlayers import functional, reference
 from fusedlayers.closeness import assert_all_close
 from tests.gpu.exact import assert_says_something, exact
 from tests.gpu.graphs import assert_replays_like_launched
+from tests.maxsim_operands import LAYOUTS, double, laid_out, results, sequences, upstream_for
 from tests.operands import DEVICE, INTEGERS, Tensors, assert_equal, in_float64, on_path
-from tests.test_maxsim import LAYOUTS, double, laid_out, results, sequences, upstream_for
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 # (queries, documents, query tokens, document tokens, width)
