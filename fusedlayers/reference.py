@@ -147,7 +147,10 @@ def gemm_sum(
     elif bias is not None:
         summed = bias.sum(-1) if isinstance(count, int) else (bias * taking).sum(-1)
         found = found + summed.unsqueeze(-1)
-    return found / count if op == "mean" else found
+    if op == "sum" or isinstance(count, int):
+        return found / count if op == "mean" else found
+    # The mean of nothing is NaN, and its gradients are 0.
+    return torch.where(count > 0, found / count.clamp(min=1), torch.nan)
 
 
 def ffn(

@@ -92,6 +92,7 @@ def test_sizes_one_at_a_time(letter: str, size: int) -> None:
 
 
 @needs_kernels
+@infinities
 @hypothesis.settings(max_examples=60 if ON_GPU else 15)
 @hypothesis.given(
     sizes=strategies.tuples(*[strategies.integers(1, 70)] * 3),
@@ -150,6 +151,7 @@ def test_exact_integers_for_any_number_of_splits(tiles: ReduceConfig, splits: in
 
 
 @needs_kernels
+@infinities
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_packed_rows(op: str, splits: int) -> None:
@@ -198,6 +200,7 @@ def test_packed_rows(op: str, splits: int) -> None:
 
 
 @needs_kernels
+@infinities
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
 @pytest.mark.parametrize("dim", DIMS)
 def test_masks_and_lengths(op: str, dim: int) -> None:

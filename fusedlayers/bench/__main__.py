@@ -19,11 +19,12 @@ from pathlib import Path
 import torch
 
 from ..kernels.activations import canonical_activation
+from ..kernels.gemm_reduce import OPERATIONS
 from . import plots, record, tables
 from .cases import CASES, DTYPES, INITS, Case, Grid, Options, Shape
 from .contenders import AUTO, COMPILED, EAGER, FUSED
 from .runner import FORWARD, FORWARD_BACKWARD, Row, Settings, run
-from .verification import INTEGER_ACTIVATIONS
+from .verification import INTEGER_ACTIVATIONS, INTEGER_OPERATIONS
 
 _CONTENDER_WORDS = {"eager": EAGER, "compile": COMPILED, "auto": AUTO, "fused": FUSED}
 _DIRECTION_WORDS = {
@@ -80,6 +81,9 @@ def _add_case_options(command: argparse.ArgumentParser, case: Case) -> None:
         command.add_argument(
             "--bias", action=argparse.BooleanOptionalAction, help="default: with biases unless gated, as published"
         )
+    if "op" in case.flags:
+        command.add_argument("--op", choices=OPERATIONS, help="default: those of the published grids")
+        command.add_argument("--dim", type=int, choices=(-2, -1), help="-2: over M, -1: over N (default: as published)")
     if "recompute" in case.flags:
         command.add_argument("--recompute", action="store_true", help="ours keeps no hidden, whatever it costs")
 
@@ -184,7 +188,12 @@ def _rows(chosen: argparse.Namespace, settings: Settings) -> list[Row]:
     cases = CASES.values() if chosen.name == "all" else [CASES[chosen.name]]
     rows = []
     for case in cases:
-        grids = case.grids if chosen.name == "all" else (case.grid(getattr(chosen, "gated", False)),)
+        if chosen.name == "all":
+            grids = case.grids
+        elif "op" in case.flags:
+            grids = case.reductions(chosen.op, chosen.dim)
+        else:
+            grids = (case.grid(getattr(chosen, "gated", False)),)
         for grid in grids:
             options = _options(chosen, grid, settings)
             titled = grid if options == grid.options else replace(grid, title=_title(case, options), options=options)
@@ -207,6 +216,8 @@ def _options(chosen: argparse.Namespace, grid: Grid, settings: Settings) -> Opti
         options = replace(options, bias=chosen.bias)
     if getattr(chosen, "recompute", False):
         options = replace(options, recompute=True)
+    if settings.init == "integer" and options.op not in INTEGER_OPERATIONS:
+        raise ValueError(f"argument --op: {options.op}: --init integer takes {INTEGER_OPERATIONS}")
     return options
 
 
@@ -214,6 +225,8 @@ def _title(case: Case, options: Options) -> str:
     parts = [("gated " if options.gated else "") + case.name, options.activation]
     if "bias" in case.flags:
         parts.append("bias" if options.bias else "no bias")
+    if "op" in case.flags:
+        parts.append(f"{options.op} over {'M' if options.dim == -2 else 'N'}")
     if options.recompute is True:
         parts.append("recompute=True")
     return ", ".join(parts)

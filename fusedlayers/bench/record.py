@@ -11,7 +11,8 @@ Schema 1. Times are seconds, sizes bytes; what is unknown is null.
     device            kind, name, architecture, driver, memory_bytes, l2_bytes, ceilings ([FLOP/s, bytes/s] or null)
     method            seconds_per_row, cold_cache_bytes, init, seed
     rows              one per shape and direction:
-        case, grid, title, letters, shape, dtype, activation, gated, bias, recompute
+        case, grid, title, letters, shape, dtype, activation, gated, bias, recompute, op, dim (of a
+                      reduction; records of earlier versions lack the two)
         direction     "forward" (no gradients wanted) or "forward_backward" (all gradients)
         flops, bytes  of the operation: each product once, each input and output moved once
         floor_seconds max(flops / ceiling, bytes / ceiling), or null for an unknown device or float32
@@ -21,8 +22,8 @@ Schema 1. Times are seconds, sizes bytes; what is unknown is null.
         contenders    by name ("torch eager", "torch.compile", "auto", "fused"):
             status    "timed", "not timed", or "same as auto" (auto mode chose the fused kernels)
             reason    why it was not timed, or why there is no replayed time; else ""
-            path, replayed_path  of ours: "fused", "chunked" or "torch", launched and inside a CUDA graph, where the
-                      planner may decide otherwise; null for torch
+            path, replayed_path  of ours: "fused", "chunked", "algebraic" or "torch", launched and inside a CUDA graph,
+                      where the planner may decide otherwise; null for torch
             launched  {median, first_quartile, third_quartile, minimum, repeats}
             replayed  the same inside a CUDA graph, or null
             host_seconds, host_bound   the host's time to launch; whether launched shows the host and not the device

@@ -18,6 +18,7 @@ from .contenders import AUTO, EAGER, FUSED, Work, contender, our_plan, switched,
 
 # Activations that map integers to integers.
 INTEGER_ACTIVATIONS = ("identity", "relu", "relu2")
+INTEGER_OPERATIONS = ("sum", "max", "min", "absmax", "sumsq")
 _MOST_HALVINGS = 20
 
 

@@ -59,6 +59,11 @@ class ReduceProblem(Call):
         return self.needs_kept_gradient or self.needs_reduced_gradient or self.needs_bias_gradient
 
     @property
+    def indexed(self) -> bool:
+        """Whether gradients go through the index of one element."""
+        return self.op in ("max", "min", "absmax")
+
+    @property
     def linear(self) -> bool:
         """Whether the reduction can be taken before the product, and its gradients in closed form."""
         return self.op in ("sum", "mean") and self.activation == "identity"
@@ -172,7 +177,7 @@ def _flops(problem: ReduceProblem, path: str) -> int:
         return product * (1 + wanted)
     if problem.linear:
         return product + 2 * thin * wanted
-    if problem.op in ("max", "min", "absmax"):
+    if problem.indexed:
         return product * (1 + problem.needs_reduced_gradient)
     return product * (1 + 2 * wanted)
 
@@ -203,7 +208,7 @@ def _costed(
         partials = 4 if problem.op in ("sum", "mean", "sumsq") else 8
         options = {
             "forward_tiles": tiles,
-            "gradient_tiles": reduce_gradient_config(device.architecture, bits, problem.K),
+            "gradient_tiles": reduce_gradient_config(device.architecture, bits, problem.K, problem.indexed),
             "splits": splits,
             "accuracy": "exact" if problem.dtype == "float32" else "half",
             "workspace_bytes": splits * partials * problem.batch * problem.kept

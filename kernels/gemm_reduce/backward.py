@@ -219,7 +219,7 @@ def route(
         (*operands.pointers(), g, index, weight, d_kept),
         operands.strides(),
         (kept, reduced),
-        (arithmetic.op, width, _ROUTED, min(triton.next_power_of_2(width), 128), arithmetic.activation,
+        (arithmetic.op, width, _ROUTED, min(triton.next_power_of_2(width), 64), arithmetic.activation,
          arithmetic.accuracy),
     )  # fmt: skip
     return weight, d_kept

@@ -147,7 +147,7 @@ def _combine_kernel(
     SUMMED: tl.constexpr = OP == "sum" or OP == "mean" or OP == "sumsq"
     result = tl.load(values_ptr + at, mask=inside, other=0.0)
     if OP == "logsumexp":
-        exponentials = tl.load(sums_ptr + at, mask=inside, other=0.0)
+        exponentials = tl.load(sums_ptr + at, mask=inside, other=1.0)
     if index_ptr is not None:
         index = tl.load(index_ptr + at, mask=inside, other=0)
     here = at

@@ -38,15 +38,19 @@ def reduce_config(architecture: str, element_bits: int, width: int) -> ReduceCon
     return ReduceConfig(64, 64, min(padded, 64), 4, 2)
 
 
-def reduce_gradient_config(architecture: str, element_bits: int, width: int) -> ReduceConfig:
+def reduce_gradient_config(architecture: str, element_bits: int, width: int, indexed: bool) -> ReduceConfig:
     """The tiles of the gradients: ``block_p`` rows of the gradient, ``block_r`` of the axis it sums over.
 
     An accumulator has ``block_k`` columns of the gradient; a wider one is shared out among programs, each of which
-    computes the first product for itself.
+    computes the first product for itself. ``indexed`` is the gradient through an index.
     """
-    padded = padded_width(width)
+    # With 16 columns Triton 3.7 made the products of sm_90 wait for one another.
+    padded = max(padded_width(width), 32)
     if element_bits == 32:
         return ReduceConfig(32, 32, min(padded, 64), 4, 1)
+    if indexed:
+        # The matrix of weights is made in registers: with more than one stage its products wait for one another.
+        return ReduceConfig(64, 64, padded if padded <= 256 and architecture == "sm_90" else min(padded, 128), 4, 1)
     if padded <= 128:
         return ReduceConfig(64, 64, padded, 4, 2)
     if padded == 256 and architecture == "sm_90":

@@ -61,6 +61,7 @@ def test_the_record_has_every_field_of_its_schema(tmp_path: Path) -> None:
     row = found["rows"][1]
     assert set(row) == {
         "case", "grid", "title", "letters", "meaning", "shape", "dtype", "activation", "gated", "bias", "recompute",
+        "op", "dim",
         "direction", "flops", "bytes", "floor_seconds", "verification", "clocks", "contenders",
     }  # fmt: skip
     assert (row["case"], row["shape"], row["dtype"], row["bias"]) == ("ffn", [70, 24, 40], "fp32", False)
@@ -198,6 +199,10 @@ def test_a_contender_that_fails_is_named_and_the_others_are_timed(
         (["ffn", "--device", "cuda:99"], "argument --device: 'cuda:99': there are"),
         (["ffn", "--device", "gpu"], "argument --device: 'gpu': expected cuda, cuda:N or cpu"),
         (["gemm_gemm", "--gated"], "unrecognized arguments: --gated"),
+        (["gemm_gemm", "--op", "max"], "unrecognized arguments: --op"),
+        (["gemm_reduce", "--op", "median"], "argument --op: invalid choice: 'median'"),
+        (["gemm_reduce", "--dim", "0"], "argument --dim: invalid choice: 0"),
+        (["gemm_reduce", "--op", "mean", "--init", "integer"], "argument --op: mean: --init integer takes"),
         (["all", "--shape", "1x2x3"], "unrecognized arguments: --shape"),
         (["softmax"], "argument NAME: invalid choice: 'softmax'"),
         ([], "the following arguments are required: NAME"),
@@ -230,14 +235,20 @@ def test_without_a_shape_the_grid_is_run() -> None:
     assert {row.options for row in rows_of("ffn", "--device", "cpu")} == {Options("gelu_tanh", bias=True)}
     assert {row.options for row in rows_of("ffn", "--gated", "--device", "cpu")} == {Options("silu", gated=True)}
     assert {row.grid for row in rows_of("all", "--device", "cpu")} == {
-        plain,
-        exact,
-        gated,
-        *GEMM_GEMM.grids,
-        *MAXSIM.grids,
-    }
+        plain, exact, gated, *GEMM_GEMM.grids, *CASES["gemm_reduce"].grids, *MAXSIM.grids,
+    }  # fmt: skip
     integer = rows_of("ffn", "--init", "integer", "--device", "cpu")[0]
     assert (integer.options.activation, integer.grid.title) == ("relu", "ffn, relu, bias")
     other = rows_of("ffn", "--gated", "--bias", "--recompute", "--activation", "swish", "--device", "cpu")[0]
     assert other.options == Options("silu", gated=True, bias=True, recompute=True)
     assert other.grid.title == "gated ffn, silu, bias, recompute=True"
+
+
+def test_the_grids_of_a_reduction() -> None:
+    """Those of the operation and the axis that are named, and the first shapes for one that is not published."""
+    case = CASES["gemm_reduce"]
+    assert case.reductions(None, None) == case.grids
+    assert [(g.options.op, g.options.dim) for g in case.reductions("max", None)] == [("max", -2), ("max", -1)]
+    (unpublished,) = case.reductions("absmax", -1)
+    assert (unpublished.options.op, unpublished.options.dim) == ("absmax", -1)
+    assert unpublished.shapes == case.grids[0].shapes

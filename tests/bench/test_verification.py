@@ -15,7 +15,8 @@ from fusedlayers.bench import cases, verification
 from fusedlayers.bench.cases import CASES, Options
 
 CPU = torch.device("cpu")
-FFN, GEMM_GEMM, MAXSIM = CASES["ffn"], CASES["gemm_gemm"], CASES["maxsim"]
+FFN, GEMM_GEMM = CASES["ffn"], CASES["gemm_gemm"]
+GEMM_REDUCE, MAXSIM = CASES["gemm_reduce"], CASES["maxsim"]
 PLAIN = Options("gelu_tanh", bias=True)
 
 
@@ -26,9 +27,11 @@ PLAIN = Options("gelu_tanh", bias=True)
         (FFN, Options("relu", bias=True), (130, 48, 100)),
         (FFN, Options("relu", gated=True), (130, 48, 100)),
         (GEMM_GEMM, Options("identity"), (2, 70, 130, 24, 40)),
+        (GEMM_REDUCE, Options(op="max", dim=-1), (2, 70, 130, 24)),
+        (GEMM_REDUCE, Options(op="sum"), (2, 70, 130, 24)),
         (MAXSIM, Options("identity"), (5, 7, 9, 33, 24)),
     ],
-    ids=["ffn", "gated_ffn", "gemm_gemm", "maxsim"],
+    ids=["ffn", "gated_ffn", "gemm_gemm", "gemm_reduce max", "gemm_reduce sum", "maxsim"],
 )
 def test_integer_inputs_stay_exact(case: cases.Case, options: Options, shape: cases.Shape, dtype: str) -> None:
     work, truth = verification.exact_work(case, options, shape, dtype=cases.DTYPES[dtype], device=CPU, seed=0)

@@ -6,8 +6,9 @@ Everything else in this package works on any case.
 from .case import DTYPES, INITS, Case, Grid, Inputs, Operand, Options, Shape, draw
 from .ffn import FFN
 from .gemm_gemm import GEMM_GEMM
+from .gemm_reduce import GEMM_REDUCE
 from .maxsim import MAXSIM
 
-CASES: dict[str, Case] = {case.name: case for case in (GEMM_GEMM, FFN, MAXSIM)}
+CASES: dict[str, Case] = {case.name: case for case in (GEMM_GEMM, GEMM_REDUCE, MAXSIM, FFN)}
 
 __all__ = ["CASES", "DTYPES", "INITS", "Case", "Grid", "Inputs", "Operand", "Options", "Shape", "draw"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,12 +19,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Options:
-    """What is benchmarked of a case, beside its shape; a case without gates, biases or recompute ignores these."""
+    """What is benchmarked of a case, beside its shape; a case ignores those that are none of its flags."""
 
     activation: str = "identity"
     gated: bool = False
     bias: bool = False
     recompute: bool | str = "auto"
+    op: str = "sum"
+    dim: int = -2
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,14 @@ class Case:
     def grid(self, gated: bool) -> Grid:
         """The published grid with or without a gate."""
         return next(grid for grid in self.grids if grid.options.gated == gated)
+
+    def reductions(self, op: str | None, dim: int | None) -> tuple[Grid, ...]:
+        """The published grids of a reduction (None: of any); of one that has none, the first grid with its options."""
+        known = (self.grids[0].options.op if op is None else op, self.grids[0].options.dim if dim is None else dim)
+        found = [g for g in self.grids if op in (None, g.options.op) and dim in (None, g.options.dim)]
+        return tuple(found) or (
+            replace(self.grids[0], options=replace(self.grids[0].options, op=known[0], dim=known[1])),
+        )
 
     def flops(self, shape: Shape, options: Options, backward: bool) -> int:
         """Floating-point operations of the forward pass, or of forward and backward, nothing computed twice."""
