@@ -255,6 +255,9 @@ class MaxSim(nn.Module):
     ``scores[q, e] = Σ_i max_j queries[q, i] · documents[e, j]``, without the similarities in memory. No parameters.
     """
 
+    # What forward calls, for ``explain``.
+    function = staticmethod(functional.maxsim)
+
     def forward(
         self,
         queries: Tensor,

@@ -298,7 +298,7 @@ def test_explain() -> None:
     assert "not torch" in text
     text = explain(functional.gemm_reduce, A.double(), B.double(), op="absmax", dim=-1, activation="relu")
     assert "absmax of act(a @ b) over N, act = relu" in text
-    assert "B=2 M=5 (kept) N=4 (reduced) K=3, float64, forward" in text
+    assert "B=2 kept 5 reduced 4 K=3, float64, forward" in text
     assert "the kernels take" in text or "no Triton kernels" in text or "Triton is not installed" in text
 
 

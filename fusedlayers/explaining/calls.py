@@ -5,11 +5,18 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import functional
-from ..functional.arguments import check_ffn, check_gemm_gemm, check_hidden_gradient, check_weight_gradient
+from ..functional.arguments import (
+    check_ffn,
+    check_gemm_gemm,
+    check_hidden_gradient,
+    check_maxsim,
+    check_weight_gradient,
+)
 from ..functional.dispatch import (
     ffn_problem,
     gemm_gemm_problem,
     hidden_gradient_problem,
+    maxsim_problem,
     weight_gradient_problem,
 )
 from ..functional.reduce_arguments import check_gemm_reduce, gemm_reduce_problem
@@ -64,6 +71,11 @@ def _gemm_reduce(arguments: Arguments) -> tuple[Call, str]:
     return problem, f"gemm_reduce: {arguments['op']} of {inner} over {axis}{act}"
 
 
+def _maxsim(arguments: Arguments) -> tuple[Call, str]:
+    check_maxsim(**arguments)
+    return maxsim_problem(**arguments), "maxsim: scores[q, e] = Σ_i max_j queries[q, i] · documents[e, j]"
+
+
 def _weight_gradient(arguments: Arguments) -> tuple[Call, str]:
     check_weight_gradient(**arguments)
     problem = weight_gradient_problem(**arguments)
@@ -82,6 +94,7 @@ CALLS: dict[Callable[..., Any], Callable[[Arguments], tuple[Call, str]]] = {
     functional.ffn: _ffn,
     functional.gemm_gemm: _gemm_gemm,
     functional.gemm_reduce: _gemm_reduce,
+    functional.maxsim: _maxsim,
     functional.weight_gradient: _weight_gradient,
     functional.hidden_gradient: _hidden_gradient,
 }

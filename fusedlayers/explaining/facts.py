@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..kernels.tuning import CONSUMER_ROWS
+from ..kernels.tuning import CONSUMER_ROWS, ReduceConfig
 from ..planning import (
     Call,
     Decision,
     Device,
     HiddenGradientPlan,
     HiddenGradientProblem,
+    MaxSimPlan,
+    MaxSimProblem,
     Plan,
     Problem,
     ReducePlan,
@@ -83,15 +85,37 @@ def _gemm_reduce_facts(problem: ReduceProblem, plan: ReducePlan, device: Device)
     shape = f"B={p.batch} kept {p.kept} reduced {p.reduced} K={p.K}, {p.dtype}, {_direction(p.training)}"
     rows = _call(shape, plan, device)
     if plan.forward_tiles is not None:
-        t, pipelined = plan.forward_tiles, plan.forward_tiles.pipelined
-        if pipelined is not None:
-            size = f"{pipelined.consumers * CONSUMER_ROWS} kept × {pipelined.block} reduced × {pipelined.width} inner"
-            rows.append(("tiles", f"pipelined: {size}, consumers {pipelined.consumers}, stages {pipelined.stages}"))
-        else:
-            size = f"{t.block_p} kept × {t.block_r} reduced × {t.block_k} inner"
-            rows.append(("tiles", f"{size}, {t.num_warps} warps, {t.num_stages} stages"))
+        rows.append(("tiles", _reduce_tiles(plan.forward_tiles, "kept", "reduced")))
         how = "added in any order (atomic=True)" if p.atomic else "combined in a fixed order"
         rows.append(("splits", f"{plan.splits} ranges of the reduced axis, {how}"))
+    return [*rows, *_costs(plan, p.training)]
+
+
+def _reduce_tiles(tiles: ReduceConfig, kept: str, reduced: str) -> str:
+    config = tiles.pipelined
+    if config is None:
+        size = f"{tiles.block_p} {kept} × {tiles.block_r} {reduced} × {tiles.block_k} inner"
+        return f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages"
+    size = f"{config.consumers * CONSUMER_ROWS} {kept} × {config.block} {reduced} × {config.width} inner"
+    return f"pipelined: {size}, consumers {config.consumers}, stages {config.stages}"
+
+
+def _maxsim_facts(problem: MaxSimProblem, plan: MaxSimPlan, device: Device) -> list[tuple[str, str]]:
+    p = problem
+    shape = f"Q={p.queries} ({p.query_tokens} tokens, {p.query_layout})"
+    shape += f" D={p.documents} ({p.document_tokens} tokens, {p.document_layout}) d={p.K}"
+    rows = _call(f"{shape}, {p.dtype}, {_direction(p.training)}", plan, device)
+    if plan.forward_tiles is not None:
+        rows.append(("forward tiles", _reduce_tiles(plan.forward_tiles, "query tokens", "document tokens")))
+        rows.append(("splits", f"{plan.splits} ranges of a document's tokens, {plan.chunk} documents at a time"))
+    if plan.query_gradient_tiles is not None:
+        gather = plan.query_gradient_tiles
+        size = f"{gather.block_p} query tokens × {gather.block_k} columns, {gather.num_warps} warps"
+        rows.append(("query gradient", f"{size}, {plan.query_gradient_splits} ranges of documents"))
+    if plan.document_gradient_tiles is not None:
+        one_hot = plan.document_gradient_tiles
+        size = f"{one_hot.block_l} document tokens × {one_hot.block_k} columns, {one_hot.num_warps} warps"
+        rows.append(("document gradient", f"{size}, {plan.document_gradient_splits} ranges of query tokens"))
     return [*rows, *_costs(plan, p.training)]
 
 
@@ -139,6 +163,7 @@ def _costs(plan: Decision, training: bool) -> list[tuple[str, str]]:
 _FACTS: dict[type[Call], Callable[[Any, Any, Device], list[tuple[str, str]]]] = {
     Problem: _gemm_gemm_facts,
     ReduceProblem: _gemm_reduce_facts,
+    MaxSimProblem: _maxsim_facts,
     WeightGradientProblem: _weight_gradient_facts,
     HiddenGradientProblem: _hidden_gradient_facts,
 }

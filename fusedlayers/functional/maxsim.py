@@ -82,7 +82,7 @@ def maxsim(
     if problem.training or call is None:
         scores: Tensor = MaxSimFunction.apply(*operands, *tensors[2:], plan)
     else:
-        scores, _ = _forward(_operands(*operands, *tensors[2:], plan), plan, indices=False)
+        scores, _ = _forward(_operands((*operands, *tensors[2:]), plan), plan, indices=False)
     if not problem.training:
         ran_as_kernels(problem, queries.device)
     return scores
@@ -105,7 +105,7 @@ class MaxSimFunction(torch.autograd.Function):
         ctx.plan = plan
         tensors = (queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents)
         wanted = any(ctx.needs_input_grad[:2])
-        scores, chosen = _forward(_operands(*tensors, plan), plan, indices=wanted)
+        scores, chosen = _forward(_operands(tensors, plan), plan, indices=wanted)
         if wanted:
             ctx.save_for_backward(*tensors, chosen)
         return scores
@@ -126,7 +126,7 @@ class MaxSimFunction(torch.autograd.Function):
                 second_order = iter(torch.autograd.grad(scores, chosen_views, upstream, create_graph=True))
             gradients = [next(second_order) if want else None for want in wanted]
         else:
-            plan, operands = ctx.plan, _operands(*tensors, ctx.plan)
+            plan, operands = ctx.plan, _operands(tuple(tensors), ctx.plan)
             if wanted[0]:
                 gradients[0] = kernels.query_gradient(
                     operands, chosen, upstream, plan.query_gradient_splits, plan.query_gradient_tiles
@@ -144,16 +144,9 @@ def _forward(operands: MaxSimOperands, plan: MaxSimPlan, *, indices: bool) -> tu
     return kernels.forward(operands, indices=indices, splits=plan.splits, chunk=plan.chunk, tiles=plan.forward_tiles)
 
 
-def _operands(
-    queries: Tensor,
-    documents: Tensor,
-    query_mask: Tensor | None,
-    document_mask: Tensor | None,
-    cu_seqlens_queries: Tensor | None,
-    cu_seqlens_documents: Tensor | None,
-    plan: MaxSimPlan,
-) -> MaxSimOperands:
-    """All query tokens behind one another: a view where the strides allow it, else a copy."""
+def _operands(tensors: tuple[Any, ...], plan: MaxSimPlan) -> MaxSimOperands:
+    """The tensors in the order of :func:`maxsim`, their query tokens behind one another: a view where strides allow."""
+    queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents = tensors
     return MaxSimOperands(
         queries=queries if queries.dim() == 2 else queries.reshape(-1, queries.shape[-1]),
         documents=documents,

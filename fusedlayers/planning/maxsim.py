@@ -1,9 +1,18 @@
 """Which path a late-interaction score takes, with which tiles, chunks and splits, and why."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ..kernels.tuning import GatherConfig, OneHotConfig, ReduceConfig, gather_config, one_hot_config, reduce_config
+from ..kernels.tuning import (
+    CONSUMER_ROWS,
+    GatherConfig,
+    OneHotConfig,
+    ReduceConfig,
+    gather_config,
+    one_hot_config,
+    pipelined_reduce_config,
+    reduce_config,
+)
 from .call import COLD, Call, Decision
 from .devices import CEILINGS, DTYPE_BYTES, KERNEL_DTYPES, PARTIALS_LIMIT, Device
 
@@ -157,10 +166,16 @@ def _kernels(problem: MaxSimProblem, device: Device) -> dict[str, Any]:
     forward, gather, one_hot = reduce_config(*facts), gather_config(*facts), one_hot_config(*facts)
     chunk = choose_chunk(p)
     maxima = 4 * chunk * p.query_tokens
+    rows, block, programs = forward.block_p, forward.block_r, FORWARD_PROGRAMS
+    if device.pipelined and p.element_bytes == 2:
+        costly = p.training or p.document_layout == "masked"
+        pipelined = pipelined_reduce_config(p.query_tokens, p.document_length, p.K, processors, costly)
+        if pipelined is not None:
+            forward = replace(forward, pipelined=pipelined)
+            rows, block, programs = pipelined.consumers * CONSUMER_ROWS, pipelined.block, 1
     splits = _splits(
-        chunk * -(-p.query_tokens // forward.block_p), FORWARD_PROGRAMS * processors,
-        -(-p.document_length // forward.block_r), 2 * maxima,
-    )  # fmt: skip
+        chunk * -(-p.query_tokens // rows), programs * processors, -(-p.document_length // block), 2 * maxima
+    )
     workspace = maxima * (1 if splits == 1 else 1 + splits * (2 if p.training else 1))
     options: dict[str, Any] = {"forward_tiles": forward, "chunk": chunk, "splits": splits}
     if p.needs_query_gradient:

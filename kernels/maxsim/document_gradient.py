@@ -18,11 +18,11 @@ from .operands import MaxSimOperands, as_bytes, stride, token_weights
 _BLOCK = 1024  # weights of one program
 
 
-@triton.jit(do_not_specialize=["P", "LQ"])
+@triton.jit(do_not_specialize=["stride_gq", "stride_gd", "P", "LQ"])
 def _weights_kernel(
     upstream_ptr, token_queries_ptr, query_mask_ptr, answering_ptr, weights_ptr,
-    stride_gq, stride_gd, stride_mask,
-    P, LQ,
+    stride_mask,
+    stride_gq, stride_gd, P, LQ,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -156,8 +156,8 @@ def _weights(
         _weights_kernel,
         documents * triton.cdiv(tokens, _BLOCK),
         (upstream, token_queries, as_bytes(operands.query_mask), answering, weights),
-        (*upstream.stride(), stride(operands.query_mask)),
-        (tokens, operands.query_length),
+        (stride(operands.query_mask),),
+        (*upstream.stride(), tokens, operands.query_length),
         (_BLOCK,),
     )
     return weights

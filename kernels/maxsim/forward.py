@@ -18,7 +18,7 @@ def forward(
     queries, documents = operands.query_count, operands.document_count
     like = operands.queries
     scores = torch.empty(queries, documents, dtype=like.dtype, device=like.device)
-    chosen = []
+    chosen: list[torch.Tensor] = []
     for first in range(0, documents, chunk):
         count = min(chunk, documents - first)
         part = operands if count == documents else operands.chunk(first, count)
@@ -26,8 +26,9 @@ def forward(
             _maximum(part, count), indices=indices, out_dtype=torch.float32, splits=splits, tiles=tiles
         )
         sum_scores(part, best, scores[:, first : first + count])
-        chosen.append(found)
-    if not indices:
+        if found is not None:
+            chosen.append(found)
+    if not chosen:
         return scores, None
     return scores, chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 

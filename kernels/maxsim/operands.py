@@ -77,7 +77,7 @@ class MaxSimOperands:
             return (self.document_offsets.diff() > 0).view(torch.uint8)
         return None if self.document_mask is None else self.document_mask.any(1).view(torch.uint8)
 
-    def document_strides(self) -> tuple[int, int, int]:
+    def document_strides(self) -> tuple[int, ...]:
         """Strides of a document, a token and a dimension; packed documents start where their offsets say."""
         documents = self.documents
         return (0, *documents.stride()) if self.document_offsets is not None else documents.stride()

@@ -9,13 +9,12 @@ from ..tuning import GatherConfig
 from .operands import MaxSimOperands, as_bytes, stride, token_weights
 
 
-@triton.jit(do_not_specialize=["stride_split", "D", "P", "LQ", "splits"])
+@triton.jit(do_not_specialize=["stride_gq", "stride_gd", "stride_split", "D", "P", "LQ", "splits"])
 def _query_gradient_kernel(
     documents_ptr, chosen_ptr, upstream_ptr, token_queries_ptr, query_mask_ptr, offsets_ptr, answering_ptr, out_ptr,
     stride_de, stride_dl, stride_dk,
-    stride_gq, stride_gd,
     stride_mask, stride_offsets,
-    stride_split, D, P, LQ, splits,
+    stride_gq, stride_gd, stride_split, D, P, LQ, splits,
     K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -68,11 +67,8 @@ def query_gradient(
                 operands.documents, chosen, upstream, operands.token_queries(), as_bytes(operands.query_mask),
                 operands.document_offsets, operands.answering(), *targets,
             ),
-            (
-                *operands.document_strides(), *upstream.stride(),
-                stride(operands.query_mask), stride(operands.document_offsets),
-            ),
-            (split_size, documents, tokens, operands.query_length, splits),
+            (*operands.document_strides(), stride(operands.query_mask), stride(operands.document_offsets)),
+            (*upstream.stride(), split_size, documents, tokens, operands.query_length, splits),
             (width, tiles.block_p, tiles.block_k, tiles.documents),
             tiles.num_warps,
             1,

@@ -6,9 +6,8 @@ from ..device import tl, triton
 from ..launching import launch
 from .operands import MaxSimOperands, as_bytes, stride
 
-_TILE = 1024  # similarities that a program adds up at once: several documents where a query is short
-_LONGEST = 256  # of these, most tokens of one document
-_PACKED = 64  # tokens at once where queries have lengths of their own
+_TILE = 1024  # maxima that a program adds up at once: of several documents where a query is short
+_SHORT, _LONG = 32, 128  # tokens of these, of one query
 
 
 @triton.jit(do_not_specialize=["stride_sq", "D", "P", "LQ"])
@@ -44,8 +43,8 @@ def sum_scores(operands: MaxSimOperands, best: torch.Tensor, scores: torch.Tenso
     """Fills ``scores [Q, D]``, whose documents lie side by side, from ``best [D, P]``, contiguous float32."""
     queries, documents = scores.shape
     length = operands.query_length
-    block_t = _PACKED if operands.query_offsets is not None else max(16, min(triton.next_power_of_2(length), _LONGEST))
-    block_d = max(1, _TILE // block_t)
+    block_t = _SHORT if operands.query_offsets is not None or length <= _SHORT else _LONG
+    block_d = _TILE // block_t
     launch(
         _scores_kernel,
         queries * triton.cdiv(documents, block_d),

@@ -33,7 +33,7 @@ class OneHotConfig:
 
 def gather_config(architecture: str, element_bits: int, width: int) -> GatherConfig:
     """The tiles of the queries' gradient, ``width`` columns."""
-    return GatherConfig(8 if element_bits == 32 else 16, min(padded_width(width), WIDEST_COLUMNS), 4, 4)
+    return GatherConfig(8, min(padded_width(width), WIDEST_COLUMNS), 4, 4)
 
 
 def one_hot_config(architecture: str, element_bits: int, width: int) -> OneHotConfig:

@@ -29,10 +29,11 @@ PLAIN = Options("gelu_tanh", bias=True)
         (GEMM_GEMM, Options("identity"), (2, 70, 130, 24, 40)),
         (GEMM_REDUCE, Options(op="max", dim=-1), (2, 70, 130, 24)),
         (GEMM_REDUCE, Options(op="sum"), (2, 70, 130, 24)),
+        (CASES["maxsim"], Options("identity"), (5, 7, 9, 33, 24)),
         (WEIGHT_GRADIENT, Options(bias=True), (70, 24, 40)),
         (WEIGHT_GRADIENT, Options(), (70, 24, 40)),
     ],
-    ids=["ffn", "gated_ffn", "gemm_gemm", "reduce max", "reduce sum", "weight_gradient", "without db"],
+    ids=["ffn", "gated_ffn", "gemm_gemm", "reduce max", "reduce sum", "maxsim", "weight_gradient", "without db"],
 )
 def test_integer_inputs_stay_exact(case: cases.Case, options: Options, shape: cases.Shape, dtype: str) -> None:
     work, truth = verification.exact_work(case, options, shape, dtype=cases.DTYPES[dtype], device=CPU, seed=0)

@@ -7,9 +7,10 @@ from .case import DTYPES, INITS, Case, Grid, Inputs, Operand, Options, Results, 
 from .ffn import FFN
 from .gemm_gemm import GEMM_GEMM
 from .gemm_reduce import GEMM_REDUCE
+from .maxsim import MAXSIM
 from .weight_gradient import WEIGHT_GRADIENT
 
-CASES: dict[str, Case] = {case.name: case for case in (GEMM_GEMM, GEMM_REDUCE, FFN, WEIGHT_GRADIENT)}
+CASES: dict[str, Case] = {case.name: case for case in (GEMM_GEMM, GEMM_REDUCE, MAXSIM, FFN, WEIGHT_GRADIENT)}
 
 __all__ = [
     "CASES",
