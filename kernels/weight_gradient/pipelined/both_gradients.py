@@ -1,7 +1,7 @@
 """dW and db on Hopper: one warp copies rows of dy and x, two consumers multiply them, and some more warps sum up dy.
 
 Programs are persistent: the copies of a tile start while the one before is still being stored. The sums of dy are taken
-from the stages that the products read, by warps of their own, so that the matrix units never wait for them.
+from the stages that the products read, by warps of their own: the matrix units have no more to do.
 """
 
 import torch
@@ -141,7 +141,7 @@ def _add_rows(sums, tile):
     return sums
 
 
-@gluon.jit(do_not_specialize=["stride_split", "M", "splits", "work"])
+@gluon.jit(do_not_specialize=["M", "splits", "work"])
 def _pipelined_weight_and_bias_gradient_kernel(
     dy_desc, x_desc, dw_ptr, db_ptr, units, width, stride_split, M, splits, work,
     UNITS: gl.constexpr, CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
@@ -213,8 +213,8 @@ def launch_weight_gradient(
         _pipelined_weight_and_bias_gradient_kernel,
         min(work, config.programs),
         tuple(targets),
-        (units, width),
-        (split_size, dy.rows, splits, work),
+        (units, width, split_size),
+        (dy.rows, splits, work),
         (config.units, config.consumers, config.columns, config.rows, config.stages, config.group, config.sum_warps),
         descriptors=(
             dy.descriptor(config.rows, config.units),
