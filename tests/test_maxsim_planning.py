@@ -135,7 +135,7 @@ def test_explain(monkeypatch: pytest.MonkeyPatch) -> None:
         "Q=128 (4096 tokens, padded) D=128 (38400 tokens, masked) d=128, bfloat16, forward and backward",
         "fused: the kernels cover the problem and keep no similarities",
         "1 ranges of a document's tokens, 128 documents at a time",
-        "have no uniform rows: one contiguous copy",
+        "has no uniform rows: one contiguous copy",
         "the kernels cover the problem",
     ):
         assert line in text, text

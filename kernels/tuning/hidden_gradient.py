@@ -15,10 +15,11 @@ class HiddenGradientTiles:
 
 
 # By (architecture, bits of an element, gated); architectures without a row take that of "other". Two pre-activations
-# and their gradients take as many registers as the product: with a gate 128 columns spilled.
+# and their gradients take as many registers as the product: with a gate 128 columns spilled, and 64 with ragged sizes
+# where a step has 64 columns of dy.
 HIDDEN_GRADIENT_TABLE: dict[tuple[str, int, bool], HiddenGradientTiles] = {
     ("sm_90", 16, False): HiddenGradientTiles(128, 128, 64, 8, 3),
-    ("sm_90", 16, True): HiddenGradientTiles(128, 64, 64, 8, 3),
+    ("sm_90", 16, True): HiddenGradientTiles(128, 64, 32, 8, 3),
     ("other", 16, False): HiddenGradientTiles(64, 64, 32, 4, 2),
     ("other", 16, True): HiddenGradientTiles(64, 64, 32, 4, 2),
     ("other", 32, False): HiddenGradientTiles(32, 32, 32, 4, 1),

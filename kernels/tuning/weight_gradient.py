@@ -26,12 +26,14 @@ class WeightGradientPipeline:
 
     ``stages`` of ``rows`` rows of both sides are on their way or on chip at once. ``group`` tiles below one another are
     computed before those to their right, so that programs that run at once read few columns of both sides. At most
-    ``programs`` programs run, each of which takes tile after tile.
+    ``programs`` programs run, each of which takes tile after tile. ``sum_warps`` add up dy for its bias gradient: two
+    where a matrix instruction needs more registers than sixteen warps can have, else four.
     """
 
     units: int
     columns: int
     stages: int
+    sum_warps: int
     programs: int = 132
     consumers: int = 2
     rows: int = 64
@@ -51,9 +53,9 @@ TABLE: dict[tuple[str, int], WeightGradientTiles] = {
 }
 
 PIPELINES = (
-    WeightGradientPipeline(CONSUMER_ROWS, 256, 4),
-    WeightGradientPipeline(2 * CONSUMER_ROWS, 128, 4),
-    WeightGradientPipeline(CONSUMER_ROWS, 128, 6),
+    WeightGradientPipeline(CONSUMER_ROWS, 256, 4, 2),
+    WeightGradientPipeline(2 * CONSUMER_ROWS, 128, 4, 4),
+    WeightGradientPipeline(CONSUMER_ROWS, 128, 6, 4),
 )
 
 

@@ -42,6 +42,8 @@ def main() -> None:
         dy, x = (torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for columns in (out, width))
         for bias in (True, False):
             functional.weight_gradient(dy, x, bias=bias)
+            z, w_down = torch.randn_like(x), torch.randn(out, width, device="cuda", dtype=torch.bfloat16)
+            functional.hidden_gradient(dy, w_down, z, z if bias else None, activation="silu", bias=bias)
     torch.cuda.synchronize()
     print("ran to the end")
 

@@ -32,6 +32,7 @@ class _MaxSimCase(Case):
 MAXSIM = _MaxSimCase(
     name="maxsim",
     letters=("Q", "D", "Lq", "Ld", "d"),
+    has_activation=False,
     meaning="queries × documents × query tokens × document tokens × width",
     parameters=frozenset(),
     flags=frozenset(),

@@ -1,7 +1,7 @@
-"""dW and db on Hopper: one warp copies rows of dy and x, two consumers multiply them, two warps sum up dy.
+"""dW and db on Hopper: one warp copies rows of dy and x, two consumers multiply them, and some more warps sum up dy.
 
 Programs are persistent: the copies of a tile start while the one before is still being stored. The sums of dy are taken
-from the stages that the products read, by warps of their own, so that the matrix units never wait for them.
+from the stages that the products read, by warps of their own: the matrix units have no more to do.
 """
 
 import torch
@@ -102,13 +102,13 @@ def _consume(
 def _sum(
     db_ptr, left_ring, full, empty, stride_split, units, width, M, splits, work,
     UNITS: gl.constexpr, CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
+    GROUP: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The sums of dy over the rows, stored by the programs of the first column of tiles."""
-    # Two warps, as beside 64 × 256 sums no more than twelve have the registers that a matrix instruction needs.
     LANES: gl.constexpr = UNITS // 8
-    SUM_ROWS: gl.constexpr = 8  # that are in registers at once: the pattern of a stage in memory repeats after them
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [2, 1], [1, 0])
+    # The pattern of a stage in memory repeats after 8 rows: as many, or twice as many, are in registers at once.
+    SUM_ROWS: gl.constexpr = WARPS * (32 // LANES)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
     columns = gl.arange(0, UNITS, gl.SliceLayout(0, layout))
     position = 0
     for index in range(gl.program_id(0), work, gl.num_programs(0)):
@@ -141,11 +141,11 @@ def _add_rows(sums, tile):
     return sums
 
 
-@gluon.jit(do_not_specialize=["stride_split", "M", "splits", "work"])
+@gluon.jit(do_not_specialize=["M", "splits", "work"])
 def _pipelined_weight_and_bias_gradient_kernel(
     dy_desc, x_desc, dw_ptr, db_ptr, units, width, stride_split, M, splits, work,
     UNITS: gl.constexpr, CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
+    GROUP: gl.constexpr, SUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     # Gradients are dense, and there once per split.
     dtype: gl.constexpr = dy_desc.dtype
@@ -173,6 +173,10 @@ def _pipelined_weight_and_bias_gradient_kernel(
             )),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
+        # Twelve warps start with 168 registers each, sixteen with 128. Two that sum are in one group with the producer.
+        CONSUMER_REGISTERS: gl.constexpr = 224 if SUM_WARPS == 2 else 208
+        SUM_REGISTERS: gl.constexpr = 56 if SUM_WARPS == 2 else 64
+        PRODUCER_REGISTERS: gl.constexpr = 56 if SUM_WARPS == 2 else 24
         gl.warp_specialize([
             (_consume, (
                 gl.constexpr(0), dw_ptr, left_ring, right_ring, full, empty, stride_split, units, width, M, splits,
@@ -184,13 +188,13 @@ def _pipelined_weight_and_bias_gradient_kernel(
             )),
             (_sum, (
                 db_ptr, left_ring, full, empty, stride_split, units, width, M, splits, work,
-                UNITS, CONSUMERS, COLUMNS, ROWS, STAGES, GROUP,
+                UNITS, CONSUMERS, COLUMNS, ROWS, STAGES, GROUP, SUM_WARPS,
             )),
             (_produce, (
                 dy_desc, x_desc, left_ring, right_ring, full, empty, units, width, M, splits, work,
                 UNITS, CONSUMERS, COLUMNS, ROWS, STAGES, GROUP,
             )),
-        ], [4, 2, 1], [224, 56, 56])  # fmt: skip
+        ], [4, SUM_WARPS, 1], [CONSUMER_REGISTERS, SUM_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 def launch_weight_gradient(
@@ -209,9 +213,9 @@ def launch_weight_gradient(
         _pipelined_weight_and_bias_gradient_kernel,
         min(work, config.programs),
         tuple(targets),
-        (units, width),
-        (split_size, dy.rows, splits, work),
-        (config.units, config.consumers, config.columns, config.rows, config.stages, config.group),
+        (units, width, split_size),
+        (dy.rows, splits, work),
+        (config.units, config.consumers, config.columns, config.rows, config.stages, config.group, config.sum_warps),
         descriptors=(
             dy.descriptor(config.rows, config.units),
             x.descriptor(config.rows, config.columns),
