@@ -54,7 +54,12 @@ def test_operations(op: str, dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "identity"])
 @pytest.mark.parametrize(("op", "dim"), [("sum", -2), ("absmax", -1), ("logsumexp", -1)])
 def test_activations(op: str, dim: int, activation: str) -> None:
-    assert_reduce_close(reduce_inputs(35, 21, 9, bias=True), op=op, dim=dim, activation=activation)
+    inputs = reduce_inputs(35, 21, 9, bias=True)
+    if op == "logsumexp":
+        # Exponentials of large values would show how a product was rounded: forward and backward alike in torch, which
+        # keeps it, but not where it is computed again.
+        inputs = {name: None if tensor is None else tensor / 2 for name, tensor in inputs.items()}
+    assert_reduce_close(inputs, op=op, dim=dim, activation=activation)
 
 
 BATCHES = [
