@@ -138,7 +138,10 @@ def _tanh(z, ACCURACY: tl.constexpr):
         series = -1.0 / 3.0 + square * series
         near = z + z * square * series
         decay = _exact_exp(-2.0 * tl.abs(z))
-        far = tl.div_rn(1.0 - decay, 1.0 + decay)
+        # Close to 1 the distance from it has the smaller error, which the slope 1 - tanh² shows.
+        distant = tl.abs(z) > 1.0
+        quotient = tl.div_rn(tl.where(distant, 2.0 * decay, 1.0 - decay), 1.0 + decay)
+        far = tl.where(distant, 1.0 - quotient, quotient)
         far = tl.where(z < 0, -far, far)
         return tl.where(tl.abs(z) < 0.25, near, far)
 

@@ -93,7 +93,7 @@ def gemm_reduce(
         )  # fmt: skip
         remember(call, problem)
     plan = dispatch(problem, a.device)
-    taking = {"mask": mask, "lengths": lengths}
+    taking: dict[str, Any] = {"mask": mask, "lengths": lengths}
     if plan.path == "torch":
         return reference.gemm_reduce(
             a, b, op=op, dim=dim, **taking, bias=bias, activation=problem.activation, return_indices=return_indices,
@@ -141,8 +141,8 @@ class _Reduction:
     plan: ReducePlan
 
     def operands(self, kept: Tensor, reduced: Tensor, bias: Any, mask: Any, lengths: Any) -> ReduceOperands:
-        biases = (bias, None) if self.bias_of_kept else (None, bias)
-        return ReduceOperands(kept, reduced, *biases, mask, lengths, None, self.arithmetic)
+        kept_bias, reduced_bias = (bias, None) if self.bias_of_kept else (None, bias)
+        return ReduceOperands(kept, reduced, kept_bias, reduced_bias, mask, lengths, None, self.arithmetic)
 
 
 def _flat_batch(tensor: Tensor, batch: torch.Size) -> Tensor:
@@ -173,6 +173,7 @@ def _forward(
     elif reduction.product:
         product = torch.empty(batch, rows, columns, dtype=kept.dtype, device=kept.device)
     plan, op = reduction.plan, reduction.arithmetic.op
+    assert plan.forward_tiles is not None
     exact = saving and op == "logsumexp"  # its gradient is a share of the sum: of the sum before it is rounded
     d, index = kernels.reduce(
         operands,
@@ -223,6 +224,9 @@ def _through_reference(
     """The gradients as torch computes them: where they can be differentiated again, or the product has one too."""
     differentiable = torch.is_grad_enabled()
     # One tensor may play several roles; views tell them apart.
+    kept: Any
+    reduced: Any
+    bias: Any
     kept, reduced, bias = (None if tensor is None else tensor.view_as(tensor) for tensor in tensors[:3])
     if not differentiable:
         leaves = zip((kept, reduced, bias), wanted, strict=True)

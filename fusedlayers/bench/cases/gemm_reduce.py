@@ -59,7 +59,7 @@ GEMM_REDUCE = Case(
     ours=functional.gemm_reduce,
     torch_expression=_torch_gemm_reduce,
     problem=lambda inputs, options: gemm_reduce_problem(
-        **inputs, op=options.op, dim=options.dim, activation=options.activation
+        inputs["a"], inputs["b"], op=options.op, dim=options.dim, activation=options.activation
     ),
     our_keywords=_keywords,
     torch_keywords=_keywords,
