@@ -10,6 +10,7 @@ from ..kernels.tuning import (
     ReduceConfig,
     gather_config,
     one_hot_config,
+    one_hot_pipeline,
     pipelined_reduce_config,
     reduce_config,
 )
@@ -187,11 +188,17 @@ def _kernels(problem: MaxSimProblem, device: Device) -> dict[str, Any]:
         options |= {"query_gradient_tiles": gather, "query_gradient_splits": found}
         workspace = max(workspace, found * partial if found > 1 else 0)
     if p.needs_document_gradient:
+        pipeline = None
+        if device.pipelined and p.element_bytes == 2 and p.document_layout != "packed":
+            pipeline = one_hot_pipeline(p.query_tokens, p.document_length, p.K, processors)
+        one_hot = replace(one_hot, pipelined=pipeline)
         columns, partial = -(-p.K // one_hot.block_k), 4 * p.document_tokens * p.K
         found = _splits(
             p.documents * -(-p.document_length // one_hot.block_l) * columns, DOCUMENT_GRADIENT_PROGRAMS * processors,
             -(-p.query_tokens // one_hot.block_p), partial,
         )  # fmt: skip
+        if pipeline is not None and 4 * p.documents * -(-p.document_length // (2 * CONSUMER_ROWS)) >= processors:
+            found = 1  # the warp-specialised kernel has no splits
         options |= {"document_gradient_tiles": one_hot, "document_gradient_splits": found}
         workspace = max(workspace, found * partial if found > 1 else 0)
     return options | {"workspace_bytes": workspace}

@@ -9,6 +9,7 @@ pass, on the matrix units, in a fixed order.
 import torch
 
 from ..device import tl, triton
+from ..gemm_reduce import pipelined
 from ..launching import launch
 from ..partials import summed_over_splits
 from ..tiles import add_product
@@ -131,7 +132,7 @@ def document_gradient(
             (out,) = targets
             assert out is not None
             if operands.document_offsets is None:
-                out = out.view(-1)[first * operands.documents[0].numel() :]
+                out = out.view(-1)[first * operands.documents[0].numel() :]  # of the chunk, and what follows
             weights = _weights(
                 part, upstream[:, first : first + count], token_queries,
                 None if answering is None else answering[first : first + count],
@@ -175,6 +176,11 @@ def _one_hot_product(
 ) -> None:
     documents, (tokens, width) = operands.document_count, queries.shape
     length, offsets, ends = operands.documents.shape[-2], operands.document_offsets, None
+    if splits == 1 and offsets is None and (kept := pipelined.takes_one_hot(queries, tiles.pipelined)) is not None:
+        assert tiles.pipelined is not None
+        found = out[: documents * length * width].view(documents, length, width)
+        pipelined.one_hot_product(kept, chosen, weights, found, tiles.pipelined)
+        return
     blocks_each = triton.cdiv(length, tiles.block_l)
     blocks = documents * blocks_each
     if offsets is not None:

@@ -30,10 +30,25 @@ class PipelinedReduceConfig:
 
 
 @dataclass(frozen=True)
+class OneHotPipeline:
+    """A warp-specialised gradient of the reduced side, of maxima: consumers of 64 rows each.
+
+    A stage holds ``block`` kept rows of ``width`` columns, padded; at most ``programs`` programs run.
+    """
+
+    block: int
+    width: int
+    consumers: int
+    stages: int
+    programs: int
+
+
+@dataclass(frozen=True)
 class ReduceConfig:
     """Tile of a kernel: kept rows × reduced rows × inner columns, its warps, and the depth of its software pipeline.
 
-    ``pipelined`` is what runs instead where the operands lie as its copies need them.
+    Where the operands lie as their copies need them, ``pipelined`` is what runs instead of the forward pass, and
+    ``one_hot`` instead of the gradient of the reduced side, of maxima.
     """
 
     block_p: int
@@ -42,6 +57,7 @@ class ReduceConfig:
     num_warps: int
     num_stages: int
     pipelined: PipelinedReduceConfig | None = None
+    one_hot: OneHotPipeline | None = None
 
 
 def reduce_config(architecture: str, element_bits: int, width: int) -> ReduceConfig:
@@ -112,25 +128,12 @@ def pipelined_reduce_config(
     return PipelinedReduceConfig(block, width, consumers, kept_stages, stages, in_registers, processors)
 
 
-@dataclass(frozen=True)
-class AlgebraicConfig:
-    """Sum before product: tiles of the two kernels, and the ranges that the rows of an entry are split into.
-
-    ``overlapped`` lets the second kernel start before the first one ends.
-    """
-
-    splits: int
-    block_r: int
-    block_p: int
-    block_k: int
-    num_warps: int
-    overlapped: bool
-
-
-def algebraic_config(architecture: str, batch: int, P: int, R: int, K: int, processors: int) -> AlgebraicConfig:
-    """Enough programs in each of the two kernels to keep every processor's loads in flight."""
-    block_k = min(padded_width(K), 128)
-    programs = batch * -(-K // block_k)
-    splits = max(1, min(4 * processors // programs, -(-R // 64), 64))
-    block_p = 64 if batch * -(-P // 128) >= 2 * processors else 32
-    return AlgebraicConfig(splits, 64, block_p, block_k, 4, architecture in ("sm_90", "sm_100"))
+def one_hot_pipeline(P: int, R: int, K: int, processors: int) -> OneHotPipeline | None:
+    """The warp-specialised gradient of R reduced rows from P kept ones, K columns wide, or None."""
+    if not 0 < K <= 128 or K % 8:
+        return None
+    width = max(64, padded_width(K))
+    block = min(128, padded_width(P))
+    consumers = 1 if R <= CONSUMER_ROWS else 2
+    stages = min(6, (SHARED_MEMORY - BARRIER_BYTES - 2 * consumers * CONSUMER_ROWS * width) // (2 * block * width))
+    return OneHotPipeline(block, width, consumers, stages, processors)

@@ -5,6 +5,7 @@ Conservative ones that were compiled for every architecture.
 
 from dataclasses import dataclass
 
+from .gemm_reduce import OneHotPipeline
 from .limits import padded_width
 
 WIDEST_COLUMNS = 128  # of a gradient that one program holds; a wider one is shared out
@@ -22,13 +23,17 @@ class GatherConfig:
 
 @dataclass(frozen=True)
 class OneHotConfig:
-    """Tile of the documents' gradient: document rows × columns, and the query tokens that join it at once."""
+    """Tile of the documents' gradient: document rows × columns, and the query tokens that join it at once.
+
+    ``pipelined`` is what runs instead for padded documents, where the queries lie as its copies need them.
+    """
 
     block_l: int
     block_p: int
     block_k: int
     num_warps: int
     num_stages: int
+    pipelined: OneHotPipeline | None = None
 
 
 def gather_config(architecture: str, element_bits: int, width: int) -> GatherConfig:

@@ -1,9 +1,10 @@
-"""The warp-specialised forward pass for Hopper, beside the portable one.
+"""The warp-specialised kernels for Hopper, beside the portable ones: the forward pass, and the gradient of maxima.
 
-It takes what ``tuning.pipelined_reduce_config`` admits (16 bits, an inner dimension up to 128) without biases and
-activation, where the operands lie as the copy engine needs them; see ``takes``.
+They take 16 bits and an inner dimension up to 128, the forward pass without biases and activation, where the operands
+lie as the copy engine needs them.
 """
 
 from .forward import reduce, takes
+from .one_hot import one_hot_product, takes_one_hot
 
-__all__ = ["reduce", "takes"]
+__all__ = ["one_hot_product", "reduce", "takes", "takes_one_hot"]
