@@ -128,6 +128,7 @@ def gemm_reduce_problem(
         op=OPERATIONS[op],
         activation=activation,
         masked=mask is not None or lengths is not None,
+        biased=bias is not None,
         indices=return_indices or not differentiable,
         product=return_product,
         atomic=atomic,

@@ -17,9 +17,11 @@ from ..kernels.tuning import (
 from .call import COLD, Call, Decision
 from .devices import CEILINGS, DTYPE_BYTES, KERNEL_DTYPES, PARTIALS_LIMIT, Device
 
-# From how many similarities (query tokens × document tokens) on the kernels were faster than torch on an H200, 16 bits:
-# (launched one by one, inside a CUDA graph), without and with a backward pass. None: not measured yet, so torch runs.
-FASTER_FROM: dict[bool, tuple[int, int] | None] = {False: None, True: None}
+# From how many similarities (query tokens × document tokens) on the kernels were faster than torch on an H200, in
+# bfloat16, d = 128: (launched one by one, inside a CUDA graph), without and with a backward pass. Launched, the host
+# needs 40 µs for a forward pass and 450 or more with backward, eager torch 270.
+FASTER_FROM: dict[bool, tuple[int, int] | None] = {False: (2**24, 2**21), True: (2**27, 2**22)}
+WIDEST = 128  # inner dimension that was measured
 
 # Programs that a split aims at for every processor, and the fewest steps of a split that are worth its partial.
 FORWARD_PROGRAMS = 2
@@ -109,8 +111,8 @@ def why_slower(problem: MaxSimProblem, device: Device) -> str | None:
     if problem.dtype == "float32":
         return "float32 products in IEEE precision do not use the matrix units; torch's kernels are faster"
     thresholds = FASTER_FROM[problem.training]
-    if thresholds is None:
-        return "not measured yet; FUSEDLAYERS_BACKEND=triton runs the kernels"
+    if thresholds is None or problem.K > WIDEST or not device.pipelined:
+        return "not measured; FUSEDLAYERS_BACKEND=triton runs the kernels"
     least, similarities = thresholds[problem.captured], problem.query_tokens * problem.document_tokens
     if similarities >= least:
         return None

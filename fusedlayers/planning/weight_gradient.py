@@ -14,8 +14,10 @@ from .call import COLD, Call, Decision
 from .devices import CEILINGS, DTYPE_BYTES, KERNEL_DTYPES, PARTIALS_LIMIT, Device
 
 # From how many floating-point operations on the kernels were faster than torch on an H200, bfloat16: (launched one by
-# one, inside a CUDA graph); None where they never were, or were not measured. By whether the bias gradient is wanted.
-FASTER_FROM: dict[bool, tuple[int, int] | None] = {True: None, False: None}
+# one, inside a CUDA graph); None where they never were. By whether the bias gradient is wanted. With more weights than
+# these cuBLAS gains more from its clusters, which share what they copy, than one pass over dy saves.
+FASTER_FROM: dict[bool, tuple[int, int] | None] = {True: (2**32, 2**31), False: None}
+MOST_WEIGHTS = 2**18
 
 # A split shorter than this many row blocks spends more on its partial than on its products.
 SHORTEST_SPLIT = 4
@@ -147,6 +149,8 @@ def why_slower(problem: WeightGradientProblem, device: Device) -> str | None:
     least = FASTER_FROM[problem.bias] if device.pipelined else None
     if least is None:
         return "torch was as fast or faster" + ("" if problem.bias else " where only dW is wanted")
+    if problem.O * problem.K > MOST_WEIGHTS:
+        return f"{problem.O * problem.K:,} weights: torch was as fast or faster from {MOST_WEIGHTS:,} on"
     if problem.flops >= least[problem.captured]:
         return None
     bound = "inside a CUDA graph" if problem.captured else "launched one by one"
