@@ -21,8 +21,9 @@ from fusedlayers.closeness import assert_close
 from fusedlayers.kernels.activations import ACTIVATIONS
 from tests.training_runs import ROOT, TEXT, TINY, settings, train
 from train_examples import comparison, language_model, loop
-from train_examples.language_model import FeedForward, build_model, rotary_tables, rotate
+from train_examples.language_model import build_model
 from train_examples.settings import SettingsError
+from train_examples.transformer import FeedForward, rotary_tables, rotate
 
 
 @pytest.mark.parametrize("layers", ["fused", "torch", "replaced"])
