@@ -15,6 +15,54 @@ def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None)
     return _batched_product(ACTIVATIONS[canonical_activation(activation)].torch(_batched_product(a, b)), c)
 
 
+def maxsim(
+    queries: Tensor,
+    documents: Tensor,
+    query_mask: Tensor | None = None,
+    document_mask: Tensor | None = None,
+    *,
+    cu_seqlens_queries: Tensor | None = None,
+    cu_seqlens_documents: Tensor | None = None,
+) -> Tensor:
+    """``scores[q, e] = Σ_i max_j queries[q, i] · documents[e, j]`` -> ``[Q, D]``; any dtype.
+
+    queries ``[Q, Lq, d]`` and documents ``[D, Ld, d]`` with masks ``[Q, Lq]`` and ``[D, Ld]``, True where a token takes
+    part; or packed ``[total, d]`` with the offsets ``cu_seqlens``. Similarities are rounded to the dtype of the
+    operands, and so are the scores, whose sums torch accumulates in at least float32. What a mask leaves out may hold
+    anything. A query token scores 0 where it is masked and -inf against a document without tokens, without a gradient
+    in both cases. The first of equal similarities gets the gradient.
+    """
+    if cu_seqlens_queries is not None:
+        queries, query_mask = _padded(queries, cu_seqlens_queries)
+    if cu_seqlens_documents is not None:
+        documents, document_mask = _padded(documents, cu_seqlens_documents)
+    if documents.shape[1] == 0:
+        # A maximum needs something to choose from: one token that is masked.
+        documents = F.pad(documents, (0, 0, 0, 1))
+        document_mask = torch.zeros(documents.shape[:2], dtype=torch.bool, device=documents.device)
+    if query_mask is not None:
+        queries = queries.masked_fill(~query_mask[:, :, None], 0)
+    if document_mask is not None:
+        documents = documents.masked_fill(~document_mask[:, :, None], 0)
+    similarities = torch.einsum("qik,ejk->qeij", queries, documents)
+    if document_mask is not None:
+        similarities = similarities.masked_fill(~document_mask[:, None, :], -torch.inf)
+    # The gradient of amax is shared out among equal values; without one it is the faster of the two.
+    graph = torch.is_grad_enabled() and similarities.requires_grad
+    best = similarities.max(-1).values if graph else similarities.amax(-1)
+    if query_mask is not None:
+        best = best.masked_fill(~query_mask[:, None, :], 0)
+    return best.sum(-1, dtype=best.dtype)
+
+
+def _padded(packed: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """``[total, d]`` as ``[n, longest, d]`` with zeros behind each sequence, and the mask of what is no padding."""
+    lengths = cu_seqlens.diff()
+    longest = int(lengths.max()) if lengths.numel() else 0
+    mask = torch.arange(longest, device=packed.device) < lengths[:, None]
+    return packed.new_zeros(*mask.shape, packed.shape[-1]).index_put((mask,), packed), mask
+
+
 def _batched_product(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right``, which broadcasts: views that cost the host more than a small product costs the device."""
     alike = left.dim() == right.dim() == 3 and left.shape[0] == right.shape[0]

@@ -2,5 +2,6 @@
 
 from .ffn import ffn
 from .gemm_gemm import gemm_gemm
+from .maxsim import maxsim
 
-__all__ = ["ffn", "gemm_gemm"]
+__all__ = ["ffn", "gemm_gemm", "maxsim"]
