@@ -43,6 +43,15 @@ class DataSettings:
 
 
 @dataclass
+class PairSettings:
+    """Where the (docstring, code) pairs come from: ``kind`` is ``stdlib``."""
+
+    kind: str = MISSING
+    validation_fraction: float = 0.1  # of the top-level modules
+    test_fraction: float = 0.1
+
+
+@dataclass
 class LayerSettings:
     """Who computes the feed-forward blocks: ``kind`` is ``fused``, ``torch`` or ``replaced``."""
 
