@@ -38,7 +38,7 @@ def settings(directory: Path, *overrides: str) -> LanguageModelSettings:
     """The configuration of a run of seconds, with further overrides as they are typed on the command line."""
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         config = compose("language_model", [*TINY, f"run.directory={directory}", *overrides])
-    return as_settings(config)
+    return as_settings(config, LanguageModelSettings)
 
 
 def train(directory: Path, *overrides: str) -> list[loop.Row]:

@@ -45,7 +45,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Three lists in the order of their files, no top-level module in two of them, and a line that says what they are."""
+    """Three lists in the order of their files, no top-level module in two of them; and one line about them."""
 
     training: list[Pair]
     validation: list[Pair]
@@ -116,8 +116,8 @@ def dotted(path: PurePath) -> str:
 
 
 def functions(scope: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
-    """(dotted name, definition) of the functions and methods below ``scope``, but none inside another function: there it
-    is part of that function's code."""
+    """(dotted name, definition) of the functions and methods below ``scope``, but none that is inside another function,
+    as part of whose code it is found."""
     for node in ast.iter_child_nodes(scope):
         if isinstance(node, Function):
             yield f"{prefix}.{node.name}", node

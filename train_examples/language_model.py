@@ -5,9 +5,6 @@ The layout of GPT-2 with rotary positions; the block, and what ``layers`` change
 
 from __future__ import annotations
 
-import logging
-from pathlib import Path
-
 import hydra
 import torch
 import torch.nn.functional as F
@@ -15,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from train_examples import loop
+from train_examples.command import CONFIGS, start
 from train_examples.data import fixed_windows, load_text, random_windows
 from train_examples.settings import (
     LanguageModelSettings,
@@ -22,7 +20,6 @@ from train_examples.settings import (
     ModelSettings,
     SampleSettings,
     SettingsError,
-    as_settings,
     register_settings,
 )
 from train_examples.transformer import Transformer, replace_if_asked
@@ -35,7 +32,7 @@ class LanguageModel(Transformer):
     """Tokens ``[B, M]`` (int64, M up to ``context``) to logits ``[B, M, 256]`` of the byte that follows each."""
 
     def __init__(self, settings: ModelSettings, layers: LayerSettings) -> None:
-        super().__init__(settings, layers, VOCABULARY, causal=True)
+        super().__init__(settings, layers, VOCABULARY, causal=True, embedding_scale=0.02)
         # Untied from the embedding: with 256 tokens a second table is cheap, and each finds its own scale.
         self.head = nn.Linear(settings.d_model, VOCABULARY, bias=False)
 
@@ -95,8 +92,9 @@ def run(settings: LanguageModelSettings) -> loop.Row:
         training_batch=lambda generator: (random_windows(text.training, settings.run.batch_size, length, generator),),
         validation_batches=[(batch,) for batch in validation.split(settings.run.batch_size)],
         loss=next_byte_loss,
+        loss_unit="nats per byte",
         tokens_per_batch=settings.run.batch_size * model.context,
-        sample=lambda trained: generate(trained, settings.sample, model.context, settings.run.seed),
+        sample=lambda trained: (generate(trained, settings.sample, model.context, settings.run.seed), {}),
     )
     config = OmegaConf.to_yaml(OmegaConf.structured(settings))
     return loop.train(example, settings.layers.kind, settings.run, settings.optim, config)
@@ -105,17 +103,10 @@ def run(settings: LanguageModelSettings) -> loop.Row:
 register_settings()
 
 
-@hydra.main(version_base="1.3", config_path=str(Path(__file__).parents[1] / "configs"), config_name="language_model")
+@hydra.main(version_base="1.3", config_path=CONFIGS, config_name="language_model")
 def main(config: DictConfig) -> None:
-    """Entry point: Hydra has checked every key by now; print the configuration and run it."""
-    print(OmegaConf.to_yaml(config, resolve=True))
-    # One line of the library says which path its blocks take on this machine, and why.
-    logging.basicConfig(format="%(name)s: %(message)s")
-    logging.getLogger("fusedlayers").setLevel(logging.INFO)
-    try:
-        run(as_settings(config))
-    except SettingsError as error:
-        raise SystemExit(f"error: {error}") from error
+    """Entry point."""
+    start(config, LanguageModelSettings, run)
 
 
 if __name__ == "__main__":

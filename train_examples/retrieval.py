@@ -48,3 +48,22 @@ def tfidf_scores(pairs: Sequence[Pair]) -> Tensor:
     code = vectorizer.fit_transform([pair.code_words for pair in pairs])
     queries = vectorizer.transform([pair.query_words for pair in pairs])
     return torch.from_numpy((queries @ code.T).toarray())
+
+
+def ranking(pairs: Sequence[Pair], scores: Tensor, baseline: Tensor, query: int, length: int = 3) -> list[str]:
+    """Lines that show what a search found: the query, where its function was found, and the first of the ranking."""
+    place, baseline_place = (int(ranks(found)[query]) for found in (scores, baseline))
+    lines = [
+        f"query: {shortened(pairs[query].query)}",
+        f"  its function is number {place}, with TF-IDF {baseline_place}",
+    ]
+    for number, found in enumerate(scores[query].argsort(descending=True, stable=True)[:length].tolist(), start=1):
+        mark = "→" if found == query else " "
+        code = shortened(" ".join(pairs[found].code.split()), 70)
+        lines.append(f"  {mark} {number}. {scores[query, found].item():7.2f}  {pairs[found].name}: {code}")
+    return lines
+
+
+def shortened(text: str, length: int = 100) -> str:
+    """At most the first ``length`` letters, with a sign that there are more."""
+    return text if len(text) <= length else text[: length - 1] + "…"

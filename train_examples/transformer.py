@@ -108,7 +108,9 @@ class Transformer(nn.Module):
     cosine: Tensor
     sine: Tensor
 
-    def __init__(self, settings: ModelSettings, layers: LayerSettings, vocabulary: int, causal: bool) -> None:
+    def __init__(
+        self, settings: ModelSettings, layers: LayerSettings, vocabulary: int, *, causal: bool, embedding_scale: float
+    ) -> None:
         super().__init__()
         check_model(settings, layers)
         self.embedding = nn.Embedding(vocabulary, settings.d_model)
@@ -119,20 +121,23 @@ class Transformer(nn.Module):
         tables = rotary_tables(settings.context, settings.d_model // settings.heads)
         for name, table in zip(("cosine", "sine"), tables, strict=True):
             self.register_buffer(name, table, persistent=False)
-        self._scale_initial_weights(settings.layers)
+        self._scale_initial_weights(settings.layers, embedding_scale)
 
-    def _scale_initial_weights(self, layers: int) -> None:
+    def _scale_initial_weights(self, layers: int, embedding_scale: float) -> None:
         # nn.Linear's own draws already shrink with the width; what adds up over depth is the sum of all the branches.
         with torch.no_grad():
-            self.embedding.weight.mul_(0.02)
+            self.embedding.weight.mul_(embedding_scale)
             for name, parameter in self.named_parameters():
                 if name.endswith(("out_proj.weight", "down_proj.weight")):
                     parameter.mul_(1 / math.sqrt(2 * layers))
 
-    def features(self, tokens: Tensor, attended: Tensor | None = None) -> Tensor:
-        """The vector ``[B, M, d_model]`` of every token, given the others that it may look at."""
+    def features(self, tokens: Tensor, attended: Tensor | None = None, added: Tensor | None = None) -> Tensor:
+        """The vector ``[B, M, d_model]`` of every token, given the others that it may look at; ``added [d_model]`` is
+        added to every embedding."""
         cosine, sine = self.cosine[: tokens.shape[1]], self.sine[: tokens.shape[1]]
         x = self.embedding(tokens)
+        if added is not None:
+            x = x + added
         for block in self.blocks:
             x = block(x, cosine, sine, attended)
         return self.norm(x)
