@@ -199,6 +199,10 @@ def run(settings: CodeSearchSettings) -> loop.Row:
     loop.check_intervals(settings.run)
     pairs = load_pairs(settings.data)
     print(pairs.description)
+    if batch_size > len(pairs.training):
+        raise SettingsError(
+            f"run.batch_size is {batch_size}; expected at most the {len(pairs.training)} training pairs"
+        )
     texts = [words for pair in pairs.training for words in (pair.query_words, pair.code_words)]
     vocabulary = Vocabulary(texts, search.vocabulary, search.hash_buckets)
     training, validation, test = (

@@ -22,10 +22,10 @@ def ranks(scores: Tensor) -> Tensor:
 
 
 def retrieval_scores(ranks: Tensor) -> Scores:
-    """Recall at 1 and 10, the share of queries whose document is among the first so many, and the mean of 1 / rank."""
+    """Recall at 10 and 1, the share of queries whose document is among the first so many, and the mean of 1 / rank."""
     return {
-        "recall_at_1": (ranks <= 1).double().mean().item(),
         "recall_at_10": (ranks <= 10).double().mean().item(),
+        "recall_at_1": (ranks <= 1).double().mean().item(),
         "mrr": ranks.double().reciprocal().mean().item(),
     }
 
