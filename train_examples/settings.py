@@ -108,7 +108,7 @@ class SearchSettings:
 
     vocabulary: int = 8000  # most words with a token of their own
     hash_buckets: int = 2000  # tokens that all other words share
-    query_words: int = 24  # of a docstring; of the code the model reads model.context
+    query_words: int = 32  # of a docstring; of the code the model reads model.context
     vector_size: int = MISSING  # channels of the vectors that are compared
     sharpness: float = 20.0  # what a score of 1 is worth as a logit, at first: it is learned
     length_penalty: float = 0.06  # of the score for e times more words of code, at first: it is learned
