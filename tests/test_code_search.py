@@ -237,7 +237,7 @@ def test_a_run_learns_and_writes_everything(layers: str, tmp_path: Path) -> None
     assert measured == [row["step"] for row in rows if row["validation_loss"] is not None] == list(range(4, 41, 4))
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["layers"] == layers
-    assert set(summary["references"]) == set(summary["test_references"]) == {"TF-IDF", "chance"}
+    assert set(summary["references"]) == set(summary["test_references"]) == {"TF-IDF", "untrained", "chance"}
     assert list(summary["test_scores"]) == ["recall_at_10", "recall_at_1", "mrr"]
     assert summary["test_scores"]["mrr"] > 3 * summary["test_references"]["chance"]["mrr"]
     sample = (tmp_path / "sample.txt").read_text()

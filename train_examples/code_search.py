@@ -171,25 +171,30 @@ def all_scores(model: nn.Module, part: Part) -> Tensor:
     return torch.cat([model(queries, codes.to(device)).cpu() for codes in part.codes.split(SCORED_AT_ONCE)], dim=1)
 
 
-def references(pairs: Sequence[Pair]) -> dict[str, loop.Scores]:
-    """What TF-IDF and chance reach on these pairs."""
+def references(untrained: nn.Module, part: Part) -> dict[str, loop.Scores]:
+    """What others reach on these pairs: TF-IDF, the model before its first step, which knows equal words and how rare
+    they are, and chance."""
+    untrained.eval()
+    scores = all_scores(untrained, part)
+    untrained.train()
     return {
-        "TF-IDF": retrieval_scores(ranks(tfidf_scores(pairs))),
-        "chance": chance_scores(len(pairs)),
+        "TF-IDF": retrieval_scores(ranks(tfidf_scores(part.pairs))),
+        "untrained": retrieval_scores(ranks(scores)),
+        "chance": chance_scores(len(part.pairs)),
     }
 
 
-def report(model: nn.Module, test: Part, shown: int) -> tuple[str, loop.Row]:
-    """The scores on the test modules beside those of TF-IDF and chance, and the rankings of some queries: as text, and
-    the numbers for the summary."""
+def report(model: nn.Module, test: Part, others: dict[str, loop.Scores], shown: int) -> tuple[str, loop.Row]:
+    """The scores on the test modules beside those of the others, and the rankings of some queries: as text, and the
+    numbers for the summary."""
     scores, baseline = all_scores(model, test), tfidf_scores(test.pairs)
-    reached = {"model": retrieval_scores(ranks(scores)), **references(test.pairs)}
+    reached = {"trained": retrieval_scores(ranks(scores)), **others}
     lines = [f"{len(test.pairs)} functions of held-out test modules, found by their docstrings:"]
-    lines += ["".join(["        ", *(f"{name:>14}" for name in reached["model"])])]
-    lines += ["".join([f"{name:<8}", *(f"{value:14.3f}" for value in row.values())]) for name, row in reached.items()]
+    lines += ["".join([" " * 10, *(f"{name:>14}" for name in reached["trained"])])]
+    lines += ["".join([f"{name:<10}", *(f"{value:14.3f}" for value in row.values())]) for name, row in reached.items()]
     for query in torch.linspace(0, len(test.pairs) - 1, min(shown, len(test.pairs))).long().tolist():
         lines += ["", *ranking(test.pairs, scores, baseline, query)]
-    return "\n".join(lines), {"test_scores": reached.pop("model"), "test_references": reached}
+    return "\n".join(lines), {"test_scores": reached["trained"], "test_references": others}
 
 
 def run(settings: CodeSearchSettings) -> loop.Row:
@@ -219,6 +224,8 @@ def run(settings: CodeSearchSettings) -> loop.Row:
     whole = [rows for rows in mixed.split(batch_size) if len(rows) == min(batch_size, len(mixed))]
     words = sum(int((part != PADDING).sum()) for part in (training.queries, training.codes))
     architecture = ("d_model", "d_ff", "layers", "heads", "activation", "gated", "bias")
+    # Before the training, which changes the model in place.
+    test_references = references(built, test)
     example = loop.Example(
         name="code_search",
         model=built,
@@ -235,9 +242,9 @@ def run(settings: CodeSearchSettings) -> loop.Row:
         loss_unit=f"nats, {batch_size} to choose from",
         # On average, without padding.
         tokens_per_batch=round(words / len(training.pairs) * batch_size),
-        sample=lambda trained: report(trained, test, search.shown),
+        sample=lambda trained: report(trained, test, test_references, search.shown),
         scores=lambda trained: retrieval_scores(ranks(all_scores(trained, validation))),
-        references=references(validation.pairs),
+        references=references(built, validation),
     )
     config = OmegaConf.to_yaml(OmegaConf.structured(settings))
     return loop.train(example, settings.layers.kind, settings.run, settings.optim, config)

@@ -95,13 +95,14 @@ def draw_scores(
         markersize=4 if dashed else 7,
         label=label,
     )
-    axes.set_ylim(bottom=0)
 
 
 def draw_references(axes: Axes, references: Mapping[str, Mapping[str, float]], score: str) -> None:
     """What others reach, as a horizontal line each."""
-    for line, (name, scores) in zip(("-.", ":", "--"), references.items(), strict=False):
+    for line, (name, scores) in zip(("-.", "--", ":"), references.items(), strict=False):
         axes.axhline(scores[score], color=TEXT, linewidth=1.3, linestyle=line, label=f"{name}: {scores[score]:.3f}")
+    # Once all lines are drawn: a limit set earlier would fix the other end, too.
+    axes.set_ylim(bottom=0)
 
 
 def draw_losses(axes: Axes, rows: list[dict[str, Any]], colour: str, prefix: str, *, dashed: bool = False) -> None:
