@@ -8,7 +8,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,11 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from fusedlayers.closeness import assert_close
-from fusedlayers.kernels.activations import ACTIVATIONS
-from tests.training_runs import ROOT, TEXT, TINY, settings, train
+from tests.training_runs import ROOT, TEXT, TINY, distance, reordered_forward, settings, train
 from train_examples import comparison, language_model, loop
-from train_examples.language_model import FeedForward, build_model, rotary_tables, rotate
+from train_examples.language_model import build_model
 from train_examples.settings import SettingsError
+from train_examples.transformer import FeedForward, rotary_tables, rotate
 
 
 @pytest.mark.parametrize("layers", ["fused", "torch", "replaced"])
@@ -62,31 +61,6 @@ def test_all_kinds_of_layers_start_equal(options: tuple[str, ...], tmp_path: Pat
     for state in states[1:]:
         assert list(state) == list(states[0])
         assert all(torch.equal(state[name], tensor) for name, tensor in states[0].items())
-
-
-def reordered_forward(hidden_parts: int, token_parts: int) -> Callable[[FeedForward, Tensor], Tensor]:
-    """The torch block in parts that are summed one after the other, forward and backward: a valid but other order."""
-
-    def forward(self: FeedForward, x: Tensor) -> Tensor:
-        activate = ACTIVATIONS[self.activation].torch
-        weights = (
-            self.up_proj.weight.chunk(hidden_parts),
-            self.up_proj.bias.chunk(hidden_parts),
-            self.down_proj.weight.chunk(hidden_parts, dim=1),
-        )
-        outputs = []
-        for rows in x.flatten(0, 1).chunk(token_parts):
-            total = self.down_proj.bias.expand_as(rows)
-            for w_up, b_up, w_down in zip(*weights, strict=True):
-                total = total + activate(rows @ w_up.T + b_up) @ w_down.T
-            outputs.append(total)
-        return torch.cat(outputs).view_as(x)
-
-    return forward
-
-
-def distance(one: list[float], other: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.fixture

@@ -7,42 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tests.training_runs import settings, train
+from tests.training_runs import assert_same_checkpoint, settings, train, without_measurements
 from train_examples import loop
 from train_examples.language_model import build_model
 from train_examples.settings import SettingsError
 
 
-def load(directory: Path) -> dict[str, object]:
-    return torch.load(directory / "checkpoint.pt", weights_only=True)
-
-
 def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
-
-
-def without_measurements(rows: list[loop.Row]) -> list[loop.Row]:
-    """The rows without what depends on the machine: two equal runs agree in the rest, bit by bit."""
-    return [{k: v for k, v in row.items() if k not in ("tokens_per_second", "peak_memory_bytes")} for row in rows]
-
-
-def flatten(value: object, name: str = "") -> dict[str, object]:
-    """Every leaf of nested dicts and lists by its path."""
-    if isinstance(value, dict):
-        return {key: leaf for k, v in value.items() for key, leaf in flatten(v, f"{name}.{k}").items()}
-    if isinstance(value, (list, tuple)):
-        return {key: leaf for k, v in enumerate(value) for key, leaf in flatten(v, f"{name}.{k}").items()}
-    return {name: value}
-
-
-def assert_same_checkpoint(one: Path, other: Path) -> None:
-    leaves, others = flatten(load(one)), flatten(load(other))
-    assert leaves.keys() == others.keys()
-    for name, leaf in leaves.items():
-        same = torch.equal(leaf, others[name]) if isinstance(leaf, Tensor) else leaf == others[name]
-        assert same, f"{name} differs"
 
 
 @pytest.mark.parametrize("layers", ["fused", "torch"])

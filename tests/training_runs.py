@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+from torch import Tensor
 
-from train_examples import language_model, loop
-from train_examples.settings import LanguageModelSettings, as_settings
+from fusedlayers.kernels.activations import ACTIVATIONS
+from train_examples import code_search, language_model, loop
+from train_examples.settings import CodeSearchSettings, LanguageModelSettings, as_settings
+from train_examples.transformer import FeedForward
 
 ROOT = Path(__file__).resolve().parents[1]
 # Real text that every Python brings, small enough to be read in no time.
@@ -34,14 +40,104 @@ TINY = (
 )
 
 
+# A search with an encoder of few parameters, in batches of few pairs.
+TINY_SEARCH = (
+    "model.d_model=32",
+    "model.d_ff=64",
+    "model.layers=1",
+    "model.heads=2",
+    "model.context=32",
+    "search.query_words=12",
+    "search.vector_size=32",
+    "optim.warmup_steps=2",
+    "run.batch_size=8",
+    "run.steps=12",
+    "run.log_every=2",
+    "run.evaluate_every=4",
+    "run.evaluation_batches=2",
+    "run.checkpoint_every=4",
+    "run.accelerator=cpu",
+)
+
+
 def settings(directory: Path, *overrides: str) -> LanguageModelSettings:
     """The configuration of a run of seconds, with further overrides as they are typed on the command line."""
+    return as_settings(
+        composed("language_model", *TINY, f"run.directory={directory}", *overrides), LanguageModelSettings
+    )
+
+
+def search_settings(directory: Path, *overrides: str) -> CodeSearchSettings:
+    """The same for the code search."""
+    return as_settings(
+        composed("code_search", *TINY_SEARCH, f"run.directory={directory}", *overrides), CodeSearchSettings
+    )
+
+
+def composed(example: str, *overrides: str) -> DictConfig:
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        config = compose("language_model", [*TINY, f"run.directory={directory}", *overrides])
-    return as_settings(config)
+        return compose(example, list(overrides))
 
 
 def train(directory: Path, *overrides: str) -> list[loop.Row]:
-    """Run the example and return the rows of its metrics."""
+    """Run the language model and return the rows of its metrics."""
     language_model.run(settings(directory, *overrides))
     return loop.read_metrics(directory / "metrics.jsonl")
+
+
+def train_search(directory: Path, *overrides: str) -> list[loop.Row]:
+    """Run the code search and return the rows of its metrics."""
+    code_search.run(search_settings(directory, *overrides))
+    return loop.read_metrics(directory / "metrics.jsonl")
+
+
+def without_measurements(rows: list[loop.Row]) -> list[loop.Row]:
+    """The rows without what depends on the machine: two equal runs agree in the rest, bit by bit."""
+    return [{k: v for k, v in row.items() if k not in ("tokens_per_second", "peak_memory_bytes")} for row in rows]
+
+
+def load_checkpoint(directory: Path) -> dict[str, object]:
+    return torch.load(directory / "checkpoint.pt", weights_only=True)
+
+
+def flatten(value: object, name: str = "") -> dict[str, object]:
+    """Every leaf of nested dicts and lists by its path."""
+    if isinstance(value, dict):
+        return {key: leaf for k, v in value.items() for key, leaf in flatten(v, f"{name}.{k}").items()}
+    if isinstance(value, (list, tuple)):
+        return {key: leaf for k, v in enumerate(value) for key, leaf in flatten(v, f"{name}.{k}").items()}
+    return {name: value}
+
+
+def assert_same_checkpoint(one: Path, other: Path) -> None:
+    leaves, others = flatten(load_checkpoint(one)), flatten(load_checkpoint(other))
+    assert leaves.keys() == others.keys()
+    for name, leaf in leaves.items():
+        same = torch.equal(leaf, others[name]) if isinstance(leaf, Tensor) else leaf == others[name]
+        assert same, f"{name} differs"
+
+
+def distance(one: list[float], other: list[float]) -> float:
+    """The largest difference between two loss curves."""
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def reordered_forward(hidden_parts: int, token_parts: int) -> Callable[[FeedForward, Tensor], Tensor]:
+    """The torch block in parts that are summed one after the other, forward and backward: a valid but other order."""
+
+    def forward(self: FeedForward, x: Tensor) -> Tensor:
+        activate = ACTIVATIONS[self.activation].torch
+        weights = (
+            self.up_proj.weight.chunk(hidden_parts),
+            self.up_proj.bias.chunk(hidden_parts),
+            self.down_proj.weight.chunk(hidden_parts, dim=1),
+        )
+        outputs = []
+        for rows in x.flatten(0, 1).chunk(token_parts):
+            total = self.down_proj.bias.expand_as(rows)
+            for w_up, b_up, w_down in zip(*weights, strict=True):
+                total = total + activate(rows @ w_up.T + b_up) @ w_down.T
+            outputs.append(total)
+        return torch.cat(outputs).view_as(x)
+
+    return forward

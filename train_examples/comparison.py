@@ -35,9 +35,13 @@ def table(names: Sequence[str], summaries: Sequence[Row]) -> str:
         ("tokens per second", "tokens_per_second", 1, "{:,.0f}"),
         (f"peak memory, MiB ({summaries[0]['peak_memory_source']})", "peak_memory_bytes", 2**20, "{:,.0f}"),
     ]
+    lines += [
+        (f"{plots.readable(score)} on held-out test modules", score, 1, "{:.3f}")
+        for score in summaries[0].get("test_scores", {})
+    ]
     cells = [["", *names, f"{names[-1]} / {names[0]}"]]
     for title, key, unit, form in lines:
-        values = [summary[key] for summary in summaries]
+        values = [{**summary, **summary.get("test_scores", {})}[key] for summary in summaries]
         known = all(value is not None for value in values)
         shown = ["not measured" if value is None else form.format(value / unit) for value in values]
         cells.append([title, *shown, f"{values[-1] / values[0]:.3f}" if known and values[0] else ""])

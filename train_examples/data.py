@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import torch
 from torch import Tensor
@@ -64,25 +65,32 @@ def fixed_windows(content: Tensor, count: int, length: int) -> Tensor:
     return content[starts[:, None] + torch.arange(length)].long()
 
 
-def _read_standard_library(folder: Path, validation_fraction: float) -> Text:
-    parts: dict[bool, list[bytes]] = {False: [], True: []}
+def standard_library_files(folder: Path) -> Iterator[tuple[PurePath, bytes]]:
+    """(path relative to ``folder``, source) of every file of the standard library that is text, in a fixed order."""
     for path in sorted(folder.rglob("*.py")):
         name = path.relative_to(folder)
         if SKIPPED_FOLDERS.isdisjoint(name.parts):
             source = path.read_bytes()
             if _is_text(source):
-                parts[_is_validation(name.as_posix(), validation_fraction)].append(source)
+                yield name, source
+
+
+def position(name: str) -> float:
+    """A number in [0, 1) that depends on ``name`` alone: what is split by it stays on its side whatever else is
+    installed, so no run trains on another's validation."""
+    return int.from_bytes(sha256(name.encode()).digest()[:8], "big") / 2**64
+
+
+def _read_standard_library(folder: Path, validation_fraction: float) -> Text:
+    parts: dict[bool, list[bytes]] = {False: [], True: []}
+    for name, source in standard_library_files(folder):
+        parts[position(name.as_posix()) < validation_fraction].append(source)
     training, validation = (b"".join(parts[part]) for part in (False, True))
     description = (
         f"Python standard library in {folder}: {len(parts[False])} files ({len(training):,} bytes) for training, "
         f"{len(parts[True])} files ({len(validation):,} bytes) for validation"
     )
     return Text(_as_tensor(training), _as_tensor(validation), description)
-
-
-def _is_validation(name: str, fraction: float) -> bool:
-    # A hash of the name keeps a file on its side whatever else is installed, so no run trains on another's validation.
-    return int.from_bytes(sha256(name.encode()).digest()[:8], "big") < fraction * 2**64
 
 
 def _is_text(source: bytes) -> bool:

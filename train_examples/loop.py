@@ -12,9 +12,9 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from train_examples.settings import OptimSettings, RunSettings, SettingsError
 
 Batch = tuple[Tensor, ...]
 Row = dict[str, Any]
+Scores = dict[str, float]
 
 # The first steps of a process compile kernels and fill caches, so no speed is reported for the row that holds them.
 WARM_UP_STEPS = 5
@@ -38,7 +39,9 @@ class Example:
     """What the loop has to know about an example.
 
     ``loss(model, batch)`` is the mean loss of a batch; ``sample(model)`` is the text that shows at the end what was
-    learned; ``fingerprint`` holds the settings that two runs must share for one to load the other's checkpoint.
+    learned, and numbers that belong into the summary; ``fingerprint`` holds the settings that two runs must share for
+    one to load the other's checkpoint. ``scores(model)`` measures more than the loss at every evaluation, the name that
+    matters most first; ``references`` are the scores of others, by their name, to draw beside them.
     """
 
     name: str
@@ -47,8 +50,11 @@ class Example:
     training_batch: Callable[[torch.Generator], Batch]
     validation_batches: Sequence[Batch]
     loss: Callable[[nn.Module, Batch], Tensor]
+    loss_unit: str
     tokens_per_batch: int
-    sample: Callable[[nn.Module], str]
+    sample: Callable[[nn.Module], tuple[str, Row]]
+    scores: Callable[[nn.Module], Scores] | None = None
+    references: Mapping[str, Scores] = field(default_factory=dict)
 
 
 def train(example: Example, layers: str, run: RunSettings, optim: OptimSettings, config: str) -> Row:
@@ -118,6 +124,7 @@ def train(example: Example, layers: str, run: RunSettings, optim: OptimSettings,
                 "step": step,
                 "train_loss": train_loss,
                 "validation_loss": evaluate(example, model, fabric) if evaluate_now else None,
+                "scores": measure(example, model) if evaluate_now else None,
                 "learning_rate": rate,
                 "gradient_norm": norm.item(),
                 "tokens_per_second": None
@@ -133,15 +140,18 @@ def train(example: Example, layers: str, run: RunSettings, optim: OptimSettings,
                 save_checkpoint(fabric, directory, example, model, optimizer, batches, step)
             loss_sum, timed_steps, start = torch.zeros((), device=fabric.device), 0, time.perf_counter()
 
-    plots.loss_curve(rows, f"{example.name.replace('_', ' ').capitalize()}, layers={layers}", directory / "loss.png")
+    title = f"{example.name.replace('_', ' ').capitalize()}, layers={layers}"
+    plots.loss_curve(rows, title, example.loss_unit, directory / "loss.png")
+    if example.scores is not None:
+        plots.score_curves(rows, example.references, title, directory / "scores.png")
     model.eval()
-    sample = example.sample(model)
+    sample, results = example.sample(model)
     (directory / "sample.txt").write_text(sample)
-    summary = summarise(example, layers, run, fabric, rows)
+    summary = {**summarise(example, layers, run, fabric, rows), **results}
     (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(f"\nsample after step {summary['steps']}:\n{sample}\n")
     print(", ".join(in_words(summary)))
-    print(f"metrics, config, checkpoint, loss curve and sample: {directory.absolute()}")
+    print(f"metrics, config, checkpoint, plots and sample: {directory.absolute()}")
     return summary
 
 
@@ -175,6 +185,17 @@ def evaluate(example: Example, model: nn.Module, fabric: Fabric) -> float:
     return torch.stack(losses).mean().item()
 
 
+def measure(example: Example, model: nn.Module) -> Scores | None:
+    """The scores of an example that has any, without gradients and without dropout."""
+    if example.scores is None:
+        return None
+    model.eval()
+    with torch.no_grad():
+        scores = example.scores(model)
+    model.train()
+    return scores
+
+
 def choose_precision(run: RunSettings) -> Any:
     """``run.precision``, or for ``auto`` bf16 mixed precision on a GPU that computes in it, float32 anywhere else."""
     if run.precision != "auto":
@@ -203,6 +224,8 @@ def summarise(example: Example, layers: str, run: RunSettings, fabric: Fabric, r
         "parameters": sum(parameter.numel() for parameter in example.model.parameters()),
         "train_loss": rows[-1]["train_loss"] if rows else None,
         "validation_loss": losses[-1] if losses else None,
+        "loss_unit": example.loss_unit,
+        "references": example.references,
         "tokens_per_second": statistics.median(speeds) if speeds else None,
         "peak_memory_bytes": max((row["peak_memory_bytes"] for row in rows), default=peak_memory(fabric.device)),
         "peak_memory_source": "tensors on the GPU" if on_gpu else "resident size of the process",
@@ -341,6 +364,7 @@ def as_line(row: Row, steps: int) -> str:
     parts = [f"step {row['step']:>{len(str(steps))}}/{steps}", f"train loss {row['train_loss']:.4f}"]
     if row["validation_loss"] is not None:
         parts.append(f"validation loss {row['validation_loss']:.4f}")
+    parts += [f"{name.replace('_', ' ')} {value:.3f}" for name, value in (row["scores"] or {}).items()]
     if row["tokens_per_second"] is not None:
         parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
     return ", ".join(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +14,53 @@ COLOURS = ("#0b6e99", "#d9730d")
 TEXT = "#333333"
 
 
-def loss_curve(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+def loss_curve(rows: list[dict[str, Any]], title: str, unit: str, path: Path) -> None:
     """Training and validation loss over steps, as a PNG at ``path``."""
     figure = Figure(figsize=(7, 4.3), dpi=150, layout="constrained")
     axes = figure.subplots()
     draw_losses(axes, rows, COLOURS[0], "")
-    style(axes, title, "step", "loss (nats per byte)")
+    style(axes, title, "step", f"loss ({unit})")
     axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def score_curves(
+    rows: list[dict[str, Any]], references: Mapping[str, Mapping[str, float]], title: str, path: Path
+) -> None:
+    """Every score over steps in a panel of its own, with the references as lines, as a PNG at ``path``."""
+    names = list(next((row["scores"] for row in rows if row["scores"]), {}))
+    figure = Figure(figsize=(4.3 * max(1, len(names)), 4.3), dpi=150, layout="constrained")
+    for axes, name in zip(figure.subplots(1, max(1, len(names)), squeeze=False)[0], names, strict=False):
+        draw_scores(axes, rows, name, COLOURS[0], "model")
+        draw_references(axes, references, name)
+        style(axes, readable(name), "step", "held-out validation modules")
+        axes.legend(frameon=False)
+    figure.suptitle(title, fontsize=13, color=TEXT)
     figure.savefig(path)
 
 
 def comparison(
     names: list[str], rows: list[list[dict[str, Any]]], summaries: list[dict[str, Any]], note: str, path: Path
 ) -> None:
-    """Loss curves, speed and peak memory of several runs side by side under a title with ``note``, as a PNG."""
-    figure = Figure(figsize=(13, 4.6), dpi=150, layout="constrained")
-    losses, speed, memory = figure.subplots(1, 3, width_ratios=(2, 1, 1))
+    """Loss curves, speed and peak memory of several runs side by side under a title with ``note``, as a PNG; between
+    them the first score of an example that has some."""
+    first_scores = next((row["scores"] for run_rows in rows for row in run_rows if row["scores"]), None)
+    widths = (2, 1, 1) if first_scores is None else (2, 2, 1, 1)
+    figure = Figure(figsize=(13 if first_scores is None else 18, 4.6), dpi=150, layout="constrained")
+    losses, *middle, speed, memory = figure.subplots(1, len(widths), width_ratios=widths)
     for position, name in enumerate(names):
         # The second run is dashed: two equal curves lie on each other, and both should still be seen.
         draw_losses(losses, rows[position], COLOURS[position % 2], f"{name}: ", dashed=position % 2 == 1)
-    style(losses, "Loss", "step", "loss (nats per byte)")
+    style(losses, "Loss", "step", f"loss ({summaries[0]['loss_unit']})")
     losses.legend(frameon=False)
+
+    if first_scores is not None:
+        score = next(iter(first_scores))
+        for position, name in enumerate(names):
+            draw_scores(middle[0], rows[position], score, COLOURS[position % 2], name, dashed=position % 2 == 1)
+        draw_references(middle[0], summaries[0]["references"], score)
+        style(middle[0], f"{readable(score)} (higher is better)", "step", "held-out validation modules")
+        middle[0].legend(frameon=False)
 
     bars(speed, names, [summary["tokens_per_second"] or 0 for summary in summaries], "{:,.0f}")
     style(speed, "Speed (higher is better)", "", "tokens per second, median after warm-up")
@@ -46,6 +73,36 @@ def comparison(
     title = f"{summaries[0]['example'].replace('_', ' ').capitalize()} on {where}"
     figure.suptitle(f"{title}\n{note}" if note else title, fontsize=13, color=TEXT)
     figure.savefig(path)
+
+
+def readable(score: str) -> str:
+    """``recall_at_10`` as recall@10, mrr as MRR."""
+    return score.upper() if len(score) <= 3 else score.replace("_at_", "@").replace("_", " ")
+
+
+def draw_scores(
+    axes: Axes, rows: list[dict[str, Any]], score: str, colour: str, label: str, *, dashed: bool = False
+) -> None:
+    """One score at every evaluation."""
+    evaluated = [row for row in rows if row["scores"]]
+    axes.plot(
+        [row["step"] for row in evaluated],
+        [row["scores"][score] for row in evaluated],
+        color=colour,
+        linewidth=1.2 if dashed else 2.6,
+        linestyle="--" if dashed else "-",
+        marker="s" if dashed else "o",
+        markersize=4 if dashed else 7,
+        label=label,
+    )
+
+
+def draw_references(axes: Axes, references: Mapping[str, Mapping[str, float]], score: str) -> None:
+    """What others reach, as a horizontal line each."""
+    for line, (name, scores) in zip(("-.", "--", ":"), references.items(), strict=False):
+        axes.axhline(scores[score], color=TEXT, linewidth=1.3, linestyle=line, label=f"{name}: {scores[score]:.3f}")
+    # Once all lines are drawn: a limit set earlier would fix the other end, too.
+    axes.set_ylim(bottom=0)
 
 
 def draw_losses(axes: Axes, rows: list[dict[str, Any]], colour: str, prefix: str, *, dashed: bool = False) -> None:

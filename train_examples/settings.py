@@ -7,6 +7,7 @@ the run before anything is built.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -26,7 +27,7 @@ class ModelSettings:
     d_ff: int = MISSING
     layers: int = MISSING
     heads: int = MISSING
-    context: int = MISSING  # bytes of one training sequence, and the most that the model ever sees at once
+    context: int = MISSING  # tokens of one training sequence, and the most that the model ever sees at once
     activation: str = "gelu"
     gated: bool = False
     bias: bool = True  # of the feed-forward block; the rest of the model has none
@@ -40,6 +41,15 @@ class DataSettings:
     kind: str = MISSING
     path: str | None = None  # text_file: the file to read
     validation_fraction: float = 0.1
+
+
+@dataclass
+class PairSettings:
+    """Where the (docstring, code) pairs come from: ``kind`` is ``stdlib``."""
+
+    kind: str = MISSING
+    validation_fraction: float = 0.1  # of the top-level modules
+    test_fraction: float = 0.1
 
 
 @dataclass
@@ -93,6 +103,20 @@ class SampleSettings:
 
 
 @dataclass
+class SearchSettings:
+    """The vectors of the late interaction, and what it is shown."""
+
+    vocabulary: int = 8000  # most words with a token of their own
+    hash_buckets: int = 2000  # tokens that all other words share
+    query_words: int = 32  # of a docstring; of the code the model reads model.context
+    vector_size: int = MISSING  # channels of the vectors that are compared
+    sharpness: float = 20.0  # what a score of 1 is worth as a logit, at first: it is learned
+    length_penalty: float = 0.06  # of the score for e times more words of code, at first: it is learned
+    word_dropout: float = MISSING  # share of the words that a training step does not see
+    shown: int = 5  # queries whose ranking is shown at the end
+
+
+@dataclass
 class LanguageModelSettings:
     """Everything ``python -m train_examples.language_model`` can be told."""
 
@@ -104,12 +128,28 @@ class LanguageModelSettings:
     sample: SampleSettings = field(default_factory=SampleSettings)
 
 
+@dataclass
+class CodeSearchSettings:
+    """Everything ``python -m train_examples.code_search`` can be told."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: PairSettings = field(default_factory=PairSettings)
+    layers: LayerSettings = field(default_factory=LayerSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    run: RunSettings = field(default_factory=RunSettings)
+    search: SearchSettings = field(default_factory=SearchSettings)
+
+
+Settings = TypeVar("Settings", LanguageModelSettings, CodeSearchSettings)
+
+
 def register_settings() -> None:
     """Make the schemas known to Hydra under the names that the files in ``configs/`` start from."""
     ConfigStore.instance().store(name="language_model_schema", node=LanguageModelSettings)
+    ConfigStore.instance().store(name="code_search_schema", node=CodeSearchSettings)
 
 
-def as_settings(config: DictConfig) -> LanguageModelSettings:
+def as_settings(config: DictConfig, schema: type[Settings]) -> Settings:
     """The composed configuration as dataclasses.
 
     Raises:
@@ -117,8 +157,8 @@ def as_settings(config: DictConfig) -> LanguageModelSettings:
     """
     plain = OmegaConf.to_container(config, resolve=True)
     try:
-        settings = OmegaConf.to_object(OmegaConf.merge(LanguageModelSettings, plain))
+        settings = OmegaConf.to_object(OmegaConf.merge(schema, plain))
     except OmegaConfBaseException as error:
         raise SettingsError(str(error)) from error
-    assert isinstance(settings, LanguageModelSettings)
+    assert isinstance(settings, schema)
     return settings

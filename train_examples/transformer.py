@@ -1,0 +1,181 @@
+"""The Transformer block that the examples share: pre-norm (Xiong et al. 2020), rotary positions (Su et al. 2021).
+
+The only thing that ``layers=fused``, ``layers=torch`` and ``layers=replaced`` change is who computes the feed-forward
+blocks: parameters, their first values, the batches and the checkpoint stay the same.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fusedlayers
+from fusedlayers.kernels.activations import ACTIVATIONS, canonical_activation
+from fusedlayers.replacing import FFNRule
+from train_examples.settings import LayerSettings, ModelSettings, SettingsError
+
+
+class FeedForward(nn.Module):
+    """The feed-forward block in plain torch: ``down(act(up(x)))``, gated ``down(act(gate(x)) * up(x))``.
+
+    ``x [*B, M, d_model]`` to the same shape. Children, their order and their first values are those of
+    :class:`fusedlayers.FusedFFN`, so the same seed gives the same weights and checkpoints fit both.
+    """
+
+    def __init__(self, d_model: int, d_ff: int, activation: str, gated: bool, bias: bool, dropout: float) -> None:
+        super().__init__()
+        self.activation = canonical_activation(activation)
+        self.up_proj = nn.Linear(d_model, d_ff, bias=bias)
+        if gated:
+            self.gate_proj = nn.Linear(d_model, d_ff, bias=bias)
+        self.down_proj = nn.Linear(d_ff, d_model, bias=bias)
+        self.gated = gated
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        activate = ACTIVATIONS[self.activation].torch
+        hidden = activate(self.gate_proj(x)) * self.up_proj(x) if self.gated else activate(self.up_proj(x))
+        return self.down_proj(self.dropout(hidden))
+
+
+# What layers=replaced tells fusedlayers about the class above; a user writes the same for a class of theirs.
+FEED_FORWARD_RULE = FFNRule(
+    FeedForward, up="up_proj", down="down_proj", activation="activation", gate="gate_proj", dropout="dropout"
+)
+
+
+class Attention(nn.Module):
+    """Self-attention over ``x [B, M, d_model]`` with rotary positions, causal or in both directions.
+
+    ``attended [B, M]`` (boolean, for both directions only) is False where a token is padding that none may look at.
+    """
+
+    def __init__(self, d_model: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads = heads
+        self.causal = causal
+        self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias=False)
+        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, attended: Tensor | None = None) -> Tensor:
+        query, key, value = self.qkv_proj(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
+        mask = None if attended is None else attended[:, None, None, :]
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=self.causal)
+        return self.out_proj(mixed.transpose(1, 2).flatten(-2))
+
+
+def rotary_tables(length: int, channels: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine ``[length, channels / 2]`` of every position's angles, wavelengths from 2π to 2π · 10,000."""
+    frequencies = 10_000.0 ** (-torch.arange(0, channels, 2) / channels)
+    angles = torch.arange(length)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Turn each pair of channels of ``x [B, heads, M, channels]`` by its position's angle, so that a product of two
+    rotated vectors depends on their distance alone."""
+    first, second = x.chunk(2, dim=-1)
+    rotated = torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
+    return rotated.type_as(x)
+
+
+class Block(nn.Module):
+    """Attention, then the feed-forward block, each behind a norm and added to what came in."""
+
+    def __init__(self, settings: ModelSettings, feed_forward: nn.Module, causal: bool) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(settings.d_model)
+        self.attention = Attention(settings.d_model, settings.heads, causal)
+        self.feed_forward_norm = nn.LayerNorm(settings.d_model)
+        self.feed_forward = feed_forward
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, attended: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cosine, sine, attended)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Transformer(nn.Module):
+    """Embedding, blocks and a last norm: tokens ``[B, M]`` (int64, M up to ``context``) to ``[B, M, d_model]``.
+
+    An example derives from it and adds what it makes of those vectors.
+    """
+
+    cosine: Tensor
+    sine: Tensor
+
+    def __init__(
+        self, settings: ModelSettings, layers: LayerSettings, vocabulary: int, *, causal: bool, embedding_scale: float
+    ) -> None:
+        super().__init__()
+        check_model(settings, layers)
+        self.embedding = nn.Embedding(vocabulary, settings.d_model)
+        self.blocks = nn.ModuleList(
+            Block(settings, feed_forward(settings, layers), causal) for _ in range(settings.layers)
+        )
+        self.norm = nn.LayerNorm(settings.d_model)
+        tables = rotary_tables(settings.context, settings.d_model // settings.heads)
+        for name, table in zip(("cosine", "sine"), tables, strict=True):
+            self.register_buffer(name, table, persistent=False)
+        self._scale_initial_weights(settings.layers, embedding_scale)
+
+    def _scale_initial_weights(self, layers: int, embedding_scale: float) -> None:
+        # nn.Linear's own draws already shrink with the width; what adds up over depth is the sum of all the branches.
+        with torch.no_grad():
+            self.embedding.weight.mul_(embedding_scale)
+            for name, parameter in self.named_parameters():
+                if name.endswith(("out_proj.weight", "down_proj.weight")):
+                    parameter.mul_(1 / math.sqrt(2 * layers))
+
+    def features(self, tokens: Tensor, attended: Tensor | None = None, added: Tensor | None = None) -> Tensor:
+        """The vector ``[B, M, d_model]`` of every token, given the others that it may look at; ``added [d_model]`` is
+        added to every embedding."""
+        cosine, sine = self.cosine[: tokens.shape[1]], self.sine[: tokens.shape[1]]
+        x = self.embedding(tokens)
+        if added is not None:
+            x = x + added
+        for block in self.blocks:
+            x = block(x, cosine, sine, attended)
+        return self.norm(x)
+
+
+def feed_forward(model: ModelSettings, layers: LayerSettings) -> nn.Module:
+    """The feed-forward block of one layer, of the kind that ``layers.kind`` names."""
+    if layers.kind == "fused":
+        recompute = cast("Literal['auto'] | bool", layers.recompute)
+        return fusedlayers.FusedFFN(
+            model.d_model, model.d_ff, model.activation, model.gated, model.bias, model.dropout, recompute
+        )
+    if layers.kind in ("torch", "replaced"):
+        return FeedForward(model.d_model, model.d_ff, model.activation, model.gated, model.bias, model.dropout)
+    raise SettingsError(f"layers.kind is {layers.kind!r}; expected fused, torch or replaced")
+
+
+def replace_if_asked(model: nn.Module, layers: LayerSettings) -> None:
+    """With ``layers=replaced``, hand a model that was built of torch layers to ``fusedlayers.replace``."""
+    if layers.kind == "replaced":
+        print(fusedlayers.replace(model, rules=[FEED_FORWARD_RULE]))
+
+
+def check_model(model: ModelSettings, layers: LayerSettings) -> None:
+    """Every size at least 1, heads that divide the model into an even number of channels, and options that exist."""
+    for name in ("d_model", "d_ff", "layers", "heads", "context"):
+        if getattr(model, name) < 1:
+            raise SettingsError(f"model.{name} is {getattr(model, name)}; expected 1 or more")
+    if model.d_model % (2 * model.heads):
+        raise SettingsError(
+            f"model.d_model is {model.d_model} and model.heads is {model.heads}; "
+            "expected d_model to be a multiple of 2 * heads: rotary positions turn pairs of channels"
+        )
+    if not 0 <= model.dropout < 1:
+        raise SettingsError(f"model.dropout is {model.dropout}; expected a probability in [0, 1)")
+    if layers.recompute not in ("auto", True, False):
+        raise SettingsError(f"layers.recompute is {layers.recompute!r}; expected auto, true or false")
+    try:
+        canonical_activation(model.activation)
+    except ValueError as error:
+        raise SettingsError(f"model.activation: {error}") from error
