@@ -213,11 +213,12 @@ def choose_reduced_splits(problem: ReduceProblem, device: Device, tiles: ReduceC
     """Ranges the reduced axis is split into: enough programs for every processor, bounded partials."""
     if problem.product:
         return 1  # a program writes its tiles of the product anyway: memory is the limit
-    rows, block, resident = tiles.block_p, tiles.block_r, RESIDENT
+    rows, resident = tiles.block_p, RESIDENT
+    most = -(-problem.reduced // (tiles.block_r * SHORTEST_REDUCED_SPLIT))
     if tiles.pipelined is not None:
-        rows, block, resident = tiles.pipelined.consumers * CONSUMER_ROWS, tiles.pipelined.block, 1
+        rows, resident = tiles.pipelined.consumers * CONSUMER_ROWS, 1
+        most = problem.reduced // (tiles.pipelined.block * SHORTEST_REDUCED_SPLIT)
     programs = problem.batch * -(-problem.kept // rows)
-    most = -(-problem.reduced // (block * SHORTEST_REDUCED_SPLIT))
     partials = 8 * problem.batch * problem.kept  # a value and an index, or a maximum and a sum
     return max(1, min(device.processors * resident // programs, most, PARTIALS_LIMIT // partials))
 

@@ -169,16 +169,14 @@ def _kernels(problem: MaxSimProblem, device: Device) -> dict[str, Any]:
     forward, gather, one_hot = reduce_config(*facts), gather_config(*facts), one_hot_config(*facts)
     chunk = choose_chunk(p)
     maxima = 4 * chunk * p.query_tokens
-    rows, block, programs = forward.block_p, forward.block_r, FORWARD_PROGRAMS
+    rows, steps, programs = forward.block_p, -(-p.document_length // forward.block_r), FORWARD_PROGRAMS
     if device.pipelined and p.element_bytes == 2:
         costly = p.training or p.document_layout == "masked"
         pipelined = pipelined_reduce_config(p.query_tokens, p.document_length, p.K, processors, costly)
         if pipelined is not None:
             forward = replace(forward, pipelined=pipelined)
-            rows, block, programs = pipelined.consumers * CONSUMER_ROWS, pipelined.block, 1
-    splits = _splits(
-        chunk * -(-p.query_tokens // rows), programs * processors, -(-p.document_length // block), 2 * maxima
-    )
+            rows, steps, programs = pipelined.consumers * CONSUMER_ROWS, p.document_length // pipelined.block, 1
+    splits = _splits(chunk * -(-p.query_tokens // rows), programs * processors, steps, 2 * maxima)
     workspace = maxima * (1 if splits == 1 else 1 + splits * (2 if p.training else 1))
     options: dict[str, Any] = {"forward_tiles": forward, "chunk": chunk, "splits": splits}
     if p.needs_query_gradient:

@@ -101,24 +101,22 @@ def pipelined_reduce_config(
     """The warp-specialised forward pass of P kept rows, R reduced ones and inner dimension K, or None.
 
     ``costly`` says that indices are found or a mask is read: four consumers have no registers for that and for blocks
-    of 128. Measured on an H200, bfloat16, microseconds for (Z, P, R, K), a maximum: four consumers 52 against 58 with
-    two for (64, 2048, 2048, 64), 66 against 82 for (128, 4096, 300, 128), a logsumexp of (64, 1024, 1024, 128) 41
-    against 46; with indices two 47 against 51 for that, four 113 against 131 for (128, 4096, 300, 128).
+    of 128. Few different configurations, as each is compiled. Measured on an H200, bfloat16, microseconds for
+    (Z, P, R, K), a maximum: four consumers 52 against 58 with two for (64, 2048, 2048, 64), 66 against 82 for
+    (128, 4096, 300, 128), a logsumexp of (64, 1024, 1024, 128) 41 against 46; with indices two 47 against 51 for that,
+    four 113 against 131 for (128, 4096, 300, 128). One consumer 191 against 215 with two for (10000, 32, 300, 128).
     """
     if not 0 < K <= 128 or K % 8:
         return None
     width = max(64, padded_width(K))
-    ragged = R < _LONG and 0 < R % 128 <= 64
-    if P <= CONSUMER_ROWS:
-        consumers, widest = 1, 64
-    elif P <= 2 * CONSUMER_ROWS or R <= 64 or (costly and not ragged):
-        consumers, widest = 2, 128
+    block = 64 if R < _LONG else 128
+    if P <= 2 * CONSUMER_ROWS or (costly and block == 128):
+        consumers = 1 if P <= CONSUMER_ROWS and block == 64 else 2
     else:
-        consumers, widest = 4, 128
-    block = min(widest, padded_width(R), 64 if ragged else widest)
+        consumers = 4
     kept_bytes, block_bytes = 2 * consumers * CONSUMER_ROWS * width, 2 * block * width
     # Few blocks to a tile: the next tiles' rows must be on their way early.
-    kept_stages = 2 if R > 2 * block else 4
+    kept_stages = 2 if block == 128 else 4
     room = SHARED_MEMORY - BARRIER_BYTES
     while kept_stages > 1 and (room - kept_stages * kept_bytes) // block_bytes < 3:
         kept_stages -= 1
@@ -133,7 +131,7 @@ def one_hot_pipeline(P: int, R: int, K: int, processors: int) -> OneHotPipeline 
     if not 0 < K <= 128 or K % 8:
         return None
     width = max(64, padded_width(K))
-    block = min(128, padded_width(P))
+    block = 64 if P > 32 else 32
     consumers = 1 if R <= CONSUMER_ROWS else 2
     stages = min(6, (SHARED_MEMORY - BARRIER_BYTES - 2 * consumers * CONSUMER_ROWS * width) // (2 * block * width))
     return OneHotPipeline(block, width, consumers, stages, processors)

@@ -1,0 +1,124 @@
+"""Which warp-specialised kernels a reduction of a product is planned with, as numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fusedlayers.kernels.tuning import PipelinedReduceConfig, one_hot_pipeline, pipelined_reduce_config
+from fusedlayers.kernels.tuning.limits import BARRIER_BYTES, CONSUMER_ROWS, SHARED_MEMORY
+from fusedlayers.planning import Device, ReducePlan, ReduceProblem, plan
+
+H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
+PROBLEM = ReduceProblem(batch=64, kept=1024, reduced=1024, K=128, dtype="bfloat16", op="max")
+SIZES = [1, 2, 3, 15, 16, 17, 31, 33, 63, 65, 127, 129, 200, 300, 431, 512, 767, 1024, 2048, 4096]
+
+
+def planned(problem: ReduceProblem) -> ReducePlan:
+    made: ReducePlan = plan(problem, H200, "triton")
+    assert made.path == "fused"
+    return made
+
+
+def shared_bytes(config: PipelinedReduceConfig) -> int:
+    kept = 2 * config.consumers * CONSUMER_ROWS * config.width * config.kept_stages
+    return kept + 2 * config.block * config.width * config.stages + BARRIER_BYTES
+
+
+@pytest.mark.parametrize("costly", [False, True])
+@pytest.mark.parametrize("K", [8, 64, 72, 128])
+def test_configurations_fit_on_chip(K: int, costly: bool) -> None:
+    for size in SIZES:
+        for other in (32, 300, 1024):
+            for P, R in ((size, other), (other, size)):
+                config = pipelined_reduce_config(P, R, K, 132, costly)
+                assert config is not None
+                assert shared_bytes(config) <= SHARED_MEMORY
+                assert config.stages >= 2
+                assert config.width >= K
+    assert pipelined_reduce_config(1024, 1024, K + 1, 132, costly) is None
+    assert pipelined_reduce_config(1024, 1024, 136, 132, costly) is None
+
+
+@pytest.mark.parametrize("axis", ["kept", "reduced"])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("batch", [1, 8, 64, 1000])
+@pytest.mark.parametrize("other", [32, 300, 1024])
+def test_few_variants_are_compiled(batch: int, other: int, training: bool, axis: str) -> None:
+    """Of each kernel at most three, whatever the length of an axis; float32 partials are a variant of their own."""
+    forward, gradient = set(), set()
+    for size in SIZES:
+        sizes = {"kept": other, "reduced": other, axis: size}
+        made = planned(replace(PROBLEM, batch=batch, **sizes, needs_reduced_gradient=training))
+        assert made.forward_tiles is not None
+        forward.add((made.forward_tiles.pipelined, made.splits > 1))
+        if training:
+            assert made.gradient_tiles is not None
+            gradient.add(made.gradient_tiles.one_hot)
+    assert len(forward) <= 3
+    assert len(gradient) <= 3
+
+
+def test_indices_and_masks_take_fewer_consumers() -> None:
+    plain, indexed = planned(PROBLEM), planned(replace(PROBLEM, needs_reduced_gradient=True))
+    assert plain.forward_tiles is not None
+    assert plain.forward_tiles.pipelined == pipelined_reduce_config(1024, 1024, 128, 132)
+    assert indexed.forward_tiles is not None
+    assert indexed.forward_tiles.pipelined == pipelined_reduce_config(1024, 1024, 128, 132, costly=True)
+    assert planned(replace(PROBLEM, masked=True)).forward_tiles == indexed.forward_tiles
+
+
+@pytest.mark.parametrize(
+    ("change", "pipelined"),
+    [
+        ({}, True),
+        ({"dtype": "float16"}, True),
+        ({"dtype": "float32"}, False),
+        ({"K": 100}, False),
+        ({"K": 256}, False),
+        ({"activation": "relu"}, False),
+        ({"product": True}, False),
+    ],
+)
+def test_which_problems_are_pipelined(change: dict[str, object], pipelined: bool) -> None:
+    made = planned(replace(PROBLEM, **change))  # type: ignore[arg-type]
+    assert made.forward_tiles is not None
+    assert (made.forward_tiles.pipelined is not None) == pipelined
+
+
+def test_long_axes_are_split_where_tiles_are_few() -> None:
+    assert planned(PROBLEM).splits == 1
+    assert planned(replace(PROBLEM, batch=1)).splits == 2
+    assert planned(replace(PROBLEM, batch=1, reduced=65_536)).splits == 33
+    assert planned(replace(PROBLEM, batch=1, reduced=500)).splits == 1
+
+
+def test_the_gradient_of_maxima_takes_two_sizes_of_blocks() -> None:
+    assert {one_hot_pipeline(size, 1024, 128, 132) for size in SIZES} == {
+        one_hot_pipeline(32, 1024, 128, 132),
+        one_hot_pipeline(64, 1024, 128, 132),
+    }
+    few, many = one_hot_pipeline(64, 64, 128, 132), one_hot_pipeline(64, 65, 128, 132)
+    assert few is not None
+    assert many is not None
+    assert (few.consumers, many.consumers) == (1, 2)
+    assert one_hot_pipeline(64, 64, 136, 132) is None
+
+
+def test_auto_mode_takes_what_was_measured_faster() -> None:
+    small = replace(PROBLEM, batch=1)
+    for problem, path, word in (
+        (PROBLEM, "fused", ""),
+        (small, "torch", "too small: 1,048,576 elements"),
+        (replace(small, batch=4, captured=True), "fused", ""),
+        (replace(PROBLEM, needs_kept_gradient=True), "torch", "too small"),
+        (replace(PROBLEM, K=512), "torch", "as fast or faster at inner width 512"),
+        (replace(PROBLEM, K=100), "torch", "inner width 100"),
+        (replace(PROBLEM, biased=True), "torch", "not measured"),
+        (replace(PROBLEM, op="sum", activation="relu"), "torch", "not measured"),
+        (replace(PROBLEM, op="sum"), "algebraic", "product of a sum"),
+    ):
+        made = plan(problem, H200)
+        assert made.path == path, problem
+        assert word in dict(made.rejected).get("fused", ""), problem
