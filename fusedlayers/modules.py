@@ -1,4 +1,4 @@
-"""`FusedFFN`, and the question that every fused module asks: may its children be read through, or must they be called?
+"""`FusedFFN`, `MaxSim`, and what every fused module asks: may its children be read through, or must they be called?
 
 A child is read through (its weights go to ``functional.ffn``) when nobody could tell the difference: it is exactly
 ``nn.Linear``, with plain parameters, and nothing is attached to its call. LoRA, hooks, quantisation, parametrization
@@ -247,3 +247,29 @@ class FusedFFN(nn.Module):
             f"d_model={self.d_model}, d_ff={self.d_ff}, activation={self.activation!r}, gated={self.gated}, "
             f"dropout={self.dropout}, recompute={self.recompute!r}"
         )
+
+
+class MaxSim(nn.Module):
+    """Late interaction (Khattab and Zaharia, 2020, "ColBERT"): the scores of all pairs of queries and documents.
+
+    ``scores[q, e] = Σ_i max_j queries[q, i] · documents[e, j]``, without the similarities in memory. No parameters.
+    """
+
+    # What forward calls, for ``explain``.
+    function = staticmethod(functional.maxsim)
+
+    def forward(
+        self,
+        queries: Tensor,
+        documents: Tensor,
+        query_mask: Tensor | None = None,
+        document_mask: Tensor | None = None,
+        *,
+        cu_seqlens_queries: Tensor | None = None,
+        cu_seqlens_documents: Tensor | None = None,
+    ) -> Tensor:
+        """:func:`fusedlayers.functional.maxsim` of these arguments: scores ``[Q, D]``."""
+        return functional.maxsim(
+            queries, documents, query_mask, document_mask,
+            cu_seqlens_queries=cu_seqlens_queries, cu_seqlens_documents=cu_seqlens_documents,
+        )  # fmt: skip

@@ -15,6 +15,54 @@ def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None)
     return _batched_product(ACTIVATIONS[canonical_activation(activation)].torch(_batched_product(a, b)), c)
 
 
+def maxsim(
+    queries: Tensor,
+    documents: Tensor,
+    query_mask: Tensor | None = None,
+    document_mask: Tensor | None = None,
+    *,
+    cu_seqlens_queries: Tensor | None = None,
+    cu_seqlens_documents: Tensor | None = None,
+) -> Tensor:
+    """``scores[q, e] = Σ_i max_j queries[q, i] · documents[e, j]`` -> ``[Q, D]``; any dtype.
+
+    queries ``[Q, Lq, d]`` and documents ``[D, Ld, d]`` with masks ``[Q, Lq]`` and ``[D, Ld]``, True where a token takes
+    part; or packed ``[total, d]`` with the offsets ``cu_seqlens``. Similarities are rounded to the dtype of the
+    operands, and so are the scores, whose sums torch accumulates in at least float32. What a mask leaves out may hold
+    anything. A query token scores 0 where it is masked and -inf against a document without tokens, without a gradient
+    in both cases. The first of equal similarities gets the gradient.
+    """
+    if cu_seqlens_queries is not None:
+        queries, query_mask = _padded(queries, cu_seqlens_queries)
+    if cu_seqlens_documents is not None:
+        documents, document_mask = _padded(documents, cu_seqlens_documents)
+    if documents.shape[1] == 0:
+        # A maximum needs something to choose from: one token that is masked.
+        documents = F.pad(documents, (0, 0, 0, 1))
+        document_mask = torch.zeros(documents.shape[:2], dtype=torch.bool, device=documents.device)
+    if query_mask is not None:
+        queries = queries.masked_fill(~query_mask[:, :, None], 0)
+    if document_mask is not None:
+        documents = documents.masked_fill(~document_mask[:, :, None], 0)
+    similarities = torch.einsum("qik,ejk->qeij", queries, documents)
+    if document_mask is not None:
+        similarities = similarities.masked_fill(~document_mask[:, None, :], -torch.inf)
+    # The gradient of amax is shared out among equal values; without one it is the faster of the two.
+    graph = torch.is_grad_enabled() and similarities.requires_grad
+    best = similarities.max(-1).values if graph else similarities.amax(-1)
+    if query_mask is not None:
+        best = best.masked_fill(~query_mask[:, None, :], 0)
+    return best.sum(-1, dtype=best.dtype)
+
+
+def _padded(packed: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """``[total, d]`` as ``[n, longest, d]`` with zeros behind each sequence, and the mask of what is no padding."""
+    lengths = cu_seqlens.diff()
+    longest = int(lengths.max()) if lengths.numel() else 0
+    mask = torch.arange(longest, device=packed.device) < lengths[:, None]
+    return packed.new_zeros(*mask.shape, packed.shape[-1]).index_put((mask,), packed), mask
+
+
 def _batched_product(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right``, which broadcasts: views that cost the host more than a small product costs the device."""
     alike = left.dim() == right.dim() == 3 and left.shape[0] == right.shape[0]
@@ -103,6 +151,52 @@ def gemm_sum(
         return found / count if op == "mean" else found
     # The mean of nothing is NaN, and its gradients are 0.
     return torch.where(count > 0, found / count.clamp(min=1), torch.nan)
+
+
+def hidden_gradient(
+    dy: Tensor,
+    w_down: Tensor,
+    z: Tensor,
+    z_gate: Tensor | None = None,
+    *,
+    activation: str | None,
+    bias: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """``(dy W_down) ⊙ act'(z)``, with a gate the gradients of ``act(z_gate) ⊙ z``; and with ``bias`` their sums.
+
+    dy ``[*B, M, O]``, w_down ``[O, N]``, z and z_gate ``[*B, M, N]`` -> dz, dz_gate like z, db_up, db_gate ``[N]``.
+    """
+    act = ACTIVATIONS[canonical_activation(activation)].torch
+    d_hidden = dy @ w_down
+    if z_gate is None:
+        return _summed(_through(act, z, d_hidden), None, bias)
+    return _summed(d_hidden * act(z_gate), _through(act, z_gate, d_hidden * z), bias)
+
+
+def _through(act: Any, z: Tensor, gradient: Tensor) -> Tensor:
+    """``gradient ⊙ act'(z)``, as autograd has it, and to be differentiated again."""
+    pull: Any = torch.func.vjp(act, z)[1]
+    return pull(gradient)[0]
+
+
+def _summed(
+    dz: Tensor, dz_gate: Tensor | None, bias: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Both, and with ``bias`` their sums over all rows."""
+    sums = (
+        None if t is None or not bias else t.reshape(t.shape[:-1].numel(), t.shape[-1]).sum(0) for t in (dz, dz_gate)
+    )
+    db_up, db_gate = sums
+    return dz, dz_gate, db_up, db_gate
+
+
+def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor, Tensor | None]:
+    """``dyᵀ x`` and the sum of dy over its rows: dy ``[*B, M, O]``, x ``[*B, M, K]`` -> ``[O, K]``, ``[O]``; any dtype.
+
+    The gradients of a linear layer's weight and bias, ``y = x Wᵀ + b``; None for the second without ``bias``.
+    """
+    dy, x = (tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1]) for tensor in (dy, x))
+    return dy.T @ x, dy.sum(0) if bias else None
 
 
 def ffn(

@@ -215,3 +215,23 @@ def activate(z, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):
             p = square * (square * _PHI_2 + _PHI_1) + _PHI_0
             p_slope = square * (square * _FIVE_PHI_2 + _THREE_PHI_1) + _PHI_0
             return _self_gated(z, z * p, p_slope, ACCURACY)
+
+
+@triton.jit
+def hidden_and_slopes(z, z_gate, GATED: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):
+    """(H, ∂H/∂Z, ∂H/∂Zg) from the pre-activations; without a gate the last two are the same slope."""
+    if GATED:
+        value, slope = activate(z_gate, ACTIVATION, ACCURACY)
+        return value * z, value, z * slope
+    else:
+        value, slope = activate(z, ACTIVATION, ACCURACY)
+        return value, slope, slope
+
+
+@triton.jit
+def through_activation(gradient, slope, z, ACTIVATION: tl.constexpr):
+    """The gradient at z of an activation, from the gradient of its value: where relu is flat, NaN ends as in torch."""
+    product = gradient * slope
+    if ACTIVATION == "relu" or ACTIVATION == "relu2":
+        product = tl.where(z <= 0, 0.0, product)
+    return product

@@ -12,6 +12,18 @@ def batch_and_tile(M, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def grouped_tile(tile, tile_rows, tile_columns, GROUP: tl.constexpr):
+    """(tile row, tile column) of the ``tile``-th tile, ``GROUP`` rows of tiles at a time, each group by columns.
+
+    Tiles that are computed at the same time lie close together, so that they find their operands in the cache.
+    """
+    first = tile // (GROUP * tile_columns) * GROUP
+    height = tl.minimum(GROUP, tile_rows - first)
+    inside = tile - first * tile_columns
+    return first + inside % height, inside // height
+
+
+@triton.jit
 def load_tile(base_ptr, rows, cols, stride_row, stride_col, row_limit, col_limit):
     """The tile ``[rows, cols]`` of a matrix, zero outside ``row_limit × col_limit``. Offsets are 64-bit."""
     offsets = rows.to(tl.int64)[:, None] * stride_row + cols.to(tl.int64)[None, :] * stride_col

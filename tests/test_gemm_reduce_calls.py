@@ -287,7 +287,7 @@ def test_splits_fill_the_device_within_bounds() -> None:
     few = splits(batch=1, kept=128, reduced=65536)
     assert few.splits > 32
     assert few.workspace_bytes == few.splits * 8 * 128 <= planning.devices.PARTIALS_LIMIT
-    assert splits(batch=1, kept=128, reduced=300).splits == 1
+    assert splits(batch=1, kept=128, reduced=250).splits == 1
     assert splits(batch=1, kept=128, reduced=65536, product=True).splits == 1
 
 
@@ -298,7 +298,7 @@ def test_explain() -> None:
     assert "not torch" in text
     text = explain(functional.gemm_reduce, A.double(), B.double(), op="absmax", dim=-1, activation="relu")
     assert "absmax of act(a @ b) over N, act = relu" in text
-    assert "B=2 M=5 (kept) N=4 (reduced) K=3, float64, forward" in text
+    assert "B=2 kept 5 reduced 4 K=3, float64, forward" in text
     assert "the kernels take" in text or "no Triton kernels" in text or "Triton is not installed" in text
 
 

@@ -74,7 +74,8 @@ def _add_case_options(command: argparse.ArgumentParser, case: Case) -> None:
         metavar="x".join(case.letters),
         help=f"{case.meaning}; one or more, default: the published grid (small shapes without a GPU)",
     )
-    command.add_argument("--activation", type=_activation, help="default: that of the published grid")
+    if case.has_activation:
+        command.add_argument("--activation", type=_activation, help="default: that of the published grid")
     if "gated" in case.flags:
         command.add_argument("--gated", action="store_true", help="a gated FFN")
     if "bias" in case.flags:
@@ -222,7 +223,9 @@ def _options(chosen: argparse.Namespace, grid: Grid, settings: Settings) -> Opti
 
 
 def _title(case: Case, options: Options) -> str:
-    parts = [("gated " if options.gated else "") + case.name, options.activation]
+    parts = [("gated " if options.gated else "") + case.name]
+    if case.has_activation:
+        parts.append(options.activation)
     if "bias" in case.flags:
         parts.append("bias" if options.bias else "no bias")
     if "op" in case.flags:

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import planning
 from ..devices import describe
 from ..planning import Plan
-from .cases import Case, Inputs, Options
+from .cases import Case, Inputs, Options, Results, as_tuple
 
 EAGER, COMPILED, AUTO, FUSED = "torch eager", "torch.compile", "auto", "fused"
 TORCH_CONTENDERS, OUR_CONTENDERS = (EAGER, COMPILED), (AUTO, FUSED)
@@ -33,26 +33,34 @@ class Contender:
     """
 
     name: str
-    call: Callable[..., Tensor]
+    call: Callable[..., Results]
     switches: Mapping[str, str] = field(default_factory=dict)
     before_capture: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a contender does once: the forward pass without a graph, or forward and backward with all gradients."""
+    """What a contender does once: the forward pass without a graph, or forward and backward with all gradients.
+
+    ``upstream`` holds a gradient for each result.
+    """
 
     inputs: Inputs
-    upstream: Tensor
+    upstream: tuple[Tensor, ...]
     backward: bool
 
-    def run(self, call: Callable[..., Tensor]) -> tuple[Tensor, ...]:
-        """The result, and with ``backward`` the gradient of each input in order."""
+    @property
+    def device(self) -> torch.device:
+        """Where all of it lies."""
+        return self.upstream[0].device
+
+    def run(self, call: Callable[..., Results]) -> tuple[Tensor, ...]:
+        """The results, and with ``backward`` the gradient of each input in order."""
         if not self.backward:
             with torch.no_grad():
-                return (call(**self.inputs),)
-        y = call(**self.inputs)
-        return (y, *torch.autograd.grad(y, tuple(self.inputs.values()), self.upstream))
+                return as_tuple(call(**self.inputs))
+        results = as_tuple(call(**self.inputs))
+        return (*results, *torch.autograd.grad(results, tuple(self.inputs.values()), self.upstream))
 
 
 @contextmanager
@@ -75,7 +83,7 @@ def contender(name: str, case: Case, options: Options) -> Contender:
     if name in TORCH_CONTENDERS:
         keywords = case.torch_keywords(options)
 
-        def expression(**inputs: Tensor) -> Tensor:
+        def expression(**inputs: Tensor) -> Results:
             return case.torch_expression(**inputs, **keywords)
 
         if name == EAGER:
@@ -94,7 +102,7 @@ def our_plan(case: Case, options: Options, work: Work, captured: bool = False) -
     """
     with torch.set_grad_enabled(work.backward):
         problem = replace(case.problem(work.inputs, options), captured=captured)
-    return planning.plan(problem, describe(work.upstream.device))
+    return planning.plan(problem, describe(work.device))
 
 
 def why_not_forced(plan: Plan, device: torch.device, dtype: torch.dtype) -> str | None:

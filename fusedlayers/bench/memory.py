@@ -20,15 +20,15 @@ def saved_bytes(contender: Contender, work: Work, parameters: frozenset[str]) ->
         return tensor
 
     with switched(contender.switches), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        # The result keeps the saved tensors alive until all are counted, so no address is used twice.
-        y = contender.call(**work.inputs)
-    del y
+        # The results keep the saved tensors alive until all are counted, so no address is used twice.
+        results = contender.call(**work.inputs)
+    del results
     return sum(storages.values())
 
 
 def peak_bytes(contender: Contender, work: Work) -> int | None:
     """The most memory the work allocates beyond its inputs and upstream gradient; None on a CPU."""
-    device = work.upstream.device
+    device = work.device
     if device.type != "cuda":
         return None
     with switched(contender.switches):

@@ -93,7 +93,8 @@ def run(
     right = not any(verification.red for found in verifications for verification in found)
     timing = settings.timed and right
     for row, found in zip(rows, verifications, strict=True):
-        for direction in settings.directions if timing else (FORWARD_BACKWARD,):
+        directions = settings.directions if timing else (FORWARD_BACKWARD,)
+        for direction in directions if row.case.backward else (FORWARD,):
             entry = _row_entry(row, settings, direction, found)
             if timing:
                 late = settings.budget is not None and time.perf_counter() - started > settings.budget

@@ -90,7 +90,7 @@ def measure(
     contenders: list[Contender], work: Work, *, seconds: float, clock: Clock | None = None
 ) -> dict[str, Timing | NotTimed]:
     """Times of all contenders on the same work, in about ``seconds`` beside warm-up, compilation and capture."""
-    clock = clock or clock_for(work.upstream.device)
+    clock = clock or clock_for(work.device)
     entrants: dict[tuple[str, str], Entrant] = {}
     failures: dict[str, NotTimed] = {}
     replay_reasons: dict[str, str] = {}

@@ -76,7 +76,7 @@ class Verification:
 def verify(
     case: Case, options: Options, shape: Shape, *, init: str, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> list[Verification]:
-    """Auto mode and the forced kernels, forward and backward, against the reference in float64.
+    """Auto mode and the forced kernels, forward and, if the case has it, backward, against the reference in float64.
 
     The upstream gradient is random (N(0, 1), or integers with ``init="integer"``). A kernel that fails with an
     exception is red; one that cannot run is "not run" and says why.
@@ -89,10 +89,14 @@ def verify(
         work, truth = exact_work(case, options, shape, dtype=dtype, device=device, seed=seed)
         yardstick = None
     else:
-        work = random_work(case, options, shape, init=init, dtype=dtype, device=device, seed=seed, backward=True)
+        work = random_work(
+            case, options, shape, init=init, dtype=dtype, device=device, seed=seed, backward=case.backward
+        )
         truth = reference_results(case, options, work)
         yardstick = work.run(contender(EAGER, case, options).call)
-    names = ("y", *(f"d{name}" for name in work.inputs))
+    names = case.results[: len(work.upstream)]
+    if case.backward:
+        names += tuple(f"d{name}" for name in work.inputs)
     plan = our_plan(case, options, work)
     forced = why_not_forced(plan, device, dtype)
     results = []
@@ -123,18 +127,22 @@ def random_work(
     case: Case, options: Options, shape: Shape, *, init: str, dtype: torch.dtype, device: torch.device, seed: int,
     backward: bool, density: float = 1.0,
 ) -> Work:  # fmt: skip
-    """Fresh inputs, which want gradients if ``backward``, and a random upstream gradient."""
+    """Fresh inputs, which want gradients if ``backward``, and random upstream gradients."""
     inputs = case.inputs(shape, options, init=init, dtype=dtype, device=device, seed=seed, density=density)
     generator = torch.Generator(device).manual_seed(seed + 1)
     upstream_init = "integer" if init == "integer" else "normal"
-    upstream = draw(Operand(case.result_shape(shape, options)), upstream_init, dtype, device, generator, density)
+    upstream = tuple(
+        draw(Operand(result), upstream_init, dtype, device, generator, density)
+        for result in case.result_shapes(shape, options)
+    )
     return Work({name: tensor.requires_grad_(backward) for name, tensor in inputs.items()}, upstream, backward)
 
 
 def reference_results(case: Case, options: Options, work: Work) -> tuple[Tensor, ...]:
-    """y and all gradients in float64."""
-    inputs = {name: tensor.detach().double().requires_grad_() for name, tensor in work.inputs.items()}
-    return Work(inputs, work.upstream.double(), True).run(contender(EAGER, case, options).call)
+    """The results and all gradients in float64."""
+    inputs = {name: tensor.detach().double().requires_grad_(work.backward) for name, tensor in work.inputs.items()}
+    upstream = tuple(tensor.double() for tensor in work.upstream)
+    return Work(inputs, upstream, work.backward).run(contender(EAGER, case, options).call)
 
 
 def exact_work(
@@ -148,7 +156,7 @@ def exact_work(
         )
     for halvings in range(_MOST_HALVINGS):
         work = random_work(
-            case, options, shape, init="integer", dtype=dtype, device=device, seed=seed, backward=True,
+            case, options, shape, init="integer", dtype=dtype, device=device, seed=seed, backward=case.backward,
             density=2.0**-halvings,
         )  # fmt: skip
         # In one thread, because the watch belongs to a thread.

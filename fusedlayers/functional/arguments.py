@@ -1,5 +1,7 @@
 """Checks of arguments, before anything is allocated: each error names the argument, what it was, what was expected."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -131,3 +133,107 @@ def check_gemm_gemm(a: Tensor, b: Tensor, c: Tensor) -> None:
             f"{said('a', a)}, {said('b', b)}, {said('c', c)}: expected leading dimensions *B that broadcast, "
             f"got {', '.join(str(list(batch)) for batch in batches)}"
         ) from error
+
+
+def check_maxsim(
+    queries: Tensor,
+    documents: Tensor,
+    query_mask: Tensor | None,
+    document_mask: Tensor | None,
+    cu_seqlens_queries: Tensor | None,
+    cu_seqlens_documents: Tensor | None,
+) -> None:
+    """All arguments of ``functional.maxsim`` but the values of the offsets (:func:`check_offsets`)."""
+    for name, tensor in (("queries", queries), ("documents", documents)):
+        if tensor is None:
+            raise TypeError(f"{name} must be a torch.Tensor, got None")
+    check_tensors({"queries": queries, "documents": documents})
+    sides = (
+        ("queries", queries, "[Q, Lq, d]", "query_mask", query_mask, "[Q, Lq]", cu_seqlens_queries),
+        ("documents", documents, "[D, Ld, d]", "document_mask", document_mask, "[D, Ld]", cu_seqlens_documents),
+    )
+    for name, tensor, letters, mask_name, mask, mask_letters, offsets in sides:
+        offsets_name = f"cu_seqlens_{name}"
+        for extra_name, extra in ((mask_name, mask), (offsets_name, offsets)):
+            if extra is not None and not isinstance(extra, Tensor):
+                raise TypeError(f"{extra_name} must be a torch.Tensor or None, got {type(extra).__name__}")
+            if extra is not None and extra.device != queries.device:
+                raise ValueError(f"{said(extra_name, extra)}: expected the device of queries, {queries.device}")
+        if offsets is not None:
+            if mask is not None:
+                raise ValueError(f"{said(mask_name, mask)}: expected None, because {offsets_name} packs {name}")
+            if offsets.dtype not in (torch.int32, torch.int64):
+                raise TypeError(f"{said(offsets_name, offsets)}: expected dtype torch.int32 or torch.int64")
+            if offsets.dim() != 1 or offsets.shape[0] < 1:
+                raise ValueError(f"{said(offsets_name, offsets)}: expected one dimension, the offsets 0, …, total")
+        expected, why = (3, "") if offsets is None else (2, f", packed, because of {offsets_name}")
+        if tensor.dim() != expected:
+            layout = letters if offsets is None else "[total, d]"
+            raise ValueError(f"{said(name, tensor)}: expected {layout}{why}")
+        if mask is not None:
+            if mask.dtype != torch.bool:
+                raise TypeError(f"{said(mask_name, mask)}: expected dtype torch.bool, True where a token takes part")
+            check_shape(mask_name, mask, tuple(tensor.shape[:2]), mask_letters, f"as {name} {list(tensor.shape)}")
+    if documents.shape[-1] != queries.shape[-1]:
+        raise ValueError(
+            f"{said('documents', documents)}: expected d = {queries.shape[-1]}, "
+            f"the last dimension of queries {list(queries.shape)}"
+        )
+
+
+def check_offsets(name: str, offsets: Tensor | None, tokens: Tensor) -> None:
+    """The values of ``cu_seqlens``: 0 first, never decreasing, the rows of ``tokens`` last. Waits for a GPU's copy."""
+    if offsets is None:
+        return
+    values, total = offsets.tolist(), tokens.shape[0]
+    if values[0] != 0:
+        raise ValueError(f"{said(name, offsets)}: expected 0 first, got {values[0]}")
+    fall = next((place for place, (one, two) in enumerate(pairwise(values)) if two < one), None)
+    if fall is not None:
+        found = f"{values[fall]}, {values[fall + 1]} at {fall} and {fall + 1}"
+        raise ValueError(f"{said(name, offsets)}: expected values that never decrease, got {found}")
+    if values[-1] != total:
+        raise ValueError(f"{said(name, offsets)}: expected {total} last, the number of packed tokens, got {values[-1]}")
+
+
+def check_weight_gradient(dy: Tensor, x: Tensor, bias: bool) -> None:
+    """All arguments of ``functional.weight_gradient``."""
+    for name, tensor in (("dy", dy), ("x", x)):
+        if tensor is None:
+            raise TypeError(f"{name} must be a torch.Tensor, got None")
+    check_tensors({"dy": dy, "x": x})
+    check_bias(bias)
+    for name, tensor, letters in (("dy", dy, "[*B, M, O]"), ("x", x, "[*B, M, K]")):
+        if tensor.dim() < 1:
+            raise ValueError(f"{said(name, tensor)}: expected {letters}, at least one dimension")
+    if x.shape[:-1] != dy.shape[:-1]:
+        raise ValueError(
+            f"{said('x', x)}: expected [*B, M, K] with *B, M = {list(dy.shape[:-1])}, as dy {list(dy.shape)}"
+        )
+
+
+def check_bias(bias: bool) -> None:
+    """Whether the sum over the rows is asked for: ``True`` or ``False``, not a tensor."""
+    if not isinstance(bias, bool):
+        raise TypeError(f"bias must be True or False, got {type(bias).__name__}")
+
+
+def check_hidden_gradient(dy: Tensor, w_down: Tensor, z: Tensor, z_gate: Tensor | None, bias: bool) -> None:
+    """All arguments of ``functional.hidden_gradient`` but the activation."""
+    for name, tensor in (("dy", dy), ("w_down", w_down), ("z", z)):
+        if tensor is None:
+            raise TypeError(f"{name} must be a torch.Tensor, got None")
+    check_tensors({"dy": dy, "w_down": w_down, "z": z, "z_gate": z_gate})
+    check_bias(bias)
+    if dy.dim() < 1:
+        raise ValueError(f"{said('dy', dy)}: expected [*B, M, O], at least one dimension")
+    if w_down.dim() != 2 or w_down.shape[0] != dy.shape[-1]:
+        hint = " (it looks transposed)" if w_down.dim() == 2 and w_down.shape[1] == dy.shape[-1] else ""
+        raise ValueError(
+            f"{said('w_down', w_down)}: expected [O, N] with O = {dy.shape[-1]}, the last dimension of dy "
+            f"{list(dy.shape)}{hint}"
+        )
+    shape = (*dy.shape[:-1], w_down.shape[1])
+    for name, pre_activation in (("z", z), ("z_gate", z_gate)):
+        because = f"as dy {list(dy.shape)} and w_down {list(w_down.shape)} set it"
+        check_shape(name, pre_activation, shape, "[*B, M, N]", because)

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from .. import planning
 from ..devices import describe
-from ..planning import Call, Decision, Device, Problem
+from ..planning import (
+    Call,
+    Decision,
+    Device,
+    HiddenGradientProblem,
+    MaxSimProblem,
+    Problem,
+    WeightGradientProblem,
+)
 from .arguments import autocast_enabled
 
 logger = logging.getLogger("fusedlayers")
@@ -56,6 +64,11 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 def autocast(tensors: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
     """The tensors in the dtype products run in; gradients flow back to each in its own dtype."""
     return tuple([tensor if tensor is None or tensor.dtype == dtype else tensor.to(dtype) for tensor in tensors])
+
+
+def rows(tensor: Tensor) -> Tensor:
+    """``[*B, M, K]`` as a matrix of rows: a view where the strides allow it, else a copy."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -191,6 +204,75 @@ def gemm_gemm_problem(a: Tensor, b: Tensor, c: Tensor, *, activation: str) -> Pr
         input_precision=input_precision(a.device, dtype),
         captured=captured(a.device),
         subclass=subclass_of(a, b, c),
+    )
+
+
+def maxsim_problem(
+    queries: Tensor,
+    documents: Tensor,
+    query_mask: Tensor | None = None,
+    document_mask: Tensor | None = None,
+    *,
+    cu_seqlens_queries: Tensor | None = None,
+    cu_seqlens_documents: Tensor | None = None,
+) -> MaxSimProblem:
+    """The planning problem of one ``maxsim`` call: all tokens of the queries against all tokens of the documents."""
+    dtype = compute_dtype(queries)
+    extras = (query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents)
+    return MaxSimProblem(
+        queries=queries.shape[0] if cu_seqlens_queries is None else cu_seqlens_queries.shape[0] - 1,
+        documents=documents.shape[0] if cu_seqlens_documents is None else cu_seqlens_documents.shape[0] - 1,
+        query_tokens=queries.shape[:-1].numel(),
+        document_tokens=documents.shape[:-1].numel(),
+        K=queries.shape[-1],
+        dtype=str(dtype).removeprefix("torch."),
+        query_layout=_layout(query_mask, cu_seqlens_queries),
+        document_layout=_layout(document_mask, cu_seqlens_documents),
+        needs_query_gradient=wants_gradient(queries),
+        needs_document_gradient=wants_gradient(documents),
+        input_precision=input_precision(queries.device, dtype),
+        captured=captured(queries.device),
+        subclass=subclass_of(queries, documents, *extras),
+    )
+
+
+def _layout(mask: Tensor | None, cu_seqlens: Tensor | None) -> str:
+    return "packed" if cu_seqlens is not None else "padded" if mask is None else "masked"
+
+
+def hidden_gradient_problem(
+    dy: Tensor, w_down: Tensor, z: Tensor, z_gate: Tensor | None = None, *, activation: str, bias: bool = True
+) -> HiddenGradientProblem:
+    """The planning problem of one ``hidden_gradient`` call, its leading dims flattened into rows."""
+    dtype = compute_dtype(dy)
+    return HiddenGradientProblem(
+        M=dy.shape[:-1].numel(),
+        N=w_down.shape[1],
+        O=w_down.shape[0],
+        dtype=str(dtype).removeprefix("torch."),
+        activation=activation,
+        gated=z_gate is not None,
+        bias=bias,
+        training=wants_gradient(dy, w_down, z, z_gate),
+        input_precision=input_precision(dy.device, dtype),
+        captured=captured(dy.device),
+        subclass=subclass_of(dy, w_down, z, z_gate),
+    )
+
+
+def weight_gradient_problem(dy: Tensor, x: Tensor, *, bias: bool = True) -> WeightGradientProblem:
+    """The planning problem of one ``weight_gradient`` call, its leading dims flattened into rows."""
+    dtype = compute_dtype(dy)
+    return WeightGradientProblem(
+        M=dy.shape[:-1].numel(),
+        O=dy.shape[-1],
+        K=x.shape[-1],
+        dtype=str(dtype).removeprefix("torch."),
+        bias=bias,
+        training=wants_gradient(dy, x),
+        input_precision=input_precision(dy.device, dtype),
+        captured=captured(dy.device),
+        subclass=subclass_of(dy, x),
     )
 
 

@@ -89,7 +89,7 @@ def gemm_reduce(
         )  # fmt: skip
         problem = gemm_reduce_problem(
             a, b, op=op, dim=dim, mask=mask, lengths=lengths, bias=bias, activation=activation,
-            return_product=return_product, atomic=atomic,
+            return_indices=return_indices, return_product=return_product, atomic=atomic,
         )  # fmt: skip
         remember(call, problem)
     plan = dispatch(problem, a.device)

@@ -128,6 +128,7 @@ def gemm_reduce_problem(
         op=OPERATIONS[op],
         activation=activation,
         masked=mask is not None or lengths is not None,
+        indices=return_indices or not differentiable,
         product=return_product,
         atomic=atomic,
         needs_kept_gradient=wants_b if dim == -2 else wants_a,

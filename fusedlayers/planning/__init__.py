@@ -7,15 +7,21 @@ holds its problem, its plan and its planner.
 from collections.abc import Callable
 from typing import Any
 
-from . import gemm_gemm, gemm_reduce
+from . import gemm_gemm, gemm_reduce, hidden_gradient, maxsim, weight_gradient
 from .call import Call, Decision
 from .devices import BACKENDS, CEILINGS, Device
 from .gemm_gemm import Plan, Problem
 from .gemm_reduce import ReducePlan, ReduceProblem
+from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem
+from .maxsim import MaxSimPlan, MaxSimProblem
+from .weight_gradient import WeightGradientPlan, WeightGradientProblem
 
 _PLANNERS: dict[type[Call], Callable[[Any, Device, str], Any]] = {
     Problem: gemm_gemm.plan,
     ReduceProblem: gemm_reduce.plan,
+    MaxSimProblem: maxsim.plan,
+    HiddenGradientProblem: hidden_gradient.plan,
+    WeightGradientProblem: weight_gradient.plan,
 }
 
 
@@ -34,9 +40,15 @@ __all__ = [
     "Call",
     "Decision",
     "Device",
+    "HiddenGradientPlan",
+    "HiddenGradientProblem",
+    "MaxSimPlan",
+    "MaxSimProblem",
     "Plan",
     "Problem",
     "ReducePlan",
     "ReduceProblem",
+    "WeightGradientPlan",
+    "WeightGradientProblem",
     "plan",
 ]

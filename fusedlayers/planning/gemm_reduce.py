@@ -4,10 +4,16 @@ A sum or a mean of a product without an activation needs no product of matrices:
 "algebraic" path, through torch. "fused" are the kernels, "torch" writes the product.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ..kernels.tuning import ReduceConfig, reduce_config, reduce_gradient_config
+from ..kernels.tuning import (
+    CONSUMER_ROWS,
+    ReduceConfig,
+    pipelined_reduce_config,
+    reduce_config,
+    reduce_gradient_config,
+)
 from .call import COLD, Call, Decision
 from .devices import CEILINGS, DTYPE_BYTES, KERNEL_DTYPES, PARTIALS_LIMIT, Device
 
@@ -36,6 +42,7 @@ class ReduceProblem(Call):
     op: str
     activation: str = "identity"
     masked: bool = False
+    indices: bool = False  # whether they are asked for; gradients of a maximum need them anyway
     product: bool = False  # whether the product is wanted too
     atomic: bool = False
     needs_kept_gradient: bool = False
@@ -62,6 +69,11 @@ class ReduceProblem(Call):
     def indexed(self) -> bool:
         """Whether gradients go through the index of one element."""
         return self.op in ("max", "min", "absmax")
+
+    @property
+    def finds_indices(self) -> bool:
+        """Whether the forward pass finds indices."""
+        return self.indices or (self.training and self.indexed)
 
     @property
     def linear(self) -> bool:
@@ -156,14 +168,28 @@ def why_slower(problem: ReduceProblem, device: Device) -> str | None:
     return f"too small: {elements:,} elements of the product, faster than torch from {least:,} on when {bound}"
 
 
+def forward_tiles(problem: ReduceProblem, device: Device) -> ReduceConfig:
+    """The tiles of the forward pass, and of the warp-specialised kernel where it computes the problem."""
+    tiles = reduce_config(device.architecture, 8 * problem.element_bytes, problem.K)
+    plain = problem.activation == "identity" and not (problem.product or problem.atomic)
+    if not device.pipelined or problem.element_bytes != 2 or not plain:
+        return tiles
+    costly = problem.masked or problem.finds_indices
+    pipelined = pipelined_reduce_config(problem.kept, problem.reduced, problem.K, device.processors, costly)
+    return replace(tiles, pipelined=pipelined)
+
+
 def choose_reduced_splits(problem: ReduceProblem, device: Device, tiles: ReduceConfig) -> int:
     """Ranges the reduced axis is split into: enough programs for every processor, bounded partials."""
     if problem.product:
         return 1  # a program writes its tiles of the product anyway: memory is the limit
-    programs = problem.batch * -(-problem.kept // tiles.block_p)
-    most = -(-problem.reduced // (tiles.block_r * SHORTEST_REDUCED_SPLIT))
+    rows, block, resident = tiles.block_p, tiles.block_r, RESIDENT
+    if tiles.pipelined is not None:
+        rows, block, resident = tiles.pipelined.consumers * CONSUMER_ROWS, tiles.pipelined.block, 1
+    programs = problem.batch * -(-problem.kept // rows)
+    most = -(-problem.reduced // (block * SHORTEST_REDUCED_SPLIT))
     partials = 8 * problem.batch * problem.kept  # a value and an index, or a maximum and a sum
-    return max(1, min(device.processors * RESIDENT // programs, most, PARTIALS_LIMIT // partials))
+    return max(1, min(device.processors * resident // programs, most, PARTIALS_LIMIT // partials))
 
 
 def _flops(problem: ReduceProblem, path: str) -> int:
@@ -203,7 +229,7 @@ def _costed(
     options: dict[str, Any] = {}
     if path == "fused":
         bits = 8 * element
-        tiles = reduce_config(device.architecture, bits, problem.K)
+        tiles = forward_tiles(problem, device)
         splits = choose_reduced_splits(problem, device, tiles)
         partials = 4 if problem.op in ("sum", "mean", "sumsq") else 8
         options = {

@@ -18,7 +18,7 @@ Backward, from dy, with Z (and Zg) recomputed tile by tile:
 Shapes: x [Z, M, K], up and gate [Z, N, K], down [Z, O, N], y and residual [Z, M, O]; biases [N], [N], [O].
 A program keeps whole rows of x (K wide) and of the accumulator (O wide) on chip: widths above the largest row of
 ``tuning`` do not fit. Weight gradients are split over tokens into float32 partials, summed in a fixed order by
-``partials.py`` and rounded once: no atomics, the same bits every time.
+``kernels.partials`` and rounded once: no atomics, the same bits every time.
 
 ``forward``, ``data_gradient`` and ``weight_gradients`` launch the portable kernels of their own files, or those of
 ``pipelined/`` where the plan names them and the operands lie as these need it; both compute the same.

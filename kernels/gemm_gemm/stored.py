@@ -10,10 +10,10 @@ dx, a plain product of the stored dZ with the weights, is torch's.
 import torch
 
 from ..activations import activation_unit
+from ..partials import summed_over_splits
 from ..tuning import StoredConfig
 from . import pipelined
 from .operands import Operands, rows_of
-from .partials import summed_over_splits
 from .weight_gradient import WeightGradients
 
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from ..activations import activation_unit
+from ..activations import activation_unit, hidden_and_slopes, through_activation
 from ..device import tl, triton
 from ..dropout import keep
 from ..launching import launch
+from ..partials import summed_over_splits
 from ..tiles import add_product, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
 from . import pipelined
-from .operands import Operands, hidden_and_slopes, rows_of, strides, through_activation
-from .partials import summed_over_splits
+from .operands import Operands, rows_of, strides
 
 
 @triton.jit(do_not_specialize=["M", "dropout_p", "keep_scale", "splits"])

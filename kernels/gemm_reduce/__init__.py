@@ -15,6 +15,7 @@ Of equal values the first index wins, and the first NaN wins over everything, as
 Gradients are described in ``backward.py``.
 """
 
+from .algebraic import sum_before_product
 from .backward import kept_gradient, reduced_gradient, route
 from .forward import reduce
 from .operands import OPERATIONS, ReduceArithmetic, ReduceOperands
@@ -27,4 +28,5 @@ __all__ = [
     "reduce",
     "reduced_gradient",
     "route",
+    "sum_before_product",
 ]

@@ -16,9 +16,8 @@ whose gradient it computes, and loops over the columns, which are the rows of th
 
 import torch
 
-from ..activations import activate
+from ..activations import activate, through_activation
 from ..device import tl, triton
-from ..gemm_gemm.operands import through_activation
 from ..launching import launch
 from ..tiles import add_product, product, store_tile
 from ..tuning import ReduceConfig

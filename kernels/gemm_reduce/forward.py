@@ -7,6 +7,7 @@ from ..device import tl, triton
 from ..launching import launch
 from ..tiles import store_tile
 from ..tuning import ReduceConfig
+from . import pipelined
 from .operands import ReduceOperands, add_biases, entry_rows, scores
 
 _COMBINED = 128  # elements of the result that one program combines from their partials
@@ -210,6 +211,15 @@ def reduce(
         target = torch.empty(splits, *shape, dtype=torch.float32, device=device)
         target_index = torch.empty(splits, *shape, dtype=torch.int32, device=device) if indices else None
         sums = torch.empty_like(target) if arithmetic.op == "logsumexp" else None
+    if tiles.pipelined is not None and product is None and not atomic:
+        matrices = pipelined.takes(operands, tiles.pipelined)
+        if matrices is not None:
+            pipelined.reduce(
+                operands, matrices, None if partial else counts, target, target_index, sums, splits, tiles.pipelined
+            )
+            if partial:
+                _combine(operands, target, target_index, sums, counts, values, found, splits)
+            return values, found
     # Split or of lengths of its own, an entry ends anywhere; with splits one variant less is compiled, too.
     even = operands.whole and splits == 1 and reduced % tiles.block_r == 0
     launch(
@@ -226,12 +236,27 @@ def reduce(
         tiles.num_stages,
     )  # fmt: skip
     if partial:
-        launch(
-            _combine_kernel,
-            triton.cdiv(count, _COMBINED),
-            (target, target_index, sums, counts, values, found),
-            (),
-            (kept, count, splits),
-            (arithmetic.op, _COMBINED),
-        )
+        _combine(operands, target, target_index, sums, counts, values, found, splits)
     return values.to(out_dtype), found
+
+
+def _combine(
+    operands: ReduceOperands,
+    values: torch.Tensor,
+    indices: torch.Tensor | None,
+    sums: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    out: torch.Tensor,
+    out_indices: torch.Tensor | None,
+    splits: int,
+) -> None:
+    """The results from the partials of all splits."""
+    count = out.numel()
+    launch(
+        _combine_kernel,
+        triton.cdiv(count, _COMBINED),
+        (values, indices, sums, counts, out, out_indices),
+        (),
+        (operands.kept.shape[1], count, splits),
+        (operands.arithmetic.op, _COMBINED),
+    )

@@ -12,24 +12,49 @@ from .gemm_gemm import (
     stored_config,
     tile_config,
 )
-from .gemm_reduce import ReduceConfig, reduce_config, reduce_gradient_config
+from .gemm_reduce import (
+    AlgebraicConfig,
+    PipelinedReduceConfig,
+    ReduceConfig,
+    algebraic_config,
+    pipelined_reduce_config,
+    reduce_config,
+    reduce_gradient_config,
+)
+from .hidden_gradient import HiddenGradientTiles, hidden_gradient_tiles
 from .limits import CONSUMER_ROWS, SHARED_MEMORY, padded_width
+from .maxsim import GatherConfig, OneHotConfig, gather_config, one_hot_config
+from .weight_gradient import PIPELINES, WeightGradientPipeline, WeightGradientTiles, weight_gradient_tiles
 
 __all__ = [
     "CONSUMER_ROWS",
+    "PIPELINES",
     "SHARED_MEMORY",
     "SHORTEST_SPLIT",
     "WIDEST_X_IN_REGISTERS",
+    "AlgebraicConfig",
+    "GatherConfig",
+    "HiddenGradientTiles",
+    "OneHotConfig",
     "PipelinedConfig",
+    "PipelinedReduceConfig",
     "ReduceConfig",
     "StoredConfig",
     "TileConfig",
+    "WeightGradientPipeline",
+    "WeightGradientTiles",
+    "algebraic_config",
+    "gather_config",
+    "hidden_gradient_tiles",
+    "one_hot_config",
     "padded_width",
     "padded_widths",
     "pipelined_config",
+    "pipelined_reduce_config",
     "reduce_config",
     "reduce_gradient_config",
     "rows",
     "stored_config",
     "tile_config",
+    "weight_gradient_tiles",
 ]

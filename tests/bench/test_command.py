@@ -17,7 +17,7 @@ from fusedlayers.bench import record, runner, tables, timing
 from fusedlayers.bench.cases import CASES, Options
 from fusedlayers.bench.record import Record
 
-FFN, GEMM_GEMM = CASES["ffn"], CASES["gemm_gemm"]
+FFN, GEMM_GEMM, WEIGHT_GRADIENT = CASES["ffn"], CASES["gemm_gemm"], CASES["weight_gradient"]
 
 
 def bench(*words: object) -> int:
@@ -42,6 +42,17 @@ def test_verify_time_record_plot_and_table(tmp_path: Path, capsys: pytest.Captur
     assert [row["direction"] for row in found["rows"]] == ["forward", "forward_backward"]
     assert bench("table", tmp_path / "ffn-fp32-cpu.json") == 0
     assert capsys.readouterr().out == tables.markdown(found)
+
+
+def test_a_case_without_a_backward_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = bench("weight_gradient", "--device", "cpu", "--shape", "70x24x40", "--output", tmp_path, "--time",
+                   "--seconds", 0.01)  # fmt: skip
+    assert status == 0
+    assert "auto (torch path): green, share of the limit used: dw" in capsys.readouterr().out
+    [row] = record.read(tmp_path / "weight_gradient-fp32-cpu.json")["rows"]
+    assert row["direction"] == "forward"
+    assert row["flops"] == 2 * 70 * 24 * 40
+    assert row["bytes"] == 4 * (70 * 24 + 70 * 40 + 24 * 40 + 24)
 
 
 def test_the_record_has_every_field_of_its_schema(tmp_path: Path) -> None:
@@ -203,6 +214,7 @@ def test_a_contender_that_fails_is_named_and_the_others_are_timed(
         (["gemm_reduce", "--op", "median"], "argument --op: invalid choice: 'median'"),
         (["gemm_reduce", "--dim", "0"], "argument --dim: invalid choice: 0"),
         (["gemm_reduce", "--op", "mean", "--init", "integer"], "argument --op: mean: --init integer takes"),
+        (["weight_gradient", "--activation", "relu"], "unrecognized arguments: --activation relu"),
         (["all", "--shape", "1x2x3"], "unrecognized arguments: --shape"),
         (["softmax"], "argument NAME: invalid choice: 'softmax'"),
         ([], "the following arguments are required: NAME"),
@@ -235,8 +247,14 @@ def test_without_a_shape_the_grid_is_run() -> None:
     assert {row.options for row in rows_of("ffn", "--device", "cpu")} == {Options("gelu_tanh", bias=True)}
     assert {row.options for row in rows_of("ffn", "--gated", "--device", "cpu")} == {Options("silu", gated=True)}
     assert {row.grid for row in rows_of("all", "--device", "cpu")} == {
-        plain, exact, gated, *GEMM_GEMM.grids, *CASES["gemm_reduce"].grids,
-    }  # fmt: skip
+        plain,
+        exact,
+        gated,
+        *GEMM_GEMM.grids,
+        *CASES["gemm_reduce"].grids,
+        *CASES["maxsim"].grids,
+        *WEIGHT_GRADIENT.grids,
+    }
     integer = rows_of("ffn", "--init", "integer", "--device", "cpu")[0]
     assert (integer.options.activation, integer.grid.title) == ("relu", "ffn, relu, bias")
     other = rows_of("ffn", "--gated", "--bias", "--recompute", "--activation", "swish", "--device", "cpu")[0]

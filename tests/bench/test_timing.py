@@ -15,7 +15,7 @@ from fusedlayers.bench.cases import CASES, Options
 from fusedlayers.bench.memory import saved_bytes
 
 CPU = torch.device("cpu")
-FFN, GEMM_GEMM = CASES["ffn"], CASES["gemm_gemm"]
+FFN, GEMM_GEMM, MAXSIM = CASES["ffn"], CASES["gemm_gemm"], CASES["maxsim"]
 PLAIN = Options("gelu_tanh", bias=True)
 
 
@@ -29,6 +29,9 @@ def test_costs_are_those_of_the_published_floors() -> None:
         (FFN, Options("silu", gated=True), (8192, 4096, 14336), True, 10960),
         (GEMM_GEMM, Options(), (64, 1024, 1024, 64, 64), False, 22),
         (GEMM_GEMM, Options(), (16, 4096, 4096, 128, 128), False, 174),
+        (MAXSIM, Options(), (1, 10_000, 32, 300, 128), False, 179),
+        (MAXSIM, Options(), (128, 128, 32, 300, 128), False, 51),
+        (MAXSIM, Options(), (32, 32, 1024, 1024, 128), False, 348),
     ):
         flops = case.flops(shape, options, backward)
         moved = case.moved_bytes(shape, options, torch.bfloat16, backward)

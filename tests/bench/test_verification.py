@@ -16,6 +16,7 @@ from fusedlayers.bench.cases import CASES, Options
 
 CPU = torch.device("cpu")
 FFN, GEMM_GEMM, GEMM_REDUCE = CASES["ffn"], CASES["gemm_gemm"], CASES["gemm_reduce"]
+WEIGHT_GRADIENT = CASES["weight_gradient"]
 PLAIN = Options("gelu_tanh", bias=True)
 
 
@@ -28,19 +29,23 @@ PLAIN = Options("gelu_tanh", bias=True)
         (GEMM_GEMM, Options("identity"), (2, 70, 130, 24, 40)),
         (GEMM_REDUCE, Options(op="max", dim=-1), (2, 70, 130, 24)),
         (GEMM_REDUCE, Options(op="sum"), (2, 70, 130, 24)),
+        (CASES["maxsim"], Options("identity"), (5, 7, 9, 33, 24)),
+        (WEIGHT_GRADIENT, Options(bias=True), (70, 24, 40)),
+        (WEIGHT_GRADIENT, Options(), (70, 24, 40)),
     ],
-    ids=["ffn", "gated_ffn", "gemm_gemm", "gemm_reduce max", "gemm_reduce sum"],
+    ids=["ffn", "gated_ffn", "gemm_gemm", "reduce max", "reduce sum", "maxsim", "weight_gradient", "without db"],
 )
 def test_integer_inputs_stay_exact(case: cases.Case, options: Options, shape: cases.Shape, dtype: str) -> None:
     work, truth = verification.exact_work(case, options, shape, dtype=cases.DTYPES[dtype], device=CPU, seed=0)
-    for tensor in (*work.inputs.values(), work.upstream):
+    for tensor in (*work.inputs.values(), *work.upstream):
         assert set(tensor.unique().tolist()) <= {-2, -1, 0, 1, 2}
     for tensor in truth:
         assert tensor.any()
         assert torch.equal(tensor, tensor.round())
         assert torch.equal(tensor, tensor.to(cases.DTYPES[dtype]).double())
     found = verification.verify(case, options, shape, init="integer", dtype=cases.DTYPES[dtype], device=CPU)
-    assert found[0].findings[0].message == "y: equal"
+    expected = ["y", *(f"d{name}" for name in work.inputs)] if case.backward else case.results[: len(truth)]
+    assert [finding.message for finding in found[0].findings] == [f"{name}: equal" for name in expected]
     assert found[0].status == "green"
 
 

@@ -23,6 +23,8 @@ FFNS = [
     (100, 48, 50, True, False),
 ]
 BATCHES = [(3, 128, 64, 128, 64), (2, 128, 128, 64, 128), (3, 50, 33, 20, 17)]
+# Rows, columns of dy and of x: with one split and with several; the last is for the portable kernel.
+WEIGHT_GRADIENTS = [(70, 136, 264), (1500, 72, 40), (3000, 264, 72), (700, 50, 33)]
 
 
 def main() -> None:
@@ -36,6 +38,12 @@ def main() -> None:
         a, b, c = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
         e = functional.gemm_gemm(a, b, c, activation="gelu_tanh")
         e.backward(torch.randn_like(e))
+    for rows, out, width in WEIGHT_GRADIENTS:
+        dy, x = (torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for columns in (out, width))
+        for bias in (True, False):
+            functional.weight_gradient(dy, x, bias=bias)
+            z, w_down = torch.randn_like(x), torch.randn(out, width, device="cuda", dtype=torch.bfloat16)
+            functional.hidden_gradient(dy, w_down, z, z if bias else None, activation="silu", bias=bias)
     torch.cuda.synchronize()
     print("ran to the end")
 

@@ -124,6 +124,17 @@ def test_x_y_and_their_gradients(guards: Guards) -> None:
     compare_in_chunks(inputs, dy, found, chunk=2**20)
 
 
+def test_the_hidden_which_is_stored_in_the_backward_pass(guards: Guards) -> None:
+    tokens, K, N = 2**21 + 5, 256, 512
+    assert tokens * 2 * N > BORDER
+    inputs = {"x": integers(tokens, K), **weights(K, N, K)}
+    dy = integers(tokens, K)
+    with on_path("kernels") as options:
+        found = results(functional.ffn, inputs, dy, activation="relu", **options)
+    guards.assert_untouched(expected=1)
+    compare_in_chunks(inputs, dy, found, chunk=2**19)
+
+
 def test_the_hidden_which_is_never_there() -> None:
     """Tokens times hidden columns, in the dropout's counters too; and no such tensor is allocated."""
     tokens, K, N = 2**20 + 7, 32, 2064

@@ -12,9 +12,11 @@ import pytest
 
 SANITIZER = shutil.which("compute-sanitizer")
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = {path.name: path for path in (ROOT / "kernels" / "gemm_gemm" / "pipelined").glob("*.py")}
+SOURCES = {path.name: path for path in (ROOT / "kernels").glob("*/pipelined/*.py")}
 # Parts of the kernels' names: torch's own are not under test.
 KERNELS = ("_forward_kernel", "_gradient_kernel", "_reduce_partials_kernel")
+
+FORKS = ("if CONSUMERS == 1:", "if db_ptr is None:", "gl.warp_specialize([")
 
 pytestmark = pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer is not installed")
 
@@ -43,7 +45,7 @@ def of_the_compiler(file: str, line: int) -> bool:
     if file not in SOURCES:
         return False
     text = SOURCES[file].read_text().splitlines()[line - 1].strip()
-    return text.startswith(("def _pipelined", "def _stored")) or text in ("if CONSUMERS == 1:", "gl.warp_specialize([")
+    return text.startswith(("def _pipelined", "def _stored")) or text in FORKS
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

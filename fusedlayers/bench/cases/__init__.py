@@ -3,11 +3,26 @@
 Everything else in this package works on any case.
 """
 
-from .case import DTYPES, INITS, Case, Grid, Inputs, Operand, Options, Shape, draw
+from .case import DTYPES, INITS, Case, Grid, Inputs, Operand, Options, Results, Shape, as_tuple, draw
 from .ffn import FFN
 from .gemm_gemm import GEMM_GEMM
 from .gemm_reduce import GEMM_REDUCE
+from .maxsim import MAXSIM
+from .weight_gradient import WEIGHT_GRADIENT
 
-CASES: dict[str, Case] = {case.name: case for case in (GEMM_GEMM, GEMM_REDUCE, FFN)}
+CASES: dict[str, Case] = {case.name: case for case in (GEMM_GEMM, GEMM_REDUCE, MAXSIM, FFN, WEIGHT_GRADIENT)}
 
-__all__ = ["CASES", "DTYPES", "INITS", "Case", "Grid", "Inputs", "Operand", "Options", "Shape", "draw"]
+__all__ = [
+    "CASES",
+    "DTYPES",
+    "INITS",
+    "Case",
+    "Grid",
+    "Inputs",
+    "Operand",
+    "Options",
+    "Results",
+    "Shape",
+    "as_tuple",
+    "draw",
+]

@@ -13,6 +13,7 @@ from ...planning import Call
 
 Shape = tuple[int, ...]
 Inputs = Mapping[str, Tensor]
+Results = Tensor | tuple[Tensor | None, ...]
 INITS = ("normal", "uniform", "integer", "zeros")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -48,13 +49,21 @@ class Grid:
     shapes_without_gpu: tuple[Shape, ...]
 
 
+def as_tuple(results: Results) -> tuple[Tensor, ...]:
+    """What an operation returned, without what is None."""
+    together = (results,) if isinstance(results, Tensor) else results
+    return tuple(tensor for tensor in together if tensor is not None)
+
+
 @dataclass(frozen=True)
 class Case:
     """One operation.
 
     ``ours`` and ``torch_expression`` take the inputs of ``operands`` by name and then ``our_keywords`` or
     ``torch_keywords`` of the options. ``forward_flops`` counts the products of the forward pass; each product has two
-    of the same size in the backward pass. ``parameters`` are the inputs that a module would own.
+    of the same size in the backward pass. ``parameters`` are the inputs that a module would own. ``results`` names what
+    the operation returns, a tensor or a tuple, the last of which may be None. Without ``backward`` the forward pass
+    alone is benchmarked.
     """
 
     name: str
@@ -65,11 +74,14 @@ class Case:
     grids: tuple[Grid, ...]
     operands: Callable[[Shape, Options], dict[str, Operand]]
     forward_flops: Callable[[Shape, Options], int]
-    ours: Callable[..., Tensor]
-    torch_expression: Callable[..., Tensor]
+    ours: Callable[..., Results]
+    torch_expression: Callable[..., Results]
     problem: Callable[[Inputs, Options], Call]
     our_keywords: Callable[[Options], dict[str, object]]
     torch_keywords: Callable[[Options], dict[str, object]]
+    results: tuple[str, ...] = ("y",)
+    backward: bool = True
+    has_activation: bool = True
 
     def grid(self, gated: bool) -> Grid:
         """The published grid with or without a gate."""
@@ -87,16 +99,17 @@ class Case:
         """Floating-point operations of the forward pass, or of forward and backward, nothing computed twice."""
         return self.forward_flops(shape, options) * (3 if backward else 1)
 
-    def result_shape(self, shape: Shape, options: Options) -> Shape:
-        """The shape of y, from torch's rules, without computing anything."""
+    def result_shapes(self, shape: Shape, options: Options) -> tuple[Shape, ...]:
+        """The shapes of the results, from torch's rules, without computing anything."""
         operands = self.operands(shape, options)
         blank = {name: torch.empty(operand.shape, device="meta") for name, operand in operands.items()}
-        return tuple(self.torch_expression(**blank, **self.torch_keywords(options)).shape)
+        found = as_tuple(self.torch_expression(**blank, **self.torch_keywords(options)))
+        return tuple(tuple(tensor.shape) for tensor in found)
 
     def moved_bytes(self, shape: Shape, options: Options, dtype: torch.dtype, backward: bool) -> int:
-        """Each input read and the result written once; backward reads inputs and upstream again, writes gradients."""
+        """Each input read and each result written once; backward reads inputs and upstream again, writes gradients."""
         inputs = sum(math.prod(operand.shape) for operand in self.operands(shape, options).values())
-        output = math.prod(self.result_shape(shape, options))
+        output = sum(math.prod(result) for result in self.result_shapes(shape, options))
         return dtype.itemsize * (inputs + output + (2 * inputs + output if backward else 0))
 
     def inputs(

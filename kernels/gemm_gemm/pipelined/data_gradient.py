@@ -5,7 +5,7 @@ The gradient of the last bias, the sum of dy over its rows, comes from the same 
 
 import torch
 
-from ...activations import activation_unit
+from ...activations import activation_unit, hidden_and_slopes, through_activation
 from ...hopper import (
     Matrix,
     copy_in,
@@ -19,16 +19,16 @@ from ...hopper import (
     warpgroup_mma_wait,
 )
 from ...launching import launch
-from ...tuning import CONSUMER_ROWS, PipelinedConfig
-from ..operands import Matrices, Operands, hidden_and_slopes, through_activation
-from ..partials import reduce_partials
-from .pipeline import (
+from ...partials import reduce_partials
+from ...pipeline import (
     copy_hidden_tile,
     hidden_first,
     init_barriers,
     stage_of,
     start_product,
 )
+from ...tuning import CONSUMER_ROWS, PipelinedConfig
+from ..operands import Matrices, Operands
 
 
 @gluon.jit

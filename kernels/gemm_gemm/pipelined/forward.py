@@ -2,7 +2,7 @@
 
 import torch
 
-from ...activations import activation_unit
+from ...activations import activation_unit, hidden_and_slopes
 from ...hopper import (
     Matrix,
     copy_in,
@@ -16,9 +16,9 @@ from ...hopper import (
     warpgroup_mma_wait,
 )
 from ...launching import launch
+from ...pipeline import copy_hidden_tile, hidden_first, init_barriers, stage_of, start_product
 from ...tuning import CONSUMER_ROWS, WIDEST_X_IN_REGISTERS, PipelinedConfig
-from ..operands import Matrices, Operands, hidden_and_slopes
-from .pipeline import copy_hidden_tile, hidden_first, init_barriers, stage_of, start_product
+from ..operands import Matrices, Operands
 
 
 @gluon.jit

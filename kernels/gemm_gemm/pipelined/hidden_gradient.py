@@ -6,6 +6,7 @@ hidden units at a time, in pieces of the columns that a product sums over. Rows 
 
 import torch
 
+from ...activations import hidden_and_slopes, through_activation
 from ...hopper import (
     Matrix,
     copy_in,
@@ -19,9 +20,9 @@ from ...hopper import (
     warpgroup_mma_wait,
 )
 from ...launching import launch
+from ...pipeline import init_barriers, stage_of
 from ...tuning import CONSUMER_ROWS, StoredConfig
-from ..operands import Matrices, Operands, hidden_and_slopes, through_activation
-from .pipeline import init_barriers, stage_of
+from ..operands import Matrices, Operands
 
 
 @gluon.jit

@@ -19,9 +19,9 @@ from ...hopper import (
     warpgroup_mma_wait,
 )
 from ...launching import launch
+from ...pipeline import init_barriers, stage_of
 from ...tuning import CONSUMER_ROWS, StoredConfig
 from ..operands import Matrices, Operands
-from .pipeline import init_barriers, stage_of
 
 
 @gluon.jit

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from ...activations import activation_unit
+from ...activations import activation_unit, hidden_and_slopes, through_activation
 from ...hopper import Matrix, copy_in, fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from ...launching import launch
+from ...pipeline import copy_hidden_tile, hidden_first, init_barriers, stage_of
 from ...tuning import CONSUMER_ROWS, PipelinedConfig
-from ..operands import Matrices, Operands, hidden_and_slopes, through_activation
-from .pipeline import copy_hidden_tile, hidden_first, init_barriers, stage_of
+from ..operands import Matrices, Operands
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ warps, the consumers, wait for ``full``, compute with 64 rows each, and arrive a
 its activations, another one has the matrix units.
 """
 
-from ...hopper import copy_in, gl, gluon, mbarrier, warpgroup_mma
+from .hopper import copy_in, gl, gluon, mbarrier, warpgroup_mma
 
 
 @gluon.jit

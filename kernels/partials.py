@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..device import tl, triton
-from ..launching import launch
+from .device import tl, triton
+from .launching import launch
 
 _SPLITS_AT_ONCE = 32  # loads in flight: one after the other, each would wait for the memory's latency
 _BLOCK = 128

@@ -1,0 +1,55 @@
+"""Late interaction: all pairs of queries and documents."""
+
+from __future__ import annotations
+
+from ... import functional, reference
+from ...functional.dispatch import maxsim_problem
+from .case import Case, Grid, Operand, Options, Shape
+
+
+def _maxsim_operands(shape: Shape, options: Options) -> dict[str, Operand]:
+    queries, documents, query_length, document_length, width = shape
+    return {
+        "queries": Operand((queries, query_length, width)),
+        "documents": Operand((documents, document_length, width), width**-0.5),
+    }
+
+
+def _maxsim_flops(shape: Shape, options: Options) -> int:
+    queries, documents, query_length, document_length, width = shape
+    return 2 * queries * query_length * documents * document_length * width
+
+
+class _MaxSimCase(Case):
+    """The gradients add up what was chosen alone: no further product is needed."""
+
+    def flops(self, shape: Shape, options: Options, backward: bool) -> int:
+        queries, documents, query_length, _, width = shape
+        chosen = 2 * queries * query_length * documents * width
+        return self.forward_flops(shape, options) + (2 * chosen if backward else 0)
+
+
+MAXSIM = _MaxSimCase(
+    name="maxsim",
+    letters=("Q", "D", "Lq", "Ld", "d"),
+    has_activation=False,
+    meaning="queries × documents × query tokens × document tokens × width",
+    parameters=frozenset(),
+    flags=frozenset(),
+    grids=(
+        Grid(
+            name="maxsim",
+            title="MaxSim",
+            options=Options("identity"),
+            shapes=((1, 10_000, 32, 300, 128), (128, 128, 32, 300, 128), (32, 32, 1024, 1024, 128)),
+            shapes_without_gpu=((4, 6, 8, 30, 32), (3, 5, 7, 33, 24)),
+        ),
+    ),
+    operands=_maxsim_operands,
+    forward_flops=_maxsim_flops,
+    ours=functional.maxsim,
+    torch_expression=reference.maxsim,
+    problem=lambda inputs, options: maxsim_problem(**inputs),
+    our_keywords=lambda options: {},
+    torch_keywords=lambda options: {},
+)

@@ -1,0 +1,75 @@
+"""A plan in words: which path runs, what it costs, what it keeps, and why the other paths were rejected."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import functional
+from ..devices import describe
+from ..functional.dispatch import dispatch
+from ..planning import Decision
+from .calls import CALLS, bound, problem_and_title
+from .facts import facts
+
+
+def explain(target: nn.Module | Callable[..., Any], *inputs: Tensor, **options: object) -> str:
+    """What ``target(*inputs)`` would do on this machine, as text; nothing is computed.
+
+    Args:
+        target: a :class:`FusedFFN` or :class:`MaxSim`, a module that :func:`replace` has fused, or a function of
+            ``functional``.
+        inputs: the tensors of the call; ``requires_grad`` of inputs and parameters and the grad mode count.
+        options: the keyword arguments of the call.
+
+    Returns:
+        Lines naming path, reason, tiles, splits, GEMM units, FLOPs, bytes, saved bytes, workspace, the floor time where
+        the device's peak rates are known, and each rejected path with its reason.
+
+    Raises:
+        TypeError: ``target`` is none of these.
+    """
+    function: Any = getattr(target, "function", target)  # a MaxSim is nothing but its function
+    if isinstance(target, nn.Module) and hasattr(target, "call_arguments"):
+        fused: Any = target
+        reason = fused.why_called(*inputs)
+        if reason is not None:
+            return f"{type(target).__name__} calls its children instead of fusing them: {reason}"
+        function = functional.ffn
+        arguments = bound(function, **fused.call_arguments(*inputs))
+    elif callable(function) and function in CALLS:
+        arguments = bound(function, *inputs, **options)
+    else:
+        known = "a FusedFFN, a MaxSim, a module fused by replace(), or a function of fusedlayers.functional"
+        raise TypeError(f"target must be {known}, got {type(target).__name__}")
+    problem, title = problem_and_title(function, arguments)
+    device = next(value for value in arguments.values() if isinstance(value, Tensor)).device
+    plan = dispatch(problem, device)
+    rows = [*facts(problem, plan, describe(device)), *_copies(problem, plan, arguments)]
+    rows += [(f"not {path}", reason) for path, reason in plan.rejected]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+
+# The operands of each operation that its kernels see as matrices of rows.
+_ROWS = {
+    "ffn": ("x",),
+    "weight_gradient": ("dy", "x"),
+    "hidden_gradient": ("dy", "z", "z_gate"),
+    "maxsim": ("queries",),
+}
+
+
+def _copies(problem: Any, plan: Decision, arguments: dict[str, Any]) -> list[tuple[str, str]]:
+    """The operands that a kernel cannot reach through strides alone."""
+    texts = []
+    for name in _ROWS.get(problem.operation, ()) if plan.path != "torch" else ():
+        tensor = arguments.get(name)
+        if tensor is None:
+            continue
+        try:
+            tensor.view(-1, tensor.shape[-1])
+        except RuntimeError:
+            where = f"{name} of shape {list(tensor.shape)} and strides {list(tensor.stride())}"
+            texts.append(f"{where} has no uniform rows: one contiguous copy")
+    return [("copies", "; ".join(texts))] if texts else []

@@ -1,0 +1,135 @@
+"""How the gradient of an FFN's pre-activations runs: torch or one kernel, with which tiles, and why."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ..kernels.tuning import HiddenGradientTiles, hidden_gradient_tiles
+from .call import COLD, Call, Decision
+from .devices import CEILINGS, DTYPE_BYTES, KERNEL_DTYPES, Device
+
+# From how many floating-point operations on the kernel was faster than torch on an H200, bfloat16: (launched one by
+# one, inside a CUDA graph); None where it never was, or was not measured. By whether there is a gate.
+FASTER_FROM: dict[bool, tuple[int, int] | None] = {False: None, True: None}
+
+# Partial sums of the rows beyond this number are added up by a program itself, one tile after the other.
+MOST_BANDS = 256
+
+
+@dataclass(frozen=True)
+class HiddenGradientProblem(Call):
+    """One call: dy ``[M, O]`` times w_down ``[O, N]``, through the activation at z ``[M, N]``; sums if ``bias``."""
+
+    M: int
+    N: int
+    O: int
+    dtype: str
+    activation: str = "identity"
+    gated: bool = False
+    bias: bool = True
+    training: bool = False  # whether gradients of an operand will be asked for: second derivatives of a layer
+    operation: str = "hidden_gradient"
+
+    __hash__ = Call.__hash__
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES.get(self.dtype, 4)
+
+    @property
+    def empty(self) -> bool:
+        return 0 in (self.M, self.N, self.O)
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.M * self.N * self.O
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenGradientPlan(Decision):
+    """The path is "fused" or "torch"."""
+
+    tiles: HiddenGradientTiles | None = None
+    row_tiles: int = 1  # that a program computes
+    accuracy: str = "exact"  # of activations: one of kernels.activations.ACCURACIES
+
+
+def plan(problem: HiddenGradientProblem, device: Device, backend: str = "auto") -> HiddenGradientPlan:
+    """The path that runs ``problem`` on ``device``."""
+    unsupported = why_unsupported(problem, device)
+    fused = unsupported
+    if fused is None and backend == "torch":
+        fused = "the backend is set to torch"
+    if fused is None and backend == "auto":
+        fused = why_slower(problem, device)
+    if fused is None and backend == "auto" and problem.cold:
+        fused = COLD
+    p = problem
+    parts = 2 if p.gated else 1
+    read = p.M * p.O + p.O * p.N + parts * p.M * p.N
+    io_bytes = p.element_bytes * (read + parts * p.M * p.N + parts * p.N * p.bias)
+    ceiling = CEILINGS.get(device.name) if p.dtype in ("float16", "bfloat16") else None
+    options: dict[str, Any] = {
+        "flops": p.flops,
+        "bytes": io_bytes,
+        "saved_bytes": p.element_bytes * read if p.training else 0,
+        "floor_seconds": None if ceiling is None else max(p.flops / ceiling[0], io_bytes / ceiling[1]),
+        "unsupported": unsupported,
+    }
+    if fused is not None:
+        reason = "no other path is both possible and faster"
+        return HiddenGradientPlan(problem=problem, path="torch", reason=reason, rejected=(("fused", fused),), **options)
+    tiles = hidden_gradient_tiles(device.architecture, 8 * p.element_bytes, p.gated)
+    row_tiles = choose_row_tiles(problem, tiles)
+    bands = math.ceil(math.ceil(p.M / tiles.block_m) / row_tiles)
+    return HiddenGradientPlan(
+        problem=problem,
+        path="fused",
+        reason="one kernel writes dZ" + (", and sums it up on the way" if p.bias else ""),
+        rejected=(("torch", "the kernel covers the problem"),),
+        tiles=tiles,
+        row_tiles=row_tiles,
+        accuracy=_accuracy(problem, device),
+        workspace_bytes=4 * bands * parts * p.N if p.bias else 0,
+        **options,
+    )
+
+
+def why_unsupported(problem: HiddenGradientProblem, device: Device) -> str | None:
+    """Why the kernel cannot run this problem, or None."""
+    if not device.triton:
+        return "Triton is not installed" if device.kind == "cuda" else f"no Triton kernels on device type {device.kind}"
+    if problem.subclass:
+        return f"an operand is a {problem.subclass}, which only torch's own operations understand"
+    if problem.dtype not in KERNEL_DTYPES:
+        return f"the kernels take {', '.join(KERNEL_DTYPES)}, not {problem.dtype}"
+    if problem.empty:
+        return "there is nothing to compute"
+    return None
+
+
+def why_slower(problem: HiddenGradientProblem, device: Device) -> str | None:
+    """Why torch is expected to be faster, from measurements, or None."""
+    if device.architecture != "sm_90":
+        return f"not measured on {device.architecture or device.kind}; FUSEDLAYERS_BACKEND=triton runs the kernels"
+    if problem.dtype == "float32":
+        return "float32 products in IEEE precision do not use the matrix units; torch's kernels are faster"
+    least = FASTER_FROM[problem.gated]
+    if least is None:
+        return "torch was as fast or faster" + (" with a gate" if problem.gated else "")
+    if problem.flops >= least[problem.captured]:
+        return None
+    bound = "inside a CUDA graph" if problem.captured else "launched one by one"
+    return f"too small: {problem.flops:,} FLOPs, faster than torch from {least[problem.captured]:,} on when {bound}"
+
+
+def choose_row_tiles(problem: HiddenGradientProblem, tiles: HiddenGradientTiles) -> int:
+    """Tiles below one another that one program computes: one, unless that gives too many partial sums."""
+    return math.ceil(math.ceil(problem.M / tiles.block_m) / MOST_BANDS) if problem.bias else 1
+
+
+def _accuracy(problem: HiddenGradientProblem, device: Device) -> str:
+    if problem.dtype == "float32":
+        return "exact"
+    # The hardware tanh is an NVIDIA instruction, and its error is above the rounding of float16.
+    return "coarse" if problem.dtype == "bfloat16" and device.architecture.startswith("sm_") else "half"

@@ -1,0 +1,197 @@
+"""Which path a late-interaction score takes, with which tiles, chunks and splits, and why."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..kernels.tuning import (
+    CONSUMER_ROWS,
+    GatherConfig,
+    OneHotConfig,
+    ReduceConfig,
+    gather_config,
+    one_hot_config,
+    pipelined_reduce_config,
+    reduce_config,
+)
+from .call import COLD, Call, Decision
+from .devices import CEILINGS, DTYPE_BYTES, KERNEL_DTYPES, PARTIALS_LIMIT, Device
+
+# From how many similarities (query tokens × document tokens) on the kernels were faster than torch on an H200, 16 bits:
+# (launched one by one, inside a CUDA graph), without and with a backward pass. None: not measured yet, so torch runs.
+FASTER_FROM: dict[bool, tuple[int, int] | None] = {False: None, True: None}
+
+# Programs that a split aims at for every processor, and the fewest steps of a split that are worth its partial.
+FORWARD_PROGRAMS = 2
+QUERY_GRADIENT_PROGRAMS = 8
+DOCUMENT_GRADIENT_PROGRAMS = 2
+SHORTEST_SPLIT = 4
+
+
+@dataclass(frozen=True)
+class MaxSimProblem(Call):
+    """One call: all pairs of queries and documents, and which gradients will be asked for."""
+
+    queries: int
+    documents: int
+    query_tokens: int  # of all queries together, masked or not
+    document_tokens: int  # of all documents together
+    K: int
+    dtype: str
+    query_layout: str = "padded"  # or "masked", or "packed"
+    document_layout: str = "padded"
+    needs_query_gradient: bool = False
+    needs_document_gradient: bool = False
+
+    __hash__ = Call.__hash__
+
+    operation = "maxsim"
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES.get(self.dtype, 4)
+
+    @property
+    def empty(self) -> bool:
+        return 0 in (self.queries, self.documents, self.query_tokens, self.document_tokens, self.K)
+
+    @property
+    def training(self) -> bool:
+        return self.needs_query_gradient or self.needs_document_gradient
+
+    @property
+    def document_length(self) -> int:
+        """Tokens of a document, of packed ones on average."""
+        return -(-self.document_tokens // max(self.documents, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaxSimPlan(Decision):
+    """The path is "fused" or "torch"."""
+
+    forward_tiles: ReduceConfig | None = None
+    query_gradient_tiles: GatherConfig | None = None
+    document_gradient_tiles: OneHotConfig | None = None
+    chunk: int = 0  # documents whose float32 maxima are in memory at once
+    splits: int = 1  # of the tokens of each document, in the forward pass
+    query_gradient_splits: int = 1  # of the documents
+    document_gradient_splits: int = 1  # of the query tokens
+
+
+def plan(problem: MaxSimProblem, device: Device, backend: str = "auto") -> MaxSimPlan:
+    """The path that runs ``problem`` on ``device``."""
+    unsupported = why_unsupported(problem, device)
+    fused = unsupported
+    if fused is None and backend == "torch":
+        fused = "the backend is set to torch"
+    if fused is None and backend == "auto":
+        fused = why_slower(problem, device) or (COLD if problem.cold else None)
+    if fused is None:
+        return _costed(problem, device, "fused", (("torch", "the kernels cover the problem"),), unsupported)
+    return _costed(problem, device, "torch", (("fused", fused),), unsupported)
+
+
+def why_unsupported(problem: MaxSimProblem, device: Device) -> str | None:
+    """Why the kernels cannot run this problem, or None."""
+    if not device.triton:
+        return "Triton is not installed" if device.kind == "cuda" else f"no Triton kernels on device type {device.kind}"
+    if problem.subclass:
+        return f"an operand is a {problem.subclass}, which only torch's own operations understand"
+    if problem.dtype not in KERNEL_DTYPES:
+        return f"the kernels take {', '.join(KERNEL_DTYPES)}, not {problem.dtype}"
+    return "there is nothing to compute" if problem.empty else None
+
+
+def why_slower(problem: MaxSimProblem, device: Device) -> str | None:
+    """Why torch is expected to be faster, from measurements, or None."""
+    if device.architecture != "sm_90":
+        return f"not measured on {device.architecture or device.kind}; FUSEDLAYERS_BACKEND=triton runs the kernels"
+    if problem.dtype == "float32":
+        return "float32 products in IEEE precision do not use the matrix units; torch's kernels are faster"
+    thresholds = FASTER_FROM[problem.training]
+    if thresholds is None:
+        return "not measured yet; FUSEDLAYERS_BACKEND=triton runs the kernels"
+    least, similarities = thresholds[problem.captured], problem.query_tokens * problem.document_tokens
+    if similarities >= least:
+        return None
+    bound = "inside a CUDA graph" if problem.captured else "launched one by one"
+    return f"too small: {similarities:,} similarities, faster than torch from {least:,} on when {bound}"
+
+
+def _splits(programs: int, wanted: int, steps: int, partial_bytes: int) -> int:
+    """At least one; up to ``wanted`` programs, none shorter than pays, and partials within their limit."""
+    return max(1, min(wanted // max(programs, 1), -(-steps // SHORTEST_SPLIT), PARTIALS_LIMIT // max(partial_bytes, 1)))
+
+
+def choose_chunk(problem: MaxSimProblem) -> int:
+    """Documents at once, so that their float32 maxima stay within the limit."""
+    return max(1, min(problem.documents, PARTIALS_LIMIT // (4 * problem.query_tokens)))
+
+
+def _costed(
+    problem: MaxSimProblem, device: Device, path: str, rejected: tuple[tuple[str, str], ...], unsupported: str | None
+) -> MaxSimPlan:
+    p, element = problem, problem.element_bytes
+    product = 2 * p.query_tokens * p.document_tokens * p.K
+    choices = p.documents * p.query_tokens
+    # The queries' gradient adds up the chosen rows alone; torch multiplies with a matrix that is mostly zeros.
+    query_flops = 2 * choices * p.K if path == "fused" else product
+    flops = product + query_flops * p.needs_query_gradient + product * p.needs_document_gradient
+    operand_elements = (p.query_tokens + p.document_tokens) * p.K
+    io_bytes = element * (operand_elements + p.queries * p.documents) * (2 if p.training else 1)
+    io_bytes += element * p.K * p.query_tokens * p.needs_query_gradient
+    io_bytes += element * p.K * p.document_tokens * p.needs_document_gradient
+    ceiling = CEILINGS.get(device.name) if p.dtype in ("float16", "bfloat16") else None
+    options: dict[str, Any] = {}
+    if path == "fused":
+        options = _kernels(problem, device)
+    reason = "the kernels cover the problem and keep no similarities"
+    return MaxSimPlan(
+        problem=problem,
+        path=path,
+        reason=reason if path == "fused" else "no other path is both possible and faster",
+        rejected=rejected,
+        flops=flops,
+        bytes=io_bytes,
+        saved_bytes=(element * operand_elements + (4 if path == "fused" else 8) * choices) if p.training else 0,
+        floor_seconds=None if ceiling is None else max(flops / ceiling[0], io_bytes / ceiling[1]),
+        unsupported=unsupported,
+        **options,
+    )
+
+
+def _kernels(problem: MaxSimProblem, device: Device) -> dict[str, Any]:
+    """Tiles, chunk, splits and workspace of the kernels."""
+    p, processors = problem, device.processors
+    facts = (device.architecture, 8 * p.element_bytes, p.K)
+    forward, gather, one_hot = reduce_config(*facts), gather_config(*facts), one_hot_config(*facts)
+    chunk = choose_chunk(p)
+    maxima = 4 * chunk * p.query_tokens
+    rows, block, programs = forward.block_p, forward.block_r, FORWARD_PROGRAMS
+    if device.pipelined and p.element_bytes == 2:
+        costly = p.training or p.document_layout == "masked"
+        pipelined = pipelined_reduce_config(p.query_tokens, p.document_length, p.K, processors, costly)
+        if pipelined is not None:
+            forward = replace(forward, pipelined=pipelined)
+            rows, block, programs = pipelined.consumers * CONSUMER_ROWS, pipelined.block, 1
+    splits = _splits(
+        chunk * -(-p.query_tokens // rows), programs * processors, -(-p.document_length // block), 2 * maxima
+    )
+    workspace = maxima * (1 if splits == 1 else 1 + splits * (2 if p.training else 1))
+    options: dict[str, Any] = {"forward_tiles": forward, "chunk": chunk, "splits": splits}
+    if p.needs_query_gradient:
+        columns, partial = -(-p.K // gather.block_k), 4 * p.query_tokens * p.K
+        found = _splits(
+            -(-p.query_tokens // gather.block_p) * columns, QUERY_GRADIENT_PROGRAMS * processors,
+            -(-p.documents // gather.documents), partial,
+        )  # fmt: skip
+        options |= {"query_gradient_tiles": gather, "query_gradient_splits": found}
+        workspace = max(workspace, found * partial if found > 1 else 0)
+    if p.needs_document_gradient:
+        columns, partial = -(-p.K // one_hot.block_k), 4 * p.document_tokens * p.K
+        found = _splits(
+            p.documents * -(-p.document_length // one_hot.block_l) * columns, DOCUMENT_GRADIENT_PROGRAMS * processors,
+            -(-p.query_tokens // one_hot.block_p), partial,
+        )  # fmt: skip
+        options |= {"document_gradient_tiles": one_hot, "document_gradient_splits": found}
+        workspace = max(workspace, found * partial if found > 1 else 0)
+    return options | {"workspace_bytes": workspace}

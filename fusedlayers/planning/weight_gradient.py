@@ -1,0 +1,214 @@
+"""How a weight gradient with its bias gradient runs: torch or one kernel, with which tiles and splits, and why."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..kernels.tuning import (
+    PIPELINES,
+    WeightGradientPipeline,
+    WeightGradientTiles,
+    weight_gradient_tiles,
+)
+from .call import COLD, Call, Decision
+from .devices import CEILINGS, DTYPE_BYTES, KERNEL_DTYPES, PARTIALS_LIMIT, Device
+
+# From how many floating-point operations on the kernels were faster than torch on an H200, bfloat16: (launched one by
+# one, inside a CUDA graph); None where they never were, or were not measured. By whether the bias gradient is wanted.
+FASTER_FROM: dict[bool, tuple[int, int] | None] = {True: None, False: None}
+
+# A split shorter than this many row blocks spends more on its partial than on its products.
+SHORTEST_SPLIT = 4
+MOST_SPLITS = 256
+
+# The cost of a pipelined tile on an H200, which the choice among them is made by.
+CLOCK = 1.6e9  # of a processor, Hz, under this load
+PRODUCTS_PER_CYCLE = 2048  # multiply-adds of a processor's matrix unit, in 16 bits
+SHARE_OF_PEAK = 0.92  # that a ring which never runs dry reaches
+BYTES_PER_CYCLE = 44  # that a processor gets out of the L2 cache while all of them ask
+FILL_SECONDS = 1.5e-6  # until the first stage of a program has arrived
+STORE_BYTES_PER_SECOND = 25e9  # of one processor, at the end of a tile, when nothing else is done
+REDUCE_SECONDS = 4e-6  # of the kernel that adds up partials, beside their bytes
+PARTIAL_BYTES_PER_SECOND = 3.5e12  # of reading partials, mostly out of the L2 cache
+
+
+@dataclass(frozen=True)
+class WeightGradientProblem(Call):
+    """One call: ``dW = dyᵀ x`` for dy ``[M, O]`` and x ``[M, K]``, and with ``bias`` the sum of dy over its rows.
+
+    ``training`` says that gradients of dy or x will be asked for: second derivatives of a layer.
+    """
+
+    M: int
+    O: int
+    K: int
+    dtype: str
+    bias: bool = True
+    training: bool = False
+    operation: str = "weight_gradient"
+
+    __hash__ = Call.__hash__
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES.get(self.dtype, 4)
+
+    @property
+    def empty(self) -> bool:
+        return 0 in (self.M, self.O, self.K)
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.M * self.O * self.K
+
+    @property
+    def partial_bytes(self) -> int:
+        """Float32 gradients of one split."""
+        return 4 * (self.O * self.K + self.O * self.bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightGradientPlan(Decision):
+    """The path is "fused" or "torch"."""
+
+    tiles: WeightGradientTiles | None = None
+    pipeline: WeightGradientPipeline | None = None  # what runs instead, where the operands lie as its copies need them
+    splits: int = 1
+
+
+def plan(problem: WeightGradientProblem, device: Device, backend: str = "auto") -> WeightGradientPlan:
+    """The path that runs ``problem`` on ``device``."""
+    unsupported = why_unsupported(problem, device)
+    fused = unsupported
+    if fused is None and backend == "torch":
+        fused = "the backend is set to torch"
+    if fused is None and backend == "auto":
+        fused = why_slower(problem, device)
+    if fused is None and backend == "auto" and problem.cold:
+        fused = COLD
+    element = problem.element_bytes
+    io_bytes = element * (problem.M * (problem.O + problem.K) + problem.O * (problem.K + problem.bias))
+    ceiling = CEILINGS.get(device.name) if problem.dtype in ("float16", "bfloat16") else None
+    options: dict[str, Any] = {
+        "flops": problem.flops,
+        "bytes": io_bytes,
+        "saved_bytes": element * problem.M * (problem.O + problem.K) if problem.training else 0,
+        "floor_seconds": None if ceiling is None else max(problem.flops / ceiling[0], io_bytes / ceiling[1]),
+    }
+    if fused is not None:
+        reason = "no other path is both possible and faster"
+        return WeightGradientPlan(
+            problem=problem,
+            path="torch",
+            reason=reason,
+            rejected=(("fused", fused),),
+            unsupported=unsupported,
+            **options,
+        )  # fmt: skip
+    tiles = weight_gradient_tiles(device.architecture, 8 * element)
+    pipeline = None
+    if device.pipelined and element == 2:
+        pipeline, splits = choose_pipeline(problem, device.processors)
+    else:
+        splits = choose_splits(problem, device, tiles)
+    return WeightGradientPlan(
+        problem=problem,
+        path="fused",
+        reason="one kernel reads dy once, for both gradients" if problem.bias else "the kernel covers the problem",
+        rejected=(("torch", "the kernels cover the problem"),),
+        tiles=tiles,
+        pipeline=pipeline,
+        splits=splits,
+        workspace_bytes=splits * problem.partial_bytes if splits > 1 else 0,
+        unsupported=unsupported,
+        **options,
+    )
+
+
+def why_unsupported(problem: WeightGradientProblem, device: Device) -> str | None:
+    """Why the kernels cannot run this problem, or None."""
+    if not device.triton:
+        return "Triton is not installed" if device.kind == "cuda" else f"no Triton kernels on device type {device.kind}"
+    if problem.subclass:
+        return f"an operand is a {problem.subclass}, which only torch's own operations understand"
+    if problem.dtype not in KERNEL_DTYPES:
+        return f"the kernels take {', '.join(KERNEL_DTYPES)}, not {problem.dtype}"
+    if problem.empty:
+        return "there is nothing to compute"
+    return None
+
+
+def why_slower(problem: WeightGradientProblem, device: Device) -> str | None:
+    """Why torch is expected to be faster, from measurements, or None."""
+    if device.architecture != "sm_90":
+        return f"not measured on {device.architecture or device.kind}; FUSEDLAYERS_BACKEND=triton runs the kernels"
+    if problem.dtype == "float32":
+        return "float32 products in IEEE precision do not use the matrix units; torch's kernels are faster"
+    least = FASTER_FROM[problem.bias] if device.pipelined else None
+    if least is None:
+        return "torch was as fast or faster" + ("" if problem.bias else " where only dW is wanted")
+    if problem.flops >= least[problem.captured]:
+        return None
+    bound = "inside a CUDA graph" if problem.captured else "launched one by one"
+    return f"too small: {problem.flops:,} FLOPs, faster than torch from {least[problem.captured]:,} on when {bound}"
+
+
+def choose_splits(problem: WeightGradientProblem, device: Device, tiles: WeightGradientTiles) -> int:
+    """Row ranges of the portable kernel: enough programs for every processor, bounded partials."""
+    programs = -(-problem.O // tiles.block_o) * -(-problem.K // tiles.block_k)
+    # The accumulators take most of the registers: one program of 8 warps, or two of 4, fit on a processor.
+    resident = device.processors * 8 // tiles.num_warps
+    return max(1, min(resident // programs, most_splits(problem, tiles.block_m)))
+
+
+def choose_pipeline(problem: WeightGradientProblem, processors: int) -> tuple[WeightGradientPipeline, int]:
+    """The tile and the number of row ranges that are expected to take least time."""
+    choices = [
+        (pipelined_seconds(problem, pipeline, splits, processors), pipeline, splits)
+        for pipeline in PIPELINES
+        for splits in sorted(candidate_splits(problem, pipeline, processors))
+    ]
+    _, pipeline, splits = min(choices, key=lambda choice: choice[0])
+    return replace(pipeline, programs=processors), splits
+
+
+def candidate_splits(problem: WeightGradientProblem, pipeline: WeightGradientPipeline, processors: int) -> set[int]:
+    """None, and those at which one more split would need one more wave of programs, up to four waves."""
+    most = most_splits(problem, pipeline.rows)
+    tiles = tile_count(problem, pipeline)
+    return {1} | {min(waves * processors // tiles, most) for waves in range(1, 5) if waves * processors >= tiles}
+
+
+def most_splits(problem: WeightGradientProblem, row_block: int) -> int:
+    """None shorter than pays, and partials within their limit."""
+    longest = -(-problem.M // (row_block * SHORTEST_SPLIT))
+    return max(1, min(longest, MOST_SPLITS, PARTIALS_LIMIT // problem.partial_bytes))
+
+
+def tile_count(problem: WeightGradientProblem, pipeline: WeightGradientPipeline) -> int:
+    """Tiles of dW."""
+    units, columns = pipeline.tile
+    return -(-problem.O // units) * -(-problem.K // columns)
+
+
+def pipelined_seconds(
+    problem: WeightGradientProblem, pipeline: WeightGradientPipeline, splits: int, processors: int
+) -> float:
+    """What the pipelined kernel, and the sum of its partials, are expected to take: waves of programs × their work.
+
+    A wave is as slow as the matrix units, the L2 cache or the memory allow, and ends with a store.
+    """
+    units, columns = pipeline.tile
+    programs = tile_count(problem, pipeline) * splits
+    waves = -(-programs // processors)
+    blocks = math.ceil(math.ceil(problem.M / pipeline.rows) / splits)
+    products = units * columns * pipeline.rows / (PRODUCTS_PER_CYCLE * SHARE_OF_PEAK)
+    loads = 2 * (units + columns) * pipeline.rows / BYTES_PER_CYCLE
+    on_chip = waves * blocks * max(products, loads) / CLOCK
+    # Every wave that starts anew reads both sides again, at worst.
+    memory = 2 * problem.M * (problem.O + problem.K) / CEILINGS["NVIDIA H200"][1]
+    stored = units * columns * (4 if splits > 1 else 2)
+    seconds = max(on_chip, memory) + FILL_SECONDS + waves * stored / STORE_BYTES_PER_SECOND
+    if splits > 1:
+        seconds += REDUCE_SECONDS + splits * problem.partial_bytes / PARTIAL_BYTES_PER_SECOND
+    return seconds

@@ -1,0 +1,22 @@
+"""Late interaction of all pairs of queries and documents, forward and backward, without the similarities.
+
+    best[e,p]    = max_j queries[p] · documents[e,j],  chosen[e,p] the first such j     kernels/gemm_reduce
+    scores[q,e]  = Σ_p best[e,p] over the tokens p of query q                           scores.py
+    dqueries[p]  = Σ_e g[q(p),e] documents[e, chosen[e,p]]                              query_gradient.py
+    ddocuments[e,j] = Σ_p (chosen[e,p] = j) g[q(p),e] queries[p]                        document_gradient.py
+
+Letters: P tokens of all Q queries behind one another, queries [P, d]; D documents, [D, L, d] or packed [T, d] with
+offsets [D + 1]; g [Q, D] is the upstream gradient, q(p) the query of token p. Masks say which tokens take part: what a
+mask leaves out is never part of a result, whatever it holds.
+
+The first maximum has documents as its batch and all query tokens as its kept rows, so that a tile of tokens is full
+however short a query is. ``best`` (float32) lives for a bounded number of documents at once; ``chosen`` (int32) is all
+that training keeps. Everything is summed in float32 in a fixed order and rounded once.
+"""
+
+from .document_gradient import document_gradient
+from .forward import forward
+from .operands import MaxSimOperands
+from .query_gradient import query_gradient
+
+__all__ = ["MaxSimOperands", "document_gradient", "forward", "query_gradient"]

@@ -1,0 +1,93 @@
+"""What a call of these kernels is made of: its tensors, and which tokens and documents count."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..device import tl, triton
+
+
+@triton.jit
+def token_weights(
+    upstream_ptr, token_queries_ptr, query_mask_ptr, tokens, document, stride_gq, stride_gd, stride_mask, LQ, P,
+):  # fmt: skip
+    """(g of each token's query and one document, which tokens take part); the first is 0 where they do not."""
+    takes_part = tokens < P
+    if query_mask_ptr is not None:
+        takes_part &= tl.load(query_mask_ptr + tokens.to(tl.int64) * stride_mask, mask=takes_part, other=0) != 0
+    if token_queries_ptr is not None:
+        queries = tl.load(token_queries_ptr + tokens, mask=takes_part, other=0).to(tl.int64)
+    else:
+        queries = (tokens // LQ).to(tl.int64)
+    at = upstream_ptr + queries * stride_gq + document * stride_gd
+    return tl.load(at, mask=takes_part, other=0.0), takes_part
+
+
+@dataclass(frozen=True)
+class MaxSimOperands:
+    """The tensors of one call, checked.
+
+    queries ``[P, d]`` of any strides: ``query_length`` tokens of each query, or packed with the offsets
+    ``query_offsets``. documents ``[D, L, d]``, or packed ``[T, d]`` with ``document_offsets``. query_mask bool ``[P]``,
+    document_mask bool ``[D, L]``.
+    """
+
+    queries: torch.Tensor
+    documents: torch.Tensor
+    query_length: int
+    query_mask: torch.Tensor | None
+    document_mask: torch.Tensor | None
+    query_offsets: torch.Tensor | None
+    document_offsets: torch.Tensor | None
+    input_precision: str
+
+    @property
+    def query_count(self) -> int:
+        if self.query_offsets is not None:
+            return self.query_offsets.shape[0] - 1
+        return self.queries.shape[0] // self.query_length
+
+    @property
+    def document_count(self) -> int:
+        offsets = self.document_offsets
+        return self.documents.shape[0] if offsets is None else offsets.shape[0] - 1
+
+    def chunk(self, first: int, count: int) -> "MaxSimOperands":
+        """The same queries and ``count`` documents from ``first`` on."""
+        if self.document_offsets is not None:
+            documents, mask, offsets = self.documents, None, self.document_offsets[first : first + count + 1]
+        else:
+            documents, offsets = self.documents[first : first + count], None
+            mask = None if self.document_mask is None else self.document_mask[first : first + count]
+        return MaxSimOperands(
+            self.queries, documents, self.query_length, self.query_mask, mask, self.query_offsets, offsets,
+            self.input_precision,
+        )  # fmt: skip
+
+    def token_queries(self) -> torch.Tensor | None:
+        """The query of each token, int64 ``[P]``, where a division does not tell."""
+        if self.query_offsets is None:
+            return None
+        tokens = torch.arange(self.queries.shape[0], device=self.queries.device, dtype=self.query_offsets.dtype)
+        return torch.searchsorted(self.query_offsets.contiguous(), tokens, right=True) - 1
+
+    def answering(self) -> torch.Tensor | None:
+        """Which documents have a token that takes part, uint8 ``[D]``; None for all."""
+        if self.document_offsets is not None:
+            return (self.document_offsets.diff() > 0).view(torch.uint8)
+        return None if self.document_mask is None else self.document_mask.any(1).view(torch.uint8)
+
+    def document_strides(self) -> tuple[int, ...]:
+        """Strides of a document, a token and a dimension; packed documents start where their offsets say."""
+        documents = self.documents
+        return (0, *documents.stride()) if self.document_offsets is not None else documents.stride()
+
+
+def as_bytes(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """A boolean mask as the bytes it is made of."""
+    return None if mask is None else mask.view(torch.uint8)
+
+
+def stride(vector: torch.Tensor | None) -> int:
+    """Of a vector, 0 where there is none."""
+    return 0 if vector is None else vector.stride(0)

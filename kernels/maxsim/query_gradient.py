@@ -1,0 +1,79 @@
+"""The gradient of the queries: for each token a sum over all documents of the token that was chosen there."""
+
+import torch
+
+from ..device import tl, triton
+from ..launching import launch
+from ..partials import summed_over_splits
+from ..tuning import GatherConfig
+from .operands import MaxSimOperands, as_bytes, stride, token_weights
+
+
+@triton.jit(do_not_specialize=["stride_gq", "stride_gd", "stride_split", "D", "P", "LQ", "splits"])
+def _query_gradient_kernel(
+    documents_ptr, chosen_ptr, upstream_ptr, token_queries_ptr, query_mask_ptr, offsets_ptr, answering_ptr, out_ptr,
+    stride_de, stride_dl, stride_dk,
+    stride_mask, stride_offsets,
+    stride_gq, stride_gd, stride_split, D, P, LQ, splits,
+    K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    split = program % splits
+    COLUMNS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    cols = (program // splits % COLUMNS) * BLOCK_K + tl.arange(0, BLOCK_K)
+    tokens = (program // splits // COLUMNS) * BLOCK_P + tl.arange(0, BLOCK_P)
+    split_documents = tl.cdiv(tl.cdiv(D, DOCUMENTS), splits) * DOCUMENTS
+    first = split.to(tl.int64) * split_documents
+    end = tl.minimum(first + split_documents, D)
+    acc = tl.zeros([BLOCK_P, BLOCK_K], tl.float32)
+    for start in tl.range(0, (end - first).to(tl.int32), DOCUMENTS):
+        # Several documents in one step: each waits for its indices, and then for its rows.
+        for step in tl.static_range(DOCUMENTS):
+            document = first + (start + step)
+            there = document < end
+            # Past the end the last document is loaded again, and counts 0.
+            document = tl.minimum(document, end - 1)
+            weight, taking = token_weights(
+                upstream_ptr, token_queries_ptr, query_mask_ptr, tokens, document, stride_gq, stride_gd, stride_mask,
+                LQ, P,
+            )  # fmt: skip
+            taking &= there
+            if answering_ptr is not None:
+                taking &= tl.load(answering_ptr + document) != 0
+            rows = tl.load(chosen_ptr + document * P + tokens, mask=taking, other=0).to(tl.int64)
+            if offsets_ptr is not None:
+                rows += tl.load(offsets_ptr + document * stride_offsets).to(tl.int64)
+            at = documents_ptr + document * stride_de + rows[:, None] * stride_dl
+            inside = taking[:, None] & (cols < K)[None, :]
+            tile = tl.load(at + cols.to(tl.int64)[None, :] * stride_dk, mask=inside, other=0.0).to(tl.float32)
+            acc += tl.where(taking, weight.to(tl.float32), 0.0)[:, None] * tile
+    out = tokens.to(tl.int64)[:, None] * K + cols[None, :] + split.to(tl.int64) * stride_split
+    tl.store(out_ptr + out, acc.to(out_ptr.dtype.element_ty), mask=(tokens < P)[:, None] & (cols < K)[None, :])
+
+
+def query_gradient(
+    operands: MaxSimOperands, chosen: torch.Tensor, upstream: torch.Tensor, splits: int, tiles: GatherConfig
+) -> torch.Tensor:
+    """``[P, d]``, contiguous, from the chosen tokens ``[D, P]`` and the gradient ``[Q, D]`` of the scores."""
+    tokens, width = operands.queries.shape
+    documents = operands.document_count
+    blocks = triton.cdiv(tokens, tiles.block_p) * triton.cdiv(width, tiles.block_k)
+
+    def fill(targets: list[torch.Tensor | None], split_size: int) -> None:
+        launch(
+            _query_gradient_kernel,
+            blocks * splits,
+            (
+                operands.documents, chosen, upstream, operands.token_queries(), as_bytes(operands.query_mask),
+                operands.document_offsets, operands.answering(), *targets,
+            ),
+            (*operands.document_strides(), stride(operands.query_mask), stride(operands.document_offsets)),
+            (*upstream.stride(), split_size, documents, tokens, operands.query_length, splits),
+            (width, tiles.block_p, tiles.block_k, tiles.documents),
+            tiles.num_warps,
+            1,
+        )  # fmt: skip
+
+    (found,) = summed_over_splits(operands.queries, [(tokens, width)], splits, fill)
+    assert found is not None
+    return found

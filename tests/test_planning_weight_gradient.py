@@ -1,0 +1,141 @@
+"""Which path a weight gradient takes, with which tiles and splits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from fusedlayers.kernels.tuning import PIPELINES, SHARED_MEMORY
+from fusedlayers.kernels.tuning.limits import BARRIER_BYTES
+from fusedlayers.planning import Device, WeightGradientPlan, WeightGradientProblem, plan, weight_gradient
+from fusedlayers.planning.devices import PARTIALS_LIMIT
+from fusedlayers.planning.weight_gradient import choose_pipeline, pipelined_seconds, tile_count
+
+H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
+A100 = Device("cuda", "NVIDIA A100", "sm_80", processors=108, triton=True)
+CPU = Device("cpu", "cpu")
+LARGE = WeightGradientProblem(M=65_536, O=1024, K=256, dtype="bfloat16")
+PUBLISHED = [(8192, 4096, 1024), (65536, 1024, 256), (131072, 512, 128), (131072, 256, 256), (16384, 4096, 4096)]
+
+
+def problem(M: int, O: int, K: int) -> WeightGradientProblem:
+    return WeightGradientProblem(M=M, O=O, K=K, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("change", "device", "words"),
+    [
+        ({}, replace(H200, triton=False), "Triton is not installed"),
+        ({}, CPU, "no Triton kernels on device type cpu"),
+        ({"dtype": "float64"}, H200, "the kernels take float16, bfloat16, float32, not float64"),
+        ({"subclass": "DTensor"}, H200, "an operand is a DTensor"),
+        ({"M": 0}, H200, "there is nothing to compute"),
+        ({"O": 0}, H200, "there is nothing to compute"),
+    ],
+)
+def test_what_the_kernels_do_not_take(change: dict[str, object], device: Device, words: str) -> None:
+    made = plan(replace(LARGE, **change), device, "triton")
+    assert made.path == "torch"
+    assert words in dict(made.rejected)["fused"] == made.unsupported
+    assert (made.tiles, made.pipeline, made.splits, made.workspace_bytes) == (None, None, 1, 0)
+
+
+def test_auto_mode_takes_what_was_measured_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(weight_gradient.FASTER_FROM, True, (2**34, 2**30))
+    monkeypatch.setitem(weight_gradient.FASTER_FROM, False, None)
+    assert LARGE.flops > 2**34
+    assert plan(LARGE, H200).path == "fused"
+    small = replace(LARGE, M=8192)
+    assert 2**30 < small.flops < 2**34
+    assert "too small: 4,294,967,296 FLOPs, faster than torch from 17,179,869,184 on" in why(plan(small, H200))
+    assert plan(replace(small, captured=True), H200).path == "fused"
+    assert "capture" in why(plan(replace(small, captured=True, cold=True), H200))
+    assert "where only dW is wanted" in why(plan(replace(LARGE, bias=False), H200))
+    assert "torch was as fast or faster" in why(plan(LARGE, replace(H200, pipelined=False)))
+    assert "not measured on sm_80" in why(plan(LARGE, A100))
+    assert "float32 products" in why(plan(replace(LARGE, dtype="float32"), H200))
+    assert why(plan(LARGE, H200, "torch")) == "the backend is set to torch"
+    for unlike in (A100, replace(H200, pipelined=False)):
+        assert plan(LARGE, unlike, "triton").path == "fused"
+
+
+def why(made: WeightGradientPlan) -> str:
+    assert made.path == "torch"
+    return dict(made.rejected)["fused"]
+
+
+def test_costs() -> None:
+    made = plan(LARGE, H200, "triton")
+    assert made.flops == 2 * 65_536 * 1024 * 256
+    assert made.bytes == 2 * (65_536 * (1024 + 256) + 1024 * 257)
+    assert made.saved_bytes == 0
+    assert made.workspace_bytes == made.splits * 4 * 1024 * 257
+    assert made.floor_seconds == pytest.approx(made.flops / 790e12)
+    assert plan(replace(LARGE, training=True), H200, "triton").saved_bytes == 2 * 65_536 * (1024 + 256)
+    assert plan(replace(LARGE, bias=False), H200, "triton").bytes == 2 * (65_536 * (1024 + 256) + 1024 * 256)
+
+
+@pytest.mark.parametrize("sizes", PUBLISHED, ids=str)
+def test_published_shapes_fill_the_device(sizes: tuple[int, int, int]) -> None:
+    """One wave of programs, or so many that the last one is nearly full."""
+    made = plan(problem(*sizes), H200, "triton")
+    assert made.pipeline is not None
+    programs = tile_count(made.problem, made.pipeline) * made.splits
+    assert programs / (132 * math.ceil(programs / 132)) > 0.95
+    assert made.pipeline.programs == 132
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tile", "splits"),
+    [
+        # The larger tile where products decide, the one with the smaller partials where memory does.
+        ((8192, 4096, 1024), (128, 256), 1),
+        ((65536, 1024, 256), (128, 256), 16),
+        ((65536, 2048, 384), (256, 128), 11),
+        ((131072, 512, 128), (128, 128), 33),
+        ((100, 8, 8), (128, 128), 1),
+    ],
+    ids=str,
+)
+def test_the_choice_of_tile_and_splits(sizes: tuple[int, int, int], tile: tuple[int, int], splits: int) -> None:
+    pipeline, chosen = choose_pipeline(problem(*sizes), 132)
+    assert (pipeline.tile, chosen) == (tile, splits)
+
+
+def test_the_expected_time_grows_with_waves_and_with_splits() -> None:
+    large = PIPELINES[0]
+    one_wave = pipelined_seconds(problem(65_536, 128 * 132, 256), large, 1, 132)
+    two_waves = pipelined_seconds(problem(65_536, 128 * 133, 256), large, 1, 132)
+    assert 1.9 * one_wave < two_waves < 2.1 * one_wave
+    # 8 tiles: 17 splits need a second wave.
+    times = [pipelined_seconds(LARGE, large, splits, 132) for splits in (1, 2, 8, 16)]
+    assert times == sorted(times, reverse=True)
+    assert pipelined_seconds(LARGE, large, 17, 132) > times[-1]
+
+
+@pytest.mark.parametrize("device", [H200, replace(H200, pipelined=False), A100], ids=["pipelined", "sm_90", "sm_80"])
+def test_splits_and_partials_are_bounded(device: Device) -> None:
+    for M in (1, 63, 64, 257, 4096, 2**20, 2**26):
+        for O in (1, 8, 129, 1000, 4096, 2**15):
+            for K in (8, 256, 2**13):
+                made = plan(problem(M, O, K), device, "triton")
+                assert made.splits >= 1
+                assert made.workspace_bytes <= PARTIALS_LIMIT == 128 * 2**20
+                assert made.splits == 1 or made.splits <= math.ceil(M / 128)
+
+
+def test_rings_fit_in_shared_memory() -> None:
+    for pipeline in PIPELINES:
+        units, columns = pipeline.tile
+        ring = 2 * pipeline.stages * pipeline.rows * (units + columns)
+        assert ring + BARRIER_BYTES + 16 * 1024 <= SHARED_MEMORY
+        assert units * columns // (128 * pipeline.consumers) <= 128, "registers of a consumer's sums"
+
+
+def test_float32_takes_the_portable_kernel() -> None:
+    made = plan(replace(LARGE, dtype="float32"), H200, "triton")
+    assert made.path == "fused"
+    assert made.pipeline is None
+    assert made.tiles.block_o == 32
