@@ -107,7 +107,8 @@ def _hardware_tanh(z):
 
 
 @triton.jit
-def _exact_exp(z):
+def exact_exp(z):
+    """The exponential to the last bits of float32; -inf comes out as no more than the smallest of its numbers."""
     # The compiled exponential rounds z log2(e), an error that grows with z: take whole powers of two out first.
     z = tl.where(z < -104.0, -104.0, tl.where(z > 90.0, 90.0, z))
     power = tl.floor(z * _LOG2_E + 0.5)
@@ -121,7 +122,7 @@ def _sigmoid(z, ACCURACY: tl.constexpr):
     elif ACCURACY == "half":
         return 1.0 / (1.0 + tl.exp(-z))
     else:
-        return tl.div_rn(tl.full(z.shape, 1.0, z.dtype), 1.0 + _exact_exp(-z))
+        return tl.div_rn(tl.full(z.shape, 1.0, z.dtype), 1.0 + exact_exp(-z))
 
 
 @triton.jit
@@ -137,7 +138,7 @@ def _tanh(z, ACCURACY: tl.constexpr):
         series = 2.0 / 15.0 + square * series
         series = -1.0 / 3.0 + square * series
         near = z + z * square * series
-        decay = _exact_exp(-2.0 * tl.abs(z))
+        decay = exact_exp(-2.0 * tl.abs(z))
         # Close to 1 the distance from it has the smaller error, which the slope 1 - tanh² shows.
         distant = tl.abs(z) > 1.0
         quotient = tl.div_rn(tl.where(distant, 2.0 * decay, 1.0 - decay), 1.0 + decay)
@@ -206,7 +207,7 @@ def activate(z, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):
         tl.static_assert(ACTIVATION == "gelu", "activate() has no such activation")
         if ACCURACY == "exact":
             cdf = 0.5 * (1.0 + tl.erf(z * _INVERSE_SQRT_2))
-            density = _exact_exp(-0.5 * z * z) * _INVERSE_SQRT_2PI
+            density = exact_exp(-0.5 * z * z) * _INVERSE_SQRT_2PI
             return z * cdf, cdf + z * density
         else:
             # Φ(z) = σ(2 z p(z²)): p fitted to Φ and to the slope of z Φ(z) on |z| <= 6, beyond which Φ is 0 or 1 here.

@@ -105,7 +105,7 @@ def test_float64_and_its_derivatives(op: str, dim: int) -> None:
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_second_derivatives_of_the_kernels_result(op: str) -> None:
     inputs = reduce_inputs(7, 9, 4, bias=True)
-    dy = upstream(torch.empty(2, 9))
+    dy = upstream(torch.empty(2, 9, device=DEVICE))
     lengths = torch.tensor([5, 7], device=DEVICE)
 
     def second(call: Any, tensors: Tensors, dy: Tensor) -> dict[str, Tensor | None]:

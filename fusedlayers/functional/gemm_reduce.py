@@ -175,6 +175,9 @@ def _forward(
     plan, op = reduction.plan, reduction.arithmetic.op
     assert plan.forward_tiles is not None
     exact = saving and op == "logsumexp"  # its gradient is a share of the sum: of the sum before it is rounded
+    shares = None
+    if exact and kept.dtype == torch.float32:
+        shares = torch.empty(2, batch, rows, dtype=torch.float32, device=kept.device)
     d, index = kernels.reduce(
         operands,
         indices=reduction.indices or (saving and op in INDEXED),
@@ -183,9 +186,11 @@ def _forward(
         tiles=plan.forward_tiles,
         atomic=plan.problem.atomic,
         product=product,
+        shares=shares,
     )
     wide = index.to(torch.int64) if index is not None and reduction.indices else None
-    return d.to(kept.dtype), wide, product, d if exact else index
+    saved = d if exact else index
+    return d.to(kept.dtype), wide, product, saved if shares is None else shares
 
 
 class GemmReduceFunction(torch.autograd.Function):
@@ -256,6 +261,9 @@ def _gradients(
     if arithmetic.op == "mean":
         counts = operands.counts().unsqueeze(-1)
         g = torch.where(counts > 0, g / counts, 0.0)
+    elif arithmetic.op == "logsumexp" and saved.dim() == 3:
+        saved, exponentials = saved
+        g = g / exponentials
     d_kept = d_reduced = kept_sums = reduced_sums = None
     if arithmetic.op in INDEXED:
         g, d_kept = kernels.route(operands, g, saved, kept_gradient=of_kept)

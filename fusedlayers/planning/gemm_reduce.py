@@ -44,6 +44,11 @@ REDUCE_FASTER_FROM: dict[tuple[str, bool], _Rows] = {
 }  # fmt: skip
 
 
+# Activations that fall before they rise: around their minimum values lie so close together that small errors choose
+# which element is the least, and with it where the gradient goes.
+_FALLING = ("gelu", "gelu_tanh", "silu", "quick_gelu")
+
+
 @dataclass(frozen=True)
 class ReduceProblem(Call):
     """One call ``D[z,p] = ⊕_r act(kept[z,p] · reduced[z,r] + bias)``, and which gradients will be asked for.
@@ -223,6 +228,12 @@ def choose_reduced_splits(problem: ReduceProblem, device: Device, tiles: ReduceC
     return max(1, min(device.processors * resident // programs, most, PARTIALS_LIMIT // partials))
 
 
+def choose_accuracy(problem: ReduceProblem) -> str:
+    """How closely activations and exponentials are computed."""
+    chosen_by_errors = problem.op == "min" and problem.activation in _FALLING
+    return "exact" if problem.dtype == "float32" or chosen_by_errors else "half"
+
+
 def _flops(problem: ReduceProblem, path: str) -> int:
     """Floating-point operations of forward and backward."""
     product = 2 * problem.batch * problem.kept * problem.reduced * problem.K
@@ -250,7 +261,9 @@ def _costed(
     saved = 0
     if problem.training:
         moved += 2 * operands + result
-        saved = operands + (4 * problem.batch * problem.kept if path == "fused" and not problem.linear else 0)
+        # An index or a logarithm; of a float32 logsumexp the two numbers that it is made of.
+        number = 8 if problem.op == "logsumexp" and problem.dtype == "float32" else 4
+        saved = operands + (number * problem.batch * problem.kept if path == "fused" and not problem.linear else 0)
         saved += product * (path == "torch" and (not problem.linear or problem.masked))
     flops = _flops(problem, path)
     ceiling = CEILINGS.get(device.name)
@@ -267,7 +280,7 @@ def _costed(
             "forward_tiles": tiles,
             "gradient_tiles": reduce_gradient_config(device.architecture, bits, problem.K, problem.indexed),
             "splits": splits,
-            "accuracy": "exact" if problem.dtype == "float32" else "half",
+            "accuracy": choose_accuracy(problem),
             "workspace_bytes": splits * partials * problem.batch * problem.kept
             if splits > 1 and not problem.atomic
             else 0,

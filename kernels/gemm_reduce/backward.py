@@ -22,7 +22,7 @@ from ..launching import launch
 from ..tiles import add_product, product, store_tile
 from ..tuning import ReduceConfig
 from . import pipelined
-from .operands import ReduceOperands, add_biases, entry_rows, load_block, scores
+from .operands import ReduceOperands, add_biases, entry_rows, exponential, load_block, scores
 
 _ROUTED = 32  # kept rows of a program of the first kernel
 
@@ -131,6 +131,7 @@ def _weighted_kernel(
         end = tl.where(row_start < taking_rows, P, 0)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_K], tl.float32)
     sums = tl.zeros([BLOCK_ROWS], tl.float32)
+    lost = tl.zeros([BLOCK_ROWS], tl.float32)
     if K <= BLOCK_K and OP != "index":
         row_tile = load_block(row_ptr, rows, out_cols, stride_row, stride_row_k, row_limit, K, EVEN_ROWS, K == BLOCK_K)
     for start in tl.range(0, end, BLOCK_COLS):
@@ -162,7 +163,7 @@ def _weighted_kernel(
                     result = row_result
                 else:
                     result = tl.load(result_ptr + batch * P + cols, mask=cols < P, other=0.0)[None, :]
-                w = weight * tl.exp(c - result)
+                w = weight * exponential(c - result, ACCURACY)
             elif OP == "sumsq":
                 w = weight * (2.0 * c)
             else:
@@ -179,7 +180,16 @@ def _weighted_kernel(
             if not EVEN_COLS:
                 w = tl.where((cols < col_limit)[None, :], w, 0.0)
         if sums_ptr is not None:
-            sums += tl.sum(w, 1)
+            if ACCURACY == "exact":
+                # What an addition rounds away is part of the next term (Kahan's summation), as torch loses little too.
+                term = tl.sum(w, 1) - lost
+                longer = sums + term
+                lost = (longer - sums) - term
+                # Infinities leave no remainder: it would be NaN.
+                lost = tl.where(tl.abs(longer) < float("inf"), lost, 0.0)
+                sums = longer
+            else:
+                sums += tl.sum(w, 1)
         if d_rows_ptr is not None:
             acc = add_product(acc, w.to(col_tile.dtype), col_tile, zero, INPUT_PRECISION)
     if KEPT:
@@ -236,8 +246,8 @@ def kept_gradient(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """For sum, mean, sumsq and logsumexp: (d_kept ``[Z, P, K]``, Σ_r W float32 ``[Z, P]``), each if asked for.
 
-    g is float32 ``[Z, P]``, already divided by the counts for mean; result is D in float32, for logsumexp. Both are
-    contiguous.
+    g is float32 ``[Z, P]``, already divided by the counts for mean; result is D in float32, for logsumexp, or the
+    first half of the shares of :func:`reduce`, where g is already divided by the second. Both are contiguous.
     """
     return _weighted(operands, True, operands.arithmetic.op, g, None, result, matrix, bias, tiles)
 

@@ -8,7 +8,7 @@ from ..launching import launch
 from ..tiles import store_tile
 from ..tuning import ReduceConfig
 from . import pipelined
-from .operands import ReduceOperands, add_biases, entry_rows, scores
+from .operands import ReduceOperands, add_biases, entry_rows, exponential, scores
 
 _COMBINED = 128  # elements of the result that one program combines from their partials
 
@@ -102,7 +102,8 @@ def _reduce_kernel(
             if LOGARITHM:
                 larger = _larger(best, value)
                 shift = _finite(larger)
-                total = total * tl.exp(best - shift) + tl.sum(tl.exp(c - shift[:, None]), 1)
+                exponentials = exponential(c - shift[:, None], ACCURACY)
+                total = total * exponential(best - shift, ACCURACY) + tl.sum(exponentials, 1)
                 best = larger
             else:
                 if index_ptr is not None:
@@ -138,9 +139,9 @@ def _reduce_kernel(
 
 @triton.jit(do_not_specialize=["P", "total", "splits"])
 def _combine_kernel(
-    values_ptr, index_ptr, sums_ptr, counts_ptr, out_ptr, out_index_ptr,
+    values_ptr, index_ptr, sums_ptr, counts_ptr, out_ptr, out_index_ptr, shares_ptr,
     P, total, splits,
-    OP: tl.constexpr, BLOCK: tl.constexpr,
+    OP: tl.constexpr, BLOCK: tl.constexpr, ACCURACY: tl.constexpr,
 ):  # fmt: skip
     # Partials lie as [splits, total]: one split after the other, always in the same order.
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -162,7 +163,8 @@ def _combine_kernel(
             if OP == "logsumexp":
                 shift = _finite(larger)
                 more = tl.load(sums_ptr + here, mask=inside, other=0.0)
-                exponentials = exponentials * tl.exp(result - shift) + more * tl.exp(value - shift)
+                exponentials = exponentials * exponential(result - shift, ACCURACY)
+                exponentials += more * exponential(value - shift, ACCURACY)
             if index_ptr is not None:
                 other = tl.load(index_ptr + here, mask=inside, other=0)
                 index = tl.where(_wins(value, result), other, index)
@@ -172,7 +174,15 @@ def _combine_kernel(
     elif OP == "min":
         result = -result
     elif OP == "logsumexp":
-        result = _finite(result) + tl.log(exponentials)
+        if shares_ptr is not None:
+            # Where D is not finite neither are the shares, in the way of exp(C - D).
+            largest = result
+            result = _finite(result) + tl.log(exponentials)
+            finite = tl.abs(result) < float("inf")
+            tl.store(shares_ptr + at, tl.where(finite, largest, result), mask=inside)
+            tl.store(shares_ptr + total + at, tl.where(finite, exponentials, 1.0), mask=inside)
+        else:
+            result = _finite(result) + tl.log(exponentials)
     tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=inside)
     if index_ptr is not None:
         tl.store(out_index_ptr + at, index, mask=inside)
@@ -187,19 +197,21 @@ def reduce(
     tiles: ReduceConfig,
     atomic: bool = False,
     product: torch.Tensor | None = None,
+    shares: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(values ``[Z, P]`` in ``out_dtype``, int32 indices ``[Z, P]`` if asked for), both contiguous.
 
     An index counts from the first row of its entry, taking part or not; where none takes part it is 0.
 
     ``atomic`` adds the float32 sums of the splits in whatever order they arrive. ``product``, ``[Z, P, R]`` of any
-    strides, is filled with C.
+    strides, is filled with C. ``shares``, float32 ``[2, Z, P]``, is filled with the largest C and the sum of
+    exponentials relative to it, of which D is the logarithm before it is rounded: for logsumexp.
     """
     batch, kept, reduced, width = operands.sizes()
     arithmetic = operands.arithmetic
     device = operands.kept.device
     shape, count = (batch, kept), batch * kept
-    partial = splits > 1 and not atomic
+    partial = shares is not None or (splits > 1 and not atomic)
     counts = operands.counts() if arithmetic.op == "mean" else None
     found = torch.empty(shape, dtype=torch.int32, device=device) if indices else None
     if atomic:
@@ -211,14 +223,14 @@ def reduce(
         target = torch.empty(splits, *shape, dtype=torch.float32, device=device)
         target_index = torch.empty(splits, *shape, dtype=torch.int32, device=device) if indices else None
         sums = torch.empty_like(target) if arithmetic.op == "logsumexp" else None
-    if tiles.pipelined is not None and product is None and not atomic:
+    if tiles.pipelined is not None and product is None and not atomic and shares is None:
         matrices = pipelined.takes(operands, tiles.pipelined)
         if matrices is not None:
             pipelined.reduce(
                 operands, matrices, None if partial else counts, target, target_index, sums, splits, tiles.pipelined
             )
             if partial:
-                _combine(operands, target, target_index, sums, counts, values, found, splits)
+                _combine(operands, target, target_index, sums, counts, values, found, shares, splits)
             return values, found
     # Split or of lengths of its own, an entry ends anywhere; with splits one variant less is compiled, too.
     even = operands.whole and splits == 1 and reduced % tiles.block_r == 0
@@ -236,7 +248,7 @@ def reduce(
         tiles.num_stages,
     )  # fmt: skip
     if partial:
-        _combine(operands, target, target_index, sums, counts, values, found, splits)
+        _combine(operands, target, target_index, sums, counts, values, found, shares, splits)
     return values.to(out_dtype), found
 
 
@@ -248,6 +260,7 @@ def _combine(
     counts: torch.Tensor | None,
     out: torch.Tensor,
     out_indices: torch.Tensor | None,
+    shares: torch.Tensor | None,
     splits: int,
 ) -> None:
     """The results from the partials of all splits."""
@@ -255,8 +268,8 @@ def _combine(
     launch(
         _combine_kernel,
         triton.cdiv(count, _COMBINED),
-        (values, indices, sums, counts, out, out_indices),
+        (values, indices, sums, counts, out, out_indices, shares),
         (),
         (operands.kept.shape[1], count, splits),
-        (operands.arithmetic.op, _COMBINED),
+        (operands.arithmetic.op, _COMBINED, operands.arithmetic.accuracy),
     )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..activations import exact_exp
 from ..device import tl, triton
 from ..tiles import add_product, load_vector, product
 
@@ -50,21 +51,36 @@ def scores(
     K: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The tile of products of rows of two matrices in float32, ``BLOCK_K`` of their inner dimension at once."""
+    """The tile of products of rows of two matrices in float32, ``BLOCK_K`` of their inner dimension at once.
+
+    Of float32 it takes 32, as the forward pass does: exponentials and slopes of a product that was rounded in another
+    order would not be those of the result.
+    """
     if K <= BLOCK_K:
         inner = tl.arange(0, BLOCK_K)
         left = load_block(row_ptr, rows, inner, stride_row, stride_row_k, row_limit, K, EVEN_ROWS, K == BLOCK_K)
         right = load_block(col_ptr, inner, cols, stride_col_k, stride_col, K, col_limit, K == BLOCK_K, EVEN_COLS)
         return product(left, right, INPUT_PRECISION)
     else:
-        EVEN_K: tl.constexpr = K % BLOCK_K == 0
+        SINGLE: tl.constexpr = row_ptr.dtype.element_ty == tl.float32
+        STEP: tl.constexpr = 32 if SINGLE and BLOCK_K > 32 else BLOCK_K
+        EVEN_K: tl.constexpr = K % STEP == 0
         z = tl.zeros([rows.shape[0], cols.shape[0]], tl.float32)
-        for k in tl.range(0, K, BLOCK_K):
-            inner = k + tl.arange(0, BLOCK_K)
+        for k in tl.range(0, K, STEP):
+            inner = k + tl.arange(0, STEP)
             left = load_block(row_ptr, rows, inner, stride_row, stride_row_k, row_limit, K, EVEN_ROWS, EVEN_K)
             right = load_block(col_ptr, inner, cols, stride_col_k, stride_col, K, col_limit, EVEN_K, EVEN_COLS)
             z = add_product(z, left, right, zero, INPUT_PRECISION)
         return z
+
+
+@triton.jit
+def exponential(x, ACCURACY: tl.constexpr):
+    """exp(x); 0 at -inf."""
+    if ACCURACY == "exact":
+        return tl.where(x < -104.0, 0.0, exact_exp(x))
+    else:
+        return tl.exp(x)
 
 
 @triton.jit

@@ -1,8 +1,13 @@
-"""A small training step of every kind of kernel, to be run under NVIDIA's compute-sanitizer: see test_sanitizer.py."""
+"""A small training step of every kind of kernel, to be run under NVIDIA's compute-sanitizer: see test_sanitizer.py.
+
+python -m tests.gpu.sanitized [products] [reductions]       those groups of steps alone
+"""
 
 from __future__ import annotations
 
 import os
+import sys
+from typing import Any
 
 os.environ["FUSEDLAYERS_BACKEND"] = "triton"
 
@@ -25,9 +30,33 @@ FFNS = [
 BATCHES = [(3, 128, 64, 128, 64), (2, 128, 128, 64, 128), (3, 50, 33, 20, 17)]
 # Rows, columns of dy and of x: with one split and with several; the last is for the portable kernel.
 WEIGHT_GRADIENTS = [(70, 136, 264), (1500, 72, 40), (3000, 264, 72), (700, 50, 33)]
+# Batch, M, N, K, operation, axis. Kept rows for one, two and four consumers of the pipelined kernel, splits of a long
+# axis; the last two are for the portable kernels.
+REDUCTIONS = [
+    (3, 200, 40, 64, "max", -2),
+    (2, 200, 130, 64, "min", -2),
+    (3, 150, 200, 128, "logsumexp", -2),
+    (2, 300, 136, 64, "absmax", -1),
+    (1, 3000, 72, 72, "max", -2),
+    (1, 40, 3000, 128, "logsumexp", -1),
+    (3, 150, 200, 64, "sumsq", -2),
+    (2, 70, 50, 33, "max", -2),
+    (2, 90, 70, 200, "logsumexp", -1),
+]
+DOCUMENTS = [33, 0, 130, 64, 1]
 
 
 def main() -> None:
+    chosen = sys.argv[1:]
+    for group in (products, reductions):
+        if not chosen or group.__name__ in chosen:
+            group()
+    torch.cuda.synchronize()
+    print("ran to the end")
+
+
+def products() -> None:
+    """FFNs, batched products of products, and gradients of weights."""
     # A product of torch's: cuBLAS fails under the tool that looks for races.
     stored._data_gradient = lambda operands, hidden: torch.zeros_like(operands.x)
     for rows, width, hidden, gated, recompute in FFNS:
@@ -44,8 +73,35 @@ def main() -> None:
             functional.weight_gradient(dy, x, bias=bias)
             z, w_down = torch.randn_like(x), torch.randn(out, width, device="cuda", dtype=torch.bfloat16)
             functional.hidden_gradient(dy, w_down, z, z if bias else None, activation="silu", bias=bias)
-    torch.cuda.synchronize()
-    print("ran to the end")
+
+
+def reductions() -> None:
+    """Products reduced over an axis: as they are, masked, of some lengths, with an activation; late interaction."""
+
+    def operand(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    for batch, M, N, K, op, dim in REDUCTIONS:
+        a, b, rows = operand(batch, M, K), operand(batch, K, N), M if dim == -2 else N
+        masks: list[dict[str, Any]] = [
+            {},
+            {"mask": torch.rand(batch, rows, device="cuda") < 0.5},
+            {"lengths": torch.randint(1, rows + 1, (batch,), device="cuda")},
+        ]
+        for taking in masks:
+            d = functional.gemm_reduce(a, b, op=op, dim=dim, **taking)
+            d.backward(torch.ones_like(d))
+            with torch.no_grad():
+                functional.gemm_reduce(a, b, op=op, dim=dim, return_indices=op in ("max", "min", "absmax"), **taking)
+        d = functional.gemm_reduce(a, b, op=op, dim=dim, bias=operand(N), activation="silu")
+        d.backward(torch.ones_like(d))
+    ends = torch.tensor([0, *DOCUMENTS], device="cuda").cumsum(0).int()
+    queries, documents = operand(5, 32, 128), operand(sum(DOCUMENTS), 128)
+    scores = functional.maxsim(queries, documents, cu_seqlens_documents=ends)
+    scores.nan_to_num(neginf=0.0).sum().backward()
+    padded = operand(4, 77, 128)
+    masked = torch.rand(4, 77, device="cuda") < 0.7
+    functional.maxsim(queries, padded, document_mask=masked).sum().backward()
 
 
 if __name__ == "__main__":

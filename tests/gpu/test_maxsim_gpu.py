@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from fusedlayers import functional, reference
 from fusedlayers.closeness import assert_all_close
+from fusedlayers.devices import describe
+from fusedlayers.kernels.gemm_reduce import pipelined
 from tests.gpu.exact import assert_says_something, exact
 from tests.gpu.graphs import assert_replays_like_launched
 from tests.maxsim_operands import LAYOUTS, double, laid_out, results, sequences, upstream_for
@@ -63,22 +66,67 @@ def test_ragged_lengths(dtype: torch.dtype, queries: str, documents: str) -> Non
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
 @pytest.mark.parametrize("size", [(16, 24, 32, 300, 128), (3, 5, 70, 130, 64), (1, 200, 32, 77, 128)], ids=str)
 def test_exact_integers(size: Size, dtype: torch.dtype, poisoned_memory: None) -> None:
-    inputs, upstream, expected = exact(reference.maxsim, lambda draw: drawn(size, dtype, draw), dtype)
-    assert_says_something({"y": expected["y"], "dqueries": expected["dqueries"]})
+    def draw_inputs(draw: Callable[..., Tensor]) -> tuple[Tensors, Tensor]:
+        inputs, upstream = drawn(size, dtype, draw)
+        # Few scores have a gradient where inputs are sparse, and where there are few scores perhaps none: all have one.
+        return inputs, torch.where(upstream == 0, 1, upstream)
+
+    inputs, upstream, expected = exact(reference.maxsim, draw_inputs, dtype)
+    assert_says_something(expected)
     with on_path("kernels"):
         for _ in range(20):
             scores, dq, de = results(functional.maxsim, inputs, upstream).values()
             assert_equal({"y": scores, "dqueries": dq, "ddocuments": de}, expected)
 
 
+@pytest.mark.parametrize("width", [64, 72, 128, 100])
 @pytest.mark.parametrize(("queries", "documents"), LAYOUTS)
-def test_exact_integers_in_every_layout(queries: str, documents: str, poisoned_memory: None) -> None:
+def test_exact_integers_in_every_layout(
+    queries: str, documents: str, width: int, monkeypatch: pytest.MonkeyPatch, poisoned_memory: None
+) -> None:
+    """In the warp-specialised kernel where there is one, but for rows that are no multiple of 16 bytes."""
+    launched: list[int] = []
+    run = pipelined.reduce
+
+    def counted(*arguments: Any) -> None:
+        launched.append(arguments[-1].consumers)
+        run(*arguments)
+
+    monkeypatch.setattr(pipelined, "reduce", counted)
     draw = INTEGERS[BFLOAT16]
-    arguments = laid_out(sequences(*LENGTHS, 64, FLOAT16, draw), queries, documents)
+    arguments = laid_out(sequences(*LENGTHS, width, FLOAT16, draw), queries, documents)
     upstream = draw(len(LENGTHS[0]), len(LENGTHS[1]), dtype=torch.float64).to(DEVICE, FLOAT16)
     truth = results(reference.maxsim, double(arguments), upstream.double())
+    # Of 64 bits in the last runs.
+    wide = {name: t.long() if name.startswith("cu_seqlens") else t for name, t in arguments.items()}
     with on_path("kernels"):
-        assert_equal(in_float64(results(functional.maxsim, arguments, upstream)), truth)
+        for turn in range(20):
+            found = results(functional.maxsim, arguments if turn < 15 else wide, upstream)
+            assert_equal(in_float64(found), truth)
+    assert len(launched) == (20 if describe(DEVICE).pipelined and width % 8 == 0 else 0)
+
+
+@pytest.mark.parametrize("tokens", [3, 4, 30])
+@pytest.mark.parametrize("document_tokens", [16, 40, 128, 300])
+def test_exact_scores_for_every_number_of_consumers(
+    tokens: int, document_tokens: int, monkeypatch: pytest.MonkeyPatch, poisoned_memory: None
+) -> None:
+    """Without gradients, so that no indices are found: one, two and four consumers."""
+    launched: list[int] = []
+    run = pipelined.reduce
+
+    def counted(*arguments: Any) -> None:
+        launched.append(arguments[-1].consumers)
+        run(*arguments)
+
+    monkeypatch.setattr(pipelined, "reduce", counted)
+    inputs, _ = drawn((20, 37, tokens, document_tokens, 96), FLOAT16, INTEGERS[BFLOAT16])
+    truth = reference.maxsim(**{name: tensor.double() for name, tensor in inputs.items()})
+    with on_path("kernels"):
+        for _ in range(20):
+            assert_equal({"y": functional.maxsim(**inputs).double()}, {"y": truth})
+    consumers = 1 if tokens == 3 else 2 if tokens == 4 or document_tokens <= 64 else 4
+    assert launched == ([consumers] * 20 if describe(DEVICE).pipelined else [])
 
 
 @pytest.mark.parametrize(("queries", "documents"), LAYOUTS)
