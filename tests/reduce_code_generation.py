@@ -4,12 +4,13 @@ Run as a script it prints one JSON object per kernel:
 
     python tests/reduce_code_generation.py rows sm_90/bfloat16 sm_80/float16
     python tests/reduce_code_generation.py few gfx942/bfloat16
+    python tests/reduce_code_generation.py pipelined sm_90/bfloat16
 """
 
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +21,13 @@ from fusedlayers import functional
 
 @dataclass(frozen=True)
 class ReduceCase:
-    """One training step of ``gemm_reduce``: a ``[batch, rows, width]``, b ``[batch, width, columns]``."""
+    """One training step of ``gemm_reduce``: a ``[batch, rows, width]``, b ``[batch, width, columns]``.
+
+    ``pipelined`` lets the warp-specialised kernel run, of operands whose rows lie behind one another in memory, or
+    ``transposed``. Without ``training`` there is no backward pass, and no index is found. ``packed`` is a ``maxsim`` of
+    ``rows`` query tokens with ``batch`` documents of ``columns`` tokens, behind one another. Of a pipelined case the
+    other kernels are not compiled.
+    """
 
     target: str
     dtype: str
@@ -33,6 +40,10 @@ class ReduceCase:
     batch: int = 64
     masked: bool = False
     bias: bool = False
+    pipelined: bool = False
+    transposed: bool = False
+    training: bool = True
+    packed: bool = False
     gated: bool = False  # for the lint, which knows kernels with gates
 
 
@@ -41,16 +52,26 @@ def compile_case(case: ReduceCase) -> list[dict[str, Any]]:
     dtype = getattr(torch, case.dtype)
 
     def operand(*shape: int) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, requires_grad=True)
+        return torch.empty(*shape, dtype=dtype, requires_grad=case.training)
 
     a, b = operand(case.batch, case.rows, case.width), operand(case.batch, case.width, case.columns)
+    if case.pipelined:
+        # The rows of either side lie transposed, or neither.
+        a = operand(case.batch, case.width, case.rows).mT if case.transposed else a
+        b = b if case.transposed else operand(case.batch, case.columns, case.width).mT
     mask = torch.empty(case.batch, case.rows if case.dim == -2 else case.columns, dtype=torch.bool)
-    with compiling_for(case.target) as reports:
-        d = functional.gemm_reduce(
-            a, b, op=case.op, dim=case.dim, activation=case.activation, mask=mask if case.masked else None,
-            bias=operand(case.columns) if case.bias else None,
-        )  # fmt: skip
-        d.backward(torch.empty_like(d))
+    with compiling_for(case.target, "pipelined_reduce" if case.pipelined else None, case.pipelined) as reports:
+        if case.packed:
+            ends = torch.arange(case.batch + 1) * case.columns
+            tokens = operand(case.batch * case.columns, case.width)
+            d = functional.maxsim(operand(1, case.rows, case.width), tokens, cu_seqlens_documents=ends)
+        else:
+            d = functional.gemm_reduce(
+                a, b, op=case.op, dim=case.dim, activation=case.activation, mask=mask if case.masked else None,
+                bias=operand(case.columns) if case.bias else None,
+            )  # fmt: skip
+        if case.training:
+            d.backward(torch.empty_like(d))
     different = {json.dumps(report): report for report in reports}
     return [asdict(case) | report for report in different.values()]
 
@@ -62,15 +83,45 @@ def shipped(selection: str, target: str, dtype: str) -> Iterator[ReduceCase]:
         yield ReduceCase(target, dtype, 256, "logsumexp", -1)
         yield ReduceCase(target, dtype, 1024, "max", -1, masked=True, rows=256, columns=9000, batch=1)
         return
+    if selection == "pipelined":
+        yield from pipelined(target, dtype)
+        return
     for dim in (-2, -1):
         for width in (16, 64, 128, 256, 1024):
-            yield ReduceCase(target, dtype, width, "max", dim)
-            yield ReduceCase(target, dtype, width, "logsumexp", dim)
+            # Over either axis in turn: the axes differ in which operand lies transposed.
+            if width == 128 or dim == -2:
+                yield ReduceCase(target, dtype, width, "max", dim)
+            if width == 128 or dim == -1:
+                yield ReduceCase(target, dtype, width, "logsumexp", dim)
         yield ReduceCase(target, dtype, 128, "sumsq", dim, activation="gelu", bias=True)
         yield ReduceCase(target, dtype, 125, "logsumexp", dim, rows=1021, columns=1019, masked=True)
         yield ReduceCase(target, dtype, 61, "absmax", dim, activation="silu", rows=1021, columns=1019, bias=True)
         yield ReduceCase(target, dtype, 64, "min", dim, rows=9000, columns=9000, batch=1)
         yield ReduceCase(target, dtype, 64, "mean", dim, activation="relu", rows=16384, columns=64, batch=1)
+
+
+def pipelined(target: str, dtype: str) -> Iterator[ReduceCase]:
+    """Every number of consumers and size of a block, with and without indices and masks, in either layout."""
+    sizes = [(40, 16), (64, 32), (56, 504), (136, 16), (128, 304), (104, 128), (504, 304), (304, 1000)]
+    for kept, reduced in sizes:
+        for width, transposed in ((64, True), (128, False)):
+            plain = ReduceCase(
+                target, dtype, width, "max", -1, rows=kept, columns=reduced, pipelined=True, transposed=transposed,
+                training=False,
+            )  # fmt: skip
+            yield plain
+            yield replace(plain, op="logsumexp")
+    for kept, reduced in ((104, 128), (500, 300), (300, 1000)):
+        wide = replace(plain, rows=kept, columns=reduced)
+        yield from (replace(wide, op=op, masked=True) for op in ("logsumexp", "sumsq"))
+        yield replace(wide, op="absmax", training=True, width=72)
+        yield replace(wide, op="max", training=True, masked=True)
+        # Split.
+        yield replace(wide, op="max", training=True, batch=1, columns=9000 + reduced)
+        yield replace(wide, op="logsumexp", batch=1, columns=9000 + reduced)
+        yield replace(wide, packed=True)
+        yield replace(wide, packed=True, training=True)
+    yield from (replace(wide, op=op) for op in ("sum", "mean", "min", "absmax", "sumsq"))
 
 
 if __name__ == "__main__":

@@ -134,6 +134,19 @@ def test_exact_integers(op: str, dim: int, dtype: torch.dtype, path: str) -> Non
 
 
 @needs_kernels
+@pytest.mark.parametrize("processors", [1, 64])
+def test_shares_of_a_logsumexp_add_up_to_one(processors: int) -> None:
+    """Far from 0 its rounding would show in all of them. Of integers, so that products are exact; with splits too."""
+    inputs = reduce_inputs(300, 21, 5, bias=True, draw=INTEGERS[torch.float16])
+    assert inputs["bias"] is not None
+    inputs["bias"] += 10_000
+    with on_path("kernels", processors=processors):
+        found = reduce_results(functional.gemm_reduce, inputs, torch.ones(2, 21, device=DEVICE), op="logsumexp")
+    assert found["dbias"] is not None
+    torch.testing.assert_close(found["dbias"], torch.full_like(found["dbias"], 2.0), rtol=1e-6, atol=0.0)
+
+
+@needs_kernels
 @pytest.mark.parametrize("op", ["argmax", "argmin"])
 @pytest.mark.parametrize("dim", DIMS)
 def test_indices(op: str, dim: int) -> None:

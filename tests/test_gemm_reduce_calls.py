@@ -279,6 +279,18 @@ def test_auto_mode_takes_the_kernels_where_they_were_measured_faster(monkeypatch
     assert "not measured on sm_80" in dict(elsewhere.rejected)["fused"]
 
 
+def test_activations_are_exact_where_their_errors_would_choose_the_minimum() -> None:
+    """The least of many values around the minimum of a gelu: the slope there depends on which one it is."""
+    for change, accuracy in (
+        ({"op": "min", "activation": "gelu"}, "exact"),
+        ({"op": "min", "activation": "silu"}, "exact"),
+        ({"op": "min", "activation": "relu"}, "half"),
+        ({"op": "max", "activation": "gelu"}, "half"),
+        ({"op": "max", "activation": "gelu", "dtype": "float32"}, "exact"),
+    ):
+        assert planning.plan(problem(**change), H200, "triton").accuracy == accuracy
+
+
 def test_splits_fill_the_device_within_bounds() -> None:
     def splits(**change: Any) -> planning.ReducePlan:
         return planning.plan(problem(**change), H200, "triton")

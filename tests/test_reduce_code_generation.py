@@ -34,6 +34,22 @@ def test_shipped_configurations(tmp_path: Path, selection: str, target: str, dty
     assert of_both == {True, False}
 
 
+def test_the_pipelined_kernel(tmp_path: Path) -> None:
+    """Every tile of its table compiles without spills and within shared memory, whatever is reduced how."""
+    reports = compiled(tmp_path, str(TESTS / "reduce_code_generation.py"), "pipelined", "sm_90/bfloat16")
+    red = [f"{name(report)}: {fault}" for report in reports for fault in faults(report)]
+    assert not red, "\n".join(red)
+    assert {report["kernel"] for report in reports} == {"pipelined_reduce"}
+    constants = [report["constants"] for report in reports]
+    assert {(c["CONSUMERS"], c["BLOCK"]) for c in constants} == {
+        (1, 16), (1, 32), (1, 64), (2, 16), (2, 64), (2, 128), (4, 64), (4, 128),
+    }  # fmt: skip
+    for flag in ("KEPT_TRANSPOSED", "REDUCED_TRANSPOSED", "PARTIAL", "IN_REGISTERS"):
+        assert {c[flag] for c in constants} == {True, False}, flag
+    for pointer in ("indices_ptr", "mask_ptr", "offsets_ptr", "sums_ptr", "counts_ptr"):
+        assert any(pointer in report["pointers"] for report in reports), pointer
+
+
 VARIANTS = """
 import json
 
