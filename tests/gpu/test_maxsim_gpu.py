@@ -125,7 +125,7 @@ def test_exact_scores_for_every_number_of_consumers(
     with on_path("kernels"):
         for _ in range(20):
             assert_equal({"y": functional.maxsim(**inputs).double()}, {"y": truth})
-    consumers = 1 if tokens == 3 else 2 if tokens == 4 or document_tokens <= 64 else 4
+    consumers = {3: 1, 4: 2, 30: 4}[tokens]
     assert launched == ([consumers] * 20 if describe(DEVICE).pipelined else [])
 
 
