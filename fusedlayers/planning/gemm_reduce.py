@@ -10,7 +10,6 @@ from typing import Any
 from ..kernels.tuning import (
     CONSUMER_ROWS,
     ReduceConfig,
-    one_hot_pipeline,
     pipelined_reduce_config,
     reduce_config,
     reduce_gradient_config,
@@ -204,14 +203,6 @@ def forward_tiles(problem: ReduceProblem, device: Device) -> ReduceConfig:
     costly = problem.masked or problem.finds_indices
     pipelined = pipelined_reduce_config(problem.kept, problem.reduced, problem.K, device.processors, costly)
     return replace(tiles, pipelined=pipelined)
-
-
-def gradient_tiles(problem: ReduceProblem, device: Device) -> ReduceConfig:
-    """The tiles of the gradients, and of the warp-specialised kernel where it computes one of them."""
-    tiles = reduce_gradient_config(device.architecture, 8 * problem.element_bytes, problem.K)
-    if not device.pipelined or problem.element_bytes != 2 or not problem.indexed:
-        return tiles
-    return replace(tiles, one_hot=one_hot_pipeline(problem.kept, problem.reduced, problem.K, device.processors))
 
 
 def choose_reduced_splits(problem: ReduceProblem, device: Device, tiles: ReduceConfig) -> int:

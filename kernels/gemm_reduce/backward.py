@@ -21,7 +21,6 @@ from ..device import tl, triton
 from ..launching import launch
 from ..tiles import add_product, product, store_tile
 from ..tuning import ReduceConfig
-from . import pipelined
 from .operands import ReduceOperands, add_biases, entry_rows, exponential, load_block, scores
 
 _ROUTED = 32  # kept rows of a program of the first kernel
@@ -267,12 +266,6 @@ def reduced_gradient(
     :func:`kept_gradient`.
     """
     if operands.arithmetic.op in ("max", "min", "absmax"):
-        kept = pipelined.takes_one_hot(operands.kept, tiles.one_hot)
-        if matrix and not bias and kept is not None and saved is not None and operands.offsets is None:
-            batch, _, reduced, width = operands.sizes()
-            d_reduced = torch.empty(batch, reduced, width, dtype=operands.kept.dtype, device=g.device)
-            pipelined.one_hot_product(kept, saved, g, d_reduced, tiles.one_hot)
-            return d_reduced, None
         return _weighted(operands, False, "index", g, saved, None, matrix, bias, tiles)
     return _weighted(operands, False, operands.arithmetic.op, g, None, saved, matrix, bias, tiles)
 

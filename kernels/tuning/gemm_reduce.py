@@ -31,7 +31,7 @@ class PipelinedReduceConfig:
 
 @dataclass(frozen=True)
 class OneHotPipeline:
-    """A warp-specialised gradient of the reduced side, of maxima: consumers of 64 rows each.
+    """A warp-specialised gradient of the reduced side, of maxima, for MaxSim: consumers of 64 rows each.
 
     A stage holds ``block`` kept rows of ``width`` columns, padded; at most ``programs`` programs run.
     """
@@ -47,8 +47,7 @@ class OneHotPipeline:
 class ReduceConfig:
     """Tile of a kernel: kept rows × reduced rows × inner columns, its warps, and the depth of its software pipeline.
 
-    Where the operands lie as their copies need them, ``pipelined`` is what runs instead of the forward pass, and
-    ``one_hot`` instead of the gradient of the reduced side, of maxima.
+    ``pipelined`` is what runs instead where the operands lie as its copies need them.
     """
 
     block_p: int
@@ -57,7 +56,6 @@ class ReduceConfig:
     num_warps: int
     num_stages: int
     pipelined: PipelinedReduceConfig | None = None
-    one_hot: OneHotPipeline | None = None
 
 
 def reduce_config(architecture: str, element_bits: int, width: int) -> ReduceConfig:
@@ -127,7 +125,11 @@ def pipelined_reduce_config(
 
 
 def one_hot_pipeline(P: int, R: int, K: int, processors: int) -> OneHotPipeline | None:
-    """The warp-specialised gradient of R reduced rows from P kept ones, K columns wide, or None."""
+    """The warp-specialised gradient of R reduced rows from P kept ones, K columns wide, or None.
+
+    Microseconds on an H200 for (Z, P, R, K): 770 for (32, 32768, 1024, 128), where the portable kernel takes 1500; 60
+    for (64, 1024, 1024, 128), where it is as fast.
+    """
     if not 0 < K <= 128 or K % 8:
         return None
     width = max(64, padded_width(K))
