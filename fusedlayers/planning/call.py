@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from .devices import KERNEL_DTYPES, Device
+
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
@@ -43,3 +45,32 @@ class Decision:
 
 
 COLD = "a CUDA graph capture records only kernels that ran before it: call once with the same shapes to warm up"
+
+
+def no_kernels(problem: Any, device: Device) -> str | None:
+    """Why no kernel of the operation runs on this device with these operands, or None."""
+    if not device.triton:
+        return "Triton is not installed" if device.kind == "cuda" else f"no Triton kernels on device type {device.kind}"
+    if problem.subclass:
+        return f"an operand is a {problem.subclass}, which only torch's own operations understand"
+    if problem.dtype not in KERNEL_DTYPES:
+        return f"the kernels take {', '.join(KERNEL_DTYPES)}, not {problem.dtype}"
+    return "there is nothing to compute" if problem.empty else None
+
+
+def not_measured(problem: Any, device: Device) -> str | None:
+    """Why auto mode leaves this device or this dtype to torch whatever the sizes, or None."""
+    if device.architecture != "sm_90":
+        return f"not measured on {device.architecture or device.kind}; FUSEDLAYERS_BACKEND=triton runs the kernels"
+    if problem.dtype == "float32":
+        return "float32 products in IEEE precision do not use the matrix units; torch's kernels are faster"
+    return None
+
+
+def too_small(amount: int, what: str, thresholds: tuple[int, int], captured: bool) -> str | None:
+    """Why auto mode leaves problems below a threshold (launched one by one, inside a CUDA graph) to torch, or None."""
+    least = thresholds[captured]
+    if amount >= least:
+        return None
+    bound = "inside a CUDA graph" if captured else "launched one by one"
+    return f"too small: {amount:,} {what}, faster than torch from {least:,} on when {bound}"

@@ -17,8 +17,8 @@ from ..kernels.tuning import (
     stored_config,
     tile_config,
 )
-from .call import COLD, Call, Decision
-from .devices import CEILINGS, DTYPE_BYTES, KERNEL_DTYPES, PARTIALS_LIMIT, Device
+from .call import COLD, Call, Decision, no_kernels, not_measured, too_small
+from .devices import CEILINGS, DTYPE_BYTES, PARTIALS_LIMIT, Device
 
 # Bytes that one chunk of the hidden may take.
 CHUNK_LIMIT = 64 * 2**20
@@ -166,14 +166,8 @@ def plan(problem: Problem, device: Device, backend: str = "auto") -> Plan:
 
 def why_unsupported(problem: Problem, device: Device) -> str | None:
     """Why the kernels cannot run this problem, or None."""
-    if not device.triton:
-        return "Triton is not installed" if device.kind == "cuda" else f"no Triton kernels on device type {device.kind}"
-    if problem.subclass:
-        return f"an operand is a {problem.subclass}, which only torch's own operations understand"
-    if problem.dtype not in KERNEL_DTYPES:
-        return f"the kernels take {', '.join(KERNEL_DTYPES)}, not {problem.dtype}"
-    if problem.empty:
-        return "there is nothing to compute"
+    if (reason := no_kernels(problem, device)) is not None:
+        return reason
     width = max(problem.K, problem.O)
     for kernel in problem.kernels:
         if _tiles(kernel, problem, device) is None:
@@ -183,10 +177,8 @@ def why_unsupported(problem: Problem, device: Device) -> str | None:
 
 def why_slower(problem: Problem, device: Device) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
-    if device.architecture != "sm_90":
-        return f"not measured on {device.architecture or device.kind}; FUSEDLAYERS_BACKEND=triton runs the kernels"
-    if problem.dtype == "float32":
-        return "float32 products in IEEE precision do not use the matrix units; torch's kernels are faster"
+    if (reason := not_measured(problem, device)) is not None:
+        return reason
     if problem.recompute is True:
         return None  # the alternative is to recompute in chunks, many launches for each
     kind = problem.operation if problem.operation == "gemm_gemm" else "gated ffn" if problem.gated else "ffn"
@@ -197,12 +189,7 @@ def why_slower(problem: Problem, device: Device) -> str | None:
     if thresholds is None:
         use = "training" if problem.training else "inference"
         return f"in {use} torch was as fast or faster at width {width}"
-    least = thresholds[problem.captured]
-    hidden = problem.batch * problem.M * problem.N
-    if hidden >= least:
-        return None
-    bound = "inside a CUDA graph" if problem.captured else "launched one by one"
-    return f"too small: {hidden:,} hidden elements, faster than torch from {least:,} on when {bound}"
+    return too_small(problem.batch * problem.M * problem.N, "hidden elements", thresholds, problem.captured)
 
 
 def _tiles(kernel: str, problem: Problem, device: Device) -> TileConfig | None:

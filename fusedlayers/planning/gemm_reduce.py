@@ -14,8 +14,8 @@ from ..kernels.tuning import (
     reduce_config,
     reduce_gradient_config,
 )
-from .call import COLD, Call, Decision
-from .devices import CEILINGS, DTYPE_BYTES, KERNEL_DTYPES, PARTIALS_LIMIT, Device
+from .call import COLD, Call, Decision, no_kernels, not_measured, too_small
+from .devices import CEILINGS, DTYPE_BYTES, PARTIALS_LIMIT, Device
 
 # A split of the reduced axis shorter than this many tiles spends more on its partials than on its products.
 SHORTEST_REDUCED_SPLIT = 4
@@ -115,7 +115,7 @@ class ReducePlan(Decision):
 
 def plan(problem: ReduceProblem, device: Device, backend: str = "auto") -> ReducePlan:
     """The path that runs ``problem`` on ``device``."""
-    unsupported = why_unsupported(problem, device)
+    unsupported = no_kernels(problem, device)
     algebraic = why_not_algebraic(problem)
     fused = unsupported
     if backend == "torch":
@@ -141,19 +141,6 @@ def plan(problem: ReduceProblem, device: Device, backend: str = "auto") -> Reduc
     return _costed(problem, device, path, tuple(rejected), unsupported)
 
 
-def why_unsupported(problem: ReduceProblem, device: Device) -> str | None:
-    """Why the kernels cannot run this problem, or None."""
-    if not device.triton:
-        return "Triton is not installed" if device.kind == "cuda" else f"no Triton kernels on device type {device.kind}"
-    if problem.subclass:
-        return f"an operand is a {problem.subclass}, which only torch's own operations understand"
-    if problem.dtype not in KERNEL_DTYPES:
-        return f"the kernels take {', '.join(KERNEL_DTYPES)}, not {problem.dtype}"
-    if problem.empty:
-        return "there is nothing to compute"
-    return None
-
-
 def why_not_algebraic(problem: ReduceProblem) -> str | None:
     """Why the reduction cannot be taken before the product, or None."""
     if problem.op not in ("sum", "mean"):
@@ -171,10 +158,8 @@ def why_not_algebraic(problem: ReduceProblem) -> str | None:
 
 def why_slower(problem: ReduceProblem, device: Device) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
-    if device.architecture != "sm_90":
-        return f"not measured on {device.architecture or device.kind}; FUSEDLAYERS_BACKEND=triton runs the kernels"
-    if problem.dtype == "float32":
-        return "float32 products in IEEE precision do not use the matrix units; torch's kernels are faster"
+    if (reason := not_measured(problem, device)) is not None:
+        return reason
     if problem.activation != "identity" or problem.biased or problem.product:
         return "bias, activation and writing the product were not measured; FUSEDLAYERS_BACKEND=triton runs the kernels"
     if not device.pipelined or problem.K % 8:
@@ -186,12 +171,8 @@ def why_slower(problem: ReduceProblem, device: Device) -> str | None:
     thresholds = next((limits for widest, limits in rows if widest >= problem.K), None)
     if thresholds is None:
         return f"in {use} torch was as fast or faster at inner width {problem.K}"
-    least = thresholds[problem.captured]
     elements = problem.batch * problem.kept * problem.reduced
-    if elements >= least:
-        return None
-    bound = "inside a CUDA graph" if problem.captured else "launched one by one"
-    return f"too small: {elements:,} elements of the product, faster than torch from {least:,} on when {bound}"
+    return too_small(elements, "elements of the product", thresholds, problem.captured)
 
 
 def forward_tiles(problem: ReduceProblem, device: Device) -> ReduceConfig:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..kernels.tuning import HiddenGradientTiles, hidden_gradient_tiles
-from .call import COLD, Call, Decision
-from .devices import CEILINGS, DTYPE_BYTES, KERNEL_DTYPES, Device
+from .call import COLD, Call, Decision, no_kernels, not_measured, too_small
+from .devices import CEILINGS, DTYPE_BYTES, Device
 
 # From how many floating-point operations on the kernel was faster than torch on an H200, bfloat16: (launched one by
 # one, inside a CUDA graph); None where it never was, or was not measured. By whether there is a gate.
@@ -56,7 +56,7 @@ class HiddenGradientPlan(Decision):
 
 def plan(problem: HiddenGradientProblem, device: Device, backend: str = "auto") -> HiddenGradientPlan:
     """The path that runs ``problem`` on ``device``."""
-    unsupported = why_unsupported(problem, device)
+    unsupported = no_kernels(problem, device)
     fused = unsupported
     if fused is None and backend == "torch":
         fused = "the backend is set to torch"
@@ -95,32 +95,14 @@ def plan(problem: HiddenGradientProblem, device: Device, backend: str = "auto") 
     )
 
 
-def why_unsupported(problem: HiddenGradientProblem, device: Device) -> str | None:
-    """Why the kernel cannot run this problem, or None."""
-    if not device.triton:
-        return "Triton is not installed" if device.kind == "cuda" else f"no Triton kernels on device type {device.kind}"
-    if problem.subclass:
-        return f"an operand is a {problem.subclass}, which only torch's own operations understand"
-    if problem.dtype not in KERNEL_DTYPES:
-        return f"the kernels take {', '.join(KERNEL_DTYPES)}, not {problem.dtype}"
-    if problem.empty:
-        return "there is nothing to compute"
-    return None
-
-
 def why_slower(problem: HiddenGradientProblem, device: Device) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
-    if device.architecture != "sm_90":
-        return f"not measured on {device.architecture or device.kind}; FUSEDLAYERS_BACKEND=triton runs the kernels"
-    if problem.dtype == "float32":
-        return "float32 products in IEEE precision do not use the matrix units; torch's kernels are faster"
+    if (reason := not_measured(problem, device)) is not None:
+        return reason
     least = FASTER_FROM[problem.gated]
     if least is None:
         return "torch was as fast or faster" + (" with a gate" if problem.gated else "")
-    if problem.flops >= least[problem.captured]:
-        return None
-    bound = "inside a CUDA graph" if problem.captured else "launched one by one"
-    return f"too small: {problem.flops:,} FLOPs, faster than torch from {least[problem.captured]:,} on when {bound}"
+    return too_small(problem.flops, "FLOPs", least, problem.captured)
 
 
 def choose_row_tiles(problem: HiddenGradientProblem, tiles: HiddenGradientTiles) -> int:

@@ -14,8 +14,8 @@ from ..kernels.tuning import (
     pipelined_reduce_config,
     reduce_config,
 )
-from .call import COLD, Call, Decision
-from .devices import CEILINGS, DTYPE_BYTES, KERNEL_DTYPES, PARTIALS_LIMIT, Device
+from .call import COLD, Call, Decision, no_kernels, not_measured, too_small
+from .devices import CEILINGS, DTYPE_BYTES, PARTIALS_LIMIT, Device
 
 # From how many similarities (query tokens × document tokens) on the kernels were faster than torch on an H200, in
 # bfloat16, d = 128: (launched one by one, inside a CUDA graph), without and with a backward pass. Launched, the host
@@ -82,7 +82,7 @@ class MaxSimPlan(Decision):
 
 def plan(problem: MaxSimProblem, device: Device, backend: str = "auto") -> MaxSimPlan:
     """The path that runs ``problem`` on ``device``."""
-    unsupported = why_unsupported(problem, device)
+    unsupported = no_kernels(problem, device)
     fused = unsupported
     if fused is None and backend == "torch":
         fused = "the backend is set to torch"
@@ -93,31 +93,15 @@ def plan(problem: MaxSimProblem, device: Device, backend: str = "auto") -> MaxSi
     return _costed(problem, device, "torch", (("fused", fused),), unsupported)
 
 
-def why_unsupported(problem: MaxSimProblem, device: Device) -> str | None:
-    """Why the kernels cannot run this problem, or None."""
-    if not device.triton:
-        return "Triton is not installed" if device.kind == "cuda" else f"no Triton kernels on device type {device.kind}"
-    if problem.subclass:
-        return f"an operand is a {problem.subclass}, which only torch's own operations understand"
-    if problem.dtype not in KERNEL_DTYPES:
-        return f"the kernels take {', '.join(KERNEL_DTYPES)}, not {problem.dtype}"
-    return "there is nothing to compute" if problem.empty else None
-
-
 def why_slower(problem: MaxSimProblem, device: Device) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
-    if device.architecture != "sm_90":
-        return f"not measured on {device.architecture or device.kind}; FUSEDLAYERS_BACKEND=triton runs the kernels"
-    if problem.dtype == "float32":
-        return "float32 products in IEEE precision do not use the matrix units; torch's kernels are faster"
+    if (reason := not_measured(problem, device)) is not None:
+        return reason
     thresholds = FASTER_FROM[problem.training]
     if thresholds is None or problem.K > WIDEST or not device.pipelined:
         return "not measured; FUSEDLAYERS_BACKEND=triton runs the kernels"
-    least, similarities = thresholds[problem.captured], problem.query_tokens * problem.document_tokens
-    if similarities >= least:
-        return None
-    bound = "inside a CUDA graph" if problem.captured else "launched one by one"
-    return f"too small: {similarities:,} similarities, faster than torch from {least:,} on when {bound}"
+    similarities = problem.query_tokens * problem.document_tokens
+    return too_small(similarities, "similarities", thresholds, problem.captured)
 
 
 def _splits(programs: int, wanted: int, steps: int, partial_bytes: int) -> int:

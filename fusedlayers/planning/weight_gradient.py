@@ -10,8 +10,8 @@ from ..kernels.tuning import (
     WeightGradientTiles,
     weight_gradient_tiles,
 )
-from .call import COLD, Call, Decision
-from .devices import CEILINGS, DTYPE_BYTES, KERNEL_DTYPES, PARTIALS_LIMIT, Device
+from .call import COLD, Call, Decision, no_kernels, not_measured, too_small
+from .devices import CEILINGS, DTYPE_BYTES, PARTIALS_LIMIT, Device
 
 # From how many floating-point operations on the kernels were faster than torch on an H200, bfloat16: (launched one by
 # one, inside a CUDA graph); None where they never were. By whether the bias gradient is wanted. With more weights than
@@ -80,7 +80,7 @@ class WeightGradientPlan(Decision):
 
 def plan(problem: WeightGradientProblem, device: Device, backend: str = "auto") -> WeightGradientPlan:
     """The path that runs ``problem`` on ``device``."""
-    unsupported = why_unsupported(problem, device)
+    unsupported = no_kernels(problem, device)
     fused = unsupported
     if fused is None and backend == "torch":
         fused = "the backend is set to torch"
@@ -127,34 +127,16 @@ def plan(problem: WeightGradientProblem, device: Device, backend: str = "auto") 
     )
 
 
-def why_unsupported(problem: WeightGradientProblem, device: Device) -> str | None:
-    """Why the kernels cannot run this problem, or None."""
-    if not device.triton:
-        return "Triton is not installed" if device.kind == "cuda" else f"no Triton kernels on device type {device.kind}"
-    if problem.subclass:
-        return f"an operand is a {problem.subclass}, which only torch's own operations understand"
-    if problem.dtype not in KERNEL_DTYPES:
-        return f"the kernels take {', '.join(KERNEL_DTYPES)}, not {problem.dtype}"
-    if problem.empty:
-        return "there is nothing to compute"
-    return None
-
-
 def why_slower(problem: WeightGradientProblem, device: Device) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
-    if device.architecture != "sm_90":
-        return f"not measured on {device.architecture or device.kind}; FUSEDLAYERS_BACKEND=triton runs the kernels"
-    if problem.dtype == "float32":
-        return "float32 products in IEEE precision do not use the matrix units; torch's kernels are faster"
+    if (reason := not_measured(problem, device)) is not None:
+        return reason
     least = FASTER_FROM[problem.bias] if device.pipelined else None
     if least is None:
         return "torch was as fast or faster" + ("" if problem.bias else " where only dW is wanted")
     if problem.O * problem.K > MOST_WEIGHTS:
         return f"{problem.O * problem.K:,} weights: torch was as fast or faster from {MOST_WEIGHTS:,} on"
-    if problem.flops >= least[problem.captured]:
-        return None
-    bound = "inside a CUDA graph" if problem.captured else "launched one by one"
-    return f"too small: {problem.flops:,} FLOPs, faster than torch from {least[problem.captured]:,} on when {bound}"
+    return too_small(problem.flops, "FLOPs", least, problem.captured)
 
 
 def choose_splits(problem: WeightGradientProblem, device: Device, tiles: WeightGradientTiles) -> int:
