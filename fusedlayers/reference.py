@@ -58,7 +58,8 @@ def maxsim(
 def _padded(packed: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """``[total, d]`` as ``[n, longest, d]`` with zeros behind each sequence, and the mask of what is no padding."""
     lengths = cu_seqlens.diff()
-    longest = int(lengths.max()) if lengths.numel() else 0
+    # A meta tensor has no lengths: none is longer than all of them together.
+    longest = packed.shape[0] if packed.is_meta else int(lengths.max()) if lengths.numel() else 0
     mask = torch.arange(longest, device=packed.device) < lengths[:, None]
     return packed.new_zeros(*mask.shape, packed.shape[-1]).index_put((mask,), packed), mask
 
@@ -101,7 +102,9 @@ def gemm_reduce(
     elif op in ("sum", "sumsq"):
         found = values.sum(dim)
     elif op == "mean":
-        found = values.mean(dim) if isinstance(count, int) else values.sum(dim) / count
+        # Divided before it is rounded: a sum may overflow where its mean does not.
+        summed = values.sum(dim, dtype=torch.promote_types(c.dtype, torch.float32))
+        found = (summed / count).to(c.dtype)
     elif op in ("argmax", "argmin"):
         found = getattr(values, op.removeprefix("arg"))(dim).indices
     else:
@@ -113,10 +116,11 @@ def gemm_reduce(
 
 
 def _taking_part(mask: Tensor | None, lengths: Tensor | None, rows: int, device: torch.device) -> Tensor:
-    """Which rows are reduced: boolean, broadcasts to ``[*B, rows]``."""
+    """Which rows are reduced: boolean, ``[..., rows]``, broadcasts to ``[*B, rows]``."""
     if lengths is None:
         assert mask is not None
-        return mask
+        # One value for all rows counts as often as there are rows.
+        return mask.expand(*mask.shape[:-1], rows)
     taking = torch.arange(rows, device=device) < lengths.unsqueeze(-1)
     return taking if mask is None else taking & mask
 
@@ -138,19 +142,22 @@ def gemm_sum(
         taking = _taking_part(mask, lengths, rows.shape[-2], rows.device)
         rows = torch.where(taking.unsqueeze(-1), rows, 0)
         count = taking.sum(-1, keepdim=True)
-    # A sum of float16 values may overflow where its product with b does not: half of its scale is taken out before.
-    scale = 2.0 ** (rows.shape[-2].bit_length() // 2) if rows.dtype == torch.float16 else 1.0
-    total = rows.sum(-2, dtype=torch.promote_types(rows.dtype, torch.float32)) / scale
+    mean = op == "mean"
+    total = rows.sum(-2, dtype=torch.promote_types(rows.dtype, torch.float32))
+    some = count if isinstance(count, int) else count.clamp(min=1)
+    # A sum of float16 values may overflow where its product with b does not: half of its scale is taken out before. A
+    # mean has the scale of its values.
+    scale = 2.0 ** (rows.shape[-2].bit_length() // 2) if rows.dtype == torch.float16 and not mean else 1.0
+    total = total / some if mean else total / scale
     found = (_batched_product(total.to(rows.dtype).unsqueeze(-2), other)).squeeze(-2) * scale
     if bias is not None and dim == -2:
-        found = found + bias * count
+        found = found + (bias if mean else bias * count)
     elif bias is not None:
-        summed = bias.sum(-1) if isinstance(count, int) else (bias * taking).sum(-1)
-        found = found + summed.unsqueeze(-1)
-    if op == "sum" or isinstance(count, int):
-        return found / count if op == "mean" else found
+        taken = bias if isinstance(count, int) else bias * taking
+        summed = taken.sum(-1, keepdim=True, dtype=total.dtype)
+        found = found + (summed / some if mean else summed).to(found.dtype)
     # The mean of nothing is NaN, and its gradients are 0.
-    return torch.where(count > 0, found / count.clamp(min=1), torch.nan)
+    return torch.where(count > 0, found, torch.nan) if mean and not isinstance(count, int) else found
 
 
 def hidden_gradient(

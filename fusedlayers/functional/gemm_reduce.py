@@ -67,8 +67,9 @@ def gemm_reduce(
         index 0, and gradients are 0. An axis of size 0 has the same sum, sumsq, mean and logsumexp.
 
         float16, bfloat16 and float32 can run in Triton kernels; every floating dtype runs through torch.
-        A sum or mean without an activation is computed as ``(Σ a) @ b``. The gradient of max, min and absmax gathers
-        rows of the reduced operand: other rows that are not finite do not reach it, as they do (0 · inf) in a product.
+        A sum or mean without an activation is computed as ``(Σ a) @ b``. In the kernels the gradient of max, min and
+        absmax gathers rows of the reduced operand: other rows that are not finite do not reach it, as they do (0 · inf)
+        in torch's product.
 
     Raises:
         TypeError: an argument that is no tensor, a dtype that is not real floating or differs from that of a, a mask
@@ -94,12 +95,13 @@ def gemm_reduce(
         remember(call, problem)
     plan = dispatch(problem, a.device)
     taking: dict[str, Any] = {"mask": mask, "lengths": lengths}
-    if plan.path == "torch":
-        return reference.gemm_reduce(
-            a, b, op=op, dim=dim, **taking, bias=bias, activation=problem.activation, return_indices=return_indices,
-            return_product=return_product,
-        )  # fmt: skip
     a, b, bias = autocast((a, b, bias), compute_dtype(a))
+    if plan.path == "torch":
+        with without_autocast(a.device):
+            return reference.gemm_reduce(
+                a, b, op=op, dim=dim, **taking, bias=bias, activation=problem.activation,
+                return_indices=return_indices, return_product=return_product,
+            )  # fmt: skip
     if plan.path == "algebraic":
         with without_autocast(a.device):
             return reference.gemm_sum(a, b, op=op, dim=dim, **taking, bias=bias)

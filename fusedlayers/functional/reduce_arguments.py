@@ -49,9 +49,9 @@ def check_gemm_reduce(
             f"{said('a', a)}, {said('b', b)}: expected leading dimensions *B that broadcast, "
             f"got {list(a.shape[:-2])} and {list(b.shape[:-2])}"
         ) from error
-    if op not in OPERATIONS:
+    if not isinstance(op, str) or op not in OPERATIONS:
         raise ValueError(f"op must be one of {', '.join(OPERATIONS)}, got {op!r}")
-    if isinstance(dim, bool) or dim not in (-2, -1):
+    if type(dim) is not int or dim not in (-2, -1):
         raise ValueError(f"dim must be -2 (over M) or -1 (over N), got {dim!r}")
     reduced, letter = (a.shape[-2], "M") if dim == -2 else (b.shape[-1], "N")
     if bias is not None and tuple(bias.shape) != (b.shape[-1],):
