@@ -20,43 +20,38 @@ ROOT = Path(__file__).resolve().parents[1]
 # Real text that every Python brings, small enough to be read in no time.
 TEXT = argparse.__file__
 
-TINY = (
-    "data=text_file",
-    f"data.path={TEXT}",
-    "model.d_model=32",
-    "model.d_ff=64",
-    "model.layers=2",
-    "model.heads=2",
+# Few parameters and few steps, whatever is trained.
+SHORT = (
     "model.context=32",
+    "model.d_ff=64",
+    "model.d_model=32",
+    "model.heads=2",
     "optim.warmup_steps=2",
-    "run.batch_size=4",
-    "run.steps=12",
-    "run.log_every=2",
+    "run.accelerator=cpu",
+    "run.checkpoint_every=4",
     "run.evaluate_every=4",
     "run.evaluation_batches=2",
-    "run.checkpoint_every=4",
-    "run.accelerator=cpu",
+    "run.log_every=2",
+    "run.steps=12",
+)
+
+TINY = (
+    *SHORT,
+    "data=text_file",
+    f"data.path={TEXT}",
+    "model.layers=2",
+    "run.batch_size=4",
     "sample.length=20",
 )
 
 
 # A search with an encoder of few parameters, in batches of few pairs.
 TINY_SEARCH = (
-    "model.d_model=32",
-    "model.d_ff=64",
+    *SHORT,
     "model.layers=1",
-    "model.heads=2",
-    "model.context=32",
     "search.query_words=12",
     "search.vector_size=32",
-    "optim.warmup_steps=2",
     "run.batch_size=8",
-    "run.steps=12",
-    "run.log_every=2",
-    "run.evaluate_every=4",
-    "run.evaluation_batches=2",
-    "run.checkpoint_every=4",
-    "run.accelerator=cpu",
 )
 
 

@@ -46,7 +46,7 @@ from typing import Any
 
 import torch
 
-from .. import __version__, kernels
+from .. import __version__, kernels, planning
 from ..devices import describe
 from ..kernels.device import HAS_TRITON
 from ..planning import CEILINGS
@@ -135,11 +135,8 @@ def untimed_entry(status: str, reason: str, ways: Ways) -> Record:
 
 
 def floor_seconds(flops: int, moved_bytes: int, device: torch.device, dtype: torch.dtype) -> float | None:
-    """The time no version beats by much, from the device's measured ceilings; None where these are unknown."""
-    ceilings = CEILINGS.get(describe(device).name)
-    if ceilings is None or dtype == torch.float32:
-        return None
-    return max(flops / ceilings[0], moved_bytes / ceilings[1])
+    """That of planning, for torch's device and dtype."""
+    return planning.floor_seconds(flops, moved_bytes, str(dtype).removeprefix("torch."), describe(device))
 
 
 def git_state(folder: Path) -> tuple[str | None, bool | None]:

@@ -71,6 +71,15 @@ def rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
+def flat_batch(tensor: Tensor, batch: torch.Size) -> Tensor:
+    """``[*batch, rows, columns]`` as ``[Z, rows, columns]``, without a copy where one matrix serves every entry."""
+    if tensor.dim() == 3 and tensor.shape[:1] == batch:
+        return tensor
+    if all(size == 1 for size in tensor.shape[:-2]):
+        return tensor.reshape(1, *tensor.shape[-2:]).expand(batch.numel(), -1, -1)
+    return tensor.expand(*batch, -1, -1).reshape(-1, *tensor.shape[-2:])
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Operands are cast once, before a Function; nothing inside it, forward or backward, may cast them again."""
     return torch.autocast(device.type, enabled=False) if autocast_enabled(device) else nullcontext()

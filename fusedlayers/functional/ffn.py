@@ -21,6 +21,7 @@ from .dispatch import (
     ran_as_kernels,
     recalled,
     remember,
+    rows,
     signature,
     wants_gradient,
     without_autocast,
@@ -122,15 +123,15 @@ def _forward(
     plan: Plan,
 ) -> Tensor:
     """The FFN on the fused or the chunked path, without autograd."""
-    rows = _rows(x)
-    residual_rows = None if residual is None else _rows(residual)
+    x_rows = rows(x)
+    residual_rows = None if residual is None else rows(residual)
     if plan.path == "chunked":
         y = reference.ffn_chunked(
-            rows, w_up, w_down, b_up, b_down, w_gate, b_gate, residual=residual_rows, seed=seed,
+            x_rows, w_up, w_down, b_up, b_down, w_gate, b_gate, residual=residual_rows, seed=seed,
             activation=arithmetic.activation, dropout_p=arithmetic.dropout_p, chunk_rows=plan.chunk_rows,
         )  # fmt: skip
     else:
-        operands = Operands(rows, w_up, w_down, b_up, w_gate, b_gate, seed, arithmetic)
+        operands = Operands(x_rows, w_up, w_down, b_up, w_gate, b_gate, seed, arithmetic)
         y = kernels.forward(operands, b_down, residual_rows, plan.forward_tiles)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
@@ -159,26 +160,21 @@ class FFNFunction(torch.autograd.Function):
                 with without_autocast(dy.device):
                     gradients = _differentiable_gradients(tensors, through_hidden, dy, seed, ctx.arithmetic)
             elif ctx.plan.path == "chunked":
-                tensors = (_rows(x), w_up, w_down, b_up, None, w_gate, b_gate)
+                tensors = (rows(x), w_up, w_down, b_up, None, w_gate, b_gate)
                 with without_autocast(dy.device):
                     gradients = reference.ffn_chunked_gradients(
-                        _rows(dy), tensors, through_hidden, chunk_rows=ctx.plan.chunk_rows, seed=seed,
+                        rows(dy), tensors, through_hidden, chunk_rows=ctx.plan.chunk_rows, seed=seed,
                         activation=ctx.arithmetic.activation, dropout_p=ctx.arithmetic.dropout_p,
                     )  # fmt: skip
             else:
-                operands = Operands(_rows(x), w_up, w_down, b_up, w_gate, b_gate, seed, ctx.arithmetic)
-                gradients = _fused_gradients(operands, wanted, _rows(dy), ctx.plan)
+                operands = Operands(rows(x), w_up, w_down, b_up, w_gate, b_gate, seed, ctx.arithmetic)
+                gradients = _fused_gradients(operands, wanted, rows(dy), ctx.plan)
                 ran_as_kernels(ctx.plan.problem, dy.device)
             if gradients[0] is not None and gradients[0].shape != x.shape:
                 gradients[0] = gradients[0].view(x.shape)
         if wanted[4] and gradients[4] is None:
-            gradients[4] = _column_sums(_rows(dy))
+            gradients[4] = _column_sums(rows(dy))
         return *gradients, dy if wanted[7] else None, None, None, None
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """``[*B, M, K]`` as a matrix of rows: a view where the strides allow it, else a copy."""
-    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def _column_sums(dy: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from .dispatch import (
     autocast,
     compute_dtype,
     dispatch,
+    flat_batch,
     gemm_gemm_problem,
     ran_as_kernels,
     recalled,
@@ -54,7 +55,7 @@ def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None)
     if plan.path == "torch":
         return reference.gemm_gemm(a, b, c, activation=activation)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2], c.shape[:-2])
-    operands = [_flat_batch(tensor, batch) for tensor in autocast((a, b, c), compute_dtype(a))]
+    operands = [flat_batch(tensor, batch) for tensor in autocast((a, b, c), compute_dtype(a))]
     arithmetic = Arithmetic(activation, 0.0, problem.input_precision, plan.accuracy)
     if problem.training or call is None:
         e = GemmGemmFunction.apply(*operands, arithmetic, plan)
@@ -64,15 +65,6 @@ def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None)
     if not problem.training:
         ran_as_kernels(problem, a.device)
     return e if len(batch) == 1 else e.view(*batch, *e.shape[-2:])
-
-
-def _flat_batch(tensor: Tensor, batch: torch.Size) -> Tensor:
-    """``[*batch, rows, columns]`` as ``[Z, rows, columns]``, without a copy where one matrix serves every entry."""
-    if tensor.dim() == 3 and tensor.shape[:1] == batch:
-        return tensor
-    if all(size == 1 for size in tensor.shape[:-2]):
-        return tensor.reshape(1, *tensor.shape[-2:]).expand(batch.numel(), -1, -1)
-    return tensor.expand(*batch, -1, -1).reshape(-1, *tensor.shape[-2:])
 
 
 class GemmGemmFunction(torch.autograd.Function):

@@ -15,6 +15,7 @@ from .dispatch import (
     autocast,
     compute_dtype,
     dispatch,
+    flat_batch,
     ran_as_kernels,
     recalled,
     remember,
@@ -115,7 +116,7 @@ def gemm_reduce(
         plan=plan,
     )
     flat_mask = None if mask is None else mask.expand(*batch, reduced.shape[-2]).reshape(-1, reduced.shape[-2])
-    tensors = (_flat_batch(kept, batch), _flat_batch(reduced, batch), bias, flat_mask, _flat_lengths(lengths, batch, a))
+    tensors = (flat_batch(kept, batch), flat_batch(reduced, batch), bias, flat_mask, _flat_lengths(lengths, batch, a))
     if problem.training or call is None:
         d, index, product = GemmReduceFunction.apply(*tensors, reduction)
     else:
@@ -145,15 +146,6 @@ class _Reduction:
     def operands(self, kept: Tensor, reduced: Tensor, bias: Any, mask: Any, lengths: Any) -> ReduceOperands:
         kept_bias, reduced_bias = (bias, None) if self.bias_of_kept else (None, bias)
         return ReduceOperands(kept, reduced, kept_bias, reduced_bias, mask, lengths, None, self.arithmetic)
-
-
-def _flat_batch(tensor: Tensor, batch: torch.Size) -> Tensor:
-    """``[*batch, rows, columns]`` as ``[Z, rows, columns]``, without a copy where one matrix serves every entry."""
-    if tensor.dim() == 3 and tensor.shape[:1] == batch:
-        return tensor
-    if all(size == 1 for size in tensor.shape[:-2]):
-        return tensor.reshape(1, *tensor.shape[-2:]).expand(batch.numel(), -1, -1)
-    return tensor.expand(*batch, -1, -1).reshape(-1, *tensor.shape[-2:])
 
 
 def _flat_lengths(lengths: Tensor | None, batch: torch.Size, a: Tensor) -> Tensor | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from . import gemm_gemm, gemm_reduce, hidden_gradient, maxsim, weight_gradient
 from .call import Call, Decision
-from .devices import BACKENDS, CEILINGS, Device
+from .devices import BACKENDS, CEILINGS, Device, floor_seconds
 from .gemm_gemm import Plan, Problem
 from .gemm_reduce import ReducePlan, ReduceProblem
 from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem
@@ -50,5 +50,6 @@ __all__ = [
     "ReduceProblem",
     "WeightGradientPlan",
     "WeightGradientProblem",
+    "floor_seconds",
     "plan",
 ]

@@ -1,5 +1,6 @@
 """What every problem and every plan have, whatever the operation."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -74,3 +75,24 @@ def too_small(amount: int, what: str, thresholds: tuple[int, int], captured: boo
         return None
     bound = "inside a CUDA graph" if captured else "launched one by one"
     return f"too small: {amount:,} {what}, faster than torch from {least:,} on when {bound}"
+
+
+def why_not_kernels(
+    problem: Any, device: Device, backend: str, unsupported: str | None, why_slower: Callable[[Any, Device], str | None]
+) -> str | None:
+    """Why the kernels do not run a problem, given the user's wish; None where they do."""
+    if unsupported is not None:
+        return unsupported
+    if backend == "torch":
+        return "the backend is set to torch"
+    if backend == "auto":
+        return why_slower(problem, device) or (COLD if problem.cold else None)
+    return None
+
+
+def activation_accuracy(problem: Any, device: Device) -> str:
+    """The accuracy that kernels compute activations with: one of ``kernels.activations.ACCURACIES``."""
+    if problem.dtype == "float32":
+        return "exact"
+    # The hardware tanh is an NVIDIA instruction, and its error is above the rounding of float16.
+    return "coarse" if problem.dtype == "bfloat16" and device.architecture.startswith("sm_") else "half"

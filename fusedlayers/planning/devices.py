@@ -10,6 +10,7 @@ PARTIALS_LIMIT = 128 * 2**20
 # Peak rates, (FLOP/s in 16 bits, bytes/s): large matrix products and device copies measured on random data.
 CEILINGS: dict[str, tuple[float, float]] = {"NVIDIA H200": (790e12, 4.3e12)}
 
+SIXTEEN_BITS = ("float16", "bfloat16")
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 KERNEL_DTYPES = ("float16", "bfloat16", "float32")
 
@@ -24,3 +25,11 @@ class Device:
     processors: int = 1
     triton: bool = False
     pipelined: bool = False  # whether the warp-specialised kernels run on it too
+
+
+def floor_seconds(flops: int, moved_bytes: int, dtype: str, device: Device) -> float | None:
+    """The time no version beats by much, from the device's measured ceilings; None where these are unknown."""
+    ceilings = CEILINGS.get(device.name)
+    if ceilings is None or dtype not in SIXTEEN_BITS:
+        return None
+    return max(flops / ceilings[0], moved_bytes / ceilings[1])

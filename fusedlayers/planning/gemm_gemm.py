@@ -17,8 +17,8 @@ from ..kernels.tuning import (
     stored_config,
     tile_config,
 )
-from .call import COLD, Call, Decision, no_kernels, not_measured, too_small
-from .devices import CEILINGS, DTYPE_BYTES, PARTIALS_LIMIT, Device
+from .call import Call, Decision, activation_accuracy, no_kernels, not_measured, too_small, why_not_kernels
+from .devices import DTYPE_BYTES, PARTIALS_LIMIT, Device, floor_seconds
 
 # Bytes that one chunk of the hidden may take.
 CHUNK_LIMIT = 64 * 2**20
@@ -141,13 +141,7 @@ def plan(problem: Problem, device: Device, backend: str = "auto") -> Plan:
     ``recompute=True`` excludes every path that keeps the hidden.
     """
     unsupported = why_unsupported(problem, device)
-    fused = unsupported
-    if fused is None and backend == "torch":
-        fused = "the backend is set to torch"
-    if fused is None and backend == "auto":
-        fused = why_slower(problem, device)
-    if fused is None and backend == "auto" and problem.cold:
-        fused = COLD
+    fused = why_not_kernels(problem, device, backend, unsupported, why_slower)
     chunked = None if problem.recompute is True else "only recompute=True needs its memory guarantee"
     if problem.operation == "gemm_gemm":
         chunked = "a batched GEMM-GEMM is not cut into chunks"
@@ -212,13 +206,6 @@ def _stored(problem: Problem, device: Device) -> StoredConfig | None:
     if problem.operation != "ffn" or problem.recompute is True or not everything or not _all_pipelined(problem, device):
         return None
     return stored_config(problem.gated, problem.K, problem.N, problem.O, device.processors)
-
-
-def _accuracy(problem: Problem, device: Device) -> str:
-    if problem.dtype == "float32":
-        return "exact"
-    # The hardware tanh is an NVIDIA instruction, and its error is above the rounding of float16.
-    return "coarse" if problem.dtype == "bfloat16" and device.architecture.startswith("sm_") else "half"
 
 
 def choose_splits(problem: Problem, device: Device, tiles: TileConfig) -> int:
@@ -293,16 +280,12 @@ def _costed(
     if path == "torch" and problem.training:
         copies = (3 if problem.gated else 1) + SAVED_FOR_SLOPE.get(problem.activation, 0) + problem.dropout
         saved += copies * problem.hidden_bytes
-    ceiling = CEILINGS.get(device.name)
-    floor = None if ceiling is None else max(flops / ceiling[0], io_bytes / ceiling[1])
-    if problem.dtype not in ("float16", "bfloat16"):
-        floor = None
     options: dict[str, Any] = {}
     if path == "fused":
         options = {
             "forward_tiles": _tiles("forward", problem, device),
             "data_gradient_tiles": _tiles("data_gradient", problem, device) if problem.needs_data_gradient else None,
-            "accuracy": _accuracy(problem, device),
+            "accuracy": activation_accuracy(problem, device),
         }
         if weight_tiles is not None:
             splits = choose_splits(problem, device, weight_tiles)
@@ -338,7 +321,7 @@ def _costed(
         flops=flops,
         bytes=io_bytes,
         saved_bytes=saved,
-        floor_seconds=floor,
+        floor_seconds=floor_seconds(flops, io_bytes, problem.dtype, device),
         unsupported=unsupported,
         **options,
     )

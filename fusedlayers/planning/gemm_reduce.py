@@ -15,7 +15,7 @@ from ..kernels.tuning import (
     reduce_gradient_config,
 )
 from .call import COLD, Call, Decision, no_kernels, not_measured, too_small
-from .devices import CEILINGS, DTYPE_BYTES, PARTIALS_LIMIT, Device
+from .devices import DTYPE_BYTES, PARTIALS_LIMIT, Device, floor_seconds
 
 # A split of the reduced axis shorter than this many tiles spends more on its partials than on its products.
 SHORTEST_REDUCED_SPLIT = 4
@@ -238,10 +238,6 @@ def _costed(
         saved = operands + (number * problem.batch * problem.kept if path == "fused" and not problem.linear else 0)
         saved += product * (path == "torch" and (not problem.linear or problem.masked))
     flops = _flops(problem, path)
-    ceiling = CEILINGS.get(device.name)
-    floor = None if ceiling is None else max(flops / ceiling[0], moved / ceiling[1])
-    if problem.dtype not in ("float16", "bfloat16"):
-        floor = None
     options: dict[str, Any] = {}
     if path == "fused":
         bits = 8 * element
@@ -270,7 +266,7 @@ def _costed(
         flops=flops,
         bytes=moved,
         saved_bytes=saved,
-        floor_seconds=floor,
+        floor_seconds=floor_seconds(flops, moved, problem.dtype, device),
         unsupported=unsupported,
         **options,
     )

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..kernels.tuning import HiddenGradientTiles, hidden_gradient_tiles
-from .call import COLD, Call, Decision, no_kernels, not_measured, too_small
-from .devices import CEILINGS, DTYPE_BYTES, Device
+from .call import Call, Decision, activation_accuracy, no_kernels, not_measured, too_small, why_not_kernels
+from .devices import DTYPE_BYTES, Device, floor_seconds
 
 # From how many floating-point operations on the kernel was faster than torch on an H200, bfloat16: (launched one by
 # one, inside a CUDA graph); None where it never was, or was not measured. By whether there is a gate.
@@ -57,23 +57,16 @@ class HiddenGradientPlan(Decision):
 def plan(problem: HiddenGradientProblem, device: Device, backend: str = "auto") -> HiddenGradientPlan:
     """The path that runs ``problem`` on ``device``."""
     unsupported = no_kernels(problem, device)
-    fused = unsupported
-    if fused is None and backend == "torch":
-        fused = "the backend is set to torch"
-    if fused is None and backend == "auto":
-        fused = why_slower(problem, device)
-    if fused is None and backend == "auto" and problem.cold:
-        fused = COLD
+    fused = why_not_kernels(problem, device, backend, unsupported, why_slower)
     p = problem
     parts = 2 if p.gated else 1
     read = p.M * p.O + p.O * p.N + parts * p.M * p.N
     io_bytes = p.element_bytes * (read + parts * p.M * p.N + parts * p.N * p.bias)
-    ceiling = CEILINGS.get(device.name) if p.dtype in ("float16", "bfloat16") else None
     options: dict[str, Any] = {
         "flops": p.flops,
         "bytes": io_bytes,
         "saved_bytes": p.element_bytes * read if p.training else 0,
-        "floor_seconds": None if ceiling is None else max(p.flops / ceiling[0], io_bytes / ceiling[1]),
+        "floor_seconds": floor_seconds(p.flops, io_bytes, p.dtype, device),
         "unsupported": unsupported,
     }
     if fused is not None:
@@ -89,7 +82,7 @@ def plan(problem: HiddenGradientProblem, device: Device, backend: str = "auto") 
         rejected=(("torch", "the kernel covers the problem"),),
         tiles=tiles,
         row_tiles=row_tiles,
-        accuracy=_accuracy(problem, device),
+        accuracy=activation_accuracy(problem, device),
         workspace_bytes=4 * bands * parts * p.N if p.bias else 0,
         **options,
     )
@@ -108,10 +101,3 @@ def why_slower(problem: HiddenGradientProblem, device: Device) -> str | None:
 def choose_row_tiles(problem: HiddenGradientProblem, tiles: HiddenGradientTiles) -> int:
     """Tiles below one another that one program computes: one, unless that gives too many partial sums."""
     return math.ceil(math.ceil(problem.M / tiles.block_m) / MOST_BANDS) if problem.bias else 1
-
-
-def _accuracy(problem: HiddenGradientProblem, device: Device) -> str:
-    if problem.dtype == "float32":
-        return "exact"
-    # The hardware tanh is an NVIDIA instruction, and its error is above the rounding of float16.
-    return "coarse" if problem.dtype == "bfloat16" and device.architecture.startswith("sm_") else "half"

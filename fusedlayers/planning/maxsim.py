@@ -14,8 +14,8 @@ from ..kernels.tuning import (
     pipelined_reduce_config,
     reduce_config,
 )
-from .call import COLD, Call, Decision, no_kernels, not_measured, too_small
-from .devices import CEILINGS, DTYPE_BYTES, PARTIALS_LIMIT, Device
+from .call import Call, Decision, no_kernels, not_measured, too_small, why_not_kernels
+from .devices import DTYPE_BYTES, PARTIALS_LIMIT, Device, floor_seconds
 
 # From how many similarities (query tokens × document tokens) on the kernels were faster than torch on an H200, in
 # bfloat16, d = 128: (launched one by one, inside a CUDA graph), without and with a backward pass. Launched, the host
@@ -83,11 +83,7 @@ class MaxSimPlan(Decision):
 def plan(problem: MaxSimProblem, device: Device, backend: str = "auto") -> MaxSimPlan:
     """The path that runs ``problem`` on ``device``."""
     unsupported = no_kernels(problem, device)
-    fused = unsupported
-    if fused is None and backend == "torch":
-        fused = "the backend is set to torch"
-    if fused is None and backend == "auto":
-        fused = why_slower(problem, device) or (COLD if problem.cold else None)
+    fused = why_not_kernels(problem, device, backend, unsupported, why_slower)
     if fused is None:
         return _costed(problem, device, "fused", (("torch", "the kernels cover the problem"),), unsupported)
     return _costed(problem, device, "torch", (("fused", fused),), unsupported)
@@ -127,7 +123,6 @@ def _costed(
     io_bytes = element * (operand_elements + p.queries * p.documents) * (2 if p.training else 1)
     io_bytes += element * p.K * p.query_tokens * p.needs_query_gradient
     io_bytes += element * p.K * p.document_tokens * p.needs_document_gradient
-    ceiling = CEILINGS.get(device.name) if p.dtype in ("float16", "bfloat16") else None
     options: dict[str, Any] = {}
     if path == "fused":
         options = _kernels(problem, device)
@@ -140,7 +135,7 @@ def _costed(
         flops=flops,
         bytes=io_bytes,
         saved_bytes=(element * operand_elements + (4 if path == "fused" else 8) * choices) if p.training else 0,
-        floor_seconds=None if ceiling is None else max(flops / ceiling[0], io_bytes / ceiling[1]),
+        floor_seconds=floor_seconds(flops, io_bytes, p.dtype, device),
         unsupported=unsupported,
         **options,
     )

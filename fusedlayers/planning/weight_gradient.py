@@ -10,8 +10,8 @@ from ..kernels.tuning import (
     WeightGradientTiles,
     weight_gradient_tiles,
 )
-from .call import COLD, Call, Decision, no_kernels, not_measured, too_small
-from .devices import CEILINGS, DTYPE_BYTES, PARTIALS_LIMIT, Device
+from .call import Call, Decision, no_kernels, not_measured, too_small, why_not_kernels
+from .devices import CEILINGS, DTYPE_BYTES, PARTIALS_LIMIT, Device, floor_seconds
 
 # From how many floating-point operations on the kernels were faster than torch on an H200, bfloat16: (launched one by
 # one, inside a CUDA graph); None where they never were. By whether the bias gradient is wanted. With more weights than
@@ -81,21 +81,14 @@ class WeightGradientPlan(Decision):
 def plan(problem: WeightGradientProblem, device: Device, backend: str = "auto") -> WeightGradientPlan:
     """The path that runs ``problem`` on ``device``."""
     unsupported = no_kernels(problem, device)
-    fused = unsupported
-    if fused is None and backend == "torch":
-        fused = "the backend is set to torch"
-    if fused is None and backend == "auto":
-        fused = why_slower(problem, device)
-    if fused is None and backend == "auto" and problem.cold:
-        fused = COLD
+    fused = why_not_kernels(problem, device, backend, unsupported, why_slower)
     element = problem.element_bytes
     io_bytes = element * (problem.M * (problem.O + problem.K) + problem.O * (problem.K + problem.bias))
-    ceiling = CEILINGS.get(device.name) if problem.dtype in ("float16", "bfloat16") else None
     options: dict[str, Any] = {
         "flops": problem.flops,
         "bytes": io_bytes,
         "saved_bytes": element * problem.M * (problem.O + problem.K) if problem.training else 0,
-        "floor_seconds": None if ceiling is None else max(problem.flops / ceiling[0], io_bytes / ceiling[1]),
+        "floor_seconds": floor_seconds(problem.flops, io_bytes, problem.dtype, device),
     }
     if fused is not None:
         reason = "no other path is both possible and faster"
