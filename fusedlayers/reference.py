@@ -238,12 +238,17 @@ def _hidden(
     up: Tensor, gate: Tensor | None, activation: str, dropout_p: float, seed: Tensor | None, first_row: int
 ) -> Tensor:
     """The hidden ``[*B, M, N]`` from its pre-activations."""
-    act = ACTIVATIONS[canonical_activation(activation)].torch
-    hidden = act(up) if gate is None else act(gate) * up
+    values = hidden(up, gate, activation=activation)
     if dropout_p and seed is not None:
-        mask = keep_mask(seed, first_row, hidden[..., 0].numel(), hidden.shape[-1], dropout_p, hidden.dtype)
-        return hidden * mask.view(hidden.shape) * (1 / (1 - dropout_p))
-    return F.dropout(hidden, dropout_p) if dropout_p else hidden
+        mask = keep_mask(seed, first_row, values[..., 0].numel(), values.shape[-1], dropout_p, values.dtype)
+        return values * mask.view(values.shape) * (1 / (1 - dropout_p))
+    return F.dropout(values, dropout_p) if dropout_p else values
+
+
+def hidden(up: Tensor, gate: Tensor | None = None, *, activation: str) -> Tensor:
+    """``act(up)``, or with a gate ``act(gate) ⊙ up``: the hidden of an FFN from its pre-activations ``[*B, M, N]``."""
+    act = ACTIVATIONS[canonical_activation(activation)].torch
+    return act(up) if gate is None else act(gate) * up
 
 
 def ffn_chunked(x: Tensor, *weights_and_biases: Any, chunk_rows: int, **options: Any) -> Tensor:

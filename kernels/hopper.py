@@ -36,7 +36,7 @@ except ImportError:
     gluon = gl = fence_async_shared = mbarrier = tma = copy_in = copy_out = Inert()
     warpgroup_mma = warpgroup_mma_wait = TensorDescriptor = Inert()
 
-_ALIGNMENT = 16  # bytes: of a copied matrix's address and row stride
+ALIGNMENT = 16  # bytes: of a copied matrix's address and row stride
 _MOST_ROWS = 2**31 - 2**16  # coordinates have 32 bits, also those of a tile that reaches past the end
 
 
@@ -71,7 +71,7 @@ def matrix(tensor: torch.Tensor) -> Matrix | None:
     if rows == 1:
         row_stride = columns  # a single row may have any; the engine wants one that holds the row
     bytes_apart = row_stride * tensor.element_size()
-    if column_stride != 1 or row_stride < columns or bytes_apart % _ALIGNMENT or tensor.data_ptr() % _ALIGNMENT:
+    if column_stride != 1 or row_stride < columns or bytes_apart % ALIGNMENT or tensor.data_ptr() % ALIGNMENT:
         return None
     batch, batch_stride = (tensor.shape[0], tensor.stride(0)) if batched else (1, 0)
     if batch * rows > _MOST_ROWS:
@@ -81,6 +81,15 @@ def matrix(tensor: torch.Tensor) -> Matrix | None:
     if batch_stride != rows * row_stride:
         return None
     return Matrix(tensor, batch * rows, columns, row_stride, rows, transposed)
+
+
+def untransposed(tensor: torch.Tensor) -> Matrix | None:
+    """The same, and None where columns lie together too.
+
+    torch.compile's tensors have no address while it traces.
+    """
+    found = None if torch.compiler.is_compiling() else matrix(tensor)
+    return None if found is None or found.transposed else found
 
 
 class Descriptor(NamedTuple):
@@ -105,6 +114,7 @@ class Descriptor(NamedTuple):
 
 
 __all__ = [
+    "ALIGNMENT",
     "HAS_GLUON",
     "Descriptor",
     "Matrix",
@@ -116,6 +126,7 @@ __all__ = [
     "matrix",
     "mbarrier",
     "tma",
+    "untransposed",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]

@@ -6,13 +6,23 @@ warps, the consumers, wait for ``full``, compute with 64 rows each, and arrive a
 its activations, another one has the matrix units.
 """
 
-from .hopper import copy_in, gl, gluon, mbarrier, warpgroup_mma
+from .hopper import copy_in, fence_async_shared, gl, gluon, mbarrier, warpgroup_mma
 
 
 @gluon.jit
 def stage_of(position, STAGES: gl.constexpr):
     """(stage, phase of its full barrier) of the ``position``-th filling of a ring. The empty one is a phase behind."""
     return position % STAGES, (position // STAGES) & 1
+
+
+@gluon.jit
+def release_after_load(empty):
+    """Gives a place back that was loaded into registers.
+
+    The next copy comes through another proxy to memory: without the fence it was seen to overtake loads under way.
+    """
+    fence_async_shared()
+    mbarrier.arrive(empty)
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ from fusedlayers import functional, planning, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.activations import ACTIVATIONS
-from fusedlayers.kernels.tuning import HiddenGradientTiles
+from fusedlayers.kernels.tuning import EpilogueTiles
 from tests.operands import (
     DEVICE,
     DTYPES,
@@ -117,7 +117,7 @@ def test_exact_integers_for_any_number_of_row_tiles(gated: bool, dtype: torch.dt
     assert dy is not None
     assert w_down is not None
     assert z is not None
-    tiles = HiddenGradientTiles(16, 32, 16, 4, 1)
+    tiles = EpilogueTiles(16, 32, 16, 4, 1)
     results = kernels.hidden_gradient(dy, w_down, z, z_gate, True, row_tiles, "relu", "exact", "ieee", tiles)
     ours = dict(zip(NAMES, results, strict=True))
     assert_equal(in_float64(ours), found(reference.hidden_gradient, in_float64(tensors), activation="relu"))

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..kernels.tuning import CONSUMER_ROWS, ReduceConfig
+from ..kernels.tuning import CONSUMER_ROWS, EpiloguePipeline, EpilogueTiles, ReduceConfig
 from ..planning import (
     Call,
     Decision,
@@ -74,6 +74,11 @@ def _gemm_gemm_facts(problem: Problem, plan: Plan, device: Device) -> list[tuple
     elif plan.weight_gradient_tiles is not None:
         passes = (plan.weight_gradient_tiles.pipelined or plan.weight_gradient_tiles).passes
         rows.append(("splits", f"{plan.splits} token ranges of the weight gradients, in {passes} launch(es)"))
+    if plan.epilogue is not None:
+        rows.append(("hidden tiles", _epilogue_tiles(plan.epilogue.hidden_tiles, plan.epilogue.hidden_pipeline)))
+        gradient = plan.epilogue.gradient
+        if gradient is not None and gradient.tiles is not None:
+            rows.append(("hidden-gradient tiles", _epilogue_tiles(gradient.tiles, gradient.pipeline)))
     if plan.chunk_rows:
         rows.append(("chunks", f"{plan.chunk_rows} tokens at a time"))
     rows.append(("GEMM units", f"{plan.forward_units:g} forward, {plan.backward_units:g} backward"))
@@ -143,10 +148,16 @@ def _hidden_gradient_facts(
     p = problem
     rows = _call(f"M={p.M} (rows) N={p.N} (d_ff) O={p.O}, {p.dtype}", plan, device)
     if plan.tiles is not None:
-        t = plan.tiles
-        size = f"{plan.row_tiles} × {t.block_m} rows × {t.block_n} columns of dZ, {t.block_o} columns of dy at a time"
-        rows.append(("tiles", f"{size}, {t.num_warps} warps, {t.num_stages} stages"))
+        rows.append(("tiles", _epilogue_tiles(plan.tiles, plan.pipeline)))
     return [*rows, *_costs(plan, p.training)]
+
+
+def _epilogue_tiles(tiles: EpilogueTiles, pipeline: EpiloguePipeline | None) -> str:
+    if pipeline is not None:
+        size = f"{2 * CONSUMER_ROWS} × {2 * CONSUMER_ROWS} of the product"
+        return f"pipelined: {size}, {pipeline.step} inner, consumers 2 in turn, stages {pipeline.stages}"
+    size = f"{tiles.block_m} × {tiles.block_n} of the product, {tiles.block_inner} inner"
+    return f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages"
 
 
 def _costs(plan: Decision, training: bool) -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ from ..kernels.dropout import draw_seed
 from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
 from ..planning import Plan
 from ..planning.gemm_gemm import LONG_SUM_ROWS, SHORT_SUM_ROWS
+from . import ffn_epilogue
 from .arguments import autocast_enabled, check_ffn
 from .dispatch import (
     autocast,
@@ -104,7 +105,7 @@ def ffn(
         # are not plain tell it themselves.
         run = FFNFunction.apply if wants_gradient(*tensors) or call is None else _forward
         y: Tensor = run(*operands)
-    if plan.path == "fused" and not problem.training:
+    if plan.path in ("fused", "epilogue") and not problem.training:
         ran_as_kernels(problem, x.device)
     return y + residual if apart and residual is not None else y
 
@@ -122,10 +123,34 @@ def _forward(
     arithmetic: Arithmetic,
     plan: Plan,
 ) -> Tensor:
-    """The FFN on the fused or the chunked path, without autograd."""
+    """The FFN on any path but torch's, without autograd."""
+    return _forward_and_kept(x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, seed, arithmetic, plan, False)[0]
+
+
+def _forward_and_kept(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    w_gate: Tensor | None,
+    b_gate: Tensor | None,
+    residual: Tensor | None,
+    seed: Tensor | None,
+    arithmetic: Arithmetic,
+    plan: Plan,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The same, with the pre-activations that the epilogue path is to ``keep``."""
     x_rows = rows(x)
     residual_rows = None if residual is None else rows(residual)
-    if plan.path == "chunked":
+    z: Tensor | None = None
+    z_gate: Tensor | None = None
+    if plan.path == "epilogue":
+        y, z, z_gate = ffn_epilogue.forward(
+            x_rows, w_up, w_down, b_up, b_down, w_gate, b_gate, residual_rows, plan, keep
+        )
+    elif plan.path == "chunked":
         y = reference.ffn_chunked(
             x_rows, w_up, w_down, b_up, b_down, w_gate, b_gate, residual=residual_rows, seed=seed,
             activation=arithmetic.activation, dropout_p=arithmetic.dropout_p, chunk_rows=plan.chunk_rows,
@@ -133,20 +158,26 @@ def _forward(
     else:
         operands = Operands(x_rows, w_up, w_down, b_up, w_gate, b_gate, seed, arithmetic)
         y = kernels.forward(operands, b_down, residual_rows, plan.forward_tiles)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1]), z, z_gate
 
 
 class FFNFunction(torch.autograd.Function):
-    """The FFN of x ``[*B, M, K]``, keeping its inputs alone: the hidden is computed again in the backward pass."""
+    """The FFN of x ``[*B, M, K]``.
+
+    It keeps its inputs alone, and computes the hidden again in the backward pass; on the epilogue path it keeps the
+    pre-activations, too.
+    """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         """The arguments of :func:`_forward`."""
         x, w_up, w_down, b_up, _, w_gate, b_gate, _, seed, ctx.arithmetic, ctx.plan = arguments
         # Without a wanted gradient that goes through the hidden there is nothing to recompute, so nothing is kept.
-        if any(_through_hidden(ctx.needs_input_grad)):
-            ctx.save_for_backward(x, w_up, w_down, b_up, w_gate, b_gate, seed)
-        return _forward(*arguments)
+        keep = any(_through_hidden(ctx.needs_input_grad))
+        y, z, z_gate = _forward_and_kept(*arguments, keep)
+        if keep:
+            ctx.save_for_backward(x, w_up, w_down, b_up, w_gate, b_gate, seed, z, z_gate)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -154,7 +185,7 @@ class FFNFunction(torch.autograd.Function):
         gradients: list[Tensor | None] = [None] * 7
         through_hidden = _through_hidden(wanted)
         if any(through_hidden):
-            x, w_up, w_down, b_up, w_gate, b_gate, seed = ctx.saved_tensors
+            x, w_up, w_down, b_up, w_gate, b_gate, seed, z, z_gate = ctx.saved_tensors
             if torch.is_grad_enabled():
                 tensors = (x, w_up, w_down, b_up, None, w_gate, b_gate)
                 with without_autocast(dy.device):
@@ -166,6 +197,12 @@ class FFNFunction(torch.autograd.Function):
                         rows(dy), tensors, through_hidden, chunk_rows=ctx.plan.chunk_rows, seed=seed,
                         activation=ctx.arithmetic.activation, dropout_p=ctx.arithmetic.dropout_p,
                     )  # fmt: skip
+            elif ctx.plan.path == "epilogue":
+                with without_autocast(dy.device):
+                    gradients = ffn_epilogue.gradients(
+                        (rows(x), w_up, w_down, w_gate), (z, z_gate), wanted, rows(dy), ctx.plan
+                    )
+                ran_as_kernels(ctx.plan.problem, dy.device)
             else:
                 operands = Operands(rows(x), w_up, w_down, b_up, w_gate, b_gate, seed, ctx.arithmetic)
                 gradients = _fused_gradients(operands, wanted, rows(dy), ctx.plan)

@@ -17,8 +17,10 @@ from ..kernels.tuning import (
     stored_config,
     tile_config,
 )
+from . import ffn_epilogue
 from .call import Call, Decision, activation_accuracy, no_kernels, not_measured, too_small, why_not_kernels
 from .devices import DTYPE_BYTES, PARTIALS_LIMIT, Device, floor_seconds
+from .ffn_epilogue import EpiloguePlan
 
 # Bytes that one chunk of the hidden may take.
 CHUNK_LIMIT = 64 * 2**20
@@ -121,11 +123,12 @@ class Problem(Call):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Decision):
-    """The path is "fused", "chunked" or "torch"."""
+    """The path is "fused", "epilogue", "chunked" or "torch"."""
 
     forward_tiles: Any = None  # TileConfig of each kernel that will run, else None
     data_gradient_tiles: Any = None
     weight_gradient_tiles: Any = None
+    epilogue: EpiloguePlan | None = None
     stored: Any = None  # StoredConfig, if the backward pass stores what is hidden while it runs
     splits: int = 1
     stored_splits: int = 1
@@ -140,26 +143,31 @@ def plan(problem: Problem, device: Device, backend: str = "auto") -> Plan:
 
     ``recompute=True`` excludes every path that keeps the hidden.
     """
-    unsupported = why_unsupported(problem, device)
-    fused = why_not_kernels(problem, device, backend, unsupported, why_slower)
-    chunked = None if problem.recompute is True else "only recompute=True needs its memory guarantee"
+    not_fused = why_unsupported(problem, device)
+    reasons = {"fused": why_not_kernels(problem, device, backend, not_fused, why_slower)}
+    unsupported = not_fused
     if problem.operation == "gemm_gemm":
-        chunked = "a batched GEMM-GEMM is not cut into chunks"
-    elif problem.empty:
-        chunked = "there is nothing to compute"
-    reasons = {"fused": fused, "chunked": chunked, "torch": None}
-    path = next(name for name, reason in reasons.items() if reason is None)
+        reasons["chunked"] = "a batched GEMM-GEMM is not cut into chunks"
+    else:
+        not_epilogue = ffn_epilogue.why_unsupported(problem, device)
+        reasons["epilogue"] = why_not_kernels(problem, device, backend, not_epilogue, ffn_epilogue.why_slower)
+        unsupported = None if not_epilogue is None else not_fused
+        reasons["chunked"] = None if problem.recompute is True else "only recompute=True needs its memory guarantee"
+        if problem.empty:
+            reasons["chunked"] = "there is nothing to compute"
+    path = next((name for name, reason in reasons.items() if reason is None), "torch")
+    for name in reasons:
+        if reasons[name] is None and name != path:
+            reasons[name] = "the fused path keeps no hidden either, and is one kernel"
     rejected = [(name, reason) for name, reason in reasons.items() if reason is not None]
     if path != "torch":
-        better = "the kernels cover the problem" if path == "fused" else "recompute=True forbids keeping the hidden"
+        better = "recompute=True forbids keeping the hidden" if path == "chunked" else "the kernels cover the problem"
         rejected.append(("torch", better))
-        if path == "fused" and chunked is None:
-            rejected.append(("chunked", "the fused path keeps no hidden either, and is one kernel"))
     return _costed(problem, device, path, tuple(rejected), unsupported)
 
 
 def why_unsupported(problem: Problem, device: Device) -> str | None:
-    """Why the kernels cannot run this problem, or None."""
+    """Why the fused kernels cannot run this problem, or None."""
     if (reason := no_kernels(problem, device)) is not None:
         return reason
     width = max(problem.K, problem.O)
@@ -247,7 +255,7 @@ def gemm_units(problem: Problem, path: str, passes: int = 1, stored: bool = Fals
     forward = first + second
     data = (first if problem.needs_data_gradient else 0.0) + (second if problem.training else 0.0)
     weights = first + second if problem.needs_weight_gradient else 0.0
-    if path == "torch":
+    if path in ("torch", "epilogue"):
         return forward, data + weights
     if stored:
         return forward, first + data + weights
@@ -280,6 +288,9 @@ def _costed(
     if path == "torch" and problem.training:
         copies = (3 if problem.gated else 1) + SAVED_FOR_SLOPE.get(problem.activation, 0) + problem.dropout
         saved += copies * problem.hidden_bytes
+    parts = 2 if problem.gated else 1
+    if path == "epilogue" and problem.training:
+        saved += parts * problem.hidden_bytes
     options: dict[str, Any] = {}
     if path == "fused":
         options = {
@@ -296,18 +307,30 @@ def _costed(
             }
         if stored is not None:
             splits = choose_stored_splits(problem, device, stored)
-            hidden_bytes = (3 if problem.gated else 2) * problem.hidden_bytes
+            hidden_bytes = (parts + 1) * problem.hidden_bytes
             partial_bytes = splits * problem.partial_bytes if splits > 1 else 0
             options |= {
                 "stored": stored,
                 "stored_splits": splits,
                 "workspace_bytes": hidden_bytes + partial_bytes,
             }
+    elif path == "epilogue":
+        epilogue = ffn_epilogue.plan(problem, device)
+        workspace = problem.hidden_bytes
+        if epilogue.gradient is not None:
+            # The gradients of the pre-activations, the hidden for that of w_down, and sums over rows.
+            workspace = (parts + 1) * problem.hidden_bytes + epilogue.gradient.workspace_bytes
+        options = {
+            "epilogue": epilogue,
+            "accuracy": activation_accuracy(problem, device),
+            "workspace_bytes": workspace,
+        }
     elif path == "chunked":
         chunk_rows = choose_chunk_rows(problem)
         options = {"chunk_rows": chunk_rows, "workspace_bytes": chunk_rows * problem.chunk_row_bytes}
     reason = {
         "fused": "the kernels cover the problem and keep no hidden",
+        "epilogue": "activations and bias gradients are computed with the products, and only pre-activations are kept",
         "chunked": "recompute=True forbids keeping the hidden, and the kernels do not run here",
         "torch": "no other path is both possible and faster",
     }[path]

@@ -1,12 +1,12 @@
 """How the gradient of an FFN's pre-activations runs: torch or one kernel, with which tiles, and why."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ..kernels.tuning import HiddenGradientTiles, hidden_gradient_tiles
+from ..kernels.tuning import CONSUMER_ROWS, EPILOGUE_PIPELINES, EpiloguePipeline, EpilogueTiles, epilogue_tiles
 from .call import Call, Decision, activation_accuracy, no_kernels, not_measured, too_small, why_not_kernels
-from .devices import DTYPE_BYTES, Device, floor_seconds
+from .devices import DTYPE_BYTES, PARTIALS_LIMIT, SIXTEEN_BITS, Device, floor_seconds
 
 # From how many floating-point operations on the kernel was faster than torch on an H200, bfloat16: (launched one by
 # one, inside a CUDA graph); None where it never was, or was not measured. By whether there is a gate.
@@ -49,8 +49,9 @@ class HiddenGradientProblem(Call):
 class HiddenGradientPlan(Decision):
     """The path is "fused" or "torch"."""
 
-    tiles: HiddenGradientTiles | None = None
-    row_tiles: int = 1  # that a program computes
+    tiles: EpilogueTiles | None = None
+    pipeline: EpiloguePipeline | None = None  # what runs instead, where the operands lie as its copies need them
+    row_tiles: int = 1  # that a program of the portable kernel computes
     accuracy: str = "exact"  # of activations: one of kernels.activations.ACCURACIES
 
 
@@ -72,18 +73,19 @@ def plan(problem: HiddenGradientProblem, device: Device, backend: str = "auto") 
     if fused is not None:
         reason = "no other path is both possible and faster"
         return HiddenGradientPlan(problem=problem, path="torch", reason=reason, rejected=(("fused", fused),), **options)
-    tiles = hidden_gradient_tiles(device.architecture, 8 * p.element_bytes, p.gated)
+    tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated)
     row_tiles = choose_row_tiles(problem, tiles)
-    bands = math.ceil(math.ceil(p.M / tiles.block_m) / row_tiles)
+    pipeline = choose_pipeline(problem, device)
     return HiddenGradientPlan(
         problem=problem,
         path="fused",
         reason="one kernel writes dZ" + (", and sums it up on the way" if p.bias else ""),
         rejected=(("torch", "the kernel covers the problem"),),
         tiles=tiles,
+        pipeline=pipeline,
         row_tiles=row_tiles,
         accuracy=activation_accuracy(problem, device),
-        workspace_bytes=4 * bands * parts * p.N if p.bias else 0,
+        workspace_bytes=_partial_bytes(problem, row_tiles * tiles.block_m if pipeline is None else CONSUMER_ROWS),
         **options,
     )
 
@@ -98,6 +100,20 @@ def why_slower(problem: HiddenGradientProblem, device: Device) -> str | None:
     return too_small(problem.flops, "FLOPs", least, problem.captured)
 
 
-def choose_row_tiles(problem: HiddenGradientProblem, tiles: HiddenGradientTiles) -> int:
+def choose_row_tiles(problem: HiddenGradientProblem, tiles: EpilogueTiles) -> int:
     """Tiles below one another that one program computes: one, unless that gives too many partial sums."""
     return math.ceil(math.ceil(problem.M / tiles.block_m) / MOST_BANDS) if problem.bias else 1
+
+
+def choose_pipeline(problem: HiddenGradientProblem, device: Device) -> EpiloguePipeline | None:
+    """The warp-specialised kernel, where it runs and its partial sums stay within their limit."""
+    if not device.pipelined or problem.dtype not in SIXTEEN_BITS:
+        return None
+    if _partial_bytes(problem, CONSUMER_ROWS) > PARTIALS_LIMIT:
+        return None
+    return replace(EPILOGUE_PIPELINES["hidden_gradient", problem.gated], programs=device.processors)
+
+
+def _partial_bytes(problem: HiddenGradientProblem, band: int) -> int:
+    """Float32 sums of all bands of so many rows."""
+    return 4 * math.ceil(problem.M / band) * (2 if problem.gated else 1) * problem.N * problem.bias

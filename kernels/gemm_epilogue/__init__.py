@@ -1,15 +1,25 @@
 """Products of the wide FFN with what follows them in their epilogue.
 
+    Z = x W_upᵀ + b_up             Zg = x W_gateᵀ + b_gate                        (gated)
+    H = act(Z)                     H = act(Zg) ⊙ Z                                (gated)
     dH = dy W_down
     dZ = dH ⊙ act'(Z)              dZ = dH ⊙ act(Zg),  dZg = dH ⊙ Z ⊙ act'(Zg)   (gated)
     db_up = Σ_m dZ                 db_gate = Σ_m dZg                             (gated)
 
-Shapes: dy [M, O], w_down [O, N], z and z_gate [M, N], dz and dz_gate [M, N], db_up and db_gate [N]. dH stays on chip.
-A program owns some tiles below one another, whose sums over the rows it adds up itself; those of all programs are
-float32 partials, summed in a fixed order by ``kernels.partials`` and rounded once: no atomics, the same bits every
-time. One kernel for any strides and sizes.
+Shapes: x [M, K], w_up and w_gate [N, K], dy [M, O], w_down [O, N], Z, Zg, H and their gradients [M, N], db_up and
+db_gate [N]. ``hidden`` computes H, with Z and Zg where a backward pass will read them; ``hidden_gradient`` the
+gradients with their sums, and H once more where the gradient of w_down needs it. dH stays on chip.
+
+The products that remain, y = H W_downᵀ, dx = dZ W_up and the weight gradients, are matrices in and matrices out:
+cuBLAS, which shares what it copies in clusters of processors, was faster there, and nothing is left to fuse.
+
+Sums over rows are float32 partials of every band of rows, added up in a fixed order by ``kernels.partials`` and rounded
+once: no atomics, the same bits every time. ``hidden.py`` and ``hidden_gradient.py`` hold the portable kernels, of any
+strides and sizes, and launch those of ``pipelined/`` where the plan names them and the operands lie as the copy engine
+wants them.
 """
 
-from .hidden_gradient import hidden_gradient
+from .hidden import hidden
+from .hidden_gradient import HiddenGradients, hidden_gradient
 
-__all__ = ["hidden_gradient"]
+__all__ = ["HiddenGradients", "hidden", "hidden_gradient"]

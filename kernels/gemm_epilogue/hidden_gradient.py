@@ -1,34 +1,36 @@
-"""dZ, and with a gate dZg, from dy and the pre-activations, with the sums over their rows."""
+"""dZ, and with a gate dZg, from dy and the pre-activations, with the sums over their rows, and H once more."""
+
+from typing import NamedTuple
 
 import torch
 
 from ..activations import activation_unit, hidden_and_slopes, through_activation
 from ..device import tl, triton
+from ..hopper import ALIGNMENT, Matrix, untransposed
 from ..launching import launch
 from ..partials import reduce_partials
 from ..tiles import add_product, grouped_tile, load_tile, store_tile
-from ..tuning import HiddenGradientTiles
+from ..tuning import CONSUMER_ROWS, EpiloguePipeline, EpilogueTiles
+from . import pipelined
 
 _GROUP = 8  # programs below one another, before those to their right: they share columns of w_down in the cache
 
 
 @triton.jit
-def _stored_and_summed(
-    ptr, gradient, rows, cols, M, N, UNIT: tl.constexpr,
-):  # fmt: skip
-    """Stores a tile of a dense ``[M, N]`` gradient, and returns its sum over the rows."""
+def _stored_and_summed(ptr, gradient, rows, cols, stride_m, M, N, UNIT: tl.constexpr):
+    """Stores a tile of an ``[M, N]`` gradient, and returns its sum over the rows."""
     # Past M the product is 0, but 0 times an infinite weight is NaN.
     gradient = tl.where((rows < M)[:, None], gradient * UNIT, 0.0)
-    store_tile(ptr, gradient, rows, cols, N, 1, M, N)
+    store_tile(ptr, gradient, rows, cols, stride_m, 1, M, N)
     return tl.sum(gradient, 0)
 
 
 @triton.jit(do_not_specialize=["M", "row_tiles", "zero"])
 def _hidden_gradient_kernel(
-    dy_ptr, down_ptr, z_ptr, gate_ptr, dz_ptr, d_gate_ptr, sums_ptr,
-    stride_dym, stride_dyo, stride_do, stride_dn, stride_zm, stride_zn, stride_gm, stride_gn, O, N,
+    dy_ptr, down_ptr, z_ptr, gate_ptr, dz_ptr, d_gate_ptr, hidden_ptr, sums_ptr,
+    stride_dym, stride_dyo, stride_do, stride_dn, stride_zm, stride_zn, stride_gm, stride_gn, stride_out, O, N,
     M, row_tiles, zero,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, GROUP: tl.constexpr,
     ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     # A program has ``row_tiles`` tiles below one another. ``zero`` is 0, which only the caller knows.
@@ -43,22 +45,24 @@ def _hidden_gradient_kernel(
     for index in range(tl.minimum(row_tiles, tl.cdiv(M - first_row, BLOCK_M))):
         rows = first_row + index * BLOCK_M + tl.arange(0, BLOCK_M)
         d_hidden = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for o in tl.range(0, O, BLOCK_O):
-            outer = o + tl.arange(0, BLOCK_O)
+        for o in tl.range(0, O, BLOCK_INNER):
+            outer = o + tl.arange(0, BLOCK_INNER)
             dy_tile = load_tile(dy_ptr, rows, outer, stride_dym, stride_dyo, M, O)
             down_tile = load_tile(down_ptr, outer, cols, stride_do, stride_dn, O, N)
             d_hidden = add_product(d_hidden, dy_tile, down_tile, zero, INPUT_PRECISION)
         z = load_tile(z_ptr, rows, cols, stride_zm, stride_zn, M, N).to(tl.float32)
         if GATED:
             z_gate = load_tile(gate_ptr, rows, cols, stride_gm, stride_gn, M, N).to(tl.float32)
-            _, slope, gate_slope = hidden_and_slopes(z, z_gate, True, ACTIVATION, ACCURACY)
-            sums += _stored_and_summed(dz_ptr, d_hidden * slope, rows, cols, M, N, UNIT)
+            hidden, slope, gate_slope = hidden_and_slopes(z, z_gate, True, ACTIVATION, ACCURACY)
+            sums += _stored_and_summed(dz_ptr, d_hidden * slope, rows, cols, stride_out, M, N, UNIT)
             d_gate = through_activation(d_hidden, gate_slope, z_gate, ACTIVATION)
-            gate_sums += _stored_and_summed(d_gate_ptr, d_gate, rows, cols, M, N, UNIT)
+            gate_sums += _stored_and_summed(d_gate_ptr, d_gate, rows, cols, stride_out, M, N, UNIT)
         else:
-            _, slope, _ = hidden_and_slopes(z, z, False, ACTIVATION, ACCURACY)
+            hidden, slope, _ = hidden_and_slopes(z, z, False, ACTIVATION, ACCURACY)
             dz = through_activation(d_hidden, slope, z, ACTIVATION)
-            sums += _stored_and_summed(dz_ptr, dz, rows, cols, M, N, UNIT)
+            sums += _stored_and_summed(dz_ptr, dz, rows, cols, stride_out, M, N, UNIT)
+        if hidden_ptr is not None:
+            store_tile(hidden_ptr, hidden * UNIT, rows, cols, N, 1, M, N)
     if sums_ptr is not None:
         if GATED:
             partial = sums_ptr + band.to(tl.int64) * 2 * N
@@ -66,6 +70,16 @@ def _hidden_gradient_kernel(
         else:
             partial = sums_ptr + band.to(tl.int64) * N
         tl.store(partial + cols, sums, mask=cols < N)
+
+
+class HiddenGradients(NamedTuple):
+    """dz and dz_gate ``[M, N]``, db_up and db_gate ``[N]``, and the hidden ``[M, N]``; None for what was not asked."""
+
+    dz: torch.Tensor
+    dz_gate: torch.Tensor | None
+    db_up: torch.Tensor | None
+    db_gate: torch.Tensor | None
+    hidden: torch.Tensor | None
 
 
 def hidden_gradient(
@@ -78,35 +92,66 @@ def hidden_gradient(
     activation: str,
     accuracy: str,
     input_precision: str,
-    tiles: HiddenGradientTiles,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """dz, dz_gate (or None) ``[M, N]``, contiguous, and with ``bias`` their sums db_up, db_gate (or None) ``[N]``.
+    tiles: EpilogueTiles,
+    pipeline: EpiloguePipeline | None = None,
+    keep_hidden: bool = False,
+    side_by_side: bool = False,
+) -> HiddenGradients:
+    """The gradients of the pre-activations, with ``bias`` their sums, and the hidden if it is to be kept.
 
-    Operands ``[M, *]`` of any strides; each program computes ``row_tiles`` tiles.
+    Operands ``[M, *]`` of any strides. Results are contiguous; ``side_by_side``, dz and dz_gate are the halves of one
+    ``[M, 2 N]``. Each program of the portable kernel computes ``row_tiles`` tiles.
     """
-    (rows, out), columns = dy.shape, w_down.shape[1]
-    gated = z_gate is not None
+    rows, columns = dy.shape[0], w_down.shape[1]
+    parts = 1 if z_gate is None else 2
 
     def empty(*shape: int, dtype: torch.dtype = dy.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=dy.device)
 
-    dz = empty(rows, columns)
-    d_gate = empty(rows, columns) if gated else None
-    bands = triton.cdiv(triton.cdiv(rows, tiles.block_m), row_tiles)
-    sums = empty(bands, columns * (2 if gated else 1), dtype=torch.float32) if bias else None
-    launch(
-        _hidden_gradient_kernel,
-        bands * triton.cdiv(columns, tiles.block_n),
-        (dy, w_down, z, z_gate, dz, d_gate, sums),
-        (*dy.stride(), *w_down.stride(), *z.stride(), *((0, 0) if z_gate is None else z_gate.stride()), out, columns),
-        (rows, row_tiles, 0.0),
-        (tiles.block_m, tiles.block_n, tiles.block_o, _GROUP, activation, accuracy, input_precision),
-        tiles.num_warps,
-        tiles.num_stages,
-    )
+    if side_by_side and z_gate is not None:
+        dz, d_gate = empty(rows, 2 * columns).split(columns, 1)
+    else:
+        dz = empty(rows, columns)
+        d_gate = None if z_gate is None else empty(rows, columns)
+    hidden = empty(rows, columns) if keep_hidden else None
+    matrices = None if pipeline is None else _matrices(dy, w_down, z, z_gate)
+    if pipeline is not None and matrices is not None:
+        # A program stores the sums of its two halves apart.
+        bands = 2 * triton.cdiv(rows, 2 * CONSUMER_ROWS)
+    else:
+        bands = triton.cdiv(triton.cdiv(rows, tiles.block_m), row_tiles)
+    sums = empty(bands, columns * parts, dtype=torch.float32) if bias else None
+    if pipeline is not None and matrices is not None:
+        pipelined.launch_hidden_gradient(*matrices, dz, d_gate, hidden, sums, activation, accuracy, pipeline)
+    else:
+        gate_strides = (0, 0) if z_gate is None else z_gate.stride()
+        launch(
+            _hidden_gradient_kernel,
+            bands * triton.cdiv(columns, tiles.block_n),
+            (dy, w_down, z, z_gate, dz, d_gate, hidden, sums),
+            (*dy.stride(), *w_down.stride(), *z.stride(), *gate_strides, dz.stride(0), dy.shape[1], columns),
+            (rows, row_tiles, 0.0),
+            (tiles.block_m, tiles.block_n, tiles.block_inner, _GROUP, activation, accuracy, input_precision),
+            tiles.num_warps,
+            tiles.num_stages,
+        )
     if sums is None:
-        return dz, d_gate, None, None
+        return HiddenGradients(dz, d_gate, None, None, hidden)
     db_up = empty(columns)
-    db_gate = empty(columns) if gated else None
+    db_gate = None if z_gate is None else empty(columns)
     reduce_partials(sums, [db_up] if db_gate is None else [db_up, db_gate])
-    return dz, d_gate, db_up, db_gate
+    return HiddenGradients(dz, d_gate, db_up, db_gate, hidden)
+
+
+def _matrices(
+    dy: torch.Tensor, w_down: torch.Tensor, z: torch.Tensor, z_gate: torch.Tensor | None
+) -> tuple[Matrix, Matrix, Matrix, Matrix | None] | None:
+    """The operands as the copy engine sees them, or None where one does not lie as it needs them."""
+    left, right, first = untransposed(dy), untransposed(w_down), untransposed(z)
+    gate = None if z_gate is None else untransposed(z_gate)
+    if left is None or right is None or first is None or (z_gate is not None and gate is None):
+        return None
+    # The results' rows, too.
+    if w_down.shape[1] * dy.element_size() % ALIGNMENT:
+        return None
+    return left, right, first, gate

@@ -1,5 +1,6 @@
 """Tables of tile configurations, one file per operation. Plain data, so that planning needs no Triton."""
 
+from .gemm_epilogue import EPILOGUE_PIPELINES, EpiloguePipeline, EpilogueTiles, epilogue_tiles
 from .gemm_gemm import (
     SHORTEST_SPLIT,
     WIDEST_X_IN_REGISTERS,
@@ -21,19 +22,20 @@ from .gemm_reduce import (
     reduce_config,
     reduce_gradient_config,
 )
-from .hidden_gradient import HiddenGradientTiles, hidden_gradient_tiles
 from .limits import CONSUMER_ROWS, SHARED_MEMORY, padded_width
 from .maxsim import GatherConfig, OneHotConfig, gather_config, one_hot_config
 from .weight_gradient import PIPELINES, WeightGradientPipeline, WeightGradientTiles, weight_gradient_tiles
 
 __all__ = [
     "CONSUMER_ROWS",
+    "EPILOGUE_PIPELINES",
     "PIPELINES",
     "SHARED_MEMORY",
     "SHORTEST_SPLIT",
     "WIDEST_X_IN_REGISTERS",
+    "EpiloguePipeline",
+    "EpilogueTiles",
     "GatherConfig",
-    "HiddenGradientTiles",
     "OneHotConfig",
     "OneHotPipeline",
     "PipelinedConfig",
@@ -43,8 +45,8 @@ __all__ = [
     "TileConfig",
     "WeightGradientPipeline",
     "WeightGradientTiles",
+    "epilogue_tiles",
     "gather_config",
-    "hidden_gradient_tiles",
     "one_hot_config",
     "one_hot_pipeline",
     "padded_width",

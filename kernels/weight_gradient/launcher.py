@@ -2,7 +2,7 @@
 
 import torch
 
-from ..hopper import Matrix, matrix
+from ..hopper import Matrix, untransposed
 from ..partials import summed_over_splits
 from ..tuning import WeightGradientPipeline, WeightGradientTiles
 from . import pipelined
@@ -34,13 +34,6 @@ def weight_gradient(
 
 
 def _matrices(dy: torch.Tensor, x: torch.Tensor) -> tuple[Matrix, Matrix] | None:
-    """Both as the copy engine sees them, or None where one does not lie as it needs them.
-
-    torch.compile's tensors have no address while it traces.
-    """
-    if torch.compiler.is_compiling():
-        return None
-    left, right = matrix(dy), matrix(x)
-    if left is None or right is None or left.transposed or right.transposed:
-        return None
-    return left, right
+    """Both as the copy engine sees them, or None where one does not lie as it needs them."""
+    left, right = untransposed(dy), untransposed(x)
+    return None if left is None or right is None else (left, right)

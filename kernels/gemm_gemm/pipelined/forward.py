@@ -16,7 +16,7 @@ from ...hopper import (
     warpgroup_mma_wait,
 )
 from ...launching import launch
-from ...pipeline import copy_hidden_tile, hidden_first, init_barriers, stage_of, start_product
+from ...pipeline import copy_hidden_tile, hidden_first, init_barriers, release_after_load, stage_of, start_product
 from ...tuning import CONSUMER_ROWS, WIDEST_X_IN_REGISTERS, PipelinedConfig
 from ..operands import Matrices, Operands
 
@@ -91,7 +91,7 @@ def _consume(
         mbarrier.wait(x_full.index(consumer), turn & 1)
         if X_IN_REGISTERS:
             x_tile = x_tiles.index(consumer).load(x_layout)
-            mbarrier.arrive(x_empty.index(consumer))
+            release_after_load(x_empty.index(consumer))
         else:
             x_tile = x_tiles.index(consumer)
         acc = gl.zeros([ROWS, O], gl.float32, y_layout)

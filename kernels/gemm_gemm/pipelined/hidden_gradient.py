@@ -20,7 +20,7 @@ from ...hopper import (
     warpgroup_mma_wait,
 )
 from ...launching import launch
-from ...pipeline import init_barriers, stage_of
+from ...pipeline import init_barriers, release_after_load, stage_of
 from ...tuning import CONSUMER_ROWS, StoredConfig
 from ..operands import Matrices, Operands
 
@@ -148,7 +148,10 @@ def _consume(
                         x_1 = x_0
                     else:
                         x_1 = up_ring.index(stage).load(x_layout)
-                up_position = _release(up_empty, up_position, 1, UP_STAGES)
+                    release_after_load(up_empty.index(stage))
+                else:
+                    mbarrier.arrive(up_empty.index(stage))
+                up_position += 1
         mbarrier.wait(row_full.index(consumer), turn & 1)
         row = (tile * CONSUMERS + consumer) * ROWS
         for n in range(0, N, BLOCK_N):

@@ -14,7 +14,7 @@ from ...hopper import (
     warpgroup_mma_wait,
 )
 from ...launching import launch
-from ...pipeline import copy_hidden_tile, init_barriers, stage_of
+from ...pipeline import copy_hidden_tile, init_barriers, release_after_load, stage_of
 from ...tuning import CONSUMER_ROWS, PipelinedReduceConfig
 from ..operands import ReduceOperands
 
@@ -170,7 +170,7 @@ def _consume(
             kept = kept.permute((1, 0))
         if IN_REGISTERS:
             kept = kept.load(gl.DotOperandLayout(0, layout, 2))
-            mbarrier.arrive(kept_empty.index(kept_stage))
+            release_after_load(kept_empty.index(kept_stage))
         value = gl.full([ROWS], NOTHING, gl.float32, gl.SliceLayout(1, layout))
         other = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
         index = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, layout))

@@ -17,7 +17,7 @@ from ...hopper import (
     warpgroup_mma_wait,
 )
 from ...launching import launch
-from ...pipeline import init_barriers, stage_of
+from ...pipeline import init_barriers, release_after_load, stage_of
 from ...tuning import WeightGradientPipeline
 
 
@@ -123,7 +123,7 @@ def _sum(
             if column == 0:
                 sums_0 = _add_rows(sums_0, left_ring.index(stage * CONSUMERS))
                 sums_1 = _add_rows(sums_1, left_ring.index(stage * CONSUMERS + 1))
-            mbarrier.arrive(empty.index(stage))
+            release_after_load(empty.index(stage))
             position += 1
         if column == 0:
             target = db_ptr + (split.to(gl.int64) * stride_split + unit)

@@ -1,0 +1,109 @@
+"""The epilogue path of the FFN, on rows ``[M, *]``: two kernels of its own, and the products around them."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import planning, reference
+from ..devices import describe
+from ..kernels import gemm_epilogue as kernels
+from ..kernels.weight_gradient import weight_gradient
+from ..planning import Plan, WeightGradientProblem
+from .dispatch import backend
+
+Gradients = list[Tensor | None]
+
+
+def forward(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    w_gate: Tensor | None,
+    b_gate: Tensor | None,
+    residual: Tensor | None,
+    plan: Plan,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """y ``[M, O]``, and the pre-activations z and z_gate ``[M, N]`` to ``keep``."""
+    assert plan.epilogue is not None
+    problem, tiles = plan.problem, plan.epilogue
+    hidden, z, z_gate = kernels.hidden(
+        x, w_up, b_up, w_gate, b_gate, keep, problem.activation, plan.accuracy, problem.input_precision,
+        tiles.hidden_tiles, tiles.hidden_pipeline,
+    )  # fmt: skip
+    y = F.linear(hidden, w_down, b_down)
+    return y if residual is None else y.add_(residual), z, z_gate
+
+
+def gradients(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    pre_activations: tuple[Tensor, Tensor | None],
+    wanted: tuple[bool, ...],
+    dy: Tensor,
+    plan: Plan,
+) -> Gradients:
+    """The wanted gradients of (x, w_up, w_down, b_up, b_down, w_gate, b_gate).
+
+    ``tensors`` are x, w_up, w_down and w_gate, ``pre_activations`` z and z_gate. That of b_down comes only where a
+    kernel yields it on the way.
+    """
+    x, w_up, w_down, w_gate = tensors
+    dx, dw_up, db_up, dw_gate, db_gate = (wanted[position] for position in (0, 1, 3, 5, 6))
+    problem = plan.problem
+    if not (dx or dw_up or db_up or dw_gate or db_gate):
+        hidden = reference.hidden(*pre_activations, activation=problem.activation)
+        dw_down, db_down = _weight_and_bias(dy, hidden, wanted[4], plan)
+        return [None, None, dw_down, None, db_down, None, None]
+    assert plan.epilogue is not None
+    tiles = plan.epilogue.gradient
+    assert tiles is not None
+    assert tiles.tiles is not None
+    found = kernels.hidden_gradient(
+        dy, w_down, *pre_activations, db_up or db_gate, tiles.row_tiles, problem.activation, plan.accuracy,
+        problem.input_precision, tiles.tiles, tiles.pipeline, keep_hidden=wanted[2], side_by_side=True,
+    )  # fmt: skip
+    results: Gradients = [
+        None,
+        None,
+        None,
+        found.db_up if db_up else None,
+        None,
+        None,
+        found.db_gate if db_gate else None,
+    ]
+    if found.hidden is not None:
+        results[2], results[4] = _weight_and_bias(dy, found.hidden, wanted[4], plan)
+    if dx:
+        results[0] = _data_gradient(found.dz, found.dz_gate, w_up, w_gate)
+    if dw_up:
+        results[1], _ = _weight_and_bias(found.dz, x, False, plan)
+    if dw_gate and found.dz_gate is not None:
+        results[5], _ = _weight_and_bias(found.dz_gate, x, False, plan)
+    return results
+
+
+def _data_gradient(dz: Tensor, dz_gate: Tensor | None, w_up: Tensor, w_gate: Tensor | None) -> Tensor:
+    if dz_gate is None or w_gate is None:
+        return dz @ w_up
+    (rows, columns), width = dz.shape, dz.stride(0)
+    if 2 * columns < rows and width == 2 * columns:
+        # One product of both, so that dx is rounded once and not read again. The weights are copied for it, which takes
+        # less than reading dx where they have fewer rows.
+        both = dz.as_strided((rows, width), (width, 1))
+        return both @ torch.cat((w_up, w_gate))
+    return torch.addmm(dz @ w_up, dz_gate, w_gate)
+
+
+def _weight_and_bias(dy: Tensor, x: Tensor, bias: bool, plan: Plan) -> tuple[Tensor, Tensor | None]:
+    """``dyᵀ x``, and the sum of dy where one kernel gives both and was measured faster."""
+    if bias:
+        call = WeightGradientProblem(
+            M=dy.shape[0], O=dy.shape[1], K=x.shape[1], dtype=plan.problem.dtype, captured=plan.problem.captured,
+            input_precision=plan.problem.input_precision,
+        )  # fmt: skip
+        made = planning.plan(call, describe(dy.device), backend())
+        if made.path == "fused":
+            return weight_gradient(dy, x, True, made.splits, call.input_precision, made.tiles, made.pipeline)
+    return dy.T @ x, None

@@ -1,0 +1,72 @@
+"""The epilogue path of an FFN: activations, gate and bias gradients in the epilogues of products, of any width.
+
+Its forward pass keeps the pre-activations, where torch keeps them, the activated ones and, gated, their product.
+"""
+
+from dataclasses import dataclass, replace
+
+from ..kernels.tuning import EPILOGUE_PIPELINES, EpiloguePipeline, EpilogueTiles, epilogue_tiles
+from . import hidden_gradient
+from .call import Call, no_kernels, not_measured, too_small
+from .devices import SIXTEEN_BITS, Device
+from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem
+
+# From how many floating-point operations of the products with x on (tokens × d_model × d_ff × 2, gated twice that)
+# the path was faster than torch on an H200, bfloat16: (launched one by one, inside a CUDA graph). By (gated, training).
+# Launched one by one, the host needs about 1 ms for a forward and backward pass.
+FASTER_FROM: dict[tuple[bool, bool], tuple[int, int]] = {
+    (False, False): (2**33, 2**32),
+    (False, True): (2**37, 2**34),
+    (True, False): (2**33, 2**32),
+    (True, True): (2**37, 2**34),
+}
+# With 256 tokens torch was as fast or faster at every width: too few tiles of 128 rows.
+LEAST_ROWS = 1024
+# Narrower layers were not measured on this path: the fused one keeps nothing hidden there.
+LEAST_WIDTH = 512
+
+
+@dataclass(frozen=True)
+class EpiloguePlan:
+    """The tiles of both kernels; no gradient without one that goes through the hidden."""
+
+    hidden_tiles: EpilogueTiles
+    hidden_pipeline: EpiloguePipeline | None
+    gradient: HiddenGradientPlan | None
+
+
+def plan(problem: Call, device: Device) -> EpiloguePlan:
+    """The tiles for ``problem``, a ``planning.Problem`` of an FFN."""
+    p = problem
+    gradient = None
+    if p.training:
+        call = HiddenGradientProblem(M=p.M, N=p.N, O=p.O, dtype=p.dtype, activation=p.activation, gated=p.gated)
+        gradient = hidden_gradient.plan(call, device, "triton")
+    pipeline = None
+    if device.pipelined and p.dtype in SIXTEEN_BITS:
+        pipeline = replace(EPILOGUE_PIPELINES["hidden", p.gated], programs=device.processors)
+    return EpiloguePlan(epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated), pipeline, gradient)
+
+
+def why_unsupported(problem: Call, device: Device) -> str | None:
+    """Why the path cannot run ``problem``, or None."""
+    if problem.recompute is True:
+        return "it keeps pre-activations, which recompute=True forbids"
+    if problem.dropout:
+        return "its kernels have no dropout"
+    return no_kernels(problem, device)
+
+
+def why_slower(problem: Call, device: Device) -> str | None:
+    """Why torch is expected to be faster, from measurements, or None."""
+    if (reason := not_measured(problem, device)) is not None:
+        return reason
+    if not device.pipelined:
+        return "only the warp-specialised kernels were measured faster than torch, and they do not run here"
+    width = min(problem.K, problem.O)
+    if width < LEAST_WIDTH:
+        return f"not measured below width {LEAST_WIDTH}"
+    if problem.M < LEAST_ROWS:
+        return f"{problem.M} tokens: torch was as fast or faster below {LEAST_ROWS:,}"
+    flops = 2 * problem.M * problem.K * problem.N * (2 if problem.gated else 1)
+    return too_small(flops, "FLOPs", FASTER_FROM[problem.gated, problem.training], problem.captured)

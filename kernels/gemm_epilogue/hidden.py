@@ -1,0 +1,116 @@
+"""H from x, gated from both projections in one pass over x, and Z and Zg where a backward pass will read them."""
+
+import torch
+
+from ..activations import activation_unit, hidden_and_slopes
+from ..device import tl, triton
+from ..hopper import ALIGNMENT, Matrix, untransposed
+from ..launching import launch
+from ..tiles import add_product, grouped_tile, load_tile, load_vector, store_tile
+from ..tuning import EpiloguePipeline, EpilogueTiles
+from . import pipelined
+
+_GROUP = 8  # programs below one another, before those to their right: they share rows of the weights in the cache
+
+
+@triton.jit(do_not_specialize=["M", "zero"])
+def _hidden_kernel(
+    x_ptr, up_ptr, w_gate_ptr, up_bias_ptr, gate_bias_ptr, hidden_ptr, z_ptr, gate_ptr,
+    stride_xm, stride_xk, stride_un, stride_uk, stride_gn, stride_gk, stride_ub, stride_gb, K, N,
+    M, zero,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, GROUP: tl.constexpr,
+    ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    # Results are dense. ``zero`` is 0, which only the caller knows.
+    GATED: tl.constexpr = w_gate_ptr is not None
+    UNIT: tl.constexpr = activation_unit(ACTIVATION, ACCURACY)
+    row, column = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
+    rows = row * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    z_gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in tl.range(0, K, BLOCK_INNER):
+        inner = k + tl.arange(0, BLOCK_INNER)
+        x_tile = load_tile(x_ptr, rows, inner, stride_xm, stride_xk, M, K)
+        up_tile = load_tile(up_ptr, inner, cols, stride_uk, stride_un, K, N)
+        z = add_product(z, x_tile, up_tile, zero, INPUT_PRECISION)
+        if GATED:
+            gate_tile = load_tile(w_gate_ptr, inner, cols, stride_gk, stride_gn, K, N)
+            z_gate = add_product(z_gate, x_tile, gate_tile, zero, INPUT_PRECISION)
+    if up_bias_ptr is not None:
+        z += load_vector(up_bias_ptr, cols, stride_ub, N)[None, :]
+    if GATED:
+        if gate_bias_ptr is not None:
+            z_gate += load_vector(gate_bias_ptr, cols, stride_gb, N)[None, :]
+    if z_ptr is not None:
+        store_tile(z_ptr, z, rows, cols, N, 1, M, N)
+        if GATED:
+            store_tile(gate_ptr, z_gate, rows, cols, N, 1, M, N)
+    if GATED:
+        hidden, _, _ = hidden_and_slopes(z, z_gate, True, ACTIVATION, ACCURACY)
+    else:
+        hidden, _, _ = hidden_and_slopes(z, z, False, ACTIVATION, ACCURACY)
+    store_tile(hidden_ptr, hidden * UNIT, rows, cols, N, 1, M, N)
+
+
+def hidden(
+    x: torch.Tensor,
+    w_up: torch.Tensor,
+    b_up: torch.Tensor | None,
+    w_gate: torch.Tensor | None,
+    b_gate: torch.Tensor | None,
+    keep: bool,
+    activation: str,
+    accuracy: str,
+    input_precision: str,
+    tiles: EpilogueTiles,
+    pipeline: EpiloguePipeline | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(H, Z, Zg) ``[M, N]``, contiguous; Z, and Zg with a gate, only to ``keep``. Operands of any strides."""
+    rows, columns = x.shape[0], w_up.shape[0]
+
+    def empty() -> torch.Tensor:
+        return torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+
+    found = empty()
+    z = empty() if keep else None
+    z_gate = empty() if keep and w_gate is not None else None
+    matrices = None if pipeline is None else _matrices(x, w_up, w_gate, b_up, b_gate)
+    if pipeline is not None and matrices is not None:
+        pipelined.launch_hidden(*matrices, b_up, b_gate, found, z, z_gate, activation, accuracy, pipeline)
+        return found, z, z_gate
+    bias_strides = [0 if bias is None else bias.stride(0) for bias in (b_up, b_gate)]
+    launch(
+        _hidden_kernel,
+        triton.cdiv(rows, tiles.block_m) * triton.cdiv(columns, tiles.block_n),
+        (x, w_up, w_gate, b_up, b_gate, found, z, z_gate),
+        (
+            *x.stride(), *w_up.stride(), *((0, 0) if w_gate is None else w_gate.stride()), *bias_strides, x.shape[1],
+            columns,
+        ),
+        (rows, 0.0),
+        (tiles.block_m, tiles.block_n, tiles.block_inner, _GROUP, activation, accuracy, input_precision),
+        tiles.num_warps,
+        tiles.num_stages,
+    )  # fmt: skip
+    return found, z, z_gate
+
+
+def _matrices(
+    x: torch.Tensor,
+    w_up: torch.Tensor,
+    w_gate: torch.Tensor | None,
+    b_up: torch.Tensor | None,
+    b_gate: torch.Tensor | None,
+) -> tuple[Matrix, Matrix, Matrix | None] | None:
+    """The operands as the copy engine sees them, or None where one does not lie so, or a bias has gaps."""
+    if any(bias is not None and bias.stride(0) != 1 for bias in (b_up, b_gate)):
+        return None
+    rows, up = untransposed(x), untransposed(w_up)
+    gate = None if w_gate is None else untransposed(w_gate)
+    if rows is None or up is None or (w_gate is not None and gate is None):
+        return None
+    # The results' rows, too.
+    if w_up.shape[0] * x.element_size() % ALIGNMENT:
+        return None
+    return rows, up, gate

@@ -1,0 +1,157 @@
+"""H on Hopper, and Z and Zg where they are kept, from one product: gated, from both projections in one pass over x."""
+
+import torch
+
+from ...activations import activation_unit, hidden_and_slopes
+from ...hopper import Matrix, fence_async_shared, gl, gluon, mbarrier, tma
+from ...launching import launch
+from ...pipeline import init_barriers
+from ...tiles import grouped_tile
+from ...tuning import EpiloguePipeline
+from .products import HALF, TILE, column_halves, copy_operands, init_turns, multiply, send
+
+
+@gluon.jit
+def _start(up_bias_ptr, gate_bias_ptr, column, N, layout: gl.constexpr, GATED: gl.constexpr):
+    """What the sums of a tile begin with: the bias of its columns."""
+    acc = gl.zeros([HALF, TILE], gl.float32, layout)
+    cols = gl.arange(0, TILE, gl.SliceLayout(0, layout))
+    if GATED:
+        # Columns of the gate are those behind the first half.
+        inside = gl.minimum(column + cols % HALF, N - 1)
+        if up_bias_ptr is not None and gate_bias_ptr is not None:
+            bias = gl.load(gl.where(cols < HALF, up_bias_ptr + inside, gate_bias_ptr + inside)).to(gl.float32)
+            acc += gl.expand_dims(bias, 0)
+        elif up_bias_ptr is not None:
+            bias = gl.load(up_bias_ptr + inside).to(gl.float32)
+            acc += gl.expand_dims(gl.where(cols < HALF, bias, 0.0), 0)
+        elif gate_bias_ptr is not None:
+            bias = gl.load(gate_bias_ptr + inside).to(gl.float32)
+            acc += gl.expand_dims(gl.where(cols < HALF, 0.0, bias), 0)
+    elif up_bias_ptr is not None:
+        acc += gl.expand_dims(gl.load(up_bias_ptr + gl.minimum(column + cols, N - 1)).to(gl.float32), 0)
+    return acc
+
+
+@gluon.jit
+def _finish(
+    consumer: gl.constexpr, z, z_gate, row, column, hidden_desc, z_desc, gate_desc, places, sent,
+    PLACES: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+):  # fmt: skip
+    UNIT: gl.constexpr = activation_unit(ACTIVATION, ACCURACY)
+    if z_desc is not None:
+        sent = send(consumer, z_desc, row, column, z, places, sent, PLACES)
+        if GATED:
+            sent = send(consumer, gate_desc, row, column, z_gate, places, sent, PLACES)
+    hidden, _, _ = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
+    return send(consumer, hidden_desc, row, column, hidden * UNIT, places, sent, PLACES)
+
+
+@gluon.jit
+def _consume(
+    consumer: gl.constexpr, hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, left_ring, right_ring,
+    places, full, empty, turns, tile_rows, tile_columns, inner, N,
+    STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    SPAN: gl.constexpr = HALF if GATED else TILE
+    steps = gl.cdiv(inner, STEP)
+    turn = 0
+    sent = 0
+    first = gl.program_id(0) + consumer * gl.num_programs(0)
+    for index in range(first, tile_rows * tile_columns, 2 * gl.num_programs(0)):
+        tile_row, tile_column = grouped_tile(index, tile_rows, tile_columns, GROUP)
+        column = tile_column * SPAN
+        start = _start(up_bias_ptr, gate_bias_ptr, column, N, layout, GATED)
+        top, bottom = multiply(
+            consumer, start, start, left_ring, right_ring, full, empty, turns, turn, steps, True, STAGES
+        )
+        turn += 1
+        for half in gl.static_range(2):
+            if half == 0:
+                left, right = column_halves(top, half_layout)
+            else:
+                left, right = column_halves(bottom, half_layout)
+            row = tile_row * TILE + half * HALF
+            if GATED:
+                sent = _finish(consumer, left, right, row, column, hidden_desc, z_desc, gate_desc, places, sent,
+                               PLACES, GATED, ACTIVATION, ACCURACY)  # fmt: skip
+            else:
+                sent = _finish(consumer, left, left, row, column, hidden_desc, z_desc, gate_desc, places, sent,
+                               PLACES, GATED, ACTIVATION, ACCURACY)  # fmt: skip
+                sent = _finish(consumer, right, right, row, column + HALF, hidden_desc, z_desc, gate_desc, places, sent,
+                               PLACES, GATED, ACTIVATION, ACCURACY)  # fmt: skip
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["tile_rows"])
+def _pipelined_hidden_kernel(
+    x_desc, up_desc, w_gate_desc, hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, inner, N, tile_columns,
+    tile_rows,
+    STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
+    ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = x_desc.dtype
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    GATED: gl.constexpr = w_gate_desc is not None
+    left_ring = gl.allocate_shared_memory(dtype, [STAGES * 2, HALF, STEP], x_desc.layout)
+    right_ring = gl.allocate_shared_memory(dtype, [STAGES, TILE, STEP], up_desc.layout)
+    places = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, HALF], hidden_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    init_barriers(full, empty, STAGES, 1)
+    init_turns(turns)
+    fence_async_shared()
+    gl.warp_specialize([
+        (_consume, (
+            gl.constexpr(0), hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, left_ring, right_ring, places,
+            full, empty, turns, tile_rows, tile_columns, inner, N, STEP, STAGES, PLACES, GROUP, GATED, ACTIVATION,
+            ACCURACY,
+        )),
+        (_consume, (
+            gl.constexpr(1), hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, left_ring, right_ring, places,
+            full, empty, turns, tile_rows, tile_columns, inner, N, STEP, STAGES, PLACES, GROUP, GATED, ACTIVATION,
+            ACCURACY,
+        )),
+        (copy_operands, (
+            x_desc, up_desc, w_gate_desc, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
+            True, STEP, STAGES, GROUP,
+        )),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+def launch_hidden(
+    x: Matrix,
+    up: Matrix,
+    gate: Matrix | None,
+    up_bias: torch.Tensor | None,
+    gate_bias: torch.Tensor | None,
+    hidden: torch.Tensor,
+    z: torch.Tensor | None,
+    z_gate: torch.Tensor | None,
+    activation: str,
+    accuracy: str,
+    pipeline: EpiloguePipeline,
+) -> None:
+    """Fills ``hidden``, and z and z_gate where they are given: contiguous ``[M, N]``."""
+    tile, half = TILE.value, HALF.value
+    rows, columns = hidden.shape
+    tile_rows, tile_columns = -(-rows // tile), -(-columns // (tile if gate is None else half))
+    out = [None if t is None else Matrix(t, rows, columns, columns, 0, False) for t in (hidden, z, z_gate)]
+    launch(
+        _pipelined_hidden_kernel,
+        min(tile_rows * tile_columns, pipeline.programs),
+        (up_bias, gate_bias),
+        (x.columns, columns, tile_columns),
+        (tile_rows,),
+        (pipeline.step, pipeline.stages, pipeline.places, pipeline.group, activation, accuracy),
+        descriptors=(
+            x.descriptor(half, pipeline.step),
+            up.descriptor(half, pipeline.step),
+            None if gate is None else gate.descriptor(half, pipeline.step),
+            *(None if matrix is None else matrix.descriptor(half, half) for matrix in out),
+        ),
+    )

@@ -1,0 +1,232 @@
+"""dZ and dZg on Hopper, their sums over the rows of a tile, and H once more, from the product dy W_down.
+
+A warp of its own copies the pre-activations of a tile, a quarter at a time, while its product is computed.
+"""
+
+import torch
+
+from ...activations import activation_unit, hidden_and_slopes, through_activation
+from ...hopper import Matrix, copy_in, fence_async_shared, gl, gluon, mbarrier, tma
+from ...launching import launch
+from ...pipeline import init_barriers, stage_of
+from ...tiles import grouped_tile
+from ...tuning import EpiloguePipeline
+from .products import HALF, TILE, column_halves, copy_operands, init_turns, multiply, send
+
+
+@gluon.jit
+def _copy_quarter(desc, row, column, tiles, full, empty, consumer, position, STAGES: gl.constexpr):
+    stage, phase = stage_of(position, STAGES)
+    stage += consumer * STAGES
+    mbarrier.wait(empty.index(stage), phase ^ 1)
+    mbarrier.expect(full.index(stage), desc.block_type.nbytes)
+    copy_in(desc, [row, column], full.index(stage), tiles.index(stage))
+    return position + 1
+
+
+@gluon.jit
+def _copy_pre_activations(
+    z_desc, gate_desc, tiles, full, empty, tile_rows, tile_columns, STAGES: gl.constexpr, GROUP: gl.constexpr
+):
+    PARTS: gl.constexpr = 1 if gate_desc is None else 2
+    count = 0
+    for index in range(gl.program_id(0), tile_rows * tile_columns, gl.num_programs(0)):
+        tile_row, tile_column = grouped_tile(index, tile_rows, tile_columns, GROUP)
+        consumer = count % 2
+        position = count // 2 * (4 * PARTS)
+        for quarter in gl.static_range(4):
+            row = tile_row * TILE + quarter // 2 * HALF
+            column = tile_column * TILE + quarter % 2 * HALF
+            position = _copy_quarter(z_desc, row, column, tiles, full, empty, consumer, position, STAGES)
+            if gate_desc is not None:
+                position = _copy_quarter(gate_desc, row, column, tiles, full, empty, consumer, position, STAGES)
+        count += 1
+
+
+@gluon.jit
+def _take(consumer: gl.constexpr, tiles, full, position, STAGES: gl.constexpr, layout: gl.constexpr):
+    stage, phase = stage_of(position, STAGES)
+    stage += consumer * STAGES
+    mbarrier.wait(full.index(stage), phase)
+    return tiles.index(stage).load(layout).to(gl.float32)
+
+
+@gluon.jit
+def _release(consumer: gl.constexpr, empty, position, PARTS: gl.constexpr, STAGES: gl.constexpr):
+    """Gives the places of pre-activations back.
+
+    Only once all that was made of them is stored: the next copy must not overtake a read that is still under way.
+    """
+    for part in gl.static_range(PARTS):
+        mbarrier.arrive(empty.index(consumer * STAGES + (position + part) % STAGES))
+
+
+@gluon.jit
+def _store_sums(sums_ptr, gradient, column, valid_rows, N):
+    layout: gl.constexpr = gradient.type.layout
+    rows = gl.arange(0, gradient.shape[0], gl.SliceLayout(1, layout))
+    cols = column + gl.arange(0, gradient.shape[1], gl.SliceLayout(0, layout))
+    # Past M the product is 0, but 0 times an infinite weight is NaN.
+    gradient = gl.where(gl.expand_dims(rows < valid_rows, 1), gradient, 0.0)
+    gl.store(sums_ptr + cols, gl.sum(gradient, 0), mask=cols < N)
+
+
+@gluon.jit
+def _finish(
+    consumer: gl.constexpr, d_hidden, row, column, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr,
+    tiles, tile_full, tile_empty, position, places, sent,
+    Z_STAGES: gl.constexpr, PLACES: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
+    ACCURACY: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = d_hidden.type.layout
+    UNIT: gl.constexpr = activation_unit(ACTIVATION, ACCURACY)
+    PARTS: gl.constexpr = 2 if GATED else 1
+    z = _take(consumer, tiles, tile_full, position, Z_STAGES, layout)
+    if GATED:
+        z_gate = _take(consumer, tiles, tile_full, position + 1, Z_STAGES, layout)
+    else:
+        z_gate = z
+    hidden, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
+    if hidden_desc is not None:
+        sent = send(consumer, hidden_desc, row, column, hidden * UNIT, places, sent, PLACES)
+        _release(consumer, tile_empty, position, PARTS, Z_STAGES)
+    sums = sums_ptr
+    if sums_ptr is not None:
+        sums = sums_ptr + (row // HALF).to(gl.int64) * (PARTS * N)
+    if GATED:
+        dz = d_hidden * slope * UNIT
+    else:
+        dz = through_activation(d_hidden, slope, z, ACTIVATION) * UNIT
+    sent = send(consumer, dz_desc, row, column, dz, places, sent, PLACES)
+    if not GATED and hidden_desc is None:
+        _release(consumer, tile_empty, position, PARTS, Z_STAGES)
+    if sums_ptr is not None:
+        _store_sums(sums, dz, column, M - row, N)
+    if GATED:
+        d_gate = through_activation(d_hidden, gate_slope, z_gate, ACTIVATION) * UNIT
+        sent = send(consumer, d_gate_desc, row, column, d_gate, places, sent, PLACES)
+        if sums_ptr is not None:
+            _store_sums(sums + N, d_gate, column, M - row, N)
+    if GATED and hidden_desc is None:
+        _release(consumer, tile_empty, position, PARTS, Z_STAGES)
+    return position + PARTS, sent
+
+
+@gluon.jit
+def _consume(
+    consumer: gl.constexpr, dz_desc, d_gate_desc, hidden_desc, sums_ptr, left_ring, right_ring, tiles, places,
+    full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M,
+    STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
+    GATED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    steps = gl.cdiv(inner, STEP)
+    turn = 0
+    sent = 0
+    position = 0
+    first = gl.program_id(0) + consumer * gl.num_programs(0)
+    for index in range(first, tile_rows * tile_columns, 2 * gl.num_programs(0)):
+        tile_row, tile_column = grouped_tile(index, tile_rows, tile_columns, GROUP)
+        column = tile_column * TILE
+        start = gl.zeros([HALF, TILE], gl.float32, layout)
+        top, bottom = multiply(
+            consumer, start, start, left_ring, right_ring, full, empty, turns, turn, steps, False, STAGES
+        )
+        turn += 1
+        for half in gl.static_range(2):
+            if half == 0:
+                left, right = column_halves(top, half_layout)
+            else:
+                left, right = column_halves(bottom, half_layout)
+            row = tile_row * TILE + half * HALF
+            position, sent = _finish(
+                consumer, left, row, column, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr,
+                tiles, tile_full, tile_empty, position, places, sent, Z_STAGES, PLACES, GATED, ACTIVATION, ACCURACY,
+            )  # fmt: skip
+            position, sent = _finish(
+                consumer, right, row, column + HALF, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr,
+                tiles, tile_full, tile_empty, position, places, sent, Z_STAGES, PLACES, GATED, ACTIVATION, ACCURACY,
+            )  # fmt: skip
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["tile_rows", "M"])
+def _pipelined_epilogue_gradient_kernel(
+    dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, sums_ptr, inner, N, tile_columns,
+    tile_rows, M,
+    STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
+    ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = dy_desc.dtype
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    GATED: gl.constexpr = gate_desc is not None
+    left_ring = gl.allocate_shared_memory(dtype, [STAGES * 2, HALF, STEP], dy_desc.layout)
+    right_ring = gl.allocate_shared_memory(dtype, [STAGES, STEP, TILE], down_desc.layout)
+    tiles = gl.allocate_shared_memory(dtype, [2 * Z_STAGES, HALF, HALF], z_desc.layout)
+    places = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, HALF], dz_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    tile_full = gl.allocate_shared_memory(gl.int64, [2 * Z_STAGES, 1], barrier)
+    tile_empty = gl.allocate_shared_memory(gl.int64, [2 * Z_STAGES, 1], barrier)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    init_barriers(full, empty, STAGES, 1)
+    init_barriers(tile_full, tile_empty, 2 * Z_STAGES, 1)
+    init_turns(turns)
+    fence_async_shared()
+    gl.warp_specialize([
+        (_consume, (
+            gl.constexpr(0), dz_desc, d_gate_desc, hidden_desc, sums_ptr, left_ring, right_ring, tiles, places, full,
+            empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, STEP, STAGES, Z_STAGES, PLACES,
+            GROUP, GATED, ACTIVATION, ACCURACY,
+        )),
+        (_consume, (
+            gl.constexpr(1), dz_desc, d_gate_desc, hidden_desc, sums_ptr, left_ring, right_ring, tiles, places, full,
+            empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, STEP, STAGES, Z_STAGES, PLACES,
+            GROUP, GATED, ACTIVATION, ACCURACY,
+        )),
+        (copy_operands, (
+            dy_desc, down_desc, None, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
+            False, STEP, STAGES, GROUP,
+        )),
+        (_copy_pre_activations, (
+            z_desc, gate_desc, tiles, tile_full, tile_empty, tile_rows, tile_columns, Z_STAGES, GROUP,
+        )),
+    ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+
+
+def launch_hidden_gradient(
+    dy: Matrix,
+    down: Matrix,
+    z: Matrix,
+    z_gate: Matrix | None,
+    dz: torch.Tensor,
+    d_gate: torch.Tensor | None,
+    hidden: torch.Tensor | None,
+    sums: torch.Tensor | None,
+    activation: str,
+    accuracy: str,
+    pipeline: EpiloguePipeline,
+) -> None:
+    """Fills dz, d_gate and ``hidden`` ``[M, N]``, where they are given, and ``sums [bands, parts × N]``."""
+    tile, half = TILE.value, HALF.value
+    rows, columns = dz.shape
+    tile_rows, tile_columns = -(-rows // tile), -(-columns // tile)
+    out = [None if t is None else Matrix(t, rows, columns, t.stride(0), 0, False) for t in (dz, d_gate, hidden)]
+    launch(
+        _pipelined_epilogue_gradient_kernel,
+        min(tile_rows * tile_columns, pipeline.programs),
+        (sums,),
+        (dy.columns, columns, tile_columns),
+        (tile_rows, rows),
+        (
+            pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places, pipeline.group, activation, accuracy,
+        ),
+        descriptors=(
+            dy.descriptor(half, pipeline.step),
+            down.descriptor(pipeline.step, tile),
+            z.descriptor(half, half),
+            None if z_gate is None else z_gate.descriptor(half, half),
+            *(None if matrix is None else matrix.descriptor(half, half) for matrix in out),
+        ),
+    )  # fmt: skip

@@ -1,0 +1,110 @@
+"""What both kernels share: copies of the operands, and the product of one tile by one of two consumers in turn.
+
+A program has two consumers. Each computes tiles of ``TILE × TILE`` of its own, every other one: while one has the
+matrix units, the other is busy with its epilogue, so that arithmetic of single elements and traffic of the results
+cost no time of the matrix units as long as they take less than a product. The consumers take turns at the ring of
+stages: whose turn it is may read the stages that arrive. Without that, a barrier's parity would not tell a filling from
+the one two before it.
+"""
+
+from ...hopper import copy_in, copy_out, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from ...pipeline import stage_of
+from ...tiles import grouped_tile
+from ...tuning import CONSUMER_ROWS
+
+# Rows and columns of a consumer's tile, in halves: the rows of one matrix instruction, and the columns of an epilogue.
+TILE = gl.constexpr(2 * CONSUMER_ROWS)
+HALF = gl.constexpr(CONSUMER_ROWS)
+
+
+@gluon.jit
+def copy_operands(
+    left_desc, right_desc, other_desc, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
+    UNITS_FIRST: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """The producer: fills the ring with ``STEP`` of the inner axis of both operands at a time.
+
+    A row of ``right`` is a column of the result where ``UNITS_FIRST``, as in the weights of a linear layer. With
+    ``other``, half of the columns are products with it.
+    """
+    SPAN: gl.constexpr = TILE if other_desc is None else HALF
+    LAYOUT: gl.constexpr = right_desc.layout
+    DTYPE: gl.constexpr = right_desc.dtype
+    RIGHT_COPIES: gl.constexpr = 2 if UNITS_FIRST else 1
+    BYTES: gl.constexpr = 2 * left_desc.block_type.nbytes + RIGHT_COPIES * right_desc.block_type.nbytes
+    position = 0
+    for index in range(gl.program_id(0), tile_rows * tile_columns, gl.num_programs(0)):
+        tile_row, tile_column = grouped_tile(index, tile_rows, tile_columns, GROUP)
+        row = tile_row * TILE
+        column = tile_column * SPAN
+        for k in range(0, inner, STEP):
+            stage, phase = stage_of(position, STAGES)
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            mbarrier.expect(full.index(stage), BYTES)
+            copy_in(left_desc, [row, k], full.index(stage), left_ring.index(stage * 2))
+            copy_in(left_desc, [row + HALF, k], full.index(stage), left_ring.index(stage * 2 + 1))
+            right = right_ring.index(stage)
+            if UNITS_FIRST:
+                halves = right._reinterpret(DTYPE, [2, HALF, STEP], LAYOUT)
+                copy_in(right_desc, [column, k], full.index(stage), halves.index(0))
+                if other_desc is None:
+                    copy_in(right_desc, [column + HALF, k], full.index(stage), halves.index(1))
+                else:
+                    copy_in(other_desc, [column, k], full.index(stage), halves.index(1))
+            else:
+                copy_in(right_desc, [k, column], full.index(stage), right)
+            position += 1
+
+
+@gluon.jit
+def multiply(
+    consumer: gl.constexpr, top, bottom, left_ring, right_ring, full, empty, turns, turn, steps,
+    UNITS_FIRST: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Adds the product of this consumer's ``turn``-th tile to its upper and lower half of the rows."""
+    mbarrier.wait(turns.index(consumer), (turn & 1) ^ (1 - consumer))
+    position = (2 * turn + consumer) * steps
+    for step in range(steps):
+        stage, phase = stage_of(position, STAGES)
+        mbarrier.wait(full.index(stage), phase)
+        right = right_ring.index(stage)
+        if UNITS_FIRST:
+            right = right.permute((1, 0))
+        top = warpgroup_mma(left_ring.index(stage * 2), right, top, is_async=True)
+        bottom = warpgroup_mma(left_ring.index(stage * 2 + 1), right, bottom, is_async=True)
+        top, bottom = warpgroup_mma_wait(2, [top, bottom])
+        if step > 0:
+            mbarrier.arrive(empty.index((position - 1) % STAGES))
+        position += 1
+    # The other one may line up its products behind the last of these.
+    mbarrier.arrive(turns.index(1 - consumer))
+    top, bottom = warpgroup_mma_wait(0, [top, bottom])
+    mbarrier.arrive(empty.index((position - 1) % STAGES))
+    return top, bottom
+
+
+@gluon.jit
+def column_halves(acc, layout: gl.constexpr):
+    """The left and the right half of the columns, both in ``layout``: they lie in the same registers as before."""
+    COLUMNS: gl.constexpr = acc.shape[1] // 2
+    left, right = acc.reshape([acc.shape[0], 2, COLUMNS]).permute((0, 2, 1)).split()
+    return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
+
+
+@gluon.jit
+def send(consumer: gl.constexpr, desc, row, column, values, places, sent, PLACES: gl.constexpr):
+    """Sends a tile on its way out, through one of the consumer's ``PLACES``; returns how many were sent."""
+    # All but the copies that were sent last have left their places.
+    tma.store_wait(PLACES - 1)
+    place = places.index(consumer * PLACES + sent % PLACES)
+    place.store(values.to(place.dtype))
+    fence_async_shared()
+    copy_out(desc, [row, column], place)
+    return sent + 1
+
+
+@gluon.jit
+def init_turns(turns):
+    """Whose turn it is: a barrier for each consumer, at which the other one arrives."""
+    for consumer in gl.static_range(2):
+        mbarrier.init(turns.index(consumer), count=1)
