@@ -1,9 +1,11 @@
-"""Checks of the arguments of ``linear``."""
+"""Checks of the arguments of ``linear``, and what its planner needs to know of them."""
 
 import torch
 from torch import Tensor
 
+from ..planning import LinearProblem
 from .arguments import check_shape, check_tensors, said
+from .dispatch import captured, compute_dtype, input_precision, subclass_of, wants_gradient
 
 REDUCTIONS = ("workspace", "atomic")
 
@@ -46,3 +48,32 @@ def check_reduction(reduction: str) -> None:
     """``"workspace"`` or ``"atomic"``."""
     if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+
+
+def linear_problem(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str,
+    split_k: int | str = "auto",
+    reduction: str = "workspace",
+) -> LinearProblem:
+    """The planning problem of one ``linear`` call, its leading dims flattened into rows."""
+    dtype = compute_dtype(x)
+    return LinearProblem(
+        M=x.shape[:-1].numel(),
+        N=weight.shape[0],
+        K=x.shape[-1],
+        dtype=str(dtype).removeprefix("torch."),
+        activation=activation,
+        bias=bias is not None,
+        needs_data_gradient=wants_gradient(x),
+        needs_weight_gradient=wants_gradient(weight),
+        needs_bias_gradient=wants_gradient(bias),
+        split_k=0 if isinstance(split_k, str) else split_k,
+        atomic=reduction == "atomic",
+        input_precision=input_precision(x.device, dtype),
+        captured=captured(x.device),
+        subclass=subclass_of(x, weight, bias),
+    )
