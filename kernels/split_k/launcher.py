@@ -26,8 +26,8 @@ def product(
     """``act(left rightᵀ + bias)`` ``[M, N]``, contiguous, in the dtype of its operands.
 
     left ``[M, K]``, right ``[N, K]`` and bias ``[N]`` have any strides. K is cut into ``splits`` ranges of whole
-    blocks; a range that would be empty is not launched. ``atomic`` adds the float32 partials of the ranges in whatever order
-    they arrive. ``dependent``: the GPU starts a kernel while the one before it still runs.
+    blocks; a range that would be empty is not launched. ``atomic`` adds the float32 partials of the ranges in whatever
+    order they arrive. ``dependent``: the GPU starts a kernel while the one before it still runs.
     """
     (rows, inner), columns = left.shape, right.shape[0]
     blocks = triton.cdiv(inner, tiles.block_k)
