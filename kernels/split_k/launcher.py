@@ -31,8 +31,7 @@ def product(
     """
     (rows, inner), columns = left.shape, right.shape[0]
     blocks = triton.cdiv(inner, tiles.block_k)
-    split_blocks = triton.cdiv(blocks, splits)
-    splits = triton.cdiv(blocks, split_blocks)
+    splits = triton.cdiv(blocks, triton.cdiv(blocks, splits))
     out = torch.empty(rows, columns, dtype=left.dtype, device=left.device)
     epilogue = Epilogue(bias, columns, activation, accuracy)
     if atomic:
@@ -52,7 +51,7 @@ def product(
             triton.cdiv(columns, tiles.block_n) * splits,
             pointers,
             (left.stride(1), *right.stride(), stride_b, columns, inner),
-            (split_blocks,),
+            (splits,),
             (tiles.block_n, tiles.block_k, *end, dependent),
             tiles.num_warps,
             dependent=dependent,
@@ -63,7 +62,7 @@ def product(
             triton.cdiv(rows, tiles.block_m) * triton.cdiv(columns, tiles.block_n) * splits,
             pointers,
             (*left.stride(), *right.stride(), stride_b, columns, inner),
-            (rows, split_blocks, 0.0),
+            (rows, splits, 0.0),
             (tiles.block_m, tiles.block_n, tiles.block_k, tiles.swapped, *end, input_precision, dependent),
             tiles.num_warps,
             tiles.num_stages,

@@ -25,10 +25,10 @@ def finish(
         tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["M", "split_blocks", "zero"])
+@triton.jit(do_not_specialize=["M", "splits", "zero"])
 def tiles_product_kernel(
     left_ptr, right_ptr, bias_ptr, out_ptr,
-    stride_lm, stride_lk, stride_rn, stride_rk, stride_b, N, K, M, split_blocks, zero,
+    stride_lm, stride_lk, stride_rn, stride_rk, stride_b, N, K, M, splits, zero,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAPPED: tl.constexpr,
     PARTIAL: tl.constexpr, ATOMIC: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -47,8 +47,9 @@ def tiles_product_kernel(
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    first = split * split_blocks * BLOCK_K
-    for start in tl.range(first, tl.minimum(first + split_blocks * BLOCK_K, K), BLOCK_K):
+    split_size = tl.cdiv(tl.cdiv(K, BLOCK_K), splits) * BLOCK_K
+    first = split * split_size
+    for start in tl.range(first, tl.minimum(first + split_size, K), BLOCK_K):
         left = load_tile(left_ptr, rows, start + inner, stride_lm, stride_lk, M, K)
         right = load_tile(right_ptr, cols, start + inner, stride_rn, stride_rk, N, K)
         if SWAPPED:
