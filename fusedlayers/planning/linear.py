@@ -196,9 +196,10 @@ def plan_product(
     torch_because = why_not_kernels(problem, device, backend, unsupported, slower)
     if torch_because is not None:
         return ProductPlan(torch_because)
-    # A product that reads its right operand across rows has nothing to gain from whole rows of it.
-    least_rows = 2 if product.name == DATA_GRADIENT else 1
-    tiles = split_tiles(device.architecture, 8 * problem.element_bytes, max(least_rows, product.M), product.N)
+    # A product that reads its right operand across rows takes tiles that hold whole vectors of them.
+    least_rows, least_columns = (2, FEW) if product.name == DATA_GRADIENT else (1, 1)
+    sides = max(least_rows, product.M), max(least_columns, product.N)
+    tiles = split_tiles(device.architecture, 8 * problem.element_bytes, *sides)
     splits = choose_splits(product, tiles, device.processors, problem.split_k, problem.atomic)
     return ProductPlan("the kernels cover the product", tiles, splits)
 

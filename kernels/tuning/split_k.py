@@ -43,7 +43,7 @@ TABLE: dict[tuple[str, int], tuple[tuple[int, int, SplitTiles], ...]] = {
         (1, 2048, _ROWS_OF_4),
         (1, _ANY, _ROWS_OF_8),
         (16, 16, SplitTiles(16, 16, 512, 2, 4, shortest_split=1)),
-        (16, 32, SplitTiles(16, 32, 256, 4, 6, shortest_split=1)),
+        (16, 32, SplitTiles(16, 16, 256, 2, 4, shortest_split=1)),
         (16, _ANY, _FLAT),
         (_ANY, 16, _UPRIGHT),
         (32, _ANY, _MIDDLE),
