@@ -88,10 +88,9 @@ def _row(shape: Shape, dtype: str, device: torch.device, seconds: float) -> Reco
     timings = measure(entrants, rotating, seconds=seconds, clock=clock)
     entries = {}
     for name, timing in timings.items():
-        known = not isinstance(timing, NotTimed)
         entries[name] = {
-            "microseconds": 1e6 * timing.device_seconds if not isinstance(timing, NotTimed) else None,
-            "reason": "" if known else timing.reason,
+            "microseconds": None if isinstance(timing, NotTimed) else 1e6 * timing.device_seconds,
+            "reason": timing.reason if isinstance(timing, NotTimed) else "",
             "max_error": errors[name][0],
             "rms_error": errors[name][1],
         }

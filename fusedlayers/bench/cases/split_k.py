@@ -45,7 +45,9 @@ SPLIT_K = Case(
     forward_flops=lambda shape, options: 2 * math.prod(shape),
     ours=functional.linear,
     torch_expression=reference.linear,
-    problem=lambda inputs, options: linear_problem(**inputs, activation=options.activation),
+    problem=lambda inputs, options: linear_problem(
+        inputs["x"], inputs["weight"], inputs.get("bias"), activation=options.activation
+    ),
     our_keywords=lambda options: {"activation": options.activation},
     torch_keywords=lambda options: {"activation": options.activation},
     rotating=True,
