@@ -2,9 +2,9 @@
 
 from . import functional
 from .explaining import explain
-from .modules import FusedFFN, MaxSim
+from .modules import FusedFFN, MaxSim, SplitKLinear
 from .replacing import replace, restore
 
 __version__ = "0.1.0"
 
-__all__ = ["FusedFFN", "MaxSim", "explain", "functional", "replace", "restore"]
+__all__ = ["FusedFFN", "MaxSim", "SplitKLinear", "explain", "functional", "replace", "restore"]

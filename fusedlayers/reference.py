@@ -15,6 +15,22 @@ def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None)
     return _batched_product(ACTIVATIONS[canonical_activation(activation)].torch(_batched_product(a, b)), c)
 
 
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    split_k: int | str = "auto",
+    reduction: str = "workspace",
+) -> Tensor:
+    """``act(x Wᵀ + b)``: x ``[*B, M, K]``, weight ``[N, K]``, bias ``[N]`` -> ``[*B, M, N]``; any dtype.
+
+    ``split_k`` and ``reduction`` change nothing here.
+    """
+    return ACTIVATIONS[canonical_activation(activation)].torch(F.linear(x, weight, bias))
+
+
 def maxsim(
     queries: Tensor,
     documents: Tensor,

@@ -219,6 +219,14 @@ def activate(z, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):
 
 
 @triton.jit
+def activated(z, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):
+    """The value of the named activation at ``z`` (float32) alone, in full."""
+    value, _ = activate(z, ACTIVATION, ACCURACY)
+    UNIT: tl.constexpr = activation_unit(ACTIVATION, ACCURACY)
+    return value * UNIT if UNIT != 1.0 else value
+
+
+@triton.jit
 def hidden_and_slopes(z, z_gate, GATED: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):
     """(H, ∂H/∂Z, ∂H/∂Zg) from the pre-activations; without a gate the last two are the same slope."""
     if GATED:

@@ -27,10 +27,12 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 1,
     descriptors: tuple[Descriptor | None, ...] = (),
+    dependent: bool = False,
 ) -> None:
     """Runs ``programs`` programs of ``kernel`` on the device of the first descriptor or pointer.
 
-    The groups of arguments follow one another as in the kernel's signature, ``descriptors`` before the others.
+    A ``dependent`` kernel may start while the one before it still runs, and waits for it by itself. The groups of
+    arguments follow one another as in the kernel's signature, ``descriptors`` before the others.
     ``free_numbers`` are those that the kernel is declared not to be specialised on: they may change with every call.
     """
     first = descriptors[0].base if descriptors and descriptors[0] else pointers[0]
@@ -39,11 +41,15 @@ def launch(
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(
-                kernel, programs, pointers, numbers, free_numbers, constants, num_warps, num_stages, descriptors
-            )
+                kernel, programs, pointers, numbers, free_numbers, constants, num_warps, num_stages, descriptors,
+                dependent,
+            )  # fmt: skip
     arguments = (*pointers, *numbers, *free_numbers, *constants)
     # Fusing a product and a sum rounds once instead of twice; named, because the default is about to change.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    # torch.compile knows no such option; without it the wait is over at once.
+    if dependent and not torch.compiler.is_compiling():
+        options["launch_pdl"] = True
     # On AMD GPUs Triton also specialises on the size of a tensor's storage; while torch.compile traces, on nothing yet.
     if device.type != "cuda" or torch.version.hip or torch.compiler.is_compiling():
         kernel[(programs,)](*_complete(descriptors), *arguments, **options)
@@ -52,7 +58,7 @@ def launch(
     blocks = tuple([None if d is None else (d.base.dtype, *d.block_shape) for d in descriptors])
     width = tuple([n >> 31 for n in free_numbers if type(n) is int])
     # Kernels live as long as their modules; hashing one would hash its source.
-    key = (id(kernel), device.index, blocks, layout, numbers, width, constants, num_warps, num_stages)
+    key = (id(kernel), device.index, blocks, layout, numbers, width, constants, num_warps, num_stages, dependent)
     known = _compiled.get(key)
     if known is not None:
         compiled, checked = known

@@ -1,22 +1,51 @@
-"""Float32 partial sums, added up in a fixed order and rounded once: no atomics, the same bits every time."""
+"""Float32 partial sums, added up in a fixed order and rounded once: no atomics, the same bits every time.
+
+What is still to be done with a sum, once, before it is rounded (a bias, an activation), is done on the way.
+"""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
+from .activations import activated
 from .device import tl, triton
 from .launching import launch
+from .tiles import follow_kernel_before, load_vector
 
-_SPLITS_AT_ONCE = 32  # loads in flight: one after the other, each would wait for the memory's latency
-_BLOCK = 128
+
+class ReduceBlocks(NamedTuple):
+    """``block`` sums for each program, from ``splits`` partials at a time.
+
+    Loads in flight: one after the other, each would wait for the memory's latency.
+    """
+
+    block: int = 128
+    splits: int = 32
+    num_warps: int = 4
+
+
+class Epilogue(NamedTuple):
+    """``act(sum + bias)`` of the one output ``[rows, columns]``; ``bias`` ``[columns]`` has any stride."""
+
+    bias: torch.Tensor | None
+    columns: int
+    activation: str
+    accuracy: str
+
+
+_NO_EPILOGUE = Epilogue(None, 1, "identity", "exact")
+_BLOCKS = ReduceBlocks()
 
 
 @triton.jit(do_not_specialize=["splits"])
 def _reduce_partials_kernel(
-    partials_ptr, out_0_ptr, out_1_ptr, out_2_ptr, out_3_ptr, out_4_ptr, out_5_ptr,
-    end_0, end_1, end_2, end_3, end_4, end_5, splits,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    partials_ptr, bias_ptr, out_0_ptr, out_1_ptr, out_2_ptr, out_3_ptr, out_4_ptr, out_5_ptr,
+    stride_b, columns, end_0, end_1, end_2, end_3, end_4, end_5, splits,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    follow_kernel_before(DEPENDENT)
     # The outputs lie behind one another in a row of the partials; ``end_i`` is where output i ends.
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -25,6 +54,10 @@ def _reduce_partials_kernel(
         offsets = split.to(tl.int64)[:, None] * end_5 + index[None, :]
         inside = (split < splits)[:, None] & (index < end_5)[None, :]
         total += tl.sum(tl.load(partials_ptr + offsets, mask=inside, other=0.0), 0)
+    if bias_ptr is not None:
+        total += load_vector(bias_ptr, index % columns, stride_b, columns)
+    if ACTIVATION != "identity":
+        total = activated(total, ACTIVATION, ACCURACY)
     total = total.to(out_0_ptr.dtype.element_ty)
     tl.store(out_0_ptr + index, total, mask=index < end_0)
     if out_1_ptr is not None:
@@ -39,8 +72,19 @@ def _reduce_partials_kernel(
         tl.store(out_5_ptr + (index - end_4), total, mask=(index >= end_4) & (index < end_5))
 
 
-def reduce_partials(partials: torch.Tensor, outputs: list[torch.Tensor]) -> None:
-    """Sums ``partials [splits, total]`` over the splits into the contiguous outputs, one rounding each."""
+def reduce_partials(
+    partials: torch.Tensor,
+    outputs: list[torch.Tensor],
+    epilogue: Epilogue = _NO_EPILOGUE,
+    blocks: ReduceBlocks = _BLOCKS,
+    dependent: bool = False,
+) -> None:
+    """Sums ``partials [splits, total]`` over the splits into the contiguous outputs, one rounding each.
+
+    An ``epilogue`` is for a single output. ``dependent``: the kernel before, whose partials these are, lets this one
+    start early.
+    """
+    bias = epilogue.bias
     ends, end = [], 0
     for output in outputs:
         end += output.numel()
@@ -48,11 +92,13 @@ def reduce_partials(partials: torch.Tensor, outputs: list[torch.Tensor]) -> None
     missing = 6 - len(outputs)
     launch(
         _reduce_partials_kernel,
-        triton.cdiv(end, _BLOCK),
-        (partials, *outputs, *[None] * missing),
-        (*ends, *[end] * missing),
+        triton.cdiv(end, blocks.block),
+        (partials, bias, *outputs, *[None] * missing),
+        (0 if bias is None else bias.stride(0), epilogue.columns, *ends, *[end] * missing),
         (partials.shape[0],),
-        (_SPLITS_AT_ONCE, _BLOCK),
+        (blocks.splits, blocks.block, epilogue.activation, epilogue.accuracy, dependent),
+        blocks.num_warps,
+        dependent=dependent,
     )
 
 

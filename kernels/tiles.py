@@ -4,6 +4,17 @@ from .device import tl, triton
 
 
 @triton.jit
+def follow_kernel_before(DEPENDENT: tl.constexpr):
+    """For a kernel launched as dependent: waits for the results of the kernel before it, in the same stream.
+
+    The programs of the kernel behind it may start as soon as all of this one run; they wait here, too.
+    """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def batch_and_tile(M, BLOCK_M: tl.constexpr):
     """(batch index, first row) of this program. One grid axis serves both: axes 1 and 2 end at 65,535 programs."""
     program = tl.program_id(0)

@@ -131,7 +131,7 @@ def compiling_for(target: str, kernel: str | None = None, pipelined: bool = Fals
 
 def _launch(function: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """What this launch asks for: its compile-time names and numbers, and which pointers it has."""
-    options = ("num_warps", "num_stages", "enable_fp_fusion")
+    options = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
     arguments = function.signature.bind(*args, **{k: v for k, v in kwargs.items() if k not in options}).arguments
     constants = {name: value for name, value in arguments.items() if name.isupper()}
     tiles = {name: constants[name] for name in ("BLOCK_M", "BLOCK_N") if name in constants}

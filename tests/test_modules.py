@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from fusedlayers import FusedFFN, explain, modules
+from fusedlayers import FusedFFN, explain
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.kernels.activations import ACTIVATIONS
-from fusedlayers.modules import why_not_plain
+from fusedlayers.modules import children, why_not_plain
 from tests.ffn_blocks import (
     Doubled,
     LowRank,
@@ -326,14 +326,14 @@ def test_low_rank_adapters_train(fused_calls: list[float]) -> None:
 
 
 def test_calling_the_children_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modules, "_said", set())
+    monkeypatch.setattr(children, "_said", set())
     ffn = FusedFFN(6, 10)
     ffn.up_proj.register_forward_hook(lambda *_: None)
     with caplog.at_level(logging.INFO, logger="fusedlayers"):
         for _ in range(3):
             ffn(torch.ones(6))
     lines = [record.getMessage() for record in caplog.records if "children" in record.getMessage()]
-    assert lines == ["fusedlayers.modules.FusedFFN calls its children: the up linear has a forward hook"]
+    assert lines == ["fusedlayers.modules.ffn.FusedFFN calls its children: the up linear has a forward hook"]
 
 
 @pytest.mark.parametrize(

@@ -42,17 +42,29 @@ class Contender:
 class Work:
     """What a contender does once: the forward pass without a graph, or forward and backward with all gradients.
 
-    ``upstream`` holds a gradient for each result.
+    ``upstream`` holds a gradient for each result. ``rotation`` is the same with other tensors, to be done behind it:
+    together they do not fit the L2 cache, so that work of a few microseconds reads its inputs from memory.
     """
 
     inputs: Inputs
     upstream: tuple[Tensor, ...]
     backward: bool
+    rotation: tuple[Work, ...] = ()
 
     @property
     def device(self) -> torch.device:
         """Where all of it lies."""
         return self.upstream[0].device
+
+    @property
+    def count(self) -> int:
+        """How many times the work is done by :meth:`run_all`."""
+        return 1 + len(self.rotation)
+
+    def run_all(self, call: Callable[..., Results]) -> None:
+        """The work, and its rotation behind it."""
+        for work in (self, *self.rotation):
+            work.run(call)
 
     def run(self, call: Callable[..., Results]) -> tuple[Tensor, ...]:
         """The results, and with ``backward`` the gradient of each input in order."""

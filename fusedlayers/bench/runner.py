@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from .contenders import AUTO, FUSED, FUSED_SWITCHES, Contender, contender, our_p
 from .memory import peak_bytes, saved_bytes
 from .record import Record
 from .timing import NotTimed, clock_for, measure
-from .verification import Verification, random_work, verify
+from .verification import Verification, random_work, rotating_work, verify
 
 FORWARD, FORWARD_BACKWARD = "forward", "forward_backward"
 
@@ -142,11 +143,15 @@ def _time(row: Row, settings: Settings, direction: str, entry: Record) -> Record
     """The entries of all contenders, timed and measured on the same fresh inputs."""
     # A row's compiled code is of no use to the next row, and many rows would exceed the compiler's limit of variants.
     torch._dynamo.reset()
-    work = random_work(
-        row.case, row.options, row.shape,
-        init=settings.init, dtype=DTYPES[settings.dtype], device=settings.device, seed=settings.seed + 2,
-        backward=direction == FORWARD_BACKWARD,
-    )  # fmt: skip
+    clock = clock_for(settings.device)
+    drawn: dict[str, Any] = {
+        "init": settings.init, "dtype": DTYPES[settings.dtype], "device": settings.device, "seed": settings.seed + 2,
+        "backward": direction == FORWARD_BACKWARD,
+    }  # fmt: skip
+    if row.case.rotating:
+        work = rotating_work(row.case, row.options, row.shape, least_bytes=clock.cold_cache_bytes, **drawn)
+    else:
+        work = random_work(row.case, row.options, row.shape, **drawn)
     plan = our_plan(row.case, row.options, work)
     replayed_path = our_plan(row.case, row.options, work, captured=True).path
     paths = {AUTO: (plan.path, replayed_path), FUSED: ("fused", "fused")}
@@ -164,7 +169,7 @@ def _time(row: Row, settings: Settings, direction: str, entry: Record) -> Record
             if name == AUTO and replayed_path == "fused" != plan.path:
                 entrant = replace(entrant, before_capture=FUSED_SWITCHES)
             entrants.append(entrant)
-    timings = measure(entrants, work, seconds=settings.seconds, clock=clock_for(settings.device))
+    timings = measure(entrants, work, seconds=settings.seconds, clock=clock)
     for entrant in entrants:
         timing = timings[entrant.name]
         ways = paths.get(entrant.name, (None, None))

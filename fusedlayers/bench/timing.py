@@ -4,8 +4,9 @@ One round visits every entrant once, in an order that rotates from round to roun
 over all of them alike. A visit starts on an idle device and runs the entrant a few times in a row, as a training loop
 would: the host launches ahead of the device as far as it can. The first of these runs is not counted. The L2 cache is
 overwritten before each run, so that it reads its inputs from memory; that takes tens of microseconds, in which the host
-may already launch. So a *launched* time shows the host only where the host falls further behind. *Replayed* is the same
-work inside a CUDA graph: device time alone.
+may already launch. Work of a few microseconds is rotated besides: one run does it many times, on as many inputs. So a
+*launched* time shows the host only where the host falls further behind. *Replayed* is the same work inside a CUDA
+graph: device time alone.
 """
 
 from __future__ import annotations
@@ -89,13 +90,16 @@ def spread(times: list[float]) -> Spread:
 def measure(
     contenders: list[Contender], work: Work, *, seconds: float, clock: Clock | None = None
 ) -> dict[str, Timing | NotTimed]:
-    """Times of all contenders on the same work, in about ``seconds`` beside warm-up, compilation and capture."""
+    """Times of all contenders on the same work, in about ``seconds`` beside warm-up, compilation and capture.
+
+    A time is that of the work done once; where it rotates, all of it is launched, or replayed, in one go.
+    """
     clock = clock or clock_for(work.device)
     entrants: dict[tuple[str, str], Entrant] = {}
     failures: dict[str, NotTimed] = {}
     replay_reasons: dict[str, str] = {}
     for contender in contenders:
-        launch = partial(work.run, contender.call)
+        launch = partial(work.run_all, contender.call)
         with switched(contender.switches):
             try:
                 clock.warm_up(launch)
@@ -106,7 +110,10 @@ def measure(
         entrants[contender.name, "launched"] = Entrant(launch, contender.switches)
         if replay is not None:
             entrants[contender.name, "replayed"] = Entrant(replay, {})
-    times, host_times = _rounds(entrants, clock, seconds)
+    times, host_times = (
+        {name: [time / work.count for time in found] for name, found in kind.items()}
+        for kind in _rounds(entrants, clock, seconds)
+    )
     timings: dict[str, Timing | NotTimed] = {}
     for contender in contenders:
         name = contender.name

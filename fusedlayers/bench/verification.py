@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from .contenders import AUTO, EAGER, FUSED, Work, contender, our_plan, switched,
 INTEGER_ACTIVATIONS = ("identity", "relu", "relu2")
 INTEGER_OPERATIONS = ("sum", "max", "min", "absmax", "sumsq")
 _MOST_HALVINGS = 20
+_MOST_IN_ROTATION = 64
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,20 @@ def random_work(
         for result in case.result_shapes(shape, options)
     )
     return Work({name: tensor.requires_grad_(backward) for name, tensor in inputs.items()}, upstream, backward)
+
+
+def rotating_work(
+    case: Case, options: Options, shape: Shape, *, dtype: torch.dtype, device: torch.device, seed: int,
+    least_bytes: int, **drawn: Any,
+) -> Work:  # fmt: skip
+    """:func:`random_work` behind which the same is done on other tensors, ``least_bytes`` of inputs in all."""
+    one = case.moved_bytes(shape, options, dtype, False)
+    count = min(_MOST_IN_ROTATION, max(2, -(-least_bytes // one)))
+    works = [
+        random_work(case, options, shape, dtype=dtype, device=device, seed=seed + 7 * index, **drawn)
+        for index in range(count)
+    ]
+    return replace(works[0], rotation=tuple(works[1:]))
 
 
 def reference_results(case: Case, options: Options, work: Work) -> tuple[Tensor, ...]:

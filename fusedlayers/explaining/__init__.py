@@ -17,8 +17,8 @@ def explain(target: nn.Module | Callable[..., Any], *inputs: Tensor, **options: 
     """What ``target(*inputs)`` would do on this machine, as text; nothing is computed.
 
     Args:
-        target: a :class:`FusedFFN` or :class:`MaxSim`, a module that :func:`replace` has fused, or a function of
-            ``functional``.
+        target: a :class:`FusedFFN`, :class:`SplitKLinear` or :class:`MaxSim`, a module that :func:`replace` has fused,
+            or a function of ``functional``.
         inputs: the tensors of the call; ``requires_grad`` of inputs and parameters and the grad mode count.
         options: the keyword arguments of the call.
 
@@ -32,15 +32,17 @@ def explain(target: nn.Module | Callable[..., Any], *inputs: Tensor, **options: 
     function: Any = getattr(target, "function", target)  # a MaxSim is nothing but its function
     if isinstance(target, nn.Module) and hasattr(target, "call_arguments"):
         fused: Any = target
-        reason = fused.why_called(*inputs)
+        reason = fused.why_called(*inputs) if hasattr(fused, "why_called") else None
         if reason is not None:
             return f"{type(target).__name__} calls its children instead of fusing them: {reason}"
-        function = functional.ffn
+        function = getattr(target, "function", functional.ffn)
         arguments = bound(function, **fused.call_arguments(*inputs))
     elif callable(function) and function in CALLS:
         arguments = bound(function, *inputs, **options)
     else:
-        known = "a FusedFFN, a MaxSim, a module fused by replace(), or a function of fusedlayers.functional"
+        known = (
+            "a FusedFFN, a SplitKLinear, a MaxSim, a module fused by replace(), or a function of fusedlayers.functional"
+        )
         raise TypeError(f"target must be {known}, got {type(target).__name__}")
     problem, title = problem_and_title(function, arguments)
     device = next(value for value in arguments.values() if isinstance(value, Tensor)).device
@@ -54,6 +56,7 @@ def explain(target: nn.Module | Callable[..., Any], *inputs: Tensor, **options: 
 # The operands of each operation that its kernels see as matrices of rows.
 _ROWS = {
     "ffn": ("x",),
+    "linear": ("x",),
     "weight_gradient": ("dy", "x"),
     "hidden_gradient": ("dy", "z", "z_gate"),
     "maxsim": ("queries",),

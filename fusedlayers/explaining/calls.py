@@ -19,6 +19,7 @@ from ..functional.dispatch import (
     maxsim_problem,
     weight_gradient_problem,
 )
+from ..functional.linear_arguments import check_linear, linear_problem
 from ..functional.reduce_arguments import check_gemm_reduce, gemm_reduce_problem
 from ..kernels.activations import ACTIVATIONS, canonical_activation
 from ..planning import Call
@@ -76,6 +77,15 @@ def _maxsim(arguments: Arguments) -> tuple[Call, str]:
     return maxsim_problem(**arguments), "maxsim: scores[q, e] = Σ_i max_j queries[q, i] · documents[e, j]"
 
 
+def _linear(arguments: Arguments) -> tuple[Call, str]:
+    activation = canonical_activation(arguments["activation"])
+    check_linear(**_without(arguments, "activation"))
+    problem = linear_problem(**_without(arguments, "activation"), activation=activation)
+    product = "x Wᵀ + b" if problem.bias else "x Wᵀ"
+    act = "" if activation == "identity" else f", act = {_formula(activation)}"
+    return problem, f"linear: {product if not act else f'act({product})'}{act}"
+
+
 def _weight_gradient(arguments: Arguments) -> tuple[Call, str]:
     check_weight_gradient(**arguments)
     problem = weight_gradient_problem(**arguments)
@@ -95,6 +105,7 @@ CALLS: dict[Callable[..., Any], Callable[[Arguments], tuple[Call, str]]] = {
     functional.gemm_gemm: _gemm_gemm,
     functional.gemm_reduce: _gemm_reduce,
     functional.maxsim: _maxsim,
+    functional.linear: _linear,
     functional.weight_gradient: _weight_gradient,
     functional.hidden_gradient: _hidden_gradient,
 }

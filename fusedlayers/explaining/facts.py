@@ -10,10 +10,13 @@ from ..planning import (
     Device,
     HiddenGradientPlan,
     HiddenGradientProblem,
+    LinearPlan,
+    LinearProblem,
     MaxSimPlan,
     MaxSimProblem,
     Plan,
     Problem,
+    ProductPlan,
     ReducePlan,
     ReduceProblem,
     WeightGradientPlan,
@@ -124,6 +127,29 @@ def _maxsim_facts(problem: MaxSimProblem, plan: MaxSimPlan, device: Device) -> l
     return [*rows, *_costs(plan, p.training)]
 
 
+def _linear_facts(problem: LinearProblem, plan: LinearPlan, device: Device) -> list[tuple[str, str]]:
+    p = problem
+    rows = _call(f"M={p.M} (rows) N={p.N} K={p.K}, {p.dtype}, {_direction(p.training)}", plan, device)
+    rows.append(("forward", _product_text(plan.forward, p.K, "K", p.atomic)))
+    if plan.data_gradient is not None:
+        rows.append(("data gradient", _product_text(plan.data_gradient, p.N, "N", p.atomic)))
+    if plan.weight_gradient is not None:
+        made = plan.weight_gradient
+        text = f"{made.splits} ranges of the {p.M} rows" if made.path == "fused" else "torch"
+        rows.append(("weight gradient", text))
+    return [*rows, *_costs(plan, p.training)]
+
+
+def _product_text(product: ProductPlan, inner: int, letter: str, atomic: bool) -> str:
+    t = product.tiles
+    if t is None:
+        return "torch"
+    size = f"{t.block_m} × {t.block_n} of the result, {t.block_k} of {letter} at a time"
+    how = "added in any order" if atomic else "added in a fixed order"
+    splits = f"{product.splits} ranges of {letter} = {inner}" + (f", {how}" if product.splits > 1 or atomic else "")
+    return f"{splits}; {size}, {t.num_warps} warps, {t.num_stages} stages"
+
+
 def _weight_gradient_facts(
     problem: WeightGradientProblem, plan: WeightGradientPlan, device: Device
 ) -> list[tuple[str, str]]:
@@ -175,6 +201,7 @@ _FACTS: dict[type[Call], Callable[[Any, Any, Device], list[tuple[str, str]]]] = 
     Problem: _gemm_gemm_facts,
     ReduceProblem: _gemm_reduce_facts,
     MaxSimProblem: _maxsim_facts,
+    LinearProblem: _linear_facts,
     WeightGradientProblem: _weight_gradient_facts,
     HiddenGradientProblem: _hidden_gradient_facts,
 }

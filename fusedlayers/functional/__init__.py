@@ -4,7 +4,8 @@ from .ffn import ffn
 from .gemm_gemm import gemm_gemm
 from .gemm_reduce import gemm_reduce
 from .hidden_gradient import hidden_gradient
+from .linear import linear
 from .maxsim import maxsim
 from .weight_gradient import weight_gradient
 
-__all__ = ["ffn", "gemm_gemm", "gemm_reduce", "hidden_gradient", "maxsim", "weight_gradient"]
+__all__ = ["ffn", "gemm_gemm", "gemm_reduce", "hidden_gradient", "linear", "maxsim", "weight_gradient"]

@@ -54,16 +54,18 @@ def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor
             return reference.weight_gradient(*operands, bias=bias)
     dy_rows, x_rows = (rows(tensor) for tensor in operands)
     if not problem.training and call is not None:
-        found = _gradients(dy_rows, x_rows, plan)
+        found = planned_weight_gradient(dy_rows, x_rows, plan)
     else:
         found = WeightGradientFunction.apply(dy_rows, x_rows, plan)
     ran_as_kernels(problem, dy.device)
     return found
 
 
-def _gradients(dy: Tensor, x: Tensor, plan: WeightGradientPlan) -> tuple[Tensor, Tensor | None]:
-    assert plan.tiles is not None
+def planned_weight_gradient(dy: Tensor, x: Tensor, plan: WeightGradientPlan) -> tuple[Tensor, Tensor | None]:
+    """dW and db, or None, of dy ``[M, O]`` and x ``[M, K]``, as ``plan`` says."""
     problem = plan.problem
+    if plan.tiles is None:
+        return reference.weight_gradient(dy, x, bias=problem.bias)
     return kernels.weight_gradient(dy, x, problem.bias, plan.splits, problem.input_precision, plan.tiles, plan.pipeline)
 
 
@@ -77,7 +79,7 @@ class WeightGradientFunction(torch.autograd.Function):
         ctx.rows = dy.shape[0]
         ctx.save_for_backward(dy if wants_x else None, x if wants_dy else None)
         ctx.set_materialize_grads(False)
-        return _gradients(dy, x, plan)
+        return planned_weight_gradient(dy, x, plan)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, bias_gradient: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -7,12 +7,13 @@ holds its problem, its plan and its planner.
 from collections.abc import Callable
 from typing import Any
 
-from . import gemm_gemm, gemm_reduce, hidden_gradient, maxsim, weight_gradient
+from . import gemm_gemm, gemm_reduce, hidden_gradient, linear, maxsim, weight_gradient
 from .call import Call, Decision
 from .devices import BACKENDS, CEILINGS, Device, floor_seconds
 from .gemm_gemm import Plan, Problem
 from .gemm_reduce import ReducePlan, ReduceProblem
 from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem
+from .linear import LinearPlan, LinearProblem, ProductPlan
 from .maxsim import MaxSimPlan, MaxSimProblem
 from .weight_gradient import WeightGradientPlan, WeightGradientProblem
 
@@ -22,6 +23,7 @@ _PLANNERS: dict[type[Call], Callable[[Any, Device, str], Any]] = {
     MaxSimProblem: maxsim.plan,
     HiddenGradientProblem: hidden_gradient.plan,
     WeightGradientProblem: weight_gradient.plan,
+    LinearProblem: linear.plan,
 }
 
 
@@ -42,10 +44,13 @@ __all__ = [
     "Device",
     "HiddenGradientPlan",
     "HiddenGradientProblem",
+    "LinearPlan",
+    "LinearProblem",
     "MaxSimPlan",
     "MaxSimProblem",
     "Plan",
     "Problem",
+    "ProductPlan",
     "ReducePlan",
     "ReduceProblem",
     "WeightGradientPlan",

@@ -24,6 +24,7 @@ from .gemm_reduce import (
 )
 from .limits import CONSUMER_ROWS, SHARED_MEMORY, padded_width
 from .maxsim import GatherConfig, OneHotConfig, gather_config, one_hot_config
+from .split_k import SplitTiles, reduce_blocks, split_tiles
 from .weight_gradient import PIPELINES, WeightGradientPipeline, WeightGradientTiles, weight_gradient_tiles
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "PipelinedConfig",
     "PipelinedReduceConfig",
     "ReduceConfig",
+    "SplitTiles",
     "StoredConfig",
     "TileConfig",
     "WeightGradientPipeline",
@@ -53,9 +55,11 @@ __all__ = [
     "padded_widths",
     "pipelined_config",
     "pipelined_reduce_config",
+    "reduce_blocks",
     "reduce_config",
     "reduce_gradient_config",
     "rows",
+    "split_tiles",
     "stored_config",
     "tile_config",
     "weight_gradient_tiles",

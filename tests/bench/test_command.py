@@ -253,6 +253,7 @@ def test_without_a_shape_the_grid_is_run() -> None:
         *GEMM_GEMM.grids,
         *CASES["gemm_reduce"].grids,
         *CASES["maxsim"].grids,
+        *CASES["split_k"].grids,
         *WEIGHT_GRADIENT.grids,
     }
     integer = rows_of("ffn", "--init", "integer", "--device", "cpu")[0]

@@ -121,3 +121,26 @@ def test_quartiles_and_the_mark_of_the_host() -> None:
     assert not timing._host_bound(quick, quick, 0.99)
     assert timing._host_bound(quick, None, 0.99)
     assert not timing._host_bound(quick, None, 0.5)
+
+
+def test_rotating_work_is_timed_as_if_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "MOST_ROUNDS", 10)
+    seen: list[float] = []
+
+    def call(**inputs: Tensor) -> Tensor:
+        seen.append(float(inputs["x"][0]))
+        return inputs["x"] * 1
+
+    one, two, three = (contenders.Work({"x": torch.full((2,), n)}, torch.ones(2), False) for n in (1.0, 2.0, 3.0))
+    entrant = contenders.Contender("a", call)
+
+    def median(work: contenders.Work) -> float:
+        found = timing.measure([entrant], work, seconds=1e9, clock=_RecordingClock())["a"]
+        assert isinstance(found, timing.Timing)
+        return found.launched.median
+
+    alone = median(one)
+    seen.clear()
+    rotating = dataclasses.replace(one, rotation=(two, three))
+    assert (rotating.count, median(rotating)) == (3, pytest.approx(alone / 3))
+    assert seen == [1.0, 2.0, 3.0] * (len(seen) // 3)

@@ -1,6 +1,6 @@
 """A small training step of every kind of kernel, to be run under NVIDIA's compute-sanitizer: see test_sanitizer.py.
 
-python -m tests.gpu.sanitized [products] [reductions]       those groups of steps alone
+python -m tests.gpu.sanitized [products] [reductions] [splits]       those groups of steps alone
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ REDUCTIONS = [
     (2, 70, 50, 33, "max", -2),
     (2, 90, 70, 200, "logsumexp", -1),
 ]
+# Rows, columns, inner axis: every kind of tile, ragged, aligned and not.
+LINEARS = [(1, 40, 5000), (16, 30, 4100), (9, 200, 3001), (40, 72, 2064), (200, 70, 1031)]
 DOCUMENTS = [33, 0, 130, 64, 1]
 
 
 def main() -> None:
     chosen = sys.argv[1:]
-    for group in (products, reductions):
+    for group in (products, reductions, splits):
         if not chosen or group.__name__ in chosen:
             group()
     torch.cuda.synchronize()
@@ -102,6 +104,19 @@ def reductions() -> None:
     padded = operand(4, 77, 128)
     masked = torch.rand(4, 77, device="cuda") < 0.7
     functional.maxsim(queries, padded, document_mask=masked).sum().backward()
+
+
+def splits() -> None:
+    """Linear layers whose products are split: with and without gradients, in both reductions."""
+    for rows, columns, inner in LINEARS:
+        shapes = ((rows, inner), (columns, inner), (columns,))
+        x, w, b = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+        for split_k in (1, 3):
+            y = functional.linear(x, w, b, split_k=split_k)
+            y.backward(torch.randn_like(y))
+            with torch.no_grad():
+                functional.linear(x, w, b, activation="silu", split_k=split_k)
+                functional.linear(x, w, b, activation="silu", split_k=split_k, reduction="atomic")
 
 
 if __name__ == "__main__":

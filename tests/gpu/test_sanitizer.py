@@ -18,7 +18,9 @@ SOURCES = [(path.name, path.read_text()) for path in (ROOT / "kernels").glob("*/
 KERNELS = {
     "_forward_kernel": ("products",),
     "_gradient_kernel": ("products", "reductions"),
-    "_reduce_partials_kernel": ("products", "reductions"),
+    "_reduce_partials_kernel": ("products", "reductions", "splits"),
+    "s_product_kernel": ("splits",),
+    "row_product_kernel": ("splits",),
     "_reduce_kernel": ("reductions",),
     "_combine_kernel": ("reductions",),
     "_routing_kernel": ("reductions",),

@@ -8,9 +8,10 @@ from .ffn import FFN
 from .gemm_gemm import GEMM_GEMM
 from .gemm_reduce import GEMM_REDUCE
 from .maxsim import MAXSIM
+from .split_k import SPLIT_K
 from .weight_gradient import WEIGHT_GRADIENT
 
-CASES: dict[str, Case] = {case.name: case for case in (GEMM_GEMM, GEMM_REDUCE, MAXSIM, FFN, WEIGHT_GRADIENT)}
+CASES: dict[str, Case] = {case.name: case for case in (GEMM_GEMM, GEMM_REDUCE, MAXSIM, FFN, WEIGHT_GRADIENT, SPLIT_K)}
 
 __all__ = [
     "CASES",

@@ -63,7 +63,7 @@ class Case:
     ``torch_keywords`` of the options. ``forward_flops`` counts the products of the forward pass; each product has two
     of the same size in the backward pass. ``parameters`` are the inputs that a module would own. ``results`` names what
     the operation returns, a tensor or a tuple, the last of which may be None. Without ``backward`` the forward pass
-    alone is benchmarked.
+    alone is benchmarked. ``rotating`` work takes a few microseconds, and is timed over many inputs in a row.
     """
 
     name: str
@@ -82,6 +82,7 @@ class Case:
     results: tuple[str, ...] = ("y",)
     backward: bool = True
     has_activation: bool = True
+    rotating: bool = False
 
     def grid(self, gated: bool) -> Grid:
         """The published grid with or without a gate."""

@@ -1,0 +1,169 @@
+"""Time and error of a split product over the split factor S: why splitting helps, and what it does to accuracy.
+
+    python -m fusedlayers.bench.sweep                         the published shapes, a record and its picture
+    python -m fusedlayers.bench.sweep --shape 64x64x65536
+
+Times are those of replayed work over rotating inputs; errors are largest and root mean square ones against float64, as
+shares of the root mean square of the exact result. S = 1 is the same kernel without a split.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import record as records
+from .__main__ import parse_shape
+from .cases import DTYPES, Shape
+from .cases.split_k import SPLIT_K
+from .contenders import EAGER, FUSED_SWITCHES, Contender, contender, switched
+from .plots import MatplotlibMissingError
+from .record import Record
+from .runner import shape_text
+from .tables import Table
+from .timing import NotTimed, clock_for, measure
+from .verification import random_work, reference_results, rotating_work
+
+SPLITS = (1, 2, 3, 5, 8, 16, 32, 64, 128, 256)
+SHAPES: tuple[Shape, ...] = ((64, 64, 65536), (16, 1024, 4096), (16, 16, 1048576), (64, 1024, 8192))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line, and return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m fusedlayers.bench.sweep", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--shape", type=lambda text: parse_shape(text, SPLIT_K), action="extend", nargs="+", metavar="MxNxK"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--seconds", type=float, default=0.5, help="timing per shape, beside warm-up (default: 0.5)")
+    parser.add_argument("--output", type=Path, default=Path("outputs/bench"), help="folder (default: outputs/bench)")
+    parser.add_argument("--commit", help="of the sources, where they are no git clone")
+    chosen = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("error: the sweep times kernels, which needs a GPU", file=sys.stderr)
+        return 1
+    device = torch.device("cuda", torch.cuda.current_device())
+    clock = clock_for(device)
+    method = {
+        "seconds_per_row": chosen.seconds,
+        "cold_cache_bytes": clock.cold_cache_bytes,
+        "init": "normal",
+        "seed": 0,
+    }
+    record = records.new_record(sys.argv[1:] if arguments is None else arguments, device, method, chosen.commit)
+    kind = torch.cuda.get_device_name(device).lower().replace(" ", "-")
+    path = chosen.output / f"split_k_sweep-{chosen.dtype}-{kind}.json"
+    for shape in chosen.shape or SHAPES:
+        record["rows"].append(_row(shape, chosen.dtype, device, chosen.seconds))
+        records.write(record, path)
+        print(table(record["rows"][-1]).plain())
+    records.finish(record)
+    records.write(record, path)
+    print(f"record: {path}")
+    try:
+        print(f"plot:   {draw(record, path)}")
+    except MatplotlibMissingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _row(shape: Shape, dtype: str, device: torch.device, seconds: float) -> Record:
+    """Time and errors of torch, of every split factor, and of the planner's choice."""
+    drawn: dict[str, Any] = {"init": "normal", "dtype": DTYPES[dtype], "device": device, "backward": False}
+    options = SPLIT_K.grids[0].options
+    clock = clock_for(device)
+    entrants = [contender(EAGER, SPLIT_K, options)]
+    for split_k in (*SPLITS, "auto"):
+        entrants.append(Contender(f"S = {split_k}", _with(split_k), FUSED_SWITCHES))
+    work = random_work(SPLIT_K, options, shape, seed=0, **drawn)
+    (truth,) = reference_results(SPLIT_K, options, work)
+    errors = {entrant.name: _errors(_result(entrant, work), truth) for entrant in entrants}
+    rotating = rotating_work(SPLIT_K, options, shape, seed=1, least_bytes=clock.cold_cache_bytes, **drawn)
+    timings = measure(entrants, rotating, seconds=seconds, clock=clock)
+    entries = {}
+    for name, timing in timings.items():
+        entries[name] = {
+            "microseconds": None if isinstance(timing, NotTimed) else 1e6 * timing.device_seconds,
+            "reason": timing.reason if isinstance(timing, NotTimed) else "",
+            "max_error": errors[name][0],
+            "rms_error": errors[name][1],
+        }
+    return {"case": "split_k_sweep", "shape": list(shape), "dtype": dtype, "entries": entries}
+
+
+def _with(split_k: int | str) -> Any:
+    return lambda **inputs: SPLIT_K.ours(**inputs, split_k=split_k)
+
+
+def _result(entrant: Contender, work: Any) -> Tensor:
+    with switched(entrant.switches):
+        (y,) = work.run(entrant.call)
+    return y
+
+
+def _errors(y: Tensor, truth: Tensor) -> tuple[float, float]:
+    """Largest and root mean square error, as shares of the root mean square of the truth."""
+    unit = truth.square().mean().sqrt()
+    difference = y.double() - truth
+    return float(difference.abs().max() / unit), float(difference.square().mean().sqrt() / unit)
+
+
+def table(row: Record) -> Table:
+    """One shape: a line for each split factor."""
+    lines = [
+        (
+            name,
+            "–" if entry["microseconds"] is None else f"{entry['microseconds']:.1f}",
+            f"{entry['max_error']:.2e}",
+            f"{entry['rms_error']:.2e}",
+        )
+        for name, entry in row["entries"].items()
+    ]
+    return Table(f"{shape_text(row['shape'])}, {row['dtype']}", ("split", "µs", "max error", "RMS error"), tuple(lines))
+
+
+def draw(record: Record, path: Path) -> Path:
+    """``<path without suffix>.png``: time and error over S for every shape, torch as a line.
+
+    Raises:
+        MatplotlibMissingError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MatplotlibMissingError("plots need matplotlib: pip install 'fusedlayers[examples]'") from error
+    rows = record["rows"]
+    figure = Figure(figsize=(5 * len(rows), 7), layout="constrained")
+    axes = figure.subplots(2, len(rows), squeeze=False)
+    for column, row in enumerate(rows):
+        entries = {s: row["entries"][f"S = {s}"] for s in SPLITS}
+        for place, (what, label) in enumerate(
+            (("microseconds", "time in µs"), ("max_error", "largest error / RMS of y"))
+        ):
+            plot = axes[place][column]
+            known = {s: entry[what] for s, entry in entries.items() if entry[what] is not None}
+            plot.plot(list(known), list(known.values()), marker="o", color="#0072b2", label="split kernels")
+            for name, colour in ((EAGER, "#8c8c8c"), ("S = auto", "#e69f00")):
+                if row["entries"][name][what] is not None:
+                    plot.axhline(row["entries"][name][what], color=colour, label=name, linestyle="--")
+            plot.set_xscale("log", base=2)
+            plot.set_ylim(bottom=0)
+            plot.set_xlabel("split factor S")
+            plot.set_ylabel(label)
+            plot.legend(fontsize="small")
+        axes[0][column].set_title(shape_text(row["shape"]))
+    device = f"{record['device']['name']}, torch {record['versions']['torch']}, {record['started'][:10]}"
+    figure.suptitle(f"Split-K linear over its split factor ({rows[0]['dtype']}, {device})")
+    target = path.with_suffix(".png")
+    figure.savefig(target, dpi=110)
+    return target
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""The linear layer whose products may split the axis they sum over: the public function and its autograd Function."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..kernels import split_k as kernels
+from ..kernels.activations import ACTIVATIONS, canonical_activation
+from ..planning import LinearPlan, ProductPlan
+from .dispatch import (
+    autocast,
+    compute_dtype,
+    dispatch,
+    ran_as_kernels,
+    recalled,
+    remember,
+    rows,
+    signature,
+    without_autocast,
+)
+from .linear_arguments import check_linear, linear_problem
+from .weight_gradient import planned_weight_gradient
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    split_k: int | str = "auto",
+    reduction: str = "workspace",
+) -> Tensor:
+    """``act(x Wᵀ + b)``, its inner axis split where few rows and columns would leave most of a GPU idle.
+
+    The partial sums ``x[:, s] W[:, s]ᵀ`` of the ranges s are float32; they are added in a fixed order, bias and
+    activation are applied once, and the result is rounded once. The data gradient ``dx = dz W`` sums over N, the
+    weight gradient ``dW = dzᵀ x`` over the rows: each has a split of its own.
+
+    Args:
+        x: ``[*B, M, K]`` or ``[K]``: any leading dims, any strides.
+        weight: ``[N, K]``, ``nn.Linear``'s layout.
+        bias: ``[N]`` or None.
+        activation: a name of ``fusedlayers.kernels.activations.ACTIVATIONS``, Hugging Face's name of one, or None.
+        split_k: "auto" lets each of the three products take the split, or the torch path, that was measured fastest.
+            An int from 1 on asks for kernels, and cuts the axis that each product sums over into that many ranges, or
+            fewer: no range is empty, and the partial sums stay within 128 MiB.
+        reduction: "workspace" keeps the partial sums apart and adds them in a fixed order: the same bits every time.
+            "atomic" asks for kernels that add them up in memory, in float32 but in no fixed order.
+
+    Returns:
+        ``[*B, M, N]`` in the dtype of x (under autocast: in autocast's dtype). float16, bfloat16 and float32 can run in
+        Triton kernels; every floating dtype runs through torch.
+
+    Raises:
+        TypeError: an argument of the wrong type, a dtype that is not real floating or differs from that of x.
+        ValueError: shapes that do not fit together, tensors on different devices, an unknown activation or
+            ``reduction``, a ``split_k`` below 1.
+        RuntimeError: ``reduction="atomic"`` under ``torch.use_deterministic_algorithms(True)``, or
+            ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
+    """
+    # Whether atomic addition is allowed is a matter of the moment.
+    call = None if reduction == "atomic" else signature((x, weight, bias), activation, split_k, reduction)
+    problem = None if call is None else recalled(call, x.device)
+    if problem is None:
+        activation = canonical_activation(activation)
+        check_linear(x, weight, bias, split_k, reduction)
+        options: dict[str, Any] = {"activation": activation, "split_k": split_k, "reduction": reduction}
+        problem = linear_problem(x, weight, bias, **options)
+        remember(call, problem)
+    plan = dispatch(problem, x.device)
+    if plan.path == "torch":
+        return reference.linear(x, weight, bias, activation=problem.activation)
+    x_rows, weight, bias = autocast((x, weight, bias), compute_dtype(x))
+    x_rows = rows(x_rows)
+    if problem.training or call is None:
+        with without_autocast(x.device):
+            y: Tensor = LinearFunction.apply(x_rows, weight, bias, plan)
+            y = ACTIVATIONS[problem.activation].torch(y)
+    else:
+        y = _product(x_rows, weight, bias, plan, plan.forward, problem.activation)
+        ran_as_kernels(problem, x.device)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _product(
+    left: Tensor, right: Tensor, bias: Tensor | None, plan: LinearPlan, product: ProductPlan, activation: str
+) -> Tensor:
+    """``act(left rightᵀ + bias)``, as this product of the layer is planned."""
+    problem = plan.problem
+    if product.tiles is None:
+        with without_autocast(left.device):
+            return reference.linear(left, right, bias, activation=activation)
+    return kernels.product(
+        left,
+        right,
+        bias,
+        product.splits,
+        product.tiles,
+        activation=activation,
+        accuracy=plan.accuracy,
+        input_precision=problem.input_precision,
+        atomic=problem.atomic,
+        dependent=plan.dependent,
+    )
+
+
+class LinearFunction(torch.autograd.Function):
+    """``x Wᵀ + b`` for x ``[M, K]`` and W ``[N, K]``, and its gradients, each as the plan has it.
+
+    Activations are torch's own while gradients are wanted: it keeps their argument ``[M, N]``, as small as the result,
+    and differentiates them as often as asked.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+        ctx.plan = plan
+        # Each operand is needed for the gradient of the other one.
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
+        return _product(x, weight, bias, plan, plan.forward, "identity")
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wants_bias, plan = ctx.needs_input_grad[2], ctx.plan
+        dx = dw = db = None
+        # Plain products can be differentiated again.
+        differentiable = torch.is_grad_enabled()
+        with without_autocast(dy.device):
+            if weight is not None and (differentiable or plan.data_gradient is None):
+                dx = dy @ weight
+            elif weight is not None:
+                dx = _product(dy, weight.T, None, plan, plan.data_gradient, "identity")
+            if x is not None and not differentiable and plan.weight_gradient is not None:
+                dw, db = planned_weight_gradient(dy, x, plan.weight_gradient)
+            elif x is not None:
+                dw, db = reference.weight_gradient(dy, x, bias=wants_bias)
+            elif wants_bias:
+                db = dy.sum(0)
+        ran_as_kernels(plan.problem, dy.device)
+        return dx, dw, db, None

@@ -1,0 +1,102 @@
+"""What every fused module asks of its children: may they be read through, or must they be called?
+
+A child is read through (its weights go to ``functional.ffn``) when nobody could tell the difference: it is exactly
+``nn.Linear``, with plain parameters, and nothing is attached to its call. LoRA, hooks, quantisation, parametrization
+and sharding all live in that call, so any other child is called.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.utils import parametrize
+
+_HOOKS = {
+    "_forward_pre_hooks": "a forward pre-hook",
+    "_forward_hooks": "a forward hook",
+    "_backward_pre_hooks": "a backward pre-hook",
+    "_backward_hooks": "a backward hook",
+}
+
+_log = logging.getLogger(__name__)
+_said: set[str] = set()
+
+
+def class_name(module: object) -> str:
+    """The class of ``module`` as a reader would write it: short for torch's own, with its package for others."""
+    kind = type(module)
+    return kind.__qualname__ if kind.__module__.startswith("torch.nn.") else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def why_must_be_called(module: nn.Module) -> str | None:
+    """What is attached to the call of ``module`` and would be lost without it, or None."""
+    for attribute, hook in _HOOKS.items():
+        if getattr(module, attribute):
+            return f"has {hook}"
+    # Offloading libraries put a forward on the instance.
+    if "forward" in module.__dict__:
+        return "has a forward of its own, set on the instance"
+    if module._compiled_call_impl is not None:
+        return "is compiled by itself"
+    return None
+
+
+def why_not_plain_tensor(tensor: Tensor) -> str | None:
+    """Why ``tensor`` is more than an ordinary dense tensor (a DTensor, a quantised or nested one), or None."""
+    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+        return f"is a {class_name(tensor)}, not a plain tensor"
+    if tensor.is_nested:
+        return "is a nested tensor"
+    if tensor.layout is not torch.strided:
+        return f"has the layout {tensor.layout}"
+    return None
+
+
+def why_not_plain(linear: nn.Module) -> str | None:
+    """Why the weights of ``linear`` may not be read past its call, or None if it is a plain ``nn.Linear``."""
+    if type(linear) is not nn.Linear:
+        # torch's parametrization changes the class, too.
+        parametrized = parametrize.is_parametrized(linear)
+        return "is parametrized" if parametrized else f"is a {class_name(linear)}, not exactly nn.Linear"
+    if reason := why_must_be_called(linear):
+        return reason
+    weight, bias = linear.weight, linear.bias
+    if reason := why_not_plain_tensor(weight):
+        return f"has a weight that {reason}"
+    if not weight.is_floating_point():
+        return f"has a weight of {weight.dtype}"
+    if bias is None:
+        return None
+    if reason := why_not_plain_tensor(bias):
+        return f"has a bias that {reason}"
+    if bias.dtype != weight.dtype or bias.device != weight.device:
+        return f"has a bias of {bias.dtype} on {bias.device}, but a weight of {weight.dtype} on {weight.device}"
+    return None
+
+
+def why_not_now(*tensors: Tensor | None) -> str | None:
+    """Why a call with these tensors must go through the children although they are plain, or None."""
+    if _has_any_global_hook():
+        return "a hook is registered for all modules"
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return "torch.jit is tracing"
+    for tensor in tensors:
+        # What is no tensor at all goes on, to the error that names the argument.
+        is_tensor = isinstance(tensor, Tensor) or hasattr(type(tensor), "__torch_function__")
+        if is_tensor and (reason := why_not_plain_tensor(cast(Tensor, tensor))):
+            return f"an input {reason}"
+    return None
+
+
+def say_once(module: nn.Module, reason: str) -> None:
+    """One INFO line per class and reason: this FFN calls its children instead of running fused."""
+    if torch.compiler.is_compiling():
+        return
+    line = f"{class_name(module)} calls its children: {reason}"
+    if line not in _said:
+        _said.add(line)
+        _log.info(line)

@@ -1,0 +1,67 @@
+"""`SplitKLinear`, a linear layer whose products may split the axis they sum over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import functional
+from ..functional.linear_arguments import check_reduction, check_split_k
+
+
+class SplitKLinear(nn.Linear):
+    """``nn.Linear``, x ``[*B, M, K]`` -> ``[*B, M, N]``, for few rows or columns and a long inner axis.
+
+    Parameters, their initial values, ``state_dict`` and the arguments up to ``dtype`` are those of ``nn.Linear``; the
+    letters: K is in_features, N is out_features. The forward product, the data gradient and the weight gradient choose
+    their own splits, as in :func:`fusedlayers.functional.linear`.
+
+    Args:
+        in_features: width of the input, K.
+        out_features: width of the output, N.
+        bias: whether a bias ``[N]`` is added.
+        device, dtype: of the parameters, as in ``nn.Linear``.
+        split_k: "auto", or into how many ranges each product cuts the axis that it sums over.
+        reduction: "workspace" (deterministic) or "atomic".
+
+    Raises:
+        TypeError, ValueError: ``split_k`` or ``reduction`` is not what is described here; the message names it.
+    """
+
+    # What forward calls, for ``explain``.
+    function = staticmethod(functional.linear)
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        split_k: int | str = "auto",
+        reduction: str = "workspace",
+    ) -> None:
+        check_split_k(split_k)
+        check_reduction(reduction)
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.split_k = split_k
+        self.reduction = reduction
+
+    def call_arguments(self, x: Tensor) -> dict[str, Any]:
+        """The arguments that ``forward(x)`` gives to ``functional.linear``, by name."""
+        options = {"split_k": self.split_k, "reduction": self.reduction}
+        return {"x": x, "weight": self.weight, "bias": self.bias, **options}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x Wᵀ + b`` of x ``[*B, M, K]``: ``[*B, M, N]``.
+
+        Raises:
+            TypeError, ValueError: x does not fit the weight; the message names it.
+        """
+        return functional.linear(**self.call_arguments(x))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, split_k={self.split_k!r}, reduction={self.reduction!r}"

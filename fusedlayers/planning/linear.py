@@ -1,0 +1,264 @@
+"""How the three products of a linear layer run: torch or split kernels, with which tiles and splits each, and why."""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ..kernels.tuning import SplitTiles, split_tiles
+from . import weight_gradient
+from .call import Call, Decision, activation_accuracy, no_kernels, not_measured, too_small, why_not_kernels
+from .devices import DTYPE_BYTES, PARTIALS_LIMIT, Device, floor_seconds
+from .weight_gradient import WeightGradientPlan, WeightGradientProblem
+
+FORWARD, DATA_GRADIENT = "forward", "data gradient"
+
+# All of these from random products on an H200 in bfloat16, with up to 512 rows, against torch in a CUDA graph.
+MOST_ROWS = 512  # more were not measured
+# With more rows and columns than these, torch's own splits were as fast; but where its columns are no whole number of
+# vectors, its kernels took 1.3 to 5 times as long as these.
+FEW = 64
+VECTOR = 8
+# Up to 128 rows and columns, kernels were faster again from this length of the inner axis on.
+MIDDLE, LONG = 128, 2**17
+# Many columns are enough programs without a split, unless each has much to add up.
+MANY_COLUMNS, SHORT = 1024, 2048
+# Operands whose rows do not all start at a multiple of so many elements are read in small pieces: twice the programs
+# wait for memory at once, and products with more than FEW rows and columns are left to torch.
+ALIGNED, UNALIGNED_PROGRAMS = 16, 2
+# A data gradient reads W across its rows, which torch does better with more rows of its own than these.
+DATA_GRADIENT_ROWS, DATA_GRADIENT_INNER = 16, 1024
+# Bytes from which the kernels were faster (launched one by one, inside a CUDA graph): launching a product and its sum
+# costs the host 64 µs, torch's one kernel 14 µs.
+FASTER_FROM = (2**28, 0)
+
+
+@dataclass(frozen=True)
+class LinearProblem(Call):
+    """One call: ``act(x Wᵀ + b)`` for x ``[M, K]`` and W ``[N, K]``, and which gradients will be asked for.
+
+    ``split_k`` is 0 for "auto".
+    """
+
+    M: int
+    N: int
+    K: int
+    dtype: str
+    activation: str = "identity"
+    bias: bool = False
+    needs_data_gradient: bool = False
+    needs_weight_gradient: bool = False
+    needs_bias_gradient: bool = False
+    split_k: int = 0
+    atomic: bool = False
+    operation: str = "linear"
+
+    __hash__ = Call.__hash__
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES.get(self.dtype, 4)
+
+    @property
+    def empty(self) -> bool:
+        return 0 in (self.M, self.N, self.K)
+
+    @property
+    def training(self) -> bool:
+        return self.needs_data_gradient or self.needs_weight_gradient or self.needs_bias_gradient
+
+    @property
+    def asks_for_kernels(self) -> bool:
+        """A number of splits, or atomic addition, is a wish for the kernels by name: no question of speed."""
+        return self.split_k > 0 or self.atomic
+
+    @property
+    def weight_gradient(self) -> WeightGradientProblem:
+        """The product that sums over the rows, with the bias gradient where that is wanted, too."""
+        return WeightGradientProblem(
+            M=self.M, O=self.N, K=self.K, dtype=self.dtype, bias=self.needs_bias_gradient,
+            input_precision=self.input_precision, captured=self.captured, subclass=self.subclass,
+        )  # fmt: skip
+
+
+class Product(NamedTuple):
+    """``[M, K] [N, K]ᵀ`` of one layer; ``name`` says which one it is."""
+
+    name: str
+    M: int
+    N: int
+    K: int
+
+    @property
+    def aligned(self) -> bool:
+        """Whether rows in memory, if they follow one another, all start at the address of a vector."""
+        return (self.N if self.name == DATA_GRADIENT else self.K) % ALIGNED == 0
+
+
+@dataclass(frozen=True)
+class ProductPlan:
+    """One product: without tiles it is torch's, for ``reason``; else it is cut into ``splits`` ranges."""
+
+    reason: str
+    tiles: SplitTiles | None = None
+    splits: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearPlan(Decision):
+    """The path is "fused" where at least one product runs in kernels, or "torch".
+
+    ``data_gradient`` and ``weight_gradient`` are None where they are not wanted.
+    """
+
+    forward: ProductPlan
+    data_gradient: ProductPlan | None = None
+    weight_gradient: WeightGradientPlan | None = None
+    accuracy: str = "exact"  # of activations in kernels: one of kernels.activations.ACCURACIES
+    dependent: bool = False  # whether a kernel is started while the one before it still runs
+
+
+def plan(problem: LinearProblem, device: Device, backend: str = "auto") -> LinearPlan:
+    """The path that runs ``problem`` on ``device``."""
+    p = problem
+    unsupported = no_kernels(problem, device)
+    if backend == "auto" and problem.asks_for_kernels:
+        backend = "triton"
+    forward = plan_product(problem, Product(FORWARD, p.M, p.N, p.K), device, backend, unsupported)
+    data = None
+    if p.needs_data_gradient:
+        data = plan_product(problem, Product(DATA_GRADIENT, p.M, p.K, p.N), device, backend, unsupported)
+    weight = plan_weight_gradient(problem, device, backend) if p.needs_weight_gradient else None
+    products = [
+        ("forward", forward.tiles is not None, forward.reason),
+        *([] if data is None else [("data gradient", data.tiles is not None, data.reason)]),
+        *([] if weight is None else [("weight gradient", weight.path == "fused", dict(weight.rejected).get("fused"))]),
+    ]
+    fused = any(kernels for _, kernels, _ in products)
+    element, splits = p.element_bytes, [forward, *([] if data is None else [data])]
+    sizes = p.M * p.K + p.N * p.K + p.M * p.N
+    passes = 1 + p.needs_data_gradient + p.needs_weight_gradient
+    flops = 2 * p.M * p.N * p.K * passes
+    moved = element * sizes * passes
+    columns = (p.N, p.K)
+    workspaces = [
+        4 * p.M * width * (1 if p.atomic else chosen.splits)
+        for chosen, width in zip(splits, columns, strict=False)
+        if chosen.tiles is not None and (chosen.splits > 1 or p.atomic)
+    ]
+    kept = p.M * p.K * p.needs_weight_gradient + p.N * p.K * p.needs_data_gradient
+    kept += p.M * p.N * (p.training and p.activation != "identity")
+    options: dict[str, Any] = {
+        "flops": flops,
+        "bytes": moved,
+        "saved_bytes": element * kept,
+        "workspace_bytes": max([0, *workspaces, 0 if weight is None else weight.workspace_bytes]),
+        "floor_seconds": floor_seconds(flops, moved, p.dtype, device),
+        "unsupported": unsupported,
+        "forward": forward,
+        "data_gradient": data,
+        "weight_gradient": weight,
+    }
+    if not fused:
+        reasons = {str(reason) for _, _, reason in products}
+        why = reasons.pop() if len(reasons) == 1 else "; ".join(f"{name}: {reason}" for name, _, reason in products)
+        return LinearPlan(
+            problem=problem,
+            path="torch",
+            reason="no other path is both possible and faster",
+            rejected=(("fused", why),),
+            **options,
+        )  # fmt: skip
+    by_kernels = [name for name, kernels, _ in products if kernels]
+    return LinearPlan(
+        problem=problem,
+        path="fused",
+        reason=f"kernels that split what they sum over: {', '.join(by_kernels)}",
+        rejected=tuple((f"kernels for the {name}", str(reason)) for name, kernels, reason in products if not kernels),
+        accuracy=activation_accuracy(problem, device),
+        dependent=starts_early(device),
+        **options,
+    )
+
+
+def starts_early(device: Device) -> bool:
+    """Whether the device starts a kernel while the one before it runs: NVIDIA GPUs from Hopper on."""
+    name = device.architecture
+    return name.startswith("sm_") and int(name.removeprefix("sm_")) >= 90
+
+
+def plan_product(
+    problem: LinearProblem, product: Product, device: Device, backend: str, unsupported: str | None
+) -> ProductPlan:
+    """Kernels with tiles and splits for one product, or torch and the reason."""
+
+    def slower(problem: LinearProblem, device: Device) -> str | None:
+        return why_slower(problem, product, device)
+
+    torch_because = why_not_kernels(problem, device, backend, unsupported, slower)
+    if torch_because is not None:
+        return ProductPlan(torch_because)
+    # A product that reads its right operand across rows takes tiles that hold whole vectors of them.
+    least_rows, least_columns = (2, FEW) if product.name == DATA_GRADIENT else (1, 1)
+    sides = max(least_rows, product.M), max(least_columns, product.N)
+    tiles = split_tiles(device.architecture, 8 * problem.element_bytes, *sides)
+    splits = choose_splits(product, tiles, device.processors, problem.split_k, problem.atomic)
+    return ProductPlan("the kernels cover the product", tiles, splits)
+
+
+def plan_weight_gradient(problem: LinearProblem, device: Device, backend: str) -> WeightGradientPlan:
+    """The plan of ``weight_gradient``, with the number of splits that the call asks for."""
+    made = weight_gradient.plan(problem.weight_gradient, device, backend)
+    if made.path == "torch" or not problem.split_k:
+        return made
+    assert made.tiles is not None
+    row_block = made.tiles.block_m if made.pipeline is None else made.pipeline.rows
+    bounded = min(problem.split_k, max(1, PARTIALS_LIMIT // made.problem.partial_bytes))
+    splits = filled_splits(-(-problem.M // row_block), bounded)
+    return replace(made, splits=splits, workspace_bytes=splits * made.problem.partial_bytes if splits > 1 else 0)
+
+
+def filled_splits(blocks: int, splits: int) -> int:
+    """How many of ``splits`` equal ranges of ``blocks`` blocks are not empty."""
+    return -(-blocks // -(-blocks // min(splits, blocks)))
+
+
+def choose_splits(product: Product, tiles: SplitTiles, processors: int, wanted: int = 0, atomic: bool = False) -> int:
+    """Ranges of the inner axis: ``wanted``, or as many as fill the processors; none empty, the partials bounded."""
+    blocks = -(-product.K // tiles.block_k)
+    if wanted:
+        splits = wanted
+    else:
+        programs = -(-product.M // tiles.block_m) * -(-product.N // tiles.block_n)
+        resident = processors * tiles.programs * (1 if product.aligned else UNALIGNED_PROGRAMS)
+        splits = min(resident // programs, blocks // tiles.shortest_split)
+    if not atomic:
+        splits = min(splits, PARTIALS_LIMIT // (4 * product.M * product.N))
+    return filled_splits(blocks, max(1, splits))
+
+
+def why_slower(problem: LinearProblem, product: Product, device: Device) -> str | None:
+    """Why torch is expected to be faster, from measurements, or None."""
+    if (reason := not_measured(problem, device)) is not None:
+        return reason
+    p = product
+    moved = problem.element_bytes * (p.M * p.K + p.N * p.K + p.M * p.N)
+    small = too_small(moved, "bytes", FASTER_FROM, problem.captured)
+    if p.M > MOST_ROWS:
+        return f"{p.M:,} rows: not measured with more than {MOST_ROWS}"
+    if p.name == DATA_GRADIENT:
+        if p.M > DATA_GRADIENT_ROWS:
+            return f"{p.M:,} rows: torch was as fast or faster with more than {DATA_GRADIENT_ROWS}"
+        if p.K < DATA_GRADIENT_INNER:
+            return f"it sums over {p.K:,} elements: torch was as fast or faster below {DATA_GRADIENT_INNER:,}"
+    elif min(p.M, p.N) > FEW:
+        if not p.aligned:
+            return (
+                f"more than {FEW} rows and columns, whose {p.K:,} elements are not aligned: torch was as fast or faster"
+            )
+        long = max(p.M, p.N) <= MIDDLE and p.K >= LONG
+        if (p.N % VECTOR == 0 and not long) or p.K < SHORT:
+            return f"more than {FEW} rows and columns: torch was as fast or faster"
+    elif max(p.M, p.N) >= MANY_COLUMNS and p.K < SHORT:
+        return (
+            f"{p.N:,} columns fill the GPU without a split, and {p.K:,} elements are few: torch was as fast or faster"
+        )
+    return small

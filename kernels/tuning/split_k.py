@@ -1,0 +1,93 @@
+"""Split products: architecture, dtype and sizes -> tiles, and how their partials are added up."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SplitTiles:
+    """``block_m × block_n`` of the result for each program, from ``block_k`` of the inner axis at a time.
+
+    A ``block_m`` of 1 is the kernel of a single row. ``swapped`` multiplies the tiles the other way round, so that the
+    columns of the result fill the rows of a matrix instruction. ``programs`` per processor are enough to keep memory
+    busy; a range of the inner axis has ``shortest_split`` blocks or more.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    programs: int = 1
+    shortest_split: int = 2
+    swapped: bool = False
+
+
+_ROW = SplitTiles(1, 1, 2048, 4, 1, programs=8, shortest_split=1)
+_ROWS_OF_4 = SplitTiles(1, 4, 2048, 4, 1, programs=4, shortest_split=1)
+_ROWS_OF_8 = SplitTiles(1, 8, 1024, 4, 1, programs=4, shortest_split=1)
+_FLAT = SplitTiles(16, 64, 128, 4, 6, swapped=True)
+_UPRIGHT = SplitTiles(64, 16, 128, 4, 6)
+_MIDDLE = SplitTiles(32, 64, 128, 4, 6)
+_NARROW = SplitTiles(64, 32, 128, 4, 6)
+_SQUARE = SplitTiles(64, 64, 128, 4, 4)
+_LARGE = SplitTiles(64, 128, 128, 4, 4)
+
+# By (architecture, bits of an element), and in each the first row that holds both sides of the result: (rows, columns,
+# tiles). Architectures without rows of their own take those of "other", which are not measured. On an H200 in bfloat16,
+# 189 random products and the published ones with 3 to 16 tiles each, in a CUDA graph: these are on average within 5 %
+# of the best tile of each product up to 64 rows or columns, and within 15 % above.
+_ANY = 2**31
+TABLE: dict[tuple[str, int], tuple[tuple[int, int, SplitTiles], ...]] = {
+    ("sm_90", 16): (
+        (1, 16, _ROW),
+        (1, 2048, _ROWS_OF_4),
+        (1, _ANY, _ROWS_OF_8),
+        (16, 16, SplitTiles(16, 16, 512, 2, 4, shortest_split=1)),
+        (16, 32, SplitTiles(16, 16, 256, 2, 4, shortest_split=1)),
+        (16, _ANY, _FLAT),
+        (_ANY, 16, _UPRIGHT),
+        (32, _ANY, _MIDDLE),
+        (_ANY, 32, _NARROW),
+        (64, 2048, _SQUARE),
+        (64, _ANY, _NARROW),
+        (_ANY, 64, _SQUARE),
+        (_ANY, _ANY, _LARGE),
+    ),
+    ("other", 16): (
+        (1, _ANY, SplitTiles(1, 4, 256, 4, 1, programs=8)),
+        (_ANY, _ANY, SplitTiles(32, 64, 64, 4, 3, programs=2)),
+    ),
+    ("other", 32): (
+        (1, _ANY, SplitTiles(1, 4, 256, 4, 1, programs=8)),
+        (_ANY, _ANY, SplitTiles(32, 32, 32, 4, 1, programs=4, shortest_split=4)),
+    ),
+}
+
+
+def _rows(architecture: str, bits: int) -> tuple[tuple[int, int, SplitTiles], ...]:
+    return TABLE.get((architecture, bits)) or TABLE[("other", bits)]
+
+
+def shipped(architecture: str, bits: int) -> list[SplitTiles]:
+    """All tiles that products on ``architecture`` may take."""
+    return [tiles for _, _, tiles in _rows(architecture, bits)]
+
+
+def split_tiles(architecture: str, bits: int, rows: int, columns: int) -> SplitTiles:
+    """The tiles of a product with ``rows × columns`` results, of operands of ``bits`` bits."""
+    return next(
+        t for most_rows, most_columns, t in _rows(architecture, bits) if rows <= most_rows and columns <= most_columns
+    )
+
+
+def reduce_blocks(outputs: int, splits: int) -> tuple[int, int, int]:
+    """Sums of one program, partials of each at a time, and warps, for so many outputs of so many partials.
+
+    Where there are many partials, as many programs as there are processors, each with all of its loads in flight: on an
+    H200 the sum of 128 partials of 64 × 64 results takes 1.3 µs of a graph so.
+    """
+    if splits <= 16:
+        block = 256  # 8 partials of 16 × 1024 results: 5.1 µs with the product, whatever the block
+    else:
+        block = 16 if outputs <= 1024 else 32 if outputs <= 8192 else 64 if outputs <= 2**17 else 256
+    return block, max(1, min(1 << (splits - 1).bit_length(), 8192 // block)), 4

@@ -1,0 +1,213 @@
+"""Which path the products of a linear layer take, with which tiles and how many splits: integers in, integers out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from fusedlayers.kernels.tuning import SHARED_MEMORY, SplitTiles, reduce_blocks, split_tiles
+from fusedlayers.kernels.tuning.split_k import shipped
+from fusedlayers.planning import Device, LinearPlan, LinearProblem, linear, plan
+from fusedlayers.planning.devices import PARTIALS_LIMIT
+from fusedlayers.planning.linear import DATA_GRADIENT, FORWARD, Product, choose_splits, filled_splits
+
+H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
+A100 = Device("cuda", "NVIDIA A100", "sm_80", processors=108, triton=True)
+CPU = Device("cpu", "cpu")
+SKINNY = LinearProblem(M=64, N=64, K=65_536, dtype="bfloat16", captured=True)
+
+
+def problem(M: int, N: int, K: int, **facts: object) -> LinearProblem:
+    return replace(SKINNY, M=M, N=N, K=K, **facts)
+
+
+def why(made: LinearPlan) -> str:
+    assert made.path == "torch"
+    assert (made.forward.tiles, made.workspace_bytes) == (None, 0)
+    return dict(made.rejected)["fused"]
+
+
+@pytest.mark.parametrize(
+    ("change", "device", "words"),
+    [
+        ({}, replace(H200, triton=False), "Triton is not installed"),
+        ({}, CPU, "no Triton kernels on device type cpu"),
+        ({"dtype": "float64"}, H200, "the kernels take float16, bfloat16, float32, not float64"),
+        ({"subclass": "DTensor"}, H200, "an operand is a DTensor"),
+        ({"M": 0}, H200, "there is nothing to compute"),
+        ({"K": 0}, H200, "there is nothing to compute"),
+    ],
+)
+def test_what_the_kernels_do_not_take(change: dict[str, object], device: Device, words: str) -> None:
+    for wish in ("triton", "auto"):
+        for asked in ({}, {"split_k": 3}, {"atomic": True}):
+            made = plan(replace(SKINNY, **change, **asked), device, wish)
+            assert words in why(made)
+            assert made.unsupported is not None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tile", "splits"),
+    [
+        ((64, 64, 65_536), (64, 64, 128), 128),
+        ((16, 16, 1_048_576), (16, 16, 512), 128),
+        ((128, 128, 262_144), (64, 128, 128), 64),
+        ((1, 4096, 4096), (1, 8, 1024), 1),
+        ((1, 4096, 14_336), (1, 8, 1024), 1),
+        ((16, 1024, 4096), (16, 64, 128), 8),
+        ((16, 4096, 14_336), (16, 64, 128), 2),
+        ((64, 4096, 4096), (64, 32, 128), 1),
+        ((64, 1024, 8192), (64, 64, 128), 8),
+        # Not aligned: twice the programs.
+        ((11, 303, 190_699), (16, 64, 128), 52),
+    ],
+    ids=str,
+)
+def test_published_sizes(sizes: tuple[int, int, int], tile: tuple[int, int, int], splits: int) -> None:
+    made = plan(problem(*sizes), H200)
+    tiles = made.forward.tiles
+    assert made.path == "fused"
+    assert tiles is not None
+    assert ((tiles.block_m, tiles.block_n, tiles.block_k), made.forward.splits) == (tile, splits)
+    assert made.workspace_bytes == (4 * splits * sizes[0] * sizes[1] if splits > 1 else 0)
+    assert made.dependent
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((513, 8, 65_536), "513 rows: not measured"),
+        ((256, 256, 65_536), "more than 64 rows and columns: torch"),
+        ((256, 250, 65_537), "not aligned"),
+        ((1, 9264, 1040), "9,264 columns fill the GPU"),
+    ],
+)
+def test_what_torch_does_as_fast(sizes: tuple[int, int, int], words: str) -> None:
+    assert words in why(plan(problem(*sizes), H200))
+    forced = plan(problem(*sizes), H200, "triton")
+    assert forced.path == "fused"
+
+
+def test_auto_mode_takes_what_was_measured_faster() -> None:
+    assert plan(SKINNY, H200).path == "fused"
+    assert "faster than torch from 268,435,456 on when launched one by one" in why(
+        plan(replace(SKINNY, captured=False), H200)
+    )
+    assert plan(replace(SKINNY, K=4 * 10**6, captured=False), H200).path == "fused"
+    assert "capture" in why(plan(replace(SKINNY, cold=True), H200))
+    assert "not measured on sm_80" in why(plan(SKINNY, A100))
+    assert "float32 products" in why(plan(replace(SKINNY, dtype="float32"), H200))
+    assert why(plan(SKINNY, H200, "torch")) == "the backend is set to torch"
+    # Columns that are no whole number of vectors are what torch is slow at.
+    assert plan(problem(256, 254, 65_536), H200).path == "fused"
+
+
+@pytest.mark.parametrize("asked", [{"split_k": 3}, {"atomic": True}], ids=str)
+def test_a_wish_for_kernels_is_no_question_of_speed(asked: dict[str, object]) -> None:
+    large = problem(4096, 4096, 4096, captured=False, **asked)
+    for device in (H200, A100):
+        made = plan(large, device)
+        assert made.path == "fused"
+        assert made.dependent == (device is H200)
+    assert why(plan(large, H200, "torch")) == "the backend is set to torch"
+
+
+def test_each_product_has_its_own_plan() -> None:
+    training = problem(8, 4096, 2048, needs_data_gradient=True, needs_weight_gradient=True, needs_bias_gradient=True)
+    made = plan(training, H200)
+    assert made.forward.tiles is not None
+    assert made.data_gradient is not None
+    # The data gradient sums over N, for K columns.
+    assert made.data_gradient.splits == choose_splits(
+        Product(DATA_GRADIENT, 8, 2048, 4096), made.data_gradient.tiles or made.forward.tiles, 132
+    )
+    assert made.weight_gradient is not None
+    assert made.weight_gradient.path == "torch"
+    assert "weights: torch was as fast" in dict(made.rejected)["kernels for the weight gradient"]
+    assert made.saved_bytes == 2 * (8 * 2048 + 4096 * 2048)
+    forced = plan(replace(training, split_k=3), H200)
+    assert forced.forward.splits == forced.data_gradient.splits == 3  # type: ignore[union-attr]
+    assert forced.weight_gradient is not None
+    assert (forced.weight_gradient.path, forced.weight_gradient.splits) == ("fused", 1)
+    frozen = plan(replace(training, needs_weight_gradient=False, needs_data_gradient=False), H200)
+    assert (frozen.data_gradient, frozen.weight_gradient) == (None, None)
+    rows = plan(replace(training, M=17), H200)
+    assert "17 rows" in dict(rows.rejected)["kernels for the data gradient"]
+    one = plan(replace(training, M=1), H200)
+    assert one.data_gradient is not None
+    assert one.data_gradient.tiles is not None
+    assert one.data_gradient.tiles.block_m == 16
+
+
+def test_many_tokens_split_the_weight_gradient() -> None:
+    training = problem(65_536, 512, 512, needs_weight_gradient=True, needs_bias_gradient=True)
+    made = plan(training, H200)
+    assert made.weight_gradient is not None
+    assert made.weight_gradient.path == "fused"
+    assert made.weight_gradient.splits > 1
+    assert made.forward.tiles is None
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 5, 8, 100, 10**9])
+@pytest.mark.parametrize("blocks", [1, 2, 7, 8, 9, 512])
+def test_no_split_is_empty(blocks: int, splits: int) -> None:
+    found = filled_splits(blocks, splits)
+    size = math.ceil(blocks / found)
+    assert 1 <= found <= min(splits, blocks)
+    assert (found - 1) * size < blocks <= found * size
+    # As long as asked for.
+    assert size == math.ceil(blocks / min(splits, blocks))
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 3, 10**6])
+@pytest.mark.parametrize("device", [H200, A100], ids=lambda device: device.architecture)
+def test_splits_and_partials_are_bounded(device: Device, wanted: int) -> None:
+    for bits in (16, 32):
+        for sizes in ((1, 1, 10**7), (512, 512, 262_144), (4096, 8192, 65_536), (1, 128_000, 4096), (7, 9, 11)):
+            product = Product(FORWARD, *sizes)
+            tiles = split_tiles(device.architecture, bits, *sizes[:2])
+            splits = choose_splits(product, tiles, device.processors, wanted)
+            assert splits == 1 or 4 * splits * sizes[0] * sizes[1] <= PARTIALS_LIMIT == 128 * 2**20
+            blocks = math.ceil(sizes[2] / tiles.block_k)
+            assert splits == filled_splits(blocks, splits)
+            if wanted:
+                assert splits <= wanted
+    huge = Product(FORWARD, 20_000, 20_000, 8192)
+    assert choose_splits(huge, split_tiles("sm_90", 16, 20_000, 20_000), 132, 8) == 1
+    assert choose_splits(huge, split_tiles("sm_90", 16, 20_000, 20_000), 132, 8, atomic=True) == 8
+
+
+def test_every_tile_fits_shared_memory() -> None:
+    for tiles in shipped("sm_90", 16):
+        if tiles.block_m > 1:
+            assert 2 * tiles.num_stages * (tiles.block_m + tiles.block_n) * tiles.block_k <= SHARED_MEMORY
+            assert (tiles.block_n >= 64) or not tiles.swapped
+
+
+def test_the_table_has_a_row_for_every_size() -> None:
+    for architecture, bits in (("sm_90", 16), ("sm_90", 32), ("sm_80", 16), ("gfx942", 32)):
+        for rows in (1, 2, 16, 17, 512, 10**6):
+            for columns in (1, 16, 17, 64, 4096, 10**6):
+                tiles = split_tiles(architecture, bits, rows, columns)
+                assert isinstance(tiles, SplitTiles)
+                assert (tiles.block_m == 1) == (rows == 1)
+
+
+@pytest.mark.parametrize("outputs", [1, 256, 4096, 16_384, 65_536, 10**6])
+@pytest.mark.parametrize("splits", [1, 2, 8, 33, 128, 1000])
+def test_sums_fit_the_registers_of_a_program(outputs: int, splits: int) -> None:
+    block, at_once, warps = reduce_blocks(outputs, splits)
+    assert block * at_once <= 64 * 32 * warps
+    assert block & (block - 1) == at_once & (at_once - 1) == 0
+
+
+def test_costs() -> None:
+    made = plan(SKINNY, H200)
+    assert made.flops == 2 * 64 * 64 * 65_536
+    assert made.bytes == 2 * (2 * 64 * 65_536 + 64 * 64)
+    assert made.saved_bytes == 0
+    assert made.floor_seconds == pytest.approx(made.bytes / 4.3e12)
+    assert linear.starts_early(replace(H200, architecture="sm_100"))
+    assert not linear.starts_early(replace(H200, architecture="gfx942"))
