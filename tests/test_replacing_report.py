@@ -122,10 +122,11 @@ def test_the_report_is_a_table(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="fusedlayers"):
         report = fl.replace(model, rules=[RULE])
     assert str(report).splitlines() == [
-        "fusedlayers.replace: 2 replaced, 2 skipped",
-        "  replaced  ffn      Sequential -> FusedSequentialFFN                         0..2: gelu, 6 -> 10 -> 6",
+        "fusedlayers.replace: 2 replaced, 2 skipped; keeps 208 bytes a token for backward",
+        "  replaced  ffn      Sequential -> FusedSequentialFFN                         "
+        "0..2: gelu, 6 -> 10 -> 6, keeps 104 bytes a token for backward",
         "  replaced  layer    TransformerEncoderLayer -> FusedTransformerEncoderLayer  "
-        "linear1, linear2: relu, 6 -> 10 -> 6",
+        "linear1, linear2: relu, 6 -> 10 -> 6, keeps 104 bytes a token for backward",
         "  skipped   odd      Sequential                                               "
         "0..2: the activation Softplus(beta=1.0, threshold=20.0) is not a known one",
         "  skipped   (rules)  GatedBlock                                               "
