@@ -135,7 +135,9 @@ def test_the_report_is_a_table(caplog: pytest.LogCaptureFixture) -> None:
     assert repr(report) == str(report)
     assert [record.getMessage() for record in caplog.records] == [str(report)]
     trial = fl.replace(mlp(), dry_run=True)
-    assert str(trial).splitlines()[0] == "fusedlayers.replace: 1 replaced, 0 skipped (dry run: nothing changed)"
+    assert str(trial).splitlines()[0] == (
+        "fusedlayers.replace: 1 replaced, 0 skipped (dry run: nothing changed); keeps 104 bytes a token for backward"
+    )
     assert trial.replaced[0].path == ""
     assert "(model)" in str(trial)
 
@@ -222,8 +224,8 @@ def test_a_rule_may_name_the_activation() -> None:
     [
         (lambda: fl.replace(mlp), TypeError, "model must be an nn.Module"),
         (lambda: fl.restore(None), TypeError, "model must be an nn.Module, got None"),
-        (lambda: fl.replace(mlp(), rules=RULE), TypeError, "rules must be a tuple or list of FFNRule"),
-        (lambda: fl.replace(mlp(), rules=[GatedBlock]), TypeError, "rules must hold FFNRule objects"),
+        (lambda: fl.replace(mlp(), rules=RULE), TypeError, "rules must be a tuple or list of FFNRule and LinearRule"),
+        (lambda: fl.replace(mlp(), rules=[GatedBlock]), TypeError, "rules must hold FFNRule and LinearRule objects"),
         (lambda: fl.replace(mlp(), rules=[RULE, RULE]), ValueError, "GatedBlock needs no rule, or has one already"),
         (lambda: fl.replace(mlp(), rules=[rule_for(nn.Sequential)]), ValueError, "Sequential needs no rule"),
         (lambda: fl.replace(mlp(), rules=[rule_for(fl.FusedFFN)]), ValueError, "FusedFFN needs no rule"),

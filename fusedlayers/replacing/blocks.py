@@ -213,7 +213,7 @@ def fused_class(
     if rule is None:
         return type(kind.__name__, (kind,), names)
     names["fused_rule"] = rule
-    if rule.inside is not None:
+    if rule.inside is not None and hasattr(original, rule.inside):
         names[rule.inside] = _method_on_stand_in(original, rule.inside)
     return type(f"Fused{original.__name__}", (kind, original), names)
 
