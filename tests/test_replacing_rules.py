@@ -134,6 +134,19 @@ def test_explain_speaks_of_the_ffn_inside(layer: str) -> None:
     assert "M=6 (tokens) K=6 (d_model) N=10 (d_ff) O=6" in fl.explain(model, torch.randn(2, 3, 6))
 
 
+@pytest.mark.parametrize("p", [0, 1])
+def test_a_dropout_may_be_a_whole_number(p: int, fused_calls: list[float]) -> None:
+    model, x = Layer(p=p), torch.randn(3, 6)
+    theirs = model(x)
+    if p == 0:
+        fl.replace(model, rules=[LAYER])
+    else:
+        with pytest.warns(UserWarning, match=r"the dropout has p=1\.0, outside \[0, 1\)"):
+            fl.replace(model, rules=[LAYER])
+    assert torch.equal(model(x), theirs)
+    assert len(fused_calls) == 1 - p
+
+
 def test_the_method_runs_with_its_own_arguments_and_keeps_what_it_writes(fused_calls: list[float]) -> None:
     model, x = Layer(p=0.0), torch.randn(3, 6)
     theirs = model(x, scale=3.0)

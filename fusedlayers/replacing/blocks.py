@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -200,15 +200,23 @@ def _method_on_stand_in(original: type[nn.Module], name: str) -> Callable[..., A
     return on_stand_in
 
 
+class Recipe(NamedTuple):
+    """What a class that `replace` gives is made from: its mixin, the original class, the rule, and ``recompute``."""
+
+    kind: type[FusedBlock]
+    original: type[nn.Module]
+    rule: FFNRule | None
+    recompute: Literal["auto"] | bool
+
+
 @functools.cache
-def fused_class(
-    kind: type[FusedBlock], original: type[nn.Module], rule: FFNRule | None, recompute: bool | str
-) -> type[FusedBlock]:
-    """The class that `replace` gives to modules of the class ``original``; the same for equal arguments."""
+def fused_class(recipe: Recipe) -> type[FusedBlock]:
+    """The class that `replace` gives to modules; the same for equal recipes."""
+    kind, original, rule, recompute = recipe
     if rule is None and recompute == kind.fused_recompute:
         return kind
-    made = functools.partial(_new_fused, kind, original, rule, recompute)
-    names: dict[str, Any] = {"fused_from": original, "fused_recompute": recompute, "fused_new": staticmethod(made)}
+    made = staticmethod(functools.partial(_new_fused, recipe))
+    names: dict[str, Any] = {"fused_from": original, "fused_recompute": recompute, "fused_new": made}
     names |= {"__module__": __name__, "__doc__": original.__doc__}
     if rule is None:
         return type(kind.__name__, (kind,), names)
@@ -218,13 +226,6 @@ def fused_class(
     return type(f"Fused{original.__name__}", (kind, original), names)
 
 
-def class_by_rule(rule: FFNRule, original: type[nn.Module], recompute: bool | str) -> type[FusedBlock]:
-    """The class that `replace` gives to the blocks of ``rule``."""
-    return fused_class(FusedWholeBlock if rule.inside is None else FusedInside, original, rule, recompute)
-
-
-def _new_fused(
-    kind: type[FusedBlock], original: type[nn.Module], rule: FFNRule | None, recompute: bool | str, *arguments: Any
-) -> nn.Module:
-    fused = fused_class(kind, original, rule, recompute)
+def _new_fused(recipe: Recipe, *arguments: Any) -> nn.Module:
+    fused = fused_class(recipe)
     return fused.__new__(fused, *arguments)

@@ -24,9 +24,9 @@ def _bert_layer(name: str) -> FFNRule:
     )  # fmt: skip
 
 
-def _two_linears(name: str, **others: str) -> FFNRule:
+def _two_linears(name: str, inside: str | None = None, dropout: str | None = None) -> FFNRule:
     """A block or layer with the names that transformers gives to two linears and their activation."""
-    return FFNRule(name, up="fc1", down="fc2", activation="activation_fn", **others)
+    return FFNRule(name, up="fc1", down="fc2", activation="activation_fn", inside=inside, dropout=dropout)
 
 
 FAMILIES: dict[str, FFNRule] = {

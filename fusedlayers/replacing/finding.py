@@ -22,21 +22,32 @@ _ACTIVATION_CLASSES: dict[type[nn.Module], str] = {
     nn.Tanh: "tanh",
     nn.Sigmoid: "sigmoid",
 }
-# transformers' classes, by where they are imported from; two of them may hold a formula in Python, the same one.
+# Classes of other libraries, by where they are imported from; what they write out in Python is the same formula.
 _ACTIVATION_PATHS: dict[str, str] = {
-    f"transformers.activations.{name}": activation
-    for name, activation in (
-        ("GELUActivation", "gelu"),
-        ("GELUTanh", "gelu_tanh"),
-        ("PytorchGELUTanh", "gelu_tanh"),
-        ("NewGELUActivation", "gelu_tanh"),
-        ("FastGELUActivation", "gelu_tanh"),
-        ("AccurateGELUActivation", "gelu_tanh"),
-        ("QuickGELUActivation", "quick_gelu"),
-        ("SiLUActivation", "silu"),
-        ("ReLUSquaredActivation", "relu2"),
-        ("LinearActivation", "identity"),
-    )
+    f"{module}.{name}": activation
+    for module, names in {
+        "transformers.activations": {
+            "GELUActivation": "gelu",
+            "GELUTanh": "gelu_tanh",
+            "PytorchGELUTanh": "gelu_tanh",
+            "NewGELUActivation": "gelu_tanh",
+            "FastGELUActivation": "gelu_tanh",
+            "AccurateGELUActivation": "gelu_tanh",
+            "QuickGELUActivation": "quick_gelu",
+            "SiLUActivation": "silu",
+            "ReLUSquaredActivation": "relu2",
+            "LinearActivation": "identity",
+        },
+        "timm.layers.activations": {
+            "GELU": "gelu",
+            "GELUTanh": "gelu_tanh",
+            "QuickGELU": "quick_gelu",
+            "Swish": "silu",
+            "Sigmoid": "sigmoid",
+            "Tanh": "tanh",
+        },
+    }.items()
+    for name, activation in names.items()
 }
 _ACTIVATION_FUNCTIONS: dict[Callable[..., Tensor], str] = {
     F.relu: "relu",
@@ -52,7 +63,7 @@ _ACTIVATION_FUNCTIONS: dict[Callable[..., Tensor], str] = {
 
 
 def torch_module_activation(activation: object) -> str | None:
-    """Our name of an activation given as a module of torch or transformers, a torch function or a name, or None."""
+    """Our name of an activation (a module of torch, transformers or timm, a torch function, a name); None: unknown."""
     if isinstance(activation, str):
         return canonical_activation(activation) if activation in ACTIVATIONS or activation in ALIASES else None
     if isinstance(activation, functools.partial):
@@ -87,15 +98,15 @@ def attribute(block: nn.Module, name: str | None, default: Any = None) -> Any:
 
 
 def dropout_p(name: str, dropout: object, training: bool) -> float | str:
-    """The probability that ``dropout`` (an ``nn.Dropout``, a float or None) has now, or why it must be called."""
+    """The probability that ``dropout`` (an ``nn.Dropout``, a number or None) has now, or why it must be called."""
     if dropout is None:
         return 0.0
     if type(dropout) is nn.Dropout:
         if reason := why_must_be_called(dropout):
             return f"the {name} {reason}"
         p, active = dropout.p, dropout.training
-    elif isinstance(dropout, float):
-        p, active = dropout, training
+    elif isinstance(dropout, (int, float)) and not isinstance(dropout, bool):
+        p, active = float(dropout), training
     else:
         return f"the {name} is a {class_name(dropout)}, not an nn.Dropout"
     if not 0 <= p < 1:

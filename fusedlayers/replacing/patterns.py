@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import nn
 
 from ..modules import FusedFFN, class_path
 from .blocks import (
     FusedBlock,
+    FusedInside,
     FusedSequentialFFN,
     FusedTransformerDecoderLayer,
     FusedTransformerEncoderLayer,
     FusedTransformerLayer,
     FusedWholeBlock,
-    class_by_rule,
+    Recipe,
     fused_class,
 )
 from .families import FAMILIES
@@ -36,7 +38,7 @@ class Patterns:
         ValueError: two rules for one class, or a rule for a class that needs none.
     """
 
-    def __init__(self, rules: Sequence[FFNRule], recompute: bool | str) -> None:
+    def __init__(self, rules: Sequence[FFNRule], recompute: Literal["auto"] | bool) -> None:
         self.rules: dict[type[nn.Module] | str, FFNRule] = {}
         self.recompute = recompute
         known = {class_path(kind) for kind in _BUILT_IN}
@@ -62,9 +64,11 @@ class Patterns:
         """The class to give to ``module``, or None."""
         kind = type(module)
         if built_in := _BUILT_IN.get(kind):
-            return fused_class(built_in, kind, None, self.recompute)
-        rule = self.rule_for(module)
-        return None if rule is None else class_by_rule(rule, kind, self.recompute)
+            return fused_class(Recipe(built_in, kind, None, self.recompute))
+        if (rule := self.rule_for(module)) is None:
+            return None
+        mixin = FusedWholeBlock if rule.inside is None else FusedInside
+        return fused_class(Recipe(mixin, kind, rule, self.recompute))
 
     def why_class_stays(self, block: nn.Module, fused: type[FusedBlock]) -> str | None:
         """What in the block itself, not in its children, keeps it from getting the class ``fused``; or None."""

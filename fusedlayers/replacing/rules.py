@@ -42,7 +42,7 @@ class FFNRule:
             such attribute, the name of the activation itself (not with ``inside``).
         gate: the linear that is activated and multiplied in; a block whose attribute is absent or None is not gated.
             Not with ``inside``.
-        dropout: of the hidden: an ``nn.Dropout``, or a float that applies in training. None: there is none.
+        dropout: of the hidden: an ``nn.Dropout``, or a number that applies in training. None: there is none.
         output_dropout: the same, after ``down``. Not with ``inside``, where it is the method's.
         inside: the method that holds the FFN; None: the forward of the block is the FFN and nothing else.
         holders: the child before each dot, and its class: ``(("output", BertOutput), ...)``.

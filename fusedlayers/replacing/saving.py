@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -15,7 +16,7 @@ from ..modules import FFNPieces, linear_weight
 TOKENS = 65_536
 
 
-def saved_bytes_per_token(pieces: FFNPieces, recompute: bool | str) -> tuple[int, int]:
+def saved_bytes_per_token(pieces: FFNPieces, recompute: Literal["auto"] | bool) -> tuple[int, int]:
     """Bytes that torch, and that ``functional.ffn``, keep per token of a training batch, the input included."""
     weight = linear_weight(pieces.up)
     with torch.enable_grad():

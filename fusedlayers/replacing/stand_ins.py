@@ -35,7 +35,7 @@ class StandIn:
 
 def stand_in(block: nn.Module, rule: FFNRule, ffn: Callable[[Tensor], Tensor]) -> StandIn:
     """The block as the method ``rule.inside`` is to see it; ``ffn`` computes the FFN that it holds."""
-    others: dict[str, dict[str, Any]] = {"": {}} | {name: {} for name, _ in rule.holders}
+    others: dict[str, dict[str, Any]] = {name: {} for name in ("", *dict(rule.holders))}
     for name in rule.parts():
         holder, _, last = name.rpartition(".")
         part = attribute(block, name)
@@ -44,7 +44,7 @@ def stand_in(block: nn.Module, rule: FFNRule, ffn: Callable[[Tensor], Tensor]) -
         elif isinstance(part, nn.Module):
             others[holder][last] = StandIn(part, lambda _, hidden: hidden, {})
         else:
-            others[holder][last] = 0.0 if isinstance(part, float) else _same
+            others[holder][last] = 0.0 if isinstance(part, (int, float)) else _same
     for name in sorted(others, key=len, reverse=True)[:-1]:
         holder, _, last = name.rpartition(".")
         child = attribute(block, name)

@@ -20,6 +20,7 @@ from fusedlayers.replacing.blocks import FusedBlock
 from fusedlayers.replacing.families import FAMILIES as TABLE
 from tests.ffn_blocks import assert_same, count_fused_calls
 from tests.models.small import FAMILIES, Family
+from tests.models.support_table import row
 from tests.training_runs import distance
 
 each_family = pytest.mark.parametrize("name", FAMILIES)
@@ -152,6 +153,14 @@ def test_every_row_names_a_class(path: str) -> None:
     package, (module, _, name) = path.split(".")[0], path.rpartition(".")
     pytest.importorskip(package, exc_type=ImportError)
     assert inspect.isclass(getattr(importlib.import_module(module), name))
+
+
+def test_the_table_of_support_has_a_row() -> None:
+    """ViT-Base: 3072 hidden units and the slope of gelu, twice, besides 768 inputs, in two bytes each."""
+    cells = [cell.strip() for cell in row("ViT", installed("ViT")).strip("|").split(" | ")]
+    assert cells[:3] == ["ViT", "`ViTMLP`", "gelu, 768 -> 3072 -> 768"]
+    assert all(0 < float(error) < 1e-5 for cell in cells[3:5] for error in cell.split(" / "))
+    assert cells[5] == f"{2 * (768 + 2 * 3072):,} / {2 * 768:,} bytes"
 
 
 # transformers' names of activations, and ours.
