@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -74,6 +75,8 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "two dtypes": (lambda: _with(GatedBlock(), proj=nn.Linear(10, 6).half()), "the linears differ in dtype or device"),
     "sizes of a run": (lambda: nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(9, 6)), "do not fit together"),
     "complex": (lambda: _complex(mlp()), "the up linear has a weight of torch.complex64"),
+    "whole numbers": (lambda: _whole_numbers(mlp()), "the up linear has a weight of torch.int8"),
+    "quantised": (lambda: _quantised(mlp()), "torch.ao.nn.quantized.dynamic.modules.linear.Linear, not exactly"),
     "two bias dtypes": (lambda: _half_bias(mlp()), "has a bias of torch.float16 on cpu, but a weight of torch.float32"),
     "sequential subclass": (lambda: Mlp(*mlp()), "is a subclass of Sequential and may compute something else"),
     "layer subclass": (lambda: EncoderLayer(6, 2, 10), "is a subclass of TransformerEncoderLayer and may compute"),
@@ -94,6 +97,19 @@ class EncoderLayer(nn.TransformerEncoderLayer):
 def _complex(model: nn.Sequential) -> nn.Sequential:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.complex64)
+    return model
+
+
+def _whole_numbers(model: nn.Sequential) -> nn.Sequential:
+    model[0].weight = nn.Parameter(model[0].weight.detach().to(torch.int8), requires_grad=False)
+    return model
+
+
+def _quantised(model: nn.Sequential) -> nn.Sequential:
+    # torch says that its own quantised tensors are deprecated.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        model[0] = torch.ao.nn.quantized.dynamic.Linear(6, 10)
     return model
 
 

@@ -1,4 +1,4 @@
-"""Adapters of peft train on replaced models, whichever came first."""
+"""Adapters of peft train on replaced models, whichever came first; offloaded models stay what accelerate made them."""
 
 from __future__ import annotations
 
@@ -86,3 +86,35 @@ def test_adapters_on_linears_that_split_their_sums() -> None:
     assert sum(entry.became == "FusedSplitKLinear" for entry in report.replaced) == 4 * family.count
     found = family.results(_with_adapters(ours, family, ["q_proj", "v_proj"]).eval(), inputs)
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize("first", ["replace", "offload"])
+def test_offloaded_models_compute_the_same(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate keeps weights elsewhere, and fetches them in a forward that it sets on every module."""
+    family = installed("BERT")
+    accelerate = importlib.import_module("accelerate")
+    model, inputs = family.build().eval(), family.inputs()
+    with torch.no_grad():
+        theirs, _ = family.run(model, inputs)
+    if first == "replace":
+        fl.replace(model)
+    accelerate.cpu_offload(model, execution_device="cpu")
+    if first == "offload":
+        with pytest.warns(UserWarning, match="has a forward of its own, set on the instance"):
+            fl.replace(model)
+    calls = count_fused_calls(monkeypatch)
+    with torch.no_grad():
+        ours, _ = family.run(model, inputs)
+    assert torch.equal(ours, theirs)
+    assert not calls
+
+
+def test_a_tied_head_may_split_its_sums() -> None:
+    family = installed("Llama")
+    model, inputs = family.build(tie_word_embeddings=True).eval(), family.inputs()
+    theirs, keys = family.results(model, inputs), list(model.state_dict())
+    report = fl.replace(model, rules=[LinearRule(names="lm_head")])
+    assert [entry.path for entry in report.replaced][-1] == "lm_head"
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert list(model.state_dict()) == keys
+    assert_same(family.results(model, inputs), theirs)
