@@ -29,36 +29,39 @@ def _two_linears(name: str, inside: str | None = None, dropout: str | None = Non
     return FFNRule(name, up="fc1", down="fc2", activation="activation_fn", inside=inside, dropout=dropout)
 
 
+def _transformers(model: str, name: str) -> str:
+    return f"transformers.models.{model}.modeling_{model}.{name}"
+
+
 FAMILIES: dict[str, FFNRule] = {
     rule.class_path: rule
     for rule in (
-        _gated("transformers.models.llama.modeling_llama.LlamaMLP"),
-        _gated("transformers.models.mistral.modeling_mistral.MistralMLP"),
-        _gated("transformers.models.qwen2.modeling_qwen2.Qwen2MLP"),
-        _gated("transformers.models.qwen3.modeling_qwen3.Qwen3MLP"),
-        _gated("transformers.models.gemma.modeling_gemma.GemmaMLP"),
-        _gated("transformers.models.gemma2.modeling_gemma2.Gemma2MLP"),
-        FFNRule(
-            "transformers.models.gpt2.modeling_gpt2.GPT2MLP",
-            up="c_fc", down="c_proj", activation="act", output_dropout="dropout",
-        ),
-        _bert_layer("transformers.models.bert.modeling_bert.BertLayer"),
-        _bert_layer("transformers.models.roberta.modeling_roberta.RobertaLayer"),
-        _two_linears("transformers.models.vit.modeling_vit.ViTMLP"),
-        FFNRule(
-            "transformers.models.t5.modeling_t5.T5DenseActDense",
-            up="wi", down="wo", activation="act", dropout="dropout",
-        ),
-        FFNRule(
-            "transformers.models.t5.modeling_t5.T5DenseGatedActDense",
-            up="wi_1", gate="wi_0", down="wo", activation="act", dropout="dropout",
+        *(
+            _gated(_transformers(name.lower(), f"{name}MLP"))
+            for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3")
         ),
         *(
-            _two_linears(
-                f"transformers.models.whisper.modeling_whisper.Whisper{side}Layer",
-                inside="forward", dropout="activation_dropout",
-            )
+            _two_linears(_transformers(name.lower(), f"{name}MLP"))
+            for name in ("CLIP", "DeiT", "Dinov2", "Phi", "Siglip", "ViT")
+        ),
+        *(_bert_layer(_transformers(name.lower(), f"{name}Layer")) for name in ("Bert", "Electra", "Roberta")),
+        *(
+            _two_linears(_transformers(name.lower(), f"{name}{side}Layer"), "forward", "activation_dropout")
+            for name in ("Bart", "Whisper")
             for side in ("Encoder", "Decoder")
+        ),
+        FFNRule(
+            _transformers("gpt2", "GPT2MLP"), up="c_fc", down="c_proj", activation="act", output_dropout="dropout"
+        ),
+        FFNRule(
+            _transformers("gpt_neox", "GPTNeoXMLP"), up="dense_h_to_4h", down="dense_4h_to_h", activation="act"
+        ),
+        FFNRule(
+            _transformers("t5", "T5DenseActDense"), up="wi", down="wo", activation="act", dropout="dropout"
+        ),
+        FFNRule(
+            _transformers("t5", "T5DenseGatedActDense"),
+            up="wi_1", gate="wi_0", down="wo", activation="act", dropout="dropout",
         ),
         FFNRule(
             "timm.layers.mlp.Mlp", up="fc1", down="fc2", activation="act", dropout="drop1", output_dropout="drop2"

@@ -105,6 +105,12 @@ _WHISPER = {
     "max_source_positions": 9, "max_target_positions": 32, "vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "decoder_start_token_id": 1, "dropout": 0.1, "activation_dropout": 0.1,
 }  # fmt: skip
+_BART = {
+    "d_model": WIDTH, "encoder_ffn_dim": HIDDEN, "decoder_ffn_dim": HIDDEN, "encoder_layers": LAYERS,
+    "decoder_layers": LAYERS, "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS,
+    "max_position_embeddings": 64, "vocab_size": WORDS, "activation_dropout": 0.1,
+}  # fmt: skip
+_VISION = _ENCODER | {"image_size": 12, "patch_size": 4}
 _TIMM_VIT = {"img_size": 12, "patch_size": 4, "embed_dim": WIDTH, "depth": LAYERS, "num_heads": HEADS, "num_classes": 5}
 _CONVNEXT = {"depths": (1, 1, 1, 1), "dims": (8, 12, 20, WIDTH), "num_classes": 5}
 
@@ -131,6 +137,13 @@ def _masked(name: str) -> Family:
     )  # fmt: skip
 
 
+def _classifier(name: str, **options: Any) -> Family:
+    return Family(
+        "transformers", f"{name}ForImageClassification", f"{name}Config", {"num_labels": 5} | options, _images,
+        (f"{name}MLP",),
+    )  # fmt: skip
+
+
 def _t5(block: str, **options: str) -> Family:
     return Family(
         "transformers", "T5ForConditionalGeneration", "T5Config", _T5 | options, _text, (block,), 2 * LAYERS
@@ -144,20 +157,30 @@ FAMILIES: dict[str, Family] = {
     "Qwen3": _language_model("Qwen3"),
     "Gemma": _language_model("Gemma"),
     "Gemma 2": _language_model("Gemma2"),
+    "Gemma 3": Family("transformers", "Gemma3ForCausalLM", "Gemma3TextConfig", _DECODER, _text, ("Gemma3MLP",)),
+    "Phi": _language_model("Phi"),
     "GPT-2": Family("transformers", "GPT2LMHeadModel", "GPT2Config", _GPT2, _text, ("GPT2MLP",)),
+    "GPT-NeoX": Family(
+        "transformers", "GPTNeoXForCausalLM", "GPTNeoXConfig", _ENCODER | _WORDS, _text, ("GPTNeoXMLP",)
+    ),
     "BERT": _masked("Bert"),
     "RoBERTa": _masked("Roberta"),
-    "ViT": Family(
-        "transformers", "ViTForImageClassification", "ViTConfig",
-        _ENCODER | {"image_size": 12, "patch_size": 4, "num_labels": 5, "hidden_dropout_prob": 0.1},
-        _images, ("ViTMLP",),
-    ),
+    "ELECTRA": _masked("Electra"),
     "T5": _t5("T5DenseActDense"),
     "T5 1.1": _t5("T5DenseGatedActDense", feed_forward_proj="gated-gelu"),
+    "BART": Family(
+        "transformers", "BartForConditionalGeneration", "BartConfig", _BART, _text,
+        ("BartEncoderLayer", "BartDecoderLayer"), 2 * LAYERS,
+    ),
     "Whisper": Family(
         "transformers", "WhisperForConditionalGeneration", "WhisperConfig", _WHISPER, _sound,
         ("WhisperEncoderLayer", "WhisperDecoderLayer"), 2 * LAYERS,
     ),
+    "ViT": _classifier("ViT", **_VISION, hidden_dropout_prob=0.1),
+    "DeiT": _classifier("DeiT", **_VISION),
+    "DINOv2": _classifier("Dinov2", **_VISION),
+    "CLIP": _classifier("CLIP", vision_config=_VISION),
+    "SigLIP": _classifier("Siglip", vision_config=_VISION | {"vision_use_head": False}),
     "timm ViT": Family("timm", "VisionTransformer", "timm.models.vision_transformer", _TIMM_VIT, _images, ("Mlp",)),
     "timm DeiT": Family("timm", "VisionTransformerDistilled", "timm.models.deit", _TIMM_VIT, _images, ("Mlp",)),
     "timm ConvNeXt": Family(
