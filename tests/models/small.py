@@ -35,13 +35,22 @@ class Family:
         """A small model; ``options`` change the configuration."""
         return self._build(self.options | options)
 
-    def build_published(self) -> nn.Module:
-        """On the meta device, one layer with the widths that the library takes by default."""
+    def build_published(self, device: str = "meta") -> nn.Module:
+        """One layer (of each kind) with the widths that the library takes by default, and few words."""
         kept = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "num_labels")
         options = {name: value for name, value in self.options.items() if name in kept or name == "feed_forward_proj"}
         layers = {name: 1 for name in self.options if name in _LAYER_COUNTS}
-        with torch.device("meta"):
+        with torch.device(device):
             return self._build(options | layers)
+
+    def published_inputs(self, batch: int, length: int) -> Inputs:
+        """Inputs for the published widths: ``batch`` texts of ``length`` tokens, or images or sounds as many."""
+        if self.inputs is _sound:
+            features, labels = torch.randn(batch, 80, 3000), torch.randint(4, WORDS, (batch, 448))
+            return {"input_features": features, "labels": labels}
+        if self.inputs is _text:
+            return {name: torch.randint(4, WORDS, (batch, length)) for name in ("input_ids", "labels")}
+        return {"pixel_values": torch.randn(batch, 3, 224, 224), "labels": torch.randint(0, 5, (batch,))}
 
     def _build(self, options: dict[str, Any]) -> nn.Module:
         library = importlib.import_module(self.package)
