@@ -341,17 +341,18 @@ def test_linears_become_split_k_by_rule(rule: LinearRule, taken: list[str]) -> N
     ]
     assert all(isinstance(model[name], fl.SplitKLinear) for name in taken)
     assert not any(isinstance(part, fl.SplitKLinear) for part in model["ffn"])
+    idle = [entry.reason for entry in report.skipped if entry.path == "(rules)"]
+    assert idle == ([f"no linear meets the conditions of {rule}"] if rule.out_features == 4 else [])
 
 
 def test_a_split_k_linear_is_the_linear_it_was() -> None:
     model, x = _model(), torch.randn(4, 6)
     head, weight = model["head"], model["head"].weight
     theirs = results(head, x)
-    rule = LinearRule(names="head", split_k=2, reduction="workspace")
+    rule = LinearRule(names="head")
     report = fl.replace(model, rules=[rule])
-    assert report.replaced[1].reason == "split_k=2, workspace, 6 -> 61"
+    assert report.replaced[1].reason == "split_k='auto', workspace, 6 -> 61"
     assert (model["head"], model["head"].weight) == (head, weight)
-    assert (head.split_k, head.reduction) == (2, "workspace")
     assert_same(results(head, x), theirs)
     for twin in (copy.deepcopy(head), saved(head)):
         assert type(twin) is type(head)
@@ -365,6 +366,19 @@ def test_a_split_k_linear_is_the_linear_it_was() -> None:
     fl.restore(model)
     assert type(head) is nn.Linear
     assert "split_k" not in vars(head)
+
+
+def test_the_options_of_a_linear_rule_reach_the_linear() -> None:
+    model = _model()
+    report = fl.replace(model, rules=[LinearRule(names="head", split_k=2, reduction="atomic"), LinearRule()])
+    assert [entry.reason for entry in report.replaced[1:]] == [
+        "split_k=2, atomic, 6 -> 61",
+        "split_k='auto', workspace, 6 -> 3",
+    ]
+    for head in (model["head"], pickled(model)["head"]):
+        assert (head.split_k, head.reduction) == (2, "atomic")
+        assert not {"split_k", "reduction"} & vars(head).keys()
+        assert {"split_k": 2, "reduction": "atomic"}.items() <= head.call_arguments(torch.ones(6)).items()
 
 
 def test_linears_that_are_left() -> None:

@@ -201,11 +201,13 @@ def _replace_linears(
     changes: _Changes,
 ) -> None:
     """Find the linears that a rule takes, besides those that are part of an FFN."""
+    idle = list(rules)
     for path, module in model.named_modules():
         # A subclass, SplitKLinear among them, is what its author made it.
         rule = next((rule for rule in rules if isinstance(module, nn.Linear) and rule.takes(path, module)), None)
         if rule is None:
             continue
+        idle = [other for other in idle if other is not rule]
         name = type(module).__name__
         reason = "already fused" if isinstance(module, SplitKLinear) else why_not_plain(module)
         if module in parts:
@@ -217,6 +219,7 @@ def _replace_linears(
         text = f"split_k={rule.split_k!r}, {rule.reduction}, {module.in_features} -> {module.out_features}"
         replaced.append(Entry(path, name, fused.__name__, text))
         changes.append((module, fused))
+    skipped += [Entry("(rules)", "Linear", None, f"no linear meets the conditions of {rule}") for rule in idle]
 
 
 def _description(pieces: FFNPieces) -> str:

@@ -91,8 +91,12 @@ _MISSING = object()
 
 def attribute(block: nn.Module, name: str | None, default: Any = None) -> Any:
     """The part of ``block`` with this name, which may have dots; ``default`` where there is none."""
-    part: Any = default if name is None else block
-    for step in () if name is None else name.split("."):
+    if name is None:
+        return default
+    if "." not in name:
+        return getattr(block, name, default)
+    part: Any = block
+    for step in name.split("."):
         part = getattr(part, step, default)
     return part
 
@@ -188,7 +192,7 @@ def find_by_rule(block: nn.Module, rule: FFNRule) -> FFNPieces | str:
     if rule.inside is None:
         reason = _why_not_whole(block, (up, down, gate, activation, dropout, output_dropout))
     else:
-        reason = _why_not_inside(block, rule)
+        reason = _why_not_inside(block, rule, activation)
     if reason is not None:
         return reason
     p = output_dropout_p(block, rule)
@@ -207,15 +211,15 @@ def _why_not_whole(block: nn.Module, parts: tuple[object, ...]) -> str | None:
     return None
 
 
-def _why_not_inside(block: nn.Module, rule: FFNRule) -> str | None:
+def _why_not_inside(block: nn.Module, rule: FFNRule, activation: object) -> str | None:
     """Why no stand-ins may take the place of the parts of the FFN inside the rule's method, or None."""
-    for name, path in rule.holder_paths():
+    for name, path in rule.holder_paths:
         holder = attribute(block, name)
         if class_path(type(holder)) != path:
             return f"its {name} is a {class_name(holder)}, not {path}"
         if reason := why_must_be_called(holder):
             return f"its {name} {reason}"
-    if attribute(block, rule.activation, _MISSING) is _MISSING:
+    if activation is rule.activation:
         return f"the rule's activation {rule.activation!r} is no attribute of the block"
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, fields
 from fnmatch import fnmatchcase
@@ -87,6 +88,7 @@ class FFNRule:
         names = (self.up, self.gate, self.activation, self.dropout, self.down)
         return tuple(name for name in names if name is not None)
 
+    @functools.cached_property
     def holder_paths(self) -> tuple[tuple[str, str], ...]:
         """The names of the holders, and where their classes are imported from."""
         return tuple((name, _path(kind)) for name, kind in self.holders)
