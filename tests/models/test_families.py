@@ -19,6 +19,7 @@ from fusedlayers.replacing import torch_module_activation
 from fusedlayers.replacing.blocks import FusedBlock
 from fusedlayers.replacing.families import FAMILIES as TABLE
 from tests.ffn_blocks import assert_same, count_fused_calls
+from tests.models import device_table
 from tests.models.small import FAMILIES, Family
 from tests.models.support_table import row
 from tests.training_runs import distance
@@ -178,6 +179,15 @@ def test_the_table_of_support_has_a_row() -> None:
     assert cells[:3] == ["ViT", "`ViTMLP`", "gelu, 768 -> 3072 -> 768"]
     assert all(0 < float(error) < 1e-5 for cell in cells[3:5] for error in cell.split(" / "))
     assert cells[5] == f"{2 * (768 + 2 * 3072):,} / {2 * 768:,} bytes"
+
+
+def test_the_table_of_a_device_has_a_row() -> None:
+    """On a CPU, with a small model: what the script is, not what a GPU does."""
+    family = installed("BERT")
+    cells = [cell.strip() for cell in device_table.row("BERT", family, "cpu", 2, 8, False).strip("|").split(" | ")]
+    assert cells[:2] == ["BERT", "gelu, 24 -> 52 -> 24"]
+    assert all(float(milliseconds) > 0 for milliseconds in cells[2].split(" / "))
+    assert cells[4] == "nan / nan / nan"
 
 
 # transformers' names of activations, and ours.
