@@ -36,7 +36,7 @@ EVERY_ROW_BUT_BENCH = {
     "functional": {"kernels", "planning", "reference", "devices"},
     "explaining": {"kernels", "planning", "reference", "devices", "functional"},
     "modules": {"kernels", "planning", "reference", "functional"},
-    "replacing": {"kernels", "planning", "reference", "functional", "modules"},
+    "replacing": {"kernels", "planning", "reference", "devices", "functional", "modules"},
     "fusedlayers": {"functional", "modules", "explaining", "replacing"},
 }
 MAY_IMPORT = EVERY_ROW_BUT_BENCH | {

@@ -207,6 +207,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
     "subclass": (lambda m: m.__setitem__(3, Doubled(10, 6)), "Doubled, not exactly nn.Linear"),
     "tensor subclass": (_tag, "TaggedTensor, not a plain tensor"),
     "set forward": (lambda m: setattr(m[0], "forward", lambda x: x.new_ones(*x.shape[:-1], 10)), "set on the instance"),
+    "compiled": (lambda m: m[0].compile(backend="eager"), "the up linear is compiled by itself"),
     "other activation": (
         lambda m: m.__setitem__(1, nn.Softplus()),
         "activation Softplus(beta=1.0, threshold=20.0) is not a known one",

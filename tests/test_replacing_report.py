@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -74,6 +75,8 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "two dtypes": (lambda: _with(GatedBlock(), proj=nn.Linear(10, 6).half()), "the linears differ in dtype or device"),
     "sizes of a run": (lambda: nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(9, 6)), "do not fit together"),
     "complex": (lambda: _complex(mlp()), "the up linear has a weight of torch.complex64"),
+    "whole numbers": (lambda: _whole_numbers(mlp()), "the up linear has a weight of torch.int8"),
+    "quantised": (lambda: _quantised(mlp()), "torch.ao.nn.quantized.dynamic.modules.linear.Linear, not exactly"),
     "two bias dtypes": (lambda: _half_bias(mlp()), "has a bias of torch.float16 on cpu, but a weight of torch.float32"),
     "sequential subclass": (lambda: Mlp(*mlp()), "is a subclass of Sequential and may compute something else"),
     "layer subclass": (lambda: EncoderLayer(6, 2, 10), "is a subclass of TransformerEncoderLayer and may compute"),
@@ -94,6 +97,19 @@ class EncoderLayer(nn.TransformerEncoderLayer):
 def _complex(model: nn.Sequential) -> nn.Sequential:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.complex64)
+    return model
+
+
+def _whole_numbers(model: nn.Sequential) -> nn.Sequential:
+    model[0].weight = nn.Parameter(model[0].weight.detach().to(torch.int8), requires_grad=False)
+    return model
+
+
+def _quantised(model: nn.Sequential) -> nn.Sequential:
+    # torch says that its own quantised tensors are deprecated.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        model[0] = torch.ao.nn.quantized.dynamic.Linear(6, 10)
     return model
 
 
@@ -122,10 +138,11 @@ def test_the_report_is_a_table(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="fusedlayers"):
         report = fl.replace(model, rules=[RULE])
     assert str(report).splitlines() == [
-        "fusedlayers.replace: 2 replaced, 2 skipped",
-        "  replaced  ffn      Sequential -> FusedSequentialFFN                         0..2: gelu, 6 -> 10 -> 6",
+        "fusedlayers.replace: 2 replaced, 2 skipped; keeps 208 bytes a token for backward",
+        "  replaced  ffn      Sequential -> FusedSequentialFFN                         "
+        "0..2: gelu, 6 -> 10 -> 6, keeps 104 bytes a token for backward",
         "  replaced  layer    TransformerEncoderLayer -> FusedTransformerEncoderLayer  "
-        "linear1, linear2: relu, 6 -> 10 -> 6",
+        "linear1, linear2: relu, 6 -> 10 -> 6, keeps 104 bytes a token for backward",
         "  skipped   odd      Sequential                                               "
         "0..2: the activation Softplus(beta=1.0, threshold=20.0) is not a known one",
         "  skipped   (rules)  GatedBlock                                               "
@@ -134,7 +151,9 @@ def test_the_report_is_a_table(caplog: pytest.LogCaptureFixture) -> None:
     assert repr(report) == str(report)
     assert [record.getMessage() for record in caplog.records] == [str(report)]
     trial = fl.replace(mlp(), dry_run=True)
-    assert str(trial).splitlines()[0] == "fusedlayers.replace: 1 replaced, 0 skipped (dry run: nothing changed)"
+    assert str(trial).splitlines()[0] == (
+        "fusedlayers.replace: 1 replaced, 0 skipped (dry run: nothing changed); keeps 104 bytes a token for backward"
+    )
     assert trial.replaced[0].path == ""
     assert "(model)" in str(trial)
 
@@ -221,8 +240,8 @@ def test_a_rule_may_name_the_activation() -> None:
     [
         (lambda: fl.replace(mlp), TypeError, "model must be an nn.Module"),
         (lambda: fl.restore(None), TypeError, "model must be an nn.Module, got None"),
-        (lambda: fl.replace(mlp(), rules=RULE), TypeError, "rules must be a tuple or list of FFNRule"),
-        (lambda: fl.replace(mlp(), rules=[GatedBlock]), TypeError, "rules must hold FFNRule objects"),
+        (lambda: fl.replace(mlp(), rules=RULE), TypeError, "rules must be a tuple or list of FFNRule and LinearRule"),
+        (lambda: fl.replace(mlp(), rules=[GatedBlock]), TypeError, "rules must hold FFNRule and LinearRule objects"),
         (lambda: fl.replace(mlp(), rules=[RULE, RULE]), ValueError, "GatedBlock needs no rule, or has one already"),
         (lambda: fl.replace(mlp(), rules=[rule_for(nn.Sequential)]), ValueError, "Sequential needs no rule"),
         (lambda: fl.replace(mlp(), rules=[rule_for(fl.FusedFFN)]), ValueError, "FusedFFN needs no rule"),

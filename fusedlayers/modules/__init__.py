@@ -1,6 +1,15 @@
 """The layers as modules: parameters, their initial values and ``state_dict``; the work is done by ``functional``."""
 
-from .children import class_name, say_once, why_must_be_called, why_not_now, why_not_plain, why_not_plain_tensor
+from .children import (
+    class_name,
+    class_path,
+    linear_weight,
+    say_once,
+    why_must_be_called,
+    why_not_now,
+    why_not_plain,
+    why_not_plain_tensor,
+)
 from .ffn import FFNPieces, FusedFFN
 from .linear import SplitKLinear
 from .maxsim import MaxSim
@@ -11,6 +20,8 @@ __all__ = [
     "MaxSim",
     "SplitKLinear",
     "class_name",
+    "class_path",
+    "linear_weight",
     "say_once",
     "why_must_be_called",
     "why_not_now",

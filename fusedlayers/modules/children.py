@@ -1,8 +1,8 @@
 """What every fused module asks of its children: may they be read through, or must they be called?
 
 A child is read through (its weights go to ``functional.ffn``) when nobody could tell the difference: it is exactly
-``nn.Linear``, with plain parameters, and nothing is attached to its call. LoRA, hooks, quantisation, parametrization
-and sharding all live in that call, so any other child is called.
+``nn.Linear`` (or transformers' ``Conv1D``), with plain parameters, and nothing is attached to its call. LoRA, hooks,
+quantisation, parametrization and sharding all live in that call, so any other child is called.
 """
 
 from __future__ import annotations
@@ -22,14 +22,28 @@ _HOOKS = {
     "_backward_hooks": "a backward hook",
 }
 
+# GPT-2's linear layer in transformers, known by name so that nothing is imported for it; its weight is [in, out].
+_TRANSPOSED = "transformers.pytorch_utils.Conv1D"
+
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
+
+
+def class_path(kind: type) -> str:
+    """Where a class is imported from: ``package.module.Class``."""
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def class_name(module: object) -> str:
     """The class of ``module`` as a reader would write it: short for torch's own, with its package for others."""
     kind = type(module)
-    return kind.__qualname__ if kind.__module__.startswith("torch.nn.") else f"{kind.__module__}.{kind.__qualname__}"
+    return kind.__qualname__ if kind.__module__.startswith("torch.nn.") else class_path(kind)
+
+
+def linear_weight(linear: nn.Module) -> Tensor:
+    """The weight of a plain linear in ``nn.Linear``'s layout ``[out, in]``: itself, or a view of it."""
+    weight = cast(Tensor, linear.weight)
+    return weight if type(linear) is nn.Linear else weight.t()
 
 
 def why_must_be_called(module: nn.Module) -> str | None:
@@ -57,14 +71,14 @@ def why_not_plain_tensor(tensor: Tensor) -> str | None:
 
 
 def why_not_plain(linear: nn.Module) -> str | None:
-    """Why the weights of ``linear`` may not be read past its call, or None if it is a plain ``nn.Linear``."""
-    if type(linear) is not nn.Linear:
+    """Why the weights of ``linear`` may not be read past its call, or None if it is a plain linear."""
+    if type(linear) is not nn.Linear and class_path(type(linear)) != _TRANSPOSED:
         # torch's parametrization changes the class, too.
         parametrized = parametrize.is_parametrized(linear)
         return "is parametrized" if parametrized else f"is a {class_name(linear)}, not exactly nn.Linear"
     if reason := why_must_be_called(linear):
         return reason
-    weight, bias = linear.weight, linear.bias
+    weight, bias = cast(Tensor, linear.weight), cast("Tensor | None", linear.bias)
     if reason := why_not_plain_tensor(weight):
         return f"has a weight that {reason}"
     if not weight.is_floating_point():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import functional
 from ..functional.arguments import check_dropout, check_recompute
 from ..kernels.activations import ACTIVATIONS, canonical_activation
-from .children import say_once, why_not_now, why_not_plain
+from .children import linear_weight, say_once, why_not_now, why_not_plain
 
 
 class FFNPieces(NamedTuple):
@@ -36,7 +36,7 @@ class FFNPieces(NamedTuple):
     ) -> dict[str, Any]:
         """The arguments of ``functional.ffn`` for input x; only for plain children."""
         linears = {"up": self.up, "down": self.down} | ({} if self.gate is None else {"gate": self.gate})
-        weights = {f"w_{role}": linear.weight for role, linear in linears.items()}
+        weights = {f"w_{role}": linear_weight(linear) for role, linear in linears.items()}
         biases = {f"b_{role}": linear.bias for role, linear in linears.items()}
         options = {"activation": self.activation, "dropout_p": self.dropout_p, "recompute": recompute}
         return {"x": x, **weights, **biases, **options, "residual": residual}

@@ -12,54 +12,72 @@ Checkpoints do not notice any of this. A pickled module names the new class, so 
 
 from __future__ import annotations
 
-import inspect
 import logging
 import warnings
 from collections.abc import Sequence
-from typing import cast
+from typing import Literal
 
 from torch import nn
 
-from ..modules import FFNPieces, FusedFFN, class_name
+from ..functional.arguments import check_recompute
+from ..modules import FFNPieces, FusedFFN, SplitKLinear, class_name, class_path, linear_weight, why_not_plain
 from .blocks import (
     FusedBlock,
-    FusedByRule,
     FusedSequentialFFN,
     FusedTransformerDecoderLayer,
     FusedTransformerEncoderLayer,
-    FusedTransformerLayer,
-    class_by_rule,
+    ReplacedModule,
 )
-from .finding import FFNRule, find_runs, torch_module_activation, widths
+from .finding import torch_module_activation, widths
+from .linears import split_k_class
+from .patterns import Patterns
 from .report import Entry, Report
+from .rules import FFNRule, LinearRule
+from .saving import saved_bytes_per_token
 
-__all__ = ["Entry", "FFNRule", "Report", "replace", "restore", "torch_module_activation"]
+__all__ = [
+    "Entry",
+    "FFNRule",
+    "FusedSequentialFFN",
+    "FusedTransformerDecoderLayer",
+    "FusedTransformerEncoderLayer",
+    "LinearRule",
+    "Report",
+    "replace",
+    "restore",
+    "torch_module_activation",
+]
 
 _log = logging.getLogger(__name__)
 
-_Patterns = dict[type[nn.Module], type[FusedBlock]]
-
-_BUILT_IN: _Patterns = {
-    nn.Sequential: FusedSequentialFFN,
-    nn.TransformerEncoderLayer: FusedTransformerEncoderLayer,
-    nn.TransformerDecoderLayer: FusedTransformerDecoderLayer,
-}
+_Changes = list[tuple[nn.Module, type[ReplacedModule]]]
 
 
-def replace(model: nn.Module, *, rules: Sequence[FFNRule] = (), strict: bool = False, dry_run: bool = False) -> Report:
+def replace(
+    model: nn.Module,
+    *,
+    rules: Sequence[FFNRule | LinearRule] = (),
+    recompute: Literal["auto"] | bool = "auto",
+    strict: bool = False,
+    dry_run: bool = False,
+) -> Report:
     """Let the FFN blocks of ``model`` run through ``functional.ffn``, in place; ``restore`` undoes it exactly.
 
     Blocks are: every ``Linear, activation, [Dropout,] Linear`` in a row in an ``nn.Sequential`` (from the left, where
     two overlap); the feed-forward half of ``nn.TransformerEncoderLayer`` and ``nn.TransformerDecoderLayer``; instances
-    of the classes named in ``rules``. Only exact classes with plain children count. Dropout follows the block's own
-    modules at every call, but on a GPU its random numbers are not those of ``nn.Dropout``. A call with more than one
-    tensor, with a tensor that is not plain, or after a child ceased to be plain runs the original forward.
+    of the classes of transformers and timm in ``families.FAMILIES``, and of those named in ``rules``. Only exact
+    classes with plain children count. Dropout follows the block's own modules at every call, but on a GPU its random
+    numbers are not those of ``nn.Dropout``. A call with more than one tensor, with a tensor that is not plain, or
+    after a child ceased to be plain runs the original forward.
     A block that sits in the tree twice is replaced once; a second `replace` finds nothing new. Replace first, then
-    ``torch.compile`` or shard (``fully_shard`` changes classes itself, and replaced blocks work inside it).
+    ``torch.compile`` or shard (``fully_shard`` changes classes itself, and replaced blocks work inside it). What knows
+    layers by the name of their class must be told the new one, ``Fused`` and the old name.
 
     Args:
         model: any module; it may be a block itself.
-        rules: what the classes of other blocks compute.
+        rules: what the classes of other blocks compute, instead of a row of the table where both know a class; and
+            which linears outside of FFNs become :class:`SplitKLinear` (none without a rule).
+        recompute: as in ``functional.ffn``, for every block: True never allocates a hidden, forward or backward.
         strict: raise where nothing in the model is fused, instead of warning.
         dry_run: report and change nothing.
 
@@ -68,39 +86,25 @@ def replace(model: nn.Module, *, rules: Sequence[FFNRule] = (), strict: bool = F
 
     Raises:
         TypeError: ``model`` is no module, or ``rules`` is no tuple or list of rules.
-        ValueError: two rules for one class, a rule for a class that needs none, or nothing fused under ``strict``.
+        ValueError: two rules for one class, a rule for a class that needs none, an unknown ``recompute``, or nothing
+            fused under ``strict``.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {model!r}")
-    patterns = _patterns(rules)
+    _check_model(model)
+    check_recompute(recompute)
+    ffn_rules, linear_rules = _checked(rules)
     replaced: list[Entry] = []
     skipped: list[Entry] = []
-    changes: list[tuple[nn.Module, type[FusedBlock]]] = []
-    for path, module in model.named_modules():
-        name, fused = type(module).__name__, patterns.get(type(module))
-        reason = _why_left(module, patterns) if fused is None else _why_class_stays(module, fused)
-        if reason is not None:
-            skipped.append(Entry(path, name, None, reason))
-        if reason is not None or fused is None:
-            continue
-        found = fused.find_ffn_pieces(module)
-        for linears, pieces in found.items():
-            if isinstance(pieces, str):
-                skipped.append(Entry(path, name, None, f"{linears}: {pieces}"))
-            else:
-                replaced.append(Entry(path, name, fused.__name__, f"{linears}: {_description(pieces)}"))
-        if any(isinstance(pieces, FFNPieces) for pieces in found.values()):
-            changes.append((module, fused))
-        elif not found and sum(widths(child) is not None for child in module.children()) > 1:
-            skipped.append(
-                Entry(path, name, None, "no two of its linears have just an activation and a dropout between")
-            )
+    changes: _Changes = []
+    parts = _replace_ffns(model, Patterns(ffn_rules, recompute), replaced, skipped, changes)
+    _replace_linears(model, linear_rules, parts, replaced, skipped, changes)
     classes = {type(module) for module in model.modules()}
-    for rule in rules:
-        if not classes & {rule.module_class, class_by_rule(rule)}:
-            skipped.append(Entry("(rules)", rule.module_class.__name__, None, "no module is exactly of this class"))
+    paths = {class_path(getattr(kind, "fused_from", kind)) for kind in classes}
+    for rule in ffn_rules:
+        if rule.class_path not in paths:
+            name = rule.class_path.rpartition(".")[2]
+            skipped.append(Entry("(rules)", name, None, "no module is exactly of this class"))
     report = Report(tuple(replaced), tuple(skipped), dry_run)
-    if not changes and not any(issubclass(kind, (FusedBlock, FusedFFN)) for kind in classes):
+    if not changes and not any(issubclass(kind, (ReplacedModule, FusedFFN, SplitKLinear)) for kind in classes):
         if strict:
             raise ValueError(f"model: nothing in it can be replaced\n{report}")
         warnings.warn(f"nothing was replaced\n{report}", stacklevel=2)
@@ -118,9 +122,8 @@ def restore(model: nn.Module) -> None:
         TypeError: ``model`` is no module.
         ValueError: something (FSDP2, parametrize) has changed the class of a replaced block since; nothing is undone.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {model!r}")
-    blocks = [(path, module) for path, module in model.named_modules() if isinstance(module, FusedBlock)]
+    _check_model(model)
+    blocks = [(path, module) for path, module in model.named_modules() if isinstance(module, ReplacedModule)]
     for path, module in blocks:
         if "fused_from" not in vars(type(module)):
             raise ValueError(
@@ -135,50 +138,91 @@ def _set_class(module: nn.Module, kind: type) -> None:
     object.__setattr__(module, "__class__", kind)
 
 
-def _patterns(rules: Sequence[FFNRule]) -> _Patterns:
-    """The class to give to modules of each class: the built-in patterns and the rules."""
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {model!r}")
+
+
+def _checked(rules: Sequence[FFNRule | LinearRule]) -> tuple[list[FFNRule], list[LinearRule]]:
+    """The rules of each kind."""
     if not isinstance(rules, (tuple, list)):
-        raise TypeError(f"rules must be a tuple or list of FFNRule, got {rules!r}")
-    patterns = dict(_BUILT_IN)
+        raise TypeError(f"rules must be a tuple or list of FFNRule and LinearRule, got {rules!r}")
     for rule in rules:
-        if not isinstance(rule, FFNRule):
-            raise TypeError(f"rules must hold FFNRule objects, got {rule!r}")
-        if rule.module_class in patterns or issubclass(rule.module_class, (FusedBlock, FusedFFN)):
-            raise ValueError(f"rules: {rule.module_class.__qualname__} needs no rule, or has one already")
-        patterns[rule.module_class] = class_by_rule(rule)
-    return patterns
+        if not isinstance(rule, (FFNRule, LinearRule)):
+            raise TypeError(f"rules must hold FFNRule and LinearRule objects, got {rule!r}")
+    return (
+        [rule for rule in rules if isinstance(rule, FFNRule)],
+        [rule for rule in rules if isinstance(rule, LinearRule)],
+    )
 
 
-def _why_class_stays(block: nn.Module, fused: type[FusedBlock]) -> str | None:
-    """What in the block itself, not in its children, keeps it from getting the class ``fused``; or None."""
-    methods = ["forward", "_ff_block"] if issubclass(fused, FusedTransformerLayer) else ["forward"]
-    for method in methods:
-        if method in vars(block):
-            return f"has a {method} of its own, set on the instance"
-    if issubclass(fused, FusedByRule):
-        _, *parameters = inspect.signature(type(block).forward).parameters.values()
-        required = [parameter.kind for parameter in parameters if parameter.default is parameter.empty]
-        if required != [inspect.Parameter.POSITIONAL_OR_KEYWORD]:
-            return "has a forward that does not take exactly one tensor"
-    return None
+def _replace_ffns(
+    model: nn.Module, patterns: Patterns, replaced: list[Entry], skipped: list[Entry], changes: _Changes
+) -> set[nn.Module]:
+    """Find every FFN and what becomes of its block; returns the linears that are part of one."""
+    parts: set[nn.Module] = set()
+    for path, module in model.named_modules():
+        name, fused = type(module).__name__, patterns.fused_class(module)
+        reason = patterns.why_left(module) if fused is None else patterns.why_class_stays(module, fused)
+        if reason is not None:
+            skipped.append(Entry(path, name, None, reason))
+        if isinstance(module, FusedBlock):
+            parts |= _linears(module.find_ffn_pieces(module))
+        if reason is not None or fused is None:
+            continue
+        found = fused.find_ffn_pieces(module)
+        for linears, pieces in found.items():
+            if isinstance(pieces, str):
+                skipped.append(Entry(path, name, None, f"{linears}: {pieces}"))
+            else:
+                saved = saved_bytes_per_token(pieces, patterns.recompute)
+                replaced.append(Entry(path, name, fused.__name__, f"{linears}: {_description(pieces)}", saved))
+        parts |= _linears(found)
+        if any(isinstance(pieces, FFNPieces) for pieces in found.values()):
+            changes.append((module, fused))
+        elif not found and sum(widths(child) is not None for child in module.children()) > 1:
+            skipped.append(
+                Entry(path, name, None, "no two of its linears have just an activation and a dropout between")
+            )
+    return parts
 
 
-def _why_left(module: nn.Module, patterns: _Patterns) -> str | None:
-    """Why a module whose class has no pattern deserves a line in the report, or None."""
-    if isinstance(module, (FusedBlock, FusedFFN)):
-        return "already fused"
-    for pattern in patterns:
-        if isinstance(module, pattern) and (pattern is not nn.Sequential or any(find_runs(list(module.children())))):
-            return f"is a subclass of {pattern.__name__} and may compute something else; name it in an FFNRule"
-    linears = [(name, *pair) for name, child in module.named_children() if (pair := widths(child))]
-    for up, width, hidden in linears:
-        for down, inner, outer in linears:
-            if (inner, outer) == (hidden, width) and hidden > width:
-                return f"looks like an FFN ({up}, {down}: {width} -> {hidden} -> {width}); name it in an FFNRule"
-    return None
+def _linears(found: dict[str, FFNPieces | str]) -> set[nn.Module]:
+    pieces = [ffn for ffn in found.values() if isinstance(ffn, FFNPieces)]
+    return {linear for ffn in pieces for linear in (ffn.up, ffn.gate, ffn.down) if linear is not None}
+
+
+def _replace_linears(
+    model: nn.Module,
+    rules: list[LinearRule],
+    parts: set[nn.Module],
+    replaced: list[Entry],
+    skipped: list[Entry],
+    changes: _Changes,
+) -> None:
+    """Find the linears that a rule takes, besides those that are part of an FFN."""
+    idle = list(rules)
+    for path, module in model.named_modules():
+        # A subclass, SplitKLinear among them, is what its author made it.
+        rule = next((rule for rule in rules if isinstance(module, nn.Linear) and rule.takes(path, module)), None)
+        if rule is None:
+            continue
+        idle = [other for other in idle if other is not rule]
+        name = type(module).__name__
+        reason = "already fused" if isinstance(module, SplitKLinear) else why_not_plain(module)
+        if module in parts:
+            reason = "is part of a fused FFN"
+        if reason is not None:
+            skipped.append(Entry(path, name, None, reason))
+            continue
+        fused = split_k_class(rule.split_k, rule.reduction)
+        text = f"split_k={rule.split_k!r}, {rule.reduction}, {module.in_features} -> {module.out_features}"
+        replaced.append(Entry(path, name, fused.__name__, text))
+        changes.append((module, fused))
+    skipped += [Entry("(rules)", "Linear", None, f"no linear meets the conditions of {rule}") for rule in idle]
 
 
 def _description(pieces: FFNPieces) -> str:
-    up, down = cast(nn.Linear, pieces.up).weight, cast(nn.Linear, pieces.down).weight
+    up, down = linear_weight(pieces.up), linear_weight(pieces.down)
     gated = "" if pieces.gate is None else "gated "
     return f"{gated}{pieces.activation}, {up.shape[1]} -> {up.shape[0]} -> {down.shape[0]}"

@@ -4,23 +4,48 @@ from __future__ import annotations
 
 import copyreg
 import functools
-from typing import Any, ClassVar, cast
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import functional
-from ..modules import FFNPieces, say_once, why_not_now
-from .finding import FFNRule, find_by_rule, find_ffn, find_runs, output_dropout_p
+from ..modules import FFNPieces, class_path, say_once, why_not_now
+from .finding import attribute, find_by_rule, find_ffn, find_runs, output_dropout_p
+from .rules import FFNRule
+from .stand_ins import stand_in
+
+# Its subclasses get gradient checkpointing from its __init_subclass__, around their forward.
+_CHECKPOINTED = "transformers.modeling_layers.GradientCheckpointingLayer"
 
 
-class FusedBlock(nn.Module):
+class ReplacedModule(nn.Module):
     """Mixin of every class that `replace` gives to a module. Its names are long: they join those of user classes."""
 
     fused_from: ClassVar[type[nn.Module]]
+    # Makes an empty module of a class that cannot be imported; None: it can.
+    fused_new: ClassVar[Callable[..., nn.Module] | None] = None
 
     def __init_subclass__(cls) -> None:
         """End here: a base class of the user that registers its subclasses must not see this one."""
+        if any(class_path(base) == _CHECKPOINTED for base in cls.__mro__):
+            super().__init_subclass__()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy by what the class was made from, where it cannot be imported."""
+        reduced = super().__reduce_ex__(max(protocol, 2))
+        if self.fused_new is None or not isinstance(reduced, tuple):
+            return reduced
+        if reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+            return (self.fused_new, reduced[1][1:], *reduced[2:])
+        return reduced
+
+
+class FusedBlock(ReplacedModule):
+    """Mixin of the classes of modules that hold FFNs."""
+
+    fused_recompute: ClassVar[Literal["auto"] | bool] = "auto"
 
     @classmethod
     def find_ffn_pieces(cls, module: nn.Module) -> dict[str, FFNPieces | str]:
@@ -38,17 +63,17 @@ class FusedBlock(nn.Module):
         """The arguments of ``functional.ffn`` where the input of the FFN is x, by name."""
         found = self.find_ffn_pieces(self)
         [pieces] = (pieces for pieces in found.values() if isinstance(pieces, FFNPieces))
-        return pieces.arguments(x)
+        return pieces.arguments(x, recompute=self.fused_recompute)
 
 
-def _try_fused(block: nn.Module, found: FFNPieces | str, x: Tensor) -> Tensor | None:
+def _try_fused(block: FusedBlock, found: FFNPieces | str, x: Tensor) -> Tensor | None:
     """The FFN of x, or None where the original forward must run."""
     if isinstance(found, str):
         say_once(block, found)
     elif reason := why_not_now(x):
         say_once(block, reason)
     else:
-        return functional.ffn(**found.arguments(x))
+        return functional.ffn(**found.arguments(x, recompute=block.fused_recompute))
     return None
 
 
@@ -127,10 +152,13 @@ class FusedByRule(FusedBlock):
     @classmethod
     def find_ffn_pieces(cls, module: nn.Module) -> dict[str, FFNPieces | str]:
         rule = cls.fused_rule
-        gated = rule.gate is not None and getattr(module, rule.gate, None) is not None
-        return {
-            f"{rule.up}, {rule.gate}, {rule.down}" if gated else f"{rule.up}, {rule.down}": find_by_rule(module, rule)
-        }
+        gated = attribute(module, rule.gate) is not None
+        linears = (rule.up, rule.gate, rule.down) if rule.gate is not None and gated else (rule.up, rule.down)
+        return {", ".join(linears): find_by_rule(module, rule)}
+
+
+class FusedWholeBlock(FusedByRule):
+    """Mixin for blocks whose forward is one FFN and nothing else."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs:
@@ -140,22 +168,64 @@ class FusedByRule(FusedBlock):
                 return F.dropout(y, p) if p else y
         return super().forward(*args, **kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and copy by the rule: the class can be made again from it, but not imported."""
-        reduced = super().__reduce_ex__(max(protocol, 2))
-        if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
-            return (_new_by_rule, (self.fused_rule, *reduced[1][1:]), *reduced[2:])
-        return reduced
+
+class FusedInside(FusedByRule):
+    """Mixin for blocks with an FFN inside a method, which runs as it is on a stand-in for the block."""
+
+    def run_with_fused_ffn(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the method of the original class returns, with the FFN inside fused where it can be."""
+        found = find_by_rule(self, self.fused_rule)
+        if isinstance(found, str):
+            say_once(self, found)
+            return method(self, *args, **kwargs)
+        return method(stand_in(self, self.fused_rule, functools.partial(self._ffn_inside, found)), *args, **kwargs)
+
+    def _ffn_inside(self, found: FFNPieces, x: Tensor) -> Tensor:
+        y = _try_fused(self, found, x)
+        if y is not None:
+            return y
+        activation = attribute(self, self.fused_rule.activation)
+        hidden = F.dropout(activation(found.up(x)), found.dropout_p)
+        return found.down(hidden)
+
+
+def _method_on_stand_in(original: type[nn.Module], name: str) -> Callable[..., Any]:
+    method = getattr(original, name)
+
+    # The signature stays visible: callers ask for it.
+    @functools.wraps(method)
+    def on_stand_in(self: FusedInside, *args: Any, **kwargs: Any) -> Any:
+        return self.run_with_fused_ffn(method, args, kwargs)
+
+    return on_stand_in
+
+
+class Recipe(NamedTuple):
+    """What a class that `replace` gives is made from: its mixin, the original class, the rule, and ``recompute``."""
+
+    kind: type[FusedBlock]
+    original: type[nn.Module]
+    rule: FFNRule | None
+    recompute: Literal["auto"] | bool
 
 
 @functools.cache
-def class_by_rule(rule: FFNRule) -> type[FusedBlock]:
-    """The class that `replace` gives to the blocks of ``rule``; the same for equal rules."""
-    original = rule.module_class
-    names = {"fused_from": original, "fused_rule": rule, "__module__": __name__, "__doc__": original.__doc__}
-    return type(f"Fused{original.__name__}", (FusedByRule, original), names)
+def fused_class(recipe: Recipe) -> type[FusedBlock]:
+    """The class that `replace` gives to modules; the same for equal recipes."""
+    kind, original, rule, recompute = recipe
+    if rule is None and recompute == kind.fused_recompute:
+        return kind
+    made = staticmethod(functools.partial(_new_fused, recipe))
+    names: dict[str, Any] = {"fused_from": original, "fused_recompute": recompute, "fused_new": made}
+    names |= {"__module__": __name__, "__doc__": original.__doc__}
+    if rule is None:
+        return type(kind.__name__, (kind,), names)
+    names["fused_rule"] = rule
+    if rule.inside is not None and hasattr(original, rule.inside):
+        names[rule.inside] = _method_on_stand_in(original, rule.inside)
+    return type(f"Fused{original.__name__}", (kind, original), names)
 
 
-def _new_by_rule(rule: FFNRule, *arguments: Any) -> nn.Module:
-    fused = class_by_rule(rule)
+def _new_fused(recipe: Recipe, *arguments: Any) -> nn.Module:
+    fused = fused_class(recipe)
     return fused.__new__(fused, *arguments)

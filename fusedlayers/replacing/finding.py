@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..kernels.activations import ACTIVATIONS, ALIASES, LEAKY_SLOPE, canonical_activation
-from ..modules import FFNPieces, class_name, why_must_be_called
+from ..modules import FFNPieces, class_name, class_path, linear_weight, why_must_be_called
+from .rules import FFNRule
 
 _ACTIVATION_CLASSES: dict[type[nn.Module], str] = {
     nn.Identity: "identity",
@@ -21,6 +21,33 @@ _ACTIVATION_CLASSES: dict[type[nn.Module], str] = {
     nn.SiLU: "silu",
     nn.Tanh: "tanh",
     nn.Sigmoid: "sigmoid",
+}
+# Classes of other libraries, by where they are imported from; what they write out in Python is the same formula.
+_ACTIVATION_PATHS: dict[str, str] = {
+    f"{module}.{name}": activation
+    for module, names in {
+        "transformers.activations": {
+            "GELUActivation": "gelu",
+            "GELUTanh": "gelu_tanh",
+            "PytorchGELUTanh": "gelu_tanh",
+            "NewGELUActivation": "gelu_tanh",
+            "FastGELUActivation": "gelu_tanh",
+            "AccurateGELUActivation": "gelu_tanh",
+            "QuickGELUActivation": "quick_gelu",
+            "SiLUActivation": "silu",
+            "ReLUSquaredActivation": "relu2",
+            "LinearActivation": "identity",
+        },
+        "timm.layers.activations": {
+            "GELU": "gelu",
+            "GELUTanh": "gelu_tanh",
+            "QuickGELU": "quick_gelu",
+            "Swish": "silu",
+            "Sigmoid": "sigmoid",
+            "Tanh": "tanh",
+        },
+    }.items()
+    for name, activation in names.items()
 }
 _ACTIVATION_FUNCTIONS: dict[Callable[..., Tensor], str] = {
     F.relu: "relu",
@@ -36,7 +63,7 @@ _ACTIVATION_FUNCTIONS: dict[Callable[..., Tensor], str] = {
 
 
 def torch_module_activation(activation: object) -> str | None:
-    """Our name of an activation given as a torch module, a torch function or a name; None if it is not one of ours."""
+    """Our name of an activation (a module of torch, transformers or timm, a torch function, a name); None: unknown."""
     if isinstance(activation, str):
         return canonical_activation(activation) if activation in ACTIVATIONS or activation in ALIASES else None
     if isinstance(activation, functools.partial):
@@ -49,7 +76,7 @@ def torch_module_activation(activation: object) -> str | None:
     if type(activation) is nn.LeakyReLU:
         return "leaky_relu" if activation.negative_slope == LEAKY_SLOPE else None
     if isinstance(activation, nn.Module):
-        return _ACTIVATION_CLASSES.get(type(activation))
+        return _ACTIVATION_CLASSES.get(type(activation)) or _ACTIVATION_PATHS.get(class_path(type(activation)))
     if callable(activation) and isinstance(activation, Hashable):
         return _ACTIVATION_FUNCTIONS.get(activation)
     return None
@@ -59,58 +86,31 @@ def _gelu(approximate: str) -> str | None:
     return {"none": "gelu", "tanh": "gelu_tanh"}.get(approximate)
 
 
-@dataclass(frozen=True)
-class FFNRule:
-    """Says that a class computes ``down(dropout(act(up(x))))``, or gated ``down(dropout(act(gate(x)) * up(x)))``.
-
-    A rule is data: the class, and the names of attributes of its instances. Its formula is believed, but a block that
-    holds children, parameters or buffers which the rule does not name must compute more than that, and is left alone.
-
-    Args:
-        module_class: the class of the block; instances of a subclass are left alone.
-        up, down: the linears into and out of the hidden.
-        activation: the attribute that holds the activation (a module, a function or a name); where the block has no
-            such attribute, the name of the activation itself.
-        gate: the linear that is activated and multiplied in; a block whose attribute is absent or None is not gated.
-        dropout: of the hidden: an ``nn.Dropout``, or a float that applies in training. None: there is none.
-        output_dropout: the same, after ``down``.
-
-    Raises:
-        TypeError: ``module_class`` is not a subclass of ``nn.Module``, or another argument is not the name of one.
-    """
-
-    module_class: type[nn.Module]
-    _: KW_ONLY
-    up: str
-    down: str
-    activation: str = "activation"
-    gate: str | None = None
-    dropout: str | None = None
-    output_dropout: str | None = None
-
-    def __post_init__(self) -> None:
-        if not (isinstance(self.module_class, type) and issubclass(self.module_class, nn.Module)):
-            raise TypeError(f"module_class must be a subclass of nn.Module, got {self.module_class!r}")
-        for field in fields(self)[1:]:
-            value = getattr(self, field.name)
-            if not isinstance(value, str) and not (value is None and field.default is None):
-                raise TypeError(f"{field.name} must be the name of an attribute (str), got {value!r}")
+_MISSING = object()
 
 
-def _attribute(block: nn.Module, name: str | None) -> object:
-    return None if name is None else getattr(block, name, None)
+def attribute(block: nn.Module, name: str | None, default: Any = None) -> Any:
+    """The part of ``block`` with this name, which may have dots; ``default`` where there is none."""
+    if name is None:
+        return default
+    if "." not in name:
+        return getattr(block, name, default)
+    part: Any = block
+    for step in name.split("."):
+        part = getattr(part, step, default)
+    return part
 
 
 def dropout_p(name: str, dropout: object, training: bool) -> float | str:
-    """The probability that ``dropout`` (an ``nn.Dropout``, a float or None) has now, or why it must be called."""
+    """The probability that ``dropout`` (an ``nn.Dropout``, a number or None) has now, or why it must be called."""
     if dropout is None:
         return 0.0
     if type(dropout) is nn.Dropout:
         if reason := why_must_be_called(dropout):
             return f"the {name} {reason}"
         p, active = dropout.p, dropout.training
-    elif isinstance(dropout, float):
-        p, active = dropout, training
+    elif isinstance(dropout, (int, float)) and not isinstance(dropout, bool):
+        p, active = float(dropout), training
     else:
         return f"the {name} is a {class_name(dropout)}, not an nn.Dropout"
     if not 0 <= p < 1:
@@ -134,7 +134,7 @@ def find_ffn(
     pieces = FFNPieces(up, down, gate, name, p)
     if reason := pieces.why_not_plain():
         return reason
-    w_up, w_down, w_gate = (cast(Tensor, linear.weight) for linear in (up, down, gate or up))
+    w_up, w_down, w_gate = (linear_weight(linear) for linear in (up, down, gate or up))
     if w_down.shape[1] != w_up.shape[0] or w_gate.shape != w_up.shape:
         gated = "" if gate is None else f", gate {tuple(w_gate.shape)}"
         return f"the weights do not fit together: up {tuple(w_up.shape)}{gated}, down {tuple(w_down.shape)}"
@@ -179,27 +179,51 @@ def find_runs(modules: Sequence[nn.Module]) -> Iterator[tuple[int, int, FFNPiece
 
 def find_by_rule(block: nn.Module, rule: FFNRule) -> FFNPieces | str:
     """The FFN of ``block`` as ``rule`` describes it, or why it cannot be fused."""
-    up, down, gate = (_attribute(block, name) for name in (rule.up, rule.down, rule.gate))
-    dropout, output_dropout = _attribute(block, rule.dropout), _attribute(block, rule.output_dropout)
-    activation = getattr(block, rule.activation, rule.activation)
+    up, down, gate = (attribute(block, name) for name in (rule.up, rule.down, rule.gate))
+    dropout, output_dropout = attribute(block, rule.dropout), attribute(block, rule.output_dropout)
+    activation = attribute(block, rule.activation, rule.activation)
     if not isinstance(up, nn.Module) or not isinstance(down, nn.Module):
         return f"the rule's up={rule.up!r} or down={rule.down!r} is no child of the block"
     if gate is not None and not isinstance(gate, nn.Module):
         return f"the rule's gate={rule.gate!r} is no child of the block"
     for name in (rule.dropout, rule.output_dropout):
-        if name is not None and not hasattr(block, name):
+        if name is not None and attribute(block, name, _MISSING) is _MISSING:
             return f"the rule's dropout {name!r} is no attribute of the block"
-    named = {id(part) for part in (up, down, gate, activation, dropout, output_dropout)}
+    if rule.inside is None:
+        reason = _why_not_whole(block, (up, down, gate, activation, dropout, output_dropout))
+    else:
+        reason = _why_not_inside(block, rule, activation)
+    if reason is not None:
+        return reason
+    p = output_dropout_p(block, rule)
+    return p if isinstance(p, str) else find_ffn(up, down, gate, activation, dropout, block.training)
+
+
+def _why_not_whole(block: nn.Module, parts: tuple[object, ...]) -> str | None:
+    """What the block holds besides the parts of its FFN, or None."""
+    named = {id(part) for part in parts}
     for name, child in block._modules.items():
         if child is not None and id(child) not in named and type(child) is not nn.Identity:
             return f"the block has a child {name!r} that the rule does not name"
     for name, tensor in (*block._parameters.items(), *block._buffers.items()):
         if tensor is not None:
             return f"the block has a tensor {name!r} of its own"
-    p = output_dropout_p(block, rule)
-    return p if isinstance(p, str) else find_ffn(up, down, gate, activation, dropout, block.training)
+    return None
+
+
+def _why_not_inside(block: nn.Module, rule: FFNRule, activation: object) -> str | None:
+    """Why no stand-ins may take the place of the parts of the FFN inside the rule's method, or None."""
+    for name, path in rule.holder_paths:
+        holder = attribute(block, name)
+        if class_path(type(holder)) != path:
+            return f"its {name} is a {class_name(holder)}, not {path}"
+        if reason := why_must_be_called(holder):
+            return f"its {name} {reason}"
+    if activation is rule.activation:
+        return f"the rule's activation {rule.activation!r} is no attribute of the block"
+    return None
 
 
 def output_dropout_p(block: nn.Module, rule: FFNRule) -> float | str:
     """The probability of the dropout after ``down``, or why it must be called."""
-    return dropout_p("output dropout", _attribute(block, rule.output_dropout), block.training)
+    return dropout_p("output dropout", attribute(block, rule.output_dropout), block.training)

@@ -1,0 +1,37 @@
+"""The class that `replace` gives to the linears that a :class:`LinearRule` takes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+from ..modules import SplitKLinear
+from .blocks import ReplacedModule
+
+
+class FusedSplitKLinear(ReplacedModule, SplitKLinear):
+    """An ``nn.Linear`` that computes as :class:`SplitKLinear`; the options are the class's."""
+
+    fused_from = nn.Linear
+    split_k = "auto"
+    reduction = "workspace"
+
+
+@functools.cache
+def split_k_class(split_k: int | str, reduction: str) -> type[FusedSplitKLinear]:
+    """The class with these options; the same for equal ones."""
+    names: dict[str, Any] = {
+        "fused_from": nn.Linear,
+        "split_k": split_k,
+        "reduction": reduction,
+        "__module__": __name__,
+    }
+    names["fused_new"] = staticmethod(functools.partial(_new_linear, split_k, reduction))
+    return type(FusedSplitKLinear.__name__, (FusedSplitKLinear,), names)
+
+
+def _new_linear(split_k: int | str, reduction: str) -> nn.Module:
+    kind = split_k_class(split_k, reduction)
+    return kind.__new__(kind)

@@ -1,0 +1,107 @@
+"""Which class `replace` gives to a module: the built-in patterns, the families, and the rules of the user."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import nn
+
+from ..modules import FusedFFN, class_path
+from .blocks import (
+    FusedBlock,
+    FusedInside,
+    FusedSequentialFFN,
+    FusedTransformerDecoderLayer,
+    FusedTransformerEncoderLayer,
+    FusedTransformerLayer,
+    FusedWholeBlock,
+    Recipe,
+    fused_class,
+)
+from .families import FAMILIES
+from .finding import attribute, find_runs, widths
+from .rules import FFNRule
+
+_BUILT_IN: dict[type[nn.Module], type[FusedBlock]] = {
+    nn.Sequential: FusedSequentialFFN,
+    nn.TransformerEncoderLayer: FusedTransformerEncoderLayer,
+    nn.TransformerDecoderLayer: FusedTransformerDecoderLayer,
+}
+
+
+class Patterns:
+    """The built-in patterns, the rules of the user, and the families, where no rule of the user speaks of them.
+
+    Raises:
+        ValueError: two rules for one class, or a rule for a class that needs none.
+    """
+
+    def __init__(self, rules: Sequence[FFNRule], recompute: Literal["auto"] | bool) -> None:
+        self.rules: dict[type[nn.Module] | str, FFNRule] = {}
+        self.recompute = recompute
+        known = {class_path(kind) for kind in _BUILT_IN}
+        for rule in rules:
+            kind = rule.module_class
+            needless = isinstance(kind, type) and issubclass(kind, (FusedBlock, FusedFFN))
+            if needless or rule.class_path in known or kind in self.rules:
+                name = kind if isinstance(kind, str) else kind.__qualname__
+                raise ValueError(f"rules: {name} needs no rule, or has one already")
+            self.rules[kind] = rule
+
+    def rule_for(self, module: nn.Module) -> FFNRule | None:
+        """The rule for modules of exactly this class."""
+        kind = type(module)
+        path = class_path(kind)
+        if rule := self.rules.get(kind) or self.rules.get(path):
+            return rule
+        rule = FAMILIES.get(path)
+        # Other releases of a library may give a name to another class.
+        return rule if rule is not None and attribute(module, rule.up) is not None else None
+
+    def fused_class(self, module: nn.Module) -> type[FusedBlock] | None:
+        """The class to give to ``module``, or None."""
+        kind = type(module)
+        if built_in := _BUILT_IN.get(kind):
+            return fused_class(Recipe(built_in, kind, None, self.recompute))
+        if (rule := self.rule_for(module)) is None:
+            return None
+        mixin = FusedWholeBlock if rule.inside is None else FusedInside
+        return fused_class(Recipe(mixin, kind, rule, self.recompute))
+
+    def why_class_stays(self, block: nn.Module, fused: type[FusedBlock]) -> str | None:
+        """What in the block itself, not in its children, keeps it from getting the class ``fused``; or None."""
+        methods = ["forward", "_ff_block"] if issubclass(fused, FusedTransformerLayer) else ["forward"]
+        rule = self.rule_for(block)
+        if rule is not None and rule.inside is not None:
+            if not callable(getattr(type(block), rule.inside, None)):
+                return f"has no method {rule.inside!r}, which the rule names"
+            methods.append(rule.inside)
+        for method in methods:
+            if method in vars(block):
+                return f"has a {method} of its own, set on the instance"
+        if issubclass(fused, FusedWholeBlock):
+            _, *parameters = inspect.signature(type(block).forward).parameters.values()
+            required = [parameter.kind for parameter in parameters if parameter.default is parameter.empty]
+            if required != [inspect.Parameter.POSITIONAL_OR_KEYWORD]:
+                return "has a forward that does not take exactly one tensor"
+        return None
+
+    def why_left(self, module: nn.Module) -> str | None:
+        """Why a module to which no class is given deserves a line in the report, or None."""
+        if isinstance(module, FusedBlock) and module.fused_recompute != self.recompute:
+            return f"already fused, with recompute={module.fused_recompute!r}; restore it first to change that"
+        if isinstance(module, (FusedBlock, FusedFFN)):
+            return "already fused"
+        for base in type(module).__mro__[1:]:
+            known = base in self.rules or class_path(base) in self.rules or class_path(base) in FAMILIES
+            sequential = base is nn.Sequential and any(find_runs(list(module.children())))
+            if known or sequential or (base in _BUILT_IN and base is not nn.Sequential):
+                return f"is a subclass of {base.__name__} and may compute something else; name it in an FFNRule"
+        linears = [(name, *pair) for name, child in module.named_children() if (pair := widths(child))]
+        for up, width, hidden in linears:
+            for down, inner, outer in linears:
+                if (inner, outer) == (hidden, width) and hidden > width:
+                    return f"looks like an FFN ({up}, {down}: {width} -> {hidden} -> {width}); name it in an FFNRule"
+        return None

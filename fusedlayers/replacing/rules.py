@@ -1,0 +1,142 @@
+"""What `replace` is told about a class, as data: which attributes make its FFN, and which linears split their sums."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, fields
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from ..functional.linear_arguments import check_reduction, check_split_k
+from ..modules import class_path
+
+
+def _path(kind: type | str) -> str:
+    return kind if isinstance(kind, str) else class_path(kind)
+
+
+def _check_class(name: str, kind: object) -> None:
+    if isinstance(kind, str) and kind.count(".") and all(part.isidentifier() for part in kind.split(".")):
+        return
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise TypeError(f"{name} must be a subclass of nn.Module, or where to import it from (str), got {kind!r}")
+
+
+@dataclass(frozen=True)
+class FFNRule:
+    """Says that a class computes ``down(dropout(act(up(x))))``, or gated ``down(dropout(act(gate(x)) * up(x)))``.
+
+    A rule is data: the class, and the names of attributes of its instances. Its formula is believed, but a block that
+    holds children, parameters or buffers which the rule does not name must compute more than that, and is left alone.
+
+    Where the FFN is only a part of what a method computes (a layer with attention, residual and norm), ``inside`` names
+    the method. It runs as it is, on a stand-in for the block, in which ``up``, the activation and the dropout hand on
+    what they get, and ``down`` computes the whole FFN. Such a method calls each of them once, in that order, with
+    nothing between, and does not use ``super()``; then names may have dots.
+
+    Args:
+        module_class: the class of the block, or ``"package.module.Class"``; instances of a subclass are left alone.
+        up, down: the linears into and out of the hidden.
+        activation: the attribute that holds the activation (a module, a function or a name); where the block has no
+            such attribute, the name of the activation itself (not with ``inside``).
+        gate: the linear that is activated and multiplied in; a block whose attribute is absent or None is not gated.
+            Not with ``inside``.
+        dropout: of the hidden: an ``nn.Dropout``, or a number that applies in training. None: there is none.
+        output_dropout: the same, after ``down``. Not with ``inside``, where it is the method's.
+        inside: the method that holds the FFN; None: the forward of the block is the FFN and nothing else.
+        holders: the child before each dot, and its class: ``(("output", BertOutput), ...)``.
+
+    Raises:
+        TypeError: ``module_class`` is not a subclass of ``nn.Module``, or another argument is not the name of one.
+        ValueError: arguments that exclude each other, or a dotted name whose holder is not named.
+    """
+
+    module_class: type[nn.Module] | str
+    _: KW_ONLY
+    up: str
+    down: str
+    activation: str = "activation"
+    gate: str | None = None
+    dropout: str | None = None
+    output_dropout: str | None = None
+    inside: str | None = None
+    holders: tuple[tuple[str, type[nn.Module] | str], ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_class("module_class", self.module_class)
+        for field in fields(self)[1:-1]:
+            value = getattr(self, field.name)
+            if not isinstance(value, str) and not (value is None and field.default is None):
+                raise TypeError(f"{field.name} must be the name of an attribute (str), got {value!r}")
+        for name, kind in self.holders:
+            _check_class(f"holders: the class of {name}", kind)
+        if self.inside is not None and (self.gate or self.output_dropout):
+            raise ValueError(f"inside={self.inside!r} excludes gate and output_dropout, got {self}")
+        dotted = {name.rpartition(".")[0] for name in self.parts() if "." in name}
+        if dotted != {name for name, _ in self.holders} or (dotted and self.inside is None):
+            raise ValueError(f"holders must name the class of each of {sorted(dotted)}, and inside a method: {self}")
+
+    @property
+    def class_path(self) -> str:
+        """Where the class is imported from."""
+        return _path(self.module_class)
+
+    def parts(self) -> tuple[str, ...]:
+        """The names of the parts of the FFN, in the order in which they are called."""
+        names = (self.up, self.gate, self.activation, self.dropout, self.down)
+        return tuple(name for name in names if name is not None)
+
+    @functools.cached_property
+    def holder_paths(self) -> tuple[tuple[str, str], ...]:
+        """The names of the holders, and where their classes are imported from."""
+        return tuple((name, _path(kind)) for name, kind in self.holders)
+
+
+@dataclass(frozen=True)
+class LinearRule:
+    """Says which ``nn.Linear`` modules become :class:`SplitKLinear`: those that meet every condition given here.
+
+    Linears that are part of a fused FFN stay, and so do subclasses and linears that are not plain.
+
+    Args:
+        names: patterns of paths in the model, as in a shell (``"*.lm_head"``); None: any path.
+        in_features, out_features: the widths, an int or a ``range``; None: any.
+        predicate: called with path and module; None: true.
+        split_k, reduction: of the :class:`SplitKLinear`.
+
+    Raises:
+        TypeError, ValueError: an argument is not what is described here; the message names it.
+    """
+
+    _: KW_ONLY
+    names: str | tuple[str, ...] | None = None
+    in_features: int | range | None = None
+    out_features: int | range | None = None
+    predicate: Callable[[str, nn.Linear], bool] | None = None
+    split_k: int | str = "auto"
+    reduction: str = "workspace"
+
+    def __post_init__(self) -> None:
+        names = (self.names,) if isinstance(self.names, str) else self.names
+        if names is not None and not (isinstance(names, tuple) and all(isinstance(name, str) for name in names)):
+            raise TypeError(f"names must be a str, a tuple of str or None, got {self.names!r}")
+        for name in ("in_features", "out_features"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not (value is None or isinstance(value, (int, range))):
+                raise TypeError(f"{name} must be an int, a range or None, got {value!r}")
+        if not (self.predicate is None or callable(self.predicate)):
+            raise TypeError(f"predicate must be callable or None, got {self.predicate!r}")
+        check_split_k(self.split_k)
+        check_reduction(self.reduction)
+
+    def takes(self, path: str, linear: nn.Linear) -> bool:
+        """Whether the conditions hold for the linear at ``path``."""
+        names = (self.names,) if isinstance(self.names, str) else self.names
+        if names is not None and not any(fnmatchcase(path, name) for name in names):
+            return False
+        for wanted, width in ((self.in_features, linear.in_features), (self.out_features, linear.out_features)):
+            if wanted is not None and width not in ((wanted,) if isinstance(wanted, int) else wanted):
+                return False
+        return self.predicate is None or bool(self.predicate(path, linear))

@@ -1,0 +1,120 @@
+"""Adapters of peft train on replaced models, whichever came first; offloaded models stay what accelerate made them."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+import fusedlayers as fl
+from fusedlayers.closeness import assert_all_close
+from fusedlayers.replacing import LinearRule
+from tests.ffn_blocks import assert_same, count_fused_calls
+from tests.models.small import Family
+from tests.models.test_families import installed
+
+# (family, linears with adapters): those of the attention leave the FFN as it is, those of the FFN must be called.
+ADAPTERS = {
+    "Llama, attention": ("Llama", ["q_proj", "v_proj"]),
+    "Llama, FFN": ("Llama", ["gate_proj", "down_proj"]),
+    "GPT-2, attention": ("GPT-2", ["c_attn"]),
+    "GPT-2, FFN": ("GPT-2", ["mlp.c_fc", "mlp.c_proj"]),
+    "BERT, attention": ("BERT", ["query", "value"]),
+    "BERT, FFN": ("BERT", ["intermediate.dense"]),
+}
+
+
+def _with_adapters(model: nn.Module, family: Family, targets: list[str]) -> nn.Module:
+    peft = importlib.import_module("peft")
+    torch.manual_seed(3)
+    transposed = family.model.startswith("GPT2")
+    # Random numbers in both factors: with zeros in one of them the adapters would compute nothing.
+    options = {"r": 4, "init_lora_weights": False, "fan_in_fan_out": transposed}
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, **options))
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+@pytest.mark.parametrize("first", ["replace", "adapters"])
+def test_adapters_train(case: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, targets = ADAPTERS[case]
+    family = installed(name)
+    pytest.importorskip("peft", exc_type=ImportError)
+    plain, inputs = family.build().eval(), family.inputs()
+    ours = copy.deepcopy(plain)
+    theirs = _with_adapters(plain, family, targets).eval()
+    truth = family.truth(copy.deepcopy(theirs).double(), inputs)
+    expected = family.results(theirs, inputs)
+    fused = "attention" in case
+    calls = count_fused_calls(monkeypatch)
+    if first == "replace":
+        fl.replace(ours)
+        ours = _with_adapters(ours, family, targets)
+    else:
+        ours = _with_adapters(ours, family, targets)
+        if fused:
+            assert len(fl.replace(ours).replaced) == family.count
+        else:
+            with pytest.warns(UserWarning, match=r"linear is a peft\..*, not exactly nn\.Linear"):
+                assert len(fl.replace(ours).skipped) == family.count
+    found = family.results(ours.eval(), inputs)
+    assert_all_close(found, expected, truth)
+    assert len(calls) == (family.count if fused else 0)
+    trained = {key for key, tensor in found.items() if tensor is not None} - {"logits", "loss"}
+    assert trained
+    assert all("lora_" in key for key in trained)
+    saved = importlib.import_module("peft").get_peft_model_state_dict
+    assert saved(ours).keys() == saved(theirs).keys()
+    # Merged into the weights and taken off, nothing is left of them but their effect.
+    merged = ours.merge_and_unload()
+    assert len(fl.replace(merged).replaced) == (0 if fused or first == "replace" else family.count)
+    calls.clear()
+    with torch.no_grad():
+        family.run(merged, inputs)
+    assert len(calls) == family.count
+
+
+def test_adapters_on_linears_that_split_their_sums() -> None:
+    family = installed("Llama")
+    pytest.importorskip("peft", exc_type=ImportError)
+    plain, inputs = family.build().eval(), family.inputs()
+    ours = copy.deepcopy(plain)
+    expected = family.results(_with_adapters(plain, family, ["q_proj", "v_proj"]).eval(), inputs)
+    report = fl.replace(ours, rules=[LinearRule(names="*_proj")])
+    assert sum(entry.became == "FusedSplitKLinear" for entry in report.replaced) == 4 * family.count
+    found = family.results(_with_adapters(ours, family, ["q_proj", "v_proj"]).eval(), inputs)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("first", ["replace", "offload"])
+def test_offloaded_models_compute_the_same(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate keeps weights elsewhere, and fetches them in a forward that it sets on every module."""
+    family = installed("BERT")
+    accelerate = importlib.import_module("accelerate")
+    model, inputs = family.build().eval(), family.inputs()
+    with torch.no_grad():
+        theirs, _ = family.run(model, inputs)
+    if first == "replace":
+        fl.replace(model)
+    accelerate.cpu_offload(model, execution_device="cpu")
+    if first == "offload":
+        with pytest.warns(UserWarning, match="has a forward of its own, set on the instance"):
+            fl.replace(model)
+    calls = count_fused_calls(monkeypatch)
+    with torch.no_grad():
+        ours, _ = family.run(model, inputs)
+    assert torch.equal(ours, theirs)
+    assert not calls
+
+
+def test_a_tied_head_may_split_its_sums() -> None:
+    family = installed("Llama")
+    model, inputs = family.build(tie_word_embeddings=True).eval(), family.inputs()
+    theirs, keys = family.results(model, inputs), list(model.state_dict())
+    report = fl.replace(model, rules=[LinearRule(names="lm_head")])
+    assert [entry.path for entry in report.replaced][-1] == "lm_head"
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert list(model.state_dict()) == keys
+    assert_same(family.results(model, inputs), theirs)

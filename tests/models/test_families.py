@@ -1,0 +1,268 @@
+"""Models of transformers and timm compute after `replace` what they computed before, and again after `restore`."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import fusedlayers as fl
+from fusedlayers.closeness import assert_all_close
+from fusedlayers.kernels.activations import ACTIVATIONS
+from fusedlayers.modules import FFNPieces, linear_weight
+from fusedlayers.replacing import torch_module_activation
+from fusedlayers.replacing.blocks import FusedBlock
+from fusedlayers.replacing.families import FAMILIES as TABLE
+from tests.ffn_blocks import assert_same, count_fused_calls
+from tests.models import device_table
+from tests.models.small import FAMILIES, Family
+from tests.models.support_table import row
+from tests.training_runs import distance
+
+each_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def installed(name: str) -> Family:
+    """The family; the test is skipped where its library is missing."""
+    family = FAMILIES[name]
+    pytest.importorskip(family.package, exc_type=ImportError)
+    return family
+
+
+def _replaced(model: nn.Module, family: Family) -> None:
+    report = fl.replace(model)
+    assert len(report.replaced) == family.count
+    assert {entry.became for entry in report.replaced} == {f"Fused{block}" for block in family.blocks}
+    assert not report.skipped
+
+
+@each_family
+def test_it_computes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits, loss and every gradient: through torch, in the kernels, and bit for bit what it was after `restore`."""
+    family = installed(name)
+    model, inputs = family.build().eval(), family.inputs()
+    truth = family.truth(copy.deepcopy(model).double(), inputs)
+    theirs = family.results(model, inputs)
+    keys, tensors = list(model.state_dict()), [id(parameter) for parameter in model.parameters()]
+    calls = count_fused_calls(monkeypatch)
+    _replaced(model, family)
+    assert (list(model.state_dict()), [id(parameter) for parameter in model.parameters()]) == (keys, tensors)
+    assert_all_close(family.results(model, inputs), theirs, truth)
+    assert len(calls) == family.count
+    fl.restore(model)
+    assert_same(family.results(model, inputs), theirs)
+    assert len(calls) == family.count
+
+
+@pytest.mark.interpreter
+@each_family
+def test_the_kernels_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = installed(name)
+    model, inputs = family.build().eval(), family.inputs()
+    truth = family.truth(copy.deepcopy(model).double(), inputs)
+    theirs = family.results(model, inputs)
+    fl.replace(model)
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    assert_all_close(family.results(model, inputs), theirs, truth)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "BERT"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "autocast"])
+def test_it_computes_the_same_in_16_bits(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = installed(name)
+    model, inputs = family.build().eval(), family.inputs()
+    mixed = dtype == "autocast"
+    model = model if mixed else model.to(getattr(torch, dtype))
+    truth = family.truth(copy.deepcopy(model).double(), inputs)
+    calls = count_fused_calls(monkeypatch)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        theirs = family.results(model, inputs)
+        fl.replace(model)
+        ours = family.results(model, inputs)
+    assert_all_close(ours, theirs, truth, computed_in=torch.bfloat16 if mixed else None)
+    assert len(calls) == family.count
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "BERT", "RoBERTa", "ViT", "T5", "Whisper"])
+def test_dropout_draws_the_same_numbers(name: str) -> None:
+    family = installed(name)
+    # torch's own function for gelu_tanh, as ours: the other forms of it differ in the last bit.
+    options = {"activation_function": "gelu_pytorch_tanh"} if name == "GPT-2" else {}
+    model, inputs = family.build(**options).train(), family.inputs()
+    theirs = family.results(model, inputs)
+    fl.replace(model)
+    ours = family.results(model, inputs)
+    assert_same({key: ours[key] for key in ("logits", "loss")}, {key: theirs[key] for key in ("logits", "loss")})
+    assert not torch.equal(family.results(model.eval(), inputs)["logits"], theirs["logits"])
+
+
+@pytest.mark.parametrize("name", ["Llama", "BERT", "Whisper"])
+def test_gradient_checkpointing_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every FFN runs once forward, and again in the backward pass."""
+    family = installed(name)
+    model, inputs = family.build().train(), family.inputs()
+    # The newer name of the method, where there is one: the older one warns there.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable()
+    theirs = family.results(model, inputs)
+    calls = count_fused_calls(monkeypatch)
+    _replaced(model, family)
+    assert_same(family.results(model, inputs), theirs)
+    assert len(calls) == 2 * family.count
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "BERT", "Whisper"])
+def test_copies_are_fused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = installed(name)
+    model, inputs = family.build().eval(), family.inputs()
+    _replaced(model, family)
+    ours = family.results(model, inputs)
+    calls = count_fused_calls(monkeypatch)
+    twin = copy.deepcopy(model)
+    assert_same(family.results(twin, inputs), ours)
+    assert len(calls) == family.count
+    twin.load_state_dict(family.build().state_dict(), strict=True)
+
+
+def test_generation_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a cache of keys and values, so that all but the first call have one token."""
+    family = installed("Llama")
+    model, prompt = family.build().eval(), family.inputs()["input_ids"]
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    theirs = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    calls = count_fused_calls(monkeypatch)
+    fl.replace(model)
+    assert torch.equal(model.generate(prompt, attention_mask=torch.ones_like(prompt), **options), theirs)
+    assert len(calls) == 6 * family.count
+
+
+def test_a_subclass_of_a_known_class_is_left() -> None:
+    family = installed("BERT")
+    model = family.build()
+    layer = model.bert.encoder.layer[0]
+    layer.__class__ = type("Mine", (type(layer),), {})
+    report = fl.replace(model)
+    assert [entry.path for entry in report.replaced] == ["bert.encoder.layer.1"]
+    assert "is a subclass of BertLayer and may compute something else" in report.skipped[0].reason
+
+
+def test_half_of_a_t5_in_float32_is_left() -> None:
+    """transformers keeps wo in float32 where it loads the rest in float16."""
+    family = installed("T5")
+    model = family.build().half()
+    for module in model.modules():
+        if hasattr(module, "wo"):
+            module.wo.float()
+    with pytest.warns(UserWarning, match="the linears differ in dtype or device"):
+        fl.replace(model)
+
+
+def test_every_row_of_the_table_has_a_model() -> None:
+    assert {path.rpartition(".")[2] for path in TABLE} == {block for f in FAMILIES.values() for block in f.blocks}
+
+
+@pytest.mark.parametrize("path", TABLE)
+def test_every_row_names_a_class(path: str) -> None:
+    package, (module, _, name) = path.split(".")[0], path.rpartition(".")
+    pytest.importorskip(package, exc_type=ImportError)
+    assert inspect.isclass(getattr(importlib.import_module(module), name))
+
+
+def test_the_table_of_support_has_a_row() -> None:
+    """ViT-Base: 3072 hidden units and the slope of gelu, twice, besides 768 inputs, in two bytes each."""
+    cells = [cell.strip() for cell in row("ViT", installed("ViT")).strip("|").split(" | ")]
+    assert cells[:3] == ["ViT", "`ViTMLP`", "gelu, 768 -> 3072 -> 768"]
+    assert all(0 < float(error) < 1e-5 for cell in cells[3:5] for error in cell.split(" / "))
+    assert cells[5] == f"{2 * (768 + 2 * 3072):,} / {2 * 768:,} bytes"
+
+
+def test_the_table_of_a_device_has_a_row() -> None:
+    """On a CPU, with a small model: what the script is, not what a GPU does."""
+    family = installed("BERT")
+    cells = [cell.strip() for cell in device_table.row("BERT", family, "cpu", 2, 8, False).strip("|").split(" | ")]
+    assert cells[:2] == ["BERT", "gelu, 24 -> 52 -> 24"]
+    assert all(float(milliseconds) > 0 for milliseconds in cells[2].split(" / "))
+    assert cells[4] == "nan / nan / nan"
+
+
+# transformers' names of activations, and ours.
+ACTIVATION_NAMES = {
+    "gelu": "gelu", "gelu_fast": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_python": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "gelu_accurate": "gelu_tanh",
+    "quick_gelu": "quick_gelu", "relu": "relu", "relu2": "relu2", "sigmoid": "sigmoid", "silu": "silu", "swish": "silu",
+    "tanh": "tanh", "linear": "identity", "leaky_relu": "leaky_relu",
+    "gelu_10": None, "laplace": None, "mish": None, "relu6": None, "hardswish": None, "prelu": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACTIVATION_NAMES)
+def test_activations_of_transformers_are_recognised(name: str) -> None:
+    pytest.importorskip("transformers", exc_type=ImportError)
+    activation = importlib.import_module("transformers.activations").ACT2FN[name]
+    found = torch_module_activation(activation)
+    assert found == ACTIVATION_NAMES[name]
+    if found is not None:
+        z = torch.linspace(-6, 6, 101, dtype=torch.float64)
+        # FastGELU writes a constant with ten digits.
+        torch.testing.assert_close(activation(z), ACTIVATIONS[found].torch(z), rtol=0, atol=1e-9)
+
+
+def _permute_hidden(model: nn.Module) -> nn.Module:
+    """The same function: the hidden units in another order, and so another order of summation."""
+    blocks = [module for module in model.modules() if isinstance(module, FusedBlock)]
+    for pieces in [pieces for block in blocks for pieces in block.find_ffn_pieces(block).values()]:
+        assert isinstance(pieces, FFNPieces)
+        order = torch.randperm(linear_weight(pieces.up).shape[0])
+        with torch.no_grad():
+            for linear in (pieces.up, pieces.gate):
+                for tensor in (linear_weight(linear), linear.bias) if linear is not None else ():
+                    if tensor is not None:
+                        tensor.copy_(tensor[order].clone())
+            linear_weight(pieces.down).copy_(linear_weight(pieces.down)[:, order].clone())
+    return model
+
+
+def _losses(model: nn.Module, family: Family, batches: list[dict[str, torch.Tensor]]) -> list[float]:
+    """The loss of every step of a copy of the model."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        _, loss = family.run(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", ["Llama", "GPT-2"])
+def test_training_stays_within_the_band_of_torch_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's runs differ in the order of the hidden units; the fused run is as close to one of them as they are."""
+    family = installed(name)
+    # One layer: the interpreter is slow.
+    layers = {"Llama": "num_hidden_layers", "GPT-2": "n_layer"}[name]
+    model, batches = family.build(**{layers: 1}).eval(), [family.inputs() for _ in range(20)]
+    fl.replace(model)
+    permuted = [_permute_hidden(copy.deepcopy(model)) for _ in range(3)]
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    fused = _losses(model, family, batches)
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
+    curves = [_losses(some, family, batches) for some in (model, *permuted)]
+    band = max(distance(one, other) for one, other in itertools.combinations(curves, 2))
+    assert band > 0, "the orders of summation make no difference, so the band would prove nothing"
+    assert min(distance(fused, curve) for curve in curves) <= band
+    # A wrong activation is far outside.
+    wrong = copy.deepcopy(model)
+    for module in wrong.modules():
+        for role in ("act", "act_fn"):
+            if role in module._modules:
+                setattr(module, role, nn.ReLU())
+    other = _losses(wrong, family, batches)
+    assert min(distance(other, curve) for curve in curves) > band
