@@ -306,8 +306,9 @@ class Reordered(nn.Linear):
         return torch.cat(outputs)
 
 
-@pytest.mark.usefixtures("library")
-def test_fused_layers_stay_within_the_band_of_torch_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def torch_band(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[float]], float]:
+    """Training losses of torch runs that differ in the order of one sum, and the largest distance between two."""
     curves = [parity_losses(tmp_path / "torch", "layers=torch")]
     for ranges in REORDERINGS:
         with monkeypatch.context() as patch:
@@ -316,10 +317,31 @@ def test_fused_layers_stay_within_the_band_of_torch_runs(tmp_path: Path, monkeyp
                 package_classifier, "wide_linear", lambda chosen, _: Reordered(chosen.features, chosen.hidden)
             )
             curves.append(parity_losses(tmp_path / f"reordered{ranges}", "layers=torch"))
-    band = max(distance(one, other) for one, other in itertools.combinations(curves, 2))
+    return curves, max(distance(one, other) for one, other in itertools.combinations(curves, 2))
+
+
+@pytest.mark.parametrize(
+    ("backend", "split_k"),
+    [("torch", "auto"), pytest.param("triton", "3", marks=pytest.mark.interpreter)],
+    ids=["torch path", "kernels"],
+)
+def test_fused_layers_stay_within_the_band_of_torch_runs(
+    backend: str,
+    split_k: str,
+    torch_band: tuple[list[list[float]], float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    curves, band = torch_band
     assert band > 0, "the orders of summation make no difference, so the band would prove nothing"
-    fused = parity_losses(tmp_path / "fused", "layers=fused")
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
+    monkeypatch.setenv("FUSEDLAYERS_STRICT", "1")
+    fused = parity_losses(tmp_path / "fused", "layers=fused", f"layers.split_k={split_k}")
     assert min(distance(fused, curve) for curve in curves) <= band
+
+
+def test_the_band_is_too_narrow_for_other_features(torch_band: tuple[list[list[float]], float], tmp_path: Path) -> None:
+    curves, band = torch_band
     other = parity_losses(tmp_path / "other", "layers=fused", "classifier.scale=10.001")
     assert min(distance(other, curve) for curve in curves) > band
 

@@ -81,19 +81,12 @@ def split_factors(microseconds: Mapping[str, float], title: str, path: Path) -> 
     splits = {int(name.removeprefix("S = ")): time for name, time in microseconds.items() if name.startswith("S = ")}
     figure = Figure(figsize=(7, 4.3), dpi=150, layout="constrained")
     axes = figure.subplots()
-    axes.plot(list(splits), list(splits.values()), color=COLOURS[0], linewidth=2.6, marker="o", label="S ranges")
+    best = min(splits, key=lambda split: splits[split])
+    label = f"S ranges, {splits[best]:.1f} µs with {best}"
+    axes.plot(list(splits), list(splits.values()), color=COLOURS[0], linewidth=2.6, marker="o", label=label)
     others = {name: time for name, time in microseconds.items() if not name.startswith("S = ")}
     for line, (name, time) in zip(("--", "-.", ":"), others.items(), strict=False):
         axes.axhline(time, color=COLOURS[1], linewidth=1.5, linestyle=line, label=f"{name}: {time:.1f} µs")
-    best = min(splits, key=lambda split: splits[split])
-    axes.annotate(
-        f"S = {best}: {splits[best]:.1f} µs",
-        (best, splits[best]),
-        xytext=(0, 14),
-        textcoords="offset points",
-        ha="center",
-        color=TEXT,
-    )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     style(axes, "Time of the wide product (lower is better)", "split factor S", "µs, replayed, operands from memory")

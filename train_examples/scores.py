@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 Scores = dict[str, float]
@@ -13,8 +14,8 @@ def accuracy_scores(predicted: Tensor, labels: Tensor) -> Scores:
     """The share of samples whose class, int64 ``[N]``, was predicted, and the mean of that share over the classes, to
     which small ones add as much as large ones."""
     right = (predicted == labels).double()
-    by_class = [right[labels == label].mean() for label in labels.unique()]
-    return {"accuracy": right.mean().item(), "balanced_accuracy": (sum(by_class) / len(by_class)).item()}
+    by_class = torch.stack([right[labels == label].mean() for label in labels.unique()])
+    return {"accuracy": right.mean().item(), "balanced_accuracy": by_class.mean().item()}
 
 
 def majority_scores(training_labels: Tensor, labels: Tensor) -> Scores:
