@@ -204,7 +204,7 @@ def test_scores_by_hand() -> None:
 
 
 def test_the_model_is_a_linear_layer_of_dense_rows() -> None:
-    chosen = ClassifierSettings(name="test", features=64, scale=1.0, hidden=8, dropout=0.0, feature_dropout=0.0)
+    chosen = ClassifierSettings(name="test", features=64, scale=1.0, hidden=8, dropout=0.0)
     hashed = HashedFeatures(["a b c", "d e"], 64, 2, scale=1.0)
     matrix = hashed.matrix(["b c a", "e f"])
     entries = hashed.rows(matrix).take(torch.arange(2))
@@ -306,20 +306,21 @@ class Reordered(nn.Linear):
         return torch.cat(outputs)
 
 
-@pytest.fixture
-def torch_band(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[float]], float]:
+@pytest.fixture(scope="module")
+def torch_band(few_packages: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[float]], float]:
     """Training losses of torch runs that differ in the order of one sum, and the largest distance between two."""
-    curves = [parity_losses(tmp_path / "torch", "layers=torch")]
-    for ranges in REORDERINGS:
-        with monkeypatch.context() as patch:
+    folder = tmp_path_factory.mktemp("torch")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sysconfig, "get_path", lambda name: str(few_packages))
+        curves = [parity_losses(folder / "torch", "layers=torch")]
+        patch.setattr(package_classifier, "wide_linear", reordered_linear)
+        for ranges in REORDERINGS:
             patch.setattr(Reordered, "ranges", ranges)
-            patch.setattr(
-                package_classifier, "wide_linear", lambda chosen, _: Reordered(chosen.features, chosen.hidden)
-            )
-            curves.append(parity_losses(tmp_path / f"reordered{ranges}", "layers=torch"))
+            curves.append(parity_losses(folder / f"reordered{ranges}", "layers=torch"))
     return curves, max(distance(one, other) for one, other in itertools.combinations(curves, 2))
 
 
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize(
     ("backend", "split_k"),
     [("torch", "auto"), pytest.param("triton", "3", marks=pytest.mark.interpreter)],
@@ -340,6 +341,7 @@ def test_fused_layers_stay_within_the_band_of_torch_runs(
     assert min(distance(fused, curve) for curve in curves) <= band
 
 
+@pytest.mark.usefixtures("library")
 def test_the_band_is_too_narrow_for_other_features(torch_band: tuple[list[list[float]], float], tmp_path: Path) -> None:
     curves, band = torch_band
     other = parity_losses(tmp_path / "other", "layers=fused", "classifier.scale=10.001")
@@ -361,7 +363,7 @@ def test_unknown_keys_fail(override: str, tmp_path: Path) -> None:
         ("classifier.hidden=0", "classifier.hidden is 0"),
         ("classifier.n_gram=0", "classifier.n_gram is 0"),
         ("classifier.scale=0", "classifier.scale is 0.0; expected a number above 0"),
-        ("classifier.feature_dropout=1", r"classifier.feature_dropout is 1.0; expected a share in \[0, 1\)"),
+        ("classifier.dropout=1", r"classifier.dropout is 1.0; expected a probability in \[0, 1\)"),
         ("run.batch_size=100000", "run.batch_size is 100000.*training windows"),
         ("run.evaluate_every=3", "run.evaluate_every is 3"),
         ("layers=replaced", "layers.kind is 'replaced'; expected fused or torch"),

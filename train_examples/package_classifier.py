@@ -43,15 +43,11 @@ class PackageClassifier(nn.Module):
         super().__init__()
         check_classifier(settings, layers)
         self.features = settings.features
-        self.feature_dropout = settings.feature_dropout
         self.wide = wide_linear(settings, layers)
         self.dropout = nn.Dropout(settings.dropout)
         self.head = nn.Linear(settings.hidden, packages)
 
     def forward(self, rows: Tensor, columns: Tensor, values: Tensor, samples: int) -> Tensor:
-        if self.training:
-            # Of the entries that are not zero: to drop zeros changes nothing.
-            values = F.dropout(values, self.feature_dropout)
         device = values.device.type
         # In the dtype that the layers compute in, so that nothing of this size is converted.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -72,7 +68,7 @@ def wide_linear(settings: ClassifierSettings, layers: LayerSettings) -> nn.Linea
 
 
 def check_classifier(settings: ClassifierSettings, layers: LayerSettings) -> None:
-    """Sizes of at least 1, shares that leave something, and no option of another example.
+    """Sizes of at least 1, a dropout that leaves something, and no option of another example.
 
     Raises:
         SettingsError: names the setting that does not fit.
@@ -80,9 +76,8 @@ def check_classifier(settings: ClassifierSettings, layers: LayerSettings) -> Non
     for name in ("features", "n_gram", "hidden", "shown"):
         if getattr(settings, name) < 1:
             raise SettingsError(f"classifier.{name} is {getattr(settings, name)}; expected 1 or more")
-    for name in ("dropout", "feature_dropout"):
-        if not 0 <= getattr(settings, name) < 1:
-            raise SettingsError(f"classifier.{name} is {getattr(settings, name)}; expected a share in [0, 1)")
+    if not 0 <= settings.dropout < 1:
+        raise SettingsError(f"classifier.dropout is {settings.dropout}; expected a probability in [0, 1)")
     if settings.scale <= 0:
         raise SettingsError(f"classifier.scale is {settings.scale}; expected a number above 0")
     if layers.recompute != "auto":

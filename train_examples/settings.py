@@ -138,7 +138,6 @@ class ClassifierSettings:
     scale: float = MISSING  # length of the vector of a window
     hidden: int = MISSING  # outputs of the wide layer
     dropout: float = MISSING  # of the hidden
-    feature_dropout: float = MISSING  # share of the features of a window that a training step does not see
     shown: int = 5  # windows whose prediction is shown at the end
 
 
