@@ -274,9 +274,9 @@ def test_a_checkpoint_of_other_features_is_refused(tmp_path: Path) -> None:
 
 PARITY = (
     "run.log_every=1",
-    "run.steps=25",
-    "run.evaluate_every=25",
-    "run.checkpoint_every=25",
+    "run.steps=15",
+    "run.evaluate_every=15",
+    "run.checkpoint_every=15",
     "classifier.dropout=0",
     # Large steps lift the band clear of the last bit of a loss.
     "optim.learning_rate=2e-2",

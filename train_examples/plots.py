@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 # Two colours that stay apart for colour-blind readers and in grey print.
 COLOURS = ("#0b6e99", "#d9730d")
@@ -85,10 +86,12 @@ def split_factors(microseconds: Mapping[str, float], title: str, path: Path) -> 
     label = f"S ranges, {splits[best]:.1f} µs with {best}"
     axes.plot(list(splits), list(splits.values()), color=COLOURS[0], linewidth=2.6, marker="o", label=label)
     others = {name: time for name, time in microseconds.items() if not name.startswith("S = ")}
-    for line, (name, time) in zip(("--", "-.", ":"), others.items(), strict=False):
-        axes.axhline(time, color=COLOURS[1], linewidth=1.5, linestyle=line, label=f"{name}: {time:.1f} µs")
+    for colour, line, (name, time) in zip((COLOURS[1], TEXT), ("--", ":"), others.items(), strict=False):
+        axes.axhline(time, color=colour, linewidth=1.8, linestyle=line, label=f"{name}: {time:.1f} µs")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     style(axes, "Time of the wide product (lower is better)", "split factor S", "µs, replayed, operands from memory")
     axes.set_xticks(list(splits), [str(split) for split in splits])
     axes.legend(frameon=False)
