@@ -138,6 +138,7 @@ def test_unknown_keys_fail(override: str, tmp_path: Path) -> None:
         ("model.activation=glue", "model.activation: .*'glue'.*gelu"),
         ("model.dropout=1", r"model.dropout is 1.0; expected a probability in \[0, 1\)"),
         ("layers.recompute=often", "layers.recompute is 'often'; expected auto, true or false"),
+        ("layers.split_k=4", "layers.split_k is 4; expected auto"),
         ("layers.kind=eager", "layers.kind is 'eager'; expected fused, torch or replaced"),
         ("optim.name=sgd", "optim.name is 'sgd'"),
         ("run.evaluate_every=3", "run.evaluate_every is 3; expected a positive multiple of run.log_every=2"),

@@ -12,20 +12,16 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from fusedlayers.kernels.activations import ACTIVATIONS
-from train_examples import code_search, language_model, loop
-from train_examples.settings import CodeSearchSettings, LanguageModelSettings, as_settings
+from train_examples import code_search, language_model, loop, package_classifier
+from train_examples.settings import CodeSearchSettings, LanguageModelSettings, PackageClassifierSettings, as_settings
 from train_examples.transformer import FeedForward
 
 ROOT = Path(__file__).resolve().parents[1]
 # Real text that every Python brings, small enough to be read in no time.
 TEXT = argparse.__file__
 
-# Few parameters and few steps, whatever is trained.
-SHORT = (
-    "model.context=32",
-    "model.d_ff=64",
-    "model.d_model=32",
-    "model.heads=2",
+# Few steps, whatever is trained.
+FEW_STEPS = (
     "optim.warmup_steps=2",
     "run.accelerator=cpu",
     "run.checkpoint_every=4",
@@ -33,6 +29,15 @@ SHORT = (
     "run.evaluation_batches=2",
     "run.log_every=2",
     "run.steps=12",
+)
+
+# And few parameters, for a Transformer.
+SHORT = (
+    *FEW_STEPS,
+    "model.context=32",
+    "model.d_ff=64",
+    "model.d_model=32",
+    "model.heads=2",
 )
 
 TINY = (
@@ -54,6 +59,14 @@ TINY_SEARCH = (
     "run.batch_size=8",
 )
 
+# A classifier of few features.
+TINY_CLASSIFIER = (
+    *FEW_STEPS,
+    "classifier.features=512",
+    "classifier.hidden=16",
+    "run.batch_size=8",
+)
+
 
 def settings(directory: Path, *overrides: str) -> LanguageModelSettings:
     """The configuration of a run of seconds, with further overrides as they are typed on the command line."""
@@ -66,6 +79,14 @@ def search_settings(directory: Path, *overrides: str) -> CodeSearchSettings:
     """The same for the code search."""
     return as_settings(
         composed("code_search", *TINY_SEARCH, f"run.directory={directory}", *overrides), CodeSearchSettings
+    )
+
+
+def classifier_settings(directory: Path, *overrides: str) -> PackageClassifierSettings:
+    """The same for the classifier of packages."""
+    return as_settings(
+        composed("package_classifier", *TINY_CLASSIFIER, f"run.directory={directory}", *overrides),
+        PackageClassifierSettings,
     )
 
 
@@ -83,6 +104,12 @@ def train(directory: Path, *overrides: str) -> list[loop.Row]:
 def train_search(directory: Path, *overrides: str) -> list[loop.Row]:
     """Run the code search and return the rows of its metrics."""
     code_search.run(search_settings(directory, *overrides))
+    return loop.read_metrics(directory / "metrics.jsonl")
+
+
+def train_classifier(directory: Path, *overrides: str) -> list[loop.Row]:
+    """Run the classifier of packages and return the rows of its metrics."""
+    package_classifier.run(classifier_settings(directory, *overrides))
     return loop.read_metrics(directory / "metrics.jsonl")
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from train_examples.data import position, standard_library_files
+from train_examples.data import check_fractions, position, standard_library_files
 from train_examples.settings import PairSettings, SettingsError
 
 # Shorter texts say nothing that could be searched for: "Return self.", a method that only raises or passes on.
@@ -61,17 +61,7 @@ def load_pairs(settings: PairSettings) -> Pairs:
     """
     if settings.kind != "stdlib":
         raise SettingsError(f"data.kind is {settings.kind!r}; expected stdlib")
-    for name in ("validation_fraction", "test_fraction"):
-        if not 0 < getattr(settings, name) < 1:
-            raise SettingsError(
-                f"data.{name} is {getattr(settings, name)}; expected a number between 0 and 1, both excluded"
-            )
-    held_out = settings.test_fraction + settings.validation_fraction
-    if held_out >= 1:
-        raise SettingsError(
-            f"data.test_fraction is {settings.test_fraction} and data.validation_fraction is "
-            f"{settings.validation_fraction}; expected their sum to be below 1: the rest is for training"
-        )
+    held_out = check_fractions(settings.validation_fraction, settings.test_fraction)
     folder = Path(sysconfig.get_path("stdlib"))
     parts: dict[str, list[Pair]] = {"training": [], "validation": [], "test": []}
     modules: dict[str, set[str]] = {name: set() for name in parts}

@@ -23,6 +23,7 @@ from train_examples import loop
 from train_examples.code_pairs import Pair, load_pairs
 from train_examples.command import CONFIGS, start
 from train_examples.retrieval import chance_scores, ranking, ranks, retrieval_scores, tfidf_scores
+from train_examples.scores import Scores, score_table
 from train_examples.settings import (
     CodeSearchSettings,
     LayerSettings,
@@ -171,7 +172,7 @@ def all_scores(model: nn.Module, part: Part) -> Tensor:
     return torch.cat([model(queries, codes.to(device)).cpu() for codes in part.codes.split(SCORED_AT_ONCE)], dim=1)
 
 
-def references(untrained: nn.Module, part: Part) -> dict[str, loop.Scores]:
+def references(untrained: nn.Module, part: Part) -> dict[str, Scores]:
     """What others reach on these pairs: TF-IDF, the model before its first step, which knows equal words and how rare
     they are, and chance."""
     untrained.eval()
@@ -184,14 +185,13 @@ def references(untrained: nn.Module, part: Part) -> dict[str, loop.Scores]:
     }
 
 
-def report(model: nn.Module, test: Part, others: dict[str, loop.Scores], shown: int) -> tuple[str, loop.Row]:
+def report(model: nn.Module, test: Part, others: dict[str, Scores], shown: int) -> tuple[str, loop.Row]:
     """The scores on the test modules beside those of the others, and the rankings of some queries: as text, and the
     numbers for the summary."""
     scores, baseline = all_scores(model, test), tfidf_scores(test.pairs)
     reached = {"trained": retrieval_scores(ranks(scores)), **others}
     lines = [f"{len(test.pairs)} functions of held-out test modules, found by their docstrings:"]
-    lines += ["".join([" " * 10, *(f"{name:>14}" for name in reached["trained"])])]
-    lines += ["".join([f"{name:<10}", *(f"{value:14.3f}" for value in row.values())]) for name, row in reached.items()]
+    lines += score_table(reached)
     for query in torch.linspace(0, len(test.pairs) - 1, min(shown, len(test.pairs))).long().tolist():
         lines += ["", *ranking(test.pairs, scores, baseline, query)]
     return "\n".join(lines), {"test_scores": reached["trained"], "test_references": others}

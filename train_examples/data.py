@@ -81,6 +81,23 @@ def position(name: str) -> float:
     return int.from_bytes(sha256(name.encode()).digest()[:8], "big") / 2**64
 
 
+def check_fractions(validation: float, test: float) -> float:
+    """The share of both held-out parts together.
+
+    Raises:
+        SettingsError: a fraction is not between 0 and 1, or nothing is left for training.
+    """
+    for name, fraction in (("validation_fraction", validation), ("test_fraction", test)):
+        if not 0 < fraction < 1:
+            raise SettingsError(f"data.{name} is {fraction}; expected a number between 0 and 1, both excluded")
+    if test + validation >= 1:
+        raise SettingsError(
+            f"data.test_fraction is {test} and data.validation_fraction is {validation}; "
+            "expected their sum to be below 1: the rest is for training"
+        )
+    return test + validation
+
+
 def _read_standard_library(folder: Path, validation_fraction: float) -> Text:
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     for name, source in standard_library_files(folder):

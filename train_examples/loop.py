@@ -24,11 +24,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from train_examples import plots
+from train_examples.scores import Scores
 from train_examples.settings import OptimSettings, RunSettings, SettingsError
 
 Batch = tuple[Tensor, ...]
 Row = dict[str, Any]
-Scores = dict[str, float]
 
 # The first steps of a process compile kernels and fill caches, so no speed is reported for the row that holds them.
 WARM_UP_STEPS = 5

@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 # Two colours that stay apart for colour-blind readers and in grey print.
 COLOURS = ("#0b6e99", "#d9730d")
@@ -72,6 +73,29 @@ def comparison(
     where = " / ".join(dict.fromkeys(f"{summary['device']}, {summary['precision']}" for summary in summaries))
     title = f"{summaries[0]['example'].replace('_', ' ').capitalize()} on {where}"
     figure.suptitle(f"{title}\n{note}" if note else title, fontsize=13, color=TEXT)
+    figure.savefig(path)
+
+
+def split_factors(microseconds: Mapping[str, float], title: str, path: Path) -> None:
+    """Time over the number of ranges, named ``S = 1``, ``S = 2``, ..., with every other name as a horizontal line, as a
+    PNG at ``path``."""
+    splits = {int(name.removeprefix("S = ")): time for name, time in microseconds.items() if name.startswith("S = ")}
+    figure = Figure(figsize=(7, 4.3), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    best = min(splits, key=lambda split: splits[split])
+    label = f"S ranges, {splits[best]:.1f} µs with {best}"
+    axes.plot(list(splits), list(splits.values()), color=COLOURS[0], linewidth=2.6, marker="o", label=label)
+    others = {name: time for name, time in microseconds.items() if not name.startswith("S = ")}
+    for colour, line, (name, time) in zip((COLOURS[1], TEXT), ("--", ":"), others.items(), strict=False):
+        axes.axhline(time, color=colour, linewidth=1.8, linestyle=line, label=f"{name}: {time:.1f} µs")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    style(axes, "Time of the wide product (lower is better)", "split factor S", "µs, replayed, operands from memory")
+    axes.set_xticks(list(splits), [str(split) for split in splits])
+    axes.legend(frameon=False)
+    figure.suptitle(title, fontsize=12, color=TEXT)
     figure.savefig(path)
 
 

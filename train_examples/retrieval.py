@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from train_examples.code_pairs import Pair
-
-Scores = dict[str, float]
+from train_examples.scores import Scores
 
 
 def ranks(scores: Tensor) -> Tensor:

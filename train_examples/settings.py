@@ -53,11 +53,23 @@ class PairSettings:
 
 
 @dataclass
+class WindowSettings:
+    """Where the windows of source text come from: ``kind`` is ``stdlib``."""
+
+    kind: str = MISSING
+    validation_fraction: float = 0.1  # of the windows of every package, at most: files are not divided
+    test_fraction: float = 0.1
+    lines: int = 12  # of one window, without blank ones
+
+
+@dataclass
 class LayerSettings:
-    """Who computes the feed-forward blocks: ``kind`` is ``fused``, ``torch`` or ``replaced``."""
+    """Who computes the layers in question, feed-forward blocks or a wide linear layer: ``kind`` is ``fused``, ``torch``
+    or ``replaced``."""
 
     kind: str = MISSING
     recompute: bool | str = "auto"  # of FusedFFN: auto, true or false
+    split_k: int | str = "auto"  # of SplitKLinear: auto, or into how many ranges each product cuts what it sums over
 
 
 @dataclass
@@ -117,6 +129,19 @@ class SearchSettings:
 
 
 @dataclass
+class ClassifierSettings:
+    """The features of a window, and the two layers that name its package."""
+
+    name: str = MISSING
+    features: int = 65536  # into which n-grams are hashed: inputs of the wide layer
+    n_gram: int = 2  # most words, or signs, of one feature
+    scale: float = MISSING  # length of the vector of a window
+    hidden: int = MISSING  # outputs of the wide layer
+    dropout: float = MISSING  # of the hidden
+    shown: int = 5  # windows whose prediction is shown at the end
+
+
+@dataclass
 class LanguageModelSettings:
     """Everything ``python -m train_examples.language_model`` can be told."""
 
@@ -140,13 +165,25 @@ class CodeSearchSettings:
     search: SearchSettings = field(default_factory=SearchSettings)
 
 
-Settings = TypeVar("Settings", LanguageModelSettings, CodeSearchSettings)
+@dataclass
+class PackageClassifierSettings:
+    """Everything ``python -m train_examples.package_classifier`` can be told."""
+
+    classifier: ClassifierSettings = field(default_factory=ClassifierSettings)
+    data: WindowSettings = field(default_factory=WindowSettings)
+    layers: LayerSettings = field(default_factory=LayerSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    run: RunSettings = field(default_factory=RunSettings)
+
+
+Settings = TypeVar("Settings", LanguageModelSettings, CodeSearchSettings, PackageClassifierSettings)
 
 
 def register_settings() -> None:
     """Make the schemas known to Hydra under the names that the files in ``configs/`` start from."""
     ConfigStore.instance().store(name="language_model_schema", node=LanguageModelSettings)
     ConfigStore.instance().store(name="code_search_schema", node=CodeSearchSettings)
+    ConfigStore.instance().store(name="package_classifier_schema", node=PackageClassifierSettings)
 
 
 def as_settings(config: DictConfig, schema: type[Settings]) -> Settings:

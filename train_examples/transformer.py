@@ -175,6 +175,8 @@ def check_model(model: ModelSettings, layers: LayerSettings) -> None:
         raise SettingsError(f"model.dropout is {model.dropout}; expected a probability in [0, 1)")
     if layers.recompute not in ("auto", True, False):
         raise SettingsError(f"layers.recompute is {layers.recompute!r}; expected auto, true or false")
+    if layers.split_k != "auto":
+        raise SettingsError(f"layers.split_k is {layers.split_k!r}; expected auto: no layer of this model takes it")
     try:
         canonical_activation(model.activation)
     except ValueError as error:
