@@ -1,0 +1,58 @@
+"""Tile configurations by name, and plans without those that gave wrong numbers on the user's own machine."""
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from .call import Decision
+from .devices import Device
+
+# Of a pipelined configuration: the number of processors, which changes nothing that is compiled.
+_UNNAMED = ("pipelined", "programs")
+# An FFN and a batched GEMM-GEMM are the same kernels.
+_FAMILIES = {"ffn": "gemm_gemm"}
+WHY_AVOIDED = "gave wrong numbers here in the self-test"
+
+
+def configurations(plan: Decision) -> dict[str, tuple[str, ...]]:
+    """Field of the plan -> the names of what it may launch: the pipelined configuration first, if there is one.
+
+    A portable configuration is named beside the pipelined one, as it runs where operands lie otherwise than its copies
+    need them.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for field in fields(plan):
+        config = getattr(plan, field.name)
+        if field.name == "problem" or not is_dataclass(config):
+            continue
+        nested = getattr(config, "pipelined", None)
+        found[field.name] = tuple(_name(plan.problem, field.name, one) for one in (nested, config) if one is not None)
+    return found
+
+
+def _name(problem: Any, field: str, config: Any) -> str:
+    kernel = f"{_FAMILIES.get(problem.operation, problem.operation)} {field.removesuffix('_tiles')}"
+    gated = ", gated" if getattr(problem, "gated", False) else ""
+    numbers = [f"{part.name}={getattr(config, part.name)}" for part in fields(config) if part.name not in _UNNAMED]
+    return f"{kernel}{gated}, {8 * problem.element_bytes} bits: {type(config).__name__}({', '.join(numbers)})"
+
+
+def without_avoided(make: Callable[[Device], Any], device: Device) -> Any:
+    """The plan that ``make`` makes for ``device``, with nothing that the device avoids.
+
+    Without the pipelined kernels where one of these is avoided, and through torch where a portable one is: that one
+    could run in place of any pipelined one.
+    """
+    plan = make(device)
+    avoided = _avoided(plan, device)
+    if not avoided:
+        return plan
+    portable = make(replace(device, pipelined=False))
+    if device.pipelined and not _avoided(portable, device):
+        return replace(portable, avoided=avoided)
+    reason = f"{(_avoided(portable, device) or avoided)[0]} {WHY_AVOIDED}"
+    return replace(make(replace(device, why_no_kernels=reason)), avoided=avoided)
+
+
+def _avoided(plan: Decision, device: Device) -> tuple[str, ...]:
+    return tuple(name for names in configurations(plan).values() for name in names if name in device.avoided)
