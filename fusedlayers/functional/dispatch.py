@@ -3,7 +3,8 @@
 import functools
 import logging
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +45,21 @@ def backend() -> str:
     if value not in planning.BACKENDS:
         raise ValueError(f"FUSEDLAYERS_BACKEND is {value!r}; expected one of {', '.join(planning.BACKENDS)}")
     return value
+
+
+@contextmanager
+def switched(switches: Mapping[str, str]) -> Iterator[None]:
+    """The environment variables (``FUSEDLAYERS_BACKEND`` ...) set for a while."""
+    before = {name: os.environ.get(name) for name in switches}
+    os.environ.update(switches)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
 
 
 def strict() -> bool:
