@@ -37,7 +37,7 @@ def plan(problem: Call, device: Device, backend: str = "auto") -> Any:
     planner = _PLANNERS[type(problem)]
     if not device.avoided:
         return planner(problem, device, backend)
-    return without_avoided(lambda facts: planner(problem, facts, backend), device)
+    return without_avoided(lambda facts, wish: planner(problem, facts, wish), device, backend)
 
 
 __all__ = [

@@ -37,21 +37,21 @@ def _name(problem: Any, field: str, config: Any) -> str:
     return f"{kernel}{gated}, {8 * problem.element_bytes} bits: {type(config).__name__}({', '.join(numbers)})"
 
 
-def without_avoided(make: Callable[[Device], Any], device: Device) -> Any:
-    """The plan that ``make`` makes for ``device``, with nothing that the device avoids.
+def without_avoided(make: Callable[[Device, str], Any], device: Device, backend: str) -> Any:
+    """The plan that ``make`` makes for ``device`` and ``backend``, with nothing that the device avoids.
 
     Without the pipelined kernels where one of these is avoided, and through torch where a portable one is: that one
     could run in place of any pipelined one.
     """
-    plan = make(device)
+    plan = make(device, backend)
     avoided = _avoided(plan, device)
     if not avoided:
         return plan
-    portable = make(replace(device, pipelined=False))
-    if device.pipelined and not _avoided(portable, device):
-        return replace(portable, avoided=avoided)
-    reason = f"{(_avoided(portable, device) or avoided)[0]} {WHY_AVOIDED}"
-    return replace(make(replace(device, why_no_kernels=reason)), avoided=avoided)
+    portable = replace(device, pipelined=False)
+    untrusted = _avoided(make(portable, "triton"), device)
+    if untrusted:
+        portable = replace(device, why_no_kernels=f"{untrusted[0]} {WHY_AVOIDED}")
+    return replace(make(portable, backend), avoided=avoided)
 
 
 def _avoided(plan: Decision, device: Device) -> tuple[str, ...]:

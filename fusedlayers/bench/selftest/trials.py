@@ -35,7 +35,15 @@ _PIPELINED_WIDTHS = ((64, 64), (64, 128), (128, 64), (128, 128), (256, 256))
 _REDUCED = ((40, 16), (128, 304), (200, 64), (120, 600), (264, 1024))
 _PORTABLE_WIDTHS = (16, 24, 64, 128, 256, 1000)
 # (queries, documents, query tokens, document tokens).
-_LATE = ((1, 9, 32, 40), (4, 9, 32, 40), (2, 5, 50, 300), (20, 3, 30, 72), (5, 3, 32, 600), (1, 9, 56, 600))
+_LATE = (
+    (1, 9, 32, 40),
+    (4, 9, 32, 40),
+    (2, 5, 50, 300),
+    (20, 3, 30, 72),
+    (5, 3, 32, 600),
+    (1, 9, 56, 600),
+    (1, 9, 32, 72),
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,9 @@ class Trial:
 
     def __str__(self) -> str:
         kind = ("gated " if self.options.gated else "") + self.case
-        return f"{kind} {'x'.join(map(str, self.shape))} {self.options.activation} {self.dtype} ({self.machine})"
+        passes = "" if self.backward else ", forward alone"
+        shape = "x".join(map(str, self.shape))
+        return f"{kind} {shape} {self.options.activation} {self.dtype} ({self.machine}{passes})"
 
     @property
     def facts(self) -> dict[str, Any]:
