@@ -37,7 +37,8 @@ EVERY_ROW_BUT_BENCH = {
     "explaining": {"kernels", "planning", "reference", "devices", "functional"},
     "modules": {"kernels", "planning", "reference", "functional"},
     "replacing": {"kernels", "planning", "reference", "devices", "functional", "modules"},
-    "fusedlayers": {"functional", "modules", "explaining", "replacing"},
+    "verifying": {"closeness", "reference", "functional", "modules", "replacing"},
+    "fusedlayers": {"functional", "modules", "explaining", "replacing", "verifying"},
 }
 MAY_IMPORT = EVERY_ROW_BUT_BENCH | {
     "bench": set(EVERY_ROW_BUT_BENCH),

@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -34,6 +35,9 @@ _WARM_LIMIT = 4096
 # Calls that were checked before, by all that the checks and the problem depend on.
 _problems: dict[tuple[object, ...], Any] = {}
 _PROBLEMS_LIMIT = 4096
+
+# Who counts the paths that calls take, while somebody does.
+_counted: Counter[str] | None = None
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _PLAIN_OPTIONS = (str, bool, int, float, type(None))
@@ -314,7 +318,20 @@ def dispatch(problem: Any, device: torch.device) -> Any:
     if plan.unsupported is not None and not problem.empty and (wish == "triton" or (must and wish == "auto")):
         switch = "FUSEDLAYERS_BACKEND=triton" if wish == "triton" else "FUSEDLAYERS_STRICT=1"
         raise RuntimeError(f"{switch} is set, but {problem.operation} cannot run in Triton: {plan.unsupported}")
+    if _counted is not None:
+        _counted[f"{problem.operation} {plan.path}"] += 1
     return plan
+
+
+@contextmanager
+def decisions() -> Iterator[Counter[str]]:
+    """Counts the calls of each operation and path ("ffn fused") for a while; not for use inside itself."""
+    global _counted
+    _counted = Counter()
+    try:
+        yield _counted
+    finally:
+        _counted = None
 
 
 def ran_as_kernels(problem: Call, device: torch.device) -> None:
