@@ -64,10 +64,11 @@ class Verification:
 def verify(target: nn.Module | Callable[..., Any], *inputs: Any, **options: Any) -> Verification:
     """Compare ``target(*inputs, **options)`` and all its gradients with float64 and with torch in the same dtype.
 
-    Both are judged by the same computation in float64: see :mod:`fusedlayers.closeness`. The gradients are those of every parameter that requires one, of every floating-point tensor in ``inputs``, and of those in
-    ``options`` that require one, for a random upstream gradient. Autocast applies to both where it is on. Nothing of
-    ``target`` and of the tensors changes: not a parameter, a ``.grad``, a buffer, the training flag, or a random
-    generator. Code of the module that insists on float32 (norms, rotary embeddings) does so in the reference, too.
+    Both are judged by the same computation in float64: see :mod:`fusedlayers.closeness`. The gradients are those of
+    every parameter that requires one, of every floating-point tensor in ``inputs``, and of those in ``options`` that
+    require one, for a random upstream gradient. Autocast applies to both where it is on. Nothing of ``target`` and of
+    the tensors changes: not a parameter, a ``.grad``, a buffer, the training flag, or a random generator. Code of the
+    module that insists on float32 (norms, rotary embeddings) does so in the reference, too.
 
     Args:
         target: a module that `replace` has fused, in whole or in part, a :class:`FusedFFN`, a :class:`MaxSim`, or a
