@@ -47,7 +47,7 @@ class Verification:
         judged = f"{red} of {len(self.verdicts)} tensors are NOT close" if red else "every tensor is close"
         taken = ", ".join(f"{path} x {count}" for path, count in sorted(self.paths.items()))
         head = f"max error / torch's (limit {MAX_ERROR_LIMIT})", f"RMS error / torch's (limit {RMS_LIMIT})"
-        rows = [("tensor", *head, "share of limit", "")]
+        rows: list[tuple[str, ...]] = [("tensor", *head, "share of limit", "")]
         for verdict in self.verdicts:
             numbers = (verdict.max_error_ratio, verdict.rms_ratio, verdict.worst_fraction)
             rows.append((verdict.name, *(f"{number:.2f}" for number in numbers), "ok" if verdict.ok else "RED"))
@@ -132,16 +132,19 @@ class _Call:
     """One call, to be made several times with copies of its tensors."""
 
     def __init__(self, signature: inspect.Signature, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        self.leaves, self.structure = tree_flatten((inputs, options))
-        names = [parameter.name for parameter in signature.parameters.values() if parameter.kind in _POSITIONAL]
-        self.names, self.wanted = [], []
-        for path, leaf in tree_flatten_with_path((inputs, options))[0]:
-            place = path[1].idx if path[0].idx == 0 else path[1].key
-            positional = path[0].idx == 0
-            top = (names[place] if place < len(names) else f"inputs[{place}]") if positional else str(place)
-            self.names.append(top + keystr(path[2:]))
-            floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
-            self.wanted.append(floating and (positional or leaf.requires_grad))
+        _, self.structure = tree_flatten((inputs, options))
+        parameters = [parameter.name for parameter in signature.parameters.values() if parameter.kind in _POSITIONAL]
+        unnamed = [f"inputs[{place}]" for place in range(len(parameters), len(inputs))]
+        given = [*zip([*parameters, *unnamed], inputs, strict=False), *options.items()]
+        self.leaves: list[Any] = []
+        self.names: list[str] = []
+        self.wanted: list[bool] = []
+        for position, (name, value) in enumerate(given):
+            for path, leaf in tree_flatten_with_path(value)[0]:
+                floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+                self.leaves.append(leaf)
+                self.names.append(name + keystr(path))
+                self.wanted.append(floating and (position < len(inputs) or leaf.requires_grad))
 
     def tensors(self) -> list[Tensor]:
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]

@@ -50,6 +50,7 @@ LIBRARIES = {
     "kernels.tuning": set[str](),
     "kernels": {"torch", "triton"},
     "planning": set[str](),
+    "train_examples.recipes": {"torch", "accelerate", "lightning", "peft", "transformers"},
     "train_examples": {"torch", "hydra", "omegaconf", "lightning", "matplotlib", "rich"},
     "": {"torch", "einops"},
 }
@@ -135,6 +136,8 @@ def test_imports_go_one_way() -> None:
         ("fusedlayers.bench.runner", "import train_examples.data"),
         ("fusedlayers.bench.plots", "import matplotlib"),
         ("train_examples.loop", "import fusedlayers.bench.cases"),
+        ("train_examples.loop", "import transformers"),
+        ("fusedlayers.verifying", "from . import bench"),
         ("fusedlayers.helpers", ""),
     ],
 )

@@ -91,10 +91,10 @@ class Trial:
 
 def supported(dtype: torch.dtype, width: int, gated: bool, device: Device) -> bool:
     """Whether all kernels of a feed-forward block have tiles for this width."""
-    sizes = {"batch": 1, "M": 1, "K": width, "N": 1, "O": width}
     name = str(dtype).removeprefix("torch.")
-    wanted = {"needs_data_gradient": True, "needs_weight_gradient": True}
-    problem = planning.Problem("ffn", **sizes, **wanted, dtype=name, gated=gated)
+    problem = planning.Problem(
+        "ffn", 1, 1, width, 1, width, name, gated=gated, needs_data_gradient=True, needs_weight_gradient=True
+    )
     return planning.gemm_gemm.why_unsupported(problem, device) is None
 
 
