@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from fusedlayers.bench.selftest import processes, running
 from fusedlayers.bench.selftest.trials import Trial, few_trials
 from fusedlayers.functional import dispatch
 from fusedlayers.kernels import gemm_gemm
+from fusedlayers.kernels.device import HAS_TRITON
 from fusedlayers.planning import Device
 
 CPU = torch.device("cpu")
@@ -144,6 +145,51 @@ def test_the_kernel_that_computed_a_result_is_blamed(trial: str, result: str | N
     blamed = running.blamed(found.plan(H200), result, "wrong")
     assert sorted(name.split(",")[0].split(" ")[1] for name in blamed) == kernels
     assert not any("TileConfig" in name for name in blamed), "the pipelined kernel ran, not the one beside it"
+
+
+# As if every kernel were launched on an H200: kernel by kernel what each trial launches, as far as trials differ.
+LAUNCHES = """
+from unittest import mock
+from dataclasses import replace
+import torch
+from triton.runtime.jit import JITFunction
+from fusedlayers.bench.cases import DTYPES
+from fusedlayers.bench.contenders import FUSED, Work, contender
+from fusedlayers.bench.selftest.trials import all_trials, launched
+from fusedlayers.functional import dispatch
+from fusedlayers.planning import Device
+
+device = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
+seen = set()
+for trial in all_trials(device):
+    case, options = trial.prepared()
+    kinds = tuple(name.split(": ")[1].split("(")[0] for name in launched(trial.plan(device)).values())
+    if (trial.case, trial.machine, kinds) in seen:
+        continue
+    seen.add((trial.case, trial.machine, kinds))
+    shapes = {name: operand.shape for name, operand in case.operands(trial.shape, options).items()}
+    dtype, names = DTYPES[trial.dtype], set()
+    inputs = {name: torch.ones(shape, dtype=dtype, requires_grad=case.backward) for name, shape in shapes.items()}
+    upstream = tuple(torch.ones(shape, dtype=dtype) for shape in case.result_shapes(trial.shape, options))
+    facts = replace(device, **trial.facts)
+    ours = contender(FUSED, case, options)
+    with (
+        mock.patch.object(JITFunction, "run", lambda kernel, *arguments, **more: names.add(kernel.__name__)),
+        mock.patch.object(dispatch, "describe", return_value=facts),
+        dispatch.switched(ours.switches),
+    ):
+        Work(inputs, upstream, case.backward).run(ours.call)
+    pipelined = sum("Pipeline" in kind or kind == "StoredConfig" for kind in kinds)
+    stored = "StoredConfig" in kinds
+    ran = sum(name.startswith(("_pipelined", "_stored")) for name in names)
+    assert ran == pipelined + stored, (str(trial), kinds, names)
+assert len(seen) > 15
+"""
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+def test_trials_launch_the_pipelined_kernels_that_they_are_meant_for(run_python: Callable[..., object]) -> None:
+    run_python(LAUNCHES, TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
 
 
 @pytest.mark.interpreter

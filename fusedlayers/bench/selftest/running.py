@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ... import planning
 from ...devices import assumed, describe
 from ...functional.dispatch import switched
 from ...planning import Decision
 from ..cases import DTYPES
 from ..contenders import FUSED, contender
 from ..exactness import exact_work, inequality
-from .trials import Trial
+from .trials import Trial, launched
 
 # Some compilers get a configuration wrong only now and then.
 REPEATS = 20
@@ -67,16 +66,11 @@ def run(trial: Trial, device: torch.device) -> Outcome:
 
 def blamed(plan: Decision, result: str | None, reason: str, without: str | None = None) -> dict[str, str]:
     """The configurations that computed ``result``, or all but those of the field ``without``; and the reason."""
-    launched = {field: names[0] for field, names in planning.configurations(plan).items() if field != without}
-    if "stored" in launched:
-        # The backward pass is one configuration, whose kernels take the place of both gradients'.
-        launched = {field: name for field, name in launched.items() if field in ("forward_tiles", "stored")}
-    elif "pipeline" in launched:
-        launched.pop("tiles", None)
-    owners = [field for field in launched if result in _RESULTS.get(field, ())]
-    rest = [field for field in launched if field not in _RESULTS]
-    fields = launched if result is None else owners or rest or launched
-    return {launched[field]: reason for field in fields}
+    found = {field: name for field, name in launched(plan).items() if field != without}
+    owners = [field for field in found if result in _RESULTS.get(field, ())]
+    rest = [field for field in found if field not in _RESULTS]
+    fields = found if result is None else owners or rest or found
+    return {found[field]: reason for field in fields}
 
 
 def _is_broken(device: torch.device) -> bool:

@@ -29,6 +29,7 @@ MACHINES: dict[str, dict[str, Any]] = {
     "all": {},
     "portable": {"pipelined": False},
     "recomputing": {"processors": 4, "recompute": True},
+    "recomputing, all": {"recompute": True},
 }
 _PIPELINED_WIDTHS = ((64, 64), (64, 128), (128, 64), (128, 128), (256, 256))
 # (kept rows, reduced rows) and inner widths of a reduction: every number of consumers, both blocks.
@@ -109,7 +110,7 @@ def machines(dtype: torch.dtype, width: int, device: Device) -> list[str]:
     """Those that differ for this width; float32 and widths in between have portable kernels alone."""
     if dtype == torch.float32 or width not in (64, 128, 256) or not device.pipelined:
         return ["all"]
-    return [name for name in MACHINES if name != "recomputing" or width == 256]
+    return [name for name in MACHINES if "recompute" not in MACHINES[name] or width == 256]
 
 
 def all_trials(device: Device) -> list[Trial]:
@@ -138,9 +139,9 @@ def _blocks(device: Device) -> Iterator[Trial]:
     for gated in (False, True):
         relu, plain = (Options(activation, gated=gated, bias=True) for activation in ("relu", "identity"))
         if device.pipelined:
-            for machine in ("few", "all", "recomputing"):
+            for machine in ("few", "all", "recomputing", "recomputing, all"):
                 for K, O in _PIPELINED_WIDTHS:
-                    if machine == "recomputing" and K < 256:
+                    if "recompute" in MACHINES[machine] and K < 256:
                         continue
                     for M, N in (WHOLE, RAGGED):
                         # A feed-forward block of a benchmark has as many columns out as in.
@@ -204,6 +205,17 @@ def _gradients(device: Device) -> Iterator[Trial]:
             yield Trial("hidden_gradient", Options(gated=gated, bias=True), (256, 256, 128), dtype)
 
 
+def launched(plan: Decision) -> dict[str, str]:
+    """Field of the plan -> the configuration that runs where operands lie as in the trials: in whole, aligned rows."""
+    found = {field: names[0] for field, names in planning.configurations(plan).items()}
+    if "stored" in found:
+        # Its kernels take the place of both gradients'.
+        return {field: name for field, name in found.items() if field in ("forward_tiles", "stored")}
+    if "pipeline" in found:
+        found.pop("tiles")
+    return found
+
+
 def covered(trials: list[Trial], device: Device) -> set[str]:
-    """The configurations that these trials launch: where operands lie as here, the pipelined ones."""
-    return {names[0] for trial in trials for names in planning.configurations(trial.plan(device)).values()}
+    """The configurations that these trials run."""
+    return {name for trial in trials for name in launched(trial.plan(device)).values()}
