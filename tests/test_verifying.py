@@ -68,6 +68,14 @@ def test_every_public_function_is_green_on_its_path_here(name: str) -> None:
     assert sum(found.paths.values()) == 1
 
 
+def test_linear_is_green_and_no_public_function_is_left_out() -> None:
+    found = fl.verify(functional.linear, normal(40, 24), normal(33, 24), normal(33), activation="relu")
+    assert found.ok, found
+    assert {verdict.name for verdict in found.verdicts} == {"y", "d x", "d weight", "d bias"}
+    assert fl.verify(fl.SplitKLinear(24, 33), normal(40, 24)).ok
+    assert {*CALLS, "linear"} == set(functional.__all__)
+
+
 @needs_kernels
 @infinities
 @pytest.mark.parametrize("name", CALLS)
