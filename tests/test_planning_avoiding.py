@@ -137,6 +137,7 @@ def every_problem() -> Iterator[Call]:
 def test_the_selftest_covers_whatever_can_be_planned(device: Device) -> None:
     from fusedlayers.bench.selftest.trials import all_trials, covered
 
+    assert {type(problem) for problem in PROBLEMS.values()} == set(planning._PLANNERS), "an operation has no trials"
     trials = all_trials(device)
     assert [str(trial) for trial in trials if trial.plan(device).path != "fused"] == []
     tested = covered(trials, device)
