@@ -1,9 +1,10 @@
 """Tile configurations by name, and plans without those that gave wrong numbers on the user's own machine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from ..kernels import tuning
 from .call import Decision
 from .devices import Device
 
@@ -20,14 +21,19 @@ def configurations(plan: Decision) -> dict[str, tuple[str, ...]]:
     A portable configuration is named beside the pipelined one, as it runs where operands lie otherwise than its copies
     need them.
     """
-    found: dict[str, tuple[str, ...]] = {}
+    return dict(_found(plan, plan.problem, ""))
+
+
+def _found(plan: Any, problem: Any, inside: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     for field in fields(plan):
-        config = getattr(plan, field.name)
+        config, place = getattr(plan, field.name), f"{inside}{field.name}"
         if field.name == "problem" or not is_dataclass(config):
             continue
+        if not type(config).__module__.startswith(tuning.__name__):
+            yield from _found(config, problem, f"{place} ")  # a plan within the plan
+            continue
         nested = getattr(config, "pipelined", None)
-        found[field.name] = tuple(_name(plan.problem, field.name, one) for one in (nested, config) if one is not None)
-    return found
+        yield place, tuple(_name(problem, place, one) for one in (nested, config) if one is not None)
 
 
 def _name(problem: Any, field: str, config: Any) -> str:
