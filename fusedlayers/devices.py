@@ -1,29 +1,107 @@
 """What a torch device can do, asked once per device: the facts that planning works with."""
 
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from .kernels.device import HAS_TRITON, interpreted
+from .kernels.device import HAS_TRITON, interpreted, toolchain
 from .kernels.hopper import HAS_GLUON
 from .planning import Device
 
+# What tests and the self-test assume instead of what is asked.
+_assumed: dict[str, Any] = {}
 
-@cache
+
 def describe(device: torch.device) -> Device:
     """The planning facts of ``device``; the interpreter counts as Triton on a CPU, for tests."""
+    facts = _describe(device)
+    return replace(facts, **_assumed) if _assumed else facts
+
+
+@contextmanager
+def assumed(**facts: Any) -> Iterator[None]:
+    """Every device is described with these facts for a while, as if it had fewer processors for example."""
+    before = dict(_assumed)
+    _assumed.update(facts)
+    try:
+        yield
+    finally:
+        _assumed.clear()
+        _assumed.update(before)
+
+
+@cache
+def _describe(device: torch.device) -> Device:
     if device.type != "cuda":
-        return Device(kind=device.type, name=device.type, triton=device.type == "cpu" and interpreted())
-    facts = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        architecture = facts.gcnArchName.split(":")[0]
+        facts = Device(kind=device.type, name=device.type, triton=device.type == "cpu" and interpreted())
     else:
-        architecture = f"sm_{facts.major}{facts.minor}"
-    return Device(
-        kind="cuda",
-        name=facts.name,
-        architecture=architecture,
-        processors=facts.multi_processor_count,
-        triton=HAS_TRITON,
-        pipelined=HAS_GLUON and architecture == "sm_90",
-    )
+        found = torch.cuda.get_device_properties(device)
+        if torch.version.hip:
+            architecture = found.gcnArchName.split(":")[0]
+        else:
+            architecture = f"sm_{found.major}{found.minor}"
+        facts = Device(
+            kind="cuda",
+            name=found.name,
+            architecture=architecture,
+            processors=found.multi_processor_count,
+            triton=HAS_TRITON,
+            pipelined=HAS_GLUON and architecture == "sm_90",
+        )
+    return replace(facts, avoided=failures_on_record(facts)) if facts.triton else facts
+
+
+def failures_file() -> Path:
+    """Where the self-test records what failed: ``fusedlayers/selftest.json`` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusedlayers" / "selftest.json"
+
+
+def failures_on_record(facts: Device) -> frozenset[str]:
+    """The configurations that failed the self-test on such a device, with this compiler and this assembler."""
+    path = failures_file()
+    # Most machines have no such file, and pay nothing for it.
+    return frozenset(_read(path).get(_place(facts), ())) if path.exists() else frozenset()
+
+
+def record_failures(facts: Device, names: Sequence[str]) -> Path | None:
+    """Replaces what is on record for such a device, and returns the file; None where there was and is nothing."""
+    path = failures_file()
+    record = _read(path) if path.exists() else {}
+    before = record.pop(_place(facts), None)
+    if names:
+        record[_place(facts)] = sorted(names)
+    elif before is None:
+        return None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Under a name of its own first, so that no other process reads half a file.
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(record, indent=1))
+    unfinished.replace(path)
+    _describe.cache_clear()
+    return path
+
+
+def _place(facts: Device) -> str:
+    return f"{facts.name}, {toolchain(facts.architecture)}"
+
+
+def _read(path: Path) -> dict[str, list[str]]:
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        warnings.warn(f"{path} is ignored: it cannot be read ({error}); run the self-test again", stacklevel=2)
+        return {}
+    right = isinstance(record, dict) and all(isinstance(names, list) for names in record.values())
+    if not right:
+        warnings.warn(f"{path} is ignored: it is no record of a self-test; run that again", stacklevel=2)
+    return record if right else {}

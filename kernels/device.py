@@ -26,4 +26,17 @@ def interpreted() -> bool:
     return HAS_TRITON and triton.knobs.runtime.interpret
 
 
-__all__ = ["HAS_TRITON", "Inert", "interpreted", "tl", "triton"]
+def toolchain(architecture: str) -> str:
+    """The compiler, and on NVIDIA's GPUs the assembler, that kernels for ``architecture`` go through."""
+    if not HAS_TRITON:
+        return "no Triton"
+    if interpreted():
+        return f"Triton {triton.__version__}, interpreter"
+    if not architecture.startswith("sm_"):
+        return f"Triton {triton.__version__}"
+    blackwell = int(architecture.removeprefix("sm_")) >= 100 and hasattr(triton.knobs.nvidia, "ptxas_blackwell")
+    tool = triton.knobs.nvidia.ptxas_blackwell if blackwell else triton.knobs.nvidia.ptxas
+    return f"Triton {triton.__version__}, ptxas {tool.version}"
+
+
+__all__ = ["HAS_TRITON", "Inert", "interpreted", "tl", "toolchain", "triton"]

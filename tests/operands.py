@@ -48,7 +48,8 @@ def on_path(
     """
 
     def plan(problem: planning.Problem, device: planning.Device, wish: str) -> planning.Plan:
-        made = planning.plan(problem, replace(device, **facts), wish)
+        # What failed the self-test on this machine is not what a test means to leave out.
+        made = planning.plan(problem, replace(device, **{"avoided": frozenset(), **facts}), wish)
         assert problem.empty or made.path == path.replace("kernels", "fused"), made
         return made
 

@@ -37,7 +37,8 @@ EVERY_ROW_BUT_BENCH = {
     "explaining": {"kernels", "planning", "reference", "devices", "functional"},
     "modules": {"kernels", "planning", "reference", "functional"},
     "replacing": {"kernels", "planning", "reference", "devices", "functional", "modules"},
-    "fusedlayers": {"functional", "modules", "explaining", "replacing"},
+    "verifying": {"closeness", "reference", "functional", "modules", "replacing"},
+    "fusedlayers": {"functional", "modules", "explaining", "replacing", "verifying"},
 }
 MAY_IMPORT = EVERY_ROW_BUT_BENCH | {
     "bench": set(EVERY_ROW_BUT_BENCH),
@@ -49,6 +50,7 @@ LIBRARIES = {
     "kernels.tuning": set[str](),
     "kernels": {"torch", "triton"},
     "planning": set[str](),
+    "train_examples.recipes": {"torch", "accelerate", "lightning", "peft", "transformers"},
     "train_examples": {"torch", "hydra", "omegaconf", "lightning", "matplotlib", "rich"},
     "": {"torch", "einops"},
 }
@@ -134,6 +136,8 @@ def test_imports_go_one_way() -> None:
         ("fusedlayers.bench.runner", "import train_examples.data"),
         ("fusedlayers.bench.plots", "import matplotlib"),
         ("train_examples.loop", "import fusedlayers.bench.cases"),
+        ("train_examples.loop", "import transformers"),
+        ("fusedlayers.verifying", "from . import bench"),
         ("fusedlayers.helpers", ""),
     ],
 )

@@ -5,8 +5,10 @@
     python -m fusedlayers.bench all --time --plot                    everything that the README shows
     python -m fusedlayers.bench table FILE.json                      the README's tables of a record
     python -m fusedlayers.bench plot FILE.json                       the pictures of a record
+    python -m fusedlayers.bench selftest                             every kernel configuration on this machine
 
-Exit status: 0 if everything is right, 1 if a verification is red or a record is unusable, 2 for a bad command line.
+Exit status: 0 if everything is right, 1 if a verification is red, a record is unusable or there is
+no GPU to test, 2 for a bad command line.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ import torch
 
 from ..kernels.activations import canonical_activation
 from ..kernels.gemm_reduce import OPERATIONS
-from . import plots, record, tables
+from . import plots, record, selftest, tables
 from .cases import CASES, DTYPES, INITS, Case, Grid, Options, Shape
 from .contenders import AUTO, COMPILED, EAGER, FUSED
+from .exactness import INTEGER_ACTIVATIONS, INTEGER_OPERATIONS
 from .runner import FORWARD, FORWARD_BACKWARD, Row, Settings, run
-from .verification import INTEGER_ACTIVATIONS, INTEGER_OPERATIONS
 
 _CONTENDER_WORDS = {"eager": EAGER, "compile": COMPILED, "auto": AUTO, "fused": FUSED}
 _DIRECTION_WORDS = {
@@ -40,7 +42,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line, and return the exit status."""
     words = sys.argv[1:] if arguments is None else arguments
     parser = build_parser()
-    chosen = parser.parse_args(words)
+    # A flag too, for the sake of those who look for one.
+    chosen = parser.parse_args(["selftest" if word == "--selftest" else word for word in words])
+    if chosen.name == "selftest":
+        try:
+            return selftest.main(_device(chosen))
+        except ValueError as error:
+            parser.error(str(error))
     if chosen.name in ("table", "plot"):
         return _show(chosen)
     try:
@@ -62,7 +70,13 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run_options(commands.add_parser("all", help="benchmark every published grid"))
     for name, what in (("table", "print the markdown tables of a record"), ("plot", "draw the pictures of a record")):
         commands.add_parser(name, help=what).add_argument("file", type=Path, metavar="FILE.json")
+    command = commands.add_parser("selftest", help="test every kernel configuration on this machine with integers")
+    _add_device_option(command)
     return parser
+
+
+def _add_device_option(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--device", help="default: cuda if there is one, else cpu")
 
 
 def _add_case_options(command: argparse.ArgumentParser, case: Case) -> None:
@@ -91,7 +105,7 @@ def _add_case_options(command: argparse.ArgumentParser, case: Case) -> None:
 
 def _add_run_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 without one")
-    command.add_argument("--device", help="default: cuda if there is one, else cpu")
+    _add_device_option(command)
     command.add_argument("--init", choices=INITS, default="normal", help="values of the inputs (default: normal)")
     command.add_argument("--seed", type=int, default=0, help="of the inputs (default: 0)")
     command.add_argument("--verify", action="store_true", help="verify only; verification also precedes any timing")
@@ -151,7 +165,7 @@ def _positive(text: str) -> float:
     return value
 
 
-def _settings(chosen: argparse.Namespace) -> Settings:
+def _device(chosen: argparse.Namespace) -> torch.device:
     has_gpu = torch.cuda.is_available()
     try:
         device = torch.device(chosen.device or ("cuda" if has_gpu else "cpu"))
@@ -165,6 +179,11 @@ def _settings(chosen: argparse.Namespace) -> Settings:
                 f"argument --device: {chosen.device!r}: there are {torch.cuda.device_count()} CUDA devices"
             )
         device = torch.device("cuda", device.index or 0)
+    return device
+
+
+def _settings(chosen: argparse.Namespace) -> Settings:
+    device = _device(chosen)
     if chosen.time and chosen.verify:
         # Both named means both wanted, as either flag alone already implies the verification.
         chosen.verify = False

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -68,26 +66,17 @@ class Work:
 
     def run(self, call: Callable[..., Results]) -> tuple[Tensor, ...]:
         """The results, and with ``backward`` the gradient of each input in order."""
-        if not self.backward:
-            with torch.no_grad():
-                return as_tuple(call(**self.inputs))
-        results = as_tuple(call(**self.inputs))
-        return (*results, *torch.autograd.grad(results, tuple(self.inputs.values()), self.upstream))
+        results = self.forward(call)
+        return (*results, *self.gradients(results))
 
+    def forward(self, call: Callable[..., Results]) -> tuple[Tensor, ...]:
+        """The results alone, with a graph if ``backward``."""
+        with torch.set_grad_enabled(self.backward):
+            return as_tuple(call(**self.inputs))
 
-@contextmanager
-def switched(switches: Mapping[str, str]) -> Iterator[None]:
-    """The environment variables set for a while."""
-    before = {name: os.environ.get(name) for name in switches}
-    os.environ.update(switches)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name)
-            else:
-                os.environ[name] = value
+    def gradients(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """With ``backward`` the gradient of each input in order."""
+        return torch.autograd.grad(results, tuple(self.inputs.values()), self.upstream) if self.backward else ()
 
 
 def contender(name: str, case: Case, options: Options) -> Contender:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .contenders import Contender, Work, switched
+from ..functional.dispatch import switched
+from .contenders import Contender, Work
 
 
 def saved_bytes(contender: Contender, work: Work, parameters: frozenset[str]) -> int:

@@ -14,10 +14,11 @@ import torch
 from . import record as records
 from .cases import DTYPES, Case, Grid, Options, Shape
 from .contenders import AUTO, FUSED, FUSED_SWITCHES, Contender, contender, our_plan
+from .exactness import random_work, rotating_work
 from .memory import peak_bytes, saved_bytes
 from .record import Record
 from .timing import NotTimed, clock_for, measure
-from .verification import Verification, random_work, rotating_work, verify
+from .verification import Verification, verify
 
 FORWARD, FORWARD_BACKWARD = "forward", "forward_backward"
 

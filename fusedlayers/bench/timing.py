@@ -19,7 +19,8 @@ from functools import partial
 
 import torch
 
-from .contenders import Contender, Work, switched
+from ..functional.dispatch import switched
+from .contenders import Contender, Work
 
 WARM_UP_RUNS = 3
 # Rounds at the start whose times are thrown away: the clocks are still rising.

@@ -9,6 +9,7 @@ from .. import functional
 from ..devices import describe
 from ..functional.dispatch import dispatch
 from ..planning import Decision
+from ..planning.avoiding import WHY_AVOIDED
 from .calls import CALLS, bound, problem_and_title
 from .facts import facts
 
@@ -48,6 +49,7 @@ def explain(target: nn.Module | Callable[..., Any], *inputs: Tensor, **options: 
     device = next(value for value in arguments.values() if isinstance(value, Tensor)).device
     plan = dispatch(problem, device)
     rows = [*facts(problem, plan, describe(device)), *_copies(problem, plan, arguments)]
+    rows += [("avoided", f"{name}: {WHY_AVOIDED} (python -m fusedlayers.bench selftest)") for name in plan.avoided]
     rows += [(f"not {path}", reason) for path, reason in plan.rejected]
     width = max(len(name) for name, _ in rows)
     return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])

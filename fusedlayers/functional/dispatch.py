@@ -3,7 +3,9 @@
 import functools
 import logging
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +36,9 @@ _WARM_LIMIT = 4096
 _problems: dict[tuple[object, ...], Any] = {}
 _PROBLEMS_LIMIT = 4096
 
+# Who counts the paths that calls take, while somebody does.
+_counted: Counter[str] | None = None
+
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _PLAIN_OPTIONS = (str, bool, int, float, type(None))
 
@@ -44,6 +49,21 @@ def backend() -> str:
     if value not in planning.BACKENDS:
         raise ValueError(f"FUSEDLAYERS_BACKEND is {value!r}; expected one of {', '.join(planning.BACKENDS)}")
     return value
+
+
+@contextmanager
+def switched(switches: Mapping[str, str]) -> Iterator[None]:
+    """The environment variables (``FUSEDLAYERS_BACKEND`` ...) set for a while."""
+    before = {name: os.environ.get(name) for name in switches}
+    os.environ.update(switches)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
 
 
 def strict() -> bool:
@@ -298,7 +318,20 @@ def dispatch(problem: Any, device: torch.device) -> Any:
     if plan.unsupported is not None and not problem.empty and (wish == "triton" or (must and wish == "auto")):
         switch = "FUSEDLAYERS_BACKEND=triton" if wish == "triton" else "FUSEDLAYERS_STRICT=1"
         raise RuntimeError(f"{switch} is set, but {problem.operation} cannot run in Triton: {plan.unsupported}")
+    if _counted is not None:
+        _counted[f"{problem.operation} {plan.path}"] += 1
     return plan
+
+
+@contextmanager
+def decisions() -> Iterator[Counter[str]]:
+    """Counts the calls of each operation and path ("ffn fused") for a while; not for use inside itself."""
+    global _counted
+    _counted = Counter()
+    try:
+        yield _counted
+    finally:
+        _counted = None
 
 
 def ran_as_kernels(problem: Call, device: torch.device) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import gemm_gemm, gemm_reduce, hidden_gradient, linear, maxsim, weight_gradient
+from .avoiding import configurations, without_avoided
 from .call import Call, Decision
 from .devices import BACKENDS, CEILINGS, Device, floor_seconds
 from .gemm_gemm import Plan, Problem
@@ -31,9 +32,12 @@ def plan(problem: Call, device: Device, backend: str = "auto") -> Any:
     """The path that runs ``problem`` on ``device``: the plan of its operation.
 
     ``backend`` is the user's wish: ``"auto"`` takes what was measured fastest, ``"triton"`` the kernels wherever they
-    can run, ``"torch"`` never a kernel.
+    can run, ``"torch"`` never a kernel. What failed the self-test on the device is avoided whatever the wish.
     """
-    return _PLANNERS[type(problem)](problem, device, backend)
+    planner = _PLANNERS[type(problem)]
+    if not device.avoided:
+        return planner(problem, device, backend)
+    return without_avoided(lambda facts, wish: planner(problem, facts, wish), device, backend)
 
 
 __all__ = [
@@ -55,6 +59,7 @@ __all__ = [
     "ReduceProblem",
     "WeightGradientPlan",
     "WeightGradientProblem",
+    "configurations",
     "floor_seconds",
     "plan",
 ]

@@ -43,6 +43,7 @@ class Decision:
     workspace_bytes: int = 0
     floor_seconds: float | None = None
     unsupported: str | None = field(default=None, compare=False)  # why the kernels cannot run, if they cannot
+    avoided: tuple[str, ...] = ()  # configurations it would have, had they not failed the self-test on this device
 
 
 COLD = "a CUDA graph capture records only kernels that ran before it: call once with the same shapes to warm up"
@@ -52,6 +53,8 @@ def no_kernels(problem: Any, device: Device) -> str | None:
     """Why no kernel of the operation runs on this device with these operands, or None."""
     if not device.triton:
         return "Triton is not installed" if device.kind == "cuda" else f"no Triton kernels on device type {device.kind}"
+    if device.why_no_kernels:
+        return device.why_no_kernels
     if problem.subclass:
         return f"an operand is a {problem.subclass}, which only torch's own operations understand"
     if problem.dtype not in KERNEL_DTYPES:

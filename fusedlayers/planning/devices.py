@@ -17,7 +17,10 @@ KERNEL_DTYPES = ("float16", "bfloat16", "float32")
 
 @dataclass(frozen=True)
 class Device:
-    """What planning knows of a device: ``kind`` is torch's device type, ``triton`` whether kernels run on it."""
+    """What planning knows of a device: ``kind`` is torch's device type, ``triton`` whether kernels run on it.
+
+    ``avoided`` names the tile configurations that failed the self-test on it.
+    """
 
     kind: str
     name: str = ""
@@ -25,6 +28,8 @@ class Device:
     processors: int = 1
     triton: bool = False
     pipelined: bool = False  # whether the warp-specialised kernels run on it too
+    avoided: frozenset[str] = frozenset()
+    why_no_kernels: str = ""  # why no kernel may run although Triton is there
 
 
 def floor_seconds(flops: int, moved_bytes: int, dtype: str, device: Device) -> float | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedlayers import reference
-from fusedlayers.bench import cases, verification
+from fusedlayers.bench import cases, exactness, verification
 from fusedlayers.bench.cases import CASES, Options
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ PLAIN = Options("gelu_tanh", bias=True)
     ids=["ffn", "gated_ffn", "gemm_gemm", "reduce max", "reduce sum", "maxsim", "weight_gradient", "without db"],
 )
 def test_integer_inputs_stay_exact(case: cases.Case, options: Options, shape: cases.Shape, dtype: str) -> None:
-    work, truth = verification.exact_work(case, options, shape, dtype=cases.DTYPES[dtype], device=CPU, seed=0)
+    work, truth = exactness.exact_work(case, options, shape, dtype=cases.DTYPES[dtype], device=CPU, seed=0)
     for tensor in (*work.inputs.values(), *work.upstream):
         assert set(tensor.unique().tolist()) <= {-2, -1, 0, 1, 2}
     for tensor in truth:
@@ -63,25 +63,23 @@ def test_an_integer_result_that_is_off_by_one_is_red() -> None:
 
 def test_the_exactness_watch_sees_inside_the_computation() -> None:
     """The hidden overflows the integers of bfloat16 although the result does not."""
-    with verification._ExactnessWatch(torch.bfloat16) as watch:
+    with exactness.ExactnessWatch() as watch:
         hidden = torch.full((1, 1), 300.0, dtype=torch.float64) * 1
         _ = hidden * 0
-    assert not watch.exact
-    with verification._ExactnessWatch(torch.bfloat16) as watch:
+    assert not watch.within(torch.bfloat16)
+    assert watch.within(torch.float16)
+    with exactness.ExactnessWatch() as watch:
         _ = torch.full((1, 1), 3.0, dtype=torch.float64) * 0.5
-    assert not watch.exact
-    with verification._ExactnessWatch(torch.float16) as watch:
-        _ = torch.full((1, 1), 300.0, dtype=torch.float64) * 1
-    assert watch.exact
+    assert not watch.within(torch.bfloat16)
 
 
 def test_integers_that_cannot_stay_exact_are_refused() -> None:
     with pytest.raises(ValueError, match="activation gelu leaves the integers"):
-        verification.exact_work(FFN, Options("gelu"), (8, 8, 8), dtype=torch.float32, device=CPU, seed=0)
+        exactness.exact_work(FFN, Options("gelu"), (8, 8, 8), dtype=torch.float32, device=CPU, seed=0)
     # A sum over so many tokens leaves the integers of bfloat16 until the inputs are so sparse that a result vanishes.
     many_tokens = (20000, 1, 1)
     with pytest.raises(ValueError, match="no density of non-zero values keeps every step of 20000x1x1 exact"):
-        verification.exact_work(FFN, Options("relu2"), many_tokens, dtype=torch.bfloat16, device=CPU, seed=1)
+        exactness.exact_work(FFN, Options("relu2"), many_tokens, dtype=torch.bfloat16, device=CPU, seed=1)
 
 
 @pytest.mark.parametrize("init", ["normal", "uniform", "zeros"])

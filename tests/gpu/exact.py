@@ -7,30 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedlayers import reference
+from fusedlayers.bench.exactness import ExactnessWatch
 from tests.operands import DEVICE, Tensors, ffn_inputs, in_float64, integers, like_result, results
 
 DENSITIES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.2, 0.16, 0.13, 0.11, 0.09, 0.075, 0.06, 0.05, 0.04, 0.03, 0.02)
 # Of one operand where sums are long and the other tensors stay as dense as they are.
 SPARSER = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03, 0.015, 0.008, 0.004, 0.002, 0.001)
-
-
-class _Largest(TorchDispatchMode):
-    """The largest magnitude among the float64 results of all torch operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = 0.0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor) and tensor.dtype == torch.float64 and tensor.numel():
-                # What does not take part in a maximum is infinite, and takes part in nothing else.
-                self.value = max(self.value, float(tensor.abs().nan_to_num(posinf=0.0).max()))
-        return result
 
 
 def exact(
@@ -47,11 +31,11 @@ def exact(
     """
     for density in densities:
         inputs, dy = draw_inputs(integers(density))
-        with _Largest() as largest:
+        with ExactnessWatch() as watch:
             truth = results(operation, in_float64(inputs), dy.double(), **arithmetic)
-        if largest.value <= 2 / torch.finfo(dtype).eps:
+        if watch.largest <= 2 / torch.finfo(dtype).eps:
             return inputs, dy, {name: None if value is None else value.to(dtype) for name, value in truth.items()}
-    raise ValueError(f"no density keeps {largest.value} within {dtype}")
+    raise ValueError(f"no density keeps {watch.largest} within {dtype}")
 
 
 def exact_ffn(

@@ -15,66 +15,31 @@ import torch
 from torch import Tensor
 
 from fusedlayers import functional, planning, reference
+from fusedlayers.bench.selftest.trials import MACHINES, RAGGED, WHOLE, machines, supported, widths_of_rows
 from fusedlayers.devices import describe
-from fusedlayers.kernels import tuning
 from tests.gpu.exact import assert_says_something, exact, exact_ffn
 from tests.operands import DEVICE, SIZES, Tensors, assert_equal, on_path, results, seed_after
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 SPLITS = (1, 2, 3, 5, 8)
 REPEATS = 20
-# All loops run several times for these (tokens, hidden): whole tiles only, and tails in both.
-WHOLE, RAGGED = (1024, 512), (1061, 488)
+FACTS = describe(DEVICE)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-
-def supported(dtype: torch.dtype, width: int, gated: bool) -> bool:
-    """Whether all kernels have tiles for this width here."""
-    sizes = {"batch": 1, "M": 1, "K": width, "N": 1, "O": width}
-    name = str(dtype).removeprefix("torch.")
-    wanted = {"needs_data_gradient": True, "needs_weight_gradient": True}
-    problem = planning.Problem("ffn", **sizes, **wanted, dtype=name, gated=gated)
-    return planning.gemm_gemm.why_unsupported(problem, describe(DEVICE)) is None
-
-
-def widths_of_rows(bits: int) -> list[int]:
-    """The widest width of every row of the tables for this GPU: with it, the row is at its limits."""
-    tables = [tuning.rows(kernel, describe(DEVICE).architecture, bits, gated)
-              for kernel in ("forward", "data_gradient", "weight_gradient") for gated in (False, True)]  # fmt: skip
-    return sorted({width for rows in tables for width, _ in rows})
 
 
 def cases() -> list[tuple[torch.dtype, int, bool, str, tuple[int, int]]]:
     found = []
     for gated in (False, True):
-        for width in widths_of_rows(16):
+        for width in widths_of_rows(16, FACTS):
             found += [(BFLOAT16, width, gated, "relu", size) for size in (WHOLE, RAGGED)]
             found += [(BFLOAT16, width, gated, "identity", WHOLE), (FLOAT16, width, gated, "relu", RAGGED)]
         for width in (16, 24, 32, 48, 61, 80, 96, 101, 160, 192, 203, 253):
             found.append((BFLOAT16, width, gated, "relu", RAGGED))
         found += [(FLOAT16, width, gated, "identity", WHOLE) for width in (16, 80, 192)]
-        found += [(FLOAT32, width, gated, "relu", RAGGED) for width in (16, 80, *widths_of_rows(32))]
-        found += [(FLOAT32, width, gated, "identity", WHOLE) for width in widths_of_rows(32)]
-    return [case for case in dict.fromkeys(found) if supported(case[0], case[1], case[2])]
-
-
-# Few processors, so that each program of a pipelined kernel takes many tiles, with two consumers; as many as there are,
-# with one consumer; the portable kernels, where the pipelined ones would run; and recomputing, where a backward pass
-# would store what is hidden.
-MACHINES: dict[str, dict[str, Any]] = {
-    "few": {"processors": 4},
-    "all": {},
-    "portable": {"pipelined": False},
-    "recomputing": {"processors": 4, "recompute": True},
-}
-
-
-def machines(dtype: torch.dtype, width: int) -> list[str]:
-    """Those that differ for this width; float32 and widths in between have portable kernels alone."""
-    if dtype == FLOAT32 or width not in (64, 128, 256) or not describe(DEVICE).pipelined:
-        return ["all"]
-    return [name for name in MACHINES if name != "recomputing" or width == 256]
+        found += [(FLOAT32, width, gated, "relu", RAGGED) for width in (16, 80, *widths_of_rows(32, FACTS))]
+        found += [(FLOAT32, width, gated, "identity", WHOLE) for width in widths_of_rows(32, FACTS)]
+    return [case for case in dict.fromkeys(found) if supported(case[0], case[1], case[2], FACTS)]
 
 
 def named(value: object) -> str:
@@ -97,7 +62,7 @@ def repeat(call: Callable[..., Tensor], inputs: Tensors, dy: Tensor, expected: T
 
 @pytest.mark.parametrize(
     ("dtype", "width", "gated", "activation", "size", "machine"),
-    [(*case, machine) for case in cases() for machine in machines(*case[:2])],
+    [(*case, machine) for case in cases() for machine in machines(*case[:2], FACTS)],
     ids=named,
 )
 def test_ffn(dtype: torch.dtype, width: int, gated: bool, activation: str, size: tuple[int, int], machine: str) -> None:
@@ -115,7 +80,7 @@ def test_ffn_with_other_widths_out_than_in(K: int, O: int, gated: bool) -> None:
         repeat(functional.ffn, inputs, dy, expected, activation="relu", **options)
 
 
-@pytest.mark.parametrize("width", widths_of_rows(16))
+@pytest.mark.parametrize("width", widths_of_rows(16, FACTS))
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_ffn_with_dropout(width: int, gated: bool) -> None:
     # Kept elements are multiplied by 2, so they stay integers.
@@ -149,16 +114,23 @@ def gemm_gemm_inputs(
 
 
 def gemm_gemm_cases() -> list[tuple[torch.dtype, int, str | None, tuple[int, int]]]:
-    found = [(BFLOAT16, width, None, size) for width in (*widths_of_rows(16), 48, 80) for size in (WHOLE, RAGGED)]
-    found += [(BFLOAT16, width, "relu", WHOLE) for width in widths_of_rows(16)]
-    found += [(FLOAT16, width, None, RAGGED) for width in widths_of_rows(16)]
-    found += [(FLOAT32, width, None, RAGGED) for width in widths_of_rows(32)]
-    return [case for case in found if supported(case[0], case[1], gated=False)]
+    found = [
+        (BFLOAT16, width, None, size) for width in (*widths_of_rows(16, FACTS), 48, 80) for size in (WHOLE, RAGGED)
+    ]
+    found += [(BFLOAT16, width, "relu", WHOLE) for width in widths_of_rows(16, FACTS)]
+    found += [(FLOAT16, width, None, RAGGED) for width in widths_of_rows(16, FACTS)]
+    found += [(FLOAT32, width, None, RAGGED) for width in widths_of_rows(32, FACTS)]
+    return [case for case in found if supported(case[0], case[1], False, FACTS)]
 
 
 @pytest.mark.parametrize(
     ("dtype", "width", "activation", "size", "machine"),
-    [(*case, machine) for case in gemm_gemm_cases() for machine in machines(*case[:2]) if machine != "recomputing"],
+    [
+        (*case, machine)
+        for case in gemm_gemm_cases()
+        for machine in machines(*case[:2], FACTS)
+        if "recompute" not in MACHINES[machine]
+    ],
     ids=named,
 )
 def test_gemm_gemm(dtype: torch.dtype, width: int, activation: str | None, size: tuple[int, int], machine: str) -> None:
@@ -190,7 +162,7 @@ def test_ffn_of_any_number_of_tokens_or_hidden_columns(letter: str, gated: bool)
 @pytest.mark.parametrize("width", [size for size in SIZES if size])
 def test_ffn_of_any_width(width: int) -> None:
     # Widths that do not fit on chip run, too: through torch, which may round partial sums to bfloat16.
-    path, dtype = ("kernels", BFLOAT16) if supported(BFLOAT16, width, gated=False) else ("torch", FLOAT32)
+    path, dtype = ("kernels", BFLOAT16) if supported(BFLOAT16, width, False, FACTS) else ("torch", FLOAT32)
     for K, O in ((width, 32), (32, width)):
         inputs, dy, expected = exact_ffn((2, 70), K, 129, O, dtype, activation="relu")
         with on_path(path) as options:

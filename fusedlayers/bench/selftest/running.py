@@ -1,0 +1,84 @@
+"""One trial: exactly the right integers, again and again, and which configuration is to blame where they are not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...devices import assumed, describe
+from ...functional.dispatch import switched
+from ...planning import Decision
+from ..cases import DTYPES
+from ..contenders import FUSED, contender
+from ..exactness import exact_work, inequality
+from .trials import Trial, launched
+
+# Some compilers get a configuration wrong only now and then.
+REPEATS = 20
+
+# Field of a plan -> the results that its kernel computes; the others' kernels compute what remains.
+_RESULTS = {
+    "forward_tiles": ("y",),
+    "data_gradient_tiles": ("dx", "da", "db_down"),
+    "query_gradient_tiles": ("dqueries",),
+    "document_gradient_tiles": ("ddocuments",),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a trial: configuration -> what was wrong with it; ``broken`` says that the process is unusable."""
+
+    failures: dict[str, str]
+    broken: bool = False
+
+
+def run(trial: Trial, device: torch.device) -> Outcome:
+    """The trial on ``device``, ``REPEATS`` times; once through the interpreter, which always does the same."""
+    with assumed(**trial.facts):
+        plan = trial.plan(describe(device))
+        if plan.path != "fused":
+            return Outcome(blamed(plan, None, f"{trial}: the kernels do not run: {plan.unsupported}"))
+        case, options = trial.prepared()
+        work, truth = exact_work(case, options, trial.shape, dtype=DTYPES[trial.dtype], device=device, seed=0)
+        expected = [tensor.to(DTYPES[trial.dtype]) for tensor in truth]
+        names = [*case.results, *(f"d{name}" for name in work.inputs)] if case.backward else list(case.results)
+        ours = contender(FUSED, case, options)
+        failures: dict[str, str] = {}
+        with switched(ours.switches):
+            for _ in range(1 if device.type == "cpu" else REPEATS):
+                results: tuple[torch.Tensor, ...] = ()
+                try:
+                    results = work.forward(ours.call)
+                    results += work.gradients(results)
+                    faults = [*map(inequality, names, results, expected)]
+                except Exception as error:
+                    reason = f"{trial}: {type(error).__name__}: {error}"
+                    # A gradient that cannot be computed says nothing about the forward pass.
+                    without = "forward_tiles" if results else None
+                    return Outcome(failures | blamed(plan, None, reason, without), _is_broken(device))
+                for name, fault in zip(names, faults, strict=False):
+                    if fault is not None:
+                        failures = blamed(plan, name, f"{trial}: {fault}") | failures
+        return Outcome(failures)
+
+
+def blamed(plan: Decision, result: str | None, reason: str, without: str | None = None) -> dict[str, str]:
+    """The configurations that computed ``result``, or all but those of the field ``without``; and the reason."""
+    found = {field: name for field, name in launched(plan).items() if field != without}
+    owners = [field for field in found if result in _RESULTS.get(field, ())]
+    rest = [field for field in found if field not in _RESULTS]
+    fields = found if result is None else owners or rest or found
+    return {found[field]: reason for field in fields}
+
+
+def _is_broken(device: torch.device) -> bool:
+    """Whether the device refuses everything after an error, as CUDA does after an illegal access."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False

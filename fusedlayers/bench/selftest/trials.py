@@ -1,0 +1,221 @@
+"""What the self-test calls: for every tile configuration that the planner can choose on a device, a call that takes it.
+
+The sizes are small, and still every loop of a kernel runs several times: whole tiles only, and tails in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ... import planning
+from ...kernels import tuning
+from ...planning import Decision, Device
+from ..cases import CASES, DTYPES, Case, Options, Shape
+from ..cases.hidden_gradient import HIDDEN_GRADIENT
+
+TESTED = CASES | {HIDDEN_GRADIENT.name: HIDDEN_GRADIENT}
+
+# (tokens, hidden) of a feed-forward block: whole tiles, and tails in both.
+WHOLE, RAGGED = (1024, 512), (1061, 488)
+# Few processors, so that each program of a pipelined kernel takes many tiles, with two consumers; as many as there are,
+# with one consumer; the portable kernels, where the pipelined ones would run; and recomputing, where a backward pass
+# would store what is hidden.
+MACHINES: dict[str, dict[str, Any]] = {
+    "few": {"processors": 4},
+    "all": {},
+    "portable": {"pipelined": False},
+    "recomputing": {"processors": 4, "recompute": True},
+    "recomputing, all": {"recompute": True},
+}
+_PIPELINED_WIDTHS = ((64, 64), (64, 128), (128, 64), (128, 128), (256, 256))
+# (kept rows, reduced rows) and inner widths of a reduction: every number of consumers, both blocks.
+_REDUCED = ((40, 16), (128, 304), (200, 64), (120, 600), (264, 1024))
+_PORTABLE_WIDTHS = (16, 24, 64, 128, 256, 1000)
+# (queries, documents, query tokens, document tokens).
+_LATE = (
+    (1, 9, 32, 40),
+    (4, 9, 32, 40),
+    (2, 5, 50, 300),
+    (20, 3, 30, 72),
+    (5, 3, 32, 600),
+    (1, 9, 56, 600),
+    (1, 9, 32, 72),
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One call of a benchmark case on integers, on ``device`` or as if it were this ``machine``; plain data."""
+
+    case: str
+    options: Options
+    shape: Shape
+    dtype: str
+    machine: str = "all"
+    backward: bool = True
+
+    def __str__(self) -> str:
+        kind = ("gated " if self.options.gated else "") + self.case
+        passes = "" if self.backward else ", forward alone"
+        shape = "x".join(map(str, self.shape))
+        return f"{kind} {shape} {self.options.activation} {self.dtype} ({self.machine}{passes})"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is assumed of the device; nothing is avoided, as that is what is tested."""
+        assumed = {name: value for name, value in MACHINES[self.machine].items() if name != "recompute"}
+        return assumed | {"avoided": frozenset()}
+
+    def prepared(self) -> tuple[Case, Options]:
+        """The case and its options."""
+        case = TESTED[self.case]
+        recompute = MACHINES[self.machine].get("recompute", "auto")
+        return replace(case, backward=case.backward and self.backward), replace(self.options, recompute=recompute)
+
+    def plan(self, device: Device) -> Decision:
+        """What runs on ``device`` if kernels are forced; planned without data."""
+        case, options = self.prepared()
+        operands = case.operands(self.shape, options)
+        blank = {
+            name: torch.empty(operand.shape, dtype=DTYPES[self.dtype], device="meta", requires_grad=case.backward)
+            for name, operand in operands.items()
+        }
+        with torch.set_grad_enabled(case.backward):
+            problem = case.problem(blank, options)
+        plan: Decision = planning.plan(problem, replace(device, **self.facts), "triton")
+        return plan
+
+
+def supported(dtype: torch.dtype, width: int, gated: bool, device: Device) -> bool:
+    """Whether all kernels of a feed-forward block have tiles for this width."""
+    name = str(dtype).removeprefix("torch.")
+    problem = planning.Problem(
+        "ffn", 1, 1, width, 1, width, name, gated=gated, needs_data_gradient=True, needs_weight_gradient=True
+    )
+    return planning.gemm_gemm.why_unsupported(problem, device) is None
+
+
+def widths_of_rows(bits: int, device: Device) -> list[int]:
+    """The widest width of every row of the tables for this device: with it, the row is at its limits."""
+    tables = [tuning.rows(kernel, device.architecture, bits, gated)
+              for kernel in ("forward", "data_gradient", "weight_gradient") for gated in (False, True)]  # fmt: skip
+    return sorted({width for rows in tables for width, _ in rows})
+
+
+def machines(dtype: torch.dtype, width: int, device: Device) -> list[str]:
+    """Those that differ for this width; float32 and widths in between have portable kernels alone."""
+    if dtype == torch.float32 or width not in (64, 128, 256) or not device.pipelined:
+        return ["all"]
+    return [name for name in MACHINES if "recompute" not in MACHINES[name] or width == 256]
+
+
+def all_trials(device: Device) -> list[Trial]:
+    """Every trial for a GPU; each configuration is taken by one with relu and by one without an activation."""
+    found = [*_blocks(device), *_reductions(device), *_late_interactions(device), *_gradients(device)]
+    return list(dict.fromkeys(found))
+
+
+def few_trials() -> list[Trial]:
+    """A small subset for Triton's interpreter, which is slow, and wrong for bfloat16."""
+    ffn = Options("relu", bias=True)
+    return [
+        Trial("ffn", ffn, (37, 24, 40), "fp16"),
+        Trial("ffn", replace(ffn, gated=True), (37, 24, 40), "fp32"),
+        Trial("gemm_gemm", Options(), (2, 37, 40, 24, 16), "fp16"),
+        Trial("gemm_reduce", Options("relu", op="max"), (2, 37, 33, 24), "fp16"),
+        Trial("gemm_reduce", Options(op="sumsq", dim=-1), (2, 37, 33, 24), "fp32"),
+        Trial("maxsim", Options(), (3, 4, 5, 33, 24), "fp16"),
+        Trial("weight_gradient", Options(bias=True), (37, 24, 40), "fp16"),
+        Trial("hidden_gradient", Options("relu", bias=True), (37, 24, 40), "fp16"),
+    ]
+
+
+def _blocks(device: Device) -> Iterator[Trial]:
+    """Feed-forward blocks and products of three matrices, which are the same kernels."""
+    for gated in (False, True):
+        relu, plain = (Options(activation, gated=gated, bias=True) for activation in ("relu", "identity"))
+        if device.pipelined:
+            for machine in ("few", "all", "recomputing", "recomputing, all"):
+                for K, O in _PIPELINED_WIDTHS:
+                    if "recompute" in MACHINES[machine] and K < 256:
+                        continue
+                    for M, N in (WHOLE, RAGGED):
+                        # A feed-forward block of a benchmark has as many columns out as in.
+                        if K == O:
+                            yield Trial("ffn", relu, (M, K, N), "bf16", machine)
+                            yield Trial("ffn", plain, (M, K, N), "fp16", machine)
+                        elif not gated:
+                            yield Trial("gemm_gemm", Options("relu"), (1, M, N, K, O), "bf16", machine)
+                            yield Trial("gemm_gemm", Options(), (1, M, N, K, O), "fp16", machine)
+        for dtype, width in [("bf16", width) for width in widths_of_rows(16, device)] + [
+            ("fp32", width) for width in widths_of_rows(32, device)
+        ]:
+            if not supported(DTYPES[dtype], width, gated, device):
+                continue
+            yield Trial("ffn", relu, (RAGGED[0], width, RAGGED[1]), dtype, "portable")
+            yield Trial("ffn", plain, (WHOLE[0], width, WHOLE[1]), "fp16" if dtype == "bf16" else dtype, "portable")
+    for width in (64, 128):
+        yield Trial("gemm_gemm", Options(), (3, *WHOLE, width, width), "bf16")
+    # Widths that no tile fits.
+    for K, O in ((16, 61), (203, 200), (101, 80)):
+        yield Trial("gemm_gemm", Options(), (2, *RAGGED, K, O), "bf16")
+
+
+def _reductions(device: Device) -> Iterator[Trial]:
+    # Indices are found for the gradients of a maximum alone, and a sum of squares stays exact in float16 alone.
+    kinds = (("max", "bf16"), ("sumsq", "fp16"))
+    if device.pipelined:
+        for kept, reduced in _REDUCED:
+            for width in (64, 128):
+                for op, dtype in kinds:
+                    yield Trial("gemm_reduce", Options(op=op, dim=-1), (2, kept, reduced, width), dtype, "few")
+                    yield Trial("gemm_reduce", Options(op=op, dim=-2), (2, reduced, kept, width), dtype, "few")
+    for width in _PORTABLE_WIDTHS:
+        for op, dtype in kinds:
+            yield Trial("gemm_reduce", Options("relu", op=op), (2, 127, 129, width), dtype, "portable")
+            yield Trial("gemm_reduce", Options(op=op, dim=-1), (2, 127, 129, width), "fp32", "portable")
+
+
+def _late_interactions(device: Device) -> Iterator[Trial]:
+    if device.pipelined:
+        for sizes in _LATE:
+            for width in (64, 128):
+                for backward in (False, True):
+                    yield Trial("maxsim", Options(), (*sizes, width), "fp16", "few", backward)
+    for width in _PORTABLE_WIDTHS:
+        for dtype in ("fp16", "fp32"):
+            yield Trial("maxsim", Options(), (7, 13, 31, 130, width), dtype, "portable")
+
+
+def _gradients(device: Device) -> Iterator[Trial]:
+    for bias in (False, True):
+        if device.pipelined:
+            for shape in ((1000, 64, 136), (1024, 128, 64), (1000, 136, 264), (512, 128, 1024), (1000, 520, 128)):
+                for dtype in ("bf16", "fp16"):
+                    yield Trial("weight_gradient", Options(bias=bias), shape, dtype, "few")
+        for dtype in DTYPES:
+            yield Trial("weight_gradient", Options(bias=bias), (1000, 127, 200), dtype, "portable")
+    for gated in (False, True):
+        for dtype in DTYPES:
+            yield Trial("hidden_gradient", Options("relu", gated=gated, bias=True), (300, 127, 72), dtype)
+            yield Trial("hidden_gradient", Options(gated=gated, bias=True), (256, 256, 128), dtype)
+
+
+def launched(plan: Decision) -> dict[str, str]:
+    """Field of the plan -> the configuration that runs where operands lie as in the trials: in whole, aligned rows."""
+    found = {field: names[0] for field, names in planning.configurations(plan).items()}
+    if "stored" in found:
+        # Its kernels take the place of both gradients'.
+        return {field: name for field, name in found.items() if field in ("forward_tiles", "stored")}
+    if "pipeline" in found:
+        found.pop("tiles")
+    return found
+
+
+def covered(trials: list[Trial], device: Device) -> set[str]:
+    """The configurations that these trials run."""
+    return {name for trial in trials for name in launched(trial.plan(device)).values()}

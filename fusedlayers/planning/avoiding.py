@@ -1,0 +1,64 @@
+"""Tile configurations by name, and plans without those that gave wrong numbers on the user's own machine."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from ..kernels import tuning
+from .call import Decision
+from .devices import Device
+
+# Of a pipelined configuration: the number of processors, which changes nothing that is compiled.
+_UNNAMED = ("pipelined", "programs")
+# An FFN and a batched GEMM-GEMM are the same kernels.
+_FAMILIES = {"ffn": "gemm_gemm"}
+WHY_AVOIDED = "gave wrong numbers here in the self-test"
+
+
+def configurations(plan: Decision) -> dict[str, tuple[str, ...]]:
+    """Field of the plan -> the names of what it may launch: the pipelined configuration first, if there is one.
+
+    A portable configuration is named beside the pipelined one, as it runs where operands lie otherwise than its copies
+    need them.
+    """
+    return dict(_found(plan, plan.problem, ""))
+
+
+def _found(plan: Any, problem: Any, inside: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for field in fields(plan):
+        config, place = getattr(plan, field.name), f"{inside}{field.name}"
+        if field.name == "problem" or not is_dataclass(config):
+            continue
+        if not type(config).__module__.startswith(tuning.__name__):
+            yield from _found(config, problem, f"{place} ")  # a plan within the plan
+            continue
+        nested = getattr(config, "pipelined", None)
+        yield place, tuple(_name(problem, place, one) for one in (nested, config) if one is not None)
+
+
+def _name(problem: Any, field: str, config: Any) -> str:
+    kernel = f"{_FAMILIES.get(problem.operation, problem.operation)} {field.removesuffix('_tiles')}"
+    gated = ", gated" if getattr(problem, "gated", False) else ""
+    numbers = [f"{part.name}={getattr(config, part.name)}" for part in fields(config) if part.name not in _UNNAMED]
+    return f"{kernel}{gated}, {8 * problem.element_bytes} bits: {type(config).__name__}({', '.join(numbers)})"
+
+
+def without_avoided(make: Callable[[Device, str], Any], device: Device, backend: str) -> Any:
+    """The plan that ``make`` makes for ``device`` and ``backend``, with nothing that the device avoids.
+
+    Without the pipelined kernels where one of these is avoided, and through torch where a portable one is: that one
+    could run in place of any pipelined one.
+    """
+    plan = make(device, backend)
+    avoided = _avoided(plan, device)
+    if not avoided:
+        return plan
+    portable = replace(device, pipelined=False)
+    untrusted = _avoided(make(portable, "triton"), device)
+    if untrusted:
+        portable = replace(device, why_no_kernels=f"{untrusted[0]} {WHY_AVOIDED}")
+    return replace(make(portable, backend), avoided=avoided)
+
+
+def _avoided(plan: Decision, device: Device) -> tuple[str, ...]:
+    return tuple(name for names in configurations(plan).values() for name in names if name in device.avoided)

@@ -1,0 +1,227 @@
+"""`verify`: is what runs here right? Results and gradients against float64 and against torch, on the user's machine.
+
+Each of the three runs works on a copy of its own: ours; the same module with torch's own arithmetic (`restore`, and
+``reference.py`` for the layers of this library); and that in float64. The verdict is that of :mod:`.closeness`.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from . import functional, reference
+from .closeness import MAX_ERROR_LIMIT, RMS_LIMIT, Closeness, compare_all
+from .functional.dispatch import decisions, switched
+from .modules import FusedFFN
+from .replacing import restore
+
+_TORCH_ALONE = {"FUSEDLAYERS_BACKEND": "torch", "FUSEDLAYERS_STRICT": "0"}
+
+
+@dataclass(frozen=True, repr=False)
+class Verification:
+    """What `verify` found: a verdict for every result and gradient. Prints as a table.
+
+    ``paths`` counts the calls that took each path: what ran through torch was compared with torch.
+    """
+
+    target: str
+    verdicts: tuple[Closeness, ...]
+    paths: Mapping[str, int]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every result and gradient is as close to float64 as torch's, by the rule of ``closeness``."""
+        return all(verdict.ok for verdict in self.verdicts)
+
+    def __str__(self) -> str:
+        red = sum(not verdict.ok for verdict in self.verdicts)
+        judged = f"{red} of {len(self.verdicts)} tensors are NOT close" if red else "every tensor is close"
+        taken = ", ".join(f"{path} x {count}" for path, count in sorted(self.paths.items()))
+        head = f"max error / torch's (limit {MAX_ERROR_LIMIT})", f"RMS error / torch's (limit {RMS_LIMIT})"
+        rows: list[tuple[str, ...]] = [("tensor", *head, "share of limit", "")]
+        for verdict in self.verdicts:
+            numbers = (verdict.max_error_ratio, verdict.rms_ratio, verdict.worst_fraction)
+            rows.append((verdict.name, *(f"{number:.2f}" for number in numbers), "ok" if verdict.ok else "RED"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        faults = [f"  {verdict.message}" for verdict in self.verdicts if not verdict.ok]
+        title = f"fusedlayers.verify: {self.target}: {judged}"
+        ran = f"  calls: {taken or 'none of this library'}"
+        return "\n".join([title, ran, *(f"  {line.rstrip()}" for line in lines), *faults])
+
+    __repr__ = __str__
+
+
+def verify(target: nn.Module | Callable[..., Any], *inputs: Any, **options: Any) -> Verification:
+    """Compare ``target(*inputs, **options)`` and all its gradients with float64 and with torch in the same dtype.
+
+    Both are judged by the same computation in float64: see :mod:`fusedlayers.closeness`. The gradients are those of
+    every parameter that requires one, of every floating-point tensor in ``inputs``, and of those in ``options`` that
+    require one, for a random upstream gradient. Autocast applies to both where it is on. Nothing of ``target`` and of
+    the tensors changes: not a parameter, a ``.grad``, a buffer, the training flag, or a random generator. Code of the
+    module that insists on float32 (norms, rotary embeddings) does so in the reference, too.
+
+    Args:
+        target: a module that `replace` has fused, in whole or in part, a :class:`FusedFFN`, a :class:`MaxSim`, or a
+            function of ``functional``. The module is copied three times, one after the other, once in float64.
+        inputs: of the call; tensors may lie in lists, tuples and dicts.
+        options: keyword arguments of the call.
+
+    Returns:
+        The verdicts, which print as a table; ``.ok`` says whether all are right.
+
+    Raises:
+        TypeError: ``target`` is none of these, cannot be copied, or returns no floating-point tensor.
+        ValueError: the call draws random numbers (dropout in training), so that no two runs compute the same.
+    """
+    if isinstance(target, nn.Module):
+        name, signature = type(target).__name__, inspect.signature(target.forward)
+        module: nn.Module = target
+
+        def prepared(plain: bool, double: bool) -> tuple[Callable[..., Any], nn.Module | None]:
+            twin = _copied(module)
+            if plain:
+                restore(twin)
+                for layer in twin.modules():
+                    if isinstance(layer, FusedFFN):
+                        layer.recompute = "auto"  # in one piece, not in chunks
+            return twin.double() if double else twin, twin
+
+    elif any(target is getattr(functional, public) for public in functional.__all__):
+        name, signature = target.__name__, inspect.signature(target)
+
+        def prepared(plain: bool, double: bool) -> tuple[Callable[..., Any], nn.Module | None]:
+            return _reference_of(target) if plain else target, None
+
+    else:
+        known = "an nn.Module or a function of fusedlayers.functional"
+        raise TypeError(f"target must be {known}, got {target!r}")
+
+    call = _Call(signature, inputs, options)
+    tensors = [*call.tensors(), *(module.parameters() if isinstance(target, nn.Module) else ())]
+    devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
+    with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
+        before = _random_states(devices)
+        with decisions() as paths:
+            ours = call.run(*prepared(plain=False, double=False), double=False)
+        if any(not torch.equal(*pair) for pair in zip(before, _random_states(devices), strict=True)):
+            raise ValueError(
+                f"target: {name} draws random numbers, such as dropout masks in training, and our kernels draw others "
+                "than torch does: verify it after .eval(), or with a dropout probability of 0"
+            )
+        with switched(_TORCH_ALONE):
+            theirs = call.run(*prepared(plain=True, double=False), double=False)
+            truth = call.run(*prepared(plain=True, double=True), double=True)
+    if all(tensor is None for tensor in ours.values()):
+        raise TypeError(f"target: {name} returned no floating-point tensor, so there is nothing to compare")
+    truth = {key: None if tensor is None else tensor.double() for key, tensor in truth.items()}
+    verdicts = compare_all(ours, theirs, truth, computed_in=_coarsest(tensors))
+    return Verification(f"{name} on {_where(tensors)}", tuple(verdicts.values()), Counter(paths))
+
+
+class _Call:
+    """One call, to be made several times with copies of its tensors."""
+
+    def __init__(self, signature: inspect.Signature, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        _, self.structure = tree_flatten((inputs, options))
+        parameters = [parameter.name for parameter in signature.parameters.values() if parameter.kind in _POSITIONAL]
+        unnamed = [f"inputs[{place}]" for place in range(len(parameters), len(inputs))]
+        given = [*zip([*parameters, *unnamed], inputs, strict=False), *options.items()]
+        self.leaves: list[Any] = []
+        self.names: list[str] = []
+        self.wanted: list[bool] = []
+        for position, (name, value) in enumerate(given):
+            for path, leaf in tree_flatten_with_path(value)[0]:
+                floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+                self.leaves.append(leaf)
+                self.names.append(name + keystr(path))
+                self.wanted.append(floating and (position < len(inputs) or leaf.requires_grad))
+
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def run(self, call: Callable[..., Any], module: nn.Module | None, double: bool) -> dict[str, Tensor | None]:
+        """Every floating-point result, and every gradient that is wanted, by name."""
+        copies = [self._copied(leaf, want, double) for leaf, want in zip(self.leaves, self.wanted, strict=True)]
+        inputs, options = tree_unflatten(copies, self.structure)
+        results = {
+            f"y{keystr(path)}": leaf
+            for path, leaf in tree_flatten_with_path(call(*inputs, **options))[0]
+            if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        }
+        parameters = {} if module is None else dict(module.named_parameters())
+        wanted = {f"d {name}": tensor for name, tensor in parameters.items() if tensor.requires_grad}
+        inputs_first = {
+            f"d input {name}" if name in parameters else f"d {name}": leaf
+            for name, leaf, want in zip(self.names, copies, self.wanted, strict=True)
+            if want
+        }
+        wanted = inputs_first | wanted
+        roots = [result for result in results.values() if result.requires_grad]
+        gradients: tuple[Tensor | None, ...] = (None,) * len(wanted)
+        if roots and wanted:
+            upstream = [_upstream(result, position, double) for position, result in enumerate(roots)]
+            gradients = torch.autograd.grad(roots, list(wanted.values()), upstream, allow_unused=True)
+        return {name: result.detach() for name, result in results.items()} | dict(zip(wanted, gradients, strict=True))
+
+    @staticmethod
+    def _copied(leaf: Any, want: bool, double: bool) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        twin = leaf.detach().clone()
+        return (twin.double() if double and twin.is_floating_point() else twin).requires_grad_(want)
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _upstream(result: Tensor, position: int, double: bool) -> Tensor:
+    """N(0, 1), the same numbers for the result in every dtype: those that 16 bits hold."""
+    generator = torch.Generator().manual_seed(position)
+    return torch.randn(result.shape, generator=generator).to(torch.bfloat16).to(result.device, result.dtype)
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:
+        raise TypeError(f"target: {type(module).__name__} cannot be copied, which verify needs: {error}") from error
+
+
+def _reference_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of ``reference`` with the same name; options that say how, not what, are left out."""
+    expression = getattr(reference, function.__name__)
+    ours, known = inspect.signature(function), inspect.signature(expression).parameters
+
+    def plain(*inputs: Any, **options: Any) -> Any:
+        arguments = ours.bind(*inputs, **options).arguments
+        return expression(**{name: value for name, value in arguments.items() if name in known})
+
+    return plain
+
+
+def _random_states(devices: list[int]) -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(index) for index in devices)]
+
+
+def _coarsest(tensors: list[Tensor]) -> torch.dtype | None:
+    """The dtype with the largest rounding that the computation goes through, autocast's too; None for the results'."""
+    found = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    kinds = {tensor.device.type for tensor in tensors}
+    found |= {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
+    return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+
+
+def _where(tensors: list[Tensor]) -> str:
+    dtype = str(_coarsest(tensors)).removeprefix("torch.")
+    kinds = {torch.cuda.get_device_name(t.device) if t.is_cuda else t.device.type for t in tensors}
+    return f"{', '.join(sorted(kinds))}, {dtype}"

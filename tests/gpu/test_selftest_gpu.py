@@ -1,0 +1,45 @@
+"""The self-test on a GPU: in this process, a trial of each kind; and a fault in one pipelined kernel is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fusedlayers.bench.selftest import running
+from fusedlayers.bench.selftest.trials import Trial, all_trials, launched
+from fusedlayers.devices import describe
+from fusedlayers.kernels.gemm_gemm import pipelined
+from tests.operands import DEVICE
+
+FACTS = describe(DEVICE)
+
+
+def one_of_each_kind() -> list[Trial]:
+    found: dict[object, Trial] = {}
+    for trial in all_trials(FACTS):
+        kinds = tuple(name.split("(")[0] for name in launched(trial.plan(FACTS)).values())
+        found.setdefault((trial.case, trial.machine, kinds), trial)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("trial", one_of_each_kind(), ids=str)
+def test_a_trial_of_each_kind_passes(trial: Trial) -> None:
+    assert running.run(trial, DEVICE) == running.Outcome({})
+
+
+@pytest.mark.skipif(not FACTS.pipelined, reason="no Hopper GPU with Gluon")
+def test_a_fault_in_a_pipelined_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = pipelined.forward
+
+    def off_by_one(*arguments: Any) -> torch.Tensor:
+        y = run(*arguments)
+        y.view(-1)[-1] += 1
+        return y
+
+    monkeypatch.setattr(pipelined, "forward", off_by_one)
+    trial = next(one for one in all_trials(FACTS) if one.case == "ffn" and one.machine == "few")
+    [(name, reason)] = running.run(trial, DEVICE).failures.items()
+    assert name == launched(trial.plan(FACTS))["forward_tiles"]
+    assert "y: NOT equal at 1 of" in reason

@@ -1,0 +1,146 @@
+"""Configurations that failed the self-test: named, avoided whatever the user wishes, and explained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import fusedlayers as fl
+from fusedlayers import explaining, functional, planning
+from fusedlayers.functional import dispatch
+from fusedlayers.planning import (
+    Call,
+    Device,
+    HiddenGradientProblem,
+    MaxSimProblem,
+    Problem,
+    ReduceProblem,
+    WeightGradientProblem,
+    configurations,
+    plan,
+)
+
+H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
+SIZES = {"M": 2**20, "K": 128, "N": 512, "O": 128}
+BLOCK = Problem(
+    "ffn", batch=1, **SIZES, dtype="bfloat16", activation="gelu", needs_data_gradient=True, needs_weight_gradient=True
+)
+PROBLEMS: dict[str, Call] = {
+    "ffn": BLOCK,
+    "gemm_gemm": Problem("gemm_gemm", batch=64, **SIZES | {"M": 4096}, dtype="float16"),
+    "gemm_reduce": ReduceProblem(64, 2048, 2048, 64, "bfloat16", "max"),
+    "maxsim": MaxSimProblem(64, 128, 2048, 2**16, 128, "bfloat16"),
+    "weight_gradient": WeightGradientProblem(65536, 256, 256, "bfloat16"),
+    "hidden_gradient": HiddenGradientProblem(4096, 512, 128, "bfloat16"),
+}
+
+
+def names(made: Any) -> list[str]:
+    return [name for found in configurations(made).values() for name in found]
+
+
+def test_names_tell_kernels_gates_and_sizes_apart() -> None:
+    made = plan(BLOCK, H200)
+    assert set(configurations(made)) == {"forward_tiles", "data_gradient_tiles", "weight_gradient_tiles"}
+    pipelined, portable = configurations(made)["forward_tiles"]
+    assert pipelined.startswith("gemm_gemm forward, 16 bits: PipelinedConfig(block=128, consumers=2, stages=")
+    assert portable.startswith("gemm_gemm forward, 16 bits: TileConfig(block_m=128,")
+    assert "programs" not in pipelined, "another number of processors compiles nothing else"
+    gated = configurations(plan(replace(BLOCK, gated=True), H200))["forward_tiles"][0]
+    assert gated.startswith("gemm_gemm forward, gated, 16 bits: ")
+    assert configurations(plan(replace(BLOCK, dtype="float32"), H200, "torch")) == {}
+
+
+@pytest.mark.parametrize("operation", PROBLEMS)
+def test_no_plan_has_what_is_avoided(operation: str) -> None:
+    problem = PROBLEMS[operation]
+    usual = plan(problem, H200, "triton")
+    assert usual.path == "fused"
+    assert usual.avoided == ()
+    for name in names(usual):
+        for wish in ("auto", "triton"):
+            made = plan(problem, replace(H200, avoided=frozenset({name})), wish)
+            assert name not in names(made)
+            if wish == "triton":
+                assert made.avoided == (name,)
+
+
+def test_without_a_pipelined_configuration_the_portable_kernels_run() -> None:
+    pipelined, portable = configurations(plan(BLOCK, H200))["data_gradient_tiles"]
+    made = plan(BLOCK, replace(H200, avoided=frozenset({pipelined})), "triton")
+    assert made.path == "fused"
+    assert made.forward_tiles.pipelined is None
+    assert made == replace(plan(BLOCK, replace(H200, pipelined=False), "triton"), avoided=(pipelined,))
+    # One that could run in place of a pipelined one leaves nothing to trust.
+    made = plan(BLOCK, replace(H200, avoided=frozenset({portable})), "triton")
+    assert made.path == "torch"
+    assert made.unsupported == f"{portable} gave wrong numbers here in the self-test"
+    assert dict(made.rejected)["fused"] == made.unsupported
+
+
+def test_what_another_problem_would_take_changes_nothing() -> None:
+    device = replace(H200, avoided=frozenset(names(plan(replace(BLOCK, gated=True), H200))))
+    assert plan(BLOCK, device) == plan(BLOCK, H200)
+
+
+def test_strict_users_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = configurations(plan(BLOCK, H200))["forward_tiles"][1]
+    monkeypatch.setattr(dispatch, "describe", lambda where: replace(H200, avoided=frozenset({name})))
+    monkeypatch.setenv("FUSEDLAYERS_STRICT", "1")
+    with pytest.raises(RuntimeError, match="ffn cannot run in Triton: gemm_gemm forward, 16 bits: TileConfig"):
+        dispatch.dispatch(BLOCK, torch.device("cuda"))
+
+
+def test_explain_names_what_is_avoided_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w_up, w_down = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((2**20, 128), (512, 128), (128, 512))
+    )
+    with torch.no_grad():
+        problem = dispatch.ffn_problem(x, w_up, w_down, activation="gelu", dropout_p=0.0, recompute="auto")
+        name = names(plan(problem, H200))[0]
+        for module in (dispatch, explaining):
+            monkeypatch.setattr(module, "describe", lambda where: replace(H200, avoided=frozenset({name})))
+        text = fl.explain(functional.ffn, x, w_up, w_down)
+    assert f"{name}: gave wrong numbers here in the self-test (python -m fusedlayers.bench selftest)" in text
+    assert "pipelined:" not in text
+
+
+def every_problem() -> Iterator[Call]:
+    """Around every size at which a table or a rule changes its mind."""
+    rows, widths = (1, 40, 64, 72, 200, 488, 512, 1024, 65536), (8, 16, 24, 64, 72, 128, 200, 256, 1000)
+    for dtype in ("bfloat16", "float32"):
+        for K in widths:
+            for M in rows:
+                for N in rows:
+                    for O in {K, *(() if K > 256 else (64, 128))}:
+                        wanted = {"needs_data_gradient": True, "needs_weight_gradient": True}
+                        for gated in (False, True):
+                            yield Problem("ffn", 1, M, K, N, O, dtype, gated=gated, **wanted)
+                        yield Problem("ffn", 1, M, K, N, O, dtype, recompute=True, dropout=M == 64, **wanted)
+                        yield Problem("gemm_gemm", 64, M, K, N, O, dtype, **wanted)
+                    for training in (False, True):
+                        for op in ("max", "sumsq"):
+                            yield ReduceProblem(2, M, N, K, dtype, op, masked=M == 64, needs_kept_gradient=training)
+                        gradients = {"needs_query_gradient": training, "needs_document_gradient": training}
+                        yield MaxSimProblem(2, 3, M, 3 * N, K, dtype, **gradients)
+                    yield WeightGradientProblem(M, N, K, dtype)
+                    yield HiddenGradientProblem(M, N, K, dtype, gated=M > N)
+
+
+@pytest.mark.parametrize(
+    "device", [H200, Device("cuda", "A100", "sm_80", processors=108, triton=True)], ids=lambda device: device.name
+)
+def test_the_selftest_covers_whatever_can_be_planned(device: Device) -> None:
+    from fusedlayers.bench.selftest.trials import all_trials, covered
+
+    assert {type(problem) for problem in PROBLEMS.values()} == set(planning._PLANNERS), "an operation has no trials"
+    trials = all_trials(device)
+    assert [str(trial) for trial in trials if trial.plan(device).path != "fused"] == []
+    tested = covered(trials, device)
+    planned = {name for problem in every_problem() for name in names(planning.plan(problem, device, "triton"))}
+    assert planned - tested == set()
+    assert tested - planned == set(), "a configuration that nobody can get need not be tested"
