@@ -36,8 +36,9 @@ EVERY_ROW_BUT_BENCH = {
     "functional": {"kernels", "planning", "reference", "devices"},
     "explaining": {"kernels", "planning", "reference", "devices", "functional"},
     "modules": {"kernels", "planning", "reference", "functional"},
+    "parallel": {"functional", "modules"},
     "replacing": {"kernels", "planning", "reference", "functional", "modules"},
-    "fusedlayers": {"functional", "modules", "explaining", "replacing"},
+    "fusedlayers": {"functional", "modules", "explaining", "parallel", "replacing"},
 }
 MAY_IMPORT = EVERY_ROW_BUT_BENCH | {
     "bench": set(EVERY_ROW_BUT_BENCH),
@@ -127,6 +128,7 @@ def test_imports_go_one_way() -> None:
         ("fusedlayers.reference", "import triton"),
         ("fusedlayers.functional", "def f():\n    from fusedlayers.modules import FusedFFN"),
         ("fusedlayers.modules", "from fusedlayers import replace"),
+        ("fusedlayers.modules", "from .parallel import FusedFFNParallel"),
         ("fusedlayers.modules", "from kernels import gemm_gemm"),
         ("fusedlayers.replacing", "from fusedlayers.bench import runner"),
         ("fusedlayers.replacing", "import transformers"),

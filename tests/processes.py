@@ -1,0 +1,107 @@
+"""Two processes that are joined by gloo or NCCL and stay: tests send them functions to call."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+COUNT = 2
+# A process whose partner has failed waits for it this long, and a test for both.
+SECONDS = 120
+
+
+class Processes:
+    """``run(function, *arguments)`` calls the same function in both, under their process group.
+
+    ``device`` is "cpu" (gloo) or "cuda" (NCCL, one GPU each). Functions live in importable modules. One that raises
+    in either process raises here with its traceback, and the next call starts new processes.
+    """
+
+    def __init__(self, device: str, folder: Path) -> None:
+        self.device = device
+        self.folder = folder
+        self.started = 0
+        self.workers: list[tuple[Any, Connection]] = []
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What the function returned in process 0 and in process 1."""
+        if not self.workers:
+            self._start()
+        for _, connection in self.workers:
+            connection.send((function, arguments))
+        replies: dict[int, Any] = {}
+        while len(replies) < COUNT:
+            missing = {self.workers[rank][1]: rank for rank in range(COUNT) if rank not in replies}
+            ready = wait(list(missing), timeout=SECONDS)
+            for connection in ready:
+                rank = missing[connection]
+                try:
+                    succeeded, reply = connection.recv()
+                except EOFError:
+                    succeeded, reply = False, "the process is gone"
+                if not succeeded:
+                    self.stop(kill=True)
+                    raise AssertionError(f"process {rank} of {COUNT}: {reply}")
+                replies[rank] = reply
+            if not ready:
+                self.stop(kill=True)
+                raise AssertionError(f"no answer of process {sorted(missing.values())} within {SECONDS} seconds")
+        return [replies[rank] for rank in range(COUNT)]
+
+    def stop(self, kill: bool = False) -> None:
+        """Let both processes end."""
+        for process, connection in self.workers:
+            if kill:
+                process.kill()
+            else:
+                connection.send(None)
+        for process, connection in self.workers:
+            process.join(SECONDS)
+            connection.close()
+        self.workers = []
+
+    def _start(self) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        self.started += 1
+        store = self.folder / f"store{self.started}"
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        for rank in range(COUNT):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.device, there, str(store), port), daemon=True)
+            process.start()
+            there.close()
+            self.workers.append((process, here))
+
+
+def _serve(rank: int, device: str, connection: Connection, store: str, port: int) -> None:
+    # What torchrun sets, so that code which asks whether it runs under it finds the same.
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": COUNT, "LOCAL_WORLD_SIZE": COUNT, "GROUP_RANK": 0}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "tests"})
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {"backend": "gloo"}
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        options = {"backend": "nccl", "device_id": torch.device("cuda", rank)}
+    wait_at_most = timedelta(seconds=SECONDS)
+    dist.init_process_group(init_method=f"file://{store}", rank=rank, world_size=COUNT, timeout=wait_at_most, **options)
+    while (task := connection.recv()) is not None:
+        function, arguments = task
+        torch.manual_seed(0)
+        try:
+            reply = (True, function(*arguments))
+        except BaseException:  # whatever it is, the test has to show it
+            reply = (False, traceback.format_exc())
+        connection.send(reply)
+    dist.destroy_process_group()
