@@ -16,15 +16,16 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 COUNT = 2
-# A process whose partner has failed waits for it this long, and a test for both.
+# The longest that a test waits for both, and for the other one when one has failed.
 SECONDS = 120
+PARTNER_SECONDS = 10
 
 
 class Processes:
     """``run(function, *arguments)`` calls the same function in both, under their process group.
 
     ``device`` is "cpu" (gloo) or "cuda" (NCCL, one GPU each). Functions live in importable modules. One that raises
-    in either process raises here with its traceback, and the next call starts new processes.
+    in either process raises here with its traceback; unless both raised the same, the next call starts new processes.
     """
 
     def __init__(self, device: str, folder: Path) -> None:
@@ -39,24 +40,25 @@ class Processes:
             self._start()
         for _, connection in self.workers:
             connection.send((function, arguments))
-        replies: dict[int, Any] = {}
+        replies: dict[int, tuple[bool, Any]] = {}
         while len(replies) < COUNT:
             missing = {self.workers[rank][1]: rank for rank in range(COUNT) if rank not in replies}
-            ready = wait(list(missing), timeout=SECONDS)
+            failed = any(not succeeded for succeeded, _ in replies.values())
+            ready = wait(list(missing), timeout=PARTNER_SECONDS if failed else SECONDS)
             for connection in ready:
-                rank = missing[connection]
                 try:
-                    succeeded, reply = connection.recv()
+                    replies[missing[connection]] = connection.recv()
                 except EOFError:
-                    succeeded, reply = False, "the process is gone"
-                if not succeeded:
-                    self.stop(kill=True)
-                    raise AssertionError(f"process {rank} of {COUNT}: {reply}")
-                replies[rank] = reply
+                    replies[missing[connection]] = (False, "the process is gone")
             if not ready:
+                replies |= {rank: (False, f"no answer of process {rank}") for rank in missing.values()}
+        reasons = [reply for succeeded, reply in replies.values() if not succeeded]
+        if reasons:
+            # Where both raised the same, none waits for the other, and they can go on.
+            if len({reason.strip().rsplit("\n", 1)[-1] for reason in reasons}) > 1 or len(reasons) < COUNT:
                 self.stop(kill=True)
-                raise AssertionError(f"no answer of process {sorted(missing.values())} within {SECONDS} seconds")
-        return [replies[rank] for rank in range(COUNT)]
+            raise AssertionError(reasons[0])
+        return [replies[rank][1] for rank in range(COUNT)]
 
     def stop(self, kill: bool = False) -> None:
         """Let both processes end."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,6 @@ pytestmark = [
 ]
 KERNELS = pytest.param("kernels", marks=needs_kernels)
 PATHS = pytest.mark.parametrize("path", [KERNELS, "chunked", "torch"])
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    pair = Processes("cuda" if ON_GPU else "cpu", tmp_path_factory.mktemp("processes"))
-    yield pair
-    pair.stop()
 
 
 @pytest.mark.parametrize("kind", ["plain", "gated", "replaced"])

@@ -7,6 +7,7 @@ processes. A folder is read with pickle, as torch.distributed.checkpoint writes 
 from __future__ import annotations
 
 import shutil
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,10 @@ class Checkpoint:
         """Put Fabric's model and optimizer and all generators back to where the checkpoint left them."""
         if self.states is None:
             states = dict(zip(("model", "optimizer"), get_state_dict(model.module, optimizer.optimizer), strict=True))
-            dcp.load(states, checkpoint_id=self.path)
+            with warnings.catch_warnings():
+                # One process alone is meant to read what several wrote.
+                warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+                dcp.load(states, checkpoint_id=self.path)
             set_state_dict(
                 model.module,
                 optimizer.optimizer,

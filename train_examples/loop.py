@@ -128,7 +128,9 @@ def train(
             if step % run.log_every and step != run.steps:
                 continue
 
-            train_loss = processes.mean(loss_sum) / timed_steps  # waits for the GPU, so the clock below sees finished work
+            train_loss = (
+                processes.mean(loss_sum) / timed_steps
+            )  # waits for the GPU, so the clock below sees finished work
             seconds = time.perf_counter() - start
             if not math.isfinite(train_loss):
                 raise FloatingPointError(f"the loss is {train_loss} at step {step}; try a lower optim.learning_rate")

@@ -7,7 +7,6 @@ import torch
 
 # Imported to be collected here, too.
 from tests.test_parallel import (  # noqa: F401
-    processes,
     test_data_parallel,
     test_dropout_differs_between_processes_and_is_replayed,
     test_fsdp_in_mixed_precision,
