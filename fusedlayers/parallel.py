@@ -112,20 +112,19 @@ class TensorParallelFFN(FusedFFN):
         Raises:
             TypeError, ValueError: x does not fit the weights; the message names it.
         """
-        mesh, layout = self._mesh(), [self.style.output_layouts]
+        layout = self.style.output_layouts
         if (reason := self.why_called(x, residual)) is None:
             arguments = self.call_arguments(x)
             if arguments["dropout_p"]:
                 arguments["dropout_seed"] = self._dropout_seed(arguments["x"].device)
-            partial = DTensor.from_local(functional.ffn(**arguments), mesh, [Partial()], run_check=False)
-            y = partial.redistribute(placements=layout)
+            y = self._laid_out(functional.ffn(**arguments), Partial())
         else:
             say_once(self, reason)
-            y = self._called(x).redistribute(placements=layout)
+            y = self._called(x)
+        y = y.redistribute(placements=[layout])
         if residual is not None:
-            if not isinstance(residual, DTensor):
-                residual = DTensor.from_local(residual, mesh, layout, run_check=False)
-            y = y + residual.redistribute(placements=layout)
+            added = residual if isinstance(residual, DTensor) else self._laid_out(residual, layout)
+            y = y + added.redistribute(placements=[layout])
         return y.to_local() if self.style.use_local_output else y
 
     def _called(self, x: Tensor) -> DTensor:
@@ -142,9 +141,11 @@ class TensorParallelFFN(FusedFFN):
         return weight.device_mesh
 
     def _replicated(self, x: Tensor) -> DTensor:
-        if not isinstance(x, DTensor):
-            x = DTensor.from_local(x, self._mesh(), [self.style.input_layouts], run_check=False)
-        return x.redistribute(placements=[Replicate()])
+        given = x if isinstance(x, DTensor) else self._laid_out(x, self.style.input_layouts)
+        return given.redistribute(placements=[Replicate()])
+
+    def _laid_out(self, tensor: Tensor, layout: Placement) -> DTensor:
+        return DTensor.from_local(tensor, self._mesh(), [layout], run_check=False)
 
     def _dropout_seed(self, device: torch.device) -> Tensor:
         # All processes draw the seeds of all, so that generators which were equal stay so.

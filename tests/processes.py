@@ -21,6 +21,12 @@ SECONDS = 120
 PARTNER_SECONDS = 10
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
 class Processes:
     """``run(function, *arguments)`` calls the same function in both, under their process group.
 
@@ -76,8 +82,7 @@ class Processes:
         context = torch.multiprocessing.get_context("spawn")
         self.started += 1
         store = self.folder / f"store{self.started}"
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
+        port = free_port()
         for rank in range(COUNT):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.device, there, str(store), port), daemon=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.operands import ON_GPU
-from tests.processes import Processes
+from tests.processes import Processes, free_port
 from tests.training_runs import (
     PARITY,
     ROOT,
@@ -26,7 +26,7 @@ from train_examples.parallel import check_parallel
 from train_examples.settings import RunSettings, SettingsError
 
 pytestmark = [
-    pytest.mark.xdist_group("two processes"),
+    pytest.mark.xdist_group("two processes of the language model"),
     pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_language_model_parallel_gpu.py runs the same on two GPUs"),
 ]
 # In float32 everywhere, so that curves differ by the order of sums alone.
@@ -145,7 +145,9 @@ def test_what_tensor_parallelism_cannot_split_is_named(
 
 def test_torchrun(tmp_path: Path) -> None:
     """The command as a user types it: the first process speaks and writes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    # By number: not every machine can look up its own name.
+    place = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    command = [sys.executable, "-m", "torch.distributed.run", *place, "-m"]
     command += ["train_examples.language_model", *TINY, *DEVICE, "parallel=fsdp", f"run.directory={tmp_path / 'run'}"]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

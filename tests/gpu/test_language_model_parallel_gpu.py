@@ -20,6 +20,6 @@ from tests.test_language_model_parallel import (  # noqa: F401
 )
 
 pytestmark = [
-    pytest.mark.xdist_group("two processes"),
+    pytest.mark.xdist_group("two processes of the language model"),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
