@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from train_examples.parallel import Processes
@@ -40,7 +40,7 @@ class Checkpoint:
     def restore(self, processes: Processes, model: Any, optimizer: Any, batches: torch.Generator, seed: int) -> None:
         """Put Fabric's model and optimizer and all generators back to where the checkpoint left them."""
         if self.states is None:
-            states = dict(zip(("model", "optimizer"), get_state_dict(model.module, optimizer.optimizer), strict=True))
+            states = named_states(model, optimizer)
             with warnings.catch_warnings():
                 # One process alone is meant to read what several wrote.
                 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
@@ -128,8 +128,7 @@ def save_checkpoint(
             path.mkdir()
             torch.save(rest, path / REST)
         fabric.barrier()
-        states = dict(zip(("model", "optimizer"), get_state_dict(model.module, optimizer.optimizer), strict=True))
-        dcp.save(states, checkpoint_id=path)
+        dcp.save(named_states(model, optimizer), checkpoint_id=path)
     if fabric.is_global_zero:
         remove_checkpoints(directory, but=path)
     fabric.barrier()
@@ -191,6 +190,12 @@ def set_generators(processes: Processes, states: dict[str, Any], batches: torch.
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def named_states(model: Any, optimizer: Any) -> dict[str, Any]:
+    """The states of Fabric's model and optimizer, both by the names of the parameters; shards stay shards."""
+    of_model, of_optimizer = get_state_dict(model.module, optimizer.optimizer)
+    return {"model": of_model, "optimizer": of_optimizer}
 
 
 def by_name(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:

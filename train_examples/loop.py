@@ -85,7 +85,7 @@ def train(
 
     model = fabric.setup_module(example.model)
     # Of the parameters that the processes share among them, which are others than before.
-    optimizer = fabric.setup_optimizers(build_optimizer(model, optim))
+    optimizer: Any = fabric.setup_optimizers(build_optimizer(model, optim))
     batches = torch.Generator().manual_seed(run.seed)
     processes.part_generators(run.seed)
     first_step = 0

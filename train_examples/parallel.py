@@ -137,7 +137,7 @@ def split_layers(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
             # Whole in every process, but as a DTensor: gradients are clipped by the norm of all parameters together.
-            distribute_module(module, mesh, input_fn=_enter, output_fn=_leave)
+            distribute_module(module, mesh, input_fn=cast(Any, _enter), output_fn=cast(Any, _leave))
     return model
 
 
