@@ -73,16 +73,16 @@ def test_the_curve_is_that_of_one_process(
     assert kept == ["checkpoint.pt" if words[-1] in ("none", "ddp") else "checkpoint-00000060"]
 
 
-@pytest.mark.parametrize("layers", ["torch", "replaced"])
-def test_other_layers(layers: str, processes: Processes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layers", "words"), [("torch", ("none", "tp")), ("replaced", ("none", *WORDS))])
+def test_other_layers(layers: str, words: tuple[str, ...], processes: Processes, tmp_path: Path) -> None:
     """torch's own styles split torch layers; the sample is that of one process, byte by byte."""
-    for word in ("none", *WORDS):
+    for word in words:
         run(processes, tmp_path / word, word, f"layers={layers}", "model.gated=true")
-    samples = {word: (tmp_path / word / "sample.txt").read_text() for word in ("none", *WORDS)}
+    samples = {word: (tmp_path / word / "sample.txt").read_text() for word in words}
     assert len(set(samples.values())) == 1, samples
 
 
-@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("word", ["fsdp", "tp"])
 def test_mixed_precision_learns(word: str, processes: Processes, tmp_path: Path) -> None:
     rows = run(processes, tmp_path, word, "layers=fused", "run.precision=bf16-mixed", "optim.learning_rate=1e-2")
     assert rows[-1]["train_loss"] < rows[0]["train_loss"]
