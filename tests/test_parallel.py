@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,19 @@ def test_sharded_checkpoints(processes: Processes, tmp_path: Path) -> None:
 )
 def test_tensor_parallel_modules(processes: Processes, check: object) -> None:
     processes.run(check)
+
+
+def test_the_import_is_delayed(run_python: Callable[..., object]) -> None:
+    """Whoever does not ask for tensor parallelism does not wait for its import."""
+    code = """
+import sys, fusedlayers
+assert "torch.distributed.tensor" not in sys.modules
+assert fusedlayers.parallel.FusedFFNParallel().use_local_output
+try:
+    fusedlayers.paralel
+except AttributeError as error:
+    assert "no attribute 'paralel'" in str(error)
+else:
+    raise AssertionError("a name that does not exist")
+"""
+    run_python(code)
