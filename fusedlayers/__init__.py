@@ -1,11 +1,25 @@
 """Fused matrix-product layers for PyTorch: Triton kernels behind drop-in modules, and torch where no kernel helps."""
 
+from typing import TYPE_CHECKING, Any
+
 from . import functional
 from .explaining import explain
 from .modules import FusedFFN, MaxSim, SplitKLinear
 from .replacing import replace, restore
 from .verifying import verify
 
+if TYPE_CHECKING:
+    from . import parallel
+
 __version__ = "0.1.0"
 
-__all__ = ["FusedFFN", "MaxSim", "SplitKLinear", "explain", "functional", "replace", "restore", "verify"]
+__all__ = ["FusedFFN", "MaxSim", "SplitKLinear", "explain", "functional", "parallel", "replace", "restore", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    # torch's tensor parallelism takes a second to import: only those wait who ask for it.
+    if name == "parallel":
+        from importlib import import_module
+
+        return import_module(".parallel", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

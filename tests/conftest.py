@@ -107,3 +107,15 @@ def run_python(tmp_path: Path) -> RunPython:
         return done
 
     return run
+
+
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One pair of processes for all tests, joined by NCCL on two GPUs where tests run on a GPU, else by gloo."""
+    # Imported here, because the interpreter has to be switched on first.
+    from tests.processes import Processes
+
+    device = "cuda" if HAS_CUDA and not INTERPRETING else "cpu"
+    pair = Processes(device, tmp_path_factory.mktemp("processes"))
+    yield pair
+    pair.stop()

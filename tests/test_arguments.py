@@ -159,6 +159,24 @@ def test_a_square_weight_of_the_wrong_width() -> None:
 
 
 @pytest.mark.parametrize(
+    ("seed", "error", "words"),
+    [
+        (5, TypeError, "dropout_seed must be a torch.Tensor or None, got int"),
+        (torch.zeros(1), TypeError, r"dropout_seed .*float32.*: expected dtype torch.int64"),
+        (torch.zeros(2, dtype=torch.int64), ValueError, r"dropout_seed of shape \[2\].*: expected \[1\]"),
+        (
+            torch.zeros(1, dtype=torch.int64, device="meta"),
+            ValueError,
+            "dropout_seed .*expected the device of x, cpu",
+        ),
+    ],
+    ids=str,
+)
+def test_the_seed_of_the_ffn(seed: object, error: type[Exception], words: str) -> None:
+    refused("ffn", error, words, dropout_seed=seed, dropout_p=0.5)
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"a": (K,)}, r"^a of shape \[6\] .*: expected \[\*B, M, K\], at least two dimensions"),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fusedlayers import functional, reference
+from fusedlayers.closeness import assert_close
 from fusedlayers.kernels import dropout, gemm_gemm
 from fusedlayers.kernels.device import triton
 from fusedlayers.kernels.dropout import draw_seed, keep_mask
@@ -132,6 +133,23 @@ def test_the_generator_of_torch_rules(path: str) -> None:
         again = functional.ffn(**inputs, dropout_p=0.5, **options)
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_given_seed_decides_the_mask(path: str) -> None:
+    """The mask of a seed is the same on every path, and nothing is drawn for it."""
+    inputs = ffn_inputs(20, 8, 24, 10)
+    seed = draw_seed(DEVICE)
+    read = torch.cuda.get_rng_state if DEVICE.type == "cuda" else torch.get_rng_state
+    state = read()
+    with on_path(path) as options:
+        ours = functional.ffn(**inputs, dropout_p=0.5, dropout_seed=seed, **options)
+        assert torch.equal(ours, functional.ffn(**inputs, dropout_p=0.5, dropout_seed=seed, **options))
+        assert not torch.equal(ours, functional.ffn(**inputs, dropout_p=0.5, dropout_seed=seed + 1, **options))
+    assert torch.equal(read(), state)
+    theirs = reference.ffn(**inputs, dropout_p=0.5, seed=seed)
+    truth = reference.ffn(**in_float64(inputs), dropout_p=0.5, seed=seed)
+    assert_close(ours, theirs, truth, independent=20 * 24)
 
 
 @pytest.mark.parametrize("path", PATHS)

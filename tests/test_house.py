@@ -36,9 +36,10 @@ EVERY_ROW_BUT_BENCH = {
     "functional": {"kernels", "planning", "reference", "devices"},
     "explaining": {"kernels", "planning", "reference", "devices", "functional"},
     "modules": {"kernels", "planning", "reference", "functional"},
+    "parallel": {"functional", "modules"},
     "replacing": {"kernels", "planning", "reference", "devices", "functional", "modules"},
     "verifying": {"closeness", "reference", "functional", "modules", "replacing"},
-    "fusedlayers": {"functional", "modules", "explaining", "replacing", "verifying"},
+    "fusedlayers": {"functional", "modules", "explaining", "parallel", "replacing", "verifying"},
 }
 MAY_IMPORT = EVERY_ROW_BUT_BENCH | {
     "bench": set(EVERY_ROW_BUT_BENCH),
@@ -129,6 +130,7 @@ def test_imports_go_one_way() -> None:
         ("fusedlayers.reference", "import triton"),
         ("fusedlayers.functional", "def f():\n    from fusedlayers.modules import FusedFFN"),
         ("fusedlayers.modules", "from fusedlayers import replace"),
+        ("fusedlayers.modules", "from .parallel import FusedFFNParallel"),
         ("fusedlayers.modules", "from kernels import gemm_gemm"),
         ("fusedlayers.replacing", "from fusedlayers.bench import runner"),
         ("fusedlayers.replacing", "import transformers"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -17,11 +16,11 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from fusedlayers.closeness import assert_close
-from tests.training_runs import ROOT, TEXT, TINY, distance, reordered_forward, settings, train
+from tests.training_runs import ROOT, TEXT, TINY, distance, parity_losses, settings, torch_curves, train
 from train_examples import comparison, language_model, loop
 from train_examples.language_model import build_model
 from train_examples.settings import SettingsError
-from train_examples.transformer import FeedForward, rotary_tables, rotate
+from train_examples.transformer import rotary_tables, rotate
 
 
 @pytest.mark.parametrize("layers", ["fused", "torch", "replaced"])
@@ -64,35 +63,8 @@ def test_all_kinds_of_layers_start_equal(options: tuple[str, ...], tmp_path: Pat
 
 
 @pytest.fixture
-def torch_band(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[float]], float]:
-    """Training losses of torch runs that differ in the order of one sum, and the largest distance between two."""
-    curves = [parity_losses(tmp_path / "torch", "layers=torch")]
-    for number, parts in enumerate(REORDERINGS):
-        with monkeypatch.context() as patch:
-            patch.setattr(FeedForward, "forward", reordered_forward(*parts))
-            curves.append(parity_losses(tmp_path / f"reordered{number}", "layers=torch"))
-    return curves, max(distance(one, other) for one, other in itertools.combinations(curves, 2))
-
-
-PARITY = (
-    "run.log_every=1",
-    "run.steps=60",
-    "run.evaluate_every=60",
-    "run.checkpoint_every=60",
-    "run.batch_size=2",
-    "model.context=16",
-    # Large steps, and a seed that takes them through a rough patch, lift the band clear of the last bit of a loss.
-    "optim.learning_rate=1e-2",
-    "run.seed=1",
-    "sample.length=1",
-)
-# Into how many parts the hidden and the tokens are cut.
-REORDERINGS = ((2, 1), (8, 1), (1, 2), (1, 4), (4, 4))
-
-
-def parity_losses(directory: Path, *overrides: str) -> list[float]:
-    rows = train(directory, *PARITY, *overrides)
-    return [row["train_loss"] for row in rows]
+def torch_band(tmp_path: Path) -> tuple[list[list[float]], float]:
+    return torch_curves(tmp_path)
 
 
 @pytest.mark.parametrize(

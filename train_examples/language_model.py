@@ -97,7 +97,7 @@ def run(settings: LanguageModelSettings) -> loop.Row:
         sample=lambda trained: (generate(trained, settings.sample, model.context, settings.run.seed), {}),
     )
     config = OmegaConf.to_yaml(OmegaConf.structured(settings))
-    return loop.train(example, settings.layers.kind, settings.run, settings.optim, config)
+    return loop.train(example, settings.layers.kind, settings.run, settings.optim, config, settings.parallel.kind)
 
 
 register_settings()

@@ -1,13 +1,14 @@
 """The one training loop of all examples: batches in; metrics, a loss curve, checkpoints and a sample out.
 
 An example hands over its model and five small things (:class:`Example`); :func:`train` does the rest and is meant to be
-read from top to bottom. Lightning Fabric brings device, precision and the checkpoint file.
+read from top to bottom. Lightning Fabric brings device, precision and the processes.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import statistics
 import sys
@@ -19,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric import Fabric
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from train_examples import plots
+from train_examples.checkpoints import find_checkpoint, load_checkpoint, remove_checkpoints, save_checkpoint
+from train_examples.parallel import Processes
 from train_examples.scores import Scores
 from train_examples.settings import OptimSettings, RunSettings, SettingsError
 
@@ -57,52 +60,62 @@ class Example:
     references: Mapping[str, Scores] = field(default_factory=dict)
 
 
-def train(example: Example, layers: str, run: RunSettings, optim: OptimSettings, config: str) -> Row:
+def train(
+    example: Example, layers: str, run: RunSettings, optim: OptimSettings, config: str, parallel: str = "none"
+) -> Row:
     """Train ``example`` as ``run`` and ``optim`` say, write everything into ``run.directory``, return the summary.
 
     ``config`` is the text of the whole configuration, kept beside the results. Nothing is written before the settings
-    and the checkpoint to resume from are known to fit.
+    and the checkpoint to resume from are known to fit. ``parallel`` is a kind of :class:`Processes`: of several
+    processes all call this, and the first one writes; a kind other than none needs a loss that is a mean over rows.
 
     Raises:
-        SettingsError: an interval, the directory, or the checkpoint does not fit; the message says why.
+        SettingsError: an interval, the directory, the checkpoint or ``parallel`` does not fit; the message says why.
         FloatingPointError: the loss is no longer finite.
     """
     check_intervals(run)
     directory = Path(run.directory)
     resume_from = find_checkpoint(run, directory)
 
-    fabric = Fabric(accelerator=run.accelerator, devices=1, precision=choose_precision(run))
-    fabric.launch()
-    checkpoint = None if resume_from is None else load_checkpoint(fabric, resume_from, example)
+    processes = Processes(parallel, run, choose_precision(run))
+    fabric = processes.fabric
+    checkpoint = None
+    if resume_from is not None:
+        checkpoint = load_checkpoint(resume_from, example.name, example.fingerprint, example.model)
 
-    model, optimizer = fabric.setup(example.model, build_optimizer(example.model, optim))
+    model = fabric.setup_module(example.model)
+    # Of the parameters that the processes share among them, which are others than before.
+    optimizer: Any = fabric.setup_optimizers(build_optimizer(model, optim))
     batches = torch.Generator().manual_seed(run.seed)
+    processes.part_generators(run.seed)
     first_step = 0
     if checkpoint is not None:
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        set_generators(checkpoint["generators"], batches)
-        first_step = checkpoint["step"]
+        checkpoint.restore(processes, model, optimizer, batches, run.seed)
+        first_step = checkpoint.step
         print(f"resumed from {resume_from} at step {first_step}")
 
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.yaml").write_text(config)
-    if checkpoint is None:
-        # Should this run be killed before its first checkpoint, run.resume=auto must not continue the run before it.
-        (directory / "checkpoint.pt").unlink(missing_ok=True)
     metrics = directory / "metrics.jsonl"
     rows = [row for row in read_metrics(metrics) if row["step"] <= first_step] if checkpoint is not None else []
-    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # No process may still look for what is changed now.
+    fabric.barrier()
+    if fabric.is_global_zero:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.yaml").write_text(config)
+        if checkpoint is None:
+            # Should this run be killed before its first checkpoint, run.resume=auto must not continue one before it.
+            remove_checkpoints(directory)
+        metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     last_step = run.steps if run.stop_after is None else min(run.stop_after, run.steps)
 
-    with metrics.open("a") as metrics_file, reporting(run.steps, first_step) as report:
+    written = metrics if fabric.is_global_zero else Path(os.devnull)
+    with written.open("a") as metrics_file, reporting(run.steps, first_step) as report:
         loss_sum, timed_steps, start = torch.zeros((), device=fabric.device), 0, time.perf_counter()
         for step in range(first_step + 1, last_step + 1):
             rate = learning_rate(step, run.steps, optim)
             for group in optimizer.param_groups:
                 group["lr"] = rate
 
-            loss = example.loss(model, fabric.to_device(example.training_batch(batches)))
+            loss = example.loss(model, processes.share(example.training_batch(batches)))
             fabric.backward(loss)
             # A non-finite norm shows in the loss of the next row; asking for it here would stall the GPU every step.
             norm = fabric.clip_gradients(model, optimizer, max_norm=optim.clip_norm, error_if_nonfinite=False)
@@ -115,7 +128,9 @@ def train(example: Example, layers: str, run: RunSettings, optim: OptimSettings,
             if step % run.log_every and step != run.steps:
                 continue
 
-            train_loss = loss_sum.item() / timed_steps  # waits for the GPU, so the clock below sees finished work
+            train_loss = (
+                processes.mean(loss_sum) / timed_steps
+            )  # waits for the GPU, so the clock below sees finished work
             seconds = time.perf_counter() - start
             if not math.isfinite(train_loss):
                 raise FloatingPointError(f"the loss is {train_loss} at step {step}; try a lower optim.learning_rate")
@@ -123,10 +138,10 @@ def train(example: Example, layers: str, run: RunSettings, optim: OptimSettings,
             row = {
                 "step": step,
                 "train_loss": train_loss,
-                "validation_loss": evaluate(example, model, fabric) if evaluate_now else None,
+                "validation_loss": evaluate(example, model, processes) if evaluate_now else None,
                 "scores": measure(example, model) if evaluate_now else None,
                 "learning_rate": rate,
-                "gradient_norm": norm.item(),
+                "gradient_norm": (norm.full_tensor() if isinstance(norm, DTensor) else norm).item(),
                 "tokens_per_second": None
                 if step - timed_steps < first_step + WARM_UP_STEPS
                 else example.tokens_per_batch * timed_steps / seconds,
@@ -137,17 +152,20 @@ def train(example: Example, layers: str, run: RunSettings, optim: OptimSettings,
             metrics_file.flush()
             report(row)
             if step % run.checkpoint_every == 0 or step == last_step:
-                save_checkpoint(fabric, directory, example, model, optimizer, batches, step)
+                name, fingerprint = example.name, example.fingerprint
+                save_checkpoint(processes, directory, name, fingerprint, model, optimizer, batches, step)
             loss_sum, timed_steps, start = torch.zeros((), device=fabric.device), 0, time.perf_counter()
 
+    model.eval()
+    sample, results = example.sample(model)
+    summary = {**summarise(example, layers, run, processes, rows), **results}
+    if not fabric.is_global_zero:
+        return summary
     title = f"{example.name.replace('_', ' ').capitalize()}, layers={layers}"
     plots.loss_curve(rows, title, example.loss_unit, directory / "loss.png")
     if example.scores is not None:
         plots.score_curves(rows, example.references, title, directory / "scores.png")
-    model.eval()
-    sample, results = example.sample(model)
     (directory / "sample.txt").write_text(sample)
-    summary = {**summarise(example, layers, run, fabric, rows), **results}
     (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(f"\nsample after step {summary['steps']}:\n{sample}\n")
     print(", ".join(in_words(summary)))
@@ -176,13 +194,13 @@ def build_optimizer(model: nn.Module, optim: OptimSettings) -> torch.optim.Optim
     return torch.optim.AdamW(groups, lr=optim.learning_rate, betas=(optim.beta1, optim.beta2))
 
 
-def evaluate(example: Example, model: nn.Module, fabric: Fabric) -> float:
+def evaluate(example: Example, model: nn.Module, processes: Processes) -> float:
     """Mean loss over the validation batches, without gradients and without dropout."""
     model.eval()
     with torch.no_grad():
-        losses = [example.loss(model, fabric.to_device(batch)).float() for batch in example.validation_batches]
+        losses = [example.loss(model, processes.share(batch)).float() for batch in example.validation_batches]
     model.train()
-    return torch.stack(losses).mean().item()
+    return processes.mean(torch.stack(losses).mean())
 
 
 def measure(example: Example, model: nn.Module) -> Scores | None:
@@ -212,14 +230,17 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def summarise(example: Example, layers: str, run: RunSettings, fabric: Fabric, rows: list[Row]) -> Row:
+def summarise(example: Example, layers: str, run: RunSettings, processes: Processes, rows: list[Row]) -> Row:
     """The numbers of a run that a comparison needs; the speed is the median row's, so a disturbed row does no harm."""
     speeds = [row["tokens_per_second"] for row in rows if row["tokens_per_second"] is not None]
     losses = [row["validation_loss"] for row in rows if row["validation_loss"] is not None]
+    fabric = processes.fabric
     on_gpu = fabric.device.type == "cuda"
     return {
         "example": example.name,
         "layers": layers,
+        "parallel": processes.kind,
+        "processes": fabric.world_size,
         "steps": rows[-1]["step"] if rows else 0,
         "parameters": sum(parameter.numel() for parameter in example.model.parameters()),
         "train_loss": rows[-1]["train_loss"] if rows else None,
@@ -254,86 +275,6 @@ def check_intervals(run: RunSettings) -> None:
         value = getattr(run, name)
         if value is not None and (value < 1 or value % run.log_every):
             raise SettingsError(f"run.{name} is {value}; expected a positive multiple of run.log_every={run.log_every}")
-
-
-def find_checkpoint(run: RunSettings, directory: Path) -> Path | None:
-    """The file to resume from, if any. A directory that holds another run is refused unless it may be overwritten."""
-    own = directory / "checkpoint.pt"
-    chosen = None
-    if run.resume == "auto":
-        chosen = own if own.exists() else None
-    elif run.resume is not None:
-        chosen = Path(run.resume).expanduser()
-        if not chosen.is_file():
-            raise SettingsError(
-                f"run.resume is {run.resume!r}: there is no such file; expected a checkpoint.pt or auto"
-            )
-    if own.exists() and not run.overwrite and (chosen is None or not own.samefile(chosen)):
-        raise SettingsError(
-            f"run.directory is {run.directory!r}, which already holds a run; "
-            "run.resume=auto continues it, run.overwrite=true starts over, another run.directory=… keeps both"
-        )
-    return chosen
-
-
-def save_checkpoint(
-    fabric: Fabric,
-    directory: Path,
-    example: Example,
-    model: nn.Module,
-    optimizer: Any,
-    batches: torch.Generator,
-    step: int,
-) -> None:
-    """Write everything that the next step depends on; Fabric replaces the file only when the new one is complete."""
-    generators = {"batches": batches.get_state(), "cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        generators["cuda"] = torch.cuda.get_rng_state()
-    state = {
-        "example": example.name,
-        "fingerprint": example.fingerprint,
-        "step": step,
-        "model": model,
-        "optimizer": optimizer,
-        "generators": generators,
-    }
-    fabric.save(directory / "checkpoint.pt", state)
-
-
-def set_generators(states: dict[str, Tensor], batches: torch.Generator) -> None:
-    """Put the generators of batches and dropout back to where the checkpoint left them."""
-    batches.set_state(states["batches"])
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-
-
-def load_checkpoint(fabric: Fabric, path: Path, example: Example) -> dict[str, Any]:
-    """Read a checkpoint and check that it is one of ``example``'s model, before anything is changed.
-
-    Raises:
-        SettingsError: the file is no checkpoint of this loop, or of another model; lists what differs.
-    """
-    try:
-        checkpoint = fabric.load(path, weights_only=True)
-    except Exception as error:  # a file that is something else can fail in any way
-        raise SettingsError(f"run.resume: {path} cannot be read as a checkpoint ({error})") from error
-    expected_keys = {"example", "fingerprint", "step", "model", "optimizer", "generators"}
-    if not isinstance(checkpoint, dict) or expected_keys - checkpoint.keys():
-        raise SettingsError(f"run.resume: {path} is no checkpoint of these examples; expected {sorted(expected_keys)}")
-    saved = {"example": checkpoint["example"], **checkpoint["fingerprint"], **shapes(checkpoint["model"])}
-    here = {"example": example.name, **example.fingerprint, **shapes(example.model.state_dict())}
-    differing = [name for name in {**here, **saved} if saved.get(name) != here.get(name)]
-    if differing:
-        shown = "; ".join(f"{name} is {saved.get(name)} there and {here.get(name)} here" for name in differing[:8])
-        more = f"; and {len(differing) - 8} more" if len(differing) > 8 else ""
-        raise SettingsError(f"run.resume: {path} is a checkpoint of another model: {shown}{more}")
-    return checkpoint
-
-
-def shapes(state_dict: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a state dict, by its key."""
-    return {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
 
 
 def read_metrics(path: Path) -> list[Row]:

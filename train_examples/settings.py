@@ -73,6 +73,13 @@ class LayerSettings:
 
 
 @dataclass
+class ParallelSettings:
+    """How the processes that torchrun started share the work: ``kind`` is ``none``, ``ddp``, ``fsdp`` or ``tp``."""
+
+    kind: str = MISSING
+
+
+@dataclass
 class OptimSettings:
     """AdamW with linear warm-up, cosine decay and gradient clipping."""
 
@@ -96,7 +103,7 @@ class RunSettings:
     seed: int = 0
     steps: int = MISSING
     stop_after: int | None = None  # stop early at this step with a checkpoint, as an interruption would
-    batch_size: int = MISSING
+    batch_size: int = MISSING  # of all processes together
     log_every: int = 10
     evaluate_every: int = MISSING  # a multiple of log_every
     evaluation_batches: int = 8
@@ -148,6 +155,7 @@ class LanguageModelSettings:
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     layers: LayerSettings = field(default_factory=LayerSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
     optim: OptimSettings = field(default_factory=OptimSettings)
     run: RunSettings = field(default_factory=RunSettings)
     sample: SampleSettings = field(default_factory=SampleSettings)

@@ -22,12 +22,12 @@ from .__main__ import parse_shape
 from .cases import DTYPES, Shape
 from .cases.split_k import SPLIT_K
 from .contenders import EAGER, FUSED_SWITCHES, Contender, contender, switched
+from .exactness import random_work, reference_results, rotating_work
 from .plots import MatplotlibMissingError
 from .record import Record
 from .runner import shape_text
 from .tables import Table
 from .timing import NotTimed, clock_for, measure
-from .exactness import random_work, reference_results, rotating_work
 
 SPLITS = (1, 2, 3, 5, 8, 16, 32, 64, 128, 256)
 SHAPES: tuple[Shape, ...] = ((64, 64, 65536), (16, 1024, 4096), (16, 16, 1048576), (64, 1024, 8192))

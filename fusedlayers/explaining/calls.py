@@ -6,6 +6,7 @@ from typing import Any
 
 from .. import functional
 from ..functional.arguments import (
+    check_dropout_seed,
     check_ffn,
     check_gemm_gemm,
     check_hidden_gradient,
@@ -49,8 +50,10 @@ def _without(arguments: Arguments, *names: str) -> Arguments:
 
 def _ffn(arguments: Arguments) -> tuple[Call, str]:
     activation = canonical_activation(arguments["activation"])
-    check_ffn(**_without(arguments, "activation"))
-    problem = ffn_problem(**_without(arguments, "activation"), activation=activation)
+    check_dropout_seed(arguments["x"], arguments["dropout_seed"])
+    arguments = _without(arguments, "activation", "dropout_seed")
+    check_ffn(**arguments)
+    problem = ffn_problem(**arguments, activation=activation)
     gate = "act(x W_gateᵀ) ⊙ (x W_upᵀ)" if problem.gated else "act(x W_upᵀ)"
     return problem, f"ffn: {gate} W_downᵀ, act = {_formula(activation)}"
 

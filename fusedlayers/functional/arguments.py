@@ -102,6 +102,20 @@ def check_dropout(name: str, probability: float) -> None:
         raise ValueError(f"{name} must be in [0, 1), got {probability!r}")
 
 
+def check_dropout_seed(x: Tensor, seed: Tensor | None) -> None:
+    """None, or one int64 on the device of x."""
+    if seed is None:
+        return
+    if not isinstance(seed, Tensor):
+        raise TypeError(f"dropout_seed must be a torch.Tensor or None, got {type(seed).__name__}")
+    if seed.dtype != torch.int64:
+        raise TypeError(f"{said('dropout_seed', seed)}: expected dtype torch.int64")
+    if seed.shape != (1,):
+        raise ValueError(f"{said('dropout_seed', seed)}: expected [1]")
+    if isinstance(x, Tensor) and seed.device != x.device:
+        raise ValueError(f"{said('dropout_seed', seed)}: expected the device of x, {x.device}")
+
+
 def check_recompute(recompute: bool | str) -> None:
     """``"auto"``, ``True`` or ``False``."""
     if not (isinstance(recompute, bool) or recompute == "auto"):

@@ -13,7 +13,7 @@ from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
 from ..planning import Plan
 from ..planning.gemm_gemm import LONG_SUM_ROWS, SHORT_SUM_ROWS
 from . import ffn_epilogue
-from .arguments import autocast_enabled, check_ffn
+from .arguments import autocast_enabled, check_dropout_seed, check_ffn
 from .dispatch import (
     autocast,
     compute_dtype,
@@ -42,6 +42,7 @@ def ffn(
     dropout_p: float = 0.0,
     recompute: bool | str = "auto",
     residual: Tensor | None = None,
+    dropout_seed: Tensor | None = None,
 ) -> Tensor:
     """Feed-forward block: ``dropout(act(x W_upᵀ + b_up)) W_downᵀ + b_down + residual``.
 
@@ -61,6 +62,8 @@ def ffn(
         recompute: ``True`` guarantees that no tensor of size tokens × N is allocated, forward or backward;
             ``"auto"`` and ``False`` take the fastest path, whose backward pass may need some while it runs.
         residual: ``[*B, M, O]`` or None, added to the result.
+        dropout_seed: int64 ``[1]`` on the device of x, from which alone the mask of the dropout follows; None draws one
+            from the default generator.
 
     Returns:
         ``[*B, M, O]`` in the dtype of x (under autocast: in autocast's dtype). float16, bfloat16 and float32 can run in
@@ -73,6 +76,7 @@ def ffn(
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
     tensors = (x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual)
+    check_dropout_seed(x, dropout_seed)
     call = signature(tensors, activation, dropout_p, recompute)
     problem = None if call is None else recalled(call, x.device)
     if problem is None:
@@ -88,9 +92,11 @@ def ffn(
     if plan.path == "torch":
         return reference.ffn(
             x, w_up, w_down, b_up, b_down, w_gate, b_gate,
-            activation=activation, dropout_p=dropout_p, residual=residual,
+            activation=activation, dropout_p=dropout_p, residual=residual, seed=dropout_seed,
         )  # fmt: skip
-    seed = draw_seed(x.device) if dropout_p else None
+    seed = None
+    if dropout_p:
+        seed = draw_seed(x.device) if dropout_seed is None else dropout_seed
     arithmetic = Arithmetic(activation, float(dropout_p), problem.input_precision, plan.accuracy)
     operands: tuple[Any, ...] = tensors
     apart = False

@@ -1,0 +1,24 @@
+"""The tests of ``tests/test_parallel.py`` once more: over NCCL, on two GPUs, with compiled kernels in bfloat16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+# Imported to be collected here, too.
+from tests.test_parallel import (  # noqa: F401
+    test_data_parallel,
+    test_dropout_differs_between_processes_and_is_replayed,
+    test_fsdp_in_mixed_precision,
+    test_sharded_checkpoints,
+    test_tensor_parallel,
+    test_tensor_parallel_in_parts_that_differ_and_without_biases,
+    test_tensor_parallel_keeping_less,
+    test_tensor_parallel_modules,
+    test_tensor_parallel_under_autocast,
+)
+
+pytestmark = [
+    pytest.mark.xdist_group("two processes"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
