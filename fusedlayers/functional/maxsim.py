@@ -8,8 +8,9 @@ from torch import Tensor
 from .. import reference
 from ..kernels import maxsim as kernels
 from ..kernels.maxsim import MaxSimOperands
-from ..planning import MaxSimPlan
+from ..planning import MaxSimPlan, MaxSimProblem
 from .arguments import check_maxsim, check_offsets
+from .compiled import Composite, KernelCall, Result, Results
 from .dispatch import (
     autocast,
     compute_dtype,
@@ -21,6 +22,7 @@ from .dispatch import (
     signature,
     without_autocast,
 )
+from .tracing import traced
 
 
 def maxsim(
@@ -61,7 +63,11 @@ def maxsim(
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
     tensors = (queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents)
+    if torch.compiler.is_dynamo_compiling():
+        [scores] = COMPOSITE(*tensors)
+        return scores
     call = signature(tensors)
+    reading = call is None and traced()
     problem = None if call is None else recalled(call, queries.device)
     known = problem is not None
     if problem is None:
@@ -70,7 +76,7 @@ def maxsim(
             queries, documents, query_mask, document_mask,
             cu_seqlens_queries=cu_seqlens_queries, cu_seqlens_documents=cu_seqlens_documents,
         )  # fmt: skip
-    if not (torch.compiler.is_compiling() or queries.is_meta or problem.captured):
+    if not (reading or queries.is_meta or problem.captured):
         check_offsets("cu_seqlens_queries", cu_seqlens_queries, queries)
         check_offsets("cu_seqlens_documents", cu_seqlens_documents, documents)
     if not known:
@@ -79,8 +85,10 @@ def maxsim(
     if plan.path == "torch":
         return _reference(*tensors)
     operands = autocast(tensors[:2], compute_dtype(queries))
-    if problem.training or call is None:
-        scores: Tensor = MaxSimFunction.apply(*operands, *tensors[2:], plan)
+    if reading:
+        scores: Tensor = KERNELS((*operands, *tensors[2:]), problem, plan)
+    elif problem.training or call is None:
+        scores = MaxSimFunction.apply(*operands, *tensors[2:], plan)
     else:
         scores, _ = _forward(_operands((*operands, *tensors[2:]), plan), plan, indices=False)
     if not problem.training:
@@ -142,6 +150,23 @@ class MaxSimFunction(torch.autograd.Function):
 def _forward(operands: MaxSimOperands, plan: MaxSimPlan, *, indices: bool) -> tuple[Tensor, Tensor | None]:
     assert plan.forward_tiles is not None
     return kernels.forward(operands, indices=indices, splits=plan.splits, chunk=plan.chunk, tiles=plan.forward_tiles)
+
+
+def _results(tensors: tuple[Any, ...], problem: MaxSimProblem, path: str, options: Any, saving: bool) -> Results:
+    scores = Result((problem.queries, problem.documents), tensors[0].dtype)
+    return [scores], [Result((problem.documents, problem.query_tokens), torch.int32)] if saving else []
+
+
+COMPOSITE = Composite(maxsim)
+KERNELS = KernelCall(
+    "maxsim",
+    MaxSimFunction,
+    MaxSimProblem,
+    tensors="queries documents query_mask? document_mask? cu_seqlens_queries? cu_seqlens_documents?",
+    saved=(0, 1, 2, 3, 4, 5),
+    arguments=lambda plan: {"plan": plan},
+    results=_results,
+)
 
 
 def _operands(tensors: tuple[Any, ...], plan: MaxSimPlan) -> MaxSimOperands:

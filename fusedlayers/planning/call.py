@@ -23,6 +23,11 @@ class Call:
     def __hash__(self) -> int:
         return self._hash
 
+    @property
+    def model_flops(self) -> tuple[int, int]:
+        """Floating-point operations of forward and backward as torch computes them: what a kernel computes again does not count."""
+        raise NotImplementedError
+
     @cached_property
     def _hash(self) -> int:
         # Looked up at every call: computed once, as a problem never changes.
