@@ -314,7 +314,7 @@ def plan_on_path(problem: Any, path: str, device: torch.device) -> Any:
     Raises:
         RuntimeError: the path cannot run it.
     """
-    for wish in ("torch", "triton") if path == "chunked" else ("triton", "torch"):
+    for wish in ("triton", "torch") if path == "fused" else ("torch", "triton"):
         plan = _cached_plan(problem, describe(device), wish)
         if plan.path == path:
             return plan
@@ -327,9 +327,9 @@ def plan_on_path(problem: Any, path: str, device: torch.device) -> Any:
 def ran_as_kernels(problem: Call, device: torch.device) -> None:
     """Remembers that the kernels of this problem ran, those of its backward pass too where it has one.
 
-    Planning it, as ``explain`` does, compiles nothing.
+    Planning it, as ``explain`` does, compiles nothing; neither does tracing a call.
     """
-    if not problem.captured:
+    if not (problem.captured or traced()):
         if len(_warm) >= _WARM_LIMIT:
             _warm.clear()
         _warm.add((problem, device))
