@@ -25,7 +25,7 @@ class Call:
 
     @property
     def model_flops(self) -> tuple[int, int]:
-        """Floating-point operations of forward and backward as torch computes them: what a kernel computes again does not count."""
+        """Floating-point operations of forward and backward as torch computes them, without what a kernel repeats."""
         raise NotImplementedError
 
     @cached_property

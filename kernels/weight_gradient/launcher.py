@@ -34,12 +34,7 @@ def weight_gradient(
 
 
 def _matrices(dy: torch.Tensor, x: torch.Tensor) -> tuple[Matrix, Matrix] | None:
-    """Both as the copy engine sees them, or None where one does not lie as it needs them.
-
-    torch.compile's tensors have no address while it traces.
-    """
-    if torch.compiler.is_compiling():
-        return None
+    """Both as the copy engine sees them, or None where one does not lie as it needs them."""
     left, right = matrix(dy), matrix(x)
     if left is None or right is None or left.transposed or right.transposed:
         return None
