@@ -81,8 +81,14 @@ def operations(name: str, backend: str) -> set[str]:
     return {f"{function}_forward", *([f"{function}_backward"] if backward else [])}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        # In the interpreter these take long, and are as gemm_reduce and maxsim.
+        *(pytest.param(n, "triton", marks=needs_kernels) for n in CALLS if n not in ("argmax", "packed maxsim")),
+        *((name, "torch") for name in CALLS),
+    ],
+)
 def test_one_graph_for_all_lengths(name: str, backend: str, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
     function, _ = CALLS[name](5)
@@ -96,13 +102,12 @@ def test_one_graph_for_all_lengths(name: str, backend: str, graphs: Graphs, monk
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["ffn", "logsumexp"])
-def test_dynamic_from_the_start_is_one_graph(name: str, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dynamic_from_the_start_is_one_graph(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
-    function, _ = CALLS[name](5)
+    function, _ = ffn(5)
     compiled = graphs.compiled(function, dynamic=True)
     for rows in LENGTHS[:3]:
-        _, arguments = CALLS[name](rows)
+        _, arguments = ffn(rows)
         with torch.no_grad():
             assert_equal(outcome(compiled, arguments), outcome(function, arguments))
     assert counters["stats"]["unique_graphs"] == 1
@@ -199,6 +204,24 @@ def test_the_switches_are_read_again(graphs: Graphs, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
         compiled(**arguments)
     assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_inference_mode(graphs: Graphs) -> None:
+    function, arguments = CALLS["gemm_gemm"](5)
+    with torch.inference_mode():
+        assert torch.equal(graphs.compiled(function)(**arguments), function(**arguments))
+
+
+def test_transforms_of_torch_func(graphs: Graphs) -> None:
+    w_up, w_down, x = torch.randn(24, 16), torch.randn(16, 24), torch.randn(3, 5, 16)
+
+    def per_sample(x: Tensor) -> Tensor:
+        def loss(row: Tensor) -> Tensor:
+            return functional.ffn(row, w_up, w_down).sum()
+
+        return torch.func.vmap(torch.func.grad(loss))(x)
+
+    torch.testing.assert_close(graphs.compiled(per_sample)(x), per_sample(x))
 
 
 def test_an_error_names_the_argument(graphs: Graphs) -> None:

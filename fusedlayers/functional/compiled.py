@@ -16,7 +16,7 @@ import inspect
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +45,9 @@ class Composite:
         name = function.__name__
         # What the user's switches said is an argument, so that no cache of compiled graphs mixes them up.
         _LIBRARY.define(f"{name}({', '.join(arguments)}, str switches) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
-        _LIBRARY.impl(name, self._run, "CompositeImplicitAutograd")
+        # The second is for torch.func.vmap, which looks for a rule of its own.
+        for key in ("CompositeImplicitAutograd", "FuncTorchBatchedDecomposition"):
+            _LIBRARY.impl(name, self._run, key)
         self.operation = getattr(torch.ops.fusedlayers, name).default
 
     def _run(self, *arguments: Any) -> list[Tensor]:
@@ -186,17 +188,15 @@ class KernelCall:
         return results[0] if len(results) == 1 else results
 
     def _described(self, sizes: Sequence[int], call: str) -> _Described:
-        facts = _parsed(call)
-        names = [each.name for each in fields(self.problem) if each.name not in facts["problem"]]
-        problem = self.problem(**facts["problem"], **dict(zip(names, sizes, strict=True)))
-        return _Described(problem, facts["path"], facts["options"], facts["wanted"])
+        # Symbols cannot be keys of a cache; where an operation runs, there are none.
+        symbolic = any(isinstance(size, torch.SymInt) for size in sizes)
+        return _describe(self.problem, tuple(sizes), call) if symbolic else _known(self.problem, tuple(sizes), call)
 
     def _results(self, tensors: Sequence[Any], described: _Described) -> Results:
         return self.results(tensors, described.problem, described.path, described.options, any(described.wanted))
 
     def _arguments(self, described: _Described, device: torch.device) -> dict[str, Any]:
-        plan = plan_on_path(with_known_sizes(described.problem), described.path, device)
-        return self.arguments(plan, **described.options)
+        return self.arguments(plan_on_path(described.problem, described.path, device), **described.options)
 
     def _forward(self, *given: Any) -> list[Tensor]:
         *tensors, sizes, call = given
@@ -234,7 +234,7 @@ class KernelCall:
         if self.added is not None and wanted[self.added]:
             gradients[self.added], wanted[self.added] = upstream[0], False
         if any(wanted) and any(gradient is not None for gradient in upstream):
-            call = json.dumps({**_parsed(ctx.call), "wanted": wanted})
+            call = json.dumps({**json.loads(ctx.call), "wanted": wanted})
             # The operation has no gradient itself: those who want one see through it.
             inside = self.plain_backward or torch.is_grad_enabled()
             run = self._gradients if inside else self.backward
@@ -259,6 +259,7 @@ class KernelCall:
     ) -> list[Tensor | None]:
         """The wanted gradients, by the Function's own backward pass."""
         described = self._described(sizes, call)
+        described = described._replace(problem=with_known_sizes(described.problem))
         first = next(tensor for tensor in tensors if tensor is not None)
         patterns = self._results(tensors, described)
         of_results, saved = (
@@ -285,7 +286,11 @@ class KernelCall:
 _AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
 
 
-@cache
-def _parsed(call: str) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads(call)
-    return facts
+def _describe(problem: type[Call], sizes: tuple[int, ...], call: str) -> _Described:
+    facts = json.loads(call)
+    names = [each.name for each in fields(problem) if each.name not in facts["problem"]]
+    given: dict[str, Any] = facts["problem"] | dict(zip(names, sizes, strict=True))
+    return _Described(problem(**given), facts["path"], facts["options"], facts["wanted"])
+
+
+_known = lru_cache(maxsize=4096)(_describe)

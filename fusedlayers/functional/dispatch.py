@@ -96,7 +96,9 @@ def input_precision(device: torch.device, dtype: torch.dtype) -> str:
 
 def captured(device: torch.device) -> bool:
     """Whether this call is being recorded into a CUDA graph, or compiled to be."""
-    return device.type == "cuda" and (torch.cuda.is_current_stream_capturing() or recorded_later())
+    if device.type != "cuda":
+        return False
+    return recorded_later() if traced() else torch.cuda.is_current_stream_capturing()
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:

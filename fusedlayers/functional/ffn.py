@@ -74,8 +74,7 @@ def ffn(
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
     if torch.compiler.is_dynamo_compiling():
-        [y] = COMPOSITE(x, w_up, w_down, b_up, b_down, w_gate, b_gate, activation, dropout_p, recompute, residual)
-        return y
+        return COMPOSITE(x, w_up, w_down, b_up, b_down, w_gate, b_gate, activation, dropout_p, recompute, residual)[0]
     tensors = (x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual)
     call = signature(tensors, activation, dropout_p, recompute)
     problem = None if call is None else recalled(call, x.device)

@@ -46,8 +46,7 @@ def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None)
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
     if torch.compiler.is_dynamo_compiling():
-        [e] = COMPOSITE(a, b, c, activation)
-        return e
+        return COMPOSITE(a, b, c, activation)[0]
     call = signature((a, b, c), activation)
     problem = None if call is None else recalled(call, a.device)
     if problem is None:

@@ -61,9 +61,9 @@ def hidden_gradient(
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
     if torch.compiler.is_dynamo_compiling():
-        results = iter(COMPOSITE(dy, w_down, z, z_gate, activation, bias))
-        there = (True, z_gate is not None, bias, bias and z_gate is not None)
-        dz, dz_gate, db_up, db_gate = (next(results) if each else None for each in there)
+        dz, *others = COMPOSITE(dy, w_down, z, z_gate, activation, bias)
+        there = (z_gate is not None, bias, bias and z_gate is not None)
+        dz_gate, db_up, db_gate = (others.pop(0) if each else None for each in there)
         return dz, dz_gate, db_up, db_gate
     tensors = (dy, w_down, z, z_gate)
     call = signature(tensors, "hidden_gradient", activation, bias)

@@ -64,8 +64,7 @@ def maxsim(
     """
     tensors = (queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents)
     if torch.compiler.is_dynamo_compiling():
-        [scores] = COMPOSITE(*tensors)
-        return scores
+        return COMPOSITE(*tensors)[0]
     call = signature(tensors)
     reading = call is None and traced()
     problem = None if call is None else recalled(call, queries.device)

@@ -29,7 +29,7 @@ def traced() -> bool:
 def recorded_later() -> bool:
     """Whether torch.compile records what it compiles now into CUDA graphs (``mode="reduce-overhead"``)."""
     config = sys.modules.get("torch._inductor.config")
-    return config is not None and bool(config.triton.cudagraphs) and traced()
+    return config is not None and bool(config.triton.cudagraphs)
 
 
 def with_known_sizes(problem: Any) -> Any:
