@@ -212,6 +212,14 @@ def test_inference_mode(graphs: Graphs) -> None:
         assert torch.equal(graphs.compiled(function)(**arguments), function(**arguments))
 
 
+def test_a_dropout_probability_that_changes(graphs: Graphs) -> None:
+    function, arguments = ffn(5)
+    compiled = graphs.compiled(function)
+    for probability in (0.0, 0.25, 0.5, 0.125):
+        given_now = arguments | {"dropout_p": probability}
+        assert_equal(outcome(compiled, given_now), outcome(function, given_now))
+
+
 def test_transforms_of_torch_func(graphs: Graphs) -> None:
     w_up, w_down, x = torch.randn(24, 16), torch.randn(16, 24), torch.randn(3, 5, 16)
 

@@ -51,7 +51,9 @@ class Composite:
         self.operation = getattr(torch.ops.fusedlayers, name).default
 
     def _run(self, *arguments: Any) -> list[Tensor]:
-        given: dict[str, Any] = dict(zip(self.parameters, arguments, strict=False))
+        # A number that changes is a symbol; options are none.
+        plain = (float(each) if isinstance(each, torch.SymFloat) else each for each in arguments)
+        given: dict[str, Any] = dict(zip(self.parameters, plain, strict=False))
         given |= {name: _WORDS.get(given[name], given[name]) for name in self.words}
         found = self.function(**given)
         return [found] if isinstance(found, Tensor) else [tensor for tensor in found if tensor is not None]
@@ -293,4 +295,4 @@ def _describe(problem: type[Call], sizes: tuple[int, ...], call: str) -> _Descri
     return _Described(problem(**given), facts["path"], facts["options"], facts["wanted"])
 
 
-_known = lru_cache(maxsize=4096)(_describe)
+_known: Callable[..., _Described] = lru_cache(maxsize=4096)(_describe)
