@@ -1,5 +1,6 @@
 """Each operation in a few lines of torch: the specification, the oracle in float64, the CPU path, and the baseline."""
 
+import math
 from typing import Any
 
 import torch
@@ -207,7 +208,7 @@ def _summed(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Both, and with ``bias`` their sums over all rows."""
     sums = (
-        None if t is None or not bias else t.reshape(t.shape[:-1].numel(), t.shape[-1]).sum(0) for t in (dz, dz_gate)
+        None if t is None or not bias else t.reshape(math.prod(t.shape[:-1]), t.shape[-1]).sum(0) for t in (dz, dz_gate)
     )
     db_up, db_gate = sums
     return dz, dz_gate, db_up, db_gate
@@ -218,7 +219,7 @@ def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor
 
     The gradients of a linear layer's weight and bias, ``y = x Wᵀ + b``; None for the second without ``bias``.
     """
-    dy, x = (tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1]) for tensor in (dy, x))
+    dy, x = (tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1]) for tensor in (dy, x))
     return dy.T @ x, dy.sum(0) if bias else None
 
 

@@ -84,11 +84,8 @@ def matrix(tensor: torch.Tensor) -> Matrix | None:
 
 
 def untransposed(tensor: torch.Tensor) -> Matrix | None:
-    """The same, and None where columns lie together too.
-
-    torch.compile's tensors have no address while it traces.
-    """
-    found = None if torch.compiler.is_compiling() else matrix(tensor)
+    """The same, and None where columns lie together too."""
+    found = matrix(tensor)
     return None if found is None or found.transposed else found
 
 

@@ -47,11 +47,10 @@ def launch(
     arguments = (*pointers, *numbers, *free_numbers, *constants)
     # Fusing a product and a sum rounds once instead of twice; named, because the default is about to change.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
-    # torch.compile knows no such option; without it the wait is over at once.
-    if dependent and not torch.compiler.is_compiling():
+    if dependent:
         options["launch_pdl"] = True
-    # On AMD GPUs Triton also specialises on the size of a tensor's storage; while torch.compile traces, on nothing yet.
-    if device.type != "cuda" or torch.version.hip or torch.compiler.is_compiling():
+    # On AMD GPUs Triton also specialises on the size of a tensor's storage.
+    if device.type != "cuda" or torch.version.hip:
         kernel[(programs,)](*_complete(descriptors), *arguments, **options)
         return None
     layout = tuple([None if p is None else (p.dtype, p.data_ptr() & 15 == 0) for p in pointers])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from fusedlayers import FusedFFN, functional, planning, reference
 from fusedlayers.functional import dispatch
@@ -367,5 +368,5 @@ def test_some_calls_are_never_recognised(monkeypatch: pytest.MonkeyPatch) -> Non
     assert dispatch.signature((x, x.as_subclass(Tagged)), "gelu", 0.0) is None
     assert dispatch.signature((x, None), ["gelu"], 0.0) is None
     assert dispatch.signature((x, None), "gelu", torch.tensor(0.0)) is None
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert dispatch.signature((x, None), "gelu", 0.0) is None
+    with FlopCounterMode(display=False):
+        assert dispatch.signature((x, None), "gelu", 0.0) is None

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from ..planning import (
     WeightGradientProblem,
 )
 from .arguments import autocast_enabled
+from .tracing import TRACED_TENSORS, recorded_later, traced, with_known_sizes
 
 logger = logging.getLogger("fusedlayers")
 
@@ -88,7 +90,7 @@ def autocast(tensors: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
 
 def rows(tensor: Tensor) -> Tensor:
     """``[*B, M, K]`` as a matrix of rows: a view where the strides allow it, else a copy."""
-    return tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
+    return tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def flat_batch(tensor: Tensor, batch: torch.Size) -> Tensor:
@@ -96,7 +98,7 @@ def flat_batch(tensor: Tensor, batch: torch.Size) -> Tensor:
     if tensor.dim() == 3 and tensor.shape[:1] == batch:
         return tensor
     if all(size == 1 for size in tensor.shape[:-2]):
-        return tensor.reshape(1, *tensor.shape[-2:]).expand(batch.numel(), -1, -1)
+        return tensor.reshape(1, *tensor.shape[-2:]).expand(math.prod(batch), -1, -1)
     return tensor.expand(*batch, -1, -1).reshape(-1, *tensor.shape[-2:])
 
 
@@ -113,8 +115,10 @@ def input_precision(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def captured(device: torch.device) -> bool:
-    """Whether this call is being recorded into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """Whether this call is being recorded into a CUDA graph, or compiled to be."""
+    if device.type != "cuda":
+        return False
+    return recorded_later() if traced() else torch.cuda.is_current_stream_capturing()
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
@@ -134,17 +138,18 @@ def subclass_of(*tensors: Tensor | None) -> str:
     """
     if transformed():
         return "tensor of a torch.func transform"
-    return next((type(t).__name__ for t in tensors if t is not None and type(t) not in _PLAIN_TENSORS), "")
+    plain = (*_PLAIN_TENSORS, *TRACED_TENSORS) if traced() else _PLAIN_TENSORS
+    return next((type(t).__name__ for t in tensors if t is not None and type(t) not in plain), "")
 
 
 def signature(tensors: tuple[Tensor | None, ...], *options: object) -> tuple[object, ...] | None:
     """All that the checks and the problem of a call depend on, besides whether a graph is captured.
 
     None where a call cannot be recognised by that: tensor subclasses and torch.func's tensors, options of unusual
-    types, torch.compile's trace.
+    types, calls that are traced.
     """
     first = tensors[0]
-    if first is None or torch.compiler.is_compiling() or transformed():
+    if first is None or traced() or transformed():
         return None
     found: list[Any] = [torch.is_grad_enabled()]
     for tensor in tensors:
@@ -199,7 +204,7 @@ def ffn_problem(
     return Problem(
         operation="ffn",
         batch=1,
-        M=x.shape[:-1].numel(),
+        M=math.prod(x.shape[:-1]),
         K=x.shape[-1],
         N=w_up.shape[0],
         O=w_down.shape[0],
@@ -221,7 +226,7 @@ def gemm_gemm_problem(a: Tensor, b: Tensor, c: Tensor, *, activation: str) -> Pr
     dtype = compute_dtype(a)
     return Problem(
         operation="gemm_gemm",
-        batch=torch.Size(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2], c.shape[:-2])).numel(),
+        batch=math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2], c.shape[:-2])),
         M=a.shape[-2],
         K=a.shape[-1],
         N=b.shape[-1],
@@ -251,8 +256,8 @@ def maxsim_problem(
     return MaxSimProblem(
         queries=queries.shape[0] if cu_seqlens_queries is None else cu_seqlens_queries.shape[0] - 1,
         documents=documents.shape[0] if cu_seqlens_documents is None else cu_seqlens_documents.shape[0] - 1,
-        query_tokens=queries.shape[:-1].numel(),
-        document_tokens=documents.shape[:-1].numel(),
+        query_tokens=math.prod(queries.shape[:-1]),
+        document_tokens=math.prod(documents.shape[:-1]),
         K=queries.shape[-1],
         dtype=str(dtype).removeprefix("torch."),
         query_layout=_layout(query_mask, cu_seqlens_queries),
@@ -275,7 +280,7 @@ def hidden_gradient_problem(
     """The planning problem of one ``hidden_gradient`` call, its leading dims flattened into rows."""
     dtype = compute_dtype(dy)
     return HiddenGradientProblem(
-        M=dy.shape[:-1].numel(),
+        M=math.prod(dy.shape[:-1]),
         N=w_down.shape[1],
         O=w_down.shape[0],
         dtype=str(dtype).removeprefix("torch."),
@@ -293,7 +298,7 @@ def weight_gradient_problem(dy: Tensor, x: Tensor, *, bias: bool = True) -> Weig
     """The planning problem of one ``weight_gradient`` call, its leading dims flattened into rows."""
     dtype = compute_dtype(dy)
     return WeightGradientProblem(
-        M=dy.shape[:-1].numel(),
+        M=math.prod(dy.shape[:-1]),
         O=dy.shape[-1],
         K=x.shape[-1],
         dtype=str(dtype).removeprefix("torch."),
@@ -312,7 +317,11 @@ def dispatch(problem: Any, device: torch.device) -> Any:
         RuntimeError: the kernels cannot run, and ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` is set.
     """
     wish, must = backend(), strict()
-    if problem.captured and not must:
+    reading = traced()
+    if reading:
+        problem = with_known_sizes(problem)
+    # What torch.compile records runs once before that.
+    if problem.captured and not (must or reading):
         problem = replace(problem, cold=(replace(problem, captured=False), device) not in _warm)
     plan = _cached_plan(problem, describe(device), wish)
     if plan.unsupported is not None and not problem.empty and (wish == "triton" or (must and wish == "auto")):
@@ -334,12 +343,28 @@ def decisions() -> Iterator[Counter[str]]:
         _counted = None
 
 
+def plan_on_path(problem: Any, path: str, device: torch.device) -> Any:
+    """The plan of ``problem`` on a path that was chosen before, for other sizes.
+
+    Raises:
+        RuntimeError: the path cannot run it.
+    """
+    for wish in ("triton", "torch") if path in ("fused", "epilogue") else ("torch", "triton"):
+        plan = _cached_plan(problem, describe(device), wish)
+        if plan.path == path:
+            return plan
+    reasons = dict(plan.rejected)
+    raise RuntimeError(
+        f"{problem.operation} was compiled for its {path} path, which cannot run these sizes: {reasons[path]}"
+    )
+
+
 def ran_as_kernels(problem: Call, device: torch.device) -> None:
     """Remembers that the kernels of this problem ran, those of its backward pass too where it has one.
 
-    Planning it, as ``explain`` does, compiles nothing.
+    Planning it, as ``explain`` does, compiles nothing; neither does tracing a call.
     """
-    if not problem.captured:
+    if not (problem.captured or traced()):
         if len(_warm) >= _WARM_LIMIT:
             _warm.clear()
         _warm.add((problem, device))

@@ -10,10 +10,11 @@ from ..kernels import gemm_gemm as kernels
 from ..kernels.activations import canonical_activation
 from ..kernels.dropout import draw_seed
 from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
-from ..planning import Plan
+from ..planning import Plan, Problem
 from ..planning.gemm_gemm import LONG_SUM_ROWS, SHORT_SUM_ROWS
 from . import ffn_epilogue
 from .arguments import autocast_enabled, check_dropout_seed, check_ffn
+from .compiled import Composite, KernelCall, Result, Results
 from .dispatch import (
     autocast,
     compute_dtype,
@@ -27,6 +28,7 @@ from .dispatch import (
     wants_gradient,
     without_autocast,
 )
+from .tracing import traced
 
 
 def ffn(
@@ -75,6 +77,10 @@ def ffn(
             ``recompute``, ``dropout_p`` outside [0, 1).
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return COMPOSITE(
+            x, w_up, w_down, b_up, b_down, w_gate, b_gate, activation, dropout_p, recompute, residual, dropout_seed
+        )[0]  # fmt: skip
     tensors = (x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual)
     check_dropout_seed(x, dropout_seed)
     call = signature(tensors, activation, dropout_p, recompute)
@@ -97,7 +103,6 @@ def ffn(
     seed = None
     if dropout_p:
         seed = draw_seed(x.device) if dropout_seed is None else dropout_seed
-    arithmetic = Arithmetic(activation, float(dropout_p), problem.input_precision, plan.accuracy)
     operands: tuple[Any, ...] = tensors
     apart = False
     if autocast_enabled(x.device):
@@ -105,15 +110,25 @@ def ffn(
         # Autocast casts products, not sums: a residual of another dtype is added as it is, outside the kernel.
         apart = residual is not None and residual.dtype != dtype
         operands = autocast((*operands[:7], None if apart else residual), dtype)
-    operands = (*operands, seed, arithmetic, plan)
+    operands = (*operands, seed)
     with without_autocast(x.device):
-        # Without a wanted gradient, that of b_down or the residual either, autograd has nothing to record. Tensors that
-        # are not plain tell it themselves.
-        run = FFNFunction.apply if wants_gradient(*tensors) or call is None else _forward
-        y: Tensor = run(*operands)
+        if call is None and traced():
+            y: Tensor = KERNELS(operands, problem, plan, dropout_p=dropout_p)
+        else:
+            # Without a wanted gradient, that of b_down or the residual either, autograd has nothing to record. Tensors
+            # that are not plain tell it themselves.
+            run = FFNFunction.apply if wants_gradient(*tensors) or call is None else _forward
+            y = run(*operands, *_arguments(plan, dropout_p).values())
     if plan.path in ("fused", "epilogue") and not problem.training:
         ran_as_kernels(problem, x.device)
     return y + residual if apart and residual is not None else y
+
+
+def _arguments(plan: Plan, dropout_p: float) -> dict[str, Any]:
+    """What :class:`FFNFunction` takes besides the tensors."""
+    problem = plan.problem
+    arithmetic = Arithmetic(problem.activation, float(dropout_p), problem.input_precision, plan.accuracy)
+    return {"arithmetic": arithmetic, "plan": plan}
 
 
 def _forward(
@@ -218,6 +233,26 @@ class FFNFunction(torch.autograd.Function):
         if wanted[4] and gradients[4] is None:
             gradients[4] = _column_sums(rows(dy))
         return *gradients, dy if wanted[7] else None, None, None, None
+
+
+def _results(tensors: tuple[Any, ...], problem: Problem, path: str, options: Any, saving: bool) -> Results:
+    """What the Function gives, and the pre-activations that it makes and keeps on the epilogue path."""
+    x = tensors[0]
+    kept = Result((problem.M, problem.N), x.dtype) if path == "epilogue" and problem.training else None
+    return [Result((*x.shape[:-1], problem.O), x.dtype)], [kept, kept if problem.gated else None]
+
+
+COMPOSITE = Composite(ffn)
+KERNELS = KernelCall(
+    "ffn",
+    FFNFunction,
+    Problem,
+    tensors="x w_up w_down b_up? b_down? w_gate? b_gate? residual? seed?",
+    saved=(0, 1, 2, 3, 5, 6, 8),
+    arguments=_arguments,
+    results=_results,
+    added=7,
+)
 
 
 def _column_sums(dy: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from .. import reference
 from ..kernels import gemm_gemm as kernels
 from ..kernels.activations import canonical_activation
 from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
-from ..planning import Plan
+from ..planning import Plan, Problem
 from .arguments import check_gemm_gemm
+from .compiled import Composite, KernelCall, Result, Results
 from .dispatch import (
     autocast,
     compute_dtype,
@@ -23,6 +24,7 @@ from .dispatch import (
     signature,
     without_autocast,
 )
+from .tracing import traced
 
 
 def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None) -> Tensor:
@@ -43,6 +45,8 @@ def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None)
         ValueError: shapes that do not fit together, tensors on different devices, an unknown activation.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return COMPOSITE(a, b, c, activation)[0]
     call = signature((a, b, c), activation)
     problem = None if call is None else recalled(call, a.device)
     if problem is None:
@@ -56,15 +60,23 @@ def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None)
         return reference.gemm_gemm(a, b, c, activation=activation)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2], c.shape[:-2])
     operands = [flat_batch(tensor, batch) for tensor in autocast((a, b, c), compute_dtype(a))]
-    arithmetic = Arithmetic(activation, 0.0, problem.input_precision, plan.accuracy)
-    if problem.training or call is None:
-        e = GemmGemmFunction.apply(*operands, arithmetic, plan)
+    arguments = _arguments(plan)
+    if call is None and traced():
+        e = KERNELS(operands, problem, plan)
+    elif problem.training or call is None:
+        e = GemmGemmFunction.apply(*operands, *arguments.values())
     else:
         flat_a, flat_b, flat_c = operands
-        e = kernels.forward(_operands(flat_a, flat_b, flat_c, arithmetic), None, None, plan.forward_tiles)
+        e = kernels.forward(_operands(flat_a, flat_b, flat_c, arguments["arithmetic"]), None, None, plan.forward_tiles)
     if not problem.training:
         ran_as_kernels(problem, a.device)
     return e if len(batch) == 1 else e.view(*batch, *e.shape[-2:])
+
+
+def _arguments(plan: Plan) -> dict[str, Any]:
+    """What :class:`GemmGemmFunction` takes besides the tensors."""
+    problem = plan.problem
+    return {"arithmetic": Arithmetic(problem.activation, 0.0, problem.input_precision, plan.accuracy), "plan": plan}
 
 
 class GemmGemmFunction(torch.autograd.Function):
@@ -100,6 +112,17 @@ class GemmGemmFunction(torch.autograd.Function):
             db, dc = found.up, found.down
         ran_as_kernels(ctx.plan.problem, de.device)
         return da, db, dc, None, None
+
+
+def _results(tensors: tuple[Any, ...], problem: Problem, path: str, options: Any, saving: bool) -> Results:
+    a, _, c = tensors
+    return [Result((*a.shape[:-1], c.shape[-1]), a.dtype)], []
+
+
+COMPOSITE = Composite(gemm_gemm)
+KERNELS = KernelCall(
+    "gemm_gemm", GemmGemmFunction, Problem, tensors="a b c", saved=(0, 1, 2), arguments=_arguments, results=_results
+)
 
 
 def _operands(a: Tensor, b: Tensor, c: Tensor, arithmetic: Arithmetic) -> Operands:

@@ -10,7 +10,8 @@ from .. import reference
 from ..kernels import gemm_reduce as kernels
 from ..kernels.activations import canonical_activation
 from ..kernels.gemm_reduce import ReduceArithmetic, ReduceOperands
-from ..planning import ReducePlan
+from ..planning import ReducePlan, ReduceProblem
+from .compiled import Composite, KernelCall, Result, Results
 from .dispatch import (
     autocast,
     compute_dtype,
@@ -23,6 +24,7 @@ from .dispatch import (
     without_autocast,
 )
 from .reduce_arguments import INDEXED, check_gemm_reduce, gemm_reduce_problem
+from .tracing import traced
 
 
 def gemm_reduce(
@@ -80,6 +82,9 @@ def gemm_reduce(
         RuntimeError: ``atomic=True`` under ``torch.use_deterministic_algorithms(True)``, or ``FUSEDLAYERS_BACKEND=triton``
             or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """  # noqa: E501
+    if torch.compiler.is_dynamo_compiling():
+        given = COMPOSITE(a, b, op, dim, mask, lengths, bias, activation, return_indices, return_product, atomic)
+        return tuple(given) if len(given) > 1 else given[0]
     options = (op, dim, return_indices, return_product, atomic)
     call = None if atomic else signature((a, b, mask, lengths, bias), activation, *options)
     problem = None if call is None else recalled(call, a.device)
@@ -108,19 +113,14 @@ def gemm_reduce(
             return reference.gemm_sum(a, b, op=op, dim=dim, **taking, bias=bias)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     kept, reduced = (b.mT, a) if dim == -2 else (a, b.mT)
-    reduction = _Reduction(
-        arithmetic=ReduceArithmetic(problem.op, problem.activation, problem.input_precision, plan.accuracy),
-        bias_of_kept=dim == -2,
-        indices=return_indices or op.startswith("arg"),
-        product=return_product,
-        plan=plan,
-    )
     flat_mask = None if mask is None else mask.expand(*batch, reduced.shape[-2]).reshape(-1, reduced.shape[-2])
     tensors = (flat_batch(kept, batch), flat_batch(reduced, batch), bias, flat_mask, _flat_lengths(lengths, batch, a))
-    if problem.training or call is None:
-        d, index, product = GemmReduceFunction.apply(*tensors, reduction)
+    if call is None and traced():
+        d, index, product = KERNELS(tensors, problem, plan, bias_of_kept=dim == -2)
+    elif problem.training or call is None:
+        d, index, product = GemmReduceFunction.apply(*tensors, _Reduction.of(plan, dim == -2))
     else:
-        d, index, product, _ = _forward(*tensors, reduction, saving=False)
+        d, index, product, _ = _forward(*tensors, _Reduction.of(plan, dim == -2), saving=False)
     if not problem.training:
         ran_as_kernels(problem, a.device)
     d, index, product = (
@@ -142,6 +142,13 @@ class _Reduction:
     indices: bool
     product: bool
     plan: ReducePlan
+
+    @classmethod
+    def of(cls, plan: ReducePlan, bias_of_kept: bool) -> "_Reduction":
+        """The reduction that a plan is for."""
+        p = plan.problem
+        arithmetic = ReduceArithmetic(p.op, p.activation, p.input_precision, plan.accuracy)
+        return cls(arithmetic, bias_of_kept, p.indices, p.product, plan)
 
     def operands(self, kept: Tensor, reduced: Tensor, bias: Any, mask: Any, lengths: Any) -> ReduceOperands:
         kept_bias, reduced_bias = (bias, None) if self.bias_of_kept else (None, bias)
@@ -215,6 +222,35 @@ class GemmReduceFunction(torch.autograd.Function):
             found = _gradients(ctx.reduction, operands, wanted, dd, saved)
             ran_as_kernels(ctx.reduction.plan.problem, dd.device)
         return *found, None, None, None
+
+
+def _results(tensors: tuple[Any, ...], problem: ReduceProblem, path: str, options: Any, saving: bool) -> Results:
+    kept, reduced = tensors[:2]
+    shape = kept.shape[:2]
+    product = Result((*shape, reduced.shape[1]), kept.dtype, transposed=options["bias_of_kept"])
+    made = None
+    if saving and problem.op == "logsumexp":
+        made = Result((2, *shape) if kept.dtype == torch.float32 else shape, torch.float32)
+    elif saving and problem.indexed:
+        made = Result(shape, torch.int32)
+    given = (
+        Result(shape, kept.dtype),
+        Result(shape, torch.int64) if problem.indices else None,
+        product if problem.product else None,
+    )
+    return given, [made]
+
+
+COMPOSITE = Composite(gemm_reduce)
+KERNELS = KernelCall(
+    "gemm_reduce",
+    GemmReduceFunction,
+    ReduceProblem,
+    tensors="kept reduced bias? mask? lengths?",
+    saved=(0, 1, 2, 3, 4),
+    arguments=lambda plan, bias_of_kept: {"reduction": _Reduction.of(plan, bias_of_kept)},
+    results=_results,
+)
 
 
 def _through_reference(

@@ -8,8 +8,9 @@ from torch import Tensor
 from .. import reference
 from ..kernels import gemm_epilogue as kernels
 from ..kernels.activations import canonical_activation
-from ..planning import HiddenGradientPlan
+from ..planning import HiddenGradientPlan, HiddenGradientProblem
 from .arguments import check_hidden_gradient
+from .compiled import Composite, KernelCall, Result, Results
 from .dispatch import (
     autocast,
     compute_dtype,
@@ -22,6 +23,7 @@ from .dispatch import (
     signature,
     without_autocast,
 )
+from .tracing import traced
 
 _Gradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
@@ -58,6 +60,11 @@ def hidden_gradient(
         ValueError: shapes that do not fit together, tensors on different devices, an unknown activation.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
+    if torch.compiler.is_dynamo_compiling():
+        dz, *others = COMPOSITE(dy, w_down, z, z_gate, activation, bias)
+        there = (z_gate is not None, bias, bias and z_gate is not None)
+        dz_gate, db_up, db_gate = (others.pop(0) if each else None for each in there)
+        return dz, dz_gate, db_up, db_gate
     tensors = (dy, w_down, z, z_gate)
     call = signature(tensors, "hidden_gradient", activation, bias)
     problem = None if call is None else recalled(call, dy.device)
@@ -71,6 +78,8 @@ def hidden_gradient(
     if plan.path == "torch":
         with without_autocast(dy.device):
             return reference.hidden_gradient(*operands, activation=problem.activation, bias=bias)
+    if call is None and traced():
+        return KERNELS(operands, problem, plan)
     if not problem.training and call is not None:
         dy, w_down, z, z_gate = operands
         found = _gradients(dy, w_down, z, z_gate, plan)
@@ -97,14 +106,14 @@ class HiddenGradientFunction(torch.autograd.Function):
     def forward(
         ctx: Any, dy: Tensor, w_down: Tensor, z: Tensor, z_gate: Tensor | None, plan: HiddenGradientPlan
     ) -> _Gradients:
-        ctx.problem = plan.problem
+        ctx.plan = plan
         ctx.save_for_backward(dy, w_down, z, z_gate)
         ctx.set_materialize_grads(False)
         return _gradients(dy, w_down, z, z_gate, plan)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[:4]
+        problem, wanted = ctx.plan.problem, ctx.needs_input_grad[:4]
         again = torch.is_grad_enabled()
         # One tensor may play several roles; views, or leaves of a graph of their own, tell them apart.
         tensors = [
@@ -112,7 +121,7 @@ class HiddenGradientFunction(torch.autograd.Function):
             for t, want in zip(ctx.saved_tensors, wanted, strict=True)
         ]
         with torch.enable_grad(), without_autocast(tensors[0].device):
-            found = reference.hidden_gradient(*tensors, activation=ctx.problem.activation, bias=ctx.problem.bias)
+            found = reference.hidden_gradient(*tensors, activation=problem.activation, bias=problem.bias)
             # An output may depend on nothing that a gradient is wanted of, or have none of its own.
             pairs = [
                 (out, gradient)
@@ -125,3 +134,24 @@ class HiddenGradientFunction(torch.autograd.Function):
             outputs, gradients = zip(*pairs, strict=True)
             results = iter(torch.autograd.grad(outputs, chosen, gradients, create_graph=again, allow_unused=True))
         return *(next(results) if want else None for want in wanted), None
+
+
+def _results(
+    tensors: tuple[Any, ...], problem: HiddenGradientProblem, path: str, options: Any, saving: bool
+) -> Results:
+    z, gated, bias = tensors[2], problem.gated, problem.bias
+    matrix, sums = Result(z.shape, z.dtype), Result((z.shape[-1],), z.dtype)
+    return [matrix, matrix if gated else None, sums if bias else None, sums if bias and gated else None], []
+
+
+COMPOSITE = Composite(hidden_gradient)
+KERNELS = KernelCall(
+    "hidden_gradient",
+    HiddenGradientFunction,
+    HiddenGradientProblem,
+    tensors="dy w_down z z_gate?",
+    saved=(0, 1, 2, 3),
+    arguments=lambda plan: {"plan": plan},
+    results=_results,
+    plain_backward=True,
+)

@@ -8,8 +8,9 @@ from torch import Tensor
 from .. import reference
 from ..kernels import maxsim as kernels
 from ..kernels.maxsim import MaxSimOperands
-from ..planning import MaxSimPlan
+from ..planning import MaxSimPlan, MaxSimProblem
 from .arguments import check_maxsim, check_offsets
+from .compiled import Composite, KernelCall, Result, Results
 from .dispatch import (
     autocast,
     compute_dtype,
@@ -21,6 +22,7 @@ from .dispatch import (
     signature,
     without_autocast,
 )
+from .tracing import traced
 
 
 def maxsim(
@@ -61,7 +63,10 @@ def maxsim(
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
     tensors = (queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents)
+    if torch.compiler.is_dynamo_compiling():
+        return COMPOSITE(*tensors)[0]
     call = signature(tensors)
+    reading = call is None and traced()
     problem = None if call is None else recalled(call, queries.device)
     known = problem is not None
     if problem is None:
@@ -70,17 +75,21 @@ def maxsim(
             queries, documents, query_mask, document_mask,
             cu_seqlens_queries=cu_seqlens_queries, cu_seqlens_documents=cu_seqlens_documents,
         )  # fmt: skip
-    if not (torch.compiler.is_compiling() or queries.is_meta or problem.captured):
+    if not (reading or queries.is_meta or problem.captured):
         check_offsets("cu_seqlens_queries", cu_seqlens_queries, queries)
         check_offsets("cu_seqlens_documents", cu_seqlens_documents, documents)
     if not known:
         remember(call, problem)
     plan = dispatch(problem, queries.device)
-    if plan.path == "torch":
+    # How far to pad packed tokens only data knows, which nobody can ask while tracing: that stays inside an operation.
+    opaque = reading and (plan.path != "torch" or not (cu_seqlens_queries is None and cu_seqlens_documents is None))
+    if plan.path == "torch" and not opaque:
         return _reference(*tensors)
     operands = autocast(tensors[:2], compute_dtype(queries))
-    if problem.training or call is None:
-        scores: Tensor = MaxSimFunction.apply(*operands, *tensors[2:], plan)
+    if opaque:
+        scores: Tensor = KERNELS((*operands, *tensors[2:]), problem, plan)
+    elif problem.training or call is None:
+        scores = MaxSimFunction.apply(*operands, *tensors[2:], plan)
     else:
         scores, _ = _forward(_operands((*operands, *tensors[2:]), plan), plan, indices=False)
     if not problem.training:
@@ -105,7 +114,10 @@ class MaxSimFunction(torch.autograd.Function):
         ctx.plan = plan
         tensors = (queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents)
         wanted = any(ctx.needs_input_grad[:2])
-        scores, chosen = _forward(_operands(tensors, plan), plan, indices=wanted)
+        if plan.path == "torch":
+            scores, chosen = _reference(*tensors), None
+        else:
+            scores, chosen = _forward(_operands(tensors, plan), plan, indices=wanted)
         if wanted:
             ctx.save_for_backward(*tensors, chosen)
         return scores
@@ -116,15 +128,19 @@ class MaxSimFunction(torch.autograd.Function):
         queries, documents = tensors[:2]
         wanted = ctx.needs_input_grad[:2]
         gradients: list[Tensor | None] = [None, None]
-        if torch.is_grad_enabled():
+        again = torch.is_grad_enabled()
+        if again or ctx.plan.path == "torch":
             # create_graph=True: through the reference, whose gradients can be differentiated again. One tensor may play
-            # both roles; views tell them apart.
-            views = [tensor.view_as(tensor) for tensor in (queries, documents)]
-            with without_autocast(upstream.device):
+            # both roles; views, or leaves of a graph of their own, tell them apart.
+            views = [
+                tensor.view_as(tensor) if again else tensor.detach().requires_grad_(want)
+                for tensor, want in zip((queries, documents), wanted, strict=True)
+            ]
+            with torch.enable_grad(), without_autocast(upstream.device):
                 scores = _reference(*views, *tensors[2:])
                 chosen_views = [view for view, want in zip(views, wanted, strict=True) if want]
-                second_order = iter(torch.autograd.grad(scores, chosen_views, upstream, create_graph=True))
-            gradients = [next(second_order) if want else None for want in wanted]
+                found = iter(torch.autograd.grad(scores, chosen_views, upstream, create_graph=again))
+            gradients = [next(found) if want else None for want in wanted]
         else:
             plan, operands = ctx.plan, _operands(tuple(tensors), ctx.plan)
             if wanted[0]:
@@ -142,6 +158,24 @@ class MaxSimFunction(torch.autograd.Function):
 def _forward(operands: MaxSimOperands, plan: MaxSimPlan, *, indices: bool) -> tuple[Tensor, Tensor | None]:
     assert plan.forward_tiles is not None
     return kernels.forward(operands, indices=indices, splits=plan.splits, chunk=plan.chunk, tiles=plan.forward_tiles)
+
+
+def _results(tensors: tuple[Any, ...], problem: MaxSimProblem, path: str, options: Any, saving: bool) -> Results:
+    scores = Result((problem.queries, problem.documents), tensors[0].dtype)
+    chosen = None if path == "torch" else Result((problem.documents, problem.query_tokens), torch.int32)
+    return [scores], [chosen] if saving else []
+
+
+COMPOSITE = Composite(maxsim)
+KERNELS = KernelCall(
+    "maxsim",
+    MaxSimFunction,
+    MaxSimProblem,
+    tensors="queries documents query_mask? document_mask? cu_seqlens_queries? cu_seqlens_documents?",
+    saved=(0, 1, 2, 3, 4, 5),
+    arguments=lambda plan: {"plan": plan},
+    results=_results,
+)
 
 
 def _operands(tensors: tuple[Any, ...], plan: MaxSimPlan) -> MaxSimOperands:

@@ -1,5 +1,7 @@
 """Checks of the arguments of ``gemm_reduce``, and what its planner needs to know of them."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -120,7 +122,7 @@ def gemm_reduce_problem(
     differentiable = not op.startswith("arg")
     wants_a, wants_b = (differentiable and wants_gradient(tensor) for tensor in (a, b))
     return ReduceProblem(
-        batch=torch.Size(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])).numel(),
+        batch=math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])),
         kept=kept,
         reduced=reduced,
         K=a.shape[-1],

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from .. import reference
 from ..kernels import weight_gradient as kernels
-from ..planning import WeightGradientPlan
+from ..planning import WeightGradientPlan, WeightGradientProblem
 from .arguments import check_weight_gradient
+from .compiled import Composite, KernelCall, Result, Results
 from .dispatch import (
     autocast,
     compute_dtype,
@@ -21,6 +22,7 @@ from .dispatch import (
     weight_gradient_problem,
     without_autocast,
 )
+from .tracing import traced
 
 
 def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -41,6 +43,9 @@ def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor
         ValueError: leading dims that differ, tensors without a dimension or on different devices.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
+    if torch.compiler.is_dynamo_compiling():
+        results = COMPOSITE(dy, x, bias)
+        return results[0], results[1] if bias else None
     call = signature((dy, x), "weight_gradient", bias)
     problem = None if call is None else recalled(call, dy.device)
     if problem is None:
@@ -53,6 +58,8 @@ def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor
         with without_autocast(dy.device):
             return reference.weight_gradient(*operands, bias=bias)
     dy_rows, x_rows = (rows(tensor) for tensor in operands)
+    if call is None and traced():
+        return KERNELS((dy_rows, x_rows), problem, plan)
     if not problem.training and call is not None:
         found = planned_weight_gradient(dy_rows, x_rows, plan)
     else:
@@ -76,7 +83,6 @@ class WeightGradientFunction(torch.autograd.Function):
     def forward(ctx: Any, dy: Tensor, x: Tensor, plan: WeightGradientPlan) -> tuple[Tensor, Tensor | None]:
         # dy is needed for the gradient of x and the other way round.
         wants_dy, wants_x = ctx.needs_input_grad[:2]
-        ctx.rows = dy.shape[0]
         ctx.save_for_backward(dy if wants_x else None, x if wants_dy else None)
         ctx.set_materialize_grads(False)
         return planned_weight_gradient(dy, x, plan)
@@ -91,7 +97,7 @@ class WeightGradientFunction(torch.autograd.Function):
         with without_autocast(first.device):
             if x is not None:
                 if gradient is None:
-                    d_dy = first.expand(ctx.rows, -1)
+                    d_dy = first.expand(x.shape[0], -1)
                 elif bias_gradient is None:
                     d_dy = x @ gradient.T
                 else:
@@ -99,3 +105,24 @@ class WeightGradientFunction(torch.autograd.Function):
             if dy is not None and gradient is not None:
                 d_x = dy @ gradient
         return d_dy, d_x, None
+
+
+def _results(
+    tensors: tuple[Any, ...], problem: WeightGradientProblem, path: str, options: Any, saving: bool
+) -> Results:
+    dy, x = tensors
+    db = Result((dy.shape[1],), dy.dtype) if problem.bias else None
+    return [Result((dy.shape[1], x.shape[1]), dy.dtype), db], []
+
+
+COMPOSITE = Composite(weight_gradient)
+KERNELS = KernelCall(
+    "weight_gradient",
+    WeightGradientFunction,
+    WeightGradientProblem,
+    tensors="dy x",
+    saved=(0, 1),
+    arguments=lambda plan: {"plan": plan},
+    results=_results,
+    plain_backward=True,
+)

@@ -23,6 +23,11 @@ class Call:
     def __hash__(self) -> int:
         return self._hash
 
+    @property
+    def model_flops(self) -> tuple[int, int]:
+        """Floating-point operations of forward and backward as torch computes them, without what a kernel repeats."""
+        raise NotImplementedError
+
     @cached_property
     def _hash(self) -> int:
         # Looked up at every call: computed once, as a problem never changes.

@@ -107,6 +107,12 @@ class Problem(Call):
         return matrices * self.N * (self.batch if self.operation == "gemm_gemm" else 1)
 
     @property
+    def model_flops(self) -> tuple[int, int]:
+        units = gemm_units(self, "torch")
+        forward, backward = (round(2 * self.batch * self.M * self.K * self.N * each) for each in units)
+        return forward, backward
+
+    @property
     def hidden_bytes(self) -> int:
         return self.batch * self.M * self.N * self.element_bytes
 

@@ -98,6 +98,11 @@ class ReduceProblem(Call):
         return self.indices or (self.training and self.indexed)
 
     @property
+    def model_flops(self) -> tuple[int, int]:
+        product = 2 * self.batch * self.kept * self.reduced * self.K
+        return product, product * (self.needs_kept_gradient + self.needs_reduced_gradient)
+
+    @property
     def linear(self) -> bool:
         """Whether the reduction can be taken before the product, and its gradients in closed form."""
         return self.op in ("sum", "mean") and self.activation == "identity"
@@ -208,13 +213,13 @@ def choose_accuracy(problem: ReduceProblem) -> str:
 
 def _flops(problem: ReduceProblem, path: str) -> int:
     """Floating-point operations of forward and backward."""
-    product = 2 * problem.batch * problem.kept * problem.reduced * problem.K
+    product, gradients = problem.model_flops
     thin = 2 * problem.batch * max(problem.kept, problem.reduced) * problem.K
     wanted = problem.needs_kept_gradient + problem.needs_reduced_gradient
     if path == "algebraic":
         return thin * (2 + 2 * wanted)
     if path == "torch":
-        return product * (1 + wanted)
+        return product + gradients
     if problem.linear:
         return product + 2 * thin * wanted
     if problem.indexed:

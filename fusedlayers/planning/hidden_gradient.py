@@ -44,6 +44,10 @@ class HiddenGradientProblem(Call):
     def flops(self) -> int:
         return 2 * self.M * self.N * self.O
 
+    @property
+    def model_flops(self) -> tuple[int, int]:
+        return self.flops, 2 * self.flops * self.training
+
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenGradientPlan(Decision):

@@ -62,6 +62,11 @@ class MaxSimProblem(Call):
         return self.needs_query_gradient or self.needs_document_gradient
 
     @property
+    def model_flops(self) -> tuple[int, int]:
+        product = 2 * self.query_tokens * self.document_tokens * self.K
+        return product, product * (self.needs_query_gradient + self.needs_document_gradient)
+
+    @property
     def document_length(self) -> int:
         """Tokens of a document, of packed ones on average."""
         return -(-self.document_tokens // max(self.documents, 1))
@@ -114,7 +119,7 @@ def _costed(
     problem: MaxSimProblem, device: Device, path: str, rejected: tuple[tuple[str, str], ...], unsupported: str | None
 ) -> MaxSimPlan:
     p, element = problem, problem.element_bytes
-    product = 2 * p.query_tokens * p.document_tokens * p.K
+    product = p.model_flops[0]
     choices = p.documents * p.query_tokens
     # The queries' gradient adds up the chosen rows alone; torch multiplies with a matrix that is mostly zeros.
     query_flops = 2 * choices * p.K if path == "fused" else product

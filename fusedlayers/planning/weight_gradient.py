@@ -64,6 +64,10 @@ class WeightGradientProblem(Call):
         return 2 * self.M * self.O * self.K
 
     @property
+    def model_flops(self) -> tuple[int, int]:
+        return self.flops, 2 * self.flops * self.training
+
+    @property
     def partial_bytes(self) -> int:
         """Float32 gradients of one split."""
         return 4 * (self.O * self.K + self.O * self.bias)

@@ -70,10 +70,8 @@ class Operands:
     def matrices(self) -> Matrices | None:
         """The operands for the pipelined kernels, or None where one does not lie as their copies need it.
 
-        The portable kernels take any strides, and torch.compile's tensors, which have no address while it traces.
+        The portable kernels take any strides.
         """
-        if torch.compiler.is_compiling():
-            return None
         if self.seed is not None or not unit_stride(self.up_bias) or not unit_stride(self.gate_bias):
             return None
         x, up, down = rows_of(self.x), matrix(self.up), matrix(self.down)

@@ -138,7 +138,7 @@ def _pipelined_one_hot_kernel(
 
 def takes_one_hot(kept: torch.Tensor, config: OneHotPipeline | None) -> Matrix | None:
     """kept ``[Z, P, K]`` or ``[P, K]`` as a matrix to copy, or None where this kernel does not compute the product."""
-    if config is None or torch.compiler.is_compiling():
+    if config is None:
         return None
     found = matrix(kept)
     # A copy of more columns than there are must not reach into the next entry.

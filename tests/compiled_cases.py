@@ -1,0 +1,100 @@
+"""Calls of every public function for the tests of compilation: tensors of any length, and what a call gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedlayers import functional
+from tests.operands import DEVICE
+
+# (function, tensors and options by name) for a number of rows.
+Call = tuple[Callable[..., Any], dict[str, Any]]
+
+
+def _leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, device=DEVICE, requires_grad=True)
+
+
+def ffn(rows: int, gated: bool = False, **options: Any) -> Call:
+    x, w_up, w_down, b_up = _leaf(2, rows, 16), _leaf(24, 16), _leaf(16, 24), _leaf(24)
+    more = {"w_gate": _leaf(24, 16)} if gated else {"b_down": _leaf(16), "residual": _leaf(2, rows, 16)}
+    return functional.ffn, {"x": x, "w_up": w_up, "w_down": w_down, "b_up": b_up} | more | options
+
+
+def gemm_gemm(rows: int) -> Call:
+    # The weights are one matrix for the whole batch.
+    operands = {"a": _leaf(2, rows, 16), "b": _leaf(16, 24), "c": _leaf(1, 24, 8)}
+    return functional.gemm_gemm, operands | {"activation": "gelu"}
+
+
+def gemm_reduce(rows: int, **options: Any) -> Call:
+    return functional.gemm_reduce, {"a": _leaf(2, rows, 16), "b": _leaf(2, 16, 24)} | options
+
+
+def ragged(rows: int) -> Call:
+    function, arguments = gemm_reduce(rows, op="max", dim=-2, return_indices=True, return_product=True)
+    return function, arguments | {"bias": _leaf(24), "lengths": torch.tensor([2, rows - 1], device=DEVICE)}
+
+
+def logsumexp(rows: int) -> Call:
+    function, arguments = gemm_reduce(rows, op="logsumexp", dim=-1)
+    return function, arguments | {"mask": torch.arange(24, device=DEVICE) % 3 > 0}
+
+
+def maxsim(rows: int) -> Call:
+    mask = torch.arange(3, device=DEVICE).expand(2, 3) < 2
+    return functional.maxsim, {"queries": _leaf(2, rows, 16), "documents": _leaf(2, 3, 16), "document_mask": mask}
+
+
+def packed(rows: int) -> Call:
+    tensors = {"queries": _leaf(2, rows, 16), "documents": _leaf(5, 16)}
+    return functional.maxsim, tensors | {"cu_seqlens_documents": torch.tensor([0, 3, 5], device=DEVICE)}
+
+
+def weight_gradient(rows: int, **options: Any) -> Call:
+    return functional.weight_gradient, {"dy": _leaf(2, rows, 16), "x": _leaf(2, rows, 24)} | options
+
+
+def hidden_gradient(rows: int) -> Call:
+    tensors = {"dy": _leaf(2, rows, 16), "w_down": _leaf(16, 24), "z": _leaf(2, rows, 24), "z_gate": _leaf(2, rows, 24)}
+    return functional.hidden_gradient, tensors | {"activation": "silu", "bias": False}
+
+
+CALLS: dict[str, Callable[[int], Call]] = {
+    "ffn": ffn,
+    "gated ffn": lambda rows: ffn(rows, gated=True, activation="silu", dropout_p=0.25),
+    "recomputed ffn": lambda rows: ffn(rows, recompute=True, dropout_p=0.25),
+    "gemm_gemm": gemm_gemm,
+    "gemm_reduce": ragged,
+    "logsumexp": logsumexp,
+    "argmax": lambda rows: gemm_reduce(rows, op="argmax", dim=-1),
+    "sum": lambda rows: gemm_reduce(rows, op="sum", dim=-2),
+    "maxsim": maxsim,
+    "packed maxsim": packed,
+    "weight_gradient": weight_gradient,
+    "hidden_gradient": hidden_gradient,
+}
+
+
+def given(found: Any) -> list[Tensor]:
+    """The tensors among what a public function returns."""
+    return [tensor for tensor in (found if isinstance(found, tuple) else (found,)) if tensor is not None]
+
+
+def outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Every result of a call, and every gradient for random gradients of these; the same random numbers each time."""
+    torch.manual_seed(1)
+    results = given(function(**arguments))
+    found = {f"result {place}": tensor.detach() for place, tensor in enumerate(results)}
+    outputs = [tensor for tensor in results if tensor.requires_grad]
+    leaves = {name: t for name, t in arguments.items() if isinstance(t, Tensor) and t.requires_grad}
+    if not outputs:
+        return found
+    torch.manual_seed(2)
+    upstream = [torch.randn_like(tensor) for tensor in outputs]
+    gradients: Sequence[Tensor] = torch.autograd.grad(outputs, list(leaves.values()), upstream)
+    return found | {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
