@@ -5,7 +5,7 @@ DDP and FSDP2 need nothing from here: the weights that they give to a forward pa
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +124,7 @@ class TensorParallelFFN(FusedFFN):
         y = y.redistribute(placements=[layout])
         if residual is not None:
             added = residual if isinstance(residual, DTensor) else self._laid_out(residual, layout)
-            y = y + added.redistribute(placements=[layout])
+            y = cast(DTensor, y + added.redistribute(placements=[layout]))
         return y.to_local() if self.style.use_local_output else y
 
     def _called(self, x: Tensor) -> DTensor:

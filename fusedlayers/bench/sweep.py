@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..functional.dispatch import switched
 from . import record as records
 from .__main__ import parse_shape
 from .cases import DTYPES, Shape
 from .cases.split_k import SPLIT_K
-from .contenders import EAGER, FUSED_SWITCHES, Contender, contender, switched
+from .contenders import EAGER, FUSED_SWITCHES, Contender, contender
 from .exactness import random_work, reference_results, rotating_work
 from .plots import MatplotlibMissingError
 from .record import Record

@@ -131,21 +131,9 @@ def _arguments(plan: Plan, dropout_p: float) -> dict[str, Any]:
     return {"arithmetic": arithmetic, "plan": plan}
 
 
-def _forward(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    w_gate: Tensor | None,
-    b_gate: Tensor | None,
-    residual: Tensor | None,
-    seed: Tensor | None,
-    arithmetic: Arithmetic,
-    plan: Plan,
-) -> Tensor:
-    """The FFN on any path but torch's, without autograd."""
-    return _forward_and_kept(x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, seed, arithmetic, plan, False)[0]
+def _forward(*arguments: Any) -> Tensor:
+    """The FFN on any path but torch's, without autograd: the first result of :func:`_forward_and_kept`."""
+    return _forward_and_kept(*arguments)[0]
 
 
 def _forward_and_kept(
@@ -160,9 +148,9 @@ def _forward_and_kept(
     seed: Tensor | None,
     arithmetic: Arithmetic,
     plan: Plan,
-    keep: bool,
+    keep: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The same, with the pre-activations that the epilogue path is to ``keep``."""
+    """y, and the pre-activations that the epilogue path is to ``keep``, on any path but torch's."""
     x_rows = rows(x)
     residual_rows = None if residual is None else rows(residual)
     z: Tensor | None = None
@@ -191,11 +179,11 @@ class FFNFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """The arguments of :func:`_forward`."""
+        """The arguments of :func:`_forward_and_kept`."""
         x, w_up, w_down, b_up, _, w_gate, b_gate, _, seed, ctx.arithmetic, ctx.plan = arguments
         # Without a wanted gradient that goes through the hidden there is nothing to recompute, so nothing is kept.
         keep = any(_through_hidden(ctx.needs_input_grad))
-        y, z, z_gate = _forward_and_kept(*arguments, keep)
+        y, z, z_gate = _forward_and_kept(*arguments, keep=keep)
         if keep:
             ctx.save_for_backward(x, w_up, w_down, b_up, w_gate, b_gate, seed, z, z_gate)
         return y

@@ -4,10 +4,11 @@ Its forward pass keeps the pre-activations, where torch keeps them, the activate
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..kernels.tuning import EPILOGUE_PIPELINES, EpiloguePipeline, EpilogueTiles, epilogue_tiles
 from . import hidden_gradient
-from .call import Call, no_kernels, not_measured, too_small
+from .call import no_kernels, not_measured, too_small
 from .devices import SIXTEEN_BITS, Device
 from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem
 
@@ -35,7 +36,7 @@ class EpiloguePlan:
     gradient: HiddenGradientPlan | None
 
 
-def plan(problem: Call, device: Device) -> EpiloguePlan:
+def plan(problem: Any, device: Device) -> EpiloguePlan:
     """The tiles for ``problem``, a ``planning.Problem`` of an FFN."""
     p = problem
     gradient = None
@@ -48,7 +49,7 @@ def plan(problem: Call, device: Device) -> EpiloguePlan:
     return EpiloguePlan(epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated), pipeline, gradient)
 
 
-def why_unsupported(problem: Call, device: Device) -> str | None:
+def why_unsupported(problem: Any, device: Device) -> str | None:
     """Why the path cannot run ``problem``, or None."""
     if problem.recompute is True:
         return "it keeps pre-activations, which recompute=True forbids"
@@ -57,7 +58,7 @@ def why_unsupported(problem: Call, device: Device) -> str | None:
     return no_kernels(problem, device)
 
 
-def why_slower(problem: Call, device: Device) -> str | None:
+def why_slower(problem: Any, device: Device) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
     if (reason := not_measured(problem, device)) is not None:
         return reason
