@@ -96,14 +96,14 @@ def contender(name: str, case: Case, options: Options) -> Contender:
     return Contender(name, lambda **inputs: case.ours(**inputs, **our_keywords), switches)
 
 
-def our_plan(case: Case, options: Options, work: Work, captured: bool = False) -> Plan:
-    """What auto mode plans for this work, launched or, after a warm-up of its kernels, captured.
+def our_plan(case: Case, options: Options, work: Work, captured: bool = False, backend: str = "auto") -> Plan:
+    """What auto mode plans for this work, launched or, after a warm-up of its kernels, captured; or another backend.
 
     Its ``unsupported`` says why the kernels cannot be forced.
     """
     with torch.set_grad_enabled(work.backward):
         problem = replace(case.problem(work.inputs, options), captured=captured)
-    return planning.plan(problem, describe(work.device))
+    return planning.plan(problem, describe(work.device), backend)
 
 
 def why_not_forced(plan: Plan, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -155,19 +155,20 @@ def _time(row: Row, settings: Settings, direction: str, entry: Record) -> Record
         work = random_work(row.case, row.options, row.shape, **drawn)
     plan = our_plan(row.case, row.options, work)
     replayed_path = our_plan(row.case, row.options, work, captured=True).path
-    paths = {AUTO: (plan.path, replayed_path), FUSED: ("fused", "fused")}
+    forced_path = our_plan(row.case, row.options, work, backend="triton").path
+    paths = {AUTO: (plan.path, replayed_path), FUSED: (forced_path, forced_path)}
     entries: Record = {}
     entrants: list[Contender] = []
     for name in settings.contenders:
-        if name == FUSED and plan.path == replayed_path == "fused":
-            entries[name] = records.untimed_entry("same as auto", "auto mode chose the fused kernels", paths[FUSED])
+        if name == FUSED and plan.path == replayed_path == forced_path:
+            entries[name] = records.untimed_entry("same as auto", "auto mode chose the same kernels", paths[FUSED])
         elif name == FUSED and plan.unsupported is not None:
             entries[name] = records.untimed_entry("not timed", plan.unsupported, paths[FUSED])
         elif name == FUSED and settings.device.type != "cuda":
             entries[name] = records.untimed_entry("not timed", "the interpreter's time means nothing", paths[FUSED])
         else:
             entrant = contender(name, row.case, row.options)
-            if name == AUTO and replayed_path == "fused" != plan.path:
+            if name == AUTO and replayed_path == forced_path != plan.path:
                 entrant = replace(entrant, before_capture=FUSED_SWITCHES)
             entrants.append(entrant)
     timings = measure(entrants, work, seconds=settings.seconds, clock=clock)

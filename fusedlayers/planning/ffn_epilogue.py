@@ -10,7 +10,7 @@ from ..kernels.tuning import EPILOGUE_PIPELINES, EpiloguePipeline, EpilogueTiles
 from . import hidden_gradient
 from .call import no_kernels, not_measured, too_small
 from .devices import SIXTEEN_BITS, Device
-from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem
+from .hidden_gradient import LEAST_WIDTH, HiddenGradientPlan, HiddenGradientProblem
 
 # From how many floating-point operations of the products with x on (tokens × d_model × d_ff × 2, gated twice that)
 # the path was faster than torch on an H200, bfloat16: (launched one by one, inside a CUDA graph). By (gated, training).
@@ -23,8 +23,6 @@ FASTER_FROM: dict[tuple[bool, bool], tuple[int, int]] = {
 }
 # With 256 tokens torch was as fast or faster at every width: too few tiles of 128 rows.
 LEAST_ROWS = 1024
-# Narrower layers were not measured on this path: the fused one keeps nothing hidden there.
-LEAST_WIDTH = 512
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ def why_slower(problem: Any, device: Device) -> str | None:
         return "only the warp-specialised kernels were measured faster than torch, and they do not run here"
     width = min(problem.K, problem.O)
     if width < LEAST_WIDTH:
-        return f"not measured below width {LEAST_WIDTH}"
+        return f"not measured on this path below width {LEAST_WIDTH}"
     if problem.M < LEAST_ROWS:
         return f"{problem.M} tokens: torch was as fast or faster below {LEAST_ROWS:,}"
     flops = 2 * problem.M * problem.K * problem.N * (2 if problem.gated else 1)

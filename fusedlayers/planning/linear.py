@@ -21,14 +21,17 @@ VECTOR = 8
 MIDDLE, LONG = 128, 2**17
 # Many columns are enough programs without a split, unless each has much to add up.
 MANY_COLUMNS, SHORT = 1024, 2048
+# With more rows than these, torch was faster from so many columns on (0.77 to 0.88 of its speed at 8,192 and 14,336).
+FEW_ROWS, WIDE_COLUMNS = 16, 8192
 # Operands whose rows do not all start at a multiple of so many elements are read in small pieces: twice the programs
-# wait for memory at once, and products with more than FEW rows and columns are left to torch.
-ALIGNED, UNALIGNED_PROGRAMS = 16, 2
+# wait for memory at once. Torch was as fast or faster there (kernels had 0.65 to 1.0 of its speed), but for rows of odd
+# length and more than so many bytes, which its kernels read one by one.
+ALIGNED, UNALIGNED_PROGRAMS, UNALIGNED_BYTES = 16, 2, 2**20
 # A data gradient reads W across its rows, which torch does better with more rows of its own than these.
 DATA_GRADIENT_ROWS, DATA_GRADIENT_INNER = 16, 1024
 # Bytes from which the kernels were faster (launched one by one, inside a CUDA graph): launching a product and its sum
 # costs the host 64 µs, torch's one kernel 14 µs.
-FASTER_FROM = (2**28, 0)
+FASTER_FROM = (2**28, 2**18)
 
 
 @dataclass(frozen=True)
@@ -249,11 +252,11 @@ def why_slower(problem: LinearProblem, product: Product, device: Device) -> str 
             return f"{p.M:,} rows: torch was as fast or faster with more than {DATA_GRADIENT_ROWS}"
         if p.K < DATA_GRADIENT_INNER:
             return f"it sums over {p.K:,} elements: torch was as fast or faster below {DATA_GRADIENT_INNER:,}"
+    elif not p.aligned and (p.K % 2 == 0 or moved < UNALIGNED_BYTES or min(p.M, p.N) > FEW):
+        return f"rows of {p.K:,} elements are not aligned: torch was as fast or faster"
+    elif min(p.M, p.N) > FEW_ROWS and max(p.M, p.N) >= WIDE_COLUMNS:
+        return f"{p.M:,} rows and {p.N:,} columns fill the GPU without a split: torch was as fast or faster"
     elif min(p.M, p.N) > FEW:
-        if not p.aligned:
-            return (
-                f"more than {FEW} rows and columns, whose {p.K:,} elements are not aligned: torch was as fast or faster"
-            )
         long = max(p.M, p.N) <= MIDDLE and p.K >= LONG
         if (p.N % VECTOR == 0 and not long) or p.K < SHORT:
             return f"more than {FEW} rows and columns: torch was as fast or faster"
