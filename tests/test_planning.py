@@ -33,6 +33,11 @@ TRAINING = replace(INFERENCE, **NARROW, needs_data_gradient=True, needs_weight_g
 BATCHED = Problem("gemm_gemm", batch=128, M=1024, K=128, N=1024, O=128, dtype="bfloat16")
 
 
+def paths(problem: Problem) -> set[str]:
+    """All that an operation has."""
+    return {"fused", "chunked", "torch"} | ({"epilogue"} if problem.operation == "ffn" else set())
+
+
 def rejections(made: Plan) -> dict[str, str]:
     return dict(made.rejected)
 
@@ -41,7 +46,7 @@ def rejections(made: Plan) -> dict[str, str]:
 def test_kernels_run_where_they_were_measured_faster(problem: Problem) -> None:
     made = plan(problem, H200)
     assert made.path == "fused"
-    assert set(rejections(made)) == {"chunked", "torch"}
+    assert set(rejections(made)) == paths(problem) - {"fused"}
 
 
 @pytest.mark.parametrize(
@@ -87,26 +92,59 @@ def test_torch_runs_elsewhere_and_the_plan_says_why(problem: Problem, device: De
 @pytest.mark.parametrize(
     ("problem", "device", "reasons"),
     [
-        (INFERENCE, H200, {"chunked": "only recompute=True needs", "torch": "the kernels cover the problem"}),
+        (
+            INFERENCE,
+            H200,
+            {
+                "epilogue": "only the warp-specialised kernels were measured faster",
+                "chunked": "only recompute=True needs",
+                "torch": "the kernels cover the problem",
+            },
+        ),
         (
             replace(TRAINING, recompute=True),
             H200,
-            {"torch": "the kernels cover the problem", "chunked": "the fused path keeps no hidden either"},
+            {
+                "epilogue": "it keeps pre-activations, which recompute=True forbids",
+                "torch": "the kernels cover the problem",
+                "chunked": "the fused path keeps no hidden either",
+            },
         ),
         (
             replace(TRAINING, K=1024, O=1024, recompute=True),
             H200,
-            {"fused": "does not fit on chip", "torch": "recompute=True forbids keeping the hidden"},
+            {
+                "fused": "does not fit on chip",
+                "epilogue": "it keeps pre-activations, which recompute=True forbids",
+                "torch": "recompute=True forbids keeping the hidden",
+            },
         ),
-        (replace(TRAINING, recompute=False), CPU, {"fused": "no Triton kernels", "chunked": "only recompute=True"}),
+        (
+            replace(TRAINING, recompute=False),
+            CPU,
+            {"fused": "no Triton kernels", "epilogue": "no Triton kernels", "chunked": "only recompute=True"},
+        ),
         (replace(BATCHED, recompute=True), CPU, {"fused": "no Triton kernels", "chunked": "is not cut into chunks"}),
-        (replace(TRAINING, M=0, recompute=True), CPU, {"fused": "no Triton", "chunked": "there is nothing to compute"}),
+        (
+            replace(TRAINING, M=0, recompute=True),
+            CPU,
+            {"fused": "no Triton", "epilogue": "it keeps", "chunked": "there is nothing to compute"},
+        ),
+        (
+            replace(TRAINING, K=1024, O=1024),
+            PIPELINED,
+            {
+                "fused": "does not fit on chip",
+                "chunked": "only recompute=True needs",
+                "torch": "the kernels cover the problem",
+            },
+        ),
     ],
 )
 def test_every_path_not_taken_has_its_reason(problem: Problem, device: Device, reasons: dict[str, str]) -> None:
     made = plan(problem, device)
     found = rejections(made)
-    assert found.keys() == reasons.keys() == {"fused", "chunked", "torch"} - {made.path}
+    assert found.keys() == reasons.keys() == paths(problem) - {made.path}
     for path, words in reasons.items():
         assert words in found[path]
     assert made.reason
@@ -265,13 +303,22 @@ PROBLEMS = strategies.builds(
 def test_every_plan_keeps_the_rules(problem: Problem, device: Device, backend: str) -> None:
     made = plan(problem, device, backend)
     assert made == plan(problem, device, backend)
-    assert {made.path, *rejections(made)} == {"fused", "chunked", "torch"}
+    assert {made.path, *rejections(made)} == paths(problem)
     assert all(rejections(made).values())
-    assert len(made.rejected) == 2
-    assert (made.path == "fused") <= (made.unsupported is None)
-    # Nothing but torch without recompute=True keeps the hidden.
+    assert len(made.rejected) == len(paths(problem)) - 1
+    assert (made.path in ("fused", "epilogue")) <= (made.unsupported is None)
+    # Nothing that keeps the hidden, or what it is made of, runs with recompute=True.
     if problem.recompute is True and problem.operation == "ffn" and not problem.empty:
-        assert made.path != "torch"
+        assert made.path in ("fused", "chunked")
+    assert (made.epilogue is None) == (made.path != "epilogue")
+    if made.epilogue is not None:
+        assert device.triton
+        assert not problem.dropout
+        assert (made.epilogue.gradient is None) == (not problem.training)
+        kept = (2 if problem.gated else 1) * problem.hidden_bytes + problem.element_bytes * problem.M * problem.K
+        assert made.saved_bytes == (kept if problem.training else 0)
+        if made.epilogue.gradient is not None:
+            assert made.epilogue.gradient.workspace_bytes <= planning.devices.PARTIALS_LIMIT
     if made.path == "fused":
         assert device.triton
         assert made.forward_tiles is not None
@@ -313,6 +360,8 @@ def test_chunks_fill_the_limit(tokens: int, expected: int) -> None:
     [
         (False, "torch", 1, (2, 4)),  # six units, as eager
         (True, "torch", 1, (3, 6)),
+        (False, "epilogue", 1, (2, 4)),  # pre-activations are kept: nothing is computed twice
+        (True, "epilogue", 1, (3, 6)),
         (False, "chunked", 1, (2, 6)),  # forward once more
         (True, "chunked", 1, (3, 9)),
         (False, "fused", 1, (2, 7)),  # nine for a strict recompute in two kernels
@@ -329,7 +378,7 @@ def test_gemm_units(gated: bool, path: str, passes: int, expected: tuple[int, in
 
 @pytest.mark.parametrize(
     ("path", "data", "weights"),
-    [("torch", (2, 2), (2, 3)), ("chunked", (2, 4), (2, 5)), ("fused", (2, 3), (2, 4))],
+    [("torch", (2, 2), (2, 3)), ("epilogue", (2, 2), (2, 3)), ("chunked", (2, 4), (2, 5)), ("fused", (2, 3), (2, 4))],
 )
 def test_frozen_inputs_cost_no_products(path: str, data: tuple[int, int], weights: tuple[int, int]) -> None:
     assert planning.gemm_gemm.gemm_units(replace(TRAINING, needs_weight_gradient=False), path) == data
