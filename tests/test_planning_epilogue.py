@@ -46,8 +46,8 @@ def test_a_graph_can_only_help() -> None:
     ("change", "reason"),
     [
         ({"M": 1023, "N": 2**20}, "1023 tokens: torch was as fast or faster below 1,024"),
-        ({"K": 511}, "not measured below width 512"),
-        ({"O": 511}, "not measured below width 512"),
+        ({"K": 511}, "not measured on this path below width 512"),
+        ({"O": 511}, "not measured on this path below width 512"),
         ({"dropout": True}, "its kernels have no dropout"),
         ({"recompute": True}, "it keeps pre-activations, which recompute=True forbids"),
         ({"dtype": "float32"}, "float32 products in IEEE precision"),
