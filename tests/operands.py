@@ -28,6 +28,7 @@ needs_kernels = pytest.mark.skipif(not describe(DEVICE).triton, reason="no GPU, 
 # NumPy, which computes under the interpreter, warns where IEEE arithmetic overflows on the way to a right result.
 infinities = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 PATHS = [pytest.param("kernels", marks=needs_kernels), "chunked", "torch"]
+EPILOGUE = pytest.param("epilogue", marks=needs_kernels)
 # The criterion's sizes; a GPU is quick enough for the larger ones.
 SIZES = [0, 1, 2, 3, 15, 16, 17, 31, 33, 63, 65, *([127, 129, 431, 767] if ON_GPU else [])]
 # Rows of a chunk on the chunked path: no test's row count is a multiple of it.
@@ -43,6 +44,7 @@ def on_path(
 ) -> Iterator[dict[str, Any]]:
     """Sends every call to one path, and yields the options of ``ffn`` that this takes. A call elsewhere fails.
 
+    The epilogue path takes what no fused kernel can hold: here everything, so that small tensors reach it, too.
     ``recompute`` keeps the kernels from storing what is hidden in their backward pass. ``facts`` change what the
     planner knows of the device: its processors, whether pipelined kernels run on it.
     """
@@ -54,12 +56,19 @@ def on_path(
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FUSEDLAYERS_BACKEND", "triton" if path == "kernels" else "torch")
+        patch.setenv("FUSEDLAYERS_BACKEND", "triton" if path in ("kernels", "epilogue") else "torch")
+        if path == "epilogue":
+            patch.setattr(planning.gemm_gemm, "why_unsupported", lambda problem, device: "too wide")
         # Without the cache: no plan with a patched chunk outlives the test.
         patch.setattr(dispatch, "_cached_plan", plan)
         if chunk_rows is not None:
             patch.setattr(planning.gemm_gemm, "choose_chunk_rows", lambda problem: chunk_rows)
         yield {"recompute": recompute or path == "chunked"}
+
+
+def dropout_on(path: str, p: float) -> float:
+    """``p``, or 0 on the path whose kernels have no dropout."""
+    return 0.0 if path == "epilogue" else p
 
 
 def ffn_inputs(

@@ -18,17 +18,18 @@ from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.kernels.gemm_gemm import Operands, WeightGradients
 from tests.operands import (
     DEVICE,
+    EPILOGUE,
     INTEGERS,
     ON_GPU,
     PATHS,
     Tensors,
     assert_equal,
     assert_ffn_close,
+    dropout_on,
     ffn_inputs,
     in_float64,
     leaves,
     like_result,
-    needs_kernels,
     on_path,
     results,
 )
@@ -80,7 +81,7 @@ def test_every_subset_of_frozen_inputs(path: str, frozen_count: int, launched: l
             assert sorted(launched) == (sorted(needed) if path == "kernels" else [])
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
 def test_each_gradient_alone_is_right(path: str) -> None:
     inputs = ffn_inputs(19, 7, 21, 5, gated=True, residual=True)
     for name in inputs:
@@ -102,14 +103,14 @@ def saved(call: Callable[[], object]) -> list[Tensor]:
     return kept
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
 def test_nothing_is_saved_that_nobody_needs(path: str) -> None:
     inputs = ffn_inputs(15, 4, 6, 4, gated=True, residual=True)
     named = leaves(inputs)
     with on_path(path) as options:
 
         def call(tensors: Tensors) -> list[Tensor]:
-            return saved(lambda: functional.ffn(**tensors, dropout_p=0.5, **options))
+            return saved(lambda: functional.ffn(**tensors, dropout_p=dropout_on(path, 0.5), **options))
 
         with torch.no_grad():
             assert call(named) == []
@@ -133,7 +134,7 @@ def test_the_hidden_is_not_saved(path: str) -> None:
     assert [(tensor.shape, tensor.dtype) for tensor in new] == [((1,), torch.int64)]
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
 def test_nothing_is_written(path: str) -> None:
     """Inputs and dy have the same bytes and version afterwards, also where a gradient is dy itself and is added to."""
     inputs = ffn_inputs((3, 7), 9, 21, 9, gated=True, residual=True)
@@ -143,7 +144,7 @@ def test_nothing_is_written(path: str) -> None:
     versions = {name: tensor._version for name, tensor in named.items() if tensor is not None}
     with on_path(path) as options:
         for _ in range(3):
-            functional.ffn(**named, dropout_p=0.25, **options).backward(dy)
+            functional.ffn(**named, dropout_p=dropout_on(path, 0.25), **options).backward(dy)
     assert_equal(inputs, before)
     assert torch.equal(dy, dy_before)
     assert {name: tensor._version for name, tensor in named.items() if tensor is not None} == versions
@@ -152,12 +153,12 @@ def test_nothing_is_written(path: str) -> None:
     assert torch.equal(residual.grad, dy + dy + dy)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
 def test_backward_twice_gives_the_same_gradients(path: str) -> None:
     inputs = leaves(ffn_inputs(20, 9, 21, 7, gated=True, residual=True))
     tensors = [tensor for tensor in inputs.values() if tensor is not None]
     with on_path(path) as options:
-        y = functional.ffn(**inputs, dropout_p=0.25, **options)
+        y = functional.ffn(**inputs, dropout_p=dropout_on(path, 0.25), **options)
         dy = torch.randn_like(y)
         first, second = (torch.autograd.grad(y, tensors, dy, retain_graph=True) for _ in range(2))
         torch.autograd.grad(y, tensors, dy)
@@ -166,7 +167,7 @@ def test_backward_twice_gives_the_same_gradients(path: str) -> None:
     assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
 def test_two_consumers_of_the_result(path: str) -> None:
     """Their gradients add up before they come in: exact integers, so that the sum has one value."""
     draw = INTEGERS[torch.float32]
@@ -182,7 +183,7 @@ def test_two_consumers_of_the_result(path: str) -> None:
         assert torch.equal(tensor.grad, expected[f"d{name}"]), name
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
 def test_changing_a_saved_input_in_place_is_noticed(path: str) -> None:
     inputs = leaves(ffn_inputs(20, 9, 21, 7))
     with on_path(path) as options:
@@ -197,10 +198,10 @@ AUTOCAST = [torch.float16, torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", AUTOCAST, ids=str)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
 def test_autocast(path: str, dtype: torch.dtype) -> None:
     """Forward inside autocast, backward outside: y in autocast's dtype, gradients in the parameters' float32."""
-    if path == "kernels" and dtype == torch.bfloat16 and not ON_GPU:
+    if path in ("kernels", "epilogue") and dtype == torch.bfloat16 and not ON_GPU:
         pytest.skip("the interpreter is wrong for bfloat16")
     inputs = ffn_inputs(40, 16, 48, 12, gated=True)
     dy = like_result(inputs).to(dtype)
@@ -220,7 +221,7 @@ def test_autocast(path: str, dtype: torch.dtype) -> None:
     assert_all_close(ours, run(reference.ffn), truth, computed_in=dtype, independent=40 * 48)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
 def test_autocast_leaves_a_residual_as_it_is(path: str) -> None:
     """As in torch, an addition is not cast: a float32 residual stream stays float32, whatever path runs."""
     inputs = ffn_inputs(20, 9, 21, 7, residual=True)
@@ -234,7 +235,7 @@ def test_autocast_leaves_a_residual_as_it_is(path: str) -> None:
     assert y.sub(expected).abs().max() <= torch.finfo(torch.float16).eps * expected.abs().max()
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
 def test_autocast_casts_mixed_parameters_and_never_float64(path: str) -> None:
     inputs = ffn_inputs(20, 9, 21, 7)
     mixed = inputs | {"w_up": inputs["w_up"].half(), "b_down": inputs["b_down"].bfloat16()}
@@ -246,11 +247,11 @@ def test_autocast_casts_mixed_parameters_and_never_float64(path: str) -> None:
         assert tensor is None or (tensor.grad.dtype, tensor.grad.shape) == (tensor.dtype, tensor.shape), name
     double = in_float64(inputs)
     # float64 runs through torch, whatever the switch says of the kernels.
-    with on_path("torch" if path == "kernels" else path) as options, torch.autocast(DEVICE.type, torch.float16):
+    with on_path("chunked" if path == "chunked" else "torch") as options, torch.autocast(DEVICE.type, torch.float16):
         assert functional.ffn(**double, **options).dtype == torch.float64
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
 def test_backward_inside_autocast_is_not_cast_again(path: str) -> None:
     inputs = ffn_inputs(20, 9, 21, 7)
     dy = like_result(inputs)
@@ -278,13 +279,13 @@ def second_derivatives(call: Callable[..., Tensor], tensors: Tensors, **options:
     return dict(zip([name for name, tensor in tensors.items() if tensor is not None], found, strict=True))
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("path", PATHS[:2])
-def test_second_derivatives(path: str, gated: bool, dropout_p: float) -> None:
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("path", [*PATHS[:2], EPILOGUE])
+def test_second_derivatives(path: str, dropout_p: float, gated: bool) -> None:
     inputs = ffn_inputs((2, 7), 5, 9, 4, gated=gated, residual=True)
     inputs["dy"] = like_result(inputs)
-    arithmetic = {"activation": "gelu_tanh", "dropout_p": dropout_p}
+    arithmetic = {"activation": "gelu_tanh", "dropout_p": dropout_on(path, dropout_p)}
     torch.manual_seed(6)
     seed = torch.randint(2**63 - 1, (1,), device=DEVICE)
     torch.manual_seed(6)
@@ -295,8 +296,8 @@ def test_second_derivatives(path: str, gated: bool, dropout_p: float) -> None:
     assert_all_close(ours, theirs, truth, independent=14 * 9)
 
 
-@needs_kernels
-def test_first_derivatives_with_a_graph_are_those_without() -> None:
+@pytest.mark.parametrize("path", [PATHS[0], EPILOGUE])
+def test_first_derivatives_with_a_graph_are_those_without(path: str) -> None:
     """``create_graph=True`` goes through torch, so that both ways are held against each other and against float64."""
     inputs = ffn_inputs(20, 9, 21, 7, gated=True)
     dy = like_result(inputs)
@@ -306,7 +307,7 @@ def test_first_derivatives_with_a_graph_are_those_without() -> None:
         found = torch.autograd.grad(call(**named, **options), list(named.values()), upstream, create_graph=True)
         return dict(zip(named, (gradient.detach() for gradient in found), strict=True))
 
-    with on_path("kernels") as options:
+    with on_path(path) as options:
         ours = run(functional.ffn, inputs, dy, **options)
     truth = run(reference.ffn, in_float64(inputs), dy.double())
     assert_all_close(ours, run(reference.ffn, inputs, dy), truth, independent=20 * 21)

@@ -23,6 +23,7 @@ from tests.operands import (
     BIASES,
     DEVICE,
     DTYPES,
+    EPILOGUE,
     INTEGERS,
     ON_GPU,
     PATHS,
@@ -30,6 +31,7 @@ from tests.operands import (
     Tensors,
     assert_equal,
     assert_ffn_close,
+    dropout_on,
     ffn_inputs,
     in_float64,
     infinities,
@@ -45,7 +47,7 @@ GATED = [pytest.param(False, id="plain"), pytest.param(True, id="gated")]
 @pytest.mark.parametrize("gated", GATED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("path", PATHS[:2])
+@pytest.mark.parametrize("path", [*PATHS[:2], EPILOGUE])
 def test_activations(path: str, activation: str, dtype: torch.dtype, gated: bool) -> None:
     """Two row tiles and two column tiles, both ragged."""
     inputs = ffn_inputs(70, 24, 50, 40, dtype, gated=gated, residual=True)
@@ -55,7 +57,7 @@ def test_activations(path: str, activation: str, dtype: torch.dtype, gated: bool
 
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("gated", GATED)
-@pytest.mark.parametrize("path", PATHS[:2])
+@pytest.mark.parametrize("path", [*PATHS[:2], EPILOGUE])
 def test_every_subset_of_biases(path: str, gated: bool, residual: bool) -> None:
     for count in range(4):
         for biases in itertools.combinations(BIASES, count):
@@ -66,7 +68,7 @@ def test_every_subset_of_biases(path: str, gated: bool, residual: bool) -> None:
 
 
 @pytest.mark.parametrize("leading", [(), (3,), (2, 5), (2, 1, 5), (2, 3, 1, 5)], ids=str)
-@pytest.mark.parametrize("path", PATHS[:2])
+@pytest.mark.parametrize("path", [*PATHS[:2], EPILOGUE])
 def test_leading_dimensions(path: str, leading: tuple[int, ...]) -> None:
     inputs = ffn_inputs(leading, 6, 18, 5, residual=True)
     with on_path(path) as options:
@@ -84,7 +86,7 @@ def exact_case(gated: bool, dtype: torch.dtype, rows: tuple[int, ...] | int) -> 
 @pytest.mark.parametrize("gated", GATED)
 @pytest.mark.parametrize("activation", ["identity", "relu"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
 def test_exact_integers(path: str, dtype: torch.dtype, activation: str, gated: bool) -> None:
     inputs, dy = exact_case(gated, dtype, 49)
     with on_path(path) as options:
@@ -195,7 +197,7 @@ def test_nothing_outside_of_the_outputs_is_touched(gated: bool, splits: int, mon
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("letter", ["M", "K", "N", "O"])
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
 def test_sizes_one_at_a_time(path: str, letter: str, size: int) -> None:
     if path == "kernels" and letter in "KO" and size > 256:
         pytest.skip("wider than the chip: no kernel takes it")
@@ -207,7 +209,7 @@ def test_sizes_one_at_a_time(path: str, letter: str, size: int) -> None:
 
 @pytest.mark.parametrize("gated", GATED)
 @pytest.mark.parametrize("leading", [(0,), (2, 0), (0, 3)], ids=str)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
 def test_no_rows_give_an_empty_result_and_zero_gradients(path: str, leading: tuple[int, ...], gated: bool) -> None:
     inputs = ffn_inputs(leading, 6, 18, 5, gated=gated, residual=True)
     with on_path(path) as options:
@@ -273,7 +275,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("path", PATHS[:2])
+@pytest.mark.parametrize("path", [*PATHS[:2], EPILOGUE])
 def test_layouts_change_nothing(path: str, dtype: torch.dtype, layout: str) -> None:
     """All operands and the gradient of y at once, in exact integers."""
     inputs, dy = exact_case(True, dtype, (2, 19))
@@ -285,7 +287,7 @@ def test_layouts_change_nothing(path: str, dtype: torch.dtype, layout: str) -> N
         assert_equal(results(functional.ffn, strided, lay(dy), activation="relu", **options), expected)
 
 
-@pytest.mark.parametrize("path", PATHS[:2])
+@pytest.mark.parametrize("path", [*PATHS[:2], EPILOGUE])
 def test_expanded_operands_change_nothing(path: str) -> None:
     """Stride 0: rows of x that are one row, biases that are one number, and the gradient that ``.sum()`` sends back."""
     inputs, _ = exact_case(False, torch.float32, (4, 5))
@@ -311,7 +313,7 @@ def test_expanded_operands_change_nothing(path: str) -> None:
         pytest.param(lambda y, g: (y.mT @ g).square().sum(), id="transposed"),
     ],
 )
-@pytest.mark.parametrize("path", PATHS[:2])
+@pytest.mark.parametrize("path", [*PATHS[:2], EPILOGUE])
 def test_gradients_as_other_operations_send_them(path: str, consume: Callable[..., Tensor]) -> None:
     inputs = ffn_inputs((2, 19), 9, 21, 7, residual=True)
     weight = like_result(inputs)
@@ -328,7 +330,7 @@ def test_gradients_as_other_operations_send_them(path: str, consume: Callable[..
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
 def test_tied_weights(path: str, create_graph: bool) -> None:
     """One parameter is w_up, w_gate and, transposed, w_down; another is x and residual: their gradients add up."""
     tied = ffn_inputs(13, 9, 21, 9)
@@ -346,7 +348,7 @@ def test_tied_weights(path: str, create_graph: bool) -> None:
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("path", PATHS[:2])
+@pytest.mark.parametrize("path", [*PATHS[:2], EPILOGUE])
 def test_ten_runs_give_the_same_bits(path: str) -> None:
     """One column tile and many row tiles: the weight gradients are split."""
     inputs = ffn_inputs(150, 9, 13, 7, DTYPES[-1], gated=True, residual=True)
@@ -354,7 +356,7 @@ def test_ten_runs_give_the_same_bits(path: str) -> None:
 
     def run() -> dict[str, Tensor | None]:
         torch.manual_seed(4)
-        return results(functional.ffn, inputs, dy, dropout_p=0.2, **options)
+        return results(functional.ffn, inputs, dy, dropout_p=dropout_on(path, 0.2), **options)
 
     with on_path(path) as options:
         first = run()
@@ -386,7 +388,8 @@ SPECIAL_CASES = [
 @infinities
 @pytest.mark.parametrize(("activation", "role"), SPECIAL_CASES)
 @pytest.mark.parametrize("gated", GATED)
-def test_special_values_spread_as_in_torch(gated: bool, activation: str, role: str) -> None:
+@pytest.mark.parametrize("path", [PATHS[0], EPILOGUE])
+def test_special_values_spread_as_in_torch(path: str, gated: bool, activation: str, role: str) -> None:
     """One NaN or infinity somewhere makes exactly those results NaN or infinite that it makes in torch.
 
     torch computes the expectation in float64, because the float32 gelu of its CPU has no value at +inf; pre-activations
@@ -402,7 +405,7 @@ def test_special_values_spread_as_in_torch(gated: bool, activation: str, role: s
         if tensor is None:
             continue
         tensor.view(-1)[3] = value
-        with on_path("kernels") as options:
+        with on_path(path) as options:
             ours = results(functional.ffn, inputs, dy, activation=activation, **options)
         truth = results(reference.ffn, in_float64(inputs), dy.double(), activation=activation)
         assert_special_values_equal(ours, truth, kinds=activation != "quick_gelu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import hypothesis
@@ -16,7 +17,7 @@ from fusedlayers import functional, planning, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.activations import ACTIVATIONS
-from fusedlayers.kernels.tuning import EpilogueTiles
+from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES, EpilogueTiles
 from tests.operands import (
     DEVICE,
     DTYPES,
@@ -117,10 +118,16 @@ def test_exact_integers_for_any_number_of_row_tiles(gated: bool, dtype: torch.dt
     assert dy is not None
     assert w_down is not None
     assert z is not None
+    truth = in_float64(tensors)
+    expected = found(reference.hidden_gradient, truth, activation="relu")
+    expected["hidden"] = reference.hidden(truth["z"], truth["z_gate"], activation="relu")
     tiles = EpilogueTiles(16, 32, 16, 4, 1)
-    results = kernels.hidden_gradient(dy, w_down, z, z_gate, True, row_tiles, "relu", "exact", "ieee", tiles)
-    ours = dict(zip(NAMES, results, strict=True))
-    assert_equal(in_float64(ours), found(reference.hidden_gradient, in_float64(tensors), activation="relu"))
+    for more in ({}, {"side_by_side": True}, {"keep_hidden": True}):
+        ours = kernels.hidden_gradient(
+            dy, w_down, z, z_gate, True, row_tiles, "relu", "exact", "ieee", tiles, **more
+        )._asdict()
+        kept = None if "keep_hidden" not in more else expected["hidden"]
+        assert_equal(in_float64(ours), expected | {"hidden": kept})
 
 
 @needs_kernels
@@ -338,12 +345,31 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], words: str) -
         functional.hidden_gradient(**(good | change))
 
 
+H200 = planning.Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
+
+
 def test_partial_sums_are_bounded() -> None:
-    device = planning.Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
     for rows in (1, 128, 2**15, 2**15 + 1, 2**20, 2**27):
-        made = planning.plan(
-            planning.HiddenGradientProblem(M=rows, N=14336, O=4096, dtype="bfloat16", gated=True), device, "triton"
-        )
+        problem = planning.HiddenGradientProblem(M=rows, N=14336, O=4096, dtype="bfloat16", gated=True)
+        made = planning.plan(problem, H200, "triton")
         assert made.workspace_bytes <= 4 * 256 * 2 * 14336 < planning.devices.PARTIALS_LIMIT
         assert made.row_tiles == max(1, math.ceil(rows / 2**15))
-        assert planning.plan(made.problem, device).path == "torch"
+        assert planning.plan(problem, H200).path == "torch"
+
+
+@pytest.mark.parametrize(("gated", "most"), [(False, 149_760), (True, 74_880)], ids=["plain", "gated"])
+def test_the_pipelined_kernel_runs_while_its_partial_sums_are_bounded(gated: bool, most: int) -> None:
+    """It keeps sums of every 64 rows, whole tiles of 128 of them, and never adds up bands itself."""
+    device = replace(H200, pipelined=True, processors=99)
+    for rows in (1, 64, 65, 128, 129, most, most + 1, 2**27):
+        problem = planning.HiddenGradientProblem(M=rows, N=14336, O=4096, dtype="bfloat16", gated=gated)
+        made = planning.plan(problem, device, "triton")
+        if rows <= most:
+            assert made.pipeline == replace(EPILOGUE_PIPELINES["hidden_gradient", gated], programs=99)
+            bands = 2 * math.ceil(rows / 128)
+            assert made.workspace_bytes == 4 * bands * (2 if gated else 1) * 14336 <= planning.devices.PARTIALS_LIMIT
+        else:
+            portable = planning.plan(problem, H200, "triton")
+            assert (made.pipeline, made.workspace_bytes) == (None, portable.workspace_bytes)
+        assert planning.plan(replace(problem, bias=False), device, "triton").pipeline is not None
+        assert planning.plan(replace(problem, dtype="float32"), device, "triton").pipeline is None

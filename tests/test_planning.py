@@ -10,12 +10,10 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-import torch
 from hypothesis import strategies
 
-from fusedlayers import planning, reference
+from fusedlayers import planning
 from fusedlayers.kernels import tuning
-from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.kernels.tuning import TileConfig
 from fusedlayers.planning import Device, Plan, Problem, plan
 
@@ -33,6 +31,11 @@ TRAINING = replace(INFERENCE, **NARROW, needs_data_gradient=True, needs_weight_g
 BATCHED = Problem("gemm_gemm", batch=128, M=1024, K=128, N=1024, O=128, dtype="bfloat16")
 
 
+def paths(problem: Problem) -> set[str]:
+    """All that an operation has."""
+    return {"fused", "chunked", "torch"} | ({"epilogue"} if problem.operation == "ffn" else set())
+
+
 def rejections(made: Plan) -> dict[str, str]:
     return dict(made.rejected)
 
@@ -41,7 +44,7 @@ def rejections(made: Plan) -> dict[str, str]:
 def test_kernels_run_where_they_were_measured_faster(problem: Problem) -> None:
     made = plan(problem, H200)
     assert made.path == "fused"
-    assert set(rejections(made)) == {"chunked", "torch"}
+    assert set(rejections(made)) == paths(problem) - {"fused"}
 
 
 @pytest.mark.parametrize(
@@ -87,26 +90,59 @@ def test_torch_runs_elsewhere_and_the_plan_says_why(problem: Problem, device: De
 @pytest.mark.parametrize(
     ("problem", "device", "reasons"),
     [
-        (INFERENCE, H200, {"chunked": "only recompute=True needs", "torch": "the kernels cover the problem"}),
+        (
+            INFERENCE,
+            H200,
+            {
+                "epilogue": "only the warp-specialised kernels were measured faster",
+                "chunked": "only recompute=True needs",
+                "torch": "the kernels cover the problem",
+            },
+        ),
         (
             replace(TRAINING, recompute=True),
             H200,
-            {"torch": "the kernels cover the problem", "chunked": "the fused path keeps no hidden either"},
+            {
+                "epilogue": "it keeps pre-activations, which recompute=True forbids",
+                "torch": "the kernels cover the problem",
+                "chunked": "the fused path keeps no hidden either",
+            },
         ),
         (
             replace(TRAINING, K=1024, O=1024, recompute=True),
             H200,
-            {"fused": "does not fit on chip", "torch": "recompute=True forbids keeping the hidden"},
+            {
+                "fused": "does not fit on chip",
+                "epilogue": "it keeps pre-activations, which recompute=True forbids",
+                "torch": "recompute=True forbids keeping the hidden",
+            },
         ),
-        (replace(TRAINING, recompute=False), CPU, {"fused": "no Triton kernels", "chunked": "only recompute=True"}),
+        (
+            replace(TRAINING, recompute=False),
+            CPU,
+            {"fused": "no Triton kernels", "epilogue": "no Triton kernels", "chunked": "only recompute=True"},
+        ),
         (replace(BATCHED, recompute=True), CPU, {"fused": "no Triton kernels", "chunked": "is not cut into chunks"}),
-        (replace(TRAINING, M=0, recompute=True), CPU, {"fused": "no Triton", "chunked": "there is nothing to compute"}),
+        (
+            replace(TRAINING, M=0, recompute=True),
+            CPU,
+            {"fused": "no Triton", "epilogue": "it keeps", "chunked": "there is nothing to compute"},
+        ),
+        (
+            replace(TRAINING, K=1024, O=1024),
+            PIPELINED,
+            {
+                "fused": "does not fit on chip",
+                "chunked": "only recompute=True needs",
+                "torch": "the kernels cover the problem",
+            },
+        ),
     ],
 )
 def test_every_path_not_taken_has_its_reason(problem: Problem, device: Device, reasons: dict[str, str]) -> None:
     made = plan(problem, device)
     found = rejections(made)
-    assert found.keys() == reasons.keys() == {"fused", "chunked", "torch"} - {made.path}
+    assert found.keys() == reasons.keys() == paths(problem) - {made.path}
     for path, words in reasons.items():
         assert words in found[path]
     assert made.reason
@@ -265,13 +301,22 @@ PROBLEMS = strategies.builds(
 def test_every_plan_keeps_the_rules(problem: Problem, device: Device, backend: str) -> None:
     made = plan(problem, device, backend)
     assert made == plan(problem, device, backend)
-    assert {made.path, *rejections(made)} == {"fused", "chunked", "torch"}
+    assert {made.path, *rejections(made)} == paths(problem)
     assert all(rejections(made).values())
-    assert len(made.rejected) == 2
-    assert (made.path == "fused") <= (made.unsupported is None)
-    # Nothing but torch without recompute=True keeps the hidden.
+    assert len(made.rejected) == len(paths(problem)) - 1
+    assert (made.path in ("fused", "epilogue")) <= (made.unsupported is None)
+    # Nothing that keeps the hidden, or what it is made of, runs with recompute=True.
     if problem.recompute is True and problem.operation == "ffn" and not problem.empty:
-        assert made.path != "torch"
+        assert made.path in ("fused", "chunked")
+    assert (made.epilogue is None) == (made.path != "epilogue")
+    if made.epilogue is not None:
+        assert device.triton
+        assert not problem.dropout
+        assert (made.epilogue.gradient is None) == (not problem.training)
+        kept = (2 if problem.gated else 1) * problem.hidden_bytes + problem.element_bytes * problem.M * problem.K
+        assert made.saved_bytes == (kept if problem.training else 0)
+        if made.epilogue.gradient is not None:
+            assert made.epilogue.gradient.workspace_bytes <= planning.devices.PARTIALS_LIMIT
     if made.path == "fused":
         assert device.triton
         assert made.forward_tiles is not None
@@ -303,88 +348,6 @@ def test_chunks_fill_the_limit(tokens: int, expected: int) -> None:
     assert planning.gemm_gemm.choose_chunk_rows(problem) == expected
     assert planning.gemm_gemm.choose_chunk_rows(replace(problem, gated=True)) == min(expected, 1024)
     assert planning.gemm_gemm.choose_chunk_rows(replace(problem, dtype="float32")) == min(expected, 1024)
-
-
-# Costs. A GEMM unit is one product of tokens × K × N.
-
-
-@pytest.mark.parametrize(
-    ("gated", "path", "passes", "expected"),
-    [
-        (False, "torch", 1, (2, 4)),  # six units, as eager
-        (True, "torch", 1, (3, 6)),
-        (False, "chunked", 1, (2, 6)),  # forward once more
-        (True, "chunked", 1, (3, 9)),
-        (False, "fused", 1, (2, 7)),  # nine for a strict recompute in two kernels
-        (True, "fused", 1, (3, 11)),
-        (False, "fused", 2, (2, 8)),  # each further pass computes the pre-activation anew
-        (True, "fused", 2, (3, 13)),
-        (False, "fused", 3, (2, 10)),
-        (True, "fused", 3, (3, 16)),
-    ],
-)
-def test_gemm_units(gated: bool, path: str, passes: int, expected: tuple[int, int]) -> None:
-    assert planning.gemm_gemm.gemm_units(replace(TRAINING, gated=gated), path, passes) == expected
-
-
-@pytest.mark.parametrize(
-    ("path", "data", "weights"),
-    [("torch", (2, 2), (2, 3)), ("chunked", (2, 4), (2, 5)), ("fused", (2, 3), (2, 4))],
-)
-def test_frozen_inputs_cost_no_products(path: str, data: tuple[int, int], weights: tuple[int, int]) -> None:
-    assert planning.gemm_gemm.gemm_units(replace(TRAINING, needs_weight_gradient=False), path) == data
-    assert planning.gemm_gemm.gemm_units(replace(TRAINING, needs_data_gradient=False), path) == weights
-    assert planning.gemm_gemm.gemm_units(INFERENCE, path) == (2, 0)
-
-
-def test_gemm_units_count_the_columns_of_the_result() -> None:
-    wide = replace(TRAINING, K=64, O=128)
-    assert planning.gemm_gemm.gemm_units(wide, "torch") == (3, 6)
-    assert planning.gemm_gemm.gemm_units(wide, "fused") == (3, (2 + 2) + (2 + 2 * 2))
-    assert planning.gemm_gemm.gemm_units(replace(TRAINING, K=0), "torch") == (1, 2)
-
-
-def test_flops_and_bytes() -> None:
-    rows, width, hidden = 131_072, 128, 512
-    made = plan(INFERENCE, H200)
-    assert made.flops == 2 * rows * width * hidden * 2
-    assert made.bytes == 2 * (2 * rows * width + 2 * width * hidden)
-    assert (made.saved_bytes, made.backward_units) == (0, 0)
-    rows, width, hidden = 1_048_576, 64, 256
-    made = plan(TRAINING, H200)
-    # Forward and backward each read x or dy and the weights; y, x's and the weights' gradients are written.
-    assert made.bytes == 2 * (5 * rows * width + 3 * 2 * width * hidden)
-    assert made.flops == 2 * rows * width * hidden * (made.forward_units + made.backward_units)
-    assert made.floor_seconds == max(made.flops / 790e12, made.bytes / 4.3e12)
-    assert plan(TRAINING, A100).floor_seconds is None
-    assert plan(replace(TRAINING, dtype="float32"), H200).floor_seconds is None
-
-
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_recompute_saves_x_alone(gated: bool) -> None:
-    problem = replace(TRAINING, gated=gated, dropout=True)
-    x = 2 * problem.M * problem.K
-    assert plan(problem, H200, "triton").saved_bytes == x
-    assert plan(replace(problem, recompute=True), CPU).saved_bytes == x
-    assert plan(replace(problem, needs_data_gradient=False, needs_weight_gradient=False), H200).saved_bytes == 0
-
-
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_torch_saves_what_the_plan_says(activation: str, gated: bool) -> None:
-    tokens, width, hidden = 64, 16, 48
-    weights = {"w_up": (hidden, width), "w_down": (width, hidden), "b_up": (hidden,), "b_down": (width,)}
-    weights |= {"w_gate": (hidden, width), "b_gate": (hidden,)} if gated else {}
-    tensors = {name: torch.randn(shape, requires_grad=True) for name, shape in weights.items()}
-    x = torch.randn(tokens, width, requires_grad=True)
-    kept = {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
-        reference.ffn(x, **tensors, activation=activation)
-    for tensor in tensors.values():
-        kept.pop(tensor.data_ptr(), None)
-    problem = Problem("ffn", 1, tokens, width, hidden, width, "float32", activation, gated)
-    made = plan(replace(problem, needs_data_gradient=True, needs_weight_gradient=True), CPU)
-    assert made.saved_bytes == sum(tensor.nbytes for tensor in kept.values())
 
 
 def test_plans_and_problems_cannot_be_changed_and_can_be_keys() -> None:

@@ -99,8 +99,9 @@ def _data_gradient(dz: Tensor, dz_gate: Tensor | None, w_up: Tensor, w_gate: Ten
 def _weight_and_bias(dy: Tensor, x: Tensor, bias: bool, plan: Plan) -> tuple[Tensor, Tensor | None]:
     """``dyᵀ x``, and the sum of dy where one kernel gives both and was measured faster."""
     if bias:
+        # Planned as if launched one by one: a CUDA graph records what ran, compiled, in the call before.
         call = WeightGradientProblem(
-            M=dy.shape[0], O=dy.shape[1], K=x.shape[1], dtype=plan.problem.dtype, captured=plan.problem.captured,
+            M=dy.shape[0], O=dy.shape[1], K=x.shape[1], dtype=plan.problem.dtype,
             input_precision=plan.problem.input_precision,
         )  # fmt: skip
         made = planning.plan(call, describe(dy.device), backend())

@@ -164,7 +164,8 @@ def plan(problem: Problem, device: Device, backend: str = "auto") -> Plan:
     path = next((name for name, reason in reasons.items() if reason is None), "torch")
     for name in reasons:
         if reasons[name] is None and name != path:
-            reasons[name] = "the fused path keeps no hidden either, and is one kernel"
+            kept = "pre-activations" if name == "epilogue" else "hidden either"
+            reasons[name] = f"the fused path keeps no {kept}, and is one kernel"
     rejected = [(name, reason) for name, reason in reasons.items() if reason is not None]
     if path != "torch":
         better = "recompute=True forbids keeping the hidden" if path == "chunked" else "the kernels cover the problem"

@@ -91,7 +91,11 @@ def plan(problem: HiddenGradientProblem, device: Device, backend: str = "auto") 
         pipeline=pipeline,
         row_tiles=row_tiles,
         accuracy=activation_accuracy(problem, device),
-        workspace_bytes=_partial_bytes(problem, row_tiles * tiles.block_m if pipeline is None else CONSUMER_ROWS),
+        workspace_bytes=(
+            _pipelined_partial_bytes(problem)
+            if pipeline is not None
+            else _partial_bytes(problem, math.ceil(p.M / (row_tiles * tiles.block_m)))
+        ),
         **options,
     )
 
@@ -116,11 +120,16 @@ def choose_pipeline(problem: HiddenGradientProblem, device: Device) -> EpilogueP
     """The warp-specialised kernel, where it runs and its partial sums stay within their limit."""
     if not device.pipelined or problem.dtype not in SIXTEEN_BITS:
         return None
-    if _partial_bytes(problem, CONSUMER_ROWS) > PARTIALS_LIMIT:
+    if _pipelined_partial_bytes(problem) > PARTIALS_LIMIT:
         return None
     return replace(EPILOGUE_PIPELINES["hidden_gradient", problem.gated], programs=device.processors)
 
 
-def _partial_bytes(problem: HiddenGradientProblem, band: int) -> int:
-    """Float32 sums of all bands of so many rows."""
-    return 4 * math.ceil(problem.M / band) * (2 if problem.gated else 1) * problem.N * problem.bias
+def _partial_bytes(problem: HiddenGradientProblem, bands: int) -> int:
+    """Float32 sums of so many bands of rows."""
+    return 4 * bands * (2 if problem.gated else 1) * problem.N * problem.bias
+
+
+def _pipelined_partial_bytes(problem: HiddenGradientProblem) -> int:
+    """The same where both halves of every tile store sums of their own."""
+    return _partial_bytes(problem, 2 * math.ceil(problem.M / (2 * CONSUMER_ROWS)))

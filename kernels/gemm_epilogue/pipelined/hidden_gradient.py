@@ -92,7 +92,7 @@ def _finish(
         _release(consumer, tile_empty, position, PARTS, Z_STAGES)
     sums = sums_ptr
     if sums_ptr is not None:
-        sums = sums_ptr + (row // HALF).to(gl.int64) * (PARTS * N)
+        sums = sums_ptr + (row // HALF).to(gl.int64) * PARTS * N
     if GATED:
         dz = d_hidden * slope * UNIT
     else:

@@ -1,0 +1,210 @@
+"""The epilogue path of the FFN on a GPU: both kinds of kernels, ragged sizes, several tiles per program, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedlayers import functional, reference
+from fusedlayers.devices import describe
+from fusedlayers.kernels.activations import ACTIVATIONS
+from fusedlayers.kernels.gemm_epilogue import pipelined
+from tests.gpu.exact import DENSITIES, exact, exact_ffn
+from tests.gpu.graphs import assert_replays_like_launched
+from tests.operands import (
+    DEVICE,
+    Tensors,
+    assert_equal,
+    assert_ffn_close,
+    ffn_inputs,
+    leaves,
+    like_result,
+    on_path,
+    results,
+)
+
+BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
+GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+# Tokens, d_model, d_ff: no multiple of a tile, fewer hidden units than a tile has, a common one with a ragged end.
+SIZES = [(1000, 576, 1032), (129, 512, 8), (4097, 768, 3072)]
+BOTH = ["launch_hidden", "launch_hidden_gradient"]
+NAN = float("nan")
+
+on_hopper = pytest.mark.skipif(not describe(DEVICE).pipelined, reason="no Hopper GPU with Gluon")
+
+
+@pytest.fixture(autouse=True)
+def no_memory_is_kept() -> Iterator[None]:
+    yield
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which of the pipelined kernels run; where they do not, the portable ones do."""
+    names: list[str] = []
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: (names.append(name), function(*arguments))[1]
+
+    for name in BOTH:
+        monkeypatch.setattr(pipelined, name, noting(name, getattr(pipelined, name)))
+    return names
+
+
+@on_hopper
+@GATED
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_close_to_torch(size: tuple[int, int, int], dtype: torch.dtype, gated: bool, launched: list[str]) -> None:
+    tokens, d_model, d_ff = size
+    inputs = ffn_inputs(tokens, d_model, d_ff, d_model, dtype, gated=gated, residual=True)
+    activation = "silu" if gated else "gelu_tanh"
+    with on_path("epilogue") as options:
+        assert_ffn_close(functional.ffn, inputs, options=options, activation=activation)
+    assert launched == BOTH
+
+
+@GATED
+@pytest.mark.parametrize("facts", [{}, {"pipelined": False}], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(activation: str, facts: dict[str, Any], gated: bool) -> None:
+    for dtype in (BFLOAT16, FLOAT16):
+        inputs = ffn_inputs(700, 136, 328, 72, dtype, gated=gated)
+        with on_path("epilogue", **facts) as options:
+            assert_ffn_close(functional.ffn, inputs, options=options, activation=activation)
+
+
+@GATED
+@pytest.mark.parametrize("biases", [(), ("b_up",), ("b_gate",), ("b_down", "b_gate")], ids="-".join)
+def test_biases(biases: tuple[str, ...], gated: bool) -> None:
+    inputs = ffn_inputs(700, 136, 328, 72, BFLOAT16, gated=gated, biases=biases)
+    with on_path("epilogue") as options:
+        assert_ffn_close(functional.ffn, inputs, options=options, activation="silu")
+
+
+def long_exact_ffn(size: tuple[int, int, int], dtype: torch.dtype, gated: bool) -> tuple[Tensors, Tensor, Tensors]:
+    """As ``exact_ffn``, also where sums over tens of thousands of tokens ask for sparser integers."""
+    tokens, d_model, d_ff = size
+
+    def draw_inputs(draw: Callable[..., Tensor]) -> tuple[Tensors, Tensor]:
+        inputs = ffn_inputs(tokens, d_model, d_ff, d_model, dtype, gated=gated, draw=draw)
+        return inputs, like_result(inputs, draw)
+
+    return exact(reference.ffn, draw_inputs, dtype, (*DENSITIES, 0.014, 0.01, 0.007), activation="relu")
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@GATED
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize(
+    ("size", "facts"),
+    [
+        ((33_000, 512, 256), {}),
+        ((1061, 520, 1032), {}),
+        ((1061, 520, 1032), {"processors": 3}),
+        ((2000, 64, 520), {"processors": 1}),
+        ((129, 512, 8), {}),
+        ((1061, 520, 1032), {"pipelined": False}),
+        ((777, 101, 333), {}),
+    ],
+    ids=str,
+)
+def test_exact_integers_again_and_again(
+    size: tuple[int, int, int], facts: dict[str, Any], dtype: torch.dtype, gated: bool
+) -> None:
+    """Programs with many tiles, an odd number of them, and one; rings that do not start anew with a tile."""
+    inputs, dy, expected = long_exact_ffn(size, dtype, gated)
+    assert all(value is None or bool(value.any()) for value in expected.values())
+    with on_path("epilogue", **facts) as options:
+        for _ in range(20):
+            assert_equal(results(functional.ffn, inputs, dy, activation="relu", **options), expected)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@GATED
+@pytest.mark.parametrize("size", [(33_000, 512, 256), (4097, 768, 3072)], ids=str)
+def test_the_same_bits_every_time(size: tuple[int, int, int], gated: bool) -> None:
+    tokens, d_model, d_ff = size
+    inputs = ffn_inputs(tokens, d_model, d_ff, d_model, BFLOAT16, gated=gated, residual=True)
+    dy = like_result(inputs)
+    with on_path("epilogue") as options:
+        runs = [results(functional.ffn, inputs, dy, activation="gelu", **options) for _ in range(10)]
+    for found in runs:
+        assert all(tensor is None or bool(tensor.isfinite().all()) for tensor in found.values())
+        assert_equal(found, runs[0])
+
+
+# Whether the copy engine takes them; the portable kernels take the rest.
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "columns from the middle on": (lambda t: torch.nn.functional.pad(t, (8, 8), value=NAN)[..., 8:-8], True),
+    "every other row": (lambda t: torch.stack((t, torch.full_like(t, NAN)), 1).flatten(0, 1)[::2], True),
+    "one column further": (lambda t: torch.nn.functional.pad(t, (1, 7), value=NAN)[..., 1:-7], False),
+    "odd rows": (lambda t: torch.nn.functional.pad(t, (0, 1), value=NAN)[..., :-1], False),
+    "transposed": (lambda t: t.T.contiguous().T, False),
+}
+# The pipelined kernel that reads an operand.
+READER = {"x": BOTH[0], "w_up": BOTH[0], "w_gate": BOTH[0], "w_down": BOTH[1], "dy": BOTH[1]}
+
+
+@on_hopper
+@pytest.mark.parametrize("role", READER)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str, role: str, launched: list[str]) -> None:
+    """What one kernel cannot take runs in its portable twin, with the same result."""
+    lay, taken = LAYOUTS[layout]
+    inputs, dy, expected = exact_ffn(300, 136, 264, 136, BFLOAT16, gated=True, activation="relu")
+    strided: Tensors = {**inputs, role: lay(inputs[role])} if role != "dy" else inputs
+    with on_path("epilogue") as options:
+        found = results(functional.ffn, strided, lay(dy) if role == "dy" else dy, activation="relu", **options)
+    assert_equal(found, expected)
+    assert launched == [name for name in BOTH if taken or name != READER[role]]
+
+
+@on_hopper
+def test_a_bias_with_gaps_and_hidden_units_that_fill_no_16_bytes(launched: list[str]) -> None:
+    inputs, dy, expected = exact_ffn(300, 136, 264, 136, BFLOAT16, activation="relu")
+    gaps = {**inputs, "b_up": torch.stack((inputs["b_up"], torch.full_like(inputs["b_up"], NAN)), 1)[:, 0]}
+    with on_path("epilogue") as options:
+        assert_equal(results(functional.ffn, gaps, dy, activation="relu", **options), expected)
+        assert launched == [BOTH[1]]
+        inputs, dy, expected = exact_ffn(300, 136, 260, 136, BFLOAT16, activation="relu")
+        assert_equal(results(functional.ffn, inputs, dy, activation="relu", **options), expected)
+    assert launched == [BOTH[1]]
+
+
+@GATED
+def test_a_cuda_graph_replays(gated: bool) -> None:
+    inputs = leaves(ffn_inputs(1000, 576, 1032, 576, BFLOAT16, gated=gated, residual=True))
+    dy = like_result(inputs)
+    wanted = [tensor for tensor in inputs.values() if tensor is not None]
+
+    with on_path("epilogue") as options:
+
+        def step() -> tuple[Tensor, ...]:
+            y = functional.ffn(**inputs, activation="silu", **options)
+            return (y.detach(), *torch.autograd.grad(y, wanted, dy))
+
+        assert_replays_like_launched(step, [*wanted, dy], 20)
+
+
+@GATED
+def test_at_most_half_of_what_eager_keeps(gated: bool) -> None:
+    """Memory in use between forward and backward pass, beside inputs and result: hidden-sized tensors alone."""
+    inputs = leaves(ffn_inputs(8192, 512, 2048, 512, BFLOAT16, gated=gated))
+
+    def kept(call: Callable[..., Tensor], **options: Any) -> int:
+        before = torch.cuda.memory_allocated()
+        y = call(**inputs, activation="silu" if gated else "gelu_tanh", **options)
+        return torch.cuda.memory_allocated() - before - y.nbytes
+
+    with on_path("epilogue") as options:
+        kept(functional.ffn, **options)
+        ours = kept(functional.ffn, **options)
+    assert ours == (2 if gated else 1) * 8192 * 2048 * 2
+    kept(reference.ffn)
+    assert ours <= kept(reference.ffn) / 2

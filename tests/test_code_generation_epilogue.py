@@ -1,0 +1,158 @@
+"""What the compilers make of the wide FFN's kernels: both of each kind, in every shipped configuration."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES
+from tests.test_code_generation import COMPILE_ALL, SHARED_LIMITS, compiled, faults
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+PIPELINED = {"pipelined_hidden": "hidden", "pipelined_epilogue_gradient": "hidden_gradient"}
+PORTABLES = ("hidden", "hidden_gradient")
+TARGETS = tuple(SHARED_LIMITS) if COMPILE_ALL else ("sm_80", "sm_90", "gfx942")
+# Bytes, by kernel, gate and activation, where sums and the hidden are wanted, too.
+SPILLING = {
+    # Triton 3.7 spills with an exact gelu in float16, and 3.6 two registers whatever the activation.
+    "pipelined_epilogue_gradient": {(True, "gelu"): 128, (True, "gelu_tanh"): 8},
+    "hidden_gradient": {(False, "gelu_tanh"): 320, (True, "gelu_tanh"): 160},
+}
+
+STEP = """
+import json
+
+import torch
+from code_generation import compiling_for
+from fusedlayers.kernels import gemm_epilogue as kernels
+from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES, epilogue_tiles
+
+
+def compile_all(target, dtype, sizes, pipelined, variants, activation, accuracy):
+    M, K, N, O = sizes
+    for gated, bias, more in variants:
+        def pipeline(kernel):
+            return EPILOGUE_PIPELINES[kernel, gated] if pipelined else None
+
+        tiles = epilogue_tiles(target, 8 * dtype.itemsize, gated)
+        x, w, dy, w_down, z = (torch.empty(s, dtype=dtype) for s in ((M, K), (N, K), (M, O), (O, N), (M, N)))
+        b = torch.empty(N, dtype=dtype) if bias else None
+        rest = (activation, accuracy, "ieee", tiles)
+        with compiling_for(target, pipelined=pipelined) as reports:
+            kernels.hidden(
+                x, w, b, w if gated else None, b if gated else None, more, *rest, pipeline("hidden")
+            )
+            kernels.hidden_gradient(
+                dy, w_down, z, z if gated else None, bias, 1, *rest, pipeline("hidden_gradient"),
+                keep_hidden=more, side_by_side=True,
+            )
+        for report in reports:
+            report |= {"dtype": str(dtype).removeprefix("torch."), "width": K, "gated": gated}
+            print(json.dumps(report | {"bias": bias, "more": more, "activation": activation}), flush=True)
+
+
+EVERYTHING = [(gated, *both) for gated in (False, True) for both in ((False, False), (True, True))]
+COSTLIEST = [(gated, True, True) for gated in (False, True)]
+"""
+
+ON_HOPPER = """
+compile_all("sm_90", torch.bfloat16, (4096, 512, 2048, 512), True, EVERYTHING, "gelu_tanh", "coarse")
+compile_all("sm_90", torch.float16, (4099, 520, 1032, 776), True, COSTLIEST, "gelu", "half")
+"""
+
+PORTABLE = """
+import sys
+
+for target in sys.argv[1:]:
+    on_hopper = target == "sm_90"
+    accuracy = "coarse" if target.startswith("sm_") else "half"
+    variants = EVERYTHING if on_hopper else COSTLIEST
+    compile_all(target, torch.bfloat16, (4096, 512, 2048, 512), False, variants, "gelu_tanh", accuracy)
+    if on_hopper:
+        compile_all(target, torch.float16, (4099, 517, 1029, 515), False, COSTLIEST, "gelu", "half")
+    compile_all(target, torch.float32, (4099, 517, 1029, 515), False, COSTLIEST[-1:], "gelu", "exact")
+"""
+
+
+def spilled(report: dict[str, Any]) -> int:
+    """Bytes that a kernel is known to spill, outside of the loop over its products: at most these.
+
+    Pre-activations, their slopes and the gradients of a tile are alive at once in an epilogue.
+    """
+    if report["target"] != "sm_90" or report["kernel"] not in SPILLING or not report["more"]:
+        return 0
+    return SPILLING[report["kernel"]].get((report["gated"], report["activation"]), 0)
+
+
+def red(reports: list[dict[str, Any]]) -> list[str]:
+    found = []
+    for report in reports:
+        tolerated = "error" not in report and report["spill_bytes"] <= spilled(report) and not report["loop_spills"]
+        judged = report | {"spill_bytes": 0} if tolerated else report
+        flags = [name for name in ("gated", "bias", "more") if report[name]]
+        words = " ".join([report["target"], report["kernel"], report["dtype"], report["activation"], *flags])
+        found += [f"{words}: {fault}" for fault in faults(judged)]
+    return found
+
+
+def test_pipelined_kernels(tmp_path: Path) -> None:
+    """No serialised products, rings that fit, and no spills but for the one that is named."""
+    (tmp_path / "pipelined.py").write_text(STEP + ON_HOPPER)
+    found = [report for report in compiled(tmp_path, "pipelined.py") if report["kernel"] != "reduce_partials"]
+    assert not red(found), "\n".join(red(found))
+    kinds = {(report["kernel"], report["gated"], report["bias"], report["more"]) for report in found}
+    assert kinds == {(kernel, gated, both, both) for kernel in PIPELINED for gated in (0, 1) for both in (0, 1)}
+    for report in found:
+        # Two instructions for each 16 of the inner axis, one for each half of the rows.
+        assert report["wgmma"] >= 2 * EPILOGUE_PIPELINES[PIPELINED[report["kernel"]], report["gated"]].step // 16
+        assert ("sums_ptr" in report["pointers"]) == (report["bias"] and "gradient" in report["kernel"])
+
+
+def test_portable_kernels(tmp_path: Path) -> None:
+    (tmp_path / "portable.py").write_text(STEP + PORTABLE)
+    reports = compiled(tmp_path, "portable.py", *TARGETS)
+    found = [report for report in reports if report["kernel"] != "reduce_partials"]
+    assert not red(found), "\n".join(red(found))
+    kinds = {(report["target"], report["kernel"], report["gated"]) for report in found}
+    assert kinds == {(target, kernel, gated) for target in TARGETS for kernel in PORTABLES for gated in (0, 1)}
+
+
+def test_the_lint_still_sees_what_is_not_named() -> None:
+    report = {
+        "target": "sm_90", "kernel": "pipelined_epilogue_gradient", "dtype": "float16", "width": 512, "gated": True,
+        "bias": True, "more": True, "activation": "gelu", "shared": 0, "int32_products": [], "scalar_products": 0,
+        "products": 1, "matrix_instructions": 8, "spill_bytes": 128, "loop_spills": 0, "serialised": False, "tf32": 0,
+    }  # fmt: skip
+    assert not red([report])
+    for change in (
+        {"spill_bytes": 129},
+        {"loop_spills": 1},
+        {"activation": "silu"},
+        {"gated": False},
+        {"more": False},
+        {"serialised": True},
+        {"error": "PTXASError"},
+    ):
+        assert len(red([report | change])) == 1, change
+
+
+VARIANTS = """
+for pipelined in (False, True):
+    for rows in (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 100, 127, 128, 255, 512, 777, 1024, 2048, 3000, 4096):
+        compile_all("sm_90", torch.bfloat16, (rows, 512, 1024, 512), pipelined, COSTLIEST[:1], "silu", "coarse")
+"""
+
+
+def test_few_variants_for_many_row_counts(tmp_path: Path) -> None:
+    (tmp_path / "variants.py").write_text(STEP + VARIANTS)
+    variants = defaultdict(set)
+    for report in compiled(tmp_path, "variants.py"):
+        variants[report["kernel"]].add(report["hash"])
+    assert variants.keys() == {*PIPELINED, *PORTABLES, "reduce_partials"}
+    for kernel, hashes in variants.items():
+        assert len(hashes) <= 3, f"{kernel} is compiled {len(hashes)} times"

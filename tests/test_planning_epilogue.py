@@ -1,0 +1,156 @@
+"""When the planner takes the epilogue path, what it costs, and what ``explain`` says of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fusedlayers as fl
+from fusedlayers import explaining, functional
+from fusedlayers.functional import dispatch
+from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES, epilogue_tiles
+from fusedlayers.planning import Device, Problem, ffn_epilogue, plan
+
+H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
+PIPELINED = replace(H200, pipelined=True)
+A100 = Device("cuda", "NVIDIA A100", "sm_80", processors=108, triton=True)
+INFERENCE = Problem("ffn", batch=1, M=16_384, K=1024, N=4096, O=1024, dtype="bfloat16", activation="gelu_tanh")
+TRAINING = replace(INFERENCE, needs_data_gradient=True, needs_weight_gradient=True)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(("gated", "training"), ffn_epilogue.FASTER_FROM)
+def test_thresholds_decide_at_the_operation(gated: bool, training: bool, captured: bool) -> None:
+    least = ffn_epilogue.FASTER_FROM[gated, training][captured]
+    # One hidden unit more or less is one step of 2 × rows × width, twice that with a gate.
+    rows, width = 4096, 512
+    units = least // (2 * rows * width * (2 if gated else 1))
+    problem = Problem(
+        "ffn", batch=1, M=rows, K=width, N=units, O=width, dtype="bfloat16", gated=gated, captured=captured,
+        needs_data_gradient=training, needs_weight_gradient=training,
+    )  # fmt: skip
+    assert plan(problem, PIPELINED).path == "epilogue"
+    made = plan(replace(problem, N=units - 1), PIPELINED)
+    assert made.path == "torch"
+    assert "too small" in dict(made.rejected)["epilogue"]
+    assert f"faster than torch from {least:,} on" in dict(made.rejected)["epilogue"]
+
+
+def test_a_graph_can_only_help() -> None:
+    assert all(alone >= captured for alone, captured in ffn_epilogue.FASTER_FROM.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"M": 1023, "N": 2**20}, "1023 tokens: torch was as fast or faster below 1,024"),
+        ({"K": 511}, "not measured on this path below width 512"),
+        ({"O": 511}, "not measured on this path below width 512"),
+        ({"dropout": True}, "its kernels have no dropout"),
+        ({"recompute": True}, "it keeps pre-activations, which recompute=True forbids"),
+        ({"dtype": "float32"}, "float32 products in IEEE precision"),
+        ({"dtype": "float64"}, "the kernels take float16, bfloat16, float32, not float64"),
+        ({"subclass": "DTensor"}, "an operand is a DTensor"),
+        ({"captured": True, "cold": True}, "a CUDA graph capture records only kernels that ran before it"),
+        ({"M": 0}, "there is nothing to compute"),
+    ],
+    ids=str,
+)
+def test_who_is_left_to_others(change: dict[str, object], reason: str) -> None:
+    made = plan(replace(TRAINING, **change), PIPELINED)
+    assert made.path == ("chunked" if "recompute" in change else "torch")
+    assert dict(made.rejected)["epilogue"].startswith(reason)
+    assert made.epilogue is None
+
+
+@pytest.mark.parametrize("change", [{"M": 1024, "N": 2**17}, {"K": 512, "O": 512, "N": 8192}, {"dtype": "float16"}])
+def test_who_is_taken_at_the_limits(change: dict[str, object]) -> None:
+    assert plan(replace(TRAINING, **change), PIPELINED).path == "epilogue"
+
+
+@pytest.mark.parametrize("device", [H200, A100], ids=["portable", "sm_80"])
+def test_only_the_measured_kernels_run_unasked(device: Device) -> None:
+    made = plan(TRAINING, device)
+    assert made.path == "torch"
+    assert made.unsupported is None
+    forced = plan(TRAINING, device, "triton")
+    assert forced.path == "epilogue"
+    assert forced.epilogue is not None
+    assert forced.epilogue.hidden_pipeline is None
+    assert forced.epilogue.gradient is not None
+    assert forced.epilogue.gradient.pipeline is None
+    assert plan(TRAINING, PIPELINED, "torch").path == "torch"
+
+
+def test_the_fused_kernels_come_first_where_both_can() -> None:
+    made = plan(replace(TRAINING, K=128, O=128), PIPELINED, "triton")
+    assert made.path == "fused"
+    assert dict(made.rejected)["epilogue"] == "the fused path keeps no pre-activations, and is one kernel"
+
+
+def test_what_cannot_run_is_named_for_the_error() -> None:
+    assert plan(TRAINING, PIPELINED).unsupported is None
+    for change in ({"dropout": True}, {"recompute": True}):
+        assert plan(replace(TRAINING, **change), PIPELINED).unsupported == (
+            "width 1024 (padded 1024) of bfloat16 does not fit on chip in forward"
+        )
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_tiles_and_costs(gated: bool) -> None:
+    parts, hidden = (2 if gated else 1), 2 * 16_384 * 4096
+    made = plan(replace(TRAINING, gated=gated), replace(PIPELINED, processors=99))
+    epilogue = made.epilogue
+    assert epilogue is not None
+    assert epilogue.gradient is not None
+    assert epilogue.hidden_tiles == epilogue.gradient.tiles == epilogue_tiles("sm_90", 16, gated)
+    assert epilogue.hidden_pipeline == replace(EPILOGUE_PIPELINES["hidden", gated], programs=99)
+    assert epilogue.gradient.pipeline == replace(EPILOGUE_PIPELINES["hidden_gradient", gated], programs=99)
+    assert made.accuracy == "coarse"
+    assert made.saved_bytes == parts * hidden + 2 * 16_384 * 1024
+    # Gradients of the pre-activations, the hidden, and float32 sums of every 64 rows.
+    assert made.workspace_bytes == (parts + 1) * hidden + 4 * 256 * parts * 4096
+    assert (made.forward_units, made.backward_units) == ((3, 6) if gated else (2, 4))
+    assert (made.splits, made.chunk_rows, made.forward_tiles, made.stored) == (1, 0, None, None)
+    alone = plan(replace(INFERENCE, gated=gated), PIPELINED)
+    assert (alone.path, alone.saved_bytes, alone.workspace_bytes) == ("epilogue", 0, hidden)
+    assert alone.epilogue is not None
+    assert alone.epilogue.gradient is None
+
+
+@pytest.fixture
+def explained(monkeypatch: pytest.MonkeyPatch) -> object:
+    """``explained(device, **options)``: the lines of a wide FFN as it would run there, by their names."""
+
+    def explain(device: Device, gradient: bool = True, **options: object) -> dict[str, str]:
+        for module in (dispatch, explaining):
+            monkeypatch.setattr(module, "describe", lambda where: device)
+        dispatch._cached_plan.cache_clear()
+        shapes = ((16_384, 1024), (4096, 1024), (1024, 4096))
+        tensors = [torch.empty(s, device="meta", dtype=torch.bfloat16, requires_grad=gradient) for s in shapes]
+        _, *rest = fl.explain(functional.ffn, *tensors, activation="gelu_tanh", **options).splitlines()
+        return {line[2:].split("  ")[0]: line[2:].split("  ", 1)[1].strip() for line in rest}
+
+    return explain
+
+
+def test_explained_lines(explained, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    found = explained(PIPELINED)
+    tiles = "pipelined: 128 × 128 of the product, 64 inner, consumers 2 in turn, stages 5"
+    assert found["path"].startswith("epilogue: activations and bias gradients are computed with the products")
+    assert (found["hidden tiles"], found["hidden-gradient tiles"]) == (tiles, tiles)
+    assert found["GEMM units"] == "2 forward, 4 backward"
+    assert found["saved bytes"] == f"{2 * 16_384 * (1024 + 4096):,} for the backward pass"
+    assert found["not fused"] == "width 1024 (padded 1024) of bfloat16 does not fit on chip in forward"
+    assert {name for name in found if name.startswith("not ")} == {"not fused", "not chunked", "not torch"}
+    assert "hidden-gradient tiles" not in explained(PIPELINED, gradient=False)
+    assert explained(PIPELINED, dropout_p=0.1)["not epilogue"] == "its kernels have no dropout"
+    kept = explained(PIPELINED, recompute=True)
+    assert kept["path"].startswith("chunked: ")
+    assert kept["not epilogue"] == "it keeps pre-activations, which recompute=True forbids"
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    portable = explained(H200)
+    tiles = "128 × 128 of the product, 64 inner, 8 warps, 3 stages"
+    assert (portable["hidden tiles"], portable["hidden-gradient tiles"]) == (tiles, tiles)
