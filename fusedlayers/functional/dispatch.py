@@ -349,7 +349,7 @@ def plan_on_path(problem: Any, path: str, device: torch.device) -> Any:
     Raises:
         RuntimeError: the path cannot run it.
     """
-    for wish in ("triton", "torch") if path in ("fused", "epilogue") else ("torch", "triton"):
+    for wish in ("triton", "torch") if path in planning.KERNEL_PATHS else ("torch", "triton"):
         plan = _cached_plan(problem, describe(device), wish)
         if plan.path == path:
             return plan
