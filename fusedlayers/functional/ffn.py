@@ -148,6 +148,7 @@ def _forward_and_kept(
     seed: Tensor | None,
     arithmetic: Arithmetic,
     plan: Plan,
+    *,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y, and the pre-activations that the epilogue path is to ``keep``, on any path but torch's."""
