@@ -17,7 +17,7 @@ from fusedlayers.bench import selftest
 from fusedlayers.bench.selftest import processes, running
 from fusedlayers.bench.selftest.trials import Trial, few_trials
 from fusedlayers.functional import dispatch
-from fusedlayers.kernels import gemm_gemm
+from fusedlayers.kernels import gemm_epilogue, gemm_gemm, weight_gradient
 from fusedlayers.kernels.device import HAS_TRITON
 from fusedlayers.planning import Device
 
@@ -100,13 +100,27 @@ def test_every_operation_passes_through_the_interpreter(trial: Trial) -> None:
 
 
 @pytest.mark.interpreter
-def test_a_kernel_that_raises_is_blamed_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("trial", "kernel", "blamed"),
+    [
+        (str(BLOCK), (gemm_gemm, "weight_gradients"), {"gemm_gemm data_gradient", "gemm_gemm weight_gradient"}),
+        ("ffn 37x144x40 relu fp32 (all)", (gemm_epilogue, "hidden_gradient"), {"hidden_gradient tiles"}),
+        (
+            "split_k 1x40x700 identity fp16 (all)",
+            (weight_gradient, "weight_gradient"),
+            {"linear data_gradient tiles", "weight_gradient tiles"},
+        ),
+    ],
+)
+def test_a_kernel_that_raises_is_blamed_with_its_words(
+    trial: str, kernel: tuple[Any, str], blamed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*arguments: Any, **options: Any) -> Any:
         raise RuntimeError("out of resources")
 
-    monkeypatch.setattr(gemm_gemm, "weight_gradients", fails)
-    failures = running.run(BLOCK, CPU).failures
-    assert {name.split(",")[0] for name in failures} == {"gemm_gemm data_gradient", "gemm_gemm weight_gradient"}
+    monkeypatch.setattr(*kernel, fails)
+    failures = running.run(next(one for one in few_trials() if str(one) == trial), CPU).failures
+    assert {name.split(",")[0] for name in failures} == blamed
     assert all("RuntimeError: out of resources" in reason for reason in failures.values())
 
 
