@@ -19,9 +19,9 @@ def _leaf(*shape: int) -> Tensor:
     return torch.randn(*shape, device=DEVICE, requires_grad=True)
 
 
-def ffn(rows: int, gated: bool = False, **options: Any) -> Call:
-    x, w_up, w_down, b_up = _leaf(2, rows, 16), _leaf(24, 16), _leaf(16, 24), _leaf(24)
-    more = {"w_gate": _leaf(24, 16)} if gated else {"b_down": _leaf(16), "residual": _leaf(2, rows, 16)}
+def ffn(rows: int, gated: bool = False, width: int = 16, **options: Any) -> Call:
+    x, w_up, w_down, b_up = _leaf(2, rows, width), _leaf(24, width), _leaf(width, 24), _leaf(24)
+    more = {"w_gate": _leaf(24, width)} if gated else {"b_down": _leaf(width), "residual": _leaf(2, rows, width)}
     return functional.ffn, {"x": x, "w_up": w_up, "w_down": w_down, "b_up": b_up} | more | options
 
 
@@ -64,10 +64,17 @@ def hidden_gradient(rows: int) -> Call:
     return functional.hidden_gradient, tensors | {"activation": "silu", "bias": False}
 
 
+def linear(rows: int, **options: Any) -> Call:
+    return functional.linear, {"x": _leaf(2, rows, 16), "weight": _leaf(24, 16), "bias": _leaf(24)} | options
+
+
 CALLS: dict[str, Callable[[int], Call]] = {
     "ffn": ffn,
     "gated ffn": lambda rows: ffn(rows, gated=True, activation="silu", dropout_p=0.25),
     "recomputed ffn": lambda rows: ffn(rows, recompute=True, dropout_p=0.25),
+    # No fused kernel holds this width in float32.
+    "wide ffn": lambda rows: ffn(rows, width=144),
+    "wide gated ffn": lambda rows: ffn(rows, gated=True, width=144, activation="silu"),
     "gemm_gemm": gemm_gemm,
     "gemm_reduce": ragged,
     "logsumexp": logsumexp,
@@ -77,6 +84,8 @@ CALLS: dict[str, Callable[[int], Call]] = {
     "packed maxsim": packed,
     "weight_gradient": weight_gradient,
     "hidden_gradient": hidden_gradient,
+    "linear": lambda rows: linear(rows, activation="gelu"),
+    "split linear": lambda rows: linear(rows, split_k=2, reduction="atomic"),
 }
 
 

@@ -74,7 +74,7 @@ def operations(name: str, backend: str) -> set[str]:
     elif name == "recomputed ffn" or (backend == "triton" and "ffn" in name):
         function = "ffn"
     elif backend == "triton":
-        function = {"logsumexp": "gemm_reduce", "argmax": "gemm_reduce"}.get(name, name)
+        function = {"logsumexp": "gemm_reduce", "argmax": "gemm_reduce", "split linear": "linear"}.get(name, name)
     else:
         return set()
     backward = name != "argmax" and function not in ("weight_gradient", "hidden_gradient")
@@ -102,12 +102,13 @@ def test_one_graph_for_all_lengths(name: str, backend: str, graphs: Graphs, monk
 
 
 @needs_kernels
-def test_dynamic_from_the_start_is_one_graph(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["ffn", "wide ffn", "linear", "split linear"])
+def test_dynamic_from_the_start_is_one_graph(name: str, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
-    function, _ = ffn(5)
+    function, _ = CALLS[name](5)
     compiled = graphs.compiled(function, dynamic=True)
     for rows in LENGTHS[:3]:
-        _, arguments = ffn(rows)
+        _, arguments = CALLS[name](rows)
         with torch.no_grad():
             assert_equal(outcome(compiled, arguments), outcome(function, arguments))
     assert counters["stats"]["unique_graphs"] == 1
@@ -187,6 +188,31 @@ def test_maxsim_module(graphs: Graphs) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_split_k_module(dynamic: bool, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    module = fl.SplitKLinear(300, 24, split_k=2).to(DEVICE)
+    compiled = graphs.compiled(module, dynamic=dynamic)
+    for rows in (5, 9):
+        x = torch.randn(2, rows, 300, device=DEVICE, requires_grad=True)
+        assert_equal(trained(module, compiled, x), trained(module, module, x))
+        with torch.no_grad():
+            assert torch.equal(compiled(x), module(x))
+    assert graphs.operations() == {"linear_forward", "linear_backward"}
+
+
+@needs_kernels
+@pytest.mark.parametrize("frozen", [("x",), ("weight",), ("weight", "bias"), ("x", "weight")], ids=" ".join)
+def test_a_frozen_operand_of_a_linear_layer(
+    frozen: tuple[str, ...], graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    function, arguments = CALLS["linear"](5)
+    arguments |= {name: arguments[name].detach() for name in frozen}
+    assert_equal(outcome(graphs.compiled(function), arguments), outcome(function, arguments))
+
+
+@needs_kernels
 def test_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default compiler, beside which the kernels run as they are."""
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
@@ -256,7 +282,8 @@ class Recorded(TorchDispatchMode):
     [
         *(
             pytest.param(name, "triton", marks=needs_kernels)
-            for name in ("ffn", "gemm_gemm", "logsumexp", "maxsim", "weight_gradient", "hidden_gradient")
+            for name in CALLS
+            if name not in ("gated ffn", "recomputed ffn", "gemm_reduce", "argmax", "sum", "packed maxsim")
         ),
         ("recomputed ffn", "torch"),
         ("packed maxsim", "torch"),
@@ -275,7 +302,7 @@ def test_opcheck(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> No
         torch.library.opcheck(operation, tuple(leaves))
 
 
-@pytest.mark.parametrize("name", ["ffn", "gemm_reduce", "hidden_gradient"])
+@pytest.mark.parametrize("name", ["ffn", "gemm_reduce", "hidden_gradient", "linear"])
 def test_opcheck_of_public_functions(name: str) -> None:
     function, arguments = CALLS[name](5)
     operation = getattr(torch.ops.fusedlayers, function.__name__).default
@@ -297,19 +324,18 @@ class Calls(nn.Module):
 
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["ffn", "gemm_gemm", "gemm_reduce", "maxsim"])
+@pytest.mark.parametrize("name", ["ffn", "wide ffn", "gemm_gemm", "gemm_reduce", "maxsim", "linear", "split linear"])
 def test_export(name: str, backend: str, strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
     function, arguments = CALLS[name](5)
     arguments = {key: t.detach() if isinstance(t, Tensor) else t for key, t in arguments.items()}
-    if name in ("ffn", "gemm_reduce"):
-        # Their other tensors would have the exported length.
-        arguments |= {"residual": None} if name == "ffn" else {"lengths": None}
+    # Other tensors would have the exported length.
+    arguments |= {other: None for other in ("residual", "lengths") if other in arguments}
     module = Calls(function, arguments)
     [first, *_] = arguments.values()
     exported = export(module, (first,), dynamic_shapes={"first": {1: Dim("rows", min=2)}}, strict=strict)
     for program in (exported, exported.run_decompositions()):
-        longer = torch.randn(first.shape[0], 9, 16, device=DEVICE)
+        longer = torch.randn(first.shape[0], 9, first.shape[2], device=DEVICE)
         ours, eager = given(program.module()(longer)), given(module(longer))
         assert len(ours) == len(eager)
         for one, other in zip(ours, eager, strict=True):

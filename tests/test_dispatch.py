@@ -370,3 +370,18 @@ def test_some_calls_are_never_recognised(monkeypatch: pytest.MonkeyPatch) -> Non
     assert dispatch.signature((x, None), "gelu", torch.tensor(0.0)) is None
     with FlopCounterMode(display=False):
         assert dispatch.signature((x, None), "gelu", 0.0) is None
+
+
+def test_a_path_for_other_sizes_is_planned_as_the_user_wishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where auto mode leaves some products of a linear layer to torch, a compiled graph does so too."""
+    monkeypatch.setattr(dispatch, "describe", lambda where: H200)
+    wanted = {"needs_data_gradient": True, "needs_weight_gradient": True, "captured": True}
+    problem = planning.LinearProblem(64, 1024, 8192, "bfloat16", **wanted)
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "auto")
+    made = dispatch.plan_on_path(problem, "fused", torch.device("cuda"))
+    assert made == planning.plan(problem, H200)
+    assert (made.forward.tiles is None, made.data_gradient.tiles is None) == (False, True)
+    # Sizes that auto mode leaves to torch altogether still take the path that was compiled.
+    few = replace(problem, K=64)
+    assert planning.plan(few, H200).path == "torch"
+    assert dispatch.plan_on_path(few, "fused", torch.device("cuda")) == planning.plan(few, H200, "triton")

@@ -15,24 +15,31 @@ from tests.operands import DEVICE, assert_equal, needs_kernels, on_path
 ROWS = 5
 
 
-def counted(name: str) -> int:
-    """FLOPs of a call with its backward pass."""
+def counted(name: str, frozen: str = "") -> int:
+    """FLOPs of a call with its backward pass, without the gradient of one argument."""
     function, arguments = CALLS[name](ROWS)
+    arguments |= {frozen: arguments[frozen].detach()} if frozen else {}
     with FlopCounterMode(display=False) as counter:
         outcome(function, arguments)
     return counter.get_total_flops()
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    "name", ["ffn", "gated ffn", "gemm_gemm", "gemm_reduce", "logsumexp", "maxsim", "weight_gradient"]
-)
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("recomputed ffn", "hidden_gradient")])
 def test_kernels_count_as_torch_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
     expected = counted(name)
     assert expected > 0
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     assert counted(name) == expected
+
+
+@needs_kernels
+@pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
+def test_a_linear_layer_counts_the_gradients_that_are_wanted(frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    product = 2 * 2 * ROWS * 16 * 24
+    assert counted("linear", frozen) == (3 if frozen == "bias" else 2) * product
 
 
 @pytest.mark.parametrize("path", [pytest.param("kernels", marks=needs_kernels), "chunked"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from fusedlayers.planning import (
     Call,
     Device,
     HiddenGradientProblem,
+    LinearProblem,
     MaxSimProblem,
     Problem,
     ReduceProblem,
@@ -36,6 +38,10 @@ PROBLEMS: dict[str, Call] = {
     "maxsim": MaxSimProblem(64, 128, 2048, 2**16, 128, "bfloat16"),
     "weight_gradient": WeightGradientProblem(65536, 256, 256, "bfloat16"),
     "hidden_gradient": HiddenGradientProblem(4096, 512, 128, "bfloat16"),
+    "wide ffn": replace(BLOCK, K=1024, O=1024, gated=True),
+    "linear": LinearProblem(
+        64, 1024, 8192, "bfloat16", needs_data_gradient=True, needs_weight_gradient=True, needs_bias_gradient=True
+    ),
 }
 
 
@@ -59,7 +65,7 @@ def test_names_tell_kernels_gates_and_sizes_apart() -> None:
 def test_no_plan_has_what_is_avoided(operation: str) -> None:
     problem = PROBLEMS[operation]
     usual = plan(problem, H200, "triton")
-    assert usual.path == "fused"
+    assert usual.path == ("epilogue" if operation == "wide ffn" else "fused")
     assert usual.avoided == ()
     for name in names(usual):
         for wish in ("auto", "triton"):
@@ -80,6 +86,30 @@ def test_without_a_pipelined_configuration_the_portable_kernels_run() -> None:
     assert made.path == "torch"
     assert made.unsupported == f"{portable} gave wrong numbers here in the self-test"
     assert dict(made.rejected)["fused"] == made.unsupported
+
+
+def test_a_plan_within_a_plan_avoids_what_the_operation_itself_does() -> None:
+    wide, layer = PROBLEMS["wide ffn"], PROBLEMS["linear"]
+    gradient = replace(PROBLEMS["hidden_gradient"], gated=True)
+    pipelined, portable = (configurations(plan(gradient, H200, "triton"))[field][0] for field in ("pipeline", "tiles"))
+    found = configurations(plan(wide, H200))
+    assert found["epilogue gradient pipeline"] == (pipelined,)
+    assert found["epilogue gradient tiles"] == (portable,)
+    made = plan(wide, replace(H200, avoided=frozenset({pipelined})), "triton")
+    assert (made.path, made.epilogue.hidden_pipeline, made.epilogue.gradient.pipeline) == ("epilogue", None, None)
+    # The portable kernels were not measured faster than torch.
+    assert plan(wide, replace(H200, avoided=frozenset({pipelined}))).path == "torch"
+    assert plan(wide, replace(H200, avoided=frozenset({portable})), "triton").path == "torch"
+
+    [pipelined] = configurations(plan(layer, H200, "triton"))["weight_gradient pipeline"]
+    assert pipelined.startswith("weight_gradient pipeline, 16 bits: WeightGradientPipeline(")
+    made = plan(layer, replace(H200, avoided=frozenset({pipelined})), "triton")
+    assert made.weight_gradient.pipeline is None
+    assert made.forward.tiles is not None
+    [tiles] = configurations(made)["forward tiles"]
+    assert tiles.startswith("linear forward tiles, 16 bits: SplitTiles(block_m=64, ")
+    made = plan(replace(layer, captured=True), replace(H200, avoided=frozenset({tiles})))
+    assert (made.path, made.forward.tiles, made.avoided) == ("torch", None, (tiles,))
 
 
 def test_what_another_problem_would_take_changes_nothing() -> None:
@@ -129,6 +159,9 @@ def every_problem() -> Iterator[Call]:
                         yield MaxSimProblem(2, 3, M, 3 * N, K, dtype, **gradients)
                     yield WeightGradientProblem(M, N, K, dtype)
                     yield HiddenGradientProblem(M, N, K, dtype, gated=M > N)
+        sides = (1, 2, 16, 17, 32, 33, 64, 65, 128, 2048, 2049)
+        for M, N, K in itertools.product(sides, sides, (8, *sides)):
+            yield LinearProblem(M, N, K, dtype, needs_data_gradient=True, needs_weight_gradient=True)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +172,7 @@ def test_the_selftest_covers_whatever_can_be_planned(device: Device) -> None:
 
     assert {type(problem) for problem in PROBLEMS.values()} == set(planning._PLANNERS), "an operation has no trials"
     trials = all_trials(device)
-    assert [str(trial) for trial in trials if trial.plan(device).path != "fused"] == []
+    assert [str(trial) for trial in trials if trial.plan(device).path not in planning.KERNEL_PATHS] == []
     tested = covered(trials, device)
     planned = {name for problem in every_problem() for name in names(planning.plan(problem, device, "triton"))}
     assert planned - tested == set()

@@ -14,6 +14,7 @@ of the traced example, so that no size is guarded; tiles and splits are planned 
 
 import inspect
 import json
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import lru_cache
@@ -29,10 +30,19 @@ from .tracing import with_known_sizes
 
 _LIBRARY = torch.library.Library("fusedlayers", "DEF")
 _SCHEMA_TYPES = {
-    Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", str | None: "str?", bool | str: "str", bool: "bool",
-    int: "int", float: "float",
+    Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", str | None: "str?", bool | str: "str", int | str: "str",
+    bool: "bool", int: "int", float: "float",
 }  # fmt: skip
-_WORDS = {"True": True, "False": False}
+# What an argument that may be a word else is -> that, of the word that stands for it.
+_WORDS: dict[Any, Callable[[str], bool | int | str]] = {
+    bool | str: lambda word: {"True": True, "False": False}.get(word, word),
+    int | str: lambda word: int(word) if word.removeprefix("-").isdecimal() else word,
+}
+
+
+def _word(argument: Any) -> str:
+    # An index is never a symbol, which an int may be where a compiled function is given it.
+    return str(operator.index(argument) if type(argument) is int else argument)
 
 
 class Composite:
@@ -40,7 +50,8 @@ class Composite:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.parameters = function, inspect.signature(function).parameters
-        self.words = [name for name, each in self.parameters.items() if each.annotation == bool | str]
+        found = {name: _WORDS.get(each.annotation) for name, each in self.parameters.items()}
+        self.words = {name: read for name, read in found.items() if read is not None}
         arguments = [f"{_SCHEMA_TYPES[each.annotation]} {name}" for name, each in self.parameters.items()]
         name = function.__name__
         # What the user's switches said is an argument, so that no cache of compiled graphs mixes them up.
@@ -54,14 +65,14 @@ class Composite:
         # A number that changes is a symbol; options are none.
         plain = (float(each) if isinstance(each, torch.SymFloat) else each for each in arguments)
         given: dict[str, Any] = dict(zip(self.parameters, plain, strict=False))
-        given |= {name: _WORDS.get(given[name], given[name]) for name in self.words}
+        given |= {name: read(given[name]) for name, read in self.words.items()}
         found = self.function(**given)
         return [found] if isinstance(found, Tensor) else [tensor for tensor in found if tensor is not None]
 
     def __call__(self, *arguments: Any) -> list[Tensor]:
         """The results for all arguments, in the order of the function's signature."""
         named = zip(self.parameters, arguments, strict=True)
-        words = [str(argument) if name in self.words else argument for name, argument in named]
+        words = [_word(argument) if name in self.words else argument for name, argument in named]
         return self.operation(*words, f"{backend()} {strict()}")
 
 
@@ -182,7 +193,7 @@ class KernelCall:
         wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors]
         facts = {each.name: getattr(problem, each.name) for each in fields(problem)}
         sizes = {name: fact for name, fact in facts.items() if type(fact) in (int, torch.SymInt)}
-        rest = {name: fact for name, fact in facts.items() if name not in sizes} | {"captured": False}
+        rest = {name: fact for name, fact in facts.items() if name not in sizes}
         described = {"problem": rest, "path": plan.path, "options": options, "wanted": wanted}
         found = iter(self.forward(*tensors, list(sizes.values()), json.dumps(described)))
         given, _ = self.results(tensors, problem, plan.path, options, any(wanted))

@@ -349,7 +349,9 @@ def plan_on_path(problem: Any, path: str, device: torch.device) -> Any:
     Raises:
         RuntimeError: the path cannot run it.
     """
-    for wish in ("triton", "torch") if path in ("fused", "epilogue") else ("torch", "triton"):
+    # First as the user wishes: the path alone does not say which of several products run in kernels.
+    forced = ("triton", "torch") if path in planning.KERNEL_PATHS else ("torch", "triton")
+    for wish in (backend(), *forced):
         plan = _cached_plan(problem, describe(device), wish)
         if plan.path == path:
             return plan

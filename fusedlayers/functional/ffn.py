@@ -10,7 +10,7 @@ from ..kernels import gemm_gemm as kernels
 from ..kernels.activations import canonical_activation
 from ..kernels.dropout import draw_seed
 from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
-from ..planning import Plan, Problem
+from ..planning import KERNEL_PATHS, Plan, Problem
 from ..planning.gemm_gemm import LONG_SUM_ROWS, SHORT_SUM_ROWS
 from . import ffn_epilogue
 from .arguments import autocast_enabled, check_dropout_seed, check_ffn
@@ -119,7 +119,7 @@ def ffn(
             # that are not plain tell it themselves.
             run = FFNFunction.apply if wants_gradient(*tensors) or call is None else _forward
             y = run(*operands, *_arguments(plan, dropout_p).values())
-    if plan.path in ("fused", "epilogue") and not problem.training:
+    if plan.path in KERNEL_PATHS and not problem.training:
         ran_as_kernels(problem, x.device)
     return y + residual if apart and residual is not None else y
 
@@ -148,6 +148,7 @@ def _forward_and_kept(
     seed: Tensor | None,
     arithmetic: Arithmetic,
     plan: Plan,
+    *,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y, and the pre-activations that the epilogue path is to ``keep``, on any path but torch's."""

@@ -8,7 +8,8 @@ from torch import Tensor
 from .. import reference
 from ..kernels import split_k as kernels
 from ..kernels.activations import ACTIVATIONS, canonical_activation
-from ..planning import LinearPlan, ProductPlan
+from ..planning import LinearPlan, LinearProblem, ProductPlan
+from .compiled import Composite, KernelCall, Result, Results
 from .dispatch import (
     autocast,
     compute_dtype,
@@ -21,6 +22,7 @@ from .dispatch import (
     without_autocast,
 )
 from .linear_arguments import check_linear, linear_problem
+from .tracing import traced
 from .weight_gradient import planned_weight_gradient
 
 
@@ -61,6 +63,8 @@ def linear(
         RuntimeError: ``reduction="atomic"`` under ``torch.use_deterministic_algorithms(True)``, or
             ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return COMPOSITE(x, weight, bias, activation, split_k, reduction)[0]
     # Whether atomic addition is allowed is a matter of the moment.
     call = None if reduction == "atomic" else signature((x, weight, bias), activation, split_k, reduction)
     problem = None if call is None else recalled(call, x.device)
@@ -75,14 +79,24 @@ def linear(
         return reference.linear(x, weight, bias, activation=problem.activation)
     x_rows, weight, bias = autocast((x, weight, bias), compute_dtype(x))
     x_rows = rows(x_rows)
-    if problem.training or call is None:
-        with without_autocast(x.device):
-            y: Tensor = LinearFunction.apply(x_rows, weight, bias, plan)
+    with without_autocast(x.device):
+        if call is None and traced():
+            y: Tensor = KERNELS((x_rows, weight, bias), problem, plan)
+        elif problem.training or call is None:
+            y = LinearFunction.apply(x_rows, weight, bias, plan)
+        else:
+            y = _forward(x_rows, weight, bias, plan)
+        if problem.training:
             y = ACTIVATIONS[problem.activation].torch(y)
-    else:
-        y = _product(x_rows, weight, bias, plan, plan.forward, problem.activation)
+    if not problem.training:
         ran_as_kernels(problem, x.device)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+    """``x Wᵀ + b``, activated where no gradient is wanted."""
+    activation = "identity" if plan.problem.training else plan.problem.activation
+    return _product(x, weight, bias, plan, plan.forward, activation)
 
 
 def _product(
@@ -108,7 +122,7 @@ def _product(
 
 
 class LinearFunction(torch.autograd.Function):
-    """``x Wᵀ + b`` for x ``[M, K]`` and W ``[N, K]``, and its gradients, each as the plan has it.
+    """:func:`_forward` for x ``[M, K]`` and W ``[N, K]``, and its gradients, each as the plan has it.
 
     Activations are torch's own while gradients are wanted: it keeps their argument ``[M, N]``, as small as the result,
     and differentiates them as often as asked.
@@ -120,25 +134,43 @@ class LinearFunction(torch.autograd.Function):
         # Each operand is needed for the gradient of the other one.
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
-        return _product(x, weight, bias, plan, plan.forward, "identity")
+        return _forward(x, weight, bias, plan)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        wants_bias, plan = ctx.needs_input_grad[2], ctx.plan
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        plan = ctx.plan
         dx = dw = db = None
         # Plain products can be differentiated again.
         differentiable = torch.is_grad_enabled()
         with without_autocast(dy.device):
-            if weight is not None and (differentiable or plan.data_gradient is None):
+            if wants_x and (differentiable or plan.data_gradient is None):
                 dx = dy @ weight
-            elif weight is not None:
+            elif wants_x:
                 dx = _product(dy, weight.T, None, plan, plan.data_gradient, "identity")
-            if x is not None and not differentiable and plan.weight_gradient is not None:
+            if wants_weight and not differentiable and plan.weight_gradient is not None:
                 dw, db = planned_weight_gradient(dy, x, plan.weight_gradient)
-            elif x is not None:
+            elif wants_weight:
                 dw, db = reference.weight_gradient(dy, x, bias=wants_bias)
             elif wants_bias:
                 db = dy.sum(0)
         ran_as_kernels(plan.problem, dy.device)
         return dx, dw, db, None
+
+
+def _results(tensors: tuple[Any, ...], problem: LinearProblem, path: str, options: Any, saving: bool) -> Results:
+    x, weight, _ = tensors
+    return [Result((x.shape[0], weight.shape[0]), x.dtype)], []
+
+
+COMPOSITE = Composite(linear)
+KERNELS = KernelCall(
+    "linear",
+    LinearFunction,
+    LinearProblem,
+    tensors="x weight bias?",
+    saved=(0, 1),
+    arguments=lambda plan: {"plan": plan},
+    results=_results,
+)

@@ -1,5 +1,7 @@
 """Checks of the arguments of ``linear``, and what its planner needs to know of them."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -62,7 +64,7 @@ def linear_problem(
     """The planning problem of one ``linear`` call, its leading dims flattened into rows."""
     dtype = compute_dtype(x)
     return LinearProblem(
-        M=x.shape[:-1].numel(),
+        M=math.prod(x.shape[:-1]),
         N=weight.shape[0],
         K=x.shape[-1],
         dtype=str(dtype).removeprefix("torch."),

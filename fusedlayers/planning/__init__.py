@@ -9,7 +9,7 @@ from typing import Any
 
 from . import gemm_gemm, gemm_reduce, hidden_gradient, linear, maxsim, weight_gradient
 from .avoiding import configurations, without_avoided
-from .call import Call, Decision
+from .call import KERNEL_PATHS, Call, Decision
 from .devices import BACKENDS, CEILINGS, Device, floor_seconds
 from .gemm_gemm import Plan, Problem
 from .gemm_reduce import ReducePlan, ReduceProblem
@@ -43,6 +43,7 @@ def plan(problem: Call, device: Device, backend: str = "auto") -> Any:
 __all__ = [
     "BACKENDS",
     "CEILINGS",
+    "KERNEL_PATHS",
     "Call",
     "Decision",
     "Device",

@@ -19,18 +19,22 @@ def configurations(plan: Decision) -> dict[str, tuple[str, ...]]:
     """Field of the plan -> the names of what it may launch: the pipelined configuration first, if there is one.
 
     A portable configuration is named beside the pipelined one, as it runs where operands lie otherwise than its copies
-    need them.
+    need them. What a plan within the plan has is behind the name of that one's field and a space.
     """
-    return dict(_found(plan, plan.problem, ""))
+    return dict(_found(plan, plan.problem))
 
 
-def _found(plan: Any, problem: Any, inside: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _found(plan: Any, problem: Any, inside: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
     for field in fields(plan):
         config, place = getattr(plan, field.name), f"{inside}{field.name}"
         if field.name == "problem" or not is_dataclass(config):
             continue
+        if isinstance(config, Decision):
+            # Kernels of another operation, which are named as its own plans name them.
+            yield from ((f"{place} {within}", names) for within, names in _found(config, config.problem))
+            continue
         if not type(config).__module__.startswith(tuning.__name__):
-            yield from _found(config, problem, f"{place} ")  # a plan within the plan
+            yield from _found(config, problem, f"{place} ")
             continue
         nested = getattr(config, "pipelined", None)
         yield place, tuple(_name(problem, place, one) for one in (nested, config) if one is not None)

@@ -51,6 +51,9 @@ class Decision:
     avoided: tuple[str, ...] = ()  # configurations it would have, had they not failed the self-test on this device
 
 
+# The paths that launch kernels of ours.
+KERNEL_PATHS = ("fused", "epilogue")
+
 COLD = "a CUDA graph capture records only kernels that ran before it: call once with the same shapes to warm up"
 
 

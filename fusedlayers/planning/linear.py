@@ -69,6 +69,11 @@ class LinearProblem(Call):
         return self.needs_data_gradient or self.needs_weight_gradient or self.needs_bias_gradient
 
     @property
+    def model_flops(self) -> tuple[int, int]:
+        product = 2 * self.M * self.N * self.K
+        return product, product * (self.needs_data_gradient + self.needs_weight_gradient)
+
+    @property
     def asks_for_kernels(self) -> bool:
         """A number of splits, or atomic addition, is a wish for the kernels by name: no question of speed."""
         return self.split_k > 0 or self.atomic

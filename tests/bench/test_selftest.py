@@ -17,13 +17,13 @@ from fusedlayers.bench import selftest
 from fusedlayers.bench.selftest import processes, running
 from fusedlayers.bench.selftest.trials import Trial, few_trials
 from fusedlayers.functional import dispatch
-from fusedlayers.kernels import gemm_gemm
+from fusedlayers.kernels import gemm_epilogue, gemm_gemm, weight_gradient
 from fusedlayers.kernels.device import HAS_TRITON
 from fusedlayers.planning import Device
 
 CPU = torch.device("cpu")
 H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
-[BLOCK] = [trial for trial in few_trials() if trial.case == "ffn" and not trial.options.gated]
+[BLOCK] = [trial for trial in few_trials() if str(trial) == "ffn 37x24x40 relu fp16 (all)"]
 
 
 @pytest.fixture
@@ -100,13 +100,27 @@ def test_every_operation_passes_through_the_interpreter(trial: Trial) -> None:
 
 
 @pytest.mark.interpreter
-def test_a_kernel_that_raises_is_blamed_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("trial", "kernel", "blamed"),
+    [
+        (str(BLOCK), (gemm_gemm, "weight_gradients"), {"gemm_gemm data_gradient", "gemm_gemm weight_gradient"}),
+        ("ffn 37x144x40 relu fp32 (all)", (gemm_epilogue, "hidden_gradient"), {"hidden_gradient tiles"}),
+        (
+            "split_k 1x40x700 identity fp16 (all)",
+            (weight_gradient, "weight_gradient"),
+            {"linear data_gradient tiles", "weight_gradient tiles"},
+        ),
+    ],
+)
+def test_a_kernel_that_raises_is_blamed_with_its_words(
+    trial: str, kernel: tuple[Any, str], blamed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*arguments: Any, **options: Any) -> Any:
         raise RuntimeError("out of resources")
 
-    monkeypatch.setattr(gemm_gemm, "weight_gradients", fails)
-    failures = running.run(BLOCK, CPU).failures
-    assert {name.split(",")[0] for name in failures} == {"gemm_gemm data_gradient", "gemm_gemm weight_gradient"}
+    monkeypatch.setattr(*kernel, fails)
+    failures = running.run(next(one for one in few_trials() if str(one) == trial), CPU).failures
+    assert {name.split(",")[0] for name in failures} == blamed
     assert all("RuntimeError: out of resources" in reason for reason in failures.values())
 
 
@@ -135,7 +149,15 @@ def test_without_anything_to_test_the_reason_is_said(
         ("gated ffn 1024x256x512 relu bf16 (recomputing)", "db_gate", ["weight_gradient"]),
         ("gemm_reduce 2x200x64x64 identity bf16 (few)", "db", ["gradient"]),
         ("weight_gradient 1000x64x136 identity bf16 (few)", "dw", ["pipeline"]),
-        ("hidden_gradient 300x127x72 relu bf16 (all)", "dz", ["tiles"]),
+        ("hidden_gradient 300x127x72 relu bf16 (portable)", "dz", ["tiles"]),
+        ("hidden_gradient 1000x392x200 relu bf16 (few)", "db_up", ["pipeline"]),
+        ("gated ffn 1024x512x512 relu bf16 (few)", "y", ["epilogue hidden_pipeline"]),
+        ("gated ffn 1024x512x512 relu bf16 (few)", "dx", ["pipeline"]),
+        ("gated ffn 1024x512x512 relu bf16 (portable)", None, ["epilogue hidden", "tiles"]),
+        ("split_k 64x4096x1032 identity bf16 (all)", "y", ["forward tiles"]),
+        ("split_k 64x4096x1032 identity bf16 (all)", "dx", ["data_gradient tiles"]),
+        ("split_k 64x4096x1032 identity bf16 (all)", "dbias", ["pipeline"]),
+        ("split_k 65x127x1001 identity bf16 (portable)", "dweight", ["tiles"]),
         ("maxsim 4x9x32x40x64 identity fp16 (few)", "dqueries", ["query_gradient"]),
         ("ffn 1024x64x512 relu bf16 (few)", None, ["data_gradient", "forward", "weight_gradient"]),
     ],
@@ -143,7 +165,7 @@ def test_without_anything_to_test_the_reason_is_said(
 def test_the_kernel_that_computed_a_result_is_blamed(trial: str, result: str | None, kernels: list[str]) -> None:
     found = next(one for one in selftest.all_trials(H200) if str(one) == trial)
     blamed = running.blamed(found.plan(H200), result, "wrong")
-    assert sorted(name.split(",")[0].split(" ")[1] for name in blamed) == kernels
+    assert sorted(name.split(",")[0].split(" ", 1)[1] for name in blamed) == kernels
     assert not any("TileConfig" in name for name in blamed), "the pipelined kernel ran, not the one beside it"
 
 

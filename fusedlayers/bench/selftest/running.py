@@ -8,7 +8,7 @@ import torch
 
 from ...devices import assumed, describe
 from ...functional.dispatch import switched
-from ...planning import Decision
+from ...planning import KERNEL_PATHS, Decision
 from ..cases import DTYPES
 from ..contenders import FUSED, contender
 from ..exactness import exact_work, inequality
@@ -17,9 +17,12 @@ from .trials import Trial, launched
 # Some compilers get a configuration wrong only now and then.
 REPEATS = 20
 
+# The fields of plans whose kernels compute y.
+_FORWARD = ("forward_tiles", "forward tiles", "epilogue hidden_tiles", "epilogue hidden_pipeline")
 # Field of a plan -> the results that its kernel computes; the others' kernels compute what remains.
 _RESULTS = {
-    "forward_tiles": ("y",),
+    **dict.fromkeys(_FORWARD, ("y",)),
+    "data_gradient tiles": ("dx",),
     "data_gradient_tiles": ("dx", "da", "db_down"),
     "query_gradient_tiles": ("dqueries",),
     "document_gradient_tiles": ("ddocuments",),
@@ -38,7 +41,7 @@ def run(trial: Trial, device: torch.device) -> Outcome:
     """The trial on ``device``, ``REPEATS`` times; once through the interpreter, which always does the same."""
     with assumed(**trial.facts):
         plan = trial.plan(describe(device))
-        if plan.path != "fused":
+        if plan.path not in KERNEL_PATHS:
             return Outcome(blamed(plan, None, f"{trial}: the kernels do not run: {plan.unsupported}"))
         case, options = trial.prepared()
         work, truth = exact_work(case, options, trial.shape, dtype=DTYPES[trial.dtype], device=device, seed=0)
@@ -56,7 +59,7 @@ def run(trial: Trial, device: torch.device) -> Outcome:
                 except Exception as error:
                     reason = f"{trial}: {type(error).__name__}: {error}"
                     # A gradient that cannot be computed says nothing about the forward pass.
-                    without = "forward_tiles" if results else None
+                    without = _FORWARD if results else ()
                     return Outcome(failures | blamed(plan, None, reason, without), _is_broken(device))
                 for name, fault in zip(names, faults, strict=False):
                     if fault is not None:
@@ -64,9 +67,9 @@ def run(trial: Trial, device: torch.device) -> Outcome:
         return Outcome(failures)
 
 
-def blamed(plan: Decision, result: str | None, reason: str, without: str | None = None) -> dict[str, str]:
-    """The configurations that computed ``result``, or all but those of the field ``without``; and the reason."""
-    found = {field: name for field, name in launched(plan).items() if field != without}
+def blamed(plan: Decision, result: str | None, reason: str, without: tuple[str, ...] = ()) -> dict[str, str]:
+    """The configurations that computed ``result``, or all but those of the fields ``without``; and the reason."""
+    found = {field: name for field, name in launched(plan).items() if field not in without}
     owners = [field for field in found if result in _RESULTS.get(field, ())]
     rest = [field for field in found if field not in _RESULTS]
     fields = found if result is None else owners or rest or found

@@ -34,6 +34,26 @@ MACHINES: dict[str, dict[str, Any]] = {
 _PIPELINED_WIDTHS = ((64, 64), (64, 128), (128, 64), (128, 128), (256, 256))
 # (kept rows, reduced rows) and inner widths of a reduction: every number of consumers, both blocks.
 _REDUCED = ((40, 16), (128, 304), (200, 64), (120, 600), (264, 1024))
+# Widths of a feed-forward block that no fused kernel holds: whole tiles, and tails.
+_WIDE = (512, 520)
+# (rows, columns, inner width) of a linear layer: every tile of its product and of its data gradient, each split.
+_LINEAR = (
+    (1, 16, 8192),
+    (1, 2048, 2048),
+    (1, 4096, 1032),
+    (16, 16, 4096),
+    (16, 32, 4096),
+    (16, 200, 2056),
+    (40, 16, 2056),
+    (32, 64, 2056),
+    (64, 32, 4104),
+    (64, 200, 2056),
+    (64, 4096, 1032),
+    (200, 64, 1032),
+    (200, 1024, 64),
+    (200, 200, 2056),
+)
+_ODD_LINEAR = ((1, 15, 1001), (16, 61, 1001), (65, 127, 1001))
 _PORTABLE_WIDTHS = (16, 24, 64, 128, 256, 1000)
 # (queries, documents, query tokens, document tokens).
 _LATE = (
@@ -115,8 +135,8 @@ def machines(dtype: torch.dtype, width: int, device: Device) -> list[str]:
 
 def all_trials(device: Device) -> list[Trial]:
     """Every trial for a GPU; each configuration is taken by one with relu and by one without an activation."""
-    found = [*_blocks(device), *_reductions(device), *_late_interactions(device), *_gradients(device)]
-    return list(dict.fromkeys(found))
+    found = (_blocks, _wide_blocks, _reductions, _late_interactions, _gradients, _linear_layers)
+    return list(dict.fromkeys(trial for trials in found for trial in trials(device)))
 
 
 def few_trials() -> list[Trial]:
@@ -131,6 +151,9 @@ def few_trials() -> list[Trial]:
         Trial("maxsim", Options(), (3, 4, 5, 33, 24), "fp16"),
         Trial("weight_gradient", Options(bias=True), (37, 24, 40), "fp16"),
         Trial("hidden_gradient", Options("relu", bias=True), (37, 24, 40), "fp16"),
+        Trial("ffn", ffn, (37, 144, 40), "fp32"),
+        Trial("split_k", Options(bias=True), (1, 40, 700), "fp16"),
+        Trial("split_k", Options("relu", bias=True), (5, 24, 300), "fp32", backward=False),
     ]
 
 
@@ -163,6 +186,32 @@ def _blocks(device: Device) -> Iterator[Trial]:
     # Widths that no tile fits.
     for K, O in ((16, 61), (203, 200), (101, 80)):
         yield Trial("gemm_gemm", Options(), (2, *RAGGED, K, O), "bf16")
+
+
+def _wide_blocks(device: Device) -> Iterator[Trial]:
+    """Feed-forward blocks that are too wide to be one kernel: activations in the epilogues of products."""
+    for gated in (False, True):
+        relu, plain = (Options(activation, gated=gated, bias=True) for activation in ("relu", "identity"))
+        for width, (M, N) in zip(_WIDE, (WHOLE, RAGGED), strict=True):
+            if device.pipelined:
+                for backward in (False, True):
+                    yield Trial("ffn", relu, (M, width, N), "bf16", "few", backward)
+                    yield Trial("ffn", plain, (M, width, N), "fp16", "few", backward)
+            for dtype in DTYPES:
+                yield Trial("ffn", relu, (M, width, N), dtype, "portable")
+                yield Trial("ffn", plain, (M, width, N), dtype, "portable")
+
+
+def _linear_layers(device: Device) -> Iterator[Trial]:
+    plain, biased = Options(), Options(bias=True)
+    for shape in _LINEAR:
+        yield Trial("split_k", biased, shape, "bf16")
+        yield Trial("split_k", plain, shape, "fp16")
+        # While gradients are wanted the activation is torch's.
+        yield Trial("split_k", Options("relu", bias=True), shape, "bf16", backward=False)
+    for shape in _ODD_LINEAR:
+        for dtype in DTYPES:
+            yield Trial("split_k", biased, shape, dtype, "portable")
 
 
 def _reductions(device: Device) -> Iterator[Trial]:
@@ -200,9 +249,15 @@ def _gradients(device: Device) -> Iterator[Trial]:
         for dtype in DTYPES:
             yield Trial("weight_gradient", Options(bias=bias), (1000, 127, 200), dtype, "portable")
     for gated in (False, True):
+        relu, plain = (Options(activation, gated=gated, bias=True) for activation in ("relu", "identity"))
+        if device.pipelined:
+            for dtype in ("bf16", "fp16"):
+                yield Trial("hidden_gradient", relu, (1000, 392, 200), dtype, "few")
+                yield Trial("hidden_gradient", plain, (1024, 384, 512), dtype, "few")
         for dtype in DTYPES:
-            yield Trial("hidden_gradient", Options("relu", gated=gated, bias=True), (300, 127, 72), dtype)
-            yield Trial("hidden_gradient", Options(gated=gated, bias=True), (256, 256, 128), dtype)
+            # Rows of odd length, as the pipelined kernel cannot copy them.
+            yield Trial("hidden_gradient", relu, (300, 127, 72), dtype, "portable")
+            yield Trial("hidden_gradient", plain, (256, 256, 128), dtype, "portable")
 
 
 def launched(plan: Decision) -> dict[str, str]:
@@ -211,8 +266,8 @@ def launched(plan: Decision) -> dict[str, str]:
     if "stored" in found:
         # Its kernels take the place of both gradients'.
         return {field: name for field, name in found.items() if field in ("forward_tiles", "stored")}
-    if "pipeline" in found:
-        found.pop("tiles")
+    for field in [field for field in found if field.endswith("pipeline")]:
+        found.pop(field.removesuffix("pipeline") + "tiles")
     return found
 
 
