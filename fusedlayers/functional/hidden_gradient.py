@@ -61,11 +61,11 @@ def hidden_gradient(
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
     if torch.compiler.is_dynamo_compiling():
-        found = COMPOSITE(dy, w_down, z, z_gate, activation, bias)
+        listed = COMPOSITE(dy, w_down, z, z_gate, activation, bias)
         # By position: what is not there is not in the list.
         gates = 0 if z_gate is None else 1
-        db_up = found[1 + gates] if bias else None
-        return found[0], found[1] if gates else None, db_up, found[3] if bias and gates else None
+        db_up = listed[1 + gates] if bias else None
+        return listed[0], listed[1] if gates else None, db_up, listed[3] if bias and gates else None
     tensors = (dy, w_down, z, z_gate)
     call = signature(tensors, "hidden_gradient", activation, bias)
     problem = None if call is None else recalled(call, dy.device)
