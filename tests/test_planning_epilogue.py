@@ -32,7 +32,7 @@ def test_thresholds_decide_at_the_operation(gated: bool, training: bool, capture
         needs_data_gradient=training, needs_weight_gradient=training,
     )  # fmt: skip
     assert plan(problem, PIPELINED).path == "epilogue"
-    made = plan(replace(problem, N=units - 1), PIPELINED)
+    made = plan(replace(problem, N=units - 8), PIPELINED)
     assert made.path == "torch"
     assert "too small" in dict(made.rejected)["epilogue"]
     assert f"faster than torch from {least:,} on" in dict(made.rejected)["epilogue"]
@@ -48,6 +48,9 @@ def test_a_graph_can_only_help() -> None:
         ({"M": 1023, "N": 2**20}, "1023 tokens: torch was as fast or faster below 1,024"),
         ({"K": 511}, "not measured on this path below width 512"),
         ({"O": 511}, "not measured on this path below width 512"),
+        ({"K": 516}, "only the warp-specialised kernels were measured faster; their widths are multiples of 8"),
+        ({"N": 4097}, "only the warp-specialised kernels were measured faster; their widths are multiples of 8"),
+        ({"M": 2**20, "N": 2**13}, "the sums of so many rows pass their limit"),
         ({"dropout": True}, "its kernels have no dropout"),
         ({"recompute": True}, "it keeps pre-activations, which recompute=True forbids"),
         ({"dtype": "float32"}, "float32 products in IEEE precision"),

@@ -23,6 +23,8 @@ FASTER_FROM: dict[tuple[bool, bool], tuple[int, int]] = {
 }
 # With 256 tokens torch was as fast or faster at every width: too few tiles of 128 rows.
 LEAST_ROWS = 1024
+# Elements of 16 bits at a multiple of which rows must start for the warp-specialised kernels: the only ones measured.
+VECTOR = 8
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,15 @@ def plan(problem: Any, device: Device) -> EpiloguePlan:
     p = problem
     gradient = None
     if p.training:
-        call = HiddenGradientProblem(M=p.M, N=p.N, O=p.O, dtype=p.dtype, activation=p.activation, gated=p.gated)
-        gradient = hidden_gradient.plan(call, device, "triton")
+        gradient = hidden_gradient.plan(_gradient_problem(p), device, "triton")
     pipeline = None
     if device.pipelined and p.dtype in SIXTEEN_BITS:
         pipeline = replace(EPILOGUE_PIPELINES["hidden", p.gated], programs=device.processors)
     return EpiloguePlan(epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated), pipeline, gradient)
+
+
+def _gradient_problem(p: Any) -> HiddenGradientProblem:
+    return HiddenGradientProblem(M=p.M, N=p.N, O=p.O, dtype=p.dtype, activation=p.activation, gated=p.gated)
 
 
 def why_unsupported(problem: Any, device: Device) -> str | None:
@@ -65,6 +70,10 @@ def why_slower(problem: Any, device: Device) -> str | None:
     width = min(problem.K, problem.O)
     if width < LEAST_WIDTH:
         return f"not measured on this path below width {LEAST_WIDTH}"
+    if any(size % VECTOR for size in (problem.K, problem.N, problem.O)):
+        return f"only the warp-specialised kernels were measured faster; their widths are multiples of {VECTOR}"
+    if problem.training and hidden_gradient.choose_pipeline(_gradient_problem(problem), device) is None:
+        return "the sums of so many rows pass their limit in the kernel that was measured faster than torch"
     if problem.M < LEAST_ROWS:
         return f"{problem.M} tokens: torch was as fast or faster below {LEAST_ROWS:,}"
     flops = 2 * problem.M * problem.K * problem.N * (2 if problem.gated else 1)
