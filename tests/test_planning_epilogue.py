@@ -95,10 +95,12 @@ def test_the_fused_kernels_come_first_where_both_can() -> None:
 
 def test_what_cannot_run_is_named_for_the_error() -> None:
     assert plan(TRAINING, PIPELINED).unsupported is None
-    for change in ({"dropout": True}, {"recompute": True}):
-        assert plan(replace(TRAINING, **change), PIPELINED).unsupported == (
-            "width 1024 (padded 1024) of bfloat16 does not fit on chip in forward"
-        )
+    fused = "width 1024 (padded 1024) of bfloat16 does not fit on chip in forward"
+    for change, epilogue in (
+        ({"dropout": True}, "its kernels have no dropout"),
+        ({"recompute": True}, "it keeps pre-activations, which recompute=True forbids"),
+    ):
+        assert plan(replace(TRAINING, **change), PIPELINED).unsupported == f"{fused}; {epilogue}"
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])

@@ -375,8 +375,11 @@ def ran_as_kernels(problem: Call, device: torch.device) -> None:
 @functools.lru_cache(maxsize=4096)
 def _cached_plan(problem: Any, device: Device, wish: str) -> Any:
     plan: Decision = planning.plan(problem, device, wish)
-    # Without the numbers of this call, which would make every length a decision of its own.
-    _log_once(problem.operation, plan.path, dict(plan.rejected).get("fused", plan.reason).split(":")[0])
+    reasons = dict(plan.rejected)
+    told = planning.KERNEL_PATHS if plan.path == "torch" else ("fused",)
+    # Without the numbers of this call, which would make every length a decision of its own; each reason once.
+    said = "; ".join(dict.fromkeys(reasons[path].split(":")[0] for path in told if path in reasons))
+    _log_once(problem.operation, plan.path, said or plan.reason)
     return plan
 
 

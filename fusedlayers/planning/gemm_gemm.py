@@ -157,7 +157,10 @@ def plan(problem: Problem, device: Device, backend: str = "auto") -> Plan:
     else:
         not_epilogue = ffn_epilogue.why_unsupported(problem, device)
         reasons["epilogue"] = why_not_kernels(problem, device, backend, not_epilogue, ffn_epilogue.why_slower)
-        unsupported = None if not_epilogue is None else not_fused
+        unsupported = None
+        if not_fused is not None and not_epilogue is not None:
+            # Whoever must have kernels wants to know what stands against each.
+            unsupported = not_fused if no_kernels(problem, device) else f"{not_fused}; {not_epilogue}"
         reasons["chunked"] = None if problem.recompute is True else "only recompute=True needs its memory guarantee"
         if problem.empty:
             reasons["chunked"] = "there is nothing to compute"
