@@ -1,5 +1,8 @@
 """The epilogue path of the FFN, on rows ``[M, *]``: two kernels of its own, and the products around them."""
 
+import functools
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,9 +10,9 @@ from torch import Tensor
 from .. import planning, reference
 from ..devices import describe
 from ..kernels import gemm_epilogue as kernels
-from ..kernels.weight_gradient import weight_gradient
-from ..planning import Plan, WeightGradientProblem
+from ..planning import Device, Plan, WeightGradientPlan, WeightGradientProblem
 from .dispatch import backend
+from .weight_gradient import planned_weight_gradient
 
 Gradients = list[Tensor | None]
 
@@ -104,7 +107,13 @@ def _weight_and_bias(dy: Tensor, x: Tensor, bias: bool, plan: Plan) -> tuple[Ten
             M=dy.shape[0], O=dy.shape[1], K=x.shape[1], dtype=plan.problem.dtype,
             input_precision=plan.problem.input_precision,
         )  # fmt: skip
-        made = planning.plan(call, describe(dy.device), backend())
+        made = _plan_both(call, describe(dy.device), backend())
         if made.path == "fused":
-            return weight_gradient(dy, x, True, made.splits, call.input_precision, made.tiles, made.pipeline)
+            return planned_weight_gradient(dy, x, made)
     return dy.T @ x, None
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan_both(problem: WeightGradientProblem, device: Device, wish: str) -> WeightGradientPlan:
+    # Every backward pass of a layer asks again, and the answer depends on nothing else.
+    return cast(WeightGradientPlan, planning.plan(problem, device, wish))

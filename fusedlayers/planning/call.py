@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from .devices import KERNEL_DTYPES, Device
+from .devices import DTYPE_BYTES, KERNEL_DTYPES, Device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,11 @@ class Call:
     def model_flops(self) -> tuple[int, int]:
         """Floating-point operations of forward and backward as torch computes them, without what a kernel repeats."""
         raise NotImplementedError
+
+    @property
+    def element_bytes(self) -> int:
+        """The size of an operand's elements; every operation has their ``dtype``, at its own place among its sizes."""
+        return DTYPE_BYTES.get(vars(self)["dtype"], 4)
 
     @cached_property
     def _hash(self) -> int:

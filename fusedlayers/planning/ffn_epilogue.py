@@ -3,13 +3,13 @@
 Its forward pass keeps the pre-activations, where torch keeps them, the activated ones and, gated, their product.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from ..kernels.tuning import EPILOGUE_PIPELINES, EpiloguePipeline, EpilogueTiles, epilogue_tiles
+from ..kernels.tuning import EpiloguePipeline, EpilogueTiles, epilogue_tiles
 from . import hidden_gradient
 from .call import no_kernels, not_measured, too_small
-from .devices import SIXTEEN_BITS, Device
+from .devices import Device
 from .hidden_gradient import LEAST_WIDTH, HiddenGradientPlan, HiddenGradientProblem
 
 # From how many floating-point operations of the products with x on (tokens × d_model × d_ff × 2, gated twice that)
@@ -42,9 +42,7 @@ def plan(problem: Any, device: Device) -> EpiloguePlan:
     gradient = None
     if p.training:
         gradient = hidden_gradient.plan(_gradient_problem(p), device, "triton")
-    pipeline = None
-    if device.pipelined and p.dtype in SIXTEEN_BITS:
-        pipeline = replace(EPILOGUE_PIPELINES["hidden", p.gated], programs=device.processors)
+    pipeline = hidden_gradient.epilogue_pipeline("hidden", p, device)
     return EpiloguePlan(epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated), pipeline, gradient)
 
 

@@ -19,7 +19,7 @@ from ..kernels.tuning import (
 )
 from . import ffn_epilogue
 from .call import Call, Decision, activation_accuracy, no_kernels, not_measured, too_small, why_not_kernels
-from .devices import DTYPE_BYTES, PARTIALS_LIMIT, Device, floor_seconds
+from .devices import PARTIALS_LIMIT, Device, floor_seconds
 from .ffn_epilogue import EpiloguePlan
 
 # Bytes that one chunk of the hidden may take.
@@ -81,10 +81,6 @@ class Problem(Call):
     recompute: bool | str = "auto"
 
     __hash__ = Call.__hash__
-
-    @property
-    def element_bytes(self) -> int:
-        return DTYPE_BYTES.get(self.dtype, 4)
 
     @property
     def empty(self) -> bool:

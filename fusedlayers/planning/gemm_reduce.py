@@ -15,7 +15,7 @@ from ..kernels.tuning import (
     reduce_gradient_config,
 )
 from .call import COLD, Call, Decision, no_kernels, not_measured, too_small
-from .devices import DTYPE_BYTES, PARTIALS_LIMIT, Device, floor_seconds
+from .devices import PARTIALS_LIMIT, Device, floor_seconds
 
 # A split of the reduced axis shorter than this many tiles spends more on its partials than on its products.
 SHORTEST_REDUCED_SPLIT = 4
@@ -74,10 +74,6 @@ class ReduceProblem(Call):
     __hash__ = Call.__hash__
 
     operation = "gemm_reduce"
-
-    @property
-    def element_bytes(self) -> int:
-        return DTYPE_BYTES.get(self.dtype, 4)
 
     @property
     def empty(self) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..kernels.tuning import CONSUMER_ROWS, EPILOGUE_PIPELINES, EpiloguePipeline, EpilogueTiles, epilogue_tiles
 from .call import Call, Decision, activation_accuracy, no_kernels, not_measured, too_small, why_not_kernels
-from .devices import DTYPE_BYTES, PARTIALS_LIMIT, SIXTEEN_BITS, Device, floor_seconds
+from .devices import PARTIALS_LIMIT, SIXTEEN_BITS, Device, floor_seconds
 
 # From how many floating-point operations on the kernel was faster than torch on an H200, bfloat16: (launched one by
 # one, inside a CUDA graph), by whether there is a gate. Launching it costs the host 0.3 ms.
@@ -33,10 +33,6 @@ class HiddenGradientProblem(Call):
     operation: str = "hidden_gradient"
 
     __hash__ = Call.__hash__
-
-    @property
-    def element_bytes(self) -> int:
-        return DTYPE_BYTES.get(self.dtype, 4)
 
     @property
     def empty(self) -> bool:
@@ -118,11 +114,16 @@ def choose_row_tiles(problem: HiddenGradientProblem, tiles: EpilogueTiles) -> in
 
 def choose_pipeline(problem: HiddenGradientProblem, device: Device) -> EpiloguePipeline | None:
     """The warp-specialised kernel, where it runs and its partial sums stay within their limit."""
-    if not device.pipelined or problem.dtype not in SIXTEEN_BITS:
-        return None
     if _pipelined_partial_bytes(problem) > PARTIALS_LIMIT:
         return None
-    return replace(EPILOGUE_PIPELINES["hidden_gradient", problem.gated], programs=device.processors)
+    return epilogue_pipeline("hidden_gradient", problem, device)
+
+
+def epilogue_pipeline(kernel: str, problem: Any, device: Device) -> EpiloguePipeline | None:
+    """The warp-specialised ``kernel`` of the epilogue path, where it runs: 16-bit operands on Hopper."""
+    if not device.pipelined or problem.dtype not in SIXTEEN_BITS:
+        return None
+    return replace(EPILOGUE_PIPELINES[kernel, problem.gated], programs=device.processors)
 
 
 def _partial_bytes(problem: HiddenGradientProblem, bands: int) -> int:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from ..kernels.tuning import SplitTiles, split_tiles
 from . import weight_gradient
 from .call import Call, Decision, activation_accuracy, no_kernels, not_measured, too_small, why_not_kernels
-from .devices import DTYPE_BYTES, PARTIALS_LIMIT, Device, floor_seconds
+from .devices import PARTIALS_LIMIT, Device, floor_seconds
 from .weight_gradient import WeightGradientPlan, WeightGradientProblem
 
 FORWARD, DATA_GRADIENT = "forward", "data gradient"
@@ -55,10 +55,6 @@ class LinearProblem(Call):
     operation: str = "linear"
 
     __hash__ = Call.__hash__
-
-    @property
-    def element_bytes(self) -> int:
-        return DTYPE_BYTES.get(self.dtype, 4)
 
     @property
     def empty(self) -> bool:

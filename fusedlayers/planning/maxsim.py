@@ -15,7 +15,7 @@ from ..kernels.tuning import (
     reduce_config,
 )
 from .call import Call, Decision, no_kernels, not_measured, too_small, why_not_kernels
-from .devices import DTYPE_BYTES, PARTIALS_LIMIT, Device, floor_seconds
+from .devices import PARTIALS_LIMIT, Device, floor_seconds
 
 # From how many similarities (query tokens × document tokens) on the kernels were faster than torch on an H200, in
 # bfloat16, d = 128: (launched one by one, inside a CUDA graph), without and with a backward pass. Launched, the host
@@ -48,10 +48,6 @@ class MaxSimProblem(Call):
     __hash__ = Call.__hash__
 
     operation = "maxsim"
-
-    @property
-    def element_bytes(self) -> int:
-        return DTYPE_BYTES.get(self.dtype, 4)
 
     @property
     def empty(self) -> bool:

@@ -11,7 +11,7 @@ from ..kernels.tuning import (
     weight_gradient_tiles,
 )
 from .call import Call, Decision, no_kernels, not_measured, too_small, why_not_kernels
-from .devices import CEILINGS, DTYPE_BYTES, PARTIALS_LIMIT, Device, floor_seconds
+from .devices import CEILINGS, PARTIALS_LIMIT, Device, floor_seconds
 
 # From how many floating-point operations on the kernels were faster than torch on an H200, bfloat16: (launched one by
 # one, inside a CUDA graph); None where they never were. By whether the bias gradient is wanted. With more weights than
@@ -50,10 +50,6 @@ class WeightGradientProblem(Call):
     operation: str = "weight_gradient"
 
     __hash__ = Call.__hash__
-
-    @property
-    def element_bytes(self) -> int:
-        return DTYPE_BYTES.get(self.dtype, 4)
 
     @property
     def empty(self) -> bool:
