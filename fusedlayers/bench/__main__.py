@@ -24,11 +24,13 @@ from ..kernels.activations import canonical_activation
 from ..kernels.gemm_reduce import OPERATIONS
 from . import plots, record, selftest, tables
 from .cases import CASES, DTYPES, INITS, Case, Grid, Options, Shape
-from .contenders import AUTO, COMPILED, EAGER, FUSED
+from .contenders import AUTO, AUTOTUNED, COMPILED, EAGER, FUSED
 from .exactness import INTEGER_ACTIVATIONS, INTEGER_OPERATIONS
 from .runner import FORWARD, FORWARD_BACKWARD, Row, Settings, run
 
-_CONTENDER_WORDS = {"eager": EAGER, "compile": COMPILED, "auto": AUTO, "fused": FUSED}
+_CONTENDER_WORDS = {"eager": EAGER, "compile": COMPILED, "autotune": AUTOTUNED, "auto": AUTO, "fused": FUSED}
+# Tuning a product takes torch some ten seconds: only where it is asked for.
+_USUAL_CONTENDERS = (EAGER, COMPILED, AUTO, FUSED)
 _DIRECTION_WORDS = {
     "forward": (FORWARD,),
     "forward_backward": (FORWARD_BACKWARD,),
@@ -115,7 +117,7 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
         "--contenders",
         type=_contenders,
         metavar="NAME,…",
-        help=f"of {','.join(_CONTENDER_WORDS)}; default: all on a GPU, eager and auto without one",
+        help=f"of {','.join(_CONTENDER_WORDS)}; default: all but autotune on a GPU, eager and auto without one",
     )
     command.add_argument(
         "--seconds", type=_positive, default=1.0, help="timing per row and direction, beside warm-up (default: 1)"
@@ -197,7 +199,7 @@ def _settings(chosen: argparse.Namespace) -> Settings:
         seed=chosen.seed,
         timed=chosen.time,
         directions=_DIRECTION_WORDS[chosen.direction],
-        contenders=chosen.contenders or (tuple(_CONTENDER_WORDS.values()) if on_gpu else (EAGER, AUTO)),
+        contenders=chosen.contenders or (_USUAL_CONTENDERS if on_gpu else (EAGER, AUTO)),
         seconds=chosen.seconds,
         budget=chosen.budget,
         commit=chosen.commit,

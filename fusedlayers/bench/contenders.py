@@ -13,8 +13,8 @@ from ..devices import describe
 from ..planning import Plan
 from .cases import Case, Inputs, Options, Results, as_tuple
 
-EAGER, COMPILED, AUTO, FUSED = "torch eager", "torch.compile", "auto", "fused"
-TORCH_CONTENDERS, OUR_CONTENDERS = (EAGER, COMPILED), (AUTO, FUSED)
+EAGER, COMPILED, AUTOTUNED, AUTO, FUSED = "torch eager", "torch.compile", "max-autotune", "auto", "fused"
+TORCH_CONTENDERS, OUR_CONTENDERS = (EAGER, COMPILED, AUTOTUNED), (AUTO, FUSED)
 CONTENDERS = TORCH_CONTENDERS + OUR_CONTENDERS
 
 # What the user has set must not decide what is measured: each contender sets both.
@@ -89,8 +89,9 @@ def contender(name: str, case: Case, options: Options) -> Contender:
 
         if name == EAGER:
             return Contender(name, expression)
-        # Static shapes and one graph: what is fastest for torch.
-        return Contender(name, torch.compile(expression, dynamic=False, fullgraph=True))
+        # Static shapes and one graph: what is fastest for torch. Whether it is recorded, too, is decided by the timing.
+        mode = "max-autotune-no-cudagraphs" if name == AUTOTUNED else None
+        return Contender(name, torch.compile(expression, dynamic=False, fullgraph=True, mode=mode))
     our_keywords = case.our_keywords(options)
     switches = AUTO_SWITCHES if name == AUTO else FUSED_SWITCHES
     return Contender(name, lambda **inputs: case.ours(**inputs, **our_keywords), switches)

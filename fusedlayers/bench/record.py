@@ -19,7 +19,7 @@ Schema 1. Times are seconds, sizes bytes; what is unknown is null.
         verification  list of {contender, path, status, reason, findings: [{tensor, ok, message, max_error_ratio,
                       rms_ratio, worst_fraction}]}; status is "green", "red" or "not run"
         clocks        after the row: sm_mhz, memory_mhz, power_watts, temperature_celsius, or null
-        contenders    by name ("torch eager", "torch.compile", "auto", "fused"):
+        contenders    by name ("torch eager", "torch.compile", "max-autotune", "auto", "fused"):
             status    "timed", "not timed", or "same as auto" (auto mode chose the fused kernels)
             reason    why it was not timed, or why there is no replayed time; else ""
             path, replayed_path  of ours: "fused", "chunked", "algebraic" or "torch", launched and inside a CUDA graph,

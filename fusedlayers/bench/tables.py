@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .contenders import AUTO, COMPILED, EAGER, FUSED, TORCH_CONTENDERS
+from .contenders import AUTO, AUTOTUNED, COMPILED, EAGER, FUSED, TORCH_CONTENDERS
 from .record import Record
 
-# Auto mode should not be slower than this share of the better of torch's two.
+# Auto mode should not be slower than this share of the best of torch's times.
 ENOUGH = 0.97
 KINDS = ("launched", "replayed")
 _PATHS = {"launched": "path", "replayed": "replayed_path"}
@@ -46,7 +46,7 @@ def median(row: Record, name: str, kind: str) -> float | None:
 
 
 def speed_up(row: Record, kind: str, name: str = AUTO) -> float | None:
-    """The better of torch's two times over ours, of the same kind; above 1 we are faster."""
+    """The best of torch's times over ours, of the same kind; above 1 we are faster."""
     ours = median(row, name, kind)
     theirs = [time for contender in TORCH_CONTENDERS if (time := median(row, contender, kind)) is not None]
     return min(theirs) / ours if ours and theirs else None
@@ -79,7 +79,7 @@ def conditions(record: Record) -> str:
     return (
         f"Measured on {', '.join(parts)}. Medians in µs, *launched / replayed in a CUDA graph*, {cold}random data, "
         "contenders interleaved; `*` marks a launched time that shows the host rather than the device. "
-        "*Speed-up* is the better of torch eager and torch.compile over fusedlayers in auto mode: above 1 fusedlayers "
+        "*Speed-up* is the best of torch's over fusedlayers in auto mode: above 1 fusedlayers "
         "is faster. *Of floor* is the least time that arithmetic and memory traffic allow, over ours. Memory in MiB, "
         "*eager / compile / fusedlayers*: saved for backward without parameters, and allocated at most."
     )
@@ -110,10 +110,11 @@ def slower_than_torch(record: Record) -> list[str]:
 
 def screen(record: Record) -> Table:
     """Everything in one narrow table for a terminal."""
-    columns = ("grid", "shape", "pass", "eager", "compile", "auto", "path", "fused", "speed-up", "of floor")
+    tuned = _tuned(timed_rows(record))
+    columns = ("grid", "shape", "pass", "eager", "compile", *tuned, "auto", "path", "fused", "speed-up", "of floor")
     rows = []
     for row in timed_rows(record):
-        times = [_times(row, name) for name in (EAGER, COMPILED, AUTO)]
+        times = [_times(row, name) for name in (EAGER, COMPILED, *tuned, AUTO)]
         passes = "f" if row["direction"] == "forward" else "f+b"
         rows.append(
             (
@@ -127,20 +128,26 @@ def screen(record: Record) -> Table:
                 _share(row),
             )
         )
-    return Table("µs, launched / replayed (* host-bound); speed-up over the better of torch", columns, tuple(rows))
+    return Table("µs, launched / replayed (* host-bound); speed-up over the best of torch", columns, tuple(rows))
 
 
 def _table(title: str, dtype: str, direction: str, rows: list[Record]) -> Table:
-    columns = [rows[0]["meaning"], "torch eager", "torch.compile", "fusedlayers", "path", "forced kernels", "speed-up"]
-    columns += ["of floor"] + (["saved", "peak"] if direction == "forward_backward" else [])
+    tuned = _tuned(rows)
+    columns = [rows[0]["meaning"], "torch eager", "torch.compile", *tuned, "fusedlayers", "path", "forced kernels"]
+    columns += ["speed-up", "of floor"] + (["saved", "peak"] if direction == "forward_backward" else [])
     lines = []
     for row in rows:
-        line = [_shape(row), *(_times(row, name) for name in (EAGER, COMPILED, AUTO)), _path(row)]
+        line = [_shape(row), *(_times(row, name) for name in (EAGER, COMPILED, *tuned, AUTO)), _path(row)]
         line += [_forced(row), _ratios(row), _share(row)]
         if direction == "forward_backward":
             line += [_memory(row, "saved_bytes"), _memory(row, "peak_bytes")]
         lines.append(tuple(line))
     return Table(f"{title}: {_DIRECTIONS[direction]}, {dtype}", tuple(columns), tuple(lines))
+
+
+def _tuned(rows: list[Record]) -> tuple[str, ...]:
+    """The column of torch's autotuned products, where they were timed."""
+    return (AUTOTUNED,) if any(AUTOTUNED in row["contenders"] for row in rows) else ()
 
 
 def _title(row: Record) -> str:
@@ -153,7 +160,7 @@ def _shape(row: Record) -> str:
 
 
 def _times(row: Record, name: str) -> str:
-    values = [median(row, name, kind) for kind in KINDS]
+    values = [median(row, name, kind) if name in row["contenders"] else None for kind in KINDS]
     if values[0] is None:
         return _NONE
     mark = "*" if row["contenders"][name]["host_bound"] else ""

@@ -364,8 +364,11 @@ def plan_on_path(problem: Any, path: str, device: torch.device) -> Any:
 def ran_as_kernels(problem: Call, device: torch.device) -> None:
     """Remembers that the kernels of this problem ran, those of its backward pass too where it has one.
 
-    Planning it, as ``explain`` does, compiles nothing; neither does tracing a call.
+    Planning it, as ``explain`` does, compiles nothing; neither does tracing a call. A compiled call that torch records
+    into a CUDA graph later runs before that, with the problem that was traced.
     """
+    if problem.captured and not captured(device):
+        problem = replace(problem, captured=False)
     if not (problem.captured or traced()):
         if len(_warm) >= _WARM_LIMIT:
             _warm.clear()
