@@ -1,5 +1,6 @@
 """Checks of arguments, before anything is allocated: each error names the argument, what it was, what was expected."""
 
+import functools
 from itertools import pairwise
 
 import torch
@@ -8,7 +9,13 @@ from torch import Tensor
 
 def autocast_enabled(device: torch.device) -> bool:
     """Whether autocast decides the dtype of products on ``device``; some device types (meta) know no autocast."""
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    kind = device.type
+    return _knows_autocast(kind) and torch.is_autocast_enabled(kind)
+
+
+@functools.cache
+def _knows_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)
 
 
 def said(name: str, tensor: Tensor) -> str:

@@ -18,16 +18,15 @@ from .compiled import Composite, KernelCall, Result, Results
 from .dispatch import (
     autocast,
     compute_dtype,
-    dispatch,
     ffn_problem,
+    planned,
     ran_as_kernels,
     recalled,
-    remember,
     rows,
-    signature,
     wants_gradient,
     without_autocast,
 )
+from .signatures import signature
 from .tracing import traced
 
 
@@ -83,18 +82,18 @@ def ffn(
         )[0]  # fmt: skip
     tensors = (x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual)
     check_dropout_seed(x, dropout_seed)
-    call = signature(tensors, activation, dropout_p, recompute)
-    problem = None if call is None else recalled(call, x.device)
-    if problem is None:
+    call = signature("ffn", tensors, activation, dropout_p, recompute)
+    known = None if call is None else recalled(call, x.device)
+    if known is None:
         activation = canonical_activation(activation)
         check_ffn(x, w_up, w_down, b_up, b_down, w_gate, b_gate, dropout_p, recompute, residual)
         problem = ffn_problem(
             x, w_up, w_down, b_up, b_down, w_gate, b_gate,
             activation=activation, dropout_p=dropout_p, recompute=recompute, residual=residual,
         )  # fmt: skip
-        remember(call, problem)
+        known = planned(call, problem, x.device)
+    problem, plan = known
     activation = problem.activation
-    plan = dispatch(problem, x.device)
     if plan.path == "torch":
         return reference.ffn(
             x, w_up, w_down, b_up, b_down, w_gate, b_gate,

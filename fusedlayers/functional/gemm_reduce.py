@@ -15,15 +15,14 @@ from .compiled import Composite, KernelCall, Result, Results
 from .dispatch import (
     autocast,
     compute_dtype,
-    dispatch,
     flat_batch,
+    planned,
     ran_as_kernels,
     recalled,
-    remember,
-    signature,
     without_autocast,
 )
 from .reduce_arguments import INDEXED, check_gemm_reduce, gemm_reduce_problem
+from .signatures import signature
 from .tracing import traced
 
 
@@ -86,9 +85,9 @@ def gemm_reduce(
         given = COMPOSITE(a, b, op, dim, mask, lengths, bias, activation, return_indices, return_product, atomic)
         return tuple(given) if len(given) > 1 else given[0]
     options = (op, dim, return_indices, return_product, atomic)
-    call = None if atomic else signature((a, b, mask, lengths, bias), activation, *options)
-    problem = None if call is None else recalled(call, a.device)
-    if problem is None:
+    call = None if atomic else signature("gemm_reduce", (a, b, mask, lengths, bias), activation, *options)
+    known = None if call is None else recalled(call, a.device)
+    if known is None:
         activation = canonical_activation(activation)
         check_gemm_reduce(
             a, b, op=op, dim=dim, mask=mask, lengths=lengths, bias=bias, return_indices=return_indices,
@@ -98,8 +97,8 @@ def gemm_reduce(
             a, b, op=op, dim=dim, mask=mask, lengths=lengths, bias=bias, activation=activation,
             return_indices=return_indices, return_product=return_product, atomic=atomic,
         )  # fmt: skip
-        remember(call, problem)
-    plan = dispatch(problem, a.device)
+        known = planned(call, problem, a.device)
+    problem, plan = known
     taking: dict[str, Any] = {"mask": mask, "lengths": lengths}
     a, b, bias = autocast((a, b, bias), compute_dtype(a))
     if plan.path == "torch":

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ..planning import ReduceProblem
 from .arguments import check_tensors, said
-from .dispatch import captured, compute_dtype, input_precision, subclass_of, wants_gradient
+from .dispatch import captured, compute_dtype, subclass_of, wants_gradient
+from .signatures import input_precision
 
 # Of each operation the one that the kernels compute; an argmax is the index of a maximum.
 OPERATIONS = {
