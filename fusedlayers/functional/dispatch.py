@@ -24,7 +24,7 @@ from ..planning import (
     Problem,
     WeightGradientProblem,
 )
-from .arguments import autocast_enabled
+from .arguments import autocast_dtype
 from .signatures import PLAIN_TENSORS, input_precision, transformed
 from .tracing import TRACED_TENSORS, recorded_later, traced, with_known_sizes
 
@@ -39,6 +39,8 @@ _WARM_LIMIT = 4096
 # whether graphs are captured on such devices.
 _calls: dict[tuple[object, ...] | None, tuple[Any, Any, Device, bool]] = {}
 _CALLS_LIMIT = 4096
+
+_NOTHING = nullcontext()
 
 # Who counts the paths that calls take, while somebody does.
 _counted: Counter[str] | None = None
@@ -77,9 +79,8 @@ def strict() -> bool:
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype that products of ``tensor`` run in: autocast's where it applies (never to float64), else its own."""
-    if autocast_enabled(tensor.device) and tensor.dtype != torch.float64:
-        return torch.get_autocast_dtype(tensor.device.type)
-    return tensor.dtype
+    own = tensor.dtype
+    return own if own is torch.float64 else autocast_dtype(tensor.device) or own
 
 
 def autocast(tensors: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
@@ -103,7 +104,7 @@ def flat_batch(tensor: Tensor, batch: torch.Size) -> Tensor:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Operands are cast once, before a Function; nothing inside it, forward or backward, may cast them again."""
-    return torch.autocast(device.type, enabled=False) if autocast_enabled(device) else nullcontext()
+    return _NOTHING if autocast_dtype(device) is None else torch.autocast(device.type, enabled=False)
 
 
 def captured(device: torch.device) -> bool:

@@ -13,7 +13,7 @@ from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
 from ..planning import KERNEL_PATHS, Plan, Problem
 from ..planning.gemm_gemm import LONG_SUM_ROWS, SHORT_SUM_ROWS
 from . import ffn_epilogue
-from .arguments import autocast_enabled, check_dropout_seed, check_ffn
+from .arguments import autocast_dtype, check_dropout_seed, check_ffn
 from .compiled import Composite, KernelCall, Result, Results
 from .dispatch import (
     autocast,
@@ -104,7 +104,7 @@ def ffn(
         seed = draw_seed(x.device) if dropout_seed is None else dropout_seed
     operands: tuple[Any, ...] = tensors
     apart = False
-    if autocast_enabled(x.device):
+    if autocast_dtype(x.device) is not None:
         dtype = compute_dtype(x)
         # Autocast casts products, not sums: a residual of another dtype is added as it is, outside the kernel.
         apart = residual is not None and residual.dtype != dtype

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import autocast_enabled
+from .arguments import autocast_dtype
 from .tracing import traced
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -69,10 +69,7 @@ def signature(operation: str, tensors: tuple[Tensor | None, ...], *options: obje
     types = tuple(map(type, options))
     if not _PLAIN_OPTIONS.issuperset(types):
         return None
-    # A device takes its time to say its type; most are one of these.
-    kind = "cuda" if first.is_cuda else "cpu" if first.is_cpu else ""
-    autocast = torch.is_autocast_enabled(kind) if kind else autocast_enabled(first.device)
-    dtype = torch.get_autocast_dtype(first.device.type) if autocast else None
+    dtype = autocast_dtype(first.device)
     products = dtype or first.dtype
     precision = input_precision(first.device, products) if products is torch.float32 and first.is_cuda else None
     return (operation, *found, *options, types, torch.is_grad_enabled(), dtype, precision, *switches())
