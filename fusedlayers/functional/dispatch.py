@@ -93,6 +93,12 @@ def rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
+def leading_dims(*tensors: Tensor) -> torch.Size:
+    """The leading dims ``*batch`` of ``[*batch, rows, columns]`` tensors, which broadcast."""
+    first, *others = [tensor.shape[:-2] for tensor in tensors]
+    return first if all(each == first for each in others) else torch.broadcast_shapes(first, *others)
+
+
 def flat_batch(tensor: Tensor, batch: torch.Size) -> Tensor:
     """``[*batch, rows, columns]`` as ``[Z, rows, columns]``, without a copy where one matrix serves every entry."""
     if tensor.dim() == 3 and tensor.shape[:1] == batch:
@@ -202,7 +208,7 @@ def gemm_gemm_problem(a: Tensor, b: Tensor, c: Tensor, *, activation: str) -> Pr
     dtype = compute_dtype(a)
     return Problem(
         operation="gemm_gemm",
-        batch=math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2], c.shape[:-2])),
+        batch=math.prod(leading_dims(a, b, c)),
         M=a.shape[-2],
         K=a.shape[-1],
         N=b.shape[-1],

@@ -17,6 +17,7 @@ from .dispatch import (
     compute_dtype,
     flat_batch,
     gemm_gemm_problem,
+    leading_dims,
     planned,
     ran_as_kernels,
     recalled,
@@ -56,7 +57,7 @@ def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None)
     activation = problem.activation
     if plan.path == "torch":
         return reference.gemm_gemm(a, b, c, activation=activation)
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2], c.shape[:-2])
+    batch = leading_dims(a, b, c)
     operands = [flat_batch(tensor, batch) for tensor in autocast((a, b, c), compute_dtype(a))]
     arguments = _arguments(plan)
     if call is None and traced():

@@ -16,6 +16,7 @@ from .dispatch import (
     autocast,
     compute_dtype,
     flat_batch,
+    leading_dims,
     planned,
     ran_as_kernels,
     recalled,
@@ -110,7 +111,7 @@ def gemm_reduce(
     if plan.path == "algebraic":
         with without_autocast(a.device):
             return reference.gemm_sum(a, b, op=op, dim=dim, **taking, bias=bias)
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    batch = leading_dims(a, b)
     kept, reduced = (b.mT, a) if dim == -2 else (a, b.mT)
     flat_mask = None if mask is None else mask.expand(*batch, reduced.shape[-2]).reshape(-1, reduced.shape[-2])
     tensors = (flat_batch(kept, batch), flat_batch(reduced, batch), bias, flat_mask, _flat_lengths(lengths, batch, a))
