@@ -109,7 +109,7 @@ def why_not_now(*tensors: Tensor | None) -> str | None:
             continue
         # What is no tensor at all goes on, to the error that names the argument.
         is_tensor = isinstance(tensor, Tensor) or hasattr(type(tensor), "__torch_function__")
-        if is_tensor and (reason := why_not_plain_tensor(cast(Tensor, tensor))):
+        if is_tensor and (reason := why_not_plain_tensor(tensor)):
             return f"an input {reason}"
     return None
 
