@@ -142,11 +142,11 @@ def recalled(call: tuple[object, ...] | None, device: torch.device) -> tuple[Any
     if known is None:
         return None
     problem, plan, facts, may_capture = known
-    if may_capture and torch.cuda.is_current_stream_capturing():
-        problem = replace(problem, captured=True)
-        return problem, dispatch(problem, device)
     # The device is described anew while others of its facts are assumed, or after a self-test.
     if describe(device) is not facts:
+        return None
+    if may_capture and torch.cuda.is_current_stream_capturing():
+        problem = replace(problem, captured=True)
         return problem, dispatch(problem, device)
     if (counter := _counted) is not None:
         _count(counter, plan)
