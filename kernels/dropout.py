@@ -8,7 +8,7 @@ so that the backward pass needs the seed alone.
 import torch
 
 from .device import HAS_TRITON, interpreted, tl, triton
-from .launching import launch
+from .launching import ceil_div, launch
 
 ROUNDS = 7
 _ROUNDS = tl.constexpr(ROUNDS)
@@ -69,7 +69,7 @@ def keep_mask(
         out = torch.empty(rows, columns, dtype=dtype, device=seed.device)
         launch(
             _keep_kernel,
-            triton.cdiv(max(out.numel(), 1), _BLOCK),
+            ceil_div(max(out.numel(), 1), _BLOCK),
             (seed, out),
             (columns,),
             (first_row, rows, dropout_p),

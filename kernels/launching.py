@@ -11,10 +11,15 @@ import torch
 
 from .device import triton
 from .hopper import Descriptor
+from .relaunching import Variant
 
-# The compiled variant, and the descriptors of its first launch, without their tensors.
-_compiled: dict[tuple[object, ...], tuple[Any, list[Any]]] = {}
+_compiled: dict[tuple[object, ...], Variant] = {}
 _COMPILED_LIMIT = 4096  # strides that change with every call must not fill the memory; Triton still has the variants
+
+
+def ceil_div(count: int, size: int) -> int:
+    """How many blocks of ``size`` hold ``count`` elements; Triton's own, made for kernels, takes the host a while."""
+    return -(-count // size)
 
 
 def launch(
@@ -38,43 +43,36 @@ def launch(
     first = descriptors[0].base if descriptors and descriptors[0] else pointers[0]
     assert first is not None
     device = first.device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
+    on_gpu = first.is_cuda
+    if on_gpu and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(
                 kernel, programs, pointers, numbers, free_numbers, constants, num_warps, num_stages, descriptors,
                 dependent,
             )  # fmt: skip
-    arguments = (*pointers, *numbers, *free_numbers, *constants)
+    rest = (*numbers, *free_numbers, *constants)
+    key = None
+    # On AMD GPUs Triton also specialises on the size of a tensor's storage.
+    if on_gpu and not torch.version.hip:
+        addresses = [None if p is None else p.data_ptr() for p in pointers]
+        placed = zip(pointers, addresses, strict=True)
+        layout = tuple([None if a is None else (p.dtype, a & 15 == 0) for p, a in placed])  # type: ignore[union-attr]
+        blocks = tuple([None if d is None else (d.base.dtype, *d.block_shape) for d in descriptors])
+        width = tuple([n >> 31 for n in free_numbers if type(n) is int])
+        # Kernels live as long as their modules; hashing one would hash its source.
+        key = (id(kernel), device.index, blocks, layout, numbers, width, constants, num_warps, num_stages, dependent)
+        known = _compiled.get(key)
+        if known is not None:
+            known.launch(programs, device.index, descriptors, pointers, addresses, rest)
+            return None
     # Fusing a product and a sum rounds once instead of twice; named, because the default is about to change.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     if dependent:
         options["launch_pdl"] = True
-    # On AMD GPUs Triton also specialises on the size of a tensor's storage.
-    if device.type != "cuda" or torch.version.hip:
-        kernel[(programs,)](*_complete(descriptors), *arguments, **options)
-        return None
-    layout = tuple([None if p is None else (p.dtype, p.data_ptr() & 15 == 0) for p in pointers])
-    blocks = tuple([None if d is None else (d.base.dtype, *d.block_shape) for d in descriptors])
-    width = tuple([n >> 31 for n in free_numbers if type(n) is int])
-    # Kernels live as long as their modules; hashing one would hash its source.
-    key = (id(kernel), device.index, blocks, layout, numbers, width, constants, num_warps, num_stages, dependent)
-    known = _compiled.get(key)
-    if known is not None:
-        compiled, checked = known
-        alike = [None if d is None else d.like(other) for d, other in zip(descriptors, checked, strict=True)]
-        compiled[(programs, 1, 1)](*alike, *arguments)
-        return None
-    complete = _complete(descriptors)
-    compiled = kernel[(programs,)](*complete, *arguments, **options)
-    if isinstance(compiled, triton.compiler.CompiledKernel):
+    complete = [None if descriptor is None else descriptor.complete() for descriptor in descriptors]
+    compiled = kernel[(programs,)](*complete, *pointers, *rest, **options)
+    if key is not None and isinstance(compiled, triton.compiler.CompiledKernel):
         if len(_compiled) >= _COMPILED_LIMIT:
             _compiled.clear()
-        for descriptor in complete:
-            if descriptor is not None:
-                descriptor.base = None  # or the cache would keep the tensor alive
-        _compiled[key] = compiled, complete
+        _compiled[key] = Variant(compiled, complete)
     return None
-
-
-def _complete(descriptors: tuple[Descriptor | None, ...]) -> list[Any]:
-    return [None if descriptor is None else descriptor.complete() for descriptor in descriptors]

@@ -10,7 +10,7 @@ import torch
 
 from .activations import activated
 from .device import tl, triton
-from .launching import launch
+from .launching import ceil_div, launch
 from .tiles import follow_kernel_before, load_vector
 
 
@@ -92,7 +92,7 @@ def reduce_partials(
     missing = 6 - len(outputs)
     launch(
         _reduce_partials_kernel,
-        triton.cdiv(end, blocks.block),
+        ceil_div(end, blocks.block),
         (partials, bias, *outputs, *[None] * missing),
         (0 if bias is None else bias.stride(0), epilogue.columns, *ends, *[end] * missing),
         (partials.shape[0],),

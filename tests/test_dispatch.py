@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fusedlayers import FusedFFN, functional, planning, reference
 from fusedlayers.functional import dispatch
+from fusedlayers.functional.signatures import input_precision, signature
 from fusedlayers.planning import Device
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
@@ -29,6 +30,7 @@ def nothing_is_remembered() -> Iterator[None]:
     for remembered in (dispatch._cached_plan, dispatch._log_once):
         remembered.cache_clear()
     dispatch._warm.clear()
+    dispatch._calls.clear()
     yield
     for remembered in (dispatch._cached_plan, dispatch._log_once):
         remembered.cache_clear()
@@ -281,9 +283,9 @@ def test_float32_precision_is_torchs(precision: str, expected: str) -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        assert dispatch.input_precision(torch.device("cuda", 0), torch.float32) == expected
-        assert dispatch.input_precision(torch.device("cuda", 0), torch.float16) == "ieee"
-        assert dispatch.input_precision(torch.device("cpu"), torch.float32) == "ieee"
+        assert input_precision(torch.device("cuda", 0), torch.float32) == expected
+        assert input_precision(torch.device("cuda", 0), torch.float16) == "ieee"
+        assert input_precision(torch.device("cpu"), torch.float32) == "ieee"
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -313,7 +315,6 @@ def test_a_recognised_call_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> N
     checked = []
     check = module.check_ffn
     monkeypatch.setattr(module, "check_ffn", lambda *arguments: (checked.append(1), check(*arguments)))
-    monkeypatch.setattr(dispatch, "_problems", {})
     x, w_up, w_down = torch.ones(5, 16), torch.ones(24, 16), torch.ones(16, 24)
     for _ in range(3):
         functional.ffn(x, w_up, w_down)
@@ -337,7 +338,6 @@ def test_a_recognised_call_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_equals_a_right_call_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_problems", {})
     x, w_up, w_down = torch.ones(5, 16), torch.ones(24, 16), torch.ones(16, 24)
     functional.ffn(x, w_up, w_down, dropout_p=0.0, recompute=True)
     with pytest.raises(TypeError, match="dropout_p must be a float"):
@@ -353,23 +353,22 @@ def test_what_equals_a_right_call_is_not_taken_for_it(monkeypatch: pytest.Monkey
 
 
 def test_recognised_calls_are_forgotten_before_they_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_problems", {})
-    monkeypatch.setattr(dispatch, "_PROBLEMS_LIMIT", 4)
+    monkeypatch.setattr(dispatch, "_CALLS_LIMIT", 4)
     w_up, w_down = torch.ones(24, 16), torch.ones(16, 24)
     for rows in range(1, 11):
         functional.ffn(torch.ones(rows, 16), w_up, w_down)
-        assert len(dispatch._problems) <= 4
+        assert len(dispatch._calls) <= 4
 
 
 def test_some_calls_are_never_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(5, 16)
-    assert dispatch.signature((x, None), "gelu", 0.0) is not None
-    assert dispatch.signature((x.as_subclass(Tagged), None), "gelu", 0.0) is None
-    assert dispatch.signature((x, x.as_subclass(Tagged)), "gelu", 0.0) is None
-    assert dispatch.signature((x, None), ["gelu"], 0.0) is None
-    assert dispatch.signature((x, None), "gelu", torch.tensor(0.0)) is None
+    assert signature("ffn", (x, None), "gelu", 0.0) is not None
+    assert signature("ffn", (x.as_subclass(Tagged), None), "gelu", 0.0) is None
+    assert signature("ffn", (x, x.as_subclass(Tagged)), "gelu", 0.0) is None
+    assert signature("ffn", (x, None), ["gelu"], 0.0) is None
+    assert signature("ffn", (x, None), "gelu", torch.tensor(0.0)) is None
     with FlopCounterMode(display=False):
-        assert dispatch.signature((x, None), "gelu", 0.0) is None
+        assert signature("ffn", (x, None), "gelu", 0.0) is None
 
 
 def test_a_path_for_other_sizes_is_planned_as_the_user_wishes(monkeypatch: pytest.MonkeyPatch) -> None:

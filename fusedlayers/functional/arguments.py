@@ -1,14 +1,24 @@
 """Checks of arguments, before anything is allocated: each error names the argument, what it was, what was expected."""
 
+import functools
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 
-def autocast_enabled(device: torch.device) -> bool:
-    """Whether autocast decides the dtype of products on ``device``; some device types (meta) know no autocast."""
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+@functools.cache
+def _autocast_kind(device: torch.device) -> str | None:
+    # A device takes its time to say its type, which never changes; some types (meta) know no autocast.
+    return device.type if torch.amp.is_autocast_available(device.type) else None
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast gives to products on ``device``, or None where it leaves them alone."""
+    kind = _autocast_kind(device)
+    if kind is None or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def said(name: str, tensor: Tensor) -> str:
@@ -34,7 +44,7 @@ def check_tensors(tensors: dict[str, Tensor | None]) -> None:
         if tensor.device != first.device:
             raise ValueError(f"{said(name, tensor)}: expected the device of {first_name}, {first.device}")
         mixed = tensor.dtype != first.dtype
-        if mixed and not (autocast_enabled(first.device) and torch.float64 not in (tensor.dtype, first.dtype)):
+        if mixed and not (autocast_dtype(first.device) and torch.float64 not in (tensor.dtype, first.dtype)):
             raise TypeError(f"{said(name, tensor)}: expected the dtype of {first_name}, {first.dtype}")
 
 

@@ -24,7 +24,8 @@ from ..planning import (
     Problem,
     WeightGradientProblem,
 )
-from .arguments import autocast_enabled
+from .arguments import autocast_dtype
+from .signatures import PLAIN_TENSORS, input_precision, transformed
 from .tracing import TRACED_TENSORS, recorded_later, traced, with_known_sizes
 
 logger = logging.getLogger("fusedlayers")
@@ -34,15 +35,15 @@ logger = logging.getLogger("fusedlayers")
 _warm: set[tuple[Call, torch.device]] = set()
 _WARM_LIMIT = 4096
 
-# Calls that were checked before, by all that the checks and the problem depend on.
-_problems: dict[tuple[object, ...], Any] = {}
-_PROBLEMS_LIMIT = 4096
+# Calls that were checked and planned before -> their problem, plan, the facts of the device it was planned for, and
+# whether graphs are captured on such devices.
+_calls: dict[tuple[object, ...] | None, tuple[Any, Any, Device, bool]] = {}
+_CALLS_LIMIT = 4096
+
+_NOTHING = nullcontext()
 
 # Who counts the paths that calls take, while somebody does.
 _counted: Counter[str] | None = None
-
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-_PLAIN_OPTIONS = (str, bool, int, float, type(None))
 
 
 def backend() -> str:
@@ -78,9 +79,8 @@ def strict() -> bool:
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype that products of ``tensor`` run in: autocast's where it applies (never to float64), else its own."""
-    if autocast_enabled(tensor.device) and tensor.dtype != torch.float64:
-        return torch.get_autocast_dtype(tensor.device.type)
-    return tensor.dtype
+    own = tensor.dtype
+    return own if own is torch.float64 else autocast_dtype(tensor.device) or own
 
 
 def autocast(tensors: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
@@ -91,6 +91,12 @@ def autocast(tensors: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
 def rows(tensor: Tensor) -> Tensor:
     """``[*B, M, K]`` as a matrix of rows: a view where the strides allow it, else a copy."""
     return tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+
+
+def leading_dims(*tensors: Tensor) -> torch.Size:
+    """The leading dims ``*batch`` of ``[*batch, rows, columns]`` tensors, which broadcast."""
+    first, *others = [tensor.shape[:-2] for tensor in tensors]
+    return first if all(each == first for each in others) else torch.broadcast_shapes(first, *others)
 
 
 def flat_batch(tensor: Tensor, batch: torch.Size) -> Tensor:
@@ -104,14 +110,7 @@ def flat_batch(tensor: Tensor, batch: torch.Size) -> Tensor:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Operands are cast once, before a Function; nothing inside it, forward or backward, may cast them again."""
-    return torch.autocast(device.type, enabled=False) if autocast_enabled(device) else nullcontext()
-
-
-def input_precision(device: torch.device, dtype: torch.dtype) -> str:
-    """``tl.dot``'s precision for these operands: float32 is IEEE unless torch's own matmuls are allowed TF32."""
-    if dtype != torch.float32 or device.type != "cuda" or torch.version.hip:
-        return "ieee"
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    return _NOTHING if autocast_dtype(device) is None else torch.autocast(device.type, enabled=False)
 
 
 def captured(device: torch.device) -> bool:
@@ -126,11 +125,6 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def transformed() -> bool:
-    """Whether this call happens inside a transform of torch.func: ``vmap``, ``grad``, ``jvp``."""
-    return torch._C._are_functorch_transforms_active()
-
-
 def subclass_of(*tensors: Tensor | None) -> str:
     """The name of the first tensor subclass among these (DTensor, quantised, ...), or an empty string.
 
@@ -138,51 +132,39 @@ def subclass_of(*tensors: Tensor | None) -> str:
     """
     if transformed():
         return "tensor of a torch.func transform"
-    plain = (*_PLAIN_TENSORS, *TRACED_TENSORS) if traced() else _PLAIN_TENSORS
+    plain = (*PLAIN_TENSORS, *TRACED_TENSORS) if traced() else PLAIN_TENSORS
     return next((type(t).__name__ for t in tensors if t is not None and type(t) not in plain), "")
 
 
-def signature(tensors: tuple[Tensor | None, ...], *options: object) -> tuple[object, ...] | None:
-    """All that the checks and the problem of a call depend on, besides whether a graph is captured.
-
-    None where a call cannot be recognised by that: tensor subclasses and torch.func's tensors, options of unusual
-    types, calls that are traced.
-    """
-    first = tensors[0]
-    if first is None or traced() or transformed():
+def recalled(call: tuple[object, ...] | None, device: torch.device) -> tuple[Any, Any] | None:
+    """The problem and the plan of a call that was checked and planned before, or None."""
+    known = _calls.get(call)
+    if known is None:
         return None
-    found: list[Any] = [torch.is_grad_enabled()]
-    for tensor in tensors:
-        if tensor is None:
-            found.append(None)
-        elif type(tensor) in _PLAIN_TENSORS:
-            found += (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
-        else:
-            return None
-    for option in options:
-        # Types too: True equals 1 and 1.0, but not all of them are right.
-        if type(option) not in _PLAIN_OPTIONS:
-            return None
-        found += (type(option), option)
-    found.append(input_precision(first.device, first.dtype))
-    if autocast_enabled(first.device):
-        found.append(torch.get_autocast_dtype(first.device.type))
-    return tuple(found)
+    problem, plan, facts, may_capture = known
+    # The device is described anew while others of its facts are assumed, or after a self-test.
+    if describe(device) is not facts:
+        return None
+    if may_capture and torch.cuda.is_current_stream_capturing():
+        problem = replace(problem, captured=True)
+        return problem, dispatch(problem, device)
+    if (counter := _counted) is not None:
+        _count(counter, plan)
+    return problem, plan
 
 
-def recalled(call: tuple[object, ...], device: torch.device) -> Any:
-    """The problem of a call that was checked before, or None."""
-    problem = _problems.get(call)
-    return replace(problem, captured=True) if problem is not None and captured(device) else problem
+def planned(call: tuple[object, ...] | None, problem: Any, device: torch.device) -> tuple[Any, Any]:
+    """The problem of a call that is right, and its plan, which is remembered by the call's signature.
 
-
-def remember(call: tuple[object, ...] | None, problem: Call) -> None:
-    """The call is right, and this is its problem."""
-    if call is not None:
-        if len(_problems) >= _PROBLEMS_LIMIT:
-            _problems.clear()
-        # The object itself, so that later lookups by it need no comparison.
-        _problems[call] = replace(problem, captured=False) if problem.captured else problem
+    Raises:
+        RuntimeError: as :func:`dispatch`.
+    """
+    plan = dispatch(problem, device)
+    if call is not None and not problem.captured:
+        if len(_calls) >= _CALLS_LIMIT:
+            _calls.clear()
+        _calls[call] = problem, plan, describe(device), device.type == "cuda"
+    return problem, plan
 
 
 def ffn_problem(
@@ -226,7 +208,7 @@ def gemm_gemm_problem(a: Tensor, b: Tensor, c: Tensor, *, activation: str) -> Pr
     dtype = compute_dtype(a)
     return Problem(
         operation="gemm_gemm",
-        batch=math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2], c.shape[:-2])),
+        batch=math.prod(leading_dims(a, b, c)),
         M=a.shape[-2],
         K=a.shape[-1],
         N=b.shape[-1],
@@ -327,9 +309,13 @@ def dispatch(problem: Any, device: torch.device) -> Any:
     if plan.unsupported is not None and not problem.empty and (wish == "triton" or (must and wish == "auto")):
         switch = "FUSEDLAYERS_BACKEND=triton" if wish == "triton" else "FUSEDLAYERS_STRICT=1"
         raise RuntimeError(f"{switch} is set, but {problem.operation} cannot run in Triton: {plan.unsupported}")
-    if _counted is not None:
-        _counted[f"{problem.operation} {plan.path}"] += 1
+    if (counter := _counted) is not None:
+        _count(counter, plan)
     return plan
+
+
+def _count(counter: Counter[str], plan: Decision) -> None:
+    counter[f"{plan.problem.operation} {plan.path}"] += 1
 
 
 @contextmanager

@@ -13,21 +13,20 @@ from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
 from ..planning import KERNEL_PATHS, Plan, Problem
 from ..planning.gemm_gemm import LONG_SUM_ROWS, SHORT_SUM_ROWS
 from . import ffn_epilogue
-from .arguments import autocast_enabled, check_dropout_seed, check_ffn
+from .arguments import autocast_dtype, check_dropout_seed, check_ffn
 from .compiled import Composite, KernelCall, Result, Results
 from .dispatch import (
     autocast,
     compute_dtype,
-    dispatch,
     ffn_problem,
+    planned,
     ran_as_kernels,
     recalled,
-    remember,
     rows,
-    signature,
     wants_gradient,
     without_autocast,
 )
+from .signatures import signature
 from .tracing import traced
 
 
@@ -83,18 +82,18 @@ def ffn(
         )[0]  # fmt: skip
     tensors = (x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual)
     check_dropout_seed(x, dropout_seed)
-    call = signature(tensors, activation, dropout_p, recompute)
-    problem = None if call is None else recalled(call, x.device)
-    if problem is None:
+    call = signature("ffn", tensors, activation, dropout_p, recompute)
+    known = None if call is None else recalled(call, x.device)
+    if known is None:
         activation = canonical_activation(activation)
         check_ffn(x, w_up, w_down, b_up, b_down, w_gate, b_gate, dropout_p, recompute, residual)
         problem = ffn_problem(
             x, w_up, w_down, b_up, b_down, w_gate, b_gate,
             activation=activation, dropout_p=dropout_p, recompute=recompute, residual=residual,
         )  # fmt: skip
-        remember(call, problem)
+        known = planned(call, problem, x.device)
+    problem, plan = known
     activation = problem.activation
-    plan = dispatch(problem, x.device)
     if plan.path == "torch":
         return reference.ffn(
             x, w_up, w_down, b_up, b_down, w_gate, b_gate,
@@ -105,7 +104,7 @@ def ffn(
         seed = draw_seed(x.device) if dropout_seed is None else dropout_seed
     operands: tuple[Any, ...] = tensors
     apart = False
-    if autocast_enabled(x.device):
+    if autocast_dtype(x.device) is not None:
         dtype = compute_dtype(x)
         # Autocast casts products, not sums: a residual of another dtype is added as it is, outside the kernel.
         apart = residual is not None and residual.dtype != dtype

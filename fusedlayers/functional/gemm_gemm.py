@@ -15,15 +15,15 @@ from .compiled import Composite, KernelCall, Result, Results
 from .dispatch import (
     autocast,
     compute_dtype,
-    dispatch,
     flat_batch,
     gemm_gemm_problem,
+    leading_dims,
+    planned,
     ran_as_kernels,
     recalled,
-    remember,
-    signature,
     without_autocast,
 )
+from .signatures import signature
 from .tracing import traced
 
 
@@ -47,18 +47,17 @@ def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None)
     """
     if torch.compiler.is_dynamo_compiling():
         return COMPOSITE(a, b, c, activation)[0]
-    call = signature((a, b, c), activation)
-    problem = None if call is None else recalled(call, a.device)
-    if problem is None:
+    call = signature("gemm_gemm", (a, b, c), activation)
+    known = None if call is None else recalled(call, a.device)
+    if known is None:
         activation = canonical_activation(activation)
         check_gemm_gemm(a, b, c)
-        problem = gemm_gemm_problem(a, b, c, activation=activation)
-        remember(call, problem)
+        known = planned(call, gemm_gemm_problem(a, b, c, activation=activation), a.device)
+    problem, plan = known
     activation = problem.activation
-    plan = dispatch(problem, a.device)
     if plan.path == "torch":
         return reference.gemm_gemm(a, b, c, activation=activation)
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2], c.shape[:-2])
+    batch = leading_dims(a, b, c)
     operands = [flat_batch(tensor, batch) for tensor in autocast((a, b, c), compute_dtype(a))]
     arguments = _arguments(plan)
     if call is None and traced():

@@ -15,15 +15,15 @@ from .compiled import Composite, KernelCall, Result, Results
 from .dispatch import (
     autocast,
     compute_dtype,
-    dispatch,
     flat_batch,
+    leading_dims,
+    planned,
     ran_as_kernels,
     recalled,
-    remember,
-    signature,
     without_autocast,
 )
 from .reduce_arguments import INDEXED, check_gemm_reduce, gemm_reduce_problem
+from .signatures import signature
 from .tracing import traced
 
 
@@ -86,9 +86,9 @@ def gemm_reduce(
         given = COMPOSITE(a, b, op, dim, mask, lengths, bias, activation, return_indices, return_product, atomic)
         return tuple(given) if len(given) > 1 else given[0]
     options = (op, dim, return_indices, return_product, atomic)
-    call = None if atomic else signature((a, b, mask, lengths, bias), activation, *options)
-    problem = None if call is None else recalled(call, a.device)
-    if problem is None:
+    call = None if atomic else signature("gemm_reduce", (a, b, mask, lengths, bias), activation, *options)
+    known = None if call is None else recalled(call, a.device)
+    if known is None:
         activation = canonical_activation(activation)
         check_gemm_reduce(
             a, b, op=op, dim=dim, mask=mask, lengths=lengths, bias=bias, return_indices=return_indices,
@@ -98,8 +98,8 @@ def gemm_reduce(
             a, b, op=op, dim=dim, mask=mask, lengths=lengths, bias=bias, activation=activation,
             return_indices=return_indices, return_product=return_product, atomic=atomic,
         )  # fmt: skip
-        remember(call, problem)
-    plan = dispatch(problem, a.device)
+        known = planned(call, problem, a.device)
+    problem, plan = known
     taking: dict[str, Any] = {"mask": mask, "lengths": lengths}
     a, b, bias = autocast((a, b, bias), compute_dtype(a))
     if plan.path == "torch":
@@ -111,7 +111,7 @@ def gemm_reduce(
     if plan.path == "algebraic":
         with without_autocast(a.device):
             return reference.gemm_sum(a, b, op=op, dim=dim, **taking, bias=bias)
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    batch = leading_dims(a, b)
     kept, reduced = (b.mT, a) if dim == -2 else (a, b.mT)
     flat_mask = None if mask is None else mask.expand(*batch, reduced.shape[-2]).reshape(-1, reduced.shape[-2])
     tensors = (flat_batch(kept, batch), flat_batch(reduced, batch), bias, flat_mask, _flat_lengths(lengths, batch, a))

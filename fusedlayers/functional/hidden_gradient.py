@@ -14,15 +14,14 @@ from .compiled import Composite, KernelCall, Result, Results
 from .dispatch import (
     autocast,
     compute_dtype,
-    dispatch,
     hidden_gradient_problem,
+    planned,
     ran_as_kernels,
     recalled,
-    remember,
     rows,
-    signature,
     without_autocast,
 )
+from .signatures import signature
 from .tracing import traced
 
 _Gradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -67,14 +66,14 @@ def hidden_gradient(
         db_up = listed[1 + gates] if bias else None
         return listed[0], listed[1] if gates else None, db_up, listed[3] if bias and gates else None
     tensors = (dy, w_down, z, z_gate)
-    call = signature(tensors, "hidden_gradient", activation, bias)
-    problem = None if call is None else recalled(call, dy.device)
-    if problem is None:
+    call = signature("hidden_gradient", tensors, activation, bias)
+    known = None if call is None else recalled(call, dy.device)
+    if known is None:
         activation = canonical_activation(activation)
         check_hidden_gradient(dy, w_down, z, z_gate, bias)
         problem = hidden_gradient_problem(dy, w_down, z, z_gate, activation=activation, bias=bias)
-        remember(call, problem)
-    plan = dispatch(problem, dy.device)
+        known = planned(call, problem, dy.device)
+    problem, plan = known
     operands = autocast(tensors, compute_dtype(dy))
     if plan.path == "torch":
         with without_autocast(dy.device):

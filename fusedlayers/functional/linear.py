@@ -13,15 +13,14 @@ from .compiled import Composite, KernelCall, Result, Results
 from .dispatch import (
     autocast,
     compute_dtype,
-    dispatch,
+    planned,
     ran_as_kernels,
     recalled,
-    remember,
     rows,
-    signature,
     without_autocast,
 )
 from .linear_arguments import check_linear, linear_problem
+from .signatures import signature
 from .tracing import traced
 from .weight_gradient import planned_weight_gradient
 
@@ -66,15 +65,14 @@ def linear(
     if torch.compiler.is_dynamo_compiling():
         return COMPOSITE(x, weight, bias, activation, split_k, reduction)[0]
     # Whether atomic addition is allowed is a matter of the moment.
-    call = None if reduction == "atomic" else signature((x, weight, bias), activation, split_k, reduction)
-    problem = None if call is None else recalled(call, x.device)
-    if problem is None:
+    call = None if reduction == "atomic" else signature("linear", (x, weight, bias), activation, split_k, reduction)
+    known = None if call is None else recalled(call, x.device)
+    if known is None:
         activation = canonical_activation(activation)
         check_linear(x, weight, bias, split_k, reduction)
         options: dict[str, Any] = {"activation": activation, "split_k": split_k, "reduction": reduction}
-        problem = linear_problem(x, weight, bias, **options)
-        remember(call, problem)
-    plan = dispatch(problem, x.device)
+        known = planned(call, linear_problem(x, weight, bias, **options), x.device)
+    problem, plan = known
     if plan.path == "torch":
         return reference.linear(x, weight, bias, activation=problem.activation)
     x_rows, weight, bias = autocast((x, weight, bias), compute_dtype(x))

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ..planning import LinearProblem
 from .arguments import check_shape, check_tensors, said
-from .dispatch import captured, compute_dtype, input_precision, subclass_of, wants_gradient
+from .dispatch import captured, compute_dtype, subclass_of, wants_gradient
+from .signatures import input_precision
 
 REDUCTIONS = ("workspace", "atomic")
 

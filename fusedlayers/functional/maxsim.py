@@ -14,14 +14,13 @@ from .compiled import Composite, KernelCall, Result, Results
 from .dispatch import (
     autocast,
     compute_dtype,
-    dispatch,
     maxsim_problem,
+    planned,
     ran_as_kernels,
     recalled,
-    remember,
-    signature,
     without_autocast,
 )
+from .signatures import signature
 from .tracing import traced
 
 
@@ -65,22 +64,21 @@ def maxsim(
     tensors = (queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents)
     if torch.compiler.is_dynamo_compiling():
         return COMPOSITE(*tensors)[0]
-    call = signature(tensors)
+    call = signature("maxsim", tensors)
     reading = call is None and traced()
-    problem = None if call is None else recalled(call, queries.device)
-    known = problem is not None
-    if problem is None:
+    known = None if call is None else recalled(call, queries.device)
+    if known is None:
         check_maxsim(*tensors)
         problem = maxsim_problem(
             queries, documents, query_mask, document_mask,
             cu_seqlens_queries=cu_seqlens_queries, cu_seqlens_documents=cu_seqlens_documents,
         )  # fmt: skip
+        known = planned(call, problem, queries.device)
+    problem, plan = known
+    # Their values may be wrong in a call whose shapes were right before.
     if not (reading or queries.is_meta or problem.captured):
         check_offsets("cu_seqlens_queries", cu_seqlens_queries, queries)
         check_offsets("cu_seqlens_documents", cu_seqlens_documents, documents)
-    if not known:
-        remember(call, problem)
-    plan = dispatch(problem, queries.device)
     # How far to pad packed tokens only data knows, which nobody can ask while tracing: that stays inside an operation.
     opaque = reading and (plan.path != "torch" or not (cu_seqlens_queries is None and cu_seqlens_documents is None))
     if plan.path == "torch" and not opaque:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ..planning import ReduceProblem
 from .arguments import check_tensors, said
-from .dispatch import captured, compute_dtype, input_precision, subclass_of, wants_gradient
+from .dispatch import captured, compute_dtype, leading_dims, subclass_of, wants_gradient
+from .signatures import input_precision
 
 # Of each operation the one that the kernels compute; an argmax is the index of a maximum.
 OPERATIONS = {
@@ -122,7 +123,7 @@ def gemm_reduce_problem(
     differentiable = not op.startswith("arg")
     wants_a, wants_b = (differentiable and wants_gradient(tensor) for tensor in (a, b))
     return ReduceProblem(
-        batch=math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])),
+        batch=math.prod(leading_dims(a, b)),
         kept=kept,
         reduced=reduced,
         K=a.shape[-1],

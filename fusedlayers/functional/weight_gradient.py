@@ -13,15 +13,14 @@ from .compiled import Composite, KernelCall, Result, Results
 from .dispatch import (
     autocast,
     compute_dtype,
-    dispatch,
+    planned,
     ran_as_kernels,
     recalled,
-    remember,
     rows,
-    signature,
     weight_gradient_problem,
     without_autocast,
 )
+from .signatures import signature
 from .tracing import traced
 
 
@@ -46,13 +45,12 @@ def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor
     if torch.compiler.is_dynamo_compiling():
         results = COMPOSITE(dy, x, bias)
         return results[0], results[1] if bias else None
-    call = signature((dy, x), "weight_gradient", bias)
-    problem = None if call is None else recalled(call, dy.device)
-    if problem is None:
+    call = signature("weight_gradient", (dy, x), bias)
+    known = None if call is None else recalled(call, dy.device)
+    if known is None:
         check_weight_gradient(dy, x, bias)
-        problem = weight_gradient_problem(dy, x, bias=bias)
-        remember(call, problem)
-    plan = dispatch(problem, dy.device)
+        known = planned(call, weight_gradient_problem(dy, x, bias=bias), dy.device)
+    problem, plan = known
     operands = autocast((dy, x), compute_dtype(dy))
     if plan.path == "torch":
         with without_autocast(dy.device):

@@ -40,9 +40,15 @@ def class_name(module: object) -> str:
     return kind.__qualname__ if kind.__module__.startswith("torch.nn.") else class_path(kind)
 
 
+def parameter(linear: nn.Module, name: str) -> Tensor | None:
+    """The "weight" or "bias" of ``linear``, read where torch keeps it: finding it there itself takes torch longer."""
+    kept = linear._parameters
+    return kept[name] if name in kept else cast("Tensor | None", getattr(linear, name))
+
+
 def linear_weight(linear: nn.Module) -> Tensor:
     """The weight of a plain linear in ``nn.Linear``'s layout ``[out, in]``: itself, or a view of it."""
-    weight = cast(Tensor, linear.weight)
+    weight = cast(Tensor, parameter(linear, "weight"))
     return weight if type(linear) is nn.Linear else weight.t()
 
 
@@ -78,7 +84,7 @@ def why_not_plain(linear: nn.Module) -> str | None:
         return "is parametrized" if parametrized else f"is a {class_name(linear)}, not exactly nn.Linear"
     if reason := why_must_be_called(linear):
         return reason
-    weight, bias = cast(Tensor, linear.weight), cast("Tensor | None", linear.bias)
+    weight, bias = cast(Tensor, parameter(linear, "weight")), parameter(linear, "bias")
     if reason := why_not_plain_tensor(weight):
         return f"has a weight that {reason}"
     if not weight.is_floating_point():
@@ -99,9 +105,11 @@ def why_not_now(*tensors: Tensor | None) -> str | None:
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         return "torch.jit is tracing"
     for tensor in tensors:
+        if tensor is None:
+            continue
         # What is no tensor at all goes on, to the error that names the argument.
         is_tensor = isinstance(tensor, Tensor) or hasattr(type(tensor), "__torch_function__")
-        if is_tensor and (reason := why_not_plain_tensor(cast(Tensor, tensor))):
+        if is_tensor and (reason := why_not_plain_tensor(tensor)):
             return f"an input {reason}"
     return None
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import functional
 from ..functional.arguments import check_dropout, check_recompute
 from ..kernels.activations import ACTIVATIONS, canonical_activation
-from .children import linear_weight, say_once, why_not_now, why_not_plain
+from .children import linear_weight, parameter, say_once, why_not_now, why_not_plain
 
 
 class FFNPieces(NamedTuple):
@@ -35,11 +35,20 @@ class FFNPieces(NamedTuple):
         self, x: Tensor, residual: Tensor | None = None, recompute: Literal["auto"] | bool = "auto"
     ) -> dict[str, Any]:
         """The arguments of ``functional.ffn`` for input x; only for plain children."""
-        linears = {"up": self.up, "down": self.down} | ({} if self.gate is None else {"gate": self.gate})
-        weights = {f"w_{role}": linear_weight(linear) for role, linear in linears.items()}
-        biases = {f"b_{role}": linear.bias for role, linear in linears.items()}
-        options = {"activation": self.activation, "dropout_p": self.dropout_p, "recompute": recompute}
-        return {"x": x, **weights, **biases, **options, "residual": residual}
+        up, down, gate = self.up, self.down, self.gate
+        return {
+            "x": x,
+            "w_up": linear_weight(up),
+            "w_down": linear_weight(down),
+            "b_up": parameter(up, "bias"),
+            "b_down": parameter(down, "bias"),
+            "w_gate": None if gate is None else linear_weight(gate),
+            "b_gate": None if gate is None else parameter(gate, "bias"),
+            "activation": self.activation,
+            "dropout_p": self.dropout_p,
+            "recompute": recompute,
+            "residual": residual,
+        }
 
 
 def _positive(name: str, value: int) -> int:

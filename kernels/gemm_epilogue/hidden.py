@@ -5,7 +5,7 @@ import torch
 from ..activations import activation_unit, hidden_and_slopes
 from ..device import tl, triton
 from ..hopper import ALIGNMENT, Matrix, untransposed
-from ..launching import launch
+from ..launching import ceil_div, launch
 from ..tiles import add_product, grouped_tile, load_tile, load_vector, store_tile
 from ..tuning import EpiloguePipeline, EpilogueTiles
 from . import pipelined
@@ -82,7 +82,7 @@ def hidden(
     bias_strides = [0 if bias is None else bias.stride(0) for bias in (b_up, b_gate)]
     launch(
         _hidden_kernel,
-        triton.cdiv(rows, tiles.block_m) * triton.cdiv(columns, tiles.block_n),
+        ceil_div(rows, tiles.block_m) * ceil_div(columns, tiles.block_n),
         (x, w_up, w_gate, b_up, b_gate, found, z, z_gate),
         (
             *x.stride(), *w_up.stride(), *((0, 0) if w_gate is None else w_gate.stride()), *bias_strides, x.shape[1],

@@ -7,7 +7,7 @@ import torch
 from ..activations import activation_unit, hidden_and_slopes, through_activation
 from ..device import tl, triton
 from ..hopper import ALIGNMENT, Matrix, untransposed
-from ..launching import launch
+from ..launching import ceil_div, launch
 from ..partials import reduce_partials
 from ..tiles import add_product, grouped_tile, load_tile, store_tile
 from ..tuning import CONSUMER_ROWS, EpiloguePipeline, EpilogueTiles
@@ -117,9 +117,9 @@ def hidden_gradient(
     matrices = None if pipeline is None else _matrices(dy, w_down, z, z_gate)
     if pipeline is not None and matrices is not None:
         # A program stores the sums of its two halves apart.
-        bands = 2 * triton.cdiv(rows, 2 * CONSUMER_ROWS)
+        bands = 2 * ceil_div(rows, 2 * CONSUMER_ROWS)
     else:
-        bands = triton.cdiv(triton.cdiv(rows, tiles.block_m), row_tiles)
+        bands = ceil_div(ceil_div(rows, tiles.block_m), row_tiles)
     sums = empty(bands, columns * parts, dtype=torch.float32) if bias else None
     if pipeline is not None and matrices is not None:
         pipelined.launch_hidden_gradient(*matrices, dz, d_gate, hidden, sums, activation, accuracy, pipeline)
@@ -127,7 +127,7 @@ def hidden_gradient(
         gate_strides = (0, 0) if z_gate is None else z_gate.stride()
         launch(
             _hidden_gradient_kernel,
-            bands * triton.cdiv(columns, tiles.block_n),
+            bands * ceil_div(columns, tiles.block_n),
             (dy, w_down, z, z_gate, dz, d_gate, hidden, sums),
             (*dy.stride(), *w_down.stride(), *z.stride(), *gate_strides, dz.stride(0), dy.shape[1], columns),
             (rows, row_tiles, 0.0),

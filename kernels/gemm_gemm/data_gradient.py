@@ -5,7 +5,7 @@ import torch
 from ..activations import activation_unit, hidden_and_slopes, through_activation
 from ..device import tl, triton
 from ..dropout import keep
-from ..launching import launch
+from ..launching import ceil_div, launch
 from ..tiles import add_product, batch_and_tile, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
 from . import pipelined
@@ -91,7 +91,7 @@ def data_gradient(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch(
         _data_gradient_kernel,
-        batch * triton.cdiv(rows, tiles.block_m),
+        batch * ceil_div(rows, tiles.block_m),
         (*operands.pointers(), dy, dx),
         (*operands.strides(), *strides(dy), *strides(dx), hidden),
         (rows, *operands.arithmetic.dropout()),

@@ -5,7 +5,7 @@ import torch
 from ..activations import activation_unit, hidden_and_slopes
 from ..device import tl, triton
 from ..dropout import keep
-from ..launching import launch
+from ..launching import ceil_div, launch
 from ..tiles import add_product, batch_and_tile, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
 from . import pipelined
@@ -81,7 +81,7 @@ def forward(
     y = torch.empty(*x.shape[:-1], out_width, dtype=x.dtype, device=x.device)
     launch(
         _forward_kernel,
-        batch * triton.cdiv(rows, tiles.block_m),
+        batch * ceil_div(rows, tiles.block_m),
         (*operands.pointers(), down_bias, residual, y),
         (*operands.strides(), stride(down_bias), *strides(residual), *strides(y), hidden),
         (rows, *operands.arithmetic.dropout()),

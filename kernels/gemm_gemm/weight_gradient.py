@@ -9,7 +9,7 @@ import torch
 from ..activations import activation_unit, hidden_and_slopes, through_activation
 from ..device import tl, triton
 from ..dropout import keep
-from ..launching import launch
+from ..launching import ceil_div, launch
 from ..partials import summed_over_splits
 from ..tiles import add_product, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
@@ -212,7 +212,7 @@ def _launch_portable(
     inner_strides = (1, hidden, 1, out_width) if transposed else (width, 1, hidden, 1)
     launch(
         _weight_gradient_kernel,
-        batch * triton.cdiv(hidden, tiles.block_n) * splits,
+        batch * ceil_div(hidden, tiles.block_n) * splits,
         (*operands.pointers(), dy, *targets),
         (*operands.strides(), *strides(dy), *inner_strides, hidden, split_size),
         (rows, *operands.arithmetic.dropout(), splits),

@@ -18,7 +18,7 @@ import torch
 
 from ..activations import activate, through_activation
 from ..device import tl, triton
-from ..launching import launch
+from ..launching import ceil_div, launch
 from ..tiles import add_product, product, store_tile
 from ..tuning import ReduceConfig
 from .operands import ReduceOperands, add_biases, entry_rows, exponential, load_block, scores
@@ -224,7 +224,7 @@ def route(
         d_kept = torch.empty(batch, kept, width, dtype=operands.kept.dtype, device=g.device)
     launch(
         _routing_kernel,
-        batch * triton.cdiv(kept, _ROUTED),
+        batch * ceil_div(kept, _ROUTED),
         (*operands.pointers(), g, index, weight, d_kept),
         operands.strides(),
         (kept, reduced),
@@ -293,7 +293,7 @@ def _weighted(
     even_cols = (operands.whole or not of_kept) and cols % tiles.block_r == 0
     launch(
         _weighted_kernel,
-        batch * triton.cdiv(rows, tiles.block_p) * triton.cdiv(width, tiles.block_k),
+        batch * ceil_div(rows, tiles.block_p) * ceil_div(width, tiles.block_k),
         (*operands.pointers(), g, index, result, d_rows, sums),
         (*operands.strides(), rows * width if len(shape) == 3 else 0),
         (kept, reduced, 0.0),

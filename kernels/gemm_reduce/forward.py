@@ -4,7 +4,7 @@ import torch
 
 from ..activations import activate
 from ..device import tl, triton
-from ..launching import launch
+from ..launching import ceil_div, launch
 from ..tiles import store_tile
 from ..tuning import ReduceConfig
 from . import pipelined
@@ -236,7 +236,7 @@ def reduce(
     even = operands.whole and splits == 1 and reduced % tiles.block_r == 0
     launch(
         _reduce_kernel,
-        batch * triton.cdiv(kept, tiles.block_p) * splits,
+        batch * ceil_div(kept, tiles.block_p) * splits,
         (*operands.pointers(), None if partial else counts, target, target_index, sums, product),
         (*operands.strides(), *((0, 0, 0) if product is None else product.stride())),
         (count if partial else 0, kept, reduced, splits, 0.0),
@@ -267,7 +267,7 @@ def _combine(
     count = out.numel()
     launch(
         _combine_kernel,
-        triton.cdiv(count, _COMBINED),
+        ceil_div(count, _COMBINED),
         (values, indices, sums, counts, out, out_indices, shares),
         (),
         (operands.kept.shape[1], count, splits),

@@ -10,7 +10,7 @@ import torch
 
 from ..device import tl, triton
 from ..gemm_reduce import pipelined
-from ..launching import launch
+from ..launching import ceil_div, launch
 from ..partials import summed_over_splits
 from ..tiles import add_product
 from ..tuning import OneHotConfig
@@ -155,7 +155,7 @@ def _weights(
     weights = torch.empty(documents, tokens, dtype=torch.float32, device=upstream.device)
     launch(
         _weights_kernel,
-        documents * triton.cdiv(tokens, _BLOCK),
+        documents * ceil_div(tokens, _BLOCK),
         (upstream, token_queries, as_bytes(operands.query_mask), answering, weights),
         (stride(operands.query_mask),),
         (*upstream.stride(), tokens, operands.query_length),
@@ -181,14 +181,14 @@ def _one_hot_product(
         found = out[: documents * length * width].view(documents, length, width)
         pipelined.one_hot_product(kept, chosen, weights, found, tiles.pipelined)
         return
-    blocks_each = triton.cdiv(length, tiles.block_l)
+    blocks_each = ceil_div(length, tiles.block_l)
     blocks = documents * blocks_each
     if offsets is not None:
         ends = ((offsets.diff() + (tiles.block_l - 1)) // tiles.block_l).cumsum(0)
         blocks = blocks_each + documents  # at most, without waiting for the lengths
     launch(
         _document_gradient_kernel,
-        blocks * triton.cdiv(width, tiles.block_k) * splits,
+        blocks * ceil_div(width, tiles.block_k) * splits,
         (queries, chosen, weights, offsets, ends, out),
         (*queries.stride(), stride(offsets)),
         (split_size, documents, length, tokens, blocks_each, splits, 0.0),

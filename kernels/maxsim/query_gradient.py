@@ -3,7 +3,7 @@
 import torch
 
 from ..device import tl, triton
-from ..launching import launch
+from ..launching import ceil_div, launch
 from ..partials import summed_over_splits
 from ..tuning import GatherConfig
 from .operands import MaxSimOperands, as_bytes, stride, token_weights
@@ -57,7 +57,7 @@ def query_gradient(
     """``[P, d]``, contiguous, from the chosen tokens ``[D, P]`` and the gradient ``[Q, D]`` of the scores."""
     tokens, width = operands.queries.shape
     documents = operands.document_count
-    blocks = triton.cdiv(tokens, tiles.block_p) * triton.cdiv(width, tiles.block_k)
+    blocks = ceil_div(tokens, tiles.block_p) * ceil_div(width, tiles.block_k)
 
     def fill(targets: list[torch.Tensor | None], split_size: int) -> None:
         launch(

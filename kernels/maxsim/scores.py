@@ -3,7 +3,7 @@
 import torch
 
 from ..device import tl, triton
-from ..launching import launch
+from ..launching import ceil_div, launch
 from .operands import MaxSimOperands, as_bytes, stride
 
 _TILE = 1024  # maxima that a program adds up at once: of several documents where a query is short
@@ -47,7 +47,7 @@ def sum_scores(operands: MaxSimOperands, best: torch.Tensor, scores: torch.Tenso
     block_d = _TILE // block_t
     launch(
         _scores_kernel,
-        queries * triton.cdiv(documents, block_d),
+        queries * ceil_div(documents, block_d),
         (best, as_bytes(operands.query_mask), operands.query_offsets, scores),
         (stride(operands.query_mask), stride(operands.query_offsets)),
         (scores.stride(0), documents, operands.queries.shape[0], length),

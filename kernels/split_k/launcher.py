@@ -2,8 +2,7 @@
 
 import torch
 
-from ..device import triton
-from ..launching import launch
+from ..launching import ceil_div, launch
 from ..partials import Epilogue, ReduceBlocks, reduce_partials
 from ..tuning import SplitTiles, reduce_blocks
 from .row_product import row_product_kernel
@@ -30,8 +29,8 @@ def product(
     order they arrive. ``dependent``: the GPU starts a kernel while the one before it still runs.
     """
     (rows, inner), columns = left.shape, right.shape[0]
-    blocks = triton.cdiv(inner, tiles.block_k)
-    splits = triton.cdiv(blocks, triton.cdiv(blocks, splits))
+    blocks = ceil_div(inner, tiles.block_k)
+    splits = ceil_div(blocks, ceil_div(blocks, splits))
     out = torch.empty(rows, columns, dtype=left.dtype, device=left.device)
     epilogue = Epilogue(bias, columns, activation, accuracy)
     if atomic:
@@ -48,7 +47,7 @@ def product(
     if tiles.block_m == 1:
         launch(
             row_product_kernel,
-            triton.cdiv(columns, tiles.block_n) * splits,
+            ceil_div(columns, tiles.block_n) * splits,
             pointers,
             (left.stride(1), *right.stride(), stride_b, columns, inner),
             (splits,),
@@ -59,7 +58,7 @@ def product(
     else:
         launch(
             tiles_product_kernel,
-            triton.cdiv(rows, tiles.block_m) * triton.cdiv(columns, tiles.block_n) * splits,
+            ceil_div(rows, tiles.block_m) * ceil_div(columns, tiles.block_n) * splits,
             pointers,
             (*left.stride(), *right.stride(), stride_b, columns, inner),
             (rows, splits, 0.0),

@@ -3,7 +3,7 @@
 import torch
 
 from ..device import tl, triton
-from ..launching import launch
+from ..launching import ceil_div, launch
 from ..tiles import add_product, grouped_tile, load_tile, store_tile
 from ..tuning import WeightGradientTiles
 
@@ -64,7 +64,7 @@ def launch_weight_gradient(
     (rows, units), columns = dy.shape, x.shape[1]
     launch(
         _weight_and_bias_gradient_kernel,
-        triton.cdiv(units, tiles.block_o) * triton.cdiv(columns, tiles.block_k) * splits,
+        ceil_div(units, tiles.block_o) * ceil_div(columns, tiles.block_k) * splits,
         (dy, x, *targets),
         (*dy.stride(), *x.stride(), split_size, units, columns),
         (rows, splits, 0.0),
