@@ -6,6 +6,7 @@ from typing import Any
 from ..kernels.tuning import CONSUMER_ROWS, EpiloguePipeline, EpilogueTiles, ReduceConfig
 from ..planning import (
     Call,
+    ChunkPlan,
     Decision,
     Device,
     HiddenGradientPlan,
@@ -82,10 +83,15 @@ def _gemm_gemm_facts(problem: Problem, plan: Plan, device: Device) -> list[tuple
         gradient = plan.epilogue.gradient
         if gradient is not None and gradient.tiles is not None:
             rows.append(("hidden-gradient tiles", _epilogue_tiles(gradient.tiles, gradient.pipeline)))
-    if plan.chunk_rows:
-        rows.append(("chunks", f"{plan.chunk_rows} tokens at a time"))
+    if plan.chunks is not None:
+        rows.append(("chunks", _chunks(plan.chunks)))
     rows.append(("GEMM units", f"{plan.forward_units:g} forward, {plan.backward_units:g} backward"))
     return [*rows, *_costs(plan, p.training)]
+
+
+def _chunks(chunks: ChunkPlan) -> str:
+    passes = [f"{each.rows} tokens × {each.columns} hidden units" for each in chunks.passes]
+    return f"{chunks.rows} tokens at a time" + (f"; backward {', then '.join(passes)}" if passes else "")
 
 
 def _gemm_reduce_facts(problem: ReduceProblem, plan: ReducePlan, device: Device) -> list[tuple[str, str]]:

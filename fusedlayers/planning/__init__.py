@@ -11,6 +11,7 @@ from . import gemm_gemm, gemm_reduce, hidden_gradient, linear, maxsim, weight_gr
 from .avoiding import configurations, without_avoided
 from .call import KERNEL_PATHS, Call, Decision
 from .devices import BACKENDS, CEILINGS, Device, floor_seconds
+from .ffn_chunked import ChunkPass, ChunkPlan
 from .gemm_gemm import Plan, Problem
 from .gemm_reduce import ReducePlan, ReduceProblem
 from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem
@@ -45,6 +46,8 @@ __all__ = [
     "CEILINGS",
     "KERNEL_PATHS",
     "Call",
+    "ChunkPass",
+    "ChunkPlan",
     "Decision",
     "Device",
     "HiddenGradientPlan",
