@@ -22,6 +22,7 @@ from ..planning import (
     ReduceProblem,
     WeightGradientPlan,
     WeightGradientProblem,
+    choices,
 )
 
 
@@ -86,7 +87,23 @@ def _gemm_gemm_facts(problem: Problem, plan: Plan, device: Device) -> list[tuple
     if plan.chunks is not None:
         rows.append(("chunks", _chunks(plan.chunks)))
     rows.append(("GEMM units", f"{plan.forward_units:g} forward, {plan.backward_units:g} backward"))
-    return [*rows, *_costs(plan, p.training)]
+    return [*rows, *_costs(plan, p.training), *_choices(p, plan, device)]
+
+
+def _choices(problem: Problem, plan: Plan, device: Device) -> list[tuple[str, str]]:
+    """What the backward pass could keep, and compute again instead."""
+    if problem.operation != "ffn" or not problem.training or problem.empty:
+        return []
+    rows = []
+    for choice in choices(problem, device, plan):
+        text = choice.why_not
+        if text is None:
+            extra = f"{choice.extra_units:g} extra GEMM units"
+            text = f"saves {choice.saved_bytes:,} bytes, {extra}, workspace {choice.workspace_bytes:,} bytes"
+        # A name with its path where that says more.
+        name = choice.name if choice.name == choice.path else f"{choice.name}, {choice.path}"
+        rows.append((f"if {name}", text + (" (chosen)" if choice.path == plan.path else "")))
+    return rows
 
 
 def _chunks(chunks: ChunkPlan) -> str:

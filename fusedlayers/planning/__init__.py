@@ -17,6 +17,7 @@ from .gemm_reduce import ReducePlan, ReduceProblem
 from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem
 from .linear import LinearPlan, LinearProblem, ProductPlan
 from .maxsim import MaxSimPlan, MaxSimProblem
+from .recomputing import Choice, choices
 from .weight_gradient import WeightGradientPlan, WeightGradientProblem
 
 _PLANNERS: dict[type[Call], Callable[[Any, Device, str], Any]] = {
@@ -46,6 +47,7 @@ __all__ = [
     "CEILINGS",
     "KERNEL_PATHS",
     "Call",
+    "Choice",
     "ChunkPass",
     "ChunkPlan",
     "Decision",
@@ -63,6 +65,7 @@ __all__ = [
     "ReduceProblem",
     "WeightGradientPlan",
     "WeightGradientProblem",
+    "choices",
     "configurations",
     "floor_seconds",
     "plan",

@@ -19,6 +19,7 @@ from ..kernels.tuning import (
 )
 from . import ffn_chunked, ffn_epilogue
 from .call import Call, Decision, activation_accuracy, no_kernels, not_measured, too_small, why_not_kernels
+from .costs import gemm_units, saved_bytes
 from .devices import PARTIALS_LIMIT, Device, floor_seconds
 from .ffn_chunked import WORKSPACE_LIMIT, ChunkPlan
 from .ffn_epilogue import EpiloguePlan
@@ -50,8 +51,6 @@ PIPELINED_FASTER_FROM: dict[tuple[str, bool], _Thresholds] = {
     ("gemm_gemm", False): ((128, (2**27, 2**22)),),
     ("gemm_gemm", True): ((64, (2**28, 2**24)), (128, (2**29, 2**26))),
 }
-# Hidden-sized tensors that torch keeps for the slope of an activation, besides its value.
-SAVED_FOR_SLOPE = {"relu2": 1, "leaky_relu": 1, "gelu": 1, "gelu_tanh": 1, "silu": 1, "quick_gelu": 2}
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ def _plan(problem: Problem, device: Device, backend: str) -> Plan:
     if path != "torch":
         better = "recompute=True forbids keeping the hidden" if path == "chunked" else "the kernels cover the problem"
         rejected.append(("torch", better))
-    return _costed(problem, device, path, tuple(rejected), unsupported, chunk_kernels)
+    return plan_on(problem, device, path, tuple(rejected), unsupported, chunk_kernels)
 
 
 def why_unsupported(problem: Problem, device: Device) -> str | None:
@@ -259,49 +258,15 @@ def _bounded_splits(problem: Problem, wanted: int, row_tile: int) -> int:
     return max(1, min(wanted, most, limit // problem.partial_bytes))
 
 
-def gemm_units(problem: Problem, path: str, passes: int = 1, stored: bool = False) -> tuple[float, float]:
-    """GEMM units of forward and backward: a unit is one product of tokens × K × N.
-
-    ``passes`` is the number of launches that share out the weight gradients on the fused path, and of passes over the
-    hidden on the chunked one; ``stored`` says that the backward pass of the fused one stores what is hidden.
-    """
-    first = 2.0 if problem.gated else 1.0  # products with x
-    second = problem.O / problem.K if problem.K else 0.0  # one product with O columns, in units
-    forward = first + second
-    data = (first if problem.needs_data_gradient else 0.0) + (second if problem.training else 0.0)
-    weights = first + second if problem.needs_weight_gradient else 0.0
-    if path in ("torch", "epilogue"):
-        return forward, data + weights
-    if stored:
-        return forward, first + data + weights
-    if path == "chunked":
-        # A second pass computes the gradient of the hidden once more, too.
-        again = first + (passes - 1) * (first + second)
-        return forward, (again if problem.training else 0.0) + data + weights
-    data = 2 * first + second if problem.needs_data_gradient else 0.0
-    # The first pass recomputes the pre-activations; each further one does so again, and dH from the second on.
-    weights = {1: 2 * first + 2 * second, 2: 3 * first + 2 * second, 3: 4 * first + 3 * second}[passes]
-    return forward, data + (weights if problem.needs_weight_gradient else 0.0)
-
-
-def saved_bytes(problem: Problem, path: str) -> int:
-    """What a path keeps for the backward pass beside the weights: x, and what is hidden."""
-    if not problem.training:
-        return 0
-    copies = {"torch": 3 if problem.gated else 1, "epilogue": 2 if problem.gated else 1}.get(path, 0)
-    if path == "torch":
-        copies += SAVED_FOR_SLOPE.get(problem.activation, 0) + problem.dropout
-    return problem.element_bytes * problem.batch * problem.M * problem.K + copies * problem.hidden_bytes
-
-
-def _costed(
+def plan_on(
     problem: Problem,
     device: Device,
     path: str,
-    rejected: tuple[tuple[str, str], ...],
-    unsupported: str | None,
-    chunk_kernels: bool,
+    rejected: tuple[tuple[str, str], ...] = (),
+    unsupported: str | None = None,
+    chunk_kernels: bool = False,
 ) -> Plan:
+    """The plan on a path that can run ``problem``; ``chunk_kernels``: whether kernels compute the chunks."""
     element = problem.element_bytes
     rows = problem.batch * problem.M
     weight_tiles = None
