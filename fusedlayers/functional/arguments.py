@@ -117,14 +117,14 @@ def check_dropout_seed(x: Tensor, seed: Tensor | None) -> None:
 
 
 def check_recompute(recompute: bool | int | str) -> None:
-    """``"auto"``, ``True``, ``False``, or a positive number of bytes."""
+    """``"auto"``, ``True``, ``False``, or a number of bytes."""
     if isinstance(recompute, int):
-        # Of the integers 0 alone equals False, and would ask for the opposite.
-        if isinstance(recompute, bool) or recompute > 0:
+        # 0 and 1 equal False and True, and 0 would ask for the opposite.
+        if isinstance(recompute, bool) or recompute > 1:
             return
     elif recompute == "auto":
         return
-    raise ValueError(f'recompute must be "auto", True, False or a positive int of bytes, got {recompute!r}')
+    raise ValueError(f'recompute must be "auto", True, False or an int of bytes above 1, got {recompute!r}')
 
 
 def check_gemm_gemm(a: Tensor, b: Tensor, c: Tensor) -> None:

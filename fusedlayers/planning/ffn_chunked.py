@@ -103,7 +103,9 @@ def _fit(problem: Any, costs: _Costs, most_groups: int) -> tuple[int, int] | Non
     """(rows, columns) of the chunks that fit and move least, in at most so many groups of hidden units; or None."""
     p = problem
     best: tuple[int, tuple[int, int]] | None = None
-    for columns in sorted({_columns(p.N, groups) for groups in range(1, most_groups + 1)}, reverse=True):
+    # Every number of groups up to 64, then those that double: a very wide layer has too many to try.
+    numbers = [*range(1, 65), *(2**power for power in range(7, p.N.bit_length()))]
+    for columns in sorted({_columns(p.N, groups) for groups in numbers if groups <= most_groups}, reverse=True):
         if columns < p.N and costs.bytes(p.M, columns, p.M) <= WORKSPACE_LIMIT:
             rows = p.M
         else:
