@@ -236,28 +236,26 @@ def ffn(
     dropout_p: float = 0.0,
     residual: Tensor | None = None,
     seed: Tensor | None = None,
-    first_row: int = 0,
 ) -> Tensor:
     """``dropout(act(x W_upᵀ + b_up)) W_downᵀ + b_down + residual``.
 
     With a gate the hidden is ``act(x W_gateᵀ + b_gate) ⊙ (x W_upᵀ + b_up)``. Shapes: x ``[*B, M, K]``, w_up and w_gate
     ``[N, K]``, w_down ``[O, N]``, residual and result ``[*B, M, O]``; any dtype. Dropout draws from torch's generator;
-    with ``seed`` it replays the kernels' mask instead, counting the rows of x from ``first_row``.
+    with ``seed`` it replays the kernels' mask instead.
     """
     up = F.linear(x, w_up, b_up)
     gate = None if w_gate is None else F.linear(x, w_gate, b_gate)
-    hidden = _hidden(up, gate, activation, dropout_p, seed, first_row)
-    y = F.linear(hidden, w_down, b_down)
+    values = dropped(hidden(up, gate, activation=activation), dropout_p, seed)
+    y = F.linear(values, w_down, b_down)
     return y if residual is None else y + residual
 
 
-def _hidden(
-    up: Tensor, gate: Tensor | None, activation: str, dropout_p: float, seed: Tensor | None, first_row: int
-) -> Tensor:
-    """The hidden ``[*B, M, N]`` from its pre-activations."""
-    values = hidden(up, gate, activation=activation)
+def dropped(values: Tensor, dropout_p: float, seed: Tensor | None, place: tuple[int, int] = (0, 0)) -> Tensor:
+    """The hidden ``[*B, M, N]`` after dropout; with ``seed`` by the kernels' mask from row and column ``place`` on."""
     if dropout_p and seed is not None:
-        mask = keep_mask(seed, first_row, values[..., 0].numel(), values.shape[-1], dropout_p, values.dtype)
+        first_row, first_column = place
+        rows, columns = values[..., 0].numel(), values.shape[-1]
+        mask = keep_mask(seed, first_row, rows, columns, dropout_p, values.dtype, first_column)
         return values * mask.view(values.shape) * (1 / (1 - dropout_p))
     return F.dropout(values, dropout_p) if dropout_p else values
 
@@ -266,74 +264,3 @@ def hidden(up: Tensor, gate: Tensor | None = None, *, activation: str) -> Tensor
     """``act(up)``, or with a gate ``act(gate) ⊙ up``: the hidden of an FFN from its pre-activations ``[*B, M, N]``."""
     act = ACTIVATIONS[canonical_activation(activation)].torch
     return act(up) if gate is None else act(gate) * up
-
-
-def ffn_chunked(x: Tensor, *weights_and_biases: Any, chunk_rows: int, **options: Any) -> Tensor:
-    """The same FFN, ``chunk_rows`` rows of x ``[M, K]`` at a time: no temporary is larger than one chunk's hidden."""
-    residual = options.pop("residual", None)
-    y = x.new_empty(x.shape[0], weights_and_biases[1].shape[0])
-    for first_row in range(0, x.shape[0], chunk_rows):
-        rows = slice(first_row, first_row + chunk_rows)
-        part = None if residual is None else residual[rows]
-        y[rows] = ffn(x[rows], *weights_and_biases, residual=part, first_row=first_row, **options)
-    return y
-
-
-@torch.no_grad()
-def ffn_chunked_gradients(
-    dy: Tensor,
-    tensors: tuple[Any, ...],
-    wanted: tuple[bool, ...],
-    *,
-    chunk_rows: int,
-    activation: str = "gelu",
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
-) -> list[Tensor | None]:
-    """Gradients of :func:`ffn_chunked` for the wanted ones of x, w_up, w_down, b_up, b_down, w_gate, b_gate.
-
-    The hidden is recomputed chunk by chunk. dx is written chunk by chunk; the other gradients are summed over the
-    chunks in at least float32 and rounded once.
-    """
-    x, w_up, w_down, b_up, _, w_gate, b_gate = tensors
-    sums: list[Any] = [
-        torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) if want else None
-        for tensor, want in zip(tensors, wanted, strict=True)
-    ]
-    if wanted[0]:
-        sums[0] = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dx, dw_up, dw_down, db_up, db_down, dw_gate, db_gate = sums
-    for first_row in range(0, x.shape[0], chunk_rows):
-        rows = slice(first_row, first_row + chunk_rows)
-        x_rows, dy_rows = x[rows], dy[rows]
-        up = F.linear(x_rows, w_up, b_up).requires_grad_()
-        gate = None if w_gate is None else F.linear(x_rows, w_gate, b_gate).requires_grad_()
-        with torch.enable_grad():
-            hidden = _hidden(up, gate, activation, dropout_p, seed, first_row)
-        _add_product(dw_down, dy_rows.T, hidden.detach())
-        _add_column_sums(db_down, dy_rows)
-        pre_activations = (up,) if gate is None else (up, gate)
-        d_up, *d_gate = torch.autograd.grad(hidden, pre_activations, dy_rows @ w_down)
-        _add_product(dw_up, d_up.T, x_rows)
-        _add_column_sums(db_up, d_up)
-        for dz in d_gate:
-            _add_product(dw_gate, dz.T, x_rows)
-            _add_column_sums(db_gate, dz)
-        if dx is not None:
-            dx[rows] = torch.addmm(d_up @ w_up, d_gate[0], w_gate) if d_gate else d_up @ w_up
-    return [total if total is None else total.to(tensor.dtype) for total, tensor in zip(sums, tensors, strict=True)]
-
-
-def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``, if wanted; the product is not rounded to the operands' dtype on the way."""
-    if total is None:
-        return
-    if left.dtype != total.dtype and left.is_cuda and type(left) is type(right) is Tensor:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total += left.to(total.dtype) @ right.to(total.dtype)
-
-
-def _add_column_sums(total: Tensor | None, dz: Tensor) -> None:
-    if total is not None:
-        total += dz.sum(0, dtype=total.dtype)

@@ -31,10 +31,10 @@ def keep(seed, rows, cols, dropout_p):
     return tl.where(uniform >= dropout_p, 1.0, 0.0)
 
 
-@triton.jit(do_not_specialize=["first_row", "M", "dropout_p"])
-def _keep_kernel(seed_ptr, out_ptr, N, first_row, M, dropout_p, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["first_row", "first_column", "M", "dropout_p"])
+def _keep_kernel(seed_ptr, out_ptr, N, first_row, first_column, M, dropout_p, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    kept = keep(tl.load(seed_ptr), first_row + index // N, index % N, dropout_p)
+    kept = keep(tl.load(seed_ptr), first_row + index // N, first_column + index % N, dropout_p)
     tl.store(out_ptr + index, kept.to(out_ptr.dtype.element_ty), mask=index < tl.cast(M, tl.int64) * N)
 
 
@@ -58,9 +58,15 @@ def _philox(seed: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> to
 
 
 def keep_mask(
-    seed: torch.Tensor, first_row: int, rows: int, columns: int, dropout_p: float, dtype: torch.dtype
+    seed: torch.Tensor,
+    first_row: int,
+    rows: int,
+    columns: int,
+    dropout_p: float,
+    dtype: torch.dtype,
+    first_column: int = 0,
 ) -> torch.Tensor:
-    """1 where hidden rows ``first_row .. first_row + rows`` are kept and 0 elsewhere, ``[rows, columns]`` of ``dtype``.
+    """1 where an element of the hidden is kept, else 0: ``[rows, columns]`` of ``dtype``, from the first ones on.
 
     ``seed`` int64 ``[1]`` on the device of the result. CUDA tensors take one kernel launch; other devices take integer
     torch operations, with temporaries of 8 bytes an element.
@@ -72,12 +78,12 @@ def keep_mask(
             ceil_div(max(out.numel(), 1), _BLOCK),
             (seed, out),
             (columns,),
-            (first_row, rows, dropout_p),
+            (first_row, first_column, rows, dropout_p),
             (_BLOCK,),
         )
         return out
     row = torch.arange(first_row, first_row + rows, device=seed.device)[:, None]
-    column = torch.arange(columns, device=seed.device)[None, :]
+    column = torch.arange(first_column, first_column + columns, device=seed.device)[None, :]
     uniform = (_philox(seed, column, row) >> 8).to(torch.float32) * (1.0 / 16777216.0)
     probability = torch.tensor(dropout_p, dtype=torch.float32, device=seed.device)
     return (uniform >= probability).to(dtype)

@@ -62,8 +62,15 @@ def on_path(
         # Without the cache: no plan with a patched chunk outlives the test.
         patch.setattr(dispatch, "_cached_plan", plan)
         if chunk_rows is not None:
-            patch.setattr(planning.gemm_gemm, "choose_chunk_rows", lambda problem: chunk_rows)
+            patch.setattr(planning.ffn_chunked, "plan", lambda problem, *rest: small_chunks(problem, chunk_rows))
         yield {"recompute": recompute or path == "chunked"}
+
+
+def small_chunks(problem: planning.Problem, rows: int) -> planning.ChunkPlan:
+    """Chunks of ``rows`` tokens, in the backward pass of half of the hidden units."""
+    wanted = (problem.needs_data_gradient, problem.needs_weight_gradient)
+    step = planning.ChunkPass(rows, max(1, -(-problem.N // 2)), *wanted)
+    return planning.ChunkPlan(rows, (step,) if problem.training else (), 0)
 
 
 def dropout_on(path: str, p: float) -> float:

@@ -220,9 +220,9 @@ def test_a_probability_that_is_no_number(p: object) -> None:
     refused("ffn", TypeError, re.escape("dropout_p must be a float in [0, 1), got"), dropout_p=p)
 
 
-@pytest.mark.parametrize("recompute", [None, 0, 1, "always", "True", ""], ids=repr)
+@pytest.mark.parametrize("recompute", [None, 0, 1, -5, 1e9, "always", "True", ""], ids=repr)
 def test_recompute(recompute: object) -> None:
-    words = re.escape(f'recompute must be "auto", True or False, got {recompute!r}')
+    words = re.escape(f'recompute must be "auto", True, False or an int of bytes above 1, got {recompute!r}')
     refused("ffn", ValueError, words, recompute=recompute)
 
 
@@ -295,10 +295,9 @@ def test_triton_forced_on_what_does_not_fit(
     wide = {"x": torch.ones(2, 2000), "w_up": torch.ones(N, 2000), "w_down": torch.ones(O, N)}
     nothing = dict.fromkeys(OPTIONAL)
     words = rf"^{switch}, but ffn cannot run in Triton: width 2000 \(padded 2048\) of float32 does not fit on chip"
-    # Where the epilogue path cannot run either: it runs at any width.
-    for option in ({"recompute": True}, {"dropout_p": 0.5}):
-        refused("ffn", RuntimeError, words, **nothing, **wide, **option)
-    assert functional.ffn(**wide).shape == (2, O)
+    # Where the epilogue path cannot run either: it runs at any width, and its kernels compute the chunks, too.
+    refused("ffn", RuntimeError, words, **nothing, **wide, dropout_p=0.5)
+    assert functional.ffn(**wide).shape == functional.ffn(**wide, recompute=True).shape == (2, O)
     tagged = {name: tensor.as_subclass(Tagged) for name, tensor in valid_gemm_gemm().items()}
     refused("gemm_gemm", RuntimeError, rf"^{switch}, but .*: an operand is a Tagged", **tagged)
 

@@ -308,8 +308,12 @@ def test_every_plan_keeps_the_rules(problem: Problem, device: Device, backend: s
     # Nothing that keeps the hidden, or what it is made of, runs with recompute=True.
     if problem.recompute is True and problem.operation == "ffn" and not problem.empty:
         assert made.path in ("fused", "chunked")
-    assert (made.epilogue is None) == (made.path != "epilogue")
-    if made.epilogue is not None:
+    if made.path == "chunked":
+        assert (made.epilogue is None) or device.triton
+    else:
+        assert (made.epilogue is None) == (made.path != "epilogue")
+    if made.path == "epilogue":
+        assert made.epilogue is not None
         assert device.triton
         assert not problem.dropout
         assert (made.epilogue.gradient is None) == (not problem.training)
@@ -328,26 +332,50 @@ def test_every_plan_keeps_the_rules(problem: Problem, device: Device, backend: s
         assert made.workspace_bytes == (made.splits * partials if made.splits > 1 else 0)
         if made.weight_gradient_tiles is not None:
             assert made.splits <= max(1, -(-problem.M // made.weight_gradient_tiles.block_m))
-    if made.path == "chunked":
+    assert (made.chunks is None) == (made.path != "chunked")
+    if made.chunks is not None:
         assert problem.recompute is True
-        assert 1 <= made.chunk_rows <= max(problem.M, 1)
-        row = problem.N * problem.element_bytes * planning.gemm_gemm.CHUNK_COPIES * (2 if problem.gated else 1)
-        assert made.chunk_rows == 1 or made.chunk_rows * row <= planning.gemm_gemm.CHUNK_LIMIT
-        assert made.workspace_bytes == made.chunk_rows * row
-    else:
-        assert made.chunk_rows == 0
+        assert 1 <= made.chunks.rows <= max(1, problem.M // 2)
+        yielded = [step.data for step in made.chunks.passes], [step.weights for step in made.chunks.passes]
+        assert (sum(yielded[0]), sum(yielded[1])) == (problem.needs_data_gradient, problem.needs_weight_gradient)
+        for step in made.chunks.passes:
+            # Nothing holds the whole hidden, but that of a single token.
+            assert step.rows * step.columns < problem.M * problem.N or problem.M == 1
+        assert made.workspace_bytes <= planning.ffn_chunked.WORKSPACE_LIMIT
     assert made.flops >= 0
     assert made.bytes >= 0
     assert (made.saved_bytes > 0) <= problem.training
     assert (made.backward_units > 0) <= problem.training
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [(1, 1), (500, 250), (100_000, 2048), (0, 1)])
-def test_chunks_fill_the_limit(tokens: int, expected: int) -> None:
-    problem = replace(TRAINING, M=tokens, N=2048, recompute=True)
-    assert planning.gemm_gemm.choose_chunk_rows(problem) == expected
-    assert planning.gemm_gemm.choose_chunk_rows(replace(problem, gated=True)) == min(expected, 1024)
-    assert planning.gemm_gemm.choose_chunk_rows(replace(problem, dtype="float32")) == min(expected, 1024)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize(
+    "size", [(16_384, 1024, 4096), (8192, 4096, 14_336), (131_072, 4096, 14_336), (64, 8192, 28_672)]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_chunks_of_wide_layers_keep_the_limit(size: tuple[int, int, int], gated: bool, dtype: str) -> None:
+    M, K, N = size
+    problem = replace(TRAINING, M=M, K=K, N=N, O=K, dtype=dtype, gated=gated, recompute=True)
+    for device in DEVICES:
+        made = plan(problem, device)
+        assert made.path == "chunked"
+        assert 0 < made.workspace_bytes <= 64 * 2**20
+        assert made.saved_bytes == problem.element_bytes * M * K
+        roundings = max(-(-N // step.columns) for step in made.chunks.passes if step.data) * (2 if gated else 1)
+        assert roundings <= max(planning.ffn_chunked.MOST_ROUNDINGS, 2 if gated else 1)
+
+
+def test_a_budget_of_saved_bytes() -> None:
+    """The fastest path where it fits, else what recompute=True takes; the plan is that of the problem with the limit."""
+    problem = replace(TRAINING, M=16_384, K=1024, N=4096, O=1024)
+    fastest, least = plan(problem, H200), plan(replace(problem, recompute=True), H200)
+    assert fastest.saved_bytes > least.saved_bytes > 2
+    for limit, expected in ((fastest.saved_bytes, fastest), (fastest.saved_bytes - 1, least), (2, least)):
+        limited = replace(problem, saved_limit=limit)
+        made = plan(limited, H200)
+        assert made.problem == limited
+        assert (made.path, made.saved_bytes, made.chunks) == (expected.path, expected.saved_bytes, expected.chunks)
+    assert f"would save {fastest.saved_bytes:,} bytes of 2 allowed" in made.reason
 
 
 def test_plans_and_problems_cannot_be_changed_and_can_be_keys() -> None:

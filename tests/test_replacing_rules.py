@@ -318,7 +318,11 @@ def test_linears_shared_by_blocks(fused_calls: list[float]) -> None:
 @pytest.mark.parametrize(
     ("build", "error", "words"),
     [
-        (lambda: fl.replace(mlp(), recompute="no"), ValueError, "recompute must be \"auto\", True or False, got 'no'"),
+        (
+            lambda: fl.replace(mlp(), recompute="no"),
+            ValueError,
+            "recompute must be \"auto\", True, False or an int of bytes above 1, got 'no'",
+        ),
         (
             lambda: FFNRule("GatedBlock", up="fc", down="proj"),
             TypeError,

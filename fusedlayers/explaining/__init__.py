@@ -25,7 +25,8 @@ def explain(target: nn.Module | Callable[..., Any], *inputs: Tensor, **options: 
 
     Returns:
         Lines naming path, reason, tiles, splits, GEMM units, FLOPs, bytes, saved bytes, workspace, the floor time where
-        the device's peak rates are known, and each rejected path with its reason.
+        the device's peak rates are known, for an FFN in training what each choice of saving or recomputing costs, and
+        each rejected path with its reason.
 
     Raises:
         TypeError: ``target`` is none of these.

@@ -6,6 +6,7 @@ from typing import Any
 from ..kernels.tuning import CONSUMER_ROWS, EpiloguePipeline, EpilogueTiles, ReduceConfig
 from ..planning import (
     Call,
+    ChunkPlan,
     Decision,
     Device,
     HiddenGradientPlan,
@@ -21,6 +22,7 @@ from ..planning import (
     ReduceProblem,
     WeightGradientPlan,
     WeightGradientProblem,
+    choices,
 )
 
 
@@ -82,10 +84,31 @@ def _gemm_gemm_facts(problem: Problem, plan: Plan, device: Device) -> list[tuple
         gradient = plan.epilogue.gradient
         if gradient is not None and gradient.tiles is not None:
             rows.append(("hidden-gradient tiles", _epilogue_tiles(gradient.tiles, gradient.pipeline)))
-    if plan.chunk_rows:
-        rows.append(("chunks", f"{plan.chunk_rows} tokens at a time"))
+    if plan.chunks is not None:
+        rows.append(("chunks", _chunks(plan.chunks)))
     rows.append(("GEMM units", f"{plan.forward_units:g} forward, {plan.backward_units:g} backward"))
-    return [*rows, *_costs(plan, p.training)]
+    return [*rows, *_costs(plan, p.training), *_choices(p, plan, device)]
+
+
+def _choices(problem: Problem, plan: Plan, device: Device) -> list[tuple[str, str]]:
+    """What the backward pass could keep, and compute again instead."""
+    if problem.operation != "ffn" or not problem.training or problem.empty:
+        return []
+    rows = []
+    for choice in choices(problem, device, plan):
+        text = choice.why_not
+        if text is None:
+            extra = f"{choice.extra_units:g} extra GEMM units"
+            text = f"saves {choice.saved_bytes:,} bytes, {extra}, workspace {choice.workspace_bytes:,} bytes"
+        # A name with its path where that says more.
+        name = choice.name if choice.name == choice.path else f"{choice.name}, {choice.path}"
+        rows.append((f"if {name}", text + (" (chosen)" if choice.path == plan.path else "")))
+    return rows
+
+
+def _chunks(chunks: ChunkPlan) -> str:
+    passes = [f"{each.rows} tokens × {each.columns} hidden units" for each in chunks.passes]
+    return f"{chunks.rows} tokens at a time" + (f"; backward {', then '.join(passes)}" if passes else "")
 
 
 def _gemm_reduce_facts(problem: ReduceProblem, plan: ReducePlan, device: Device) -> list[tuple[str, str]]:

@@ -63,7 +63,7 @@ def check_ffn(
     w_gate: Tensor | None,
     b_gate: Tensor | None,
     dropout_p: float,
-    recompute: bool | str,
+    recompute: bool | int | str,
     residual: Tensor | None,
 ) -> None:
     """All arguments of ``functional.ffn`` but the activation."""
@@ -126,10 +126,15 @@ def check_dropout_seed(x: Tensor, seed: Tensor | None) -> None:
         raise ValueError(f"{said('dropout_seed', seed)}: expected the device of x, {x.device}")
 
 
-def check_recompute(recompute: bool | str) -> None:
-    """``"auto"``, ``True`` or ``False``."""
-    if not (isinstance(recompute, bool) or recompute == "auto"):
-        raise ValueError(f'recompute must be "auto", True or False, got {recompute!r}')
+def check_recompute(recompute: bool | int | str) -> None:
+    """``"auto"``, ``True``, ``False``, or a number of bytes."""
+    if isinstance(recompute, int):
+        # 0 and 1 equal False and True, and 0 would ask for the opposite.
+        if isinstance(recompute, bool) or recompute > 1:
+            return
+    elif recompute == "auto":
+        return
+    raise ValueError(f'recompute must be "auto", True, False or an int of bytes above 1, got {recompute!r}')
 
 
 def check_gemm_gemm(a: Tensor, b: Tensor, c: Tensor) -> None:

@@ -31,12 +31,13 @@ from .tracing import with_known_sizes
 _LIBRARY = torch.library.Library("fusedlayers", "DEF")
 _SCHEMA_TYPES = {
     Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", str | None: "str?", bool | str: "str", int | str: "str",
-    bool: "bool", int: "int", float: "float",
+    bool | int | str: "str", bool: "bool", int: "int", float: "float",
 }  # fmt: skip
 # What an argument that may be a word else is -> that, of the word that stands for it.
 _WORDS: dict[Any, Callable[[str], bool | int | str]] = {
     bool | str: lambda word: {"True": True, "False": False}.get(word, word),
     int | str: lambda word: int(word) if word.removeprefix("-").isdecimal() else word,
+    bool | int | str: lambda word: {"True": True, "False": False}.get(word, _WORDS[int | str](word)),
 }
 
 

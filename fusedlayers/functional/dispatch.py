@@ -178,11 +178,12 @@ def ffn_problem(
     *,
     activation: str,
     dropout_p: float,
-    recompute: bool | str,
+    recompute: bool | int | str,
     residual: Tensor | None = None,
 ) -> Problem:
     """The planning problem of one ``ffn`` call, its leading dims flattened into rows."""
     dtype = compute_dtype(x)
+    budget = not isinstance(recompute, (bool, str))
     return Problem(
         operation="ffn",
         batch=1,
@@ -196,7 +197,8 @@ def ffn_problem(
         dropout=dropout_p > 0,
         needs_data_gradient=wants_gradient(x),
         needs_weight_gradient=wants_gradient(w_up, w_down, b_up, w_gate, b_gate),
-        recompute=recompute,
+        recompute="auto" if budget else recompute,
+        saved_limit=int(recompute) if budget else None,
         input_precision=input_precision(x.device, dtype),
         captured=captured(x.device),
         subclass=subclass_of(x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual),

@@ -12,7 +12,7 @@ from ..kernels.dropout import draw_seed
 from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
 from ..planning import KERNEL_PATHS, Plan, Problem
 from ..planning.gemm_gemm import LONG_SUM_ROWS, SHORT_SUM_ROWS
-from . import ffn_epilogue
+from . import ffn_chunked, ffn_epilogue
 from .arguments import autocast_dtype, check_dropout_seed, check_ffn
 from .compiled import Composite, KernelCall, Result, Results
 from .dispatch import (
@@ -41,7 +41,7 @@ def ffn(
     *,
     activation: str = "gelu",
     dropout_p: float = 0.0,
-    recompute: bool | str = "auto",
+    recompute: bool | int | str = "auto",
     residual: Tensor | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
@@ -60,8 +60,11 @@ def ffn(
         b_gate: ``[N]`` or None.
         activation: a name of ``fusedlayers.kernels.activations.ACTIVATIONS``, or Hugging Face's name of one.
         dropout_p: probability of dropping an element of the hidden, in [0, 1); pass 0 in inference.
-        recompute: ``True`` guarantees that no tensor of size tokens × N is allocated, forward or backward;
-            ``"auto"`` and ``False`` take the fastest path, whose backward pass may need some while it runs.
+        recompute: ``True`` guarantees that no tensor of size tokens × N is allocated, forward or backward, and at most
+            64 MiB beside results, gradients and one copy of operands that are not laid out in rows; x alone is kept.
+            ``"auto"`` and ``False`` take the fastest path, whose backward pass may need such tensors while it runs. An
+            int above 1 is a budget: the bytes that this call may keep for its backward pass (``saved bytes`` of
+            ``explain``, x included); where the fastest path keeps more, the call runs as with ``True``.
         residual: ``[*B, M, O]`` or None, added to the result.
         dropout_seed: int64 ``[1]`` on the device of x, from which alone the mask of the dropout follows; None draws one
             from the default generator.
@@ -118,7 +121,7 @@ def ffn(
             # that are not plain tell it themselves.
             run = FFNFunction.apply if wants_gradient(*tensors) or call is None else _forward
             y = run(*operands, *_arguments(plan, dropout_p).values())
-    if plan.path in KERNEL_PATHS and not problem.training:
+    if _launches(plan) and not problem.training:
         ran_as_kernels(problem, x.device)
     return y + residual if apart and residual is not None else y
 
@@ -128,6 +131,11 @@ def _arguments(plan: Plan, dropout_p: float) -> dict[str, Any]:
     problem = plan.problem
     arithmetic = Arithmetic(problem.activation, float(dropout_p), problem.input_precision, plan.accuracy)
     return {"arithmetic": arithmetic, "plan": plan}
+
+
+def _launches(plan: Plan) -> bool:
+    """Whether the plan launches kernels of ours."""
+    return plan.path in KERNEL_PATHS or plan.epilogue is not None
 
 
 def _forward(*arguments: Any) -> Tensor:
@@ -160,10 +168,8 @@ def _forward_and_kept(
             x_rows, w_up, w_down, b_up, b_down, w_gate, b_gate, residual_rows, plan, keep
         )
     elif plan.path == "chunked":
-        y = reference.ffn_chunked(
-            x_rows, w_up, w_down, b_up, b_down, w_gate, b_gate, residual=residual_rows, seed=seed,
-            activation=arithmetic.activation, dropout_p=arithmetic.dropout_p, chunk_rows=plan.chunk_rows,
-        )  # fmt: skip
+        weights = ffn_chunked.Weights(w_up, w_down, b_up, b_down, w_gate, b_gate)
+        y = ffn_chunked.forward(x_rows, weights, residual_rows, seed, arithmetic, plan)
     else:
         operands = Operands(x_rows, w_up, w_down, b_up, w_gate, b_gate, seed, arithmetic)
         y = kernels.forward(operands, b_down, residual_rows, plan.forward_tiles)
@@ -200,12 +206,13 @@ class FFNFunction(torch.autograd.Function):
                 with without_autocast(dy.device):
                     gradients = _differentiable_gradients(tensors, through_hidden, dy, seed, ctx.arithmetic)
             elif ctx.plan.path == "chunked":
-                tensors = (rows(x), w_up, w_down, b_up, None, w_gate, b_gate)
+                weights = ffn_chunked.Weights(w_up, w_down, b_up, None, w_gate, b_gate)
                 with without_autocast(dy.device):
-                    gradients = reference.ffn_chunked_gradients(
-                        rows(dy), tensors, through_hidden, chunk_rows=ctx.plan.chunk_rows, seed=seed,
-                        activation=ctx.arithmetic.activation, dropout_p=ctx.arithmetic.dropout_p,
-                    )  # fmt: skip
+                    gradients = ffn_chunked.gradients(
+                        rows(x), weights, seed, through_hidden, rows(dy), ctx.arithmetic, ctx.plan
+                    )
+                if _launches(ctx.plan):
+                    ran_as_kernels(ctx.plan.problem, dy.device)
             elif ctx.plan.path == "epilogue":
                 with without_autocast(dy.device):
                     gradients = ffn_epilogue.gradients(

@@ -32,7 +32,7 @@ class FFNPieces(NamedTuple):
         return None
 
     def arguments(
-        self, x: Tensor, residual: Tensor | None = None, recompute: Literal["auto"] | bool = "auto"
+        self, x: Tensor, residual: Tensor | None = None, recompute: Literal["auto"] | bool | int = "auto"
     ) -> dict[str, Any]:
         """The arguments of ``functional.ffn`` for input x; only for plain children."""
         up, down, gate = self.up, self.down, self.gate
@@ -87,7 +87,8 @@ class FusedFFN(nn.Module):
         gated: multiply the activated gate projection with the up projection.
         bias: whether every child has a bias.
         dropout: probability in [0, 1) that a hidden value is dropped; in training only.
-        recompute: True never allocates the hidden, forward or backward; False and "auto" take the fastest path.
+        recompute: True never allocates the hidden, forward or backward; False and "auto" take the fastest path; an int
+            is the most bytes that a call may keep for its backward pass (see ``functional.ffn``).
         device, dtype: of the parameters, as in ``nn.Linear``; dtype is a floating point one.
 
     Raises:
@@ -102,7 +103,7 @@ class FusedFFN(nn.Module):
         gated: bool = False,
         bias: bool = True,
         dropout: float = 0.0,
-        recompute: Literal["auto"] | bool = "auto",
+        recompute: Literal["auto"] | bool | int = "auto",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -114,7 +115,7 @@ class FusedFFN(nn.Module):
         check_dropout("dropout", dropout)
         self.dropout = float(dropout)
         check_recompute(recompute)
-        self.recompute: Literal["auto"] | bool = recompute
+        self.recompute: Literal["auto"] | bool | int = recompute
         if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating point dtype, got {dtype}")
         options: dict[str, Any] = {"bias": _flag("bias", bias), "device": device, "dtype": dtype}

@@ -11,11 +11,13 @@ from . import gemm_gemm, gemm_reduce, hidden_gradient, linear, maxsim, weight_gr
 from .avoiding import configurations, without_avoided
 from .call import KERNEL_PATHS, Call, Decision
 from .devices import BACKENDS, CEILINGS, Device, floor_seconds
+from .ffn_chunked import ChunkPass, ChunkPlan
 from .gemm_gemm import Plan, Problem
 from .gemm_reduce import ReducePlan, ReduceProblem
 from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem
 from .linear import LinearPlan, LinearProblem, ProductPlan
 from .maxsim import MaxSimPlan, MaxSimProblem
+from .recomputing import Choice, choices
 from .weight_gradient import WeightGradientPlan, WeightGradientProblem
 
 _PLANNERS: dict[type[Call], Callable[[Any, Device, str], Any]] = {
@@ -45,6 +47,9 @@ __all__ = [
     "CEILINGS",
     "KERNEL_PATHS",
     "Call",
+    "Choice",
+    "ChunkPass",
+    "ChunkPlan",
     "Decision",
     "Device",
     "HiddenGradientPlan",
@@ -60,6 +65,7 @@ __all__ = [
     "ReduceProblem",
     "WeightGradientPlan",
     "WeightGradientProblem",
+    "choices",
     "configurations",
     "floor_seconds",
     "plan",

@@ -17,16 +17,12 @@ from ..kernels.tuning import (
     stored_config,
     tile_config,
 )
-from . import ffn_epilogue
+from . import ffn_chunked, ffn_epilogue
 from .call import Call, Decision, activation_accuracy, no_kernels, not_measured, too_small, why_not_kernels
+from .costs import gemm_units, saved_bytes
 from .devices import PARTIALS_LIMIT, Device, floor_seconds
+from .ffn_chunked import WORKSPACE_LIMIT, ChunkPlan
 from .ffn_epilogue import EpiloguePlan
-
-# Bytes that one chunk of the hidden may take.
-CHUNK_LIMIT = 64 * 2**20
-# A chunk's hidden exists this many times at once while its gradients are computed (pre-activations, hidden, mask,
-# and the gradients of each).
-CHUNK_COPIES = 8
 
 # From how many rows on one torch.sum over them is taken in two steps, and the rows of the first: a single sum of
 # 131,072 rows of 128 columns took 128 MB of scratch memory on an H200.
@@ -55,8 +51,6 @@ PIPELINED_FASTER_FROM: dict[tuple[str, bool], _Thresholds] = {
     ("gemm_gemm", False): ((128, (2**27, 2**22)),),
     ("gemm_gemm", True): ((64, (2**28, 2**24)), (128, (2**29, 2**26))),
 }
-# Hidden-sized tensors that torch keeps for the slope of an activation, besides its value.
-SAVED_FOR_SLOPE = {"relu2": 1, "leaky_relu": 1, "gelu": 1, "gelu_tanh": 1, "silu": 1, "quick_gelu": 2}
 
 
 @dataclass(frozen=True)
@@ -64,6 +58,7 @@ class Problem(Call):
     """One call: ``y = act(x W_upᵀ) W_downᵀ`` per batch entry, and which gradients will be asked for.
 
     ``needs_data_gradient`` speaks of x, ``needs_weight_gradient`` of anything that the weight-gradient kernel yields.
+    ``saved_limit`` is the most bytes that may be kept for the backward pass, None for any number.
     """
 
     operation: str  # "ffn" (weights shared by the batch) or "gemm_gemm" (weights of each batch entry)
@@ -79,6 +74,7 @@ class Problem(Call):
     needs_data_gradient: bool = False
     needs_weight_gradient: bool = False
     recompute: bool | str = "auto"
+    saved_limit: int | None = None
 
     __hash__ = Call.__hash__
 
@@ -117,15 +113,10 @@ class Problem(Call):
         """Float32 weight and bias gradients of one split."""
         return 4 * (self.weight_elements + 2 * self.N * self.batch)
 
-    @property
-    def chunk_row_bytes(self) -> int:
-        """Everything hidden of one row of a chunk."""
-        return self.N * self.element_bytes * (2 if self.gated else 1) * CHUNK_COPIES
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Decision):
-    """The path is "fused", "epilogue", "chunked" or "torch"."""
+    """The path is "fused", "epilogue", "chunked" or "torch"; with ``epilogue``, its kernels compute the chunks, too."""
 
     forward_tiles: Any = None  # TileConfig of each kernel that will run, else None
     data_gradient_tiles: Any = None
@@ -134,7 +125,7 @@ class Plan(Decision):
     stored: Any = None  # StoredConfig, if the backward pass stores what is hidden while it runs
     splits: int = 1
     stored_splits: int = 1
-    chunk_rows: int = 0
+    chunks: ChunkPlan | None = None
     accuracy: str = "exact"  # of activations in kernels: one of kernels.activations.ACCURACIES
     forward_units: float = 0.0
     backward_units: float = 0.0
@@ -143,16 +134,34 @@ class Plan(Decision):
 def plan(problem: Problem, device: Device, backend: str = "auto") -> Plan:
     """The path that runs ``problem`` on ``device``.
 
-    ``recompute=True`` excludes every path that keeps the hidden.
+    ``recompute=True`` excludes every path that keeps the hidden. With a limit of saved bytes the path that is chosen
+    without it runs if it keeps no more, else what ``recompute=True`` takes.
     """
+    if problem.saved_limit is None:
+        return _plan(problem, device, backend)
+    fastest = _plan(replace(problem, saved_limit=None), device, backend)
+    if fastest.saved_bytes <= problem.saved_limit:
+        return replace(fastest, problem=problem)
+    made = _plan(replace(problem, saved_limit=None, recompute=True), device, backend)
+    kept = f"the {fastest.path} path would save {fastest.saved_bytes:,} bytes of {problem.saved_limit:,} allowed"
+    return replace(made, problem=problem, reason=f"{made.reason}; {kept}")
+
+
+def _plan(problem: Problem, device: Device, backend: str) -> Plan:
     not_fused = why_unsupported(problem, device)
     reasons = {"fused": why_not_kernels(problem, device, backend, not_fused, why_slower)}
     unsupported = not_fused
+    chunk_kernels = False
     if problem.operation == "gemm_gemm":
         reasons["chunked"] = "a batched GEMM-GEMM is not cut into chunks"
     else:
         not_epilogue = ffn_epilogue.why_unsupported(problem, device)
         reasons["epilogue"] = why_not_kernels(problem, device, backend, not_epilogue, ffn_epilogue.why_slower)
+        if problem.recompute is True:
+            # Chunks keep no pre-activations, so that the same kernels may compute them.
+            not_epilogue = ffn_epilogue.why_no_chunks(problem, device)
+            slower = ffn_epilogue.why_slower_in_chunks
+            chunk_kernels = why_not_kernels(problem, device, backend, not_epilogue, slower) is None
         unsupported = None
         if not_fused is not None and not_epilogue is not None:
             # Whoever must have kernels wants to know what stands against each.
@@ -169,7 +178,7 @@ def plan(problem: Problem, device: Device, backend: str = "auto") -> Plan:
     if path != "torch":
         better = "recompute=True forbids keeping the hidden" if path == "chunked" else "the kernels cover the problem"
         rejected.append(("torch", better))
-    return _costed(problem, device, path, tuple(rejected), unsupported)
+    return plan_on(problem, device, path, tuple(rejected), unsupported, chunk_kernels)
 
 
 def why_unsupported(problem: Problem, device: Device) -> str | None:
@@ -242,46 +251,31 @@ def choose_stored_splits(problem: Problem, device: Device, config: StoredConfig)
 def _bounded_splits(problem: Problem, wanted: int, row_tile: int) -> int:
     """At least one, none shorter than pays, and partials within their limit."""
     most = -(-problem.M // (row_tile * SHORTEST_SPLIT))
-    return max(1, min(wanted, most, PARTIALS_LIMIT // problem.partial_bytes))
+    limit = PARTIALS_LIMIT
+    if problem.recompute is True:
+        # Partials of few units and many splits could be larger than the hidden itself.
+        limit = min(WORKSPACE_LIMIT, 4 * problem.batch * problem.M * problem.N - 1)
+    return max(1, min(wanted, most, limit // problem.partial_bytes))
 
 
-def choose_chunk_rows(problem: Problem) -> int:
-    """Rows of a chunk: within the limit, and at most half of all, so that nothing holds the whole hidden."""
-    return max(1, min(problem.M // 2, CHUNK_LIMIT // max(problem.chunk_row_bytes, 1)))
-
-
-def gemm_units(problem: Problem, path: str, passes: int = 1, stored: bool = False) -> tuple[float, float]:
-    """GEMM units of forward and backward: a unit is one product of tokens × K × N.
-
-    ``passes`` is the number of launches that share out the weight gradients on the fused path; ``stored`` says that its
-    backward pass stores what is hidden.
-    """
-    first = 2.0 if problem.gated else 1.0  # products with x
-    second = problem.O / problem.K if problem.K else 0.0  # one product with O columns, in units
-    forward = first + second
-    data = (first if problem.needs_data_gradient else 0.0) + (second if problem.training else 0.0)
-    weights = first + second if problem.needs_weight_gradient else 0.0
-    if path in ("torch", "epilogue"):
-        return forward, data + weights
-    if stored:
-        return forward, first + data + weights
-    if path == "chunked":
-        return forward, (forward if problem.training else 0.0) + data + weights
-    data = 2 * first + second if problem.needs_data_gradient else 0.0
-    # The first pass recomputes the pre-activations; each further one does so again, and dH from the second on.
-    weights = {1: 2 * first + 2 * second, 2: 3 * first + 2 * second, 3: 4 * first + 3 * second}[passes]
-    return forward, data + (weights if problem.needs_weight_gradient else 0.0)
-
-
-def _costed(
-    problem: Problem, device: Device, path: str, rejected: tuple[tuple[str, str], ...], unsupported: str | None
+def plan_on(
+    problem: Problem,
+    device: Device,
+    path: str,
+    rejected: tuple[tuple[str, str], ...] = (),
+    unsupported: str | None = None,
+    chunk_kernels: bool = False,
 ) -> Plan:
+    """The plan on a path that can run ``problem``; ``chunk_kernels``: whether kernels compute the chunks."""
     element = problem.element_bytes
     rows = problem.batch * problem.M
     weight_tiles = None
     if path == "fused" and problem.needs_weight_gradient:
         weight_tiles = _tiles("weight_gradient", problem, device)
     passes = 1 if weight_tiles is None else (weight_tiles.pipelined or weight_tiles).passes
+    chunks = ffn_chunked.plan(problem, device, chunk_kernels) if path == "chunked" else None
+    if chunks is not None:
+        passes = max(1, len(chunks.passes))
     stored = _stored(problem, device) if path == "fused" else None
     forward_units, backward_units = gemm_units(problem, path, passes, stored is not None)
     flops = int(2 * rows * problem.K * problem.N * (forward_units + backward_units))
@@ -290,13 +284,7 @@ def _costed(
         io_bytes += element * (rows * (problem.K + problem.O) + problem.weight_elements)
         io_bytes += element * rows * problem.K * problem.needs_data_gradient
         io_bytes += element * problem.weight_elements * problem.needs_weight_gradient
-    saved = element * rows * problem.K if problem.training else 0
-    if path == "torch" and problem.training:
-        copies = (3 if problem.gated else 1) + SAVED_FOR_SLOPE.get(problem.activation, 0) + problem.dropout
-        saved += copies * problem.hidden_bytes
     parts = 2 if problem.gated else 1
-    if path == "epilogue" and problem.training:
-        saved += parts * problem.hidden_bytes
     options: dict[str, Any] = {}
     if path == "fused":
         options = {
@@ -331,13 +319,15 @@ def _costed(
             "accuracy": activation_accuracy(problem, device),
             "workspace_bytes": workspace,
         }
-    elif path == "chunked":
-        chunk_rows = choose_chunk_rows(problem)
-        options = {"chunk_rows": chunk_rows, "workspace_bytes": chunk_rows * problem.chunk_row_bytes}
+    elif chunks is not None:
+        options = {"chunks": chunks, "workspace_bytes": chunks.workspace_bytes}
+        if chunk_kernels:
+            part = replace(problem, M=max([chunks.rows, *(each.rows for each in chunks.passes)]))
+            options |= {"epilogue": ffn_epilogue.plan(part, device), "accuracy": activation_accuracy(problem, device)}
     reason = {
         "fused": "the kernels cover the problem and keep no hidden",
         "epilogue": "activations and bias gradients are computed with the products, and only pre-activations are kept",
-        "chunked": "recompute=True forbids keeping the hidden, and the kernels do not run here",
+        "chunked": "recompute=True forbids keeping the hidden, which no kernel here holds on chip",
         "torch": "no other path is both possible and faster",
     }[path]
     return Plan(
@@ -349,7 +339,7 @@ def _costed(
         backward_units=backward_units,
         flops=flops,
         bytes=io_bytes,
-        saved_bytes=saved,
+        saved_bytes=saved_bytes(problem, path),
         floor_seconds=floor_seconds(flops, io_bytes, problem.dtype, device),
         unsupported=unsupported,
         **options,

@@ -57,7 +57,7 @@ def replace(
     model: nn.Module,
     *,
     rules: Sequence[FFNRule | LinearRule] = (),
-    recompute: Literal["auto"] | bool = "auto",
+    recompute: Literal["auto"] | bool | int = "auto",
     strict: bool = False,
     dry_run: bool = False,
 ) -> Report:

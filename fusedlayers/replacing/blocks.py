@@ -45,7 +45,7 @@ class ReplacedModule(nn.Module):
 class FusedBlock(ReplacedModule):
     """Mixin of the classes of modules that hold FFNs."""
 
-    fused_recompute: ClassVar[Literal["auto"] | bool] = "auto"
+    fused_recompute: ClassVar[Literal["auto"] | bool | int] = "auto"
 
     @classmethod
     def find_ffn_pieces(cls, module: nn.Module) -> dict[str, FFNPieces | str]:
@@ -206,7 +206,7 @@ class Recipe(NamedTuple):
     kind: type[FusedBlock]
     original: type[nn.Module]
     rule: FFNRule | None
-    recompute: Literal["auto"] | bool
+    recompute: Literal["auto"] | bool | int
 
 
 @functools.cache

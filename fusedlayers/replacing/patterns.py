@@ -38,7 +38,7 @@ class Patterns:
         ValueError: two rules for one class, or a rule for a class that needs none.
     """
 
-    def __init__(self, rules: Sequence[FFNRule], recompute: Literal["auto"] | bool) -> None:
+    def __init__(self, rules: Sequence[FFNRule], recompute: Literal["auto"] | bool | int) -> None:
         self.rules: dict[type[nn.Module] | str, FFNRule] = {}
         self.recompute = recompute
         known = {class_path(kind) for kind in _BUILT_IN}

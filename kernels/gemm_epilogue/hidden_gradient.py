@@ -96,11 +96,14 @@ def hidden_gradient(
     pipeline: EpiloguePipeline | None = None,
     keep_hidden: bool = False,
     side_by_side: bool = False,
+    in_place: bool = False,
+    sums_dtype: torch.dtype | None = None,
 ) -> HiddenGradients:
     """The gradients of the pre-activations, with ``bias`` their sums, and the hidden if it is to be kept.
 
     Operands ``[M, *]`` of any strides. Results are contiguous; ``side_by_side``, dz and dz_gate are the halves of one
-    ``[M, 2 N]``. Each program of the portable kernel computes ``row_tiles`` tiles.
+    ``[M, 2 N]``; ``in_place``, they replace z and z_gate, which are contiguous then. ``sums_dtype`` is that of the
+    sums, by default that of dy. Each program of the portable kernel computes ``row_tiles`` tiles.
     """
     rows, columns = dy.shape[0], w_down.shape[1]
     parts = 1 if z_gate is None else 2
@@ -108,7 +111,9 @@ def hidden_gradient(
     def empty(*shape: int, dtype: torch.dtype = dy.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=dy.device)
 
-    if side_by_side and z_gate is not None:
+    if in_place:
+        dz, d_gate = z, z_gate
+    elif side_by_side and z_gate is not None:
         dz, d_gate = empty(rows, 2 * columns).split(columns, 1)
     else:
         dz = empty(rows, columns)
@@ -137,8 +142,8 @@ def hidden_gradient(
         )
     if sums is None:
         return HiddenGradients(dz, d_gate, None, None, hidden)
-    db_up = empty(columns)
-    db_gate = None if z_gate is None else empty(columns)
+    db_up = empty(columns, dtype=sums_dtype or dy.dtype)
+    db_gate = None if z_gate is None else torch.empty_like(db_up)
     reduce_partials(sums, [db_up] if db_gate is None else [db_up, db_gate])
     return HiddenGradients(dz, d_gate, db_up, db_gate, hidden)
 

@@ -1,0 +1,42 @@
+"""What each path of a GEMM-GEMM or an FFN costs: products, and bytes kept for the backward pass."""
+
+from typing import Any
+
+# Hidden-sized tensors that torch keeps for the slope of an activation, besides its value.
+SAVED_FOR_SLOPE = {"relu2": 1, "leaky_relu": 1, "gelu": 1, "gelu_tanh": 1, "silu": 1, "quick_gelu": 2}
+
+
+def gemm_units(problem: Any, path: str, passes: int = 1, stored: bool = False) -> tuple[float, float]:
+    """GEMM units of forward and backward: a unit is one product of tokens × K × N.
+
+    ``passes`` is the number of launches that share out the weight gradients on the fused path, and of passes over the
+    hidden on the chunked one; ``stored`` says that the backward pass of the fused one stores what is hidden.
+    """
+    first = 2.0 if problem.gated else 1.0  # products with x
+    second = problem.O / problem.K if problem.K else 0.0  # one product with O columns, in units
+    forward = first + second
+    data = (first if problem.needs_data_gradient else 0.0) + (second if problem.training else 0.0)
+    weights = first + second if problem.needs_weight_gradient else 0.0
+    if path in ("torch", "epilogue"):
+        return forward, data + weights
+    if stored:
+        return forward, first + data + weights
+    if path == "chunked":
+        # A second pass computes the gradient of the hidden once more, too.
+        again = first + (passes - 1) * (first + second)
+        return forward, (again if problem.training else 0.0) + data + weights
+    data = 2 * first + second if problem.needs_data_gradient else 0.0
+    # The first pass recomputes the pre-activations; each further one does so again, and dH from the second on.
+    weights = {1: 2 * first + 2 * second, 2: 3 * first + 2 * second, 3: 4 * first + 3 * second}[passes]
+    return forward, data + (weights if problem.needs_weight_gradient else 0.0)
+
+
+def saved_bytes(problem: Any, path: str) -> int:
+    """What a path keeps for the backward pass beside the weights: x, and what is hidden."""
+    if not problem.training:
+        return 0
+    copies = {"torch": 3 if problem.gated else 1, "epilogue": 2 if problem.gated else 1}.get(path, 0)
+    if path == "torch":
+        copies += SAVED_FOR_SLOPE.get(problem.activation, 0) + problem.dropout
+    x: int = problem.element_bytes * problem.batch * problem.M * problem.K
+    return x + copies * problem.hidden_bytes

@@ -1,0 +1,241 @@
+"""The chunked path: right however it is cut, and the promise that recompute=True makes about memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedlayers import functional, planning, reference
+from fusedlayers.kernels.activations import ACTIVATIONS
+from fusedlayers.planning import ChunkPass, ChunkPlan
+from tests.allocations import AllocatedBytes
+from tests.operands import (
+    DEVICE,
+    INTEGERS,
+    Tensors,
+    assert_equal,
+    assert_ffn_close,
+    ffn_inputs,
+    in_float64,
+    leaves,
+    like_result,
+    needs_kernels,
+    on_path,
+    results,
+    seed_after,
+)
+
+CPU = torch.device("cpu")
+GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+# Tokens × hidden units of a chunk, for 31 tokens and 24 hidden units: ragged ones, single ones, all of one axis.
+CHUNKS = [(1, 24), (7, 5), (30, 23), (31, 8), (16, 24), (64, 1)]
+
+
+def cut(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, apart: bool = False) -> None:
+    """Chunks of these sizes from now on; ``apart``: dx and the weight gradients have a pass of their own."""
+
+    def plan(problem: planning.Problem, *_: Any) -> ChunkPlan:
+        data, weights = problem.needs_data_gradient, problem.needs_weight_gradient
+        passes = [(data, False), (False, weights)] if apart else [(data, weights)]
+        return ChunkPlan(rows, tuple(ChunkPass(rows, columns, *wanted) for wanted in passes if any(wanted)), 0)
+
+    monkeypatch.setattr(planning.ffn_chunked, "plan", plan)
+
+
+@GATED
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("chunk", CHUNKS, ids=str)
+def test_chunks_of_any_size_give_the_same(
+    chunk: tuple[int, int], apart: bool, dropout_p: float, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exact integers, so that the order of summation does not count; the mask does not restart at a chunk."""
+    draw = INTEGERS[torch.float32]
+    t = ffn_inputs(31, 5, 24, 4, gated=gated, residual=True, draw=draw, device=CPU)
+    dy = like_result(t, draw)
+    seed = torch.tensor([99])
+    arithmetic: dict[str, Any] = {"activation": "relu", "dropout_p": dropout_p}
+    expected = results(reference.ffn, t, dy, seed=seed, **arithmetic)
+    with on_path("chunked", None) as options:
+        cut(monkeypatch, *chunk, apart)
+        assert_equal(results(functional.ffn, t, dy, dropout_seed=seed, **arithmetic, **options), expected)
+
+
+@needs_kernels
+@GATED
+@pytest.mark.parametrize("chunk", [(32, 64), (20, 128), (70, 64)], ids=str)
+def test_kernels_compute_chunks(chunk: tuple[int, int], gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = INTEGERS[torch.float16]
+    t = ffn_inputs(70, 24, 128, 16, torch.float16, gated=gated, residual=True, draw=draw)
+    dy = like_result(t, draw)
+    expected = results(reference.ffn, t, dy, activation="relu")
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    monkeypatch.setattr(planning.gemm_gemm, "why_unsupported", lambda problem, device: "too wide")
+    functional.dispatch._cached_plan.cache_clear()
+    cut(monkeypatch, *chunk)
+    launched = []
+    kernels = functional.ffn_chunked.kernels
+    hidden = kernels.hidden
+    monkeypatch.setattr(kernels, "hidden", lambda *a: launched.append(a[0].shape[0]) or hidden(*a))
+    assert_equal(results(functional.ffn, t, dy, activation="relu", recompute=True), expected)
+    functional.dispatch._cached_plan.cache_clear()
+    groups, chunks = -(-128 // chunk[1]), -(-70 // chunk[0])
+    assert len(launched) == chunks + groups * chunks, "once forward, once for each part backward"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_chunks_are_summed_in_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """3000 times one: 16 bits would stop counting at 2048 or at 256, chunk by chunk."""
+    names = ("x", "w_up", "w_down", "b_up")
+    t = dict(zip(names, (torch.ones(3000, 1), torch.ones(1, 1), torch.ones(1, 1), torch.zeros(1)), strict=True))
+    t = {name: tensor.to(dtype) for name, tensor in t.items()}
+    with on_path("chunked", None) as options:
+        cut(monkeypatch, 10, 1)
+        found = results(functional.ffn, t, torch.ones_like(t["x"]), activation="identity", **options)
+    exact = torch.tensor(3000.0).to(dtype)
+    assert all(bool((found[f"d{name}"] == exact).all()) for name in names[1:])
+
+
+@GATED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_recompute_is_as_exact_as_torch(dtype: torch.dtype, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many groups of hidden units, whose parts of dx are rounded each, as a plan may have."""
+    tensors = ffn_inputs((4, 24), 64, 512, 64, dtype, gated=gated, residual=True, device=CPU)
+    groups = planning.ffn_chunked.MOST_ROUNDINGS // (2 if gated else 1)
+    with on_path("chunked", None) as options:
+        cut(monkeypatch, 40, 512 // groups)
+        manual_seed = None if DEVICE.type == "cuda" else 17  # the seed is drawn on the device of the kernels
+        assert_ffn_close(functional.ffn, tensors, options=options, dropout_p=0.0, manual_seed=manual_seed)
+
+
+def test_recompute_agrees_with_the_mask_it_drew() -> None:
+    """The derivative along a random direction, by differences of two forward passes with the same seed."""
+    tensors = in_float64(ffn_inputs(40, 6, 18, 6, gated=True, device=CPU))
+    dy = torch.randn(40, 6, dtype=torch.float64)
+    direction = {name: torch.randn_like(tensor) for name, tensor in tensors.items() if tensor is not None}
+
+    def loss(step: float) -> Tensor:
+        seed_after(21)
+        moved = {name: tensors[name] + step * way for name, way in direction.items()}
+        return (functional.ffn(**moved, activation="silu", dropout_p=0.5, **options) * dy).sum()
+
+    with on_path("chunked") as options:
+        seed_after(21)
+        found = results(functional.ffn, tensors, dy, activation="silu", dropout_p=0.5, **options)
+        difference = (loss(1e-6) - loss(-1e-6)) / 2e-6
+    along = sum((found[f"d{name}"] * way).sum() for name, way in direction.items())
+    torch.testing.assert_close(difference, along)
+
+
+@GATED
+def test_two_backward_passes_give_the_same(gated: bool) -> None:
+    named = leaves(ffn_inputs(40, 6, 18, 6, gated=gated, device=CPU))
+    with on_path("chunked") as options:
+        y = functional.ffn(**named, dropout_p=0.25, **options)
+    wanted = [tensor for tensor in named.values() if tensor is not None]
+    dy = torch.randn_like(y)
+    first = torch.autograd.grad(y, wanted, dy, retain_graph=True)
+    second = torch.autograd.grad(y, wanted, dy)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_checkpoint_around_chunks_replays_the_mask() -> None:
+    t = ffn_inputs(40, 6, 18, 6, device=CPU)
+    dy, seed = like_result(t), torch.tensor([5])
+
+    def checkpointed(**tensors: Any) -> Tensor:
+        call = dict(dropout_p=0.5, dropout_seed=seed, **options)
+        return torch.utils.checkpoint.checkpoint(
+            lambda *values: functional.ffn(**dict(zip(tensors, values, strict=True)), **call),
+            *tensors.values(), use_reentrant=False,
+        )  # fmt: skip
+
+    with on_path("chunked") as options:
+        plain = results(functional.ffn, t, dy, dropout_p=0.5, dropout_seed=seed, **options)
+        assert_equal(results(checkpointed, t, dy), plain)
+
+
+LIMIT = 2**17
+TOKENS, D_MODEL, D_FF = 192, 8, 512
+
+
+def allocated(tensors: Tensors, **options: Any) -> tuple[AllocatedBytes, AllocatedBytes, int, int]:
+    """What the forward and the backward pass allocate, and the bytes of y and of all gradients."""
+    named = leaves(tensors)
+    seed = torch.tensor([3])
+    with AllocatedBytes() as forward:
+        y = functional.ffn(**named, dropout_seed=seed, **options)
+    dy = torch.randn_like(y)
+    with AllocatedBytes() as backward:
+        y.backward(dy)
+    gradients = [tensor.grad for tensor in named.values() if tensor is not None]
+    return forward, backward, y.nbytes, sum(gradient.nbytes for gradient in gradients if gradient is not None)
+
+
+@GATED
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_allocator_never_gives_a_hidden(
+    activation: str, dtype: torch.dtype, dropout_p: float, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a block of tokens × d_ff elements, nor more than the limit beside the result and the gradients."""
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
+    monkeypatch.setattr(planning.ffn_chunked, "WORKSPACE_LIMIT", LIMIT)
+    # The mask of a token takes more than a chunk of this limit: as many tokens as there are anyway.
+    monkeypatch.setattr(planning.ffn_chunked, "LEAST_ROWS", 1)
+    monkeypatch.setattr(functional.dispatch, "_cached_plan", planning.plan)
+    tensors = ffn_inputs(TOKENS, D_MODEL, D_FF, D_MODEL, dtype, gated=gated, residual=True, device=CPU)
+    hidden = TOKENS * D_FF * dtype.itemsize
+    call = {"activation": activation, "dropout_p": dropout_p}
+    forward, backward, y, gradients = allocated(tensors, recompute=True, **call)
+    assert len(backward.blocks) > 10, "nothing was recorded"
+    assert max(forward.blocks + backward.blocks) < hidden
+    # Beside the plan's own sum: results of a few numbers, such as a probability.
+    assert forward.peak - y <= LIMIT + 4096
+    assert backward.peak - gradients <= LIMIT + 4096
+    # The recorder does see a hidden where there is one.
+    forward, backward, y, gradients = allocated(tensors, recompute=False, **call)
+    assert max(forward.blocks) >= hidden
+    assert max(backward.blocks) >= hidden
+    assert backward.peak - gradients > 0
+
+
+@pytest.mark.parametrize("tokens", [2, 33, 500])
+def test_recompute_keeps_its_promise_however_small_the_problem(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a patched limit: a problem that would fit one chunk is cut all the same."""
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
+    forward, backward, *_ = allocated(ffn_inputs(tokens, 1, 640, 1, gated=True, device=CPU), recompute=True)
+    assert max(forward.blocks + backward.blocks) < max(tokens * 640 * 4, 3 * 640 * 4 + 1)
+
+
+def test_x_alone_is_kept() -> None:
+    named = leaves(ffn_inputs(50, 6, 18, 6, gated=True, device=CPU))
+    kept: list[Tensor] = []
+    with on_path("chunked") as options, torch.autograd.graph.saved_tensors_hooks(kept.append, lambda t: t):
+        functional.ffn(**named, dropout_p=0.5, **options)
+    known = {tensor.data_ptr() for tensor in named.values() if tensor is not None}
+    (seed,) = (tensor for tensor in kept if tensor.data_ptr() not in known)
+    assert (seed.dtype, seed.numel()) == (torch.int64, 1)
+
+
+def test_a_budget_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
+    named = leaves(ffn_inputs(50, 6, 18, 6, device=CPU))
+    problem = functional.dispatch.ffn_problem(**named, activation="gelu", dropout_p=0.0, recompute="auto")
+    needed = planning.plan(problem, functional.dispatch.describe(CPU)).saved_bytes
+    with functional.dispatch.decisions() as counted:
+        for budget in (needed, needed - 1, 2):
+            functional.ffn(**named, recompute=budget).sum().backward()
+    assert counted == {"ffn torch": 1, "ffn chunked": 2}
+
+
+def test_plans_of_chunks_are_data() -> None:
+    made = planning.plan(planning.Problem("ffn", 1, 64, 8, 16, 8, "float32", recompute=True), planning.Device("cpu"))
+    assert made.chunks is not None
+    assert {field.name for field in dataclasses.fields(made.chunks)} == {"rows", "passes", "workspace_bytes"}
+    assert made.chunks.passes == (), "nothing is wanted of a backward pass"
