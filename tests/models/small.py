@@ -33,7 +33,9 @@ class Family:
 
     def build(self, **options: Any) -> nn.Module:
         """A small model; ``options`` change the configuration."""
-        return self._build(self.options | options)
+        # Plain products of matrices: the same on every machine.
+        eager = {"attn_implementation": "eager"} if self.package == "transformers" else {}
+        return self._build(self.options | eager | options)
 
     def build_published(self, device: str = "meta") -> nn.Module:
         """One layer (of each kind) with the widths that the library takes by default, and few words."""
@@ -43,19 +45,21 @@ class Family:
         with torch.device(device):
             return self._build(options | layers)
 
-    def published_inputs(self, batch: int, length: int) -> Inputs:
-        """Inputs for the published widths: ``batch`` texts of ``length`` tokens, or images or sounds as many."""
+    def published_inputs(self, tokens: int) -> Inputs:
+        """Inputs for the published widths, of about so many tokens: texts of 512, images of 50 to 257, sounds."""
         if self.inputs is _sound:
+            batch = tokens // 2048
             features, labels = torch.randn(batch, 80, 3000), torch.randint(4, WORDS, (batch, 448))
             return {"input_features": features, "labels": labels}
         if self.inputs is _text:
-            return {name: torch.randint(4, WORDS, (batch, length)) for name in ("input_ids", "labels")}
+            return {name: torch.randint(4, WORDS, (tokens // 512, 512)) for name in ("input_ids", "labels")}
+        batch = tokens // 256
         return {"pixel_values": torch.randn(batch, 3, 224, 224), "labels": torch.randint(0, 5, (batch,))}
 
     def _build(self, options: dict[str, Any]) -> nn.Module:
         library = importlib.import_module(self.package)
         if self.package == "transformers":
-            config = getattr(library, self.config)(attn_implementation="eager", **options)
+            config = getattr(library, self.config)(**options)
             return getattr(library, self.model)(config)
         return getattr(importlib.import_module(self.config), self.model)(**options)
 
