@@ -87,6 +87,14 @@ class Family:
             return self.results(model, doubled)
 
 
+# Options that make a family compute gelu_tanh by torch's own function, as ours: other forms differ in the last bit.
+TORCH_GELU_TANH = {
+    "GPT-2": {"activation_function": "gelu_pytorch_tanh"},
+    "Phi": {"hidden_act": "gelu_pytorch_tanh"},
+    "T5 1.1": {"feed_forward_proj": "gated-gelu_pytorch_tanh"},
+}
+
+
 class InFloat64(TorchFunctionMode):
     """Casts to float32 become casts to float64: norms and losses of these libraries ask for float32, whatever comes."""
 
