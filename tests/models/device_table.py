@@ -2,8 +2,8 @@
 
     python -m tests.models.device_table --output tests/models/results/h200-bf16.json
 
-A model has one layer (or one of each side) with the widths that its library takes by default, and few words, so that
-the layer is what is measured; attention is the library's default, too. Contenders share the parameters and are
+A model has one layer (or one of each side) with the widths that its library takes by default, and a small vocabulary,
+so that the layer is what is measured; attention is the library's default, too. Contenders share the parameters and are
 interleaved: the model as it is (``torch``), replaced (``auto``), and replaced with ``recompute=True``. One whose logits
 or gradients fail the closeness rule, for the very inputs that are to be timed, is not timed, and the exit status is 1.
 The rows of the record, besides what every record of the benchmark says (``fusedlayers.bench.record``):
@@ -11,10 +11,9 @@ The rows of the record, besides what every record of the benchmark says (``fused
     family, ffn, shapes    of the inputs
     contenders             by name: paths (calls by the path that launched calls take), logits_error, gradients_error
                            (the largest error over the largest value, against float64), red (what failed the rule),
-                           kernels (the same with kernels forced, which CUDA graphs may take; or the reason why not),
                            saved_bytes (kept by the forward pass for the backward pass, without parameters),
-                           peak_bytes (most allocated by a step), launched and replayed (spreads of seconds, or null),
-                           reason (why there is no time), host_bound (launched shows the host and not the device)
+                           peak_bytes (most allocated by a step), launched (a spread of seconds), host_bound (launched
+                           shows the host and not the device); or reason (why nothing was measured)
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import copy
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -35,9 +34,9 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers.bench import record as records
-from fusedlayers.bench.contenders import AUTO_SWITCHES, FUSED_SWITCHES, Contender, Work
+from fusedlayers.bench.contenders import AUTO_SWITCHES, Contender, Work
 from fusedlayers.bench.memory import peak_bytes, saved_bytes
-from fusedlayers.bench.timing import NotTimed, measure
+from fusedlayers.bench.timing import NotTimed, clock_for, measure
 from fusedlayers.closeness import compare_all
 from fusedlayers.functional.dispatch import decisions, switched
 from tests.models.small import FAMILIES, Family, Inputs, Results
@@ -82,46 +81,34 @@ def checked(family: Family, models: dict[str, nn.Module], inputs: Inputs) -> tup
     truth = family.truth(copy.deepcopy(models[TORCH]).double(), inputs)
     expected: Results = {}
 
-    def judged(model: nn.Module, switches: Mapping[str, str]) -> Row:
-        nonlocal expected
-        with switched(switches), decisions() as paths:
+    entries = {}
+    for name, model in models.items():
+        with switched(AUTO_SWITCHES), decisions() as paths:
             found = family.results(model, inputs)
         # The next model's gradients take the place of these, because the parameters are the same.
         found = {key: None if tensor is None else tensor.clone() for key, tensor in found.items()}
         expected = expected or found
         red = [verdict.message for verdict in compare_all(found, expected, truth).values() if not verdict.ok]
         logits, gradients = (worst_error(found, truth, gradients) for gradients in (False, True))
-        return {"paths": dict(paths), "logits_error": logits, "gradients_error": gradients, "red": red}
-
-    entries = {}
-    for name, model in models.items():
-        entries[name] = judged(model, AUTO_SWITCHES)
-        if name != TORCH:
-            try:
-                entries[name]["kernels"] = judged(model, FUSED_SWITCHES)
-            except RuntimeError as error:  # there are none for this width or device
-                entries[name]["kernels"] = {"reason": str(error)}
+        entries[name] = {"paths": dict(paths), "logits_error": logits, "gradients_error": gradients, "red": red}
     trained = [name for name, _ in models[TORCH].named_parameters() if expected[f"d{name}"] is not None]
     models[TORCH].zero_grad()
     return entries, trained
 
 
-def reds(entry: Row) -> list[str]:
-    """What failed the closeness rule, also through forced kernels."""
-    return [*entry.get("red", ()), *(f"kernels: {line}" for line in entry.get("kernels", {}).get("red", ()))]
-
-
 def times(contenders: list[Contender], work: Work, seconds: float) -> dict[str, Row]:
     """Time and memory of every contender, or why there are none."""
+    clock = clock_for(work.device)
+    # transformers builds an attention mask inside a capture that it does without elsewhere: another step.
+    clock.capture = lambda launch: (None, "")  # type: ignore[method-assign]
     entries: dict[str, Row] = {}
-    for contender, timing in zip(contenders, measure(contenders, work, seconds=seconds).values(), strict=True):
+    found = measure(contenders, work, seconds=seconds, clock=clock)
+    for contender, timing in zip(contenders, found.values(), strict=True):
         if isinstance(timing, NotTimed):
-            entries[contender.name] = {"launched": None, "replayed": None, "reason": timing.reason}
+            entries[contender.name] = {"reason": timing.reason}
             continue
         entries[contender.name] = {
             "launched": asdict(timing.launched),
-            "replayed": None if timing.replayed is None else asdict(timing.replayed),
-            "reason": timing.replay_reason,
             "host_bound": timing.host_bound,
             "saved_bytes": saved_bytes(contender, work, frozenset(work.inputs)),
             "peak_bytes": peak_bytes(contender, work),
@@ -138,28 +125,17 @@ def row(name: str, family: Family, chosen: argparse.Namespace) -> Row:
     tokens = WIDE_TOKENS if int(ffn.rpartition(" ")[2]) >= WIDE else chosen.tokens
     inputs = on(chosen.device, family.inputs() if chosen.small else family.published_inputs(tokens), torch.bfloat16)
     entries, trained = checked(family, models, inputs)
-    if not chosen.check:
 
-        def loss(model: nn.Module, **_: Tensor) -> Tensor:
-            return family.run(model, inputs)[1]
+    def loss(model: nn.Module, **_: Tensor) -> Tensor:
+        return family.run(model, inputs)[1]
 
-        def contender(kind: str, name: str, model: nn.Module) -> Contender:
-            # A CUDA graph records only kernels that ran before, also where launched calls take none.
-            forced = "paths" in entries[kind].get("kernels", ())
-            return Contender(name, partial(loss, model), AUTO_SWITCHES, FUSED_SWITCHES if forced else {})
-
-        timed = [contender(kind, kind, model) for kind, model in models.items() if not reds(entries[kind])]
-        if name in chosen.compiled:
-            timed += [
-                contender(kind, f"{kind}, compiled", torch.compile(models[kind]))
-                for kind in (TORCH, "auto")
-                if not reds(entries[kind])
-            ]
-        parameters = dict(plain.named_parameters())
-        upstream = torch.ones_like(loss(plain))
-        work = Work({name: parameters[name] for name in trained}, (upstream,), backward=True)
-        for kind, entry in times(timed, work, chosen.seconds).items():
-            entries[kind] = entries.get(kind, {}) | entry
+    kinds = [kind for kind, entry in entries.items() if not entry["red"]]
+    timed = [Contender(kind, partial(loss, models[kind]), AUTO_SWITCHES) for kind in kinds]
+    parameters = dict(plain.named_parameters())
+    upstream = torch.ones_like(loss(plain))
+    work = Work({name: parameters[name] for name in trained}, (upstream,), backward=True)
+    for kind, entry in times(timed, work, chosen.seconds).items():
+        entries[kind] = entries.get(kind, {}) | entry
     shapes = {key: list(tensor.shape) for key, tensor in inputs.items()}
     return {"family": name, "ffn": ffn, "shapes": shapes, "contenders": entries}
 
@@ -169,12 +145,10 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(FAMILIES), metavar="FAMILY")
-    parser.add_argument("--compiled", nargs="*", default=[], metavar="FAMILY", help="also under torch.compile")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=65_536, help=f"about so many for models below width {WIDE}")
     parser.add_argument("--seconds", type=float, default=0.5, help="of timing for each family, at least")
     parser.add_argument("--commit", help="of the sources, where they are no git clone")
-    parser.add_argument("--check", action="store_true", help="check, and time nothing")
     parser.add_argument("--small", action="store_true", help="the small models of the tests: to try this script")
     return parser.parse_args(words)
 
@@ -194,9 +168,9 @@ def main() -> int:
             failed = True
             print(f"{name}: {type(error).__name__}: {error}".splitlines()[0], flush=True)
             continue
-        red = [f"{kind}: {line}" for kind, entry in found["contenders"].items() for line in reds(entry)]
+        red = [f"{kind}: {line}" for kind, entry in found["contenders"].items() for line in entry.get("red", ())]
         failed = failed or bool(red)
-        print(f"{name} ({time.perf_counter() - start:.1f} s)", *red, *_times(found), sep="; ", flush=True)
+        print(f"{name} ({time.perf_counter() - start:.1f} s)", *_lines(found), *red, sep="; ", flush=True)
         record["rows"].append(found)
         records.write(record, chosen.output)
     records.finish(record)
@@ -204,13 +178,12 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _times(found: Row) -> list[str]:
-    """Milliseconds, launched and replayed, of every contender."""
-    texts = []
-    for kind, entry in found["contenders"].items():
-        medians = [f"{1e3 * entry[way]['median']:.2f}" for way in ("launched", "replayed") if entry.get(way)]
-        texts.append(f"{kind} {' / '.join(medians)} ms {entry.get('reason', '')}".strip())
-    return texts
+def _lines(found: Row) -> list[str]:
+    """Milliseconds of every contender, or why there are none."""
+    return [
+        f"{kind} {1e3 * entry['launched']['median']:.2f} ms" if "launched" in entry else f"{kind} {entry.get('reason')}"
+        for kind, entry in found["contenders"].items()
+    ]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 # Widths that divide nothing: tails everywhere.
 WIDTH, HIDDEN, LAYERS, HEADS, WORDS = 24, 52, 2, 2, 61
+# With the published widths; with fewer words the tokens would be alike, and their errors would not be independent.
+PUBLISHED_WORDS = 4096
 
 Inputs = dict[str, Tensor]
 Results = dict[str, Tensor | None]
@@ -38,9 +40,10 @@ class Family:
         return self._build(self.options | eager | options)
 
     def build_published(self, device: str = "meta") -> nn.Module:
-        """One layer (of each kind) with the widths that the library takes by default, and few words."""
-        kept = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "num_labels")
+        """One layer (of each kind) with the widths that the library takes by default, and a small vocabulary."""
+        kept = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "num_labels")
         options = {name: value for name, value in self.options.items() if name in kept or name == "feed_forward_proj"}
+        options |= {"vocab_size": PUBLISHED_WORDS} if "vocab_size" in self.options else {}
         layers = {name: 1 for name in self.options if name in _LAYER_COUNTS}
         with torch.device(device):
             return self._build(options | layers)
@@ -49,10 +52,10 @@ class Family:
         """Inputs for the published widths, of about so many tokens: texts of 512, images of 50 to 257, sounds."""
         if self.inputs is _sound:
             batch = tokens // 2048
-            features, labels = torch.randn(batch, 80, 3000), torch.randint(4, WORDS, (batch, 448))
+            features, labels = torch.randn(batch, 80, 3000), torch.randint(4, PUBLISHED_WORDS, (batch, 448))
             return {"input_features": features, "labels": labels}
         if self.inputs is _text:
-            return {name: torch.randint(4, WORDS, (tokens // 512, 512)) for name in ("input_ids", "labels")}
+            return {name: torch.randint(4, PUBLISHED_WORDS, (tokens // 512, 512)) for name in ("input_ids", "labels")}
         batch = tokens // 256
         return {"pixel_values": torch.randn(batch, 3, 224, 224), "labels": torch.randint(0, 5, (batch,))}
 
