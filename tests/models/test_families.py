@@ -16,9 +16,7 @@ from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.replacing import torch_module_activation
 from fusedlayers.replacing.families import FAMILIES as TABLE
 from tests.ffn_blocks import assert_same, count_fused_calls
-from tests.models import device_table
 from tests.models.small import FAMILIES, TORCH_GELU_TANH, Family
-from tests.models.support_table import row
 
 each_family = pytest.mark.parametrize("name", FAMILIES)
 
@@ -172,23 +170,6 @@ def test_every_row_names_a_class(path: str) -> None:
     package, (module, _, name) = path.split(".")[0], path.rpartition(".")
     pytest.importorskip(package, reason=REASONS[package], exc_type=ImportError)
     assert inspect.isclass(getattr(importlib.import_module(module), name))
-
-
-def test_the_table_of_support_has_a_row() -> None:
-    """ViT-Base: 3072 hidden units and the slope of gelu, twice, besides 768 inputs, in two bytes each."""
-    cells = [cell.strip() for cell in row("ViT", installed("ViT")).strip("|").split(" | ")]
-    assert cells[:3] == ["ViT", "`ViTMLP`", "gelu, 768 -> 3072 -> 768"]
-    assert all(0 < float(error) < 1e-5 for cell in cells[3:5] for error in cell.split(" / "))
-    assert cells[5] == f"{2 * (768 + 2 * 3072):,} / {2 * 768:,} bytes"
-
-
-def test_the_table_of_a_device_has_a_row() -> None:
-    """On a CPU, with a small model: what the script is, not what a GPU does."""
-    family = installed("BERT")
-    cells = [cell.strip() for cell in device_table.row("BERT", family, "cpu", 2, 8, False).strip("|").split(" | ")]
-    assert cells[:2] == ["BERT", "gelu, 24 -> 52 -> 24"]
-    assert all(float(milliseconds) > 0 for milliseconds in cells[2].split(" / "))
-    assert cells[4] == "nan / nan / nan"
 
 
 # transformers' names of activations, and ours.
