@@ -366,7 +366,7 @@ def test_chunks_of_wide_layers_keep_the_limit(size: tuple[int, int, int], gated:
 
 
 def test_a_budget_of_saved_bytes() -> None:
-    """The fastest path where it fits, else what recompute=True takes; the plan is that of the problem with the limit."""
+    """The fastest path where it fits, else what recompute=True takes; the plan is of the problem with the limit."""
     problem = replace(TRAINING, M=16_384, K=1024, N=4096, O=1024)
     fastest, least = plan(problem, H200), plan(replace(problem, recompute=True), H200)
     assert fastest.saved_bytes > least.saved_bytes > 2
