@@ -1,10 +1,19 @@
-"""Print, for each family, what `replace` does to a training step on a GPU: check, then time and memory, in bfloat16.
+"""Measure, for each family, what `replace` does to a training step on a GPU, in bfloat16: check, then time and memory.
 
-    python -m tests.models.device_table --families Llama GPT-2 BERT
+    python -m tests.models.device_table --output tests/models/results/h200-bf16.json
 
-A model has one layer (or one of each side) with the widths that its library takes by default, and few words, so that
-the layer is what is measured. Contenders, interleaved: the model as it is, replaced in auto mode, and replaced with
-``recompute=True``. A family whose logits or gradients fail the closeness rule is not timed.
+A model has one layer (or one of each side) with the widths that its library takes by default, and a small vocabulary,
+so that the layer is what is measured; attention is the library's default, too. Contenders share the parameters and are
+interleaved: the model as it is (``torch``), replaced (``auto``), and replaced with ``recompute=True``. One whose logits
+or gradients fail the closeness rule, for the very inputs that are to be timed, is not timed, and the exit status is 1.
+The rows of the record, besides what every record of the benchmark says (``fusedlayers.bench.record``):
+
+    family, ffn, shapes    of the inputs
+    contenders             by name: paths (calls by the path that launched calls take), logits_error, gradients_error
+                           (the largest error over the largest value, against float64), red (what failed the rule),
+                           saved_bytes (kept by the forward pass for the backward pass, without parameters),
+                           peak_bytes (most allocated by a step), launched (a spread of seconds), host_bound (launched
+                           shows the host and not the device); or reason (why nothing was measured)
 """
 
 from __future__ import annotations
@@ -12,19 +21,30 @@ from __future__ import annotations
 import argparse
 import copy
 import logging
-import statistics
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers.bench.timing import clock_for
+from fusedlayers.bench import record as records
+from fusedlayers.bench.contenders import AUTO_SWITCHES, Contender, Work
+from fusedlayers.bench.memory import peak_bytes, saved_bytes
+from fusedlayers.bench.timing import NotTimed, clock_for, measure
 from fusedlayers.closeness import compare_all
-from tests.models.small import FAMILIES, Family, Inputs
+from fusedlayers.functional.dispatch import decisions, switched
+from tests.models.small import FAMILIES, Family, Inputs, Results
 
-HEADER = "| family | FFN | step, ms: torch / auto / recompute | speed-up: auto, recompute | peak MiB beside the model |"
-ROUNDS, DISCARDED = 9, 2
+Row = dict[str, Any]
+TORCH = "torch"
+# Models of this width and wider get fewer tokens, so that all take about as long.
+WIDE, WIDE_TOKENS = 2048, 8_192
 
 
 def on(device: str, inputs: Inputs, dtype: torch.dtype) -> Inputs:
@@ -35,84 +55,136 @@ def on(device: str, inputs: Inputs, dtype: torch.dtype) -> Inputs:
     }
 
 
-def red_verdicts(family: Family, models: dict[str, nn.Module], inputs: Inputs) -> list[str]:
-    """What fails the closeness rule, of every replaced model."""
-    truth = family.truth(copy.deepcopy(models["torch"]).double(), inputs)
-    theirs = family.results(models["torch"], inputs)
-    red = []
-    for name in ("auto", "recompute"):
-        verdicts = compare_all(family.results(models[name], inputs), theirs, truth)
-        red += [f"{name}: {verdict.message}" for verdict in verdicts.values() if not verdict.ok]
-    return red
+def worst_error(results: Results, truth: Results, gradients: bool) -> float:
+    """The largest error of the logits or of all gradients, over the largest value among them."""
+    names = [name for name in truth if name != "loss" and (name != "logits") == gradients]
+    errors, values = [], []
+    for name in names:
+        ours, reference = results[name], truth[name]
+        if ours is not None and reference is not None:
+            errors.append(float((ours.detach().double() - reference).abs().max()))
+            values.append(float(reference.detach().abs().max()))
+    return max(errors) / max(values)
 
 
-def step(family: Family, model: nn.Module, inputs: Inputs) -> None:
-    """Forward and backward, the gradients of the last step thrown away."""
-    model.zero_grad(set_to_none=True)
-    _, loss = family.run(model, inputs)
-    loss.backward()
-
-
-def peak_mebibytes(run: Callable[[], None], model: nn.Module, device: str) -> float:
-    """The most that one step allocates beside what is there before it; NaN where nothing counts it."""
-    model.zero_grad(set_to_none=True)
-    if device == "cpu":
-        return float("nan")
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
-def row(name: str, family: Family, device: str, batch: int, length: int, published: bool) -> str:
-    """One line of the table, or why there is none."""
-    torch.manual_seed(0)
-    dtype = torch.bfloat16
-    plain = (family.build_published(device) if published else family.build()).to(dtype).eval()
-    models = {"torch": plain, "auto": copy.deepcopy(plain), "recompute": copy.deepcopy(plain)}
-    report = fl.replace(models["auto"])
+def variants(plain: nn.Module) -> dict[str, nn.Module]:
+    """The model as it is, and replaced, with the same parameters."""
+    shared = {id(parameter): parameter for parameter in plain.parameters()}
+    models = {TORCH: plain} | {name: copy.deepcopy(plain, dict(shared)) for name in ("auto", "recompute")}
+    fl.replace(models["auto"])
     fl.replace(models["recompute"], recompute=True)
-    few = on(device, family.published_inputs(2, 64) if published else family.inputs(), dtype)
-    if red := red_verdicts(family, models, few):
-        return f"| {name} | not timed: {'; '.join(red)} | | | |"
-    inputs = on(device, family.published_inputs(batch, length), dtype) if published else few
-    runs = {kind: (lambda model=model: step(family, model, inputs)) for kind, model in models.items()}
-    clock = clock_for(torch.device(device))
-    times: dict[str, list[float]] = {kind: [] for kind in runs}
-    for run in runs.values():
-        clock.warm_up(run)
-    for turn in range(ROUNDS):
-        for kind in [*runs][turn % 3 :] + [*runs][: turn % 3]:
-            measured = [seconds for seconds, _ in clock.visit(runs[kind])]
-            times[kind] += measured if turn >= DISCARDED else []
-    medians = {kind: 1e3 * statistics.median(found) for kind, found in times.items()}
-    peaks = {kind: peak_mebibytes(runs[kind], models[kind], device) for kind in runs}
-    speed_ups = ", ".join(f"{medians['torch'] / medians[kind]:.2f}" for kind in ("auto", "recompute"))
-    ffn = report.replaced[0].reason.partition(": ")[2]
-    spent, needed = (
-        " / ".join(f"{found[kind]:{form}}" for kind in runs) for found, form in ((medians, ".2f"), (peaks, ".0f"))
-    )
-    return f"| {name} | {ffn} | {spent} | {speed_ups} | {needed} |"
+    return models
 
 
-def main() -> None:
-    """Print the table for the chosen families."""
+def checked(family: Family, models: dict[str, nn.Module], inputs: Inputs) -> tuple[dict[str, Row], list[str]]:
+    """For each model what it computes and through which path, against float64; and the parameters with gradients."""
+    truth = family.truth(copy.deepcopy(models[TORCH]).double(), inputs)
+    expected: Results = {}
+
+    entries = {}
+    for name, model in models.items():
+        with switched(AUTO_SWITCHES), decisions() as paths:
+            found = family.results(model, inputs)
+        # The next model's gradients take the place of these, because the parameters are the same.
+        found = {key: None if tensor is None else tensor.clone() for key, tensor in found.items()}
+        expected = expected or found
+        red = [verdict.message for verdict in compare_all(found, expected, truth).values() if not verdict.ok]
+        logits, gradients = (worst_error(found, truth, gradients) for gradients in (False, True))
+        entries[name] = {"paths": dict(paths), "logits_error": logits, "gradients_error": gradients, "red": red}
+    trained = [name for name, _ in models[TORCH].named_parameters() if expected[f"d{name}"] is not None]
+    models[TORCH].zero_grad()
+    return entries, trained
+
+
+def times(contenders: list[Contender], work: Work, seconds: float) -> dict[str, Row]:
+    """Time and memory of every contender, or why there are none."""
+    clock = clock_for(work.device)
+    # transformers builds an attention mask inside a capture that it does without elsewhere: another step.
+    clock.capture = lambda launch: (None, "")  # type: ignore[method-assign]
+    entries: dict[str, Row] = {}
+    found = measure(contenders, work, seconds=seconds, clock=clock)
+    for contender, timing in zip(contenders, found.values(), strict=True):
+        if isinstance(timing, NotTimed):
+            entries[contender.name] = {"reason": timing.reason}
+            continue
+        entries[contender.name] = {
+            "launched": asdict(timing.launched),
+            "host_bound": timing.host_bound,
+            "saved_bytes": saved_bytes(contender, work, frozenset(work.inputs)),
+            "peak_bytes": peak_bytes(contender, work),
+        }
+    return entries
+
+
+def row(name: str, family: Family, chosen: argparse.Namespace) -> Row:
+    """One row of the record."""
+    torch.manual_seed(0)
+    plain = family.build() if chosen.small else family.build_published(chosen.device)
+    models = variants(plain.to(torch.bfloat16).eval())
+    ffn = fl.replace(copy.deepcopy(plain), dry_run=True).replaced[0].reason.partition(": ")[2]
+    tokens = WIDE_TOKENS if int(ffn.rpartition(" ")[2]) >= WIDE else chosen.tokens
+    inputs = on(chosen.device, family.inputs() if chosen.small else family.published_inputs(tokens), torch.bfloat16)
+    entries, trained = checked(family, models, inputs)
+
+    def loss(model: nn.Module, **_: Tensor) -> Tensor:
+        return family.run(model, inputs)[1]
+
+    kinds = [kind for kind, entry in entries.items() if not entry["red"]]
+    timed = [Contender(kind, partial(loss, models[kind]), AUTO_SWITCHES) for kind in kinds]
+    parameters = dict(plain.named_parameters())
+    upstream = torch.ones_like(loss(plain))
+    work = Work({name: parameters[name] for name in trained}, (upstream,), backward=True)
+    for kind, entry in times(timed, work, chosen.seconds).items():
+        entries[kind] = entries.get(kind, {}) | entry
+    shapes = {key: list(tensor.shape) for key, tensor in inputs.items()}
+    return {"family": name, "ffn": ffn, "shapes": shapes, "contenders": entries}
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(FAMILIES), metavar="FAMILY")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--batch", type=int, default=16, help="texts, images or sounds (default: %(default)s)")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a text (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=65_536, help=f"about so many for models below width {WIDE}")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of timing for each family, at least")
+    parser.add_argument("--commit", help="of the sources, where they are no git clone")
     parser.add_argument("--small", action="store_true", help="the small models of the tests: to try this script")
-    chosen = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    """Measure the chosen families, and write the record after each of them."""
+    chosen = arguments()
     logging.disable(logging.WARNING)
-    print(HEADER)
-    print("| --- " * 5 + "|")
+    method = {"seconds_per_row": chosen.seconds, "dtype": "bfloat16", "small": chosen.small}
+    record = records.new_record(sys.argv[1:], torch.device(chosen.device), method, chosen.commit)
+    failed = False
     for name in chosen.families:
-        line = row(name, FAMILIES[name], chosen.device, chosen.batch, chosen.length, not chosen.small)
-        print(line, flush=True)
+        start = time.perf_counter()
+        try:
+            found = row(name, FAMILIES[name], chosen)
+        except Exception as error:  # the other families are measured nevertheless, and the exit status tells
+            failed = True
+            print(f"{name}: {type(error).__name__}: {error}".splitlines()[0], flush=True)
+            continue
+        red = [f"{kind}: {line}" for kind, entry in found["contenders"].items() for line in entry.get("red", ())]
+        failed = failed or bool(red)
+        print(f"{name} ({time.perf_counter() - start:.1f} s)", *_lines(found), *red, sep="; ", flush=True)
+        record["rows"].append(found)
+        records.write(record, chosen.output)
+    records.finish(record)
+    records.write(record, chosen.output)
+    return 1 if failed else 0
+
+
+def _lines(found: Row) -> list[str]:
+    """Milliseconds of every contender, or why there are none."""
+    return [
+        f"{kind} {1e3 * entry['launched']['median']:.2f} ms" if "launched" in entry else f"{kind} {entry.get('reason')}"
+        for kind, entry in found["contenders"].items()
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

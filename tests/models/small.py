@@ -14,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 # Widths that divide nothing: tails everywhere.
 WIDTH, HIDDEN, LAYERS, HEADS, WORDS = 24, 52, 2, 2, 61
+# With the published widths; with fewer words the tokens would be alike, and their errors would not be independent.
+PUBLISHED_WORDS = 4096
 
 Inputs = dict[str, Tensor]
 Results = dict[str, Tensor | None]
@@ -33,29 +35,34 @@ class Family:
 
     def build(self, **options: Any) -> nn.Module:
         """A small model; ``options`` change the configuration."""
-        return self._build(self.options | options)
+        # Plain products of matrices: the same on every machine.
+        eager = {"attn_implementation": "eager"} if self.package == "transformers" else {}
+        return self._build(self.options | eager | options)
 
     def build_published(self, device: str = "meta") -> nn.Module:
-        """One layer (of each kind) with the widths that the library takes by default, and few words."""
-        kept = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "num_labels")
+        """One layer (of each kind) with the widths that the library takes by default, and a small vocabulary."""
+        kept = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "num_labels")
         options = {name: value for name, value in self.options.items() if name in kept or name == "feed_forward_proj"}
+        options |= {"vocab_size": PUBLISHED_WORDS} if "vocab_size" in self.options else {}
         layers = {name: 1 for name in self.options if name in _LAYER_COUNTS}
         with torch.device(device):
             return self._build(options | layers)
 
-    def published_inputs(self, batch: int, length: int) -> Inputs:
-        """Inputs for the published widths: ``batch`` texts of ``length`` tokens, or images or sounds as many."""
+    def published_inputs(self, tokens: int) -> Inputs:
+        """Inputs for the published widths, of about so many tokens: texts of 512, images of 50 to 257, sounds."""
         if self.inputs is _sound:
-            features, labels = torch.randn(batch, 80, 3000), torch.randint(4, WORDS, (batch, 448))
+            batch = tokens // 2048
+            features, labels = torch.randn(batch, 80, 3000), torch.randint(4, PUBLISHED_WORDS, (batch, 448))
             return {"input_features": features, "labels": labels}
         if self.inputs is _text:
-            return {name: torch.randint(4, WORDS, (batch, length)) for name in ("input_ids", "labels")}
+            return {name: torch.randint(4, PUBLISHED_WORDS, (tokens // 512, 512)) for name in ("input_ids", "labels")}
+        batch = tokens // 256
         return {"pixel_values": torch.randn(batch, 3, 224, 224), "labels": torch.randint(0, 5, (batch,))}
 
     def _build(self, options: dict[str, Any]) -> nn.Module:
         library = importlib.import_module(self.package)
         if self.package == "transformers":
-            config = getattr(library, self.config)(attn_implementation="eager", **options)
+            config = getattr(library, self.config)(**options)
             return getattr(library, self.model)(config)
         return getattr(importlib.import_module(self.config), self.model)(**options)
 
@@ -81,6 +88,14 @@ class Family:
         doubled = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
         with InFloat64():
             return self.results(model, doubled)
+
+
+# Options that make a family compute gelu_tanh by torch's own function, as ours: other forms differ in the last bit.
+TORCH_GELU_TANH = {
+    "GPT-2": {"activation_function": "gelu_pytorch_tanh"},
+    "Phi": {"hidden_act": "gelu_pytorch_tanh"},
+    "T5 1.1": {"feed_forward_proj": "gated-gelu_pytorch_tanh"},
+}
 
 
 class InFloat64(TorchFunctionMode):

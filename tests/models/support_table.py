@@ -14,26 +14,15 @@ import logging
 import sys
 
 import torch
-from torch import Tensor
 
 import fusedlayers as fl
-from tests.models.small import FAMILIES, Family, Results
+from tests.models.device_table import worst_error
+from tests.models.small import FAMILIES, Family
 
 HEADER = (
     "| family | what becomes fused | its FFN | logits: torch / fused | gradients: torch / fused "
     "| kept per token and block: torch / `recompute=True` |"
 )
-
-
-def worst_error(results: Results, truth: Results, gradients: bool) -> float:
-    """The largest error of the logits or of all gradients, over the largest value among them."""
-
-    def chosen(found: Results) -> Tensor:
-        tensors = [found[name] for name in truth if name != "loss" and (name != "logits") == gradients]
-        return torch.cat([tensor.detach().double().flatten() for tensor in tensors if tensor is not None])
-
-    ours, reference = chosen(results), chosen(truth)
-    return float((ours - reference).abs().max() / reference.abs().max())
 
 
 def row(name: str, family: Family) -> str:

@@ -1,0 +1,109 @@
+"""The README's table of training steps on a GPU, from the record of ``tests.models.device_table``.
+
+    python -m tests.models.step_table --write        # without --write it only prints
+
+The table stands in the README between two comments; a test compares them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from tests.models.device_table import TORCH, Row
+from tests.models.small import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = Path(__file__).resolve().parent / "results" / "h200-bf16.json"
+START, END = "<!-- python -m tests.models.step_table --write -->\n", "<!-- end of the table of steps -->\n"
+COLUMNS = (
+    "family", "its FFN", "logits: torch / fused", "gradients: torch / fused", "step, ms: torch",
+    "speed-up: fused / recompute", "kept, MiB: torch / fused / recompute", "peak, MiB: torch / fused / recompute",
+)  # fmt: skip
+FUSED, RECOMPUTE = "auto", "recompute"
+KINDS = (TORCH, FUSED, RECOMPUTE)
+
+
+def markdown(record: Row) -> str:
+    """The paragraph about how it was measured, and the table, families in the order of ``small.FAMILIES``."""
+    rows = {row["family"]: row for row in record["rows"]}
+    cells = [COLUMNS, ("---",) * len(COLUMNS), *(_cells(rows[name]) for name in FAMILIES if name in rows)]
+    return f"{_conditions(record)}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def shown(readme: str) -> str:
+    """What the README has between the two comments."""
+    return readme.partition(START)[2].partition(END)[0].strip("\n") + "\n"
+
+
+def written(readme: str, table: str) -> str:
+    """The README with this table.
+
+    Raises:
+        ValueError: it lacks one of the comments.
+    """
+    if START not in readme or END not in readme:
+        raise ValueError(f"README.md: expected the lines {START.strip()!r} and {END.strip()!r}")
+    before, _, rest = readme.partition(START)
+    return f"{before}{START}\n{table}\n{END}{rest.partition(END)[2]}"
+
+
+def _conditions(record: Row) -> str:
+    device, versions = record["device"], record["versions"]
+    return (
+        f"Measured on {device['name']}, torch {versions['torch']}, Triton {versions['triton']}, bfloat16, "
+        f"{record['started'][:10]}, commit {record['commit'][:10]}: one layer (T5, BART and Whisper: one of each side) "
+        "with its library's default widths, a training step of 8,192 tokens from width 2048 on and of about 65,536 "
+        "below. Errors are the largest ones over the largest value, against float64. *Fused* is auto mode, *recompute* "
+        "is `recompute=True`; speed-ups are of the whole step, attention and loss included, launched call by call "
+        "(`*`: the host sets the pace), above 1 where faster than torch; *not timed*: a check before it was not "
+        "green. *Kept* is what the forward pass keeps for the backward pass, "
+        "*peak* the most that a step allocates, gradients included."
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    contenders = row["contenders"]
+    errors = [
+        " / ".join(f"{contenders[kind][key]:.1e}" for kind in (TORCH, FUSED))
+        for key in ("logits_error", "gradients_error")
+    ]
+    memory = [
+        " / ".join(_mebibytes(contenders[kind].get(key)) for kind in KINDS) for key in ("saved_bytes", "peak_bytes")
+    ]
+    speed_ups = " / ".join(_speed_up(contenders, kind) for kind in (FUSED, RECOMPUTE))
+    ffn = row["ffn"]
+    step = f"{1e3 * contenders[TORCH]['launched']['median']:.1f}{_mark(contenders[TORCH])}"
+    return (row["family"], ffn, *errors, step, speed_ups, *memory)
+
+
+def _speed_up(contenders: Row, kind: str) -> str:
+    if "launched" not in contenders[kind]:
+        return "not timed"
+    ratio = contenders[TORCH]["launched"]["median"] / contenders[kind]["launched"]["median"]
+    return f"{ratio:.2f}{_mark(contenders[kind])}"
+
+
+def _mark(entry: Row) -> str:
+    return "\\*" if entry["host_bound"] else ""
+
+
+def _mebibytes(size: int | None) -> str:
+    return "?" if size is None else f"{size / 2**20:,.0f}"
+
+
+def main() -> None:
+    """Print the table, or write it into the README."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="into README.md")
+    chosen = parser.parse_args()
+    table, path = markdown(json.loads(RECORD.read_text())), ROOT / "README.md"
+    if chosen.write:
+        path.write_text(written(path.read_text(), table))
+    else:
+        print(table, end="")
+
+
+if __name__ == "__main__":
+    main()

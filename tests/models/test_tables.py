@@ -1,0 +1,78 @@
+"""The tables that show what `replace` does to real models, and the record of a GPU that the README shows."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fusedlayers import functional
+from tests.models import device_table, step_table
+from tests.models.small import FAMILIES
+from tests.models.support_table import row
+from tests.models.test_families import installed
+
+SMALL = ("--device", "cpu", "--small", "--seconds", "0", "--output", "unused")
+
+
+def test_the_table_of_support_has_a_row() -> None:
+    """ViT-Base: 3072 hidden units and the slope of gelu, twice, besides 768 inputs, in two bytes each."""
+    cells = [cell.strip() for cell in row("ViT", installed("ViT")).strip("|").split(" | ")]
+    assert cells[:3] == ["ViT", "`ViTMLP`", "gelu, 768 -> 3072 -> 768"]
+    assert all(0 < float(error) < 1e-5 for cell in cells[3:5] for error in cell.split(" / "))
+    assert cells[5] == f"{2 * (768 + 2 * 3072):,} / {2 * 768:,} bytes"
+
+
+def test_a_row_of_the_record_of_a_device() -> None:
+    """On a CPU, with a small model: what the script is, not what a GPU does."""
+    found = device_table.row("BERT", installed("BERT"), device_table.arguments(SMALL))
+    assert found["ffn"] == "gelu, 24 -> 52 -> 24"
+    assert list(found["contenders"]) == ["torch", "auto", "recompute"]
+    for entry in found["contenders"].values():
+        assert not entry["red"]
+        assert 0 < entry["logits_error"] < 0.1
+        assert 0 < entry["gradients_error"] < 0.1
+        assert entry["launched"]["median"] > 0
+        assert entry["peak_bytes"] is None
+    kept = [entry["saved_bytes"] for entry in found["contenders"].values()]
+    assert kept[2] < kept[0]
+    assert found["contenders"]["recompute"]["paths"] == {"ffn chunked": 2}
+    json.dumps(found, allow_nan=False)
+
+
+def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right: Callable[..., torch.Tensor] = functional.ffn
+
+    def wrong(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        return 2 * right(*tensors, **options)
+
+    monkeypatch.setattr(functional, "ffn", wrong)
+    found = device_table.row("BERT", installed("BERT"), device_table.arguments(SMALL))["contenders"]
+    assert found["torch"]["launched"]
+    for name in ("auto", "recompute"):
+        assert any("NOT close" in line for line in found[name]["red"])
+        assert "launched" not in found[name]
+
+
+def test_the_readme_shows_the_committed_record() -> None:
+    record = json.loads(step_table.RECORD.read_text())
+    assert {found["family"] for found in record["rows"]} <= set(FAMILIES)
+    entries = [found["contenders"][name] for found in record["rows"] for name in step_table.KINDS]
+    for entry in entries:
+        assert not (entry["red"] and "launched" in entry), "what is wrong must not be timed"
+        assert math.isfinite(entry["logits_error"])
+    readme = (step_table.ROOT / "README.md").read_text()
+    assert step_table.shown(readme) == step_table.markdown(record), "python -m tests.models.step_table --write"
+
+
+def test_a_table_is_written_between_its_comments() -> None:
+    readme = f"before\n{step_table.START}old\n{step_table.END}after\n"
+    written = step_table.written(readme, "| new |\n")
+    assert written == f"before\n{step_table.START}\n| new |\n\n{step_table.END}after\n"
+    assert step_table.shown(written) == "| new |\n"
+    with pytest.raises(ValueError, match="expected the lines"):
+        step_table.written("before\nafter\n", "| new |\n")
