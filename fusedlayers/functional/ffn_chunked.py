@@ -30,12 +30,14 @@ class Weights(NamedTuple):
 
     def group(self, units: slice) -> "Weights":
         """Those of some hidden units."""
-        up, gate = (
-            tuple(None if tensor is None else tensor[units] for tensor in pair)
-            for pair in ((self.w_up, self.b_up), (self.w_gate, self.b_gate))
+
+        def part(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[units]
+
+        w_down = self.w_down[:, units]
+        return Weights(
+            self.w_up[units], w_down, part(self.b_up), self.b_down, part(self.w_gate), part(self.b_gate), units.start
         )
-        assert up[0] is not None
-        return Weights(up[0], self.w_down[:, units], up[1], self.b_down, *gate, units.start)
 
 
 def forward(

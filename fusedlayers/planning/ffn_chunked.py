@@ -89,14 +89,17 @@ def _passes(problem: Any, device: Device, kernels: bool) -> tuple[ChunkPass, ...
     if not p.training:
         return ()
     if not (data and weights):
-        chunk = _fit(p, _costs(p, device, kernels, weights), p.N if weights else 1)
-        return (ChunkPass(*(chunk or (1, p.N)), data, weights),)
+        rows, columns = _fit(p, _costs(p, device, kernels, weights), p.N if weights else 1) or (1, p.N)
+        return (ChunkPass(rows, columns, data, weights),)
     costs = _costs(p, device, kernels, True)
     if (chunk := _fit(p, costs, MOST_ROUNDINGS // (2 if p.gated else 1))) is not None:
-        return (ChunkPass(*chunk, True, True),)
+        rows, columns = chunk
+        return (ChunkPass(rows, columns, True, True),)
     # Exact sums of both at once do not fit: each with a pass of its own, which computes the hidden once more.
-    data_chunk = _fit(p, _costs(p, device, kernels, False), 1) or (1, p.N)
-    return ChunkPass(*data_chunk, True, False), ChunkPass(*(_fit(p, costs, p.N) or (1, p.N)), False, True)
+    rows, columns = _fit(p, _costs(p, device, kernels, False), 1) or (1, p.N)
+    for_data = ChunkPass(rows, columns, True, False)
+    rows, columns = _fit(p, costs, p.N) or (1, p.N)
+    return for_data, ChunkPass(rows, columns, False, True)
 
 
 def _fit(problem: Any, costs: _Costs, most_groups: int) -> tuple[int, int] | None:
