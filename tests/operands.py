@@ -59,11 +59,19 @@ def on_path(
         patch.setenv("FUSEDLAYERS_BACKEND", "triton" if path in ("kernels", "epilogue") else "torch")
         if path == "epilogue":
             patch.setattr(planning.gemm_gemm, "why_unsupported", lambda problem, device: "too wide")
-        # Without the cache: no plan with a patched chunk outlives the test.
+        # Without the caches: no plan made here outlives the test, and none made before or under another patch is used.
         patch.setattr(dispatch, "_cached_plan", plan)
+        patch.setattr(dispatch, "_calls", _Forgetful())
         if chunk_rows is not None:
             patch.setattr(planning.ffn_chunked, "plan", lambda problem, *rest: small_chunks(problem, chunk_rows))
         yield {"recompute": recompute or path == "chunked"}
+
+
+class _Forgetful(dict[Any, Any]):
+    """A cache that keeps nothing."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
 
 
 def small_chunks(problem: planning.Problem, rows: int) -> planning.ChunkPlan:
