@@ -76,6 +76,10 @@ def test_every_line_on_a_cpu(pretend: Callable[[Device], None]) -> None:
         "saved bytes": f"{plan.saved_bytes:,} for the backward pass",
         "workspace": "0 bytes",
         "floor": "unknown peak rates",
+        "if save, torch": "saves 1,280 bytes, 0 extra GEMM units, workspace 0 bytes (chosen)",
+        "if save, epilogue": "no Triton kernels on device type cpu",
+        "if recompute, fused": "no Triton kernels on device type cpu",
+        "if chunked": "saves 320 bytes, 1 extra GEMM units, workspace 1,536 bytes",
         "not fused": "no Triton kernels on device type cpu",
         "not epilogue": "no Triton kernels on device type cpu",
         "not chunked": "only recompute=True needs its memory guarantee",
@@ -150,7 +154,7 @@ def test_lines_follow_the_call(pretend: Callable[[Device], None]) -> None:
     assert call(operands, recompute=True)["not chunked"].startswith("the fused path keeps no hidden either")
     wide = call(tensors(2**16, 1024, 4096), recompute=True)
     assert wide["path"].startswith("chunked: recompute=True forbids keeping the hidden")
-    assert wide["chunks"] == "2560 tokens at a time; backward 1536 tokens × 2048 hidden units"
+    assert wide["chunks"] == "2560 tokens at a time; backward 3840 tokens × 1024 hidden units"
     assert "does not fit on chip" in wide["not fused"]
     assert wide["not torch"] == "recompute=True forbids keeping the hidden"
 
