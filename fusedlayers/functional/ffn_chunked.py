@@ -30,12 +30,8 @@ class Weights(NamedTuple):
 
     def group(self, units: slice) -> "Weights":
         """Those of some hidden units."""
-        up, gate = (
-            tuple(None if tensor is None else tensor[units] for tensor in pair)
-            for pair in ((self.w_up, self.b_up), (self.w_gate, self.b_gate))
-        )
-        assert up[0] is not None
-        return Weights(up[0], self.w_down[:, units], up[1], self.b_down, *gate, units.start)
+        b_up, w_gate, b_gate = (None if t is None else t[units] for t in (self.b_up, self.w_gate, self.b_gate))
+        return Weights(self.w_up[units], self.w_down[:, units], b_up, self.b_down, w_gate, b_gate, units.start)
 
 
 def forward(
