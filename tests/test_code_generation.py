@@ -257,7 +257,7 @@ from fusedlayers.kernels.dropout import _keep_kernel
 for rows, columns in ((48, 96), (37, 83)):
     with compiling_for("sm_90") as reports:
         seed, out = torch.empty(1, dtype=torch.int64), torch.empty(rows, columns)
-        _keep_kernel[(1,)](seed, out, columns, 0, rows, 0.1, BLOCK=1024)
+        _keep_kernel[(1,)](seed, out, columns, 0, 0, rows, 0.1, BLOCK=1024)
     print(json.dumps(reports[0]))
 """
 

@@ -72,7 +72,9 @@ def kernel_mask(seed: int, first_row: int, rows: int, columns: int, dropout_p: f
     out = torch.full((rows, columns), math.nan, device=DEVICE)
     grid = (triton.cdiv(out.numel(), 256),)
     seeds = torch.tensor([seed], device=DEVICE)
-    dropout._keep_kernel[grid](seeds, out, first_row=first_row, M=rows, N=columns, dropout_p=dropout_p, BLOCK=256)
+    dropout._keep_kernel[grid](
+        seeds, out, first_row=first_row, first_column=0, M=rows, N=columns, dropout_p=dropout_p, BLOCK=256
+    )
     return out.cpu()
 
 

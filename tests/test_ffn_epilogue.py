@@ -271,7 +271,7 @@ def test_results_of_a_call_without_gradients_are_the_same(launched: list[str]) -
 # Who comes here.
 
 
-@pytest.mark.parametrize("option", [{"dropout_p": 0.5}, {"recompute": True}], ids=str)
+@pytest.mark.parametrize("option", [{"dropout_p": 0.5}, {"dropout_p": 0.5, "recompute": True}], ids=str)
 def test_what_the_path_cannot_do_it_is_not_asked_for(
     option: dict[str, Any], launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

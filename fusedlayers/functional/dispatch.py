@@ -183,7 +183,7 @@ def ffn_problem(
 ) -> Problem:
     """The planning problem of one ``ffn`` call, its leading dims flattened into rows."""
     dtype = compute_dtype(x)
-    choice, saved_limit = (recompute, None) if isinstance(recompute, (bool, str)) else ("auto", int(recompute))
+    budget = None if isinstance(recompute, (bool, str)) else recompute
     return Problem(
         operation="ffn",
         batch=1,
@@ -197,8 +197,8 @@ def ffn_problem(
         dropout=dropout_p > 0,
         needs_data_gradient=wants_gradient(x),
         needs_weight_gradient=wants_gradient(w_up, w_down, b_up, w_gate, b_gate),
-        recompute=choice,
-        saved_limit=saved_limit,
+        recompute=recompute if isinstance(recompute, (bool, str)) else "auto",
+        saved_limit=budget,
         input_precision=input_precision(x.device, dtype),
         captured=captured(x.device),
         subclass=subclass_of(x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual),

@@ -30,14 +30,8 @@ class Weights(NamedTuple):
 
     def group(self, units: slice) -> "Weights":
         """Those of some hidden units."""
-
-        def part(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[units]
-
-        w_down = self.w_down[:, units]
-        return Weights(
-            self.w_up[units], w_down, part(self.b_up), self.b_down, part(self.w_gate), part(self.b_gate), units.start
-        )
+        b_up, w_gate, b_gate = (None if t is None else t[units] for t in (self.b_up, self.w_gate, self.b_gate))
+        return Weights(self.w_up[units], self.w_down[:, units], b_up, self.b_down, w_gate, b_gate, units.start)
 
 
 def forward(

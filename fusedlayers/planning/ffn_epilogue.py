@@ -67,26 +67,12 @@ def why_no_chunks(problem: Any, device: Device) -> str | None:
 
 
 def why_slower_in_chunks(problem: Any, device: Device) -> str | None:
-    """Why torch's operations are expected to compute chunks faster, or None."""
-    if problem.M < 2 * LEAST_ROWS:
-        return f"{problem.M} tokens: not measured with chunks of less than {LEAST_ROWS:,}"
-    return _why_not_measured(problem, device)
+    """Why torch's operations compute the chunks in auto mode: the kernels were measured on whole problems alone."""
+    return not_measured(problem, device) or "not measured in chunks; FUSEDLAYERS_BACKEND=triton runs the kernels"
 
 
 def why_slower(problem: Any, device: Device) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
-    if (reason := _why_not_measured(problem, device)) is not None:
-        return reason
-    if problem.training and hidden_gradient.choose_pipeline(_gradient_problem(problem), device) is None:
-        return "the sums of so many rows pass their limit in the kernel that was measured faster than torch"
-    if problem.M < LEAST_ROWS:
-        return f"{problem.M} tokens: torch was as fast or faster below {LEAST_ROWS:,}"
-    flops = 2 * problem.M * problem.K * problem.N * (2 if problem.gated else 1)
-    return too_small(flops, "FLOPs", FASTER_FROM[problem.gated, problem.training], problem.captured)
-
-
-def _why_not_measured(problem: Any, device: Device) -> str | None:
-    """Why nothing is known of the path's speed on this device, or with these widths, or None."""
     if (reason := not_measured(problem, device)) is not None:
         return reason
     if not device.pipelined:
@@ -96,4 +82,9 @@ def _why_not_measured(problem: Any, device: Device) -> str | None:
         return f"not measured on this path below width {LEAST_WIDTH}"
     if any(size % VECTOR for size in (problem.K, problem.N, problem.O)):
         return f"only the warp-specialised kernels were measured faster; their widths are multiples of {VECTOR}"
-    return None
+    if problem.training and hidden_gradient.choose_pipeline(_gradient_problem(problem), device) is None:
+        return "the sums of so many rows pass their limit in the kernel that was measured faster than torch"
+    if problem.M < LEAST_ROWS:
+        return f"{problem.M} tokens: torch was as fast or faster below {LEAST_ROWS:,}"
+    flops = 2 * problem.M * problem.K * problem.N * (2 if problem.gated else 1)
+    return too_small(flops, "FLOPs", FASTER_FROM[problem.gated, problem.training], problem.captured)

@@ -143,7 +143,7 @@ def hidden_gradient(
     if sums is None:
         return HiddenGradients(dz, d_gate, None, None, hidden)
     db_up = empty(columns, dtype=sums_dtype or dy.dtype)
-    db_gate = None if z_gate is None else torch.empty_like(db_up)
+    db_gate = None if z_gate is None else empty(columns, dtype=db_up.dtype)
     reduce_partials(sums, [db_up] if db_gate is None else [db_up, db_gate])
     return HiddenGradients(dz, d_gate, db_up, db_gate, hidden)
 
