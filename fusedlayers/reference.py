@@ -246,26 +246,30 @@ def ffn(
     """
     up = F.linear(x, w_up, b_up)
     gate = None if w_gate is None else F.linear(x, w_gate, b_gate)
-    hidden = _hidden(up, gate, activation, dropout_p, seed, first_row)
-    y = F.linear(hidden, w_down, b_down)
+    values = hidden(up, gate, activation=activation, dropout_p=dropout_p, seed=seed, first_row=first_row)
+    y = F.linear(values, w_down, b_down)
     return y if residual is None else y + residual
 
 
-def _hidden(
-    up: Tensor, gate: Tensor | None, activation: str, dropout_p: float, seed: Tensor | None, first_row: int
+def hidden(
+    up: Tensor,
+    gate: Tensor | None = None,
+    *,
+    activation: str,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    first_row: int = 0,
 ) -> Tensor:
-    """The hidden ``[*B, M, N]`` from its pre-activations."""
-    values = hidden(up, gate, activation=activation)
+    """``dropout(act(up))``, or with a gate ``act(gate) ⊙ up``: the hidden of an FFN from its pre-activations.
+
+    All ``[*B, M, N]``; dropout as in :func:`ffn`.
+    """
+    act = ACTIVATIONS[canonical_activation(activation)].torch
+    values = act(up) if gate is None else act(gate) * up
     if dropout_p and seed is not None:
         mask = keep_mask(seed, first_row, values[..., 0].numel(), values.shape[-1], dropout_p, values.dtype)
         return values * mask.view(values.shape) * (1 / (1 - dropout_p))
     return F.dropout(values, dropout_p) if dropout_p else values
-
-
-def hidden(up: Tensor, gate: Tensor | None = None, *, activation: str) -> Tensor:
-    """``act(up)``, or with a gate ``act(gate) ⊙ up``: the hidden of an FFN from its pre-activations ``[*B, M, N]``."""
-    act = ACTIVATIONS[canonical_activation(activation)].torch
-    return act(up) if gate is None else act(gate) * up
 
 
 def ffn_chunked(x: Tensor, *weights_and_biases: Any, chunk_rows: int, **options: Any) -> Tensor:
@@ -309,11 +313,11 @@ def ffn_chunked_gradients(
         up = F.linear(x_rows, w_up, b_up).requires_grad_()
         gate = None if w_gate is None else F.linear(x_rows, w_gate, b_gate).requires_grad_()
         with torch.enable_grad():
-            hidden = _hidden(up, gate, activation, dropout_p, seed, first_row)
-        _add_product(dw_down, dy_rows.T, hidden.detach())
+            values = hidden(up, gate, activation=activation, dropout_p=dropout_p, seed=seed, first_row=first_row)
+        _add_product(dw_down, dy_rows.T, values.detach())
         _add_column_sums(db_down, dy_rows)
         pre_activations = (up,) if gate is None else (up, gate)
-        d_up, *d_gate = torch.autograd.grad(hidden, pre_activations, dy_rows @ w_down)
+        d_up, *d_gate = torch.autograd.grad(values, pre_activations, dy_rows @ w_down)
         _add_product(dw_up, d_up.T, x_rows)
         _add_column_sums(db_up, d_up)
         for dz in d_gate:

@@ -66,11 +66,6 @@ def on_path(
         yield {"recompute": recompute or path == "chunked"}
 
 
-def dropout_on(path: str, p: float) -> float:
-    """``p``, or 0 on the path whose kernels have no dropout."""
-    return 0.0 if path == "epilogue" else p
-
-
 def ffn_inputs(
     leading: tuple[int, ...] | int,
     K: int,

@@ -43,19 +43,20 @@ def plan(problem: Any, device: Device) -> EpiloguePlan:
     if p.training:
         gradient = hidden_gradient.plan(_gradient_problem(p), device, "triton")
     pipeline = hidden_gradient.epilogue_pipeline("hidden", p, device)
-    return EpiloguePlan(epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated), pipeline, gradient)
+    tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
+    return EpiloguePlan(tiles, pipeline, gradient)
 
 
 def _gradient_problem(p: Any) -> HiddenGradientProblem:
-    return HiddenGradientProblem(M=p.M, N=p.N, O=p.O, dtype=p.dtype, activation=p.activation, gated=p.gated)
+    return HiddenGradientProblem(
+        M=p.M, N=p.N, O=p.O, dtype=p.dtype, activation=p.activation, gated=p.gated, dropout=p.dropout
+    )
 
 
 def why_unsupported(problem: Any, device: Device) -> str | None:
     """Why the path cannot run ``problem``, or None."""
     if problem.recompute is True:
         return "it keeps pre-activations, which recompute=True forbids"
-    if problem.dropout:
-        return "its kernels have no dropout"
     return no_kernels(problem, device)
 
 

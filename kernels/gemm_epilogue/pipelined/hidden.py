@@ -80,13 +80,19 @@ def _consume(
                 left, right = column_halves(bottom, half_layout)
             row = tile_row * TILE + half * HALF
             if GATED:
-                sent = _finish(consumer, left, right, row, column, hidden_desc, z_desc, gate_desc, dropout, places, sent,
-                               PLACES, GATED, ACTIVATION, ACCURACY)  # fmt: skip
+                sent = _finish(
+                    consumer, left, right, row, column, hidden_desc, z_desc, gate_desc, dropout, places, sent,
+                    PLACES, GATED, ACTIVATION, ACCURACY,
+                )  # fmt: skip
             else:
-                sent = _finish(consumer, left, left, row, column, hidden_desc, z_desc, gate_desc, dropout, places, sent,
-                               PLACES, GATED, ACTIVATION, ACCURACY)  # fmt: skip
-                sent = _finish(consumer, right, right, row, column + HALF, hidden_desc, z_desc, gate_desc, dropout, places, sent,
-                               PLACES, GATED, ACTIVATION, ACCURACY)  # fmt: skip
+                sent = _finish(
+                    consumer, left, left, row, column, hidden_desc, z_desc, gate_desc, dropout, places, sent,
+                    PLACES, GATED, ACTIVATION, ACCURACY,
+                )  # fmt: skip
+                sent = _finish(
+                    consumer, right, right, row, column + HALF, hidden_desc, z_desc, gate_desc, dropout, places, sent,
+                    PLACES, GATED, ACTIVATION, ACCURACY,
+                )  # fmt: skip
     tma.store_wait(0)
 
 
