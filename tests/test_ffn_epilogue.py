@@ -67,7 +67,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return "hidden and pre-activations" if keep else "hidden"
 
     def gradient(
-        dy: Any, w_down: Any, z: Any, z_gate: Any, bias: bool, *rest: Any, keep_hidden: bool, side_by_side: bool
+        dy: Any, w_down: Any, z: Any, z_gate: Any, bias: bool, *rest: Any, keep_hidden: bool, **options: Any
     ) -> str:
         return "gradient" + " and sums" * bias + " and hidden" * keep_hidden
 

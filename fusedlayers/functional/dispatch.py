@@ -25,7 +25,8 @@ from ..planning import (
     WeightGradientProblem,
 )
 from .arguments import autocast_enabled
-from .tracing import TRACED_TENSORS, recorded_later, traced, with_known_sizes
+from .layouts import portable_operand
+from .tracing import PLAIN_TENSORS, TRACED_TENSORS, recorded_later, traced, transformed, with_known_sizes
 
 logger = logging.getLogger("fusedlayers")
 
@@ -41,7 +42,6 @@ _PROBLEMS_LIMIT = 4096
 # Who counts the paths that calls take, while somebody does.
 _counted: Counter[str] | None = None
 
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _PLAIN_OPTIONS = (str, bool, int, float, type(None))
 
 
@@ -126,11 +126,6 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def transformed() -> bool:
-    """Whether this call happens inside a transform of torch.func: ``vmap``, ``grad``, ``jvp``."""
-    return torch._C._are_functorch_transforms_active()
-
-
 def subclass_of(*tensors: Tensor | None) -> str:
     """The name of the first tensor subclass among these (DTensor, quantised, ...), or an empty string.
 
@@ -138,7 +133,7 @@ def subclass_of(*tensors: Tensor | None) -> str:
     """
     if transformed():
         return "tensor of a torch.func transform"
-    plain = (*_PLAIN_TENSORS, *TRACED_TENSORS) if traced() else _PLAIN_TENSORS
+    plain = (*PLAIN_TENSORS, *TRACED_TENSORS) if traced() else PLAIN_TENSORS
     return next((type(t).__name__ for t in tensors if t is not None and type(t) not in plain), "")
 
 
@@ -155,7 +150,7 @@ def signature(tensors: tuple[Tensor | None, ...], *options: object) -> tuple[obj
     for tensor in tensors:
         if tensor is None:
             found.append(None)
-        elif type(tensor) in _PLAIN_TENSORS:
+        elif type(tensor) in PLAIN_TENSORS:
             found += (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
         else:
             return None
@@ -217,6 +212,7 @@ def ffn_problem(
         recompute=recompute,
         input_precision=input_precision(x.device, dtype),
         captured=captured(x.device),
+        portable=portable_operand(x, w_up, w_down, b_up, w_gate, b_gate),
         subclass=subclass_of(x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual),
     )
 

@@ -28,6 +28,7 @@ from .dispatch import (
     wants_gradient,
     without_autocast,
 )
+from .layouts import portable_operand
 from .tracing import traced
 
 
@@ -83,7 +84,7 @@ def ffn(
         )[0]  # fmt: skip
     tensors = (x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual)
     check_dropout_seed(x, dropout_seed)
-    call = signature(tensors, activation, dropout_p, recompute)
+    call = signature(tensors, activation, dropout_p, recompute, portable_operand(x, w_up, w_down, b_up, w_gate, b_gate))
     problem = None if call is None else recalled(call, x.device)
     if problem is None:
         activation = canonical_activation(activation)

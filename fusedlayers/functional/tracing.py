@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import _FlopCounterMode
 
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 # The tensors that stand for plain ones while a call is traced.
 TRACED_TENSORS = (FakeTensor, FunctionalTensor)
 _READERS = (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode, _FlopCounterMode)
@@ -24,6 +25,11 @@ def traced() -> bool:
     if not torch._C._len_torch_dispatch_stack():
         return False
     return any(isinstance(mode, _READERS) for mode in _get_current_dispatch_mode_stack())
+
+
+def transformed() -> bool:
+    """Whether this call happens inside a transform of torch.func: ``vmap``, ``grad``, ``jvp``."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def recorded_later() -> bool:

@@ -71,6 +71,8 @@ def why_slower(problem: Any, device: Device) -> str | None:
         return f"not measured on this path below width {LEAST_WIDTH}"
     if any(size % VECTOR for size in (problem.K, problem.N, problem.O)):
         return f"only the warp-specialised kernels were measured faster; their widths are multiples of {VECTOR}"
+    if problem.portable:
+        return f"only the warp-specialised kernels were measured faster; they cannot copy {problem.portable} as it lies"
     if problem.training and hidden_gradient.choose_pipeline(_gradient_problem(problem), device) is None:
         return "the sums of so many rows pass their limit in the kernel that was measured faster than torch"
     if problem.M < LEAST_ROWS:

@@ -79,6 +79,7 @@ class Problem(Call):
     needs_data_gradient: bool = False
     needs_weight_gradient: bool = False
     recompute: bool | str = "auto"
+    portable: str = ""  # the name of an operand of a wide FFN that only portable kernels can read, if there is one
 
     __hash__ = Call.__hash__
 

@@ -121,6 +121,9 @@ def hidden_gradient(
         dz = empty(rows, columns)
         d_gate = None if z_gate is None else empty(rows, columns)
     hidden = empty(rows, columns) if keep_hidden else None
+    if pipeline is not None and untransposed(dy) is None:
+        # What autograd gives may be expanded, or transposed: a copy costs less than the portable kernel does.
+        dy = dy.contiguous()
     matrices = None if pipeline is None else _matrices(dy, w_down, z, z_gate)
     if pipeline is not None and matrices is not None:
         # A program stores the sums of its two halves apart.
