@@ -135,7 +135,8 @@ def test_the_lint_still_sees_what_is_not_named() -> None:
     report = {
         "target": "sm_90", "kernel": "pipelined_epilogue_gradient", "dtype": "float16", "width": 512, "gated": True,
         "bias": True, "more": True, "dropout": False, "activation": "gelu", "shared": 0, "int32_products": [],
-        "scalar_products": 0, "products": 1, "matrix_instructions": 8, "spill_bytes": 128, "loop_spills": 0, "serialised": False, "tf32": 0,
+        "scalar_products": 0,
+        "products": 1, "matrix_instructions": 8, "spill_bytes": 128, "loop_spills": 0, "serialised": False, "tf32": 0,
     }  # fmt: skip
     assert not red([report])
     for change in (

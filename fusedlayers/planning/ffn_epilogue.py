@@ -66,6 +66,8 @@ def why_slower(problem: Any, device: Device) -> str | None:
         return reason
     if not device.pipelined:
         return "only the warp-specialised kernels were measured faster than torch, and they do not run here"
+    if problem.dropout:
+        return "not measured on this path with dropout"
     width = min(problem.K, problem.O)
     if width < LEAST_WIDTH:
         return f"not measured on this path below width {LEAST_WIDTH}"
