@@ -296,9 +296,9 @@ def test_triton_forced_on_what_does_not_fit(
     nothing = dict.fromkeys(OPTIONAL)
     words = rf"^{switch}, but ffn cannot run in Triton: width 2000 \(padded 2048\) of float32 does not fit on chip"
     # Where the epilogue path cannot run either: it runs at any width.
-    for option in ({"recompute": True}, {"dropout_p": 0.5}):
-        refused("ffn", RuntimeError, words, **nothing, **wide, **option)
-    assert functional.ffn(**wide).shape == (2, O)
+    refused("ffn", RuntimeError, words, **nothing, **wide, recompute=True)
+    for dropout_p in (0.0, 0.5):
+        assert functional.ffn(**wide, dropout_p=dropout_p).shape == (2, O)
     tagged = {name: tensor.as_subclass(Tagged) for name, tensor in valid_gemm_gemm().items()}
     refused("gemm_gemm", RuntimeError, rf"^{switch}, but .*: an operand is a Tagged", **tagged)
 
