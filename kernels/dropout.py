@@ -5,6 +5,8 @@ fewest rounds that pass BigCrush there). Kernels and torch paths draw identical 
 so that the backward pass needs the seed alone.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from .device import HAS_TRITON, interpreted, tl, triton
@@ -17,8 +19,8 @@ _MASK_32 = 0xFFFFFFFF
 
 
 @triton.jit
-def keep(seed, rows, cols, dropout_p):
-    """1.0 where a hidden element is kept, 0.0 where it is dropped; the caller scales what is kept.
+def is_kept(seed, rows, cols, dropout_p):
+    """Whether a hidden element is kept.
 
     ``seed`` scalar int64, ``rows`` and ``cols`` broadcastable int64 tiles of coordinates, ``dropout_p`` float32.
     """
@@ -26,9 +28,26 @@ def keep(seed, rows, cols, dropout_p):
     row_low = (rows + zero).to(tl.int32)
     row_high = ((rows + zero) >> 32).to(tl.int32)
     random, _, _, _ = tl.philox(seed, (cols + zero).to(tl.int32), row_low, row_high, zero, n_rounds=_ROUNDS)
-    # 24 bits are exact in float32, so the comparison is the same one everywhere.
-    uniform = (random >> 8).to(tl.float32) * (1.0 / 16777216.0)
-    return tl.where(uniform >= dropout_p, 1.0, 0.0)
+    # 24 bits are exact in float32, so whole numbers compare as the numbers in [0, 1) that they stand for.
+    return (random >> 8).to(tl.int32) >= tl.ceil(dropout_p * 16777216.0).to(tl.int32)
+
+
+@triton.jit
+def keep(seed, rows, cols, dropout_p):
+    """1.0 where a hidden element is kept, 0.0 where it is dropped; the caller scales what is kept."""
+    return tl.where(is_kept(seed, rows, cols, dropout_p), 1.0, 0.0)
+
+
+@triton.jit
+def keep_factor(dropout, rows, cols):
+    """What the tile ``[rows, cols]`` of a hidden is multiplied by: the scale where it is kept, else 0.
+
+    ``dropout`` is (pointer to the seed, probability, scale, first row, first column), the last two as in
+    :class:`Dropout`.
+    """
+    rows, cols = rows + dropout[3], cols + dropout[4]
+    kept = is_kept(tl.load(dropout[0]), rows.to(tl.int64)[:, None], cols.to(tl.int64)[None, :], dropout[1])
+    return tl.where(kept, dropout[2], 0.0)
 
 
 @triton.jit(do_not_specialize=["first_row", "first_column", "M", "dropout_p"])
@@ -36,6 +55,29 @@ def _keep_kernel(seed_ptr, out_ptr, N, first_row, first_column, M, dropout_p, BL
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     kept = keep(tl.load(seed_ptr), first_row + index // N, first_column + index % N, dropout_p)
     tl.store(out_ptr + index, kept.to(out_ptr.dtype.element_ty), mask=index < tl.cast(M, tl.int64) * N)
+
+
+def probability_and_scale(dropout_p: float) -> tuple[float, float]:
+    """The probability, and the factor of what is kept: computed here in float64, as torch does."""
+    return dropout_p, 1.0 / (1.0 - dropout_p)
+
+
+class Dropout(NamedTuple):
+    """The dropout of a hidden: the seed of its mask, int64 ``[1]``, and the probability of dropping an element.
+
+    Of a part of a hidden, too: ``place`` is where it begins, a row and a column of the whole.
+    """
+
+    seed: torch.Tensor | None = None
+    p: float = 0.0
+    place: tuple[int, int] = (0, 0)
+
+    def numbers(self) -> tuple[float, float, int, int]:
+        """What kernels take beside the seed: the probability, the factor of what is kept, and the place."""
+        return *probability_and_scale(self.p), *self.place
+
+
+NO_DROPOUT = Dropout()
 
 
 def _multiply_high_low(constant: int, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

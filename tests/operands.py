@@ -81,11 +81,6 @@ def small_chunks(problem: planning.Problem, rows: int) -> planning.ChunkPlan:
     return planning.ChunkPlan(rows, (step,) if problem.training else (), 0)
 
 
-def dropout_on(path: str, p: float) -> float:
-    """``p``, or 0 on the path whose kernels have no dropout."""
-    return 0.0 if path == "epilogue" else p
-
-
 def ffn_inputs(
     leading: tuple[int, ...] | int,
     K: int,

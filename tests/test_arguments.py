@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -292,12 +293,13 @@ def test_triton_forced_on_what_does_not_fit(
 ) -> None:
     for name, value in switches.items():
         monkeypatch.setenv(name, value)
+    wide = {"a": torch.ones(1, 2, 2000), "b": torch.ones(1, 2000, N), "c": torch.ones(1, N, O)}
+    words = rf"^{switch}, but gemm_gemm .*: width 2000 \(padded 2048\) of float32 does not fit on chip"
+    refused("gemm_gemm", RuntimeError, words, **wide)
     wide = {"x": torch.ones(2, 2000), "w_up": torch.ones(N, 2000), "w_down": torch.ones(O, N)}
-    nothing = dict.fromkeys(OPTIONAL)
-    words = rf"^{switch}, but ffn cannot run in Triton: width 2000 \(padded 2048\) of float32 does not fit on chip"
-    # Where the epilogue path cannot run either: it runs at any width, and its kernels compute the chunks, too.
-    refused("ffn", RuntimeError, words, **nothing, **wide, dropout_p=0.5)
-    assert functional.ffn(**wide).shape == functional.ffn(**wide, recompute=True).shape == (2, O)
+    # The epilogue path runs at any width, and its kernels compute the chunks, too.
+    for recompute, dropout_p in itertools.product((False, True), (0.0, 0.5)):
+        assert functional.ffn(**wide, recompute=recompute, dropout_p=dropout_p).shape == (2, O)
     tagged = {name: tensor.as_subclass(Tagged) for name, tensor in valid_gemm_gemm().items()}
     refused("gemm_gemm", RuntimeError, rf"^{switch}, but .*: an operand is a Tagged", **tagged)
 

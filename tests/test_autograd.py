@@ -25,7 +25,6 @@ from tests.operands import (
     Tensors,
     assert_equal,
     assert_ffn_close,
-    dropout_on,
     ffn_inputs,
     in_float64,
     leaves,
@@ -110,7 +109,7 @@ def test_nothing_is_saved_that_nobody_needs(path: str) -> None:
     with on_path(path) as options:
 
         def call(tensors: Tensors) -> list[Tensor]:
-            return saved(lambda: functional.ffn(**tensors, dropout_p=dropout_on(path, 0.5), **options))
+            return saved(lambda: functional.ffn(**tensors, dropout_p=0.5, **options))
 
         with torch.no_grad():
             assert call(named) == []
@@ -144,7 +143,7 @@ def test_nothing_is_written(path: str) -> None:
     versions = {name: tensor._version for name, tensor in named.items() if tensor is not None}
     with on_path(path) as options:
         for _ in range(3):
-            functional.ffn(**named, dropout_p=dropout_on(path, 0.25), **options).backward(dy)
+            functional.ffn(**named, dropout_p=0.25, **options).backward(dy)
     assert_equal(inputs, before)
     assert torch.equal(dy, dy_before)
     assert {name: tensor._version for name, tensor in named.items() if tensor is not None} == versions
@@ -158,7 +157,7 @@ def test_backward_twice_gives_the_same_gradients(path: str) -> None:
     inputs = leaves(ffn_inputs(20, 9, 21, 7, gated=True, residual=True))
     tensors = [tensor for tensor in inputs.values() if tensor is not None]
     with on_path(path) as options:
-        y = functional.ffn(**inputs, dropout_p=dropout_on(path, 0.25), **options)
+        y = functional.ffn(**inputs, dropout_p=0.25, **options)
         dy = torch.randn_like(y)
         first, second = (torch.autograd.grad(y, tensors, dy, retain_graph=True) for _ in range(2))
         torch.autograd.grad(y, tensors, dy)
@@ -285,7 +284,7 @@ def second_derivatives(call: Callable[..., Tensor], tensors: Tensors, **options:
 def test_second_derivatives(path: str, dropout_p: float, gated: bool) -> None:
     inputs = ffn_inputs((2, 7), 5, 9, 4, gated=gated, residual=True)
     inputs["dy"] = like_result(inputs)
-    arithmetic = {"activation": "gelu_tanh", "dropout_p": dropout_on(path, dropout_p)}
+    arithmetic = {"activation": "gelu_tanh", "dropout_p": dropout_p}
     torch.manual_seed(6)
     seed = torch.randint(2**63 - 1, (1,), device=DEVICE)
     torch.manual_seed(6)

@@ -8,14 +8,15 @@ from torch import Tensor
 
 from fusedlayers import functional, reference
 from fusedlayers.closeness import assert_close
-from fusedlayers.kernels import dropout, gemm_gemm
+from fusedlayers.kernels import dropout, gemm_epilogue, gemm_gemm
 from fusedlayers.kernels.device import triton
-from fusedlayers.kernels.dropout import draw_seed, keep_mask
+from fusedlayers.kernels.dropout import Dropout, draw_seed, keep_mask
 from fusedlayers.kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
-from fusedlayers.kernels.tuning import TileConfig
+from fusedlayers.kernels.tuning import EpilogueTiles, TileConfig, epilogue_tiles
 from tests.operands import (
     DEVICE,
     DTYPES,
+    EPILOGUE,
     INTEGERS,
     PATHS,
     assert_equal,
@@ -124,7 +125,7 @@ def test_neighbours_do_not_know_of_each_other() -> None:
         assert (agree - mask.numel() / 2).abs() < 6 * math.sqrt(mask.numel()) / 2
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
 def test_the_generator_of_torch_rules(path: str) -> None:
     """The same manual_seed gives the same result; without it a call differs from the one before."""
     inputs = ffn_inputs(20, 8, 24, 10)
@@ -137,7 +138,7 @@ def test_the_generator_of_torch_rules(path: str) -> None:
     assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
 def test_a_given_seed_decides_the_mask(path: str) -> None:
     """The mask of a seed is the same on every path, and nothing is drawn for it."""
     inputs = ffn_inputs(20, 8, 24, 10)
@@ -154,7 +155,7 @@ def test_a_given_seed_decides_the_mask(path: str) -> None:
     assert_close(ours, theirs, truth, independent=20 * 24)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
 def test_no_dropout_draws_nothing(path: str) -> None:
     inputs = ffn_inputs(20, 8, 24, 10)
     read = torch.cuda.get_rng_state if DEVICE.type == "cuda" else torch.get_rng_state
@@ -194,8 +195,33 @@ def test_tiles_do_not_change_the_mask(tiles: TileConfig) -> None:
         assert torch.equal(found.up[0, :, 0].cpu(), mask.diagonal())
 
 
+WIDE_TILES = [EpilogueTiles(16, 32, 16, 4, 1), EpilogueTiles(32, 16, 32, 4, 1), epilogue_tiles("", 32, False, True)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("place", [(0, 0), (7, 1000), (2**31 - 80, 3)], ids=str)
+@pytest.mark.parametrize("tiles", WIDE_TILES, ids=str)
+def test_tiles_do_not_change_the_mask_of_wide_layers(tiles: EpilogueTiles, place: tuple[int, int]) -> None:
+    """Both kernels of the epilogue path, of parts too, through operands that let the mask through, gated or not."""
+    M, N = 70, 50
+    drawn = Dropout(seed_after(3), 0.5, place)
+    mask = keep_mask(drawn.seed.cpu(), place[0], M, N, 0.5, torch.float32, place[1]) * 2
+    one, row, dy, z = (torch.ones(shape, device=DEVICE) for shape in ((N, 1), (M, 1), (M, 1), (M, N)))
+    rest = ("identity", "exact", "ieee", tiles)
+    for gate in (None, one):
+        found, *_ = gemm_epilogue.hidden(row, one, None, gate, None, False, *rest, dropout=drawn)
+        assert torch.equal(found.cpu(), mask)
+        for row_tiles in (1, 2):
+            gradients = gemm_epilogue.hidden_gradient(
+                dy, one.T, z, None if gate is None else z, True, row_tiles, *rest, keep_hidden=True, dropout=drawn
+            )
+            matrices = [gradients.dz, gradients.hidden, *([] if gate is None else [gradients.dz_gate])]
+            assert all(torch.equal(matrix.cpu(), mask) for matrix in matrices)
+            assert torch.equal(gradients.db_up.cpu(), mask.sum(0))
+
+
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("path", PATHS[:2])
+@pytest.mark.parametrize("path", [*PATHS[:2], EPILOGUE])
 def test_backward_replays_the_mask_of_forward(path: str, gated: bool) -> None:
     """Exact integers (p = 1/2 scales by 2), so that one element of the mask wrong is a difference."""
     dtype = torch.float32
@@ -210,7 +236,7 @@ def test_backward_replays_the_mask_of_forward(path: str, gated: bool) -> None:
 
 @pytest.mark.parametrize("dropout_p", [0.1, 0.3, 0.9, 0.99])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("path", PATHS[:2])
+@pytest.mark.parametrize("path", [*PATHS[:2], EPILOGUE])
 def test_the_scale_is_exact(path: str, dtype: torch.dtype, dropout_p: float) -> None:
     """Near p = 1 the rounding of p itself would show in 1 / (1 - p)."""
     inputs = ffn_inputs(90, 16, 60, 12, dtype, gated=True)
@@ -220,7 +246,7 @@ def test_the_scale_is_exact(path: str, dtype: torch.dtype, dropout_p: float) -> 
         )
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
 def test_a_probability_that_rounds_to_one_keeps_nothing(path: str) -> None:
     inputs = ffn_inputs(20, 8, 24, 10)
     with on_path(path) as options:

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from fusedlayers import functional, planning, reference
 from fusedlayers.kernels.activations import ACTIVATIONS
+from fusedlayers.kernels.dropout import draw_seed
 from fusedlayers.planning import ChunkPass, ChunkPlan
 from tests.allocations import AllocatedBytes
 from tests.operands import (
+    DEVICE,
     INTEGERS,
     Tensors,
     assert_equal,
@@ -66,22 +68,29 @@ def test_chunks_of_any_size_give_the_same(
 
 @needs_kernels
 @GATED
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("chunk", [(32, 64), (20, 128), (70, 64)], ids=str)
-def test_kernels_compute_chunks(chunk: tuple[int, int], gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_compute_chunks(
+    chunk: tuple[int, int], dropout_p: float, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the mask of the whole hidden, drawn where the chunk lies in it."""
     draw = INTEGERS[torch.float16]
     t = ffn_inputs(70, 24, 128, 16, torch.float16, gated=gated, residual=True, draw=draw)
     dy = like_result(t, draw)
-    expected = results(reference.ffn, t, dy, activation="relu")
+    seed = draw_seed(DEVICE)
+    arithmetic: dict[str, Any] = {"activation": "relu", "dropout_p": dropout_p}
+    expected = results(reference.ffn, t, dy, seed=seed, **arithmetic)
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     monkeypatch.setattr(planning.gemm_gemm, "why_unsupported", lambda problem, device: "too wide")
-    functional.dispatch._cached_plan.cache_clear()
+    # No plan made here outlives the test, and none made before is used.
+    monkeypatch.setattr(functional.dispatch, "_cached_plan", planning.plan)
+    monkeypatch.setattr(functional.dispatch, "_calls", {})
     cut(monkeypatch, *chunk)
     launched = []
     kernels = functional.ffn_chunked.kernels
     hidden = kernels.hidden
     monkeypatch.setattr(kernels, "hidden", lambda *a: launched.append(a[0].shape[0]) or hidden(*a))
-    assert_equal(results(functional.ffn, t, dy, activation="relu", recompute=True), expected)
-    functional.dispatch._cached_plan.cache_clear()
+    assert_equal(results(functional.ffn, t, dy, dropout_seed=seed, recompute=True, **arithmetic), expected)
     groups, chunks = -(-128 // chunk[1]), -(-70 // chunk[0])
     assert len(launched) == chunks + groups * chunks, "once forward, once for each part backward"
 

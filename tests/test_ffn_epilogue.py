@@ -19,6 +19,7 @@ from fusedlayers.devices import describe
 from fusedlayers.functional import dispatch
 from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.activations import ACTIVATIONS
+from fusedlayers.kernels.dropout import draw_seed
 from fusedlayers.kernels.tuning import EpilogueTiles
 from tests.operands import (
     BIASES,
@@ -67,7 +68,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return "hidden and pre-activations" if keep else "hidden"
 
     def gradient(
-        dy: Any, w_down: Any, z: Any, z_gate: Any, bias: bool, *rest: Any, keep_hidden: bool, side_by_side: bool
+        dy: Any, w_down: Any, z: Any, z_gate: Any, bias: bool, *rest: Any, keep_hidden: bool = False, **options: Any
     ) -> str:
         return "gradient" + " and sums" * bias + " and hidden" * keep_hidden
 
@@ -91,13 +92,28 @@ def test_activations_without_biases(activation: str, dtype: torch.dtype, gated: 
         assert_ffn_close(functional.ffn, inputs, options=options, activation=activation)
 
 
-@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("gated", GATED)
-def test_widths_that_no_fused_kernel_holds(gated: bool, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dropout_p", [0.1, 0.99])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_with_dropout(activation: str, dropout_p: float, gated: bool) -> None:
+    """The mask is that of torch's path with the same seed, and replayed for all gradients."""
+    inputs = ffn_inputs(70, 24, 50, 40, DTYPES[-1], gated=gated, residual=True)
+    with on_path("epilogue") as options:
+        assert_ffn_close(
+            functional.ffn, inputs, options=options, manual_seed=4, activation=activation, dropout_p=dropout_p
+        )
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+@pytest.mark.parametrize("gated", GATED)
+def test_widths_that_no_fused_kernel_holds(
+    gated: bool, dropout_p: float, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the planner as it is."""
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     inputs = ffn_inputs(*WIDE, gated=gated, residual=True)
-    assert_ffn_close(functional.ffn, inputs, options={}, activation="silu")
+    assert_ffn_close(functional.ffn, inputs, options={}, manual_seed=8, activation="silu", dropout_p=dropout_p)
     products = ["dw and db", "dx", "dw", *(["dw"] if gated else [])]
     assert launched == ["hidden and pre-activations", "gradient and sums and hidden", *products]
 
@@ -202,23 +218,25 @@ def test_nothing_outside_of_the_outputs_is_touched(gated: bool, monkeypatch: pyt
 # What is computed and kept.
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("gated", GATED)
-def test_every_subset_of_frozen_inputs(gated: bool, launched: list[str]) -> None:
+def test_every_subset_of_frozen_inputs(gated: bool, dropout_p: float, launched: list[str]) -> None:
     """The same gradients as with nothing frozen, None for the frozen ones, nothing computed that nobody wants."""
     draw = INTEGERS[torch.float32]
     inputs = ffn_inputs(5, 4, 6, 4, gated=gated, residual=True, draw=draw)
     dy = like_result(inputs, draw)
     present = [name for name, tensor in inputs.items() if tensor is not None]
+    arithmetic = {"activation": "relu", "dropout_p": dropout_p, "dropout_seed": draw_seed(DEVICE)}
     with on_path("epilogue") as options:
-        everything = results(functional.ffn, inputs, dy, activation="relu", **options)
+        everything = results(functional.ffn, inputs, dy, **arithmetic, **options)
         subsets = [frozen for count in range(len(present)) for frozen in itertools.combinations(present, count)]
         for frozen in subsets[::STEP]:
             launched.clear()
-            ours = results(functional.ffn, inputs, dy, frozen, activation="relu", **options)
+            ours = results(functional.ffn, inputs, dy, frozen, **arithmetic, **options)
             assert_equal(ours, everything | {f"d{name}": None for name in frozen})
             assert launched == wanted_launches(set(present) - set(frozen)), frozen
         launched.clear()
-        y = functional.ffn(**leaves(inputs, tuple(present)), activation="relu", **options)
+        y = functional.ffn(**leaves(inputs, tuple(present)), **arithmetic, **options)
         assert not y.requires_grad
         assert torch.equal(y, everything["y"])
         assert launched == ["hidden"]
@@ -271,19 +289,18 @@ def test_results_of_a_call_without_gradients_are_the_same(launched: list[str]) -
 # Who comes here.
 
 
-@pytest.mark.parametrize("option", [{"dropout_p": 0.5}, {"dropout_p": 0.5, "recompute": True}], ids=str)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 def test_what_the_path_cannot_do_it_is_not_asked_for(
-    option: dict[str, Any], launched: list[str], monkeypatch: pytest.MonkeyPatch
+    dropout_p: float, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dropout, and the promise that no hidden is kept."""
+    """The promise that no hidden is kept: where kernels are a must, they compute chunks of it."""
     inputs = leaves(ffn_inputs(*WIDE))
-    y = functional.ffn(**inputs, **option)
-    y.sum().backward()
-    assert not launched
-    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
-    with pytest.raises(RuntimeError, match=r"ffn cannot run in Triton: width 144 .* of float32 does not fit on chip"):
-        functional.ffn(**inputs, **option)
-    assert not launched
+    for backend, launches in (("auto", 0), ("triton", 2 + 2 + 2)):
+        monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
+        with dispatch.decisions() as counted:
+            functional.ffn(**inputs, recompute=True, dropout_p=dropout_p).sum().backward()
+        assert counted == {"ffn chunked": 1}
+        assert len(launched) == launches, "forward, forward again and backward, of two chunks each"
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])

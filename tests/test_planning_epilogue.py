@@ -51,7 +51,11 @@ def test_a_graph_can_only_help() -> None:
         ({"K": 516}, "only the warp-specialised kernels were measured faster; their widths are multiples of 8"),
         ({"N": 4097}, "only the warp-specialised kernels were measured faster; their widths are multiples of 8"),
         ({"M": 2**20, "N": 2**13}, "the sums of so many rows pass their limit"),
-        ({"dropout": True}, "its kernels have no dropout"),
+        ({"dropout": True}, "not measured on this path with dropout"),
+        (
+            {"portable": "w_up"},
+            "only the warp-specialised kernels were measured faster; they cannot copy w_up as it lies",
+        ),
         ({"recompute": True}, "it keeps pre-activations, which recompute=True forbids"),
         ({"dtype": "float32"}, "float32 products in IEEE precision"),
         ({"dtype": "float64"}, "the kernels take float16, bfloat16, float32, not float64"),
@@ -95,13 +99,31 @@ def test_the_fused_kernels_come_first_where_both_can() -> None:
 
 def test_what_cannot_run_is_named_for_the_error() -> None:
     assert plan(TRAINING, PIPELINED).unsupported is None
-    fused = "width 1024 (padded 1024) of bfloat16 does not fit on chip in forward"
-    assert plan(replace(TRAINING, recompute=True), PIPELINED).unsupported is None
-    for change, epilogue in (
-        ({"dropout": True}, "its kernels have no dropout"),
-        ({"dropout": True, "recompute": True}, "its kernels have no dropout that begins amid the hidden"),
-    ):
-        assert plan(replace(TRAINING, **change), PIPELINED).unsupported == f"{fused}; {epilogue}"
+    for change in ({"dropout": True}, {"recompute": True}, {"dropout": True, "recompute": True}):
+        assert plan(replace(TRAINING, **change), PIPELINED).unsupported is None
+    # What is not measured still runs for whoever must have kernels.
+    assert plan(replace(TRAINING, portable="w_up"), PIPELINED, "triton").path == "epilogue"
+    assert plan(TRAINING, replace(PIPELINED, triton=False)).unsupported == "Triton is not installed"
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("recompute", ["auto", True])
+def test_dropout_changes_the_portable_tiles_alone(recompute: bool | str, dtype: str, gated: bool) -> None:
+    """Where the kernels compute chunks, too."""
+    problem = replace(TRAINING, dtype=dtype, gated=gated, recompute=recompute)
+    made, dropped = (plan(replace(problem, dropout=dropout), PIPELINED, "triton") for dropout in (False, True))
+    assert made.path == dropped.path == ("chunked" if recompute is True else "epilogue")
+    assert made.epilogue is not None
+    assert dropped.epilogue is not None
+    bits = 16 if dtype == "bfloat16" else 32
+    assert made.epilogue.hidden_tiles == epilogue_tiles("sm_90", bits, gated)
+    assert dropped.epilogue.hidden_tiles == epilogue_tiles("sm_90", bits, gated, dropout=True)
+    assert dropped.epilogue.gradient is not None
+    assert dropped.epilogue.gradient.tiles == dropped.epilogue.hidden_tiles
+    assert dropped.epilogue.hidden_pipeline == made.epilogue.hidden_pipeline
+    assert (dropped.saved_bytes, dropped.backward_units) == (made.saved_bytes, made.backward_units)
+    assert dropped.chunks == made.chunks
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
@@ -130,12 +152,14 @@ def test_tiles_and_costs(gated: bool) -> None:
 def explained(monkeypatch: pytest.MonkeyPatch) -> object:
     """``explained(device, **options)``: the lines of a wide FFN as it would run there, by their names."""
 
-    def explain(device: Device, gradient: bool = True, **options: object) -> dict[str, str]:
+    def explain(device: Device, gradient: bool = True, transposed: bool = False, **options: object) -> dict[str, str]:
         for module in (dispatch, explaining):
             monkeypatch.setattr(module, "describe", lambda where: device)
         dispatch._cached_plan.cache_clear()
         shapes = ((16_384, 1024), (4096, 1024), (1024, 4096))
         tensors = [torch.empty(s, device="meta", dtype=torch.bfloat16, requires_grad=gradient) for s in shapes]
+        if transposed:
+            tensors[2] = tensors[1].T
         _, *rest = fl.explain(functional.ffn, *tensors, activation="gelu_tanh", **options).splitlines()
         return {line[2:].split("  ")[0]: line[2:].split("  ", 1)[1].strip() for line in rest}
 
@@ -152,7 +176,10 @@ def test_explained_lines(explained, monkeypatch: pytest.MonkeyPatch) -> None:  #
     assert found["not fused"] == "width 1024 (padded 1024) of bfloat16 does not fit on chip in forward"
     assert {name for name in found if name.startswith("not ")} == {"not fused", "not chunked", "not torch"}
     assert "hidden-gradient tiles" not in explained(PIPELINED, gradient=False)
-    assert explained(PIPELINED, dropout_p=0.1)["not epilogue"] == "its kernels have no dropout"
+    assert explained(PIPELINED, dropout_p=0.1)["not epilogue"] == "not measured on this path with dropout"
+    tied = explained(PIPELINED, transposed=True)
+    assert tied["path"].startswith("torch: ")
+    assert tied["not epilogue"].endswith("they cannot copy w_down as it lies")
     kept = explained(PIPELINED, recompute=True)
     assert kept["path"].startswith("chunked: ")
     assert kept["not epilogue"] == "it keeps pre-activations, which recompute=True forbids"

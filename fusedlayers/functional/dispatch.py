@@ -25,6 +25,7 @@ from ..planning import (
     WeightGradientProblem,
 )
 from .arguments import autocast_dtype
+from .layouts import portable_operand
 from .signatures import PLAIN_TENSORS, input_precision, transformed
 from .tracing import TRACED_TENSORS, recorded_later, traced, with_known_sizes
 
@@ -201,6 +202,7 @@ def ffn_problem(
         saved_limit=budget,
         input_precision=input_precision(x.device, dtype),
         captured=captured(x.device),
+        portable=portable_operand(x, w_up, w_down, b_up, w_gate, b_gate),
         subclass=subclass_of(x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual),
     )
 

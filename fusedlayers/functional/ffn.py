@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import reference
 from ..kernels import gemm_gemm as kernels
 from ..kernels.activations import canonical_activation
-from ..kernels.dropout import draw_seed
+from ..kernels.dropout import Dropout, draw_seed
 from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
 from ..planning import KERNEL_PATHS, Plan, Problem
 from ..planning.gemm_gemm import LONG_SUM_ROWS, SHORT_SUM_ROWS
@@ -26,6 +26,7 @@ from .dispatch import (
     wants_gradient,
     without_autocast,
 )
+from .layouts import portable_operand
 from .signatures import signature
 from .tracing import traced
 
@@ -85,7 +86,8 @@ def ffn(
         )[0]  # fmt: skip
     tensors = (x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual)
     check_dropout_seed(x, dropout_seed)
-    call = signature("ffn", tensors, activation, dropout_p, recompute)
+    portable = portable_operand(x, w_up, w_down, b_up, w_gate, b_gate)
+    call = signature("ffn", tensors, activation, dropout_p, recompute, portable)
     known = None if call is None else recalled(call, x.device)
     if known is None:
         activation = canonical_activation(activation)
@@ -164,8 +166,9 @@ def _forward_and_kept(
     z: Tensor | None = None
     z_gate: Tensor | None = None
     if plan.path == "epilogue":
+        dropout = Dropout(seed, arithmetic.dropout_p)
         y, z, z_gate = ffn_epilogue.forward(
-            x_rows, w_up, w_down, b_up, b_down, w_gate, b_gate, residual_rows, plan, keep
+            x_rows, w_up, w_down, b_up, b_down, w_gate, b_gate, residual_rows, dropout, plan, keep
         )
     elif plan.path == "chunked":
         weights = ffn_chunked.Weights(w_up, w_down, b_up, b_down, w_gate, b_gate)
@@ -215,8 +218,9 @@ class FFNFunction(torch.autograd.Function):
                     ran_as_kernels(ctx.plan.problem, dy.device)
             elif ctx.plan.path == "epilogue":
                 with without_autocast(dy.device):
+                    dropout = Dropout(seed, ctx.arithmetic.dropout_p)
                     gradients = ffn_epilogue.gradients(
-                        (rows(x), w_up, w_down, w_gate), (z, z_gate), wanted, rows(dy), ctx.plan
+                        (rows(x), w_up, w_down, w_gate), (z, z_gate), wanted, rows(dy), dropout, ctx.plan
                     )
                 ran_as_kernels(ctx.plan.problem, dy.device)
             else:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import reference
 from ..kernels import gemm_epilogue as kernels
+from ..kernels.dropout import Dropout
 from ..kernels.gemm_gemm import Arithmetic
 from ..planning import ChunkPass, Plan
 
@@ -61,6 +62,7 @@ def _hidden(
         return kernels.hidden(
             x, weights.w_up, weights.b_up, weights.w_gate, weights.b_gate, False, arithmetic.activation,
             arithmetic.accuracy, arithmetic.input_precision, tiles.hidden_tiles, tiles.hidden_pipeline,
+            Dropout(seed, arithmetic.dropout_p, (first_row, weights.first)),
         )[0]  # fmt: skip
     return _through_torch(x, weights, first_row, seed, arithmetic)[0]
 
@@ -152,9 +154,10 @@ def _part(
     arithmetic, plan = call.arithmetic, call.plan
     if plan.epilogue is not None:
         tiles, gradient = plan.epilogue, plan.epilogue.gradient
+        dropout = Dropout(call.seed, arithmetic.dropout_p, (first_row, weights.first))
         hidden, z, z_gate = kernels.hidden(
             x, weights.w_up, weights.b_up, weights.w_gate, weights.b_gate, through, arithmetic.activation,
-            arithmetic.accuracy, arithmetic.input_precision, tiles.hidden_tiles, tiles.hidden_pipeline,
+            arithmetic.accuracy, arithmetic.input_precision, tiles.hidden_tiles, tiles.hidden_pipeline, dropout,
         )  # fmt: skip
         if z is None:
             return hidden, [], []
@@ -163,6 +166,7 @@ def _part(
         found = kernels.hidden_gradient(
             dy, weights.w_down, z, z_gate, biases, gradient.row_tiles, arithmetic.activation, arithmetic.accuracy,
             arithmetic.input_precision, gradient.tiles, gradient.pipeline, in_place=True, sums_dtype=torch.float32,
+            dropout=dropout,
         )  # fmt: skip
         if found.dz_gate is None:
             return hidden, [found.dz], [found.db_up]

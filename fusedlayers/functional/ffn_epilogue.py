@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import planning, reference
 from ..devices import describe
 from ..kernels import gemm_epilogue as kernels
+from ..kernels.dropout import Dropout
 from ..planning import Device, Plan, WeightGradientPlan, WeightGradientProblem
 from .dispatch import backend
 from .weight_gradient import planned_weight_gradient
@@ -26,6 +27,7 @@ def forward(
     w_gate: Tensor | None,
     b_gate: Tensor | None,
     residual: Tensor | None,
+    dropout: Dropout,
     plan: Plan,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -34,7 +36,7 @@ def forward(
     problem, tiles = plan.problem, plan.epilogue
     hidden, z, z_gate = kernels.hidden(
         x, w_up, b_up, w_gate, b_gate, keep, problem.activation, plan.accuracy, problem.input_precision,
-        tiles.hidden_tiles, tiles.hidden_pipeline,
+        tiles.hidden_tiles, tiles.hidden_pipeline, dropout,
     )  # fmt: skip
     y = F.linear(hidden, w_down, b_down)
     return y if residual is None else y.add_(residual), z, z_gate
@@ -45,6 +47,7 @@ def gradients(
     pre_activations: tuple[Tensor, Tensor | None],
     wanted: tuple[bool, ...],
     dy: Tensor,
+    dropout: Dropout,
     plan: Plan,
 ) -> Gradients:
     """The wanted gradients of (x, w_up, w_down, b_up, b_down, w_gate, b_gate).
@@ -57,6 +60,7 @@ def gradients(
     problem = plan.problem
     if not (dx or dw_up or db_up or dw_gate or db_gate):
         hidden = reference.hidden(*pre_activations, activation=problem.activation)
+        hidden = reference.dropped(hidden, dropout.p, dropout.seed, dropout.place)
         dw_down, db_down = _weight_and_bias(dy, hidden, wanted[4], plan)
         return [None, None, dw_down, None, db_down, None, None]
     assert plan.epilogue is not None
@@ -66,6 +70,7 @@ def gradients(
     found = kernels.hidden_gradient(
         dy, w_down, *pre_activations, db_up or db_gate, tiles.row_tiles, problem.activation, plan.accuracy,
         problem.input_precision, tiles.tiles, tiles.pipeline, keep_hidden=wanted[2], side_by_side=True,
+        dropout=dropout,
     )  # fmt: skip
     results: Gradients = [
         None,

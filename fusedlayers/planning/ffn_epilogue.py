@@ -43,26 +43,20 @@ def plan(problem: Any, device: Device) -> EpiloguePlan:
     if p.training:
         gradient = hidden_gradient.plan(_gradient_problem(p), device, "triton")
     pipeline = hidden_gradient.epilogue_pipeline("hidden", p, device)
-    return EpiloguePlan(epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated), pipeline, gradient)
+    tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
+    return EpiloguePlan(tiles, pipeline, gradient)
 
 
 def _gradient_problem(p: Any) -> HiddenGradientProblem:
-    return HiddenGradientProblem(M=p.M, N=p.N, O=p.O, dtype=p.dtype, activation=p.activation, gated=p.gated)
+    return HiddenGradientProblem(
+        M=p.M, N=p.N, O=p.O, dtype=p.dtype, activation=p.activation, gated=p.gated, dropout=p.dropout
+    )
 
 
 def why_unsupported(problem: Any, device: Device) -> str | None:
     """Why the path cannot run ``problem``, or None."""
     if problem.recompute is True:
         return "it keeps pre-activations, which recompute=True forbids"
-    if problem.dropout:
-        return "its kernels have no dropout"
-    return no_kernels(problem, device)
-
-
-def why_no_chunks(problem: Any, device: Device) -> str | None:
-    """Why the kernels cannot compute chunks of ``problem``, or None."""
-    if problem.dropout:
-        return "its kernels have no dropout that begins amid the hidden"
     return no_kernels(problem, device)
 
 
@@ -77,11 +71,15 @@ def why_slower(problem: Any, device: Device) -> str | None:
         return reason
     if not device.pipelined:
         return "only the warp-specialised kernels were measured faster than torch, and they do not run here"
+    if problem.dropout:
+        return "not measured on this path with dropout"
     width = min(problem.K, problem.O)
     if width < LEAST_WIDTH:
         return f"not measured on this path below width {LEAST_WIDTH}"
     if any(size % VECTOR for size in (problem.K, problem.N, problem.O)):
         return f"only the warp-specialised kernels were measured faster; their widths are multiples of {VECTOR}"
+    if problem.portable:
+        return f"only the warp-specialised kernels were measured faster; they cannot copy {problem.portable} as it lies"
     if problem.training and hidden_gradient.choose_pipeline(_gradient_problem(problem), device) is None:
         return "the sums of so many rows pass their limit in the kernel that was measured faster than torch"
     if problem.M < LEAST_ROWS:

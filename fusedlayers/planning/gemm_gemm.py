@@ -75,6 +75,7 @@ class Problem(Call):
     needs_weight_gradient: bool = False
     recompute: bool | str = "auto"
     saved_limit: int | None = None
+    portable: str = ""  # the name of an operand of a wide FFN that only portable kernels can read, if there is one
 
     __hash__ = Call.__hash__
 
@@ -150,7 +151,8 @@ def plan(problem: Problem, device: Device, backend: str = "auto") -> Plan:
 def _plan(problem: Problem, device: Device, backend: str) -> Plan:
     not_fused = why_unsupported(problem, device)
     reasons = {"fused": why_not_kernels(problem, device, backend, not_fused, why_slower)}
-    unsupported = not_fused
+    # The kernels of the epilogue path hold an FFN of any width, whole or in chunks.
+    unsupported = not_fused if problem.operation == "gemm_gemm" else no_kernels(problem, device)
     chunk_kernels = False
     if problem.operation == "gemm_gemm":
         reasons["chunked"] = "a batched GEMM-GEMM is not cut into chunks"
@@ -159,13 +161,8 @@ def _plan(problem: Problem, device: Device, backend: str) -> Plan:
         reasons["epilogue"] = why_not_kernels(problem, device, backend, not_epilogue, ffn_epilogue.why_slower)
         if problem.recompute is True:
             # Chunks keep no pre-activations, so that the same kernels may compute them.
-            not_epilogue = ffn_epilogue.why_no_chunks(problem, device)
             slower = ffn_epilogue.why_slower_in_chunks
-            chunk_kernels = why_not_kernels(problem, device, backend, not_epilogue, slower) is None
-        unsupported = None
-        if not_fused is not None and not_epilogue is not None:
-            # Whoever must have kernels wants to know what stands against each.
-            unsupported = not_fused if no_kernels(problem, device) else f"{not_fused}; {not_epilogue}"
+            chunk_kernels = why_not_kernels(problem, device, backend, unsupported, slower) is None
         reasons["chunked"] = None if problem.recompute is True else "only recompute=True needs its memory guarantee"
         if problem.empty:
             reasons["chunked"] = "there is nothing to compute"

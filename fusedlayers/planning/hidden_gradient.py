@@ -28,6 +28,7 @@ class HiddenGradientProblem(Call):
     dtype: str
     activation: str = "identity"
     gated: bool = False
+    dropout: bool = False  # whether the kernel replays the mask of a hidden: within the backward pass of an FFN alone
     bias: bool = True
     training: bool = False  # whether gradients of an operand will be asked for: second derivatives of a layer
     operation: str = "hidden_gradient"
@@ -75,7 +76,7 @@ def plan(problem: HiddenGradientProblem, device: Device, backend: str = "auto") 
     if fused is not None:
         reason = "no other path is both possible and faster"
         return HiddenGradientPlan(problem=problem, path="torch", reason=reason, rejected=(("fused", fused),), **options)
-    tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated)
+    tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
     row_tiles = choose_row_tiles(problem, tiles)
     pipeline = choose_pipeline(problem, device)
     return HiddenGradientPlan(

@@ -4,6 +4,7 @@ import torch
 
 from ..activations import activation_unit, hidden_and_slopes
 from ..device import tl, triton
+from ..dropout import NO_DROPOUT, Dropout, keep_factor
 from ..hopper import ALIGNMENT, Matrix, untransposed
 from ..launching import ceil_div, launch
 from ..tiles import add_product, grouped_tile, load_tile, load_vector, store_tile
@@ -13,11 +14,11 @@ from . import pipelined
 _GROUP = 8  # programs below one another, before those to their right: they share rows of the weights in the cache
 
 
-@triton.jit(do_not_specialize=["M", "zero"])
+@triton.jit(do_not_specialize=["M", "zero", "dropout_p", "keep_scale", "mask_row", "mask_column"])
 def _hidden_kernel(
-    x_ptr, up_ptr, w_gate_ptr, up_bias_ptr, gate_bias_ptr, hidden_ptr, z_ptr, gate_ptr,
+    x_ptr, up_ptr, w_gate_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, hidden_ptr, z_ptr, gate_ptr,
     stride_xm, stride_xk, stride_un, stride_uk, stride_gn, stride_gk, stride_ub, stride_gb, K, N,
-    M, zero,
+    M, zero, dropout_p, keep_scale, mask_row, mask_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, GROUP: tl.constexpr,
     ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -50,6 +51,8 @@ def _hidden_kernel(
         hidden, _, _ = hidden_and_slopes(z, z_gate, True, ACTIVATION, ACCURACY)
     else:
         hidden, _, _ = hidden_and_slopes(z, z, False, ACTIVATION, ACCURACY)
+    if seed_ptr is not None:
+        hidden *= keep_factor((seed_ptr, dropout_p, keep_scale, mask_row, mask_column), rows, cols)
     store_tile(hidden_ptr, hidden * UNIT, rows, cols, N, 1, M, N)
 
 
@@ -65,6 +68,7 @@ def hidden(
     input_precision: str,
     tiles: EpilogueTiles,
     pipeline: EpiloguePipeline | None = None,
+    dropout: Dropout = NO_DROPOUT,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(H, Z, Zg) ``[M, N]``, contiguous; Z, and Zg with a gate, only to ``keep``. Operands of any strides."""
     rows, columns = x.shape[0], w_up.shape[0]
@@ -77,18 +81,18 @@ def hidden(
     z_gate = empty() if keep and w_gate is not None else None
     matrices = None if pipeline is None else _matrices(x, w_up, w_gate, b_up, b_gate)
     if pipeline is not None and matrices is not None:
-        pipelined.launch_hidden(*matrices, b_up, b_gate, found, z, z_gate, activation, accuracy, pipeline)
+        pipelined.launch_hidden(*matrices, b_up, b_gate, found, z, z_gate, activation, accuracy, pipeline, dropout)
         return found, z, z_gate
     bias_strides = [0 if bias is None else bias.stride(0) for bias in (b_up, b_gate)]
     launch(
         _hidden_kernel,
         ceil_div(rows, tiles.block_m) * ceil_div(columns, tiles.block_n),
-        (x, w_up, w_gate, b_up, b_gate, found, z, z_gate),
+        (x, w_up, w_gate, b_up, b_gate, dropout.seed, found, z, z_gate),
         (
             *x.stride(), *w_up.stride(), *((0, 0) if w_gate is None else w_gate.stride()), *bias_strides, x.shape[1],
             columns,
         ),
-        (rows, 0.0),
+        (rows, 0.0, *dropout.numbers()),
         (tiles.block_m, tiles.block_n, tiles.block_inner, _GROUP, activation, accuracy, input_precision),
         tiles.num_warps,
         tiles.num_stages,

@@ -6,6 +6,7 @@ import torch
 
 from ..activations import activation_unit, hidden_and_slopes, through_activation
 from ..device import tl, triton
+from ..dropout import NO_DROPOUT, Dropout, keep_factor
 from ..hopper import ALIGNMENT, Matrix, untransposed
 from ..launching import ceil_div, launch
 from ..partials import reduce_partials
@@ -25,11 +26,11 @@ def _stored_and_summed(ptr, gradient, rows, cols, stride_m, M, N, UNIT: tl.const
     return tl.sum(gradient, 0)
 
 
-@triton.jit(do_not_specialize=["M", "row_tiles", "zero"])
+@triton.jit(do_not_specialize=["M", "row_tiles", "zero", "dropout_p", "keep_scale", "mask_row", "mask_column"])
 def _hidden_gradient_kernel(
-    dy_ptr, down_ptr, z_ptr, gate_ptr, dz_ptr, d_gate_ptr, hidden_ptr, sums_ptr,
+    dy_ptr, down_ptr, z_ptr, gate_ptr, dz_ptr, d_gate_ptr, hidden_ptr, sums_ptr, seed_ptr,
     stride_dym, stride_dyo, stride_do, stride_dn, stride_zm, stride_zn, stride_gm, stride_gn, stride_out, O, N,
-    M, row_tiles, zero,
+    M, row_tiles, zero, dropout_p, keep_scale, mask_row, mask_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, GROUP: tl.constexpr,
     ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -50,6 +51,9 @@ def _hidden_gradient_kernel(
             dy_tile = load_tile(dy_ptr, rows, outer, stride_dym, stride_dyo, M, O)
             down_tile = load_tile(down_ptr, outer, cols, stride_do, stride_dn, O, N)
             d_hidden = add_product(d_hidden, dy_tile, down_tile, zero, INPUT_PRECISION)
+        if seed_ptr is not None:
+            factor = keep_factor((seed_ptr, dropout_p, keep_scale, mask_row, mask_column), rows, cols)
+            d_hidden *= factor
         z = load_tile(z_ptr, rows, cols, stride_zm, stride_zn, M, N).to(tl.float32)
         if GATED:
             z_gate = load_tile(gate_ptr, rows, cols, stride_gm, stride_gn, M, N).to(tl.float32)
@@ -62,6 +66,8 @@ def _hidden_gradient_kernel(
             dz = through_activation(d_hidden, slope, z, ACTIVATION)
             sums += _stored_and_summed(dz_ptr, dz, rows, cols, stride_out, M, N, UNIT)
         if hidden_ptr is not None:
+            if seed_ptr is not None:
+                hidden *= factor
             store_tile(hidden_ptr, hidden * UNIT, rows, cols, N, 1, M, N)
     if sums_ptr is not None:
         if GATED:
@@ -98,6 +104,7 @@ def hidden_gradient(
     side_by_side: bool = False,
     in_place: bool = False,
     sums_dtype: torch.dtype | None = None,
+    dropout: Dropout = NO_DROPOUT,
 ) -> HiddenGradients:
     """The gradients of the pre-activations, with ``bias`` their sums, and the hidden if it is to be kept.
 
@@ -119,6 +126,9 @@ def hidden_gradient(
         dz = empty(rows, columns)
         d_gate = None if z_gate is None else empty(rows, columns)
     hidden = empty(rows, columns) if keep_hidden else None
+    if pipeline is not None and untransposed(dy) is None:
+        # What autograd gives may be expanded, or transposed: a copy costs less than the portable kernel does.
+        dy = dy.contiguous()
     matrices = None if pipeline is None else _matrices(dy, w_down, z, z_gate)
     if pipeline is not None and matrices is not None:
         # A program stores the sums of its two halves apart.
@@ -127,15 +137,15 @@ def hidden_gradient(
         bands = ceil_div(ceil_div(rows, tiles.block_m), row_tiles)
     sums = empty(bands, columns * parts, dtype=torch.float32) if bias else None
     if pipeline is not None and matrices is not None:
-        pipelined.launch_hidden_gradient(*matrices, dz, d_gate, hidden, sums, activation, accuracy, pipeline)
+        pipelined.launch_hidden_gradient(*matrices, dz, d_gate, hidden, sums, activation, accuracy, pipeline, dropout)
     else:
         gate_strides = (0, 0) if z_gate is None else z_gate.stride()
         launch(
             _hidden_gradient_kernel,
             bands * ceil_div(columns, tiles.block_n),
-            (dy, w_down, z, z_gate, dz, d_gate, hidden, sums),
+            (dy, w_down, z, z_gate, dz, d_gate, hidden, sums, dropout.seed),
             (*dy.stride(), *w_down.stride(), *z.stride(), *gate_strides, dz.stride(0), dy.shape[1], columns),
-            (rows, row_tiles, 0.0),
+            (rows, row_tiles, 0.0, *dropout.numbers()),
             (tiles.block_m, tiles.block_n, tiles.block_inner, _GROUP, activation, accuracy, input_precision),
             tiles.num_warps,
             tiles.num_stages,

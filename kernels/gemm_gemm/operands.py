@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..dropout import probability_and_scale
 from ..hopper import Matrix, matrix
 from ..tuning import TileConfig, padded_widths
 
@@ -23,8 +24,8 @@ class Arithmetic:
     accuracy: str
 
     def dropout(self) -> tuple[float, float]:
-        """The probability, and the factor of what is kept: computed here in float64, as torch does."""
-        return self.dropout_p, 1.0 / (1.0 - self.dropout_p)
+        """The probability, and the factor of what is kept."""
+        return probability_and_scale(self.dropout_p)
 
 
 class Matrices(NamedTuple):

@@ -125,11 +125,12 @@ def test_the_mode_decides_how_small_a_problem_may_be(mode: str, monkeypatch: pyt
                 assert_equal(ours, step(ffn, x))
 
 
-def test_dropout_is_drawn_anew_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("width", [64, 512], ids=["fused", "epilogue"])
+def test_dropout_is_drawn_anew_and_replayed(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     compiled = torch.compile(functional.ffn, fullgraph=True)
-    identity = torch.eye(64, device="cuda", dtype=torch.bfloat16)
-    x = torch.ones(512, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    identity = torch.eye(width, device="cuda", dtype=torch.bfloat16)
+    x = torch.ones(512, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     masks = []
     for _ in range(2):
         y = compiled(x, identity, identity, activation="identity", dropout_p=0.25)

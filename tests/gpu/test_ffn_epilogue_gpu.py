@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedlayers import functional, reference
+from fusedlayers import functional, planning, reference
 from fusedlayers.devices import describe
+from fusedlayers.functional import dispatch
 from fusedlayers.kernels.activations import ACTIVATIONS
+from fusedlayers.kernels.dropout import draw_seed, keep_mask
 from fusedlayers.kernels.gemm_epilogue import pipelined
 from tests.gpu.exact import DENSITIES, exact, exact_ffn
 from tests.gpu.graphs import assert_replays_like_launched
@@ -26,6 +28,7 @@ from tests.operands import (
     on_path,
     results,
 )
+from tests.test_ffn_chunked import cut
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
@@ -66,7 +69,9 @@ def test_close_to_torch(size: tuple[int, int, int], dtype: torch.dtype, gated: b
     activation = "silu" if gated else "gelu_tanh"
     with on_path("epilogue") as options:
         assert_ffn_close(functional.ffn, inputs, options=options, activation=activation)
-    assert launched == BOTH
+        assert launched == BOTH
+        assert_ffn_close(functional.ffn, inputs, options=options, manual_seed=7, activation=activation, dropout_p=0.1)
+    assert launched == BOTH * 2
 
 
 @GATED
@@ -80,6 +85,15 @@ def test_every_activation(activation: str, facts: dict[str, Any], gated: bool) -
 
 
 @GATED
+@pytest.mark.parametrize("facts", [{}, {"pipelined": False}], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_with_dropout(activation: str, facts: dict[str, Any], gated: bool) -> None:
+    inputs = ffn_inputs(700, 136, 328, 72, BFLOAT16, gated=gated)
+    with on_path("epilogue", **facts) as options:
+        assert_ffn_close(functional.ffn, inputs, options=options, manual_seed=3, activation=activation, dropout_p=0.3)
+
+
+@GATED
 @pytest.mark.parametrize("biases", [(), ("b_up",), ("b_gate",), ("b_down", "b_gate")], ids="-".join)
 def test_biases(biases: tuple[str, ...], gated: bool) -> None:
     inputs = ffn_inputs(700, 136, 328, 72, BFLOAT16, gated=gated, biases=biases)
@@ -87,7 +101,9 @@ def test_biases(biases: tuple[str, ...], gated: bool) -> None:
         assert_ffn_close(functional.ffn, inputs, options=options, activation="silu")
 
 
-def long_exact_ffn(size: tuple[int, int, int], dtype: torch.dtype, gated: bool) -> tuple[Tensors, Tensor, Tensors]:
+def long_exact_ffn(
+    size: tuple[int, int, int], dtype: torch.dtype, gated: bool, **dropout: Any
+) -> tuple[Tensors, Tensor, Tensors]:
     """As ``exact_ffn``, also where sums over tens of thousands of tokens ask for sparser integers."""
     tokens, d_model, d_ff = size
 
@@ -95,7 +111,8 @@ def long_exact_ffn(size: tuple[int, int, int], dtype: torch.dtype, gated: bool) 
         inputs = ffn_inputs(tokens, d_model, d_ff, d_model, dtype, gated=gated, draw=draw)
         return inputs, like_result(inputs, draw)
 
-    return exact(reference.ffn, draw_inputs, dtype, (*DENSITIES, 0.014, 0.01, 0.007), activation="relu")
+    densities = (*DENSITIES, 0.014, 0.01, 0.007, 0.005, 0.003)
+    return exact(reference.ffn, draw_inputs, dtype, densities, activation="relu", **dropout)
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -127,13 +144,79 @@ def test_exact_integers_again_and_again(
 
 @pytest.mark.usefixtures("poisoned_memory")
 @GATED
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize(
+    ("size", "facts"),
+    [
+        ((9000, 512, 256), {}),
+        ((1061, 520, 1032), {"processors": 3}),
+        ((129, 512, 8), {}),
+        ((1061, 520, 1032), {"pipelined": False}),
+        ((777, 101, 333), {}),
+    ],
+    ids=str,
+)
+def test_exact_integers_with_dropout(
+    size: tuple[int, int, int], facts: dict[str, Any], dtype: torch.dtype, gated: bool
+) -> None:
+    """Half of all hidden elements are dropped and the rest doubled, so that a wrong element of a mask is a difference.
+
+    The integers are those of torch with the same seed: the mask is the same on all paths, and replayed.
+    """
+    seed = draw_seed(DEVICE)
+    inputs, dy, expected = long_exact_ffn(size, dtype, gated, dropout_p=0.5, seed=seed)
+    assert all(value is None or bool(value.any()) for value in expected.values())
+    arithmetic = {"activation": "relu", "dropout_p": 0.5, "dropout_seed": seed}
+    with on_path("epilogue", **facts) as options:
+        for _ in range(10):
+            assert_equal(results(functional.ffn, inputs, dy, **arithmetic, **options), expected)
+
+
+@on_hopper
+def test_each_element_is_kept_or_dropped_as_the_mask_says(launched: list[str]) -> None:
+    """Rows and columns that fill no tile: y is the mask of the hidden itself, and so is dx."""
+    rows, width = 1000, 520
+    seed, identity = draw_seed(DEVICE), torch.eye(width, device=DEVICE, dtype=BFLOAT16)
+    x = torch.ones(rows, width, device=DEVICE, dtype=BFLOAT16, requires_grad=True)
+    with on_path("epilogue") as options:
+        y = functional.ffn(x, identity, identity, activation="identity", dropout_p=0.5, dropout_seed=seed, **options)
+        [dx] = torch.autograd.grad(y.sum(), x)
+    mask = keep_mask(seed.cpu(), 0, rows, width, 0.5, BFLOAT16) * 2
+    assert torch.equal(y.cpu(), mask)
+    assert torch.equal(dx.cpu(), mask)
+    assert launched == BOTH, "the gradient of a sum, expanded from one number, is copied"
+
+
+@on_hopper
+def test_chunks_have_the_mask_of_the_whole_hidden(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same of three chunks of rows, in two groups of hidden units backward."""
+    rows, width = 1000, 520
+    seed, identity = draw_seed(DEVICE), torch.eye(width, device=DEVICE, dtype=BFLOAT16)
+    x = torch.ones(rows, width, device=DEVICE, dtype=BFLOAT16, requires_grad=True)
+    arithmetic = {"activation": "identity", "dropout_p": 0.5, "dropout_seed": seed}
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    monkeypatch.setattr(dispatch, "_cached_plan", planning.plan)
+    monkeypatch.setattr(dispatch, "_calls", {})
+    cut(monkeypatch, 384, 264)
+    y = functional.ffn(x, identity, identity, recompute=True, **arithmetic)
+    [dx] = torch.autograd.grad(y.sum(), x)
+    mask = keep_mask(seed.cpu(), 0, rows, width, 0.5, BFLOAT16) * 2
+    assert torch.equal(y.cpu(), mask)
+    assert torch.equal(dx.cpu(), mask)
+    assert launched == BOTH[:1] * 3 + BOTH * 6
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@GATED
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("size", [(33_000, 512, 256), (4097, 768, 3072)], ids=str)
-def test_the_same_bits_every_time(size: tuple[int, int, int], gated: bool) -> None:
+def test_the_same_bits_every_time(size: tuple[int, int, int], dropout_p: float, gated: bool) -> None:
     tokens, d_model, d_ff = size
     inputs = ffn_inputs(tokens, d_model, d_ff, d_model, BFLOAT16, gated=gated, residual=True)
     dy = like_result(inputs)
+    arithmetic = {"activation": "gelu", "dropout_p": dropout_p, "dropout_seed": draw_seed(DEVICE)}
     with on_path("epilogue") as options:
-        runs = [results(functional.ffn, inputs, dy, activation="gelu", **options) for _ in range(10)]
+        runs = [results(functional.ffn, inputs, dy, **arithmetic, **options) for _ in range(10)]
     for found in runs:
         assert all(tensor is None or bool(tensor.isfinite().all()) for tensor in found.values())
         assert_equal(found, runs[0])
@@ -147,8 +230,8 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "odd rows": (lambda t: torch.nn.functional.pad(t, (0, 1), value=NAN)[..., :-1], False),
     "transposed": (lambda t: t.T.contiguous().T, False),
 }
-# The pipelined kernel that reads an operand.
-READER = {"x": BOTH[0], "w_up": BOTH[0], "w_gate": BOTH[0], "w_down": BOTH[1], "dy": BOTH[1]}
+# The pipelined kernel that reads an operand as it is; dy is copied for it.
+READER = {"x": BOTH[0], "w_up": BOTH[0], "w_gate": BOTH[0], "w_down": BOTH[1], "dy": None}
 
 
 @on_hopper
@@ -178,15 +261,17 @@ def test_a_bias_with_gaps_and_hidden_units_that_fill_no_16_bytes(launched: list[
 
 
 @GATED
-def test_a_cuda_graph_replays(gated: bool) -> None:
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_a_cuda_graph_replays(dropout_p: float, gated: bool) -> None:
     inputs = leaves(ffn_inputs(1000, 576, 1032, 576, BFLOAT16, gated=gated, residual=True))
     dy = like_result(inputs)
     wanted = [tensor for tensor in inputs.values() if tensor is not None]
+    arithmetic = {"activation": "silu", "dropout_p": dropout_p, "dropout_seed": draw_seed(DEVICE)}
 
     with on_path("epilogue") as options:
 
         def step() -> tuple[Tensor, ...]:
-            y = functional.ffn(**inputs, activation="silu", **options)
+            y = functional.ffn(**inputs, **arithmetic, **options)
             return (y.detach(), *torch.autograd.grad(y, wanted, dy))
 
         assert_replays_like_launched(step, [*wanted, dy], 20)

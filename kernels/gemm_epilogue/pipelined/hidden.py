@@ -3,12 +3,13 @@
 import torch
 
 from ...activations import activation_unit, hidden_and_slopes
+from ...dropout import Dropout
 from ...hopper import Matrix, fence_async_shared, gl, gluon, mbarrier, tma
 from ...launching import launch
 from ...pipeline import init_barriers
 from ...tiles import grouped_tile
 from ...tuning import EpiloguePipeline
-from .products import HALF, TILE, column_halves, copy_operands, init_turns, multiply, send
+from .products import HALF, TILE, column_halves, copy_operands, draw, dropped, init_turns, multiply, send
 
 
 @gluon.jit
@@ -35,7 +36,7 @@ def _start(up_bias_ptr, gate_bias_ptr, column, N, layout: gl.constexpr, GATED: g
 
 @gluon.jit
 def _finish(
-    consumer: gl.constexpr, z, z_gate, row, column, hidden_desc, z_desc, gate_desc, places, sent,
+    consumer: gl.constexpr, z, z_gate, row, column, hidden_desc, z_desc, gate_desc, dropout, places, sent,
     PLACES: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     UNIT: gl.constexpr = activation_unit(ACTIVATION, ACCURACY)
@@ -44,12 +45,15 @@ def _finish(
         if GATED:
             sent = send(consumer, gate_desc, row, column, z_gate, places, sent, PLACES)
     hidden, _, _ = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
+    if dropout[0] is not None:
+        mask = draw(consumer, dropout, row, column, places, sent, PLACES)
+        hidden = dropped(hidden, mask, dropout[2])
     return send(consumer, hidden_desc, row, column, hidden * UNIT, places, sent, PLACES)
 
 
 @gluon.jit
 def _consume(
-    consumer: gl.constexpr, hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, left_ring, right_ring,
+    consumer: gl.constexpr, hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, dropout, left_ring, right_ring,
     places, full, empty, turns, tile_rows, tile_columns, inner, N,
     STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr,
     ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
@@ -76,26 +80,33 @@ def _consume(
                 left, right = column_halves(bottom, half_layout)
             row = tile_row * TILE + half * HALF
             if GATED:
-                sent = _finish(consumer, left, right, row, column, hidden_desc, z_desc, gate_desc, places, sent,
-                               PLACES, GATED, ACTIVATION, ACCURACY)  # fmt: skip
+                sent = _finish(
+                    consumer, left, right, row, column, hidden_desc, z_desc, gate_desc, dropout, places, sent,
+                    PLACES, GATED, ACTIVATION, ACCURACY,
+                )  # fmt: skip
             else:
-                sent = _finish(consumer, left, left, row, column, hidden_desc, z_desc, gate_desc, places, sent,
-                               PLACES, GATED, ACTIVATION, ACCURACY)  # fmt: skip
-                sent = _finish(consumer, right, right, row, column + HALF, hidden_desc, z_desc, gate_desc, places, sent,
-                               PLACES, GATED, ACTIVATION, ACCURACY)  # fmt: skip
+                sent = _finish(
+                    consumer, left, left, row, column, hidden_desc, z_desc, gate_desc, dropout, places, sent,
+                    PLACES, GATED, ACTIVATION, ACCURACY,
+                )  # fmt: skip
+                sent = _finish(
+                    consumer, right, right, row, column + HALF, hidden_desc, z_desc, gate_desc, dropout, places, sent,
+                    PLACES, GATED, ACTIVATION, ACCURACY,
+                )  # fmt: skip
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tile_rows"])
+@gluon.jit(do_not_specialize=["tile_rows", "dropout_p", "keep_scale", "mask_row", "mask_column"])
 def _pipelined_hidden_kernel(
-    x_desc, up_desc, w_gate_desc, hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, inner, N, tile_columns,
-    tile_rows,
+    x_desc, up_desc, w_gate_desc, hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, seed_ptr, inner, N,
+    tile_columns, tile_rows, dropout_p, keep_scale, mask_row, mask_column,
     STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
     ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     GATED: gl.constexpr = w_gate_desc is not None
+    dropout = (seed_ptr, dropout_p, keep_scale, mask_row, mask_column)
     left_ring = gl.allocate_shared_memory(dtype, [STAGES * 2, HALF, STEP], x_desc.layout)
     right_ring = gl.allocate_shared_memory(dtype, [STAGES, TILE, STEP], up_desc.layout)
     places = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, HALF], hidden_desc.layout)
@@ -107,14 +118,14 @@ def _pipelined_hidden_kernel(
     fence_async_shared()
     gl.warp_specialize([
         (_consume, (
-            gl.constexpr(0), hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, left_ring, right_ring, places,
-            full, empty, turns, tile_rows, tile_columns, inner, N, STEP, STAGES, PLACES, GROUP, GATED, ACTIVATION,
-            ACCURACY,
+            gl.constexpr(0), hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, dropout, left_ring, right_ring,
+            places, full, empty, turns, tile_rows, tile_columns, inner, N, STEP, STAGES, PLACES, GROUP, GATED,
+            ACTIVATION, ACCURACY,
         )),
         (_consume, (
-            gl.constexpr(1), hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, left_ring, right_ring, places,
-            full, empty, turns, tile_rows, tile_columns, inner, N, STEP, STAGES, PLACES, GROUP, GATED, ACTIVATION,
-            ACCURACY,
+            gl.constexpr(1), hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, dropout, left_ring, right_ring,
+            places, full, empty, turns, tile_rows, tile_columns, inner, N, STEP, STAGES, PLACES, GROUP, GATED,
+            ACTIVATION, ACCURACY,
         )),
         (copy_operands, (
             x_desc, up_desc, w_gate_desc, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
@@ -135,6 +146,7 @@ def launch_hidden(
     activation: str,
     accuracy: str,
     pipeline: EpiloguePipeline,
+    dropout: Dropout,
 ) -> None:
     """Fills ``hidden``, and z and z_gate where they are given: contiguous ``[M, N]``."""
     tile, half = TILE.value, HALF.value
@@ -144,9 +156,9 @@ def launch_hidden(
     launch(
         _pipelined_hidden_kernel,
         min(tile_rows * tile_columns, pipeline.programs),
-        (up_bias, gate_bias),
+        (up_bias, gate_bias, dropout.seed),
         (x.columns, columns, tile_columns),
-        (tile_rows,),
+        (tile_rows, *dropout.numbers()),
         (pipeline.step, pipeline.stages, pipeline.places, pipeline.group, activation, accuracy),
         descriptors=(
             x.descriptor(half, pipeline.step),

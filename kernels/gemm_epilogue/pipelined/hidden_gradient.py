@@ -6,12 +6,13 @@ A warp of its own copies the pre-activations of a tile, a quarter at a time, whi
 import torch
 
 from ...activations import activation_unit, hidden_and_slopes, through_activation
+from ...dropout import Dropout
 from ...hopper import Matrix, copy_in, fence_async_shared, gl, gluon, mbarrier, tma
 from ...launching import launch
 from ...pipeline import init_barriers, stage_of
 from ...tiles import grouped_tile
 from ...tuning import EpiloguePipeline
-from .products import HALF, TILE, column_halves, copy_operands, init_turns, multiply, send
+from .products import HALF, TILE, column_halves, copy_operands, draw, dropped, init_turns, multiply, send
 
 
 @gluon.jit
@@ -73,7 +74,7 @@ def _store_sums(sums_ptr, gradient, column, valid_rows, N):
 
 @gluon.jit
 def _finish(
-    consumer: gl.constexpr, d_hidden, row, column, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr,
+    consumer: gl.constexpr, d_hidden, row, column, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout,
     tiles, tile_full, tile_empty, position, places, sent,
     Z_STAGES: gl.constexpr, PLACES: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
     ACCURACY: gl.constexpr,
@@ -81,6 +82,9 @@ def _finish(
     layout: gl.constexpr = d_hidden.type.layout
     UNIT: gl.constexpr = activation_unit(ACTIVATION, ACCURACY)
     PARTS: gl.constexpr = 2 if GATED else 1
+    if dropout[0] is not None:
+        mask = draw(consumer, dropout, row, column, places, sent, PLACES)
+        d_hidden = dropped(d_hidden, mask, dropout[2])
     z = _take(consumer, tiles, tile_full, position, Z_STAGES, layout)
     if GATED:
         z_gate = _take(consumer, tiles, tile_full, position + 1, Z_STAGES, layout)
@@ -88,6 +92,8 @@ def _finish(
         z_gate = z
     hidden, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
     if hidden_desc is not None:
+        if dropout[0] is not None:
+            hidden = dropped(hidden, mask, dropout[2])
         sent = send(consumer, hidden_desc, row, column, hidden * UNIT, places, sent, PLACES)
         _release(consumer, tile_empty, position, PARTS, Z_STAGES)
     sums = sums_ptr
@@ -114,7 +120,7 @@ def _finish(
 
 @gluon.jit
 def _consume(
-    consumer: gl.constexpr, dz_desc, d_gate_desc, hidden_desc, sums_ptr, left_ring, right_ring, tiles, places,
+    consumer: gl.constexpr, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
     full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M,
     STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
     GATED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
@@ -141,26 +147,27 @@ def _consume(
                 left, right = column_halves(bottom, half_layout)
             row = tile_row * TILE + half * HALF
             position, sent = _finish(
-                consumer, left, row, column, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr,
+                consumer, left, row, column, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout,
                 tiles, tile_full, tile_empty, position, places, sent, Z_STAGES, PLACES, GATED, ACTIVATION, ACCURACY,
             )  # fmt: skip
             position, sent = _finish(
-                consumer, right, row, column + HALF, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr,
+                consumer, right, row, column + HALF, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout,
                 tiles, tile_full, tile_empty, position, places, sent, Z_STAGES, PLACES, GATED, ACTIVATION, ACCURACY,
             )  # fmt: skip
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tile_rows", "M"])
+@gluon.jit(do_not_specialize=["tile_rows", "M", "dropout_p", "keep_scale", "mask_row", "mask_column"])
 def _pipelined_epilogue_gradient_kernel(
-    dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, sums_ptr, inner, N, tile_columns,
-    tile_rows, M,
+    dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, sums_ptr, seed_ptr, inner, N,
+    tile_columns, tile_rows, M, dropout_p, keep_scale, mask_row, mask_column,
     STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
     ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = dy_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     GATED: gl.constexpr = gate_desc is not None
+    dropout = (seed_ptr, dropout_p, keep_scale, mask_row, mask_column)
     left_ring = gl.allocate_shared_memory(dtype, [STAGES * 2, HALF, STEP], dy_desc.layout)
     right_ring = gl.allocate_shared_memory(dtype, [STAGES, STEP, TILE], down_desc.layout)
     tiles = gl.allocate_shared_memory(dtype, [2 * Z_STAGES, HALF, HALF], z_desc.layout)
@@ -176,14 +183,14 @@ def _pipelined_epilogue_gradient_kernel(
     fence_async_shared()
     gl.warp_specialize([
         (_consume, (
-            gl.constexpr(0), dz_desc, d_gate_desc, hidden_desc, sums_ptr, left_ring, right_ring, tiles, places, full,
-            empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, STEP, STAGES, Z_STAGES, PLACES,
-            GROUP, GATED, ACTIVATION, ACCURACY,
+            gl.constexpr(0), dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
+            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, STEP, STAGES, Z_STAGES,
+            PLACES, GROUP, GATED, ACTIVATION, ACCURACY,
         )),
         (_consume, (
-            gl.constexpr(1), dz_desc, d_gate_desc, hidden_desc, sums_ptr, left_ring, right_ring, tiles, places, full,
-            empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, STEP, STAGES, Z_STAGES, PLACES,
-            GROUP, GATED, ACTIVATION, ACCURACY,
+            gl.constexpr(1), dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
+            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, STEP, STAGES, Z_STAGES,
+            PLACES, GROUP, GATED, ACTIVATION, ACCURACY,
         )),
         (copy_operands, (
             dy_desc, down_desc, None, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
@@ -207,6 +214,7 @@ def launch_hidden_gradient(
     activation: str,
     accuracy: str,
     pipeline: EpiloguePipeline,
+    dropout: Dropout,
 ) -> None:
     """Fills dz, d_gate and ``hidden`` ``[M, N]``, where they are given, and ``sums [bands, parts × N]``."""
     tile, half = TILE.value, HALF.value
@@ -216,9 +224,9 @@ def launch_hidden_gradient(
     launch(
         _pipelined_epilogue_gradient_kernel,
         min(tile_rows * tile_columns, pipeline.programs),
-        (sums,),
+        (sums, dropout.seed),
         (dy.columns, columns, tile_columns),
-        (tile_rows, rows),
+        (tile_rows, rows, *dropout.numbers()),
         (
             pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places, pipeline.group, activation, accuracy,
         ),

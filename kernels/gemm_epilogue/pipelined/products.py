@@ -7,6 +7,7 @@ stages: whose turn it is may read the stages that arrive. Without that, a barrie
 the one two before it.
 """
 
+from ...dropout import keep
 from ...hopper import copy_in, copy_out, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from ...pipeline import stage_of
 from ...tiles import grouped_tile
@@ -15,6 +16,8 @@ from ...tuning import CONSUMER_ROWS
 # Rows and columns of a consumer's tile, in halves: the rows of one matrix instruction, and the columns of an epilogue.
 TILE = gl.constexpr(2 * CONSUMER_ROWS)
 HALF = gl.constexpr(CONSUMER_ROWS)
+# Rows of a mask that are drawn at once.
+DRAWN = gl.constexpr(16)
 
 
 @gluon.jit
@@ -101,6 +104,31 @@ def send(consumer: gl.constexpr, desc, row, column, values, places, sent, PLACES
     fence_async_shared()
     copy_out(desc, [row, column], place)
     return sent + 1
+
+
+@gluon.jit
+def draw(consumer: gl.constexpr, dropout, row, column, places, sent, PLACES: gl.constexpr):
+    """Draws the mask of an epilogue's tile into the place of what is sent next, and returns that place.
+
+    A few rows at a time, because drawing all of them at once takes more registers than products leave.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([4, 2], [1, 32], [4, 1], [1, 0])
+    tma.store_wait(PLACES - 1)
+    place = places.index(consumer * PLACES + sent % PLACES)
+    parts = place._reinterpret(place.dtype, [HALF // DRAWN, DRAWN, HALF], place.layout)
+    seed = gl.load(dropout[0])
+    cols = column + dropout[4] + gl.arange(0, HALF, gl.SliceLayout(0, layout))
+    for part in range(HALF // DRAWN):
+        rows = row + dropout[3] + part * DRAWN + gl.arange(0, DRAWN, gl.SliceLayout(1, layout))
+        kept = keep(seed, gl.expand_dims(rows, 1).to(gl.int64), gl.expand_dims(cols, 0).to(gl.int64), dropout[1])
+        parts.index(part).store(kept.to(place.dtype))
+    return place
+
+
+@gluon.jit
+def dropped(values, place, scale):
+    """The values of a tile where the mask in ``place`` keeps them, scaled, and 0 elsewhere."""
+    return values * (place.load(values.type.layout).to(gl.float32) * scale)
 
 
 @gluon.jit
