@@ -74,14 +74,15 @@ def test_kernels_compute_chunks(chunk: tuple[int, int], gated: bool, monkeypatch
     expected = results(reference.ffn, t, dy, activation="relu")
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     monkeypatch.setattr(planning.gemm_gemm, "why_unsupported", lambda problem, device: "too wide")
-    functional.dispatch._cached_plan.cache_clear()
+    # Without the caches: no plan made here outlives the test, and none made before is used.
+    monkeypatch.setattr(functional.dispatch, "_cached_plan", planning.plan)
+    monkeypatch.setattr(functional.dispatch, "_calls", {})
     cut(monkeypatch, *chunk)
     launched = []
     kernels = functional.ffn_chunked.kernels
     hidden = kernels.hidden
     monkeypatch.setattr(kernels, "hidden", lambda *a: launched.append(a[0].shape[0]) or hidden(*a))
     assert_equal(results(functional.ffn, t, dy, activation="relu", recompute=True), expected)
-    functional.dispatch._cached_plan.cache_clear()
     groups, chunks = -(-128 // chunk[1]), -(-70 // chunk[0])
     assert len(launched) == chunks + groups * chunks, "once forward, once for each part backward"
 
@@ -183,8 +184,6 @@ def test_the_allocator_never_gives_a_hidden(
     """Neither a block of tokens × d_ff elements, nor more than the limit beside the result and the gradients."""
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
     monkeypatch.setattr(planning.ffn_chunked, "WORKSPACE_LIMIT", LIMIT)
-    # The mask of a token takes more than a chunk of this limit: as many tokens as there are anyway.
-    monkeypatch.setattr(planning.ffn_chunked, "LEAST_ROWS", 1)
     monkeypatch.setattr(functional.dispatch, "_cached_plan", planning.plan)
     tensors = ffn_inputs(TOKENS, D_MODEL, D_FF, D_MODEL, dtype, gated=gated, residual=True, device=CPU)
     hidden = TOKENS * D_FF * dtype.itemsize

@@ -65,7 +65,8 @@ def test_who_is_left_to_others(change: dict[str, object], reason: str) -> None:
     made = plan(replace(TRAINING, **change), PIPELINED)
     assert made.path == ("chunked" if "recompute" in change else "torch")
     assert dict(made.rejected)["epilogue"].startswith(reason)
-    assert made.epilogue is None
+    # Chunks are computed by the same kernels.
+    assert (made.epilogue is not None) == ("recompute" in change)
 
 
 @pytest.mark.parametrize("change", [{"M": 1024, "N": 2**17}, {"K": 512, "O": 512, "N": 8192}, {"dtype": "float16"}])
