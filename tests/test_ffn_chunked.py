@@ -82,7 +82,7 @@ def test_kernels_compute_chunks(
     expected = results(reference.ffn, t, dy, seed=seed, **arithmetic)
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     monkeypatch.setattr(planning.gemm_gemm, "why_unsupported", lambda problem, device: "too wide")
-    # No plan made here outlives the test, and none made before is used.
+    # Without the caches: no plan made here outlives the test, and none made before is used.
     monkeypatch.setattr(functional.dispatch, "_cached_plan", planning.plan)
     monkeypatch.setattr(functional.dispatch, "_calls", {})
     cut(monkeypatch, *chunk)
@@ -192,8 +192,6 @@ def test_the_allocator_never_gives_a_hidden(
     """Neither a block of tokens × d_ff elements, nor more than the limit beside the result and the gradients."""
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
     monkeypatch.setattr(planning.ffn_chunked, "WORKSPACE_LIMIT", LIMIT)
-    # The mask of a token takes more than a chunk of this limit: as many tokens as there are anyway.
-    monkeypatch.setattr(planning.ffn_chunked, "LEAST_ROWS", 1)
     monkeypatch.setattr(functional.dispatch, "_cached_plan", planning.plan)
     tensors = ffn_inputs(TOKENS, D_MODEL, D_FF, D_MODEL, dtype, gated=gated, residual=True, device=CPU)
     hidden = TOKENS * D_FF * dtype.itemsize

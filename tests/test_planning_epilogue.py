@@ -69,7 +69,8 @@ def test_who_is_left_to_others(change: dict[str, object], reason: str) -> None:
     made = plan(replace(TRAINING, **change), PIPELINED)
     assert made.path == ("chunked" if "recompute" in change else "torch")
     assert dict(made.rejected)["epilogue"].startswith(reason)
-    assert made.epilogue is None
+    # Chunks are computed by the same kernels.
+    assert (made.epilogue is not None) == ("recompute" in change)
 
 
 @pytest.mark.parametrize("change", [{"M": 1024, "N": 2**17}, {"K": 512, "O": 512, "N": 8192}, {"dtype": "float16"}])
@@ -104,6 +105,14 @@ def test_what_cannot_run_is_named_for_the_error() -> None:
     # What is not measured still runs for whoever must have kernels.
     assert plan(replace(TRAINING, portable="w_up"), PIPELINED, "triton").path == "epilogue"
     assert plan(TRAINING, replace(PIPELINED, triton=False)).unsupported == "Triton is not installed"
+
+
+@pytest.mark.parametrize("change", [{"dropout": True}, {"portable": "w_up"}], ids=str)
+def test_chunks_of_what_is_not_measured_are_left_to_torch(change: dict[str, object]) -> None:
+    made, forced = (plan(replace(TRAINING, recompute=True, **change), PIPELINED, wish) for wish in ("auto", "triton"))
+    assert made.path == forced.path == "chunked"
+    assert made.epilogue is None
+    assert forced.epilogue is not None
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])

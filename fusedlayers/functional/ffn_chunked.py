@@ -123,7 +123,7 @@ def _one_group(call: _Call, weights: Weights, step: ChunkPass, found: Gradients)
     sums = _Sums(
         (_Sum(dw_up, units, whole), _Sum(dw_gate, units, whole)),
         (_Sum(db_up, units, False), _Sum(db_gate, units, False)),
-        _Sum(None if dw_down is None else dw_down.T, units, whole),
+        _Sum(dw_down, (slice(None), units), whole),
     )
     for rows in _ranges(call.x.shape[0], step.rows):
         _one_chunk(call, weights, rows, None if dx is None else dx[rows], sums)
@@ -137,7 +137,7 @@ def _one_chunk(call: _Call, weights: Weights, rows: slice, dx: Tensor | None, su
     biases = any(each.wanted for each in sums.of_rows)
     through = dx is not None or biases or any(each.wanted for each in sums.of_inputs)
     hidden, dz, of_rows = _part(call, x, dy, weights, rows.start, through, biases)
-    sums.of_down.add_product(hidden, dy)
+    sums.of_down.add_product(dy, hidden)
     for place, (d_pre, db) in enumerate(zip(dz, of_rows, strict=True)):
         sums.of_inputs[place].add_product(d_pre, x)
         sums.of_rows[place].add(db)
@@ -180,14 +180,14 @@ def _part(
 
 
 class _Sum:
-    """The rows ``units`` of a gradient ``[N, *]``, summed over chunks of tokens in at least float32, rounded once.
+    """The ``part`` of a gradient that one group yields, summed over chunks of tokens in at least float32, rounded once.
 
     ``whole`` says that there is one chunk: the gradient itself takes the product then.
     """
 
-    def __init__(self, gradient: Tensor | None, units: slice, whole: bool) -> None:
+    def __init__(self, gradient: Tensor | None, part: slice | tuple[slice, slice], whole: bool) -> None:
         self.wanted = gradient is not None
-        self.gradient = self.total = None if gradient is None else gradient[units]
+        self.gradient = self.total = None if gradient is None else gradient[part]
         self.empty = True
         if self.gradient is not None and not whole and self.gradient.dtype != _accumulated(self.gradient.dtype):
             self.total = torch.empty(

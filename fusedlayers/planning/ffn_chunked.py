@@ -3,7 +3,7 @@
 The forward pass takes some tokens at a time. The backward pass takes ``rows`` tokens × ``columns`` hidden units, all
 tokens for one group of hidden units after the other. So the weight gradients of a group are complete, and rounded once,
 before those of the next begin, and only their float32 sums need memory; dx is added up over the groups in its own
-dtype. So the fewest groups that fit are taken.
+dtype. Of all chunks that fit the fewest are taken: each is a dozen launches, and reads and writes the float32 sums.
 """
 
 import math
@@ -15,8 +15,6 @@ from .devices import SIXTEEN_BITS, Device
 # Bytes of temporary memory that a call with recompute=True may take, forward or backward.
 WORKSPACE_LIMIT = 64 * 2**20
 
-# Tokens that a chunk has at least, where there are as many, if float32 sums are read and written for it. Not measured.
-LEAST_ROWS = 1024
 # Groups whose parts of dx are added up, each rounded to the dtype of dx. On a CPU, in bfloat16 and float16, plain and
 # gated, the error of dx with 4 of them was at most 1.24 (root mean square) and 1.72 (largest) times torch's own; with 5
 # to 8 it passed 2, the limit of the closeness rule, in some draws.
@@ -105,18 +103,22 @@ def _passes(problem: Any, device: Device, kernels: bool) -> tuple[ChunkPass, ...
 
 
 def _fit(problem: Any, costs: _Costs, most_groups: int) -> tuple[int, int] | None:
-    """(rows, columns) of the chunks of the fewest groups of hidden units that fit, or None for more than so many."""
+    """(rows, columns) of the fewest chunks that fit, of at most so many groups of hidden units, or None."""
     p = problem
+    fitting: list[tuple[int, int, tuple[int, int]]] = []
     # Every number of groups up to 64, then those that double: a very wide layer has too many to try.
     numbers = [*range(1, 65), *(2**power for power in range(7, p.N.bit_length()))]
-    for columns in sorted({_columns(p.N, groups) for groups in numbers if groups <= most_groups}, reverse=True):
+    for columns in {_columns(p.N, groups) for groups in numbers if groups <= most_groups}:
         if columns < p.N and costs.bytes(p.M, columns, p.M) <= WORKSPACE_LIMIT:
-            return p.M, columns
-        most = costs.most_rows(columns)
-        enough = LEAST_ROWS if costs.sums and columns > COLUMN_STEP else 1
-        if most >= max(1, min(enough, p.M // 2)):
-            return _rows(p.M, most), columns
-    return None
+            rows = p.M
+        elif costs.most_rows(columns) >= 1:
+            rows = _rows(p.M, costs.most_rows(columns))
+        else:
+            continue
+        groups = math.ceil(p.N / columns)
+        # As many chunks in fewer groups: dx is rounded less often.
+        fitting.append((groups * math.ceil(p.M / rows), groups, (rows, columns)))
+    return min(fitting)[-1] if fitting else None
 
 
 def _costs(problem: Any, device: Device, kernels: bool, weights: bool) -> _Costs:

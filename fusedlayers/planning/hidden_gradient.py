@@ -110,7 +110,10 @@ def why_slower(problem: HiddenGradientProblem, device: Device) -> str | None:
 
 def choose_row_tiles(problem: HiddenGradientProblem, tiles: EpilogueTiles) -> int:
     """Tiles below one another that one program computes: one, unless that gives too many partial sums."""
-    return math.ceil(math.ceil(problem.M / tiles.block_m) / MOST_BANDS) if problem.bias else 1
+    if not problem.bias:
+        return 1
+    bands = max(1, min(MOST_BANDS, PARTIALS_LIMIT // max(1, _partial_bytes(problem, 1))))
+    return math.ceil(math.ceil(problem.M / tiles.block_m) / bands)
 
 
 def choose_pipeline(problem: HiddenGradientProblem, device: Device) -> EpiloguePipeline | None:
