@@ -101,7 +101,7 @@ class TensorParallelFFN(FusedFFN):
         arguments["x"] = self._replicated(x).to_local(grad_placements=[Partial()])
         for name, value in arguments.items():
             if isinstance(value, DTensor):
-                arguments[name] = value.to_local()
+                arguments[name] = _UnevenPart.apply(value) if _is_uneven(value) else value.to_local()
         if arguments["b_down"] is not None:
             arguments["b_down"] = _OnOneProcess.apply(arguments["b_down"], self._mesh().get_local_rank() == 0)
         return arguments
@@ -155,6 +155,30 @@ class TensorParallelFFN(FusedFFN):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, style={self.style}"
+
+
+class _UnevenPart(torch.autograd.Function):
+    """The local part of a parameter whose parts differ in size; its gradient lies on the mesh as the parameter does.
+
+    ``to_local`` guesses the strides of the whole gradient from those of one part, which is right for even parts only.
+    Gradients of other strides than their parameter's are copied, and torch 2.11 makes replicas of them then.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, whole: DTensor) -> Tensor:
+        ctx.layout = whole.device_mesh, whole.placements
+        ctx.geometry = {"shape": whole.shape, "stride": whole.stride()}
+        part = whole.to_local()
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> DTensor:
+        return DTensor.from_local(gradient, *ctx.layout, run_check=False, **ctx.geometry)
+
+
+def _is_uneven(whole: DTensor) -> bool:
+    parts = whole.device_mesh.size()
+    return any(isinstance(each, Shard) and whole.shape[each.dim] % parts for each in whole.placements)
 
 
 class _OnOneProcess(torch.autograd.Function):
