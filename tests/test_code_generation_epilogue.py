@@ -19,13 +19,14 @@ PORTABLES = ("hidden", "hidden_gradient")
 TARGETS = tuple(SHARED_LIMITS) if COMPILE_ALL else ("sm_80", "sm_90", "gfx942")
 # Bytes, by kernel, gate and activation, where sums and the hidden are wanted, too.
 SPILLING = {
-    # Triton 3.7 spills with an exact gelu in float16, and 3.6 two registers whatever the activation.
-    "pipelined_epilogue_gradient": {(True, "gelu"): 128, (True, "gelu_tanh"): 8},
+    # Three registers of Triton 3.7 where programs stay in a column, which was measured faster with them.
+    "pipelined_epilogue_gradient": {(False, "gelu_tanh"): 12},
     "hidden_gradient": {(False, "gelu_tanh"): 320, (True, "gelu_tanh"): 160},
 }
 
 STEP = """
 import json
+from dataclasses import replace
 
 import torch
 from code_generation import compiling_for
@@ -33,11 +34,11 @@ from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES, epilogue_tiles
 
 
-def compile_all(target, dtype, sizes, pipelined, variants, activation, accuracy):
+def compile_all(target, dtype, sizes, pipelined, variants, activation, accuracy, stays=False):
     M, K, N, O = sizes
     for gated, bias, more in variants:
         def pipeline(kernel):
-            return EPILOGUE_PIPELINES[kernel, gated] if pipelined else None
+            return replace(EPILOGUE_PIPELINES[kernel, gated], stays=stays) if pipelined else None
 
         tiles = epilogue_tiles(target, 8 * dtype.itemsize, gated)
         x, w, dy, w_down, z = (torch.empty(s, dtype=dtype) for s in ((M, K), (N, K), (M, O), (O, N), (M, N)))
@@ -63,6 +64,8 @@ COSTLIEST = [(gated, True, True) for gated in (False, True)]
 ON_HOPPER = """
 compile_all("sm_90", torch.bfloat16, (4096, 512, 2048, 512), True, EVERYTHING, "gelu_tanh", "coarse")
 compile_all("sm_90", torch.float16, (4099, 520, 1032, 776), True, COSTLIEST, "gelu", "half")
+compile_all("sm_90", torch.bfloat16, (4096, 512, 2048, 512), True, COSTLIEST[:1], "gelu_tanh", "coarse", stays=True)
+compile_all("sm_90", torch.float16, (4099, 520, 1032, 776), True, COSTLIEST[:1], "gelu", "half", stays=True)
 """
 
 PORTABLE = """
@@ -107,6 +110,7 @@ def test_pipelined_kernels(tmp_path: Path) -> None:
     assert not red(found), "\n".join(red(found))
     kinds = {(report["kernel"], report["gated"], report["bias"], report["more"]) for report in found}
     assert kinds == {(kernel, gated, both, both) for kernel in PIPELINED for gated in (0, 1) for both in (0, 1)}
+    assert sum(report["constants"].get("STAYS", False) for report in found) == 2
     for report in found:
         # Two instructions for each 16 of the inner axis, one for each half of the rows.
         assert report["wgmma"] >= 2 * EPILOGUE_PIPELINES[PIPELINED[report["kernel"]], report["gated"]].step // 16
@@ -124,16 +128,16 @@ def test_portable_kernels(tmp_path: Path) -> None:
 
 def test_the_lint_still_sees_what_is_not_named() -> None:
     report = {
-        "target": "sm_90", "kernel": "pipelined_epilogue_gradient", "dtype": "float16", "width": 512, "gated": True,
-        "bias": True, "more": True, "activation": "gelu", "shared": 0, "int32_products": [], "scalar_products": 0,
-        "products": 1, "matrix_instructions": 8, "spill_bytes": 128, "loop_spills": 0, "serialised": False, "tf32": 0,
+        "target": "sm_90", "kernel": "pipelined_epilogue_gradient", "dtype": "bfloat16", "width": 512, "gated": False,
+        "bias": True, "more": True, "activation": "gelu_tanh", "shared": 0, "int32_products": [], "scalar_products": 0,
+        "products": 1, "matrix_instructions": 8, "spill_bytes": 12, "loop_spills": 0, "serialised": False, "tf32": 0,
     }  # fmt: skip
     assert not red([report])
     for change in (
-        {"spill_bytes": 129},
+        {"spill_bytes": 13},
         {"loop_spills": 1},
         {"activation": "silu"},
-        {"gated": False},
+        {"gated": True},
         {"more": False},
         {"serialised": True},
         {"error": "PTXASError"},
