@@ -20,13 +20,14 @@ TARGETS = tuple(SHARED_LIMITS) if COMPILE_ALL else ("sm_80", "sm_90", "gfx942")
 # Bytes, by kernel, gate and activation, where sums and the hidden are wanted, too.
 DROPPING = {"pipelined_epilogue_gradient": {(True, "gelu"): 128, (True, "gelu_tanh"): 144}}
 SPILLING = {
-    # Triton 3.7 spills with an exact gelu in float16, and 3.6 two registers whatever the activation.
-    "pipelined_epilogue_gradient": {(True, "gelu"): 128, (True, "gelu_tanh"): 8},
+    # Three registers of Triton 3.7 where programs stay in a column, which was measured faster with them.
+    "pipelined_epilogue_gradient": {(False, "gelu_tanh"): 12},
     "hidden_gradient": {(False, "gelu_tanh"): 320, (True, "gelu_tanh"): 160},
 }
 
 STEP = """
 import json
+from dataclasses import replace
 
 import torch
 from code_generation import compiling_for
@@ -35,12 +36,12 @@ from fusedlayers.kernels.dropout import NO_DROPOUT, Dropout
 from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES, epilogue_tiles
 
 
-def compile_all(target, dtype, sizes, pipelined, variants, activation, accuracy, dropping=False):
+def compile_all(target, dtype, sizes, pipelined, variants, activation, accuracy, dropping=False, stays=False):
     M, K, N, O = sizes
     dropout = Dropout(torch.zeros(1, dtype=torch.int64), 0.1) if dropping else NO_DROPOUT
     for gated, bias, more in variants:
         def pipeline(kernel):
-            return EPILOGUE_PIPELINES[kernel, gated] if pipelined else None
+            return replace(EPILOGUE_PIPELINES[kernel, gated], stays=stays) if pipelined else None
 
         tiles = epilogue_tiles(target, 8 * dtype.itemsize, gated, dropping)
         x, w, dy, w_down, z = (torch.empty(s, dtype=dtype) for s in ((M, K), (N, K), (M, O), (O, N), (M, N)))
@@ -68,6 +69,8 @@ compile_all("sm_90", torch.bfloat16, (4096, 512, 2048, 512), True, EVERYTHING, "
 compile_all("sm_90", torch.float16, (4099, 520, 1032, 776), True, COSTLIEST, "gelu", "half")
 compile_all("sm_90", torch.bfloat16, (4096, 512, 2048, 512), True, EVERYTHING, "gelu_tanh", "coarse", True)
 compile_all("sm_90", torch.float16, (4099, 520, 1032, 776), True, COSTLIEST, "gelu", "half", True)
+compile_all("sm_90", torch.bfloat16, (4096, 512, 2048, 512), True, COSTLIEST[:1], "gelu_tanh", "coarse", stays=True)
+compile_all("sm_90", torch.float16, (4099, 520, 1032, 776), True, COSTLIEST[:1], "gelu", "half", stays=True)
 """
 
 PORTABLE = """
@@ -115,6 +118,7 @@ def test_pipelined_kernels(tmp_path: Path) -> None:
     assert not red(found), "\n".join(red(found))
     kinds = {(report["kernel"], report["gated"], report["bias"], report["more"]) for report in found}
     assert kinds == {(kernel, gated, both, both) for kernel in PIPELINED for gated in (0, 1) for both in (0, 1)}
+    assert sum(report["constants"].get("STAYS", False) for report in found) == 2
     for report in found:
         # Two instructions for each 16 of the inner axis, one for each half of the rows.
         assert report["wgmma"] >= 2 * EPILOGUE_PIPELINES[PIPELINED[report["kernel"]], report["gated"]].step // 16
@@ -133,17 +137,17 @@ def test_portable_kernels(tmp_path: Path) -> None:
 
 def test_the_lint_still_sees_what_is_not_named() -> None:
     report = {
-        "target": "sm_90", "kernel": "pipelined_epilogue_gradient", "dtype": "float16", "width": 512, "gated": True,
-        "bias": True, "more": True, "dropout": False, "activation": "gelu", "shared": 0, "int32_products": [],
+        "target": "sm_90", "kernel": "pipelined_epilogue_gradient", "dtype": "bfloat16", "width": 512, "gated": False,
+        "bias": True, "more": True, "dropout": False, "activation": "gelu_tanh", "shared": 0, "int32_products": [],
         "scalar_products": 0,
-        "products": 1, "matrix_instructions": 8, "spill_bytes": 128, "loop_spills": 0, "serialised": False, "tf32": 0,
+        "products": 1, "matrix_instructions": 8, "spill_bytes": 12, "loop_spills": 0, "serialised": False, "tf32": 0,
     }  # fmt: skip
     assert not red([report])
     for change in (
-        {"spill_bytes": 129},
+        {"spill_bytes": 13},
         {"loop_spills": 1},
         {"activation": "silu"},
-        {"gated": False},
+        {"gated": True},
         {"more": False},
         {"dropout": True, "spill_bytes": 129},
         {"serialised": True},

@@ -42,6 +42,7 @@ from tests.test_autograd import saved
 from tests.test_ffn import GATED, exact_case
 
 path = import_module("fusedlayers.functional.ffn_epilogue")
+function = import_module("fusedlayers.functional.ffn")
 # A subset of wanted gradients is another compiled variant of the kernels: on a GPU every third subset must do.
 STEP = 3 if ON_GPU else 1
 # Too wide for the fused kernels in float32, and wide enough for no padding to be of use.
@@ -76,6 +77,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     spy(kernels, "hidden_gradient", gradient)
     spy(path, "_data_gradient", lambda *arguments: "dx")
     spy(path, "_weight_and_bias", lambda dy, x, bias, plan: "dw and db" if bias else "dw")
+    spy(path, "_both_weights", lambda both, x: "dw and dw")
+    spy(function, "column_sums", lambda dy, tiles: "db")
     return names
 
 
@@ -114,7 +117,7 @@ def test_widths_that_no_fused_kernel_holds(
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     inputs = ffn_inputs(*WIDE, gated=gated, residual=True)
     assert_ffn_close(functional.ffn, inputs, options={}, manual_seed=8, activation="silu", dropout_p=dropout_p)
-    products = ["dw and db", "dx", "dw", *(["dw"] if gated else [])]
+    products = ["dw and db", "dx", "dw and dw" if gated else "dw"]
     assert launched == ["hidden and pre-activations", "gradient and sums and hidden", *products]
 
 
@@ -252,7 +255,9 @@ def wanted_launches(wanted: set[str]) -> list[str]:
         found.append("gradient" + sums + (" and hidden" if "w_down" in wanted else ""))
     if "w_down" in wanted:
         found.append("dw and db" if "b_down" in wanted else "dw")
-    return found + ["dx"] * ("x" in wanted) + ["dw"] * len(wanted & {"w_up", "w_gate"})
+    weights = len(wanted & {"w_up", "w_gate"})
+    found += ["dx"] * ("x" in wanted) + (["dw and dw"] if weights == 2 else ["dw"] * weights)
+    return found + ["db"] * ("b_down" in wanted and "w_down" not in wanted)
 
 
 @pytest.mark.parametrize("gated", GATED)

@@ -144,11 +144,13 @@ def test_tiles_and_costs(gated: bool) -> None:
     assert epilogue.gradient is not None
     assert epilogue.hidden_tiles == epilogue.gradient.tiles == epilogue_tiles("sm_90", 16, gated)
     assert epilogue.hidden_pipeline == replace(EPILOGUE_PIPELINES["hidden", gated], programs=99)
-    assert epilogue.gradient.pipeline == replace(EPILOGUE_PIPELINES["hidden_gradient", gated], programs=99)
+    pipeline = replace(EPILOGUE_PIPELINES["hidden_gradient", gated], programs=99, stays=not gated)
+    assert epilogue.gradient.pipeline == pipeline
     assert made.accuracy == "coarse"
     assert made.saved_bytes == parts * hidden + 2 * 16_384 * 1024
-    # Gradients of the pre-activations, the hidden, and float32 sums of every 64 rows.
-    assert made.workspace_bytes == (parts + 1) * hidden + 4 * 256 * parts * 4096
+    # Gradients of the pre-activations, the hidden, and float32 sums: of every 64 rows with a gate, without one of both
+    # consumers of the three programs in a column.
+    assert made.workspace_bytes == (parts + 1) * hidden + 4 * (256 if gated else 2 * 3) * parts * 4096
     assert (made.forward_units, made.backward_units) == ((3, 6) if gated else (2, 4))
     assert (made.splits, made.chunks, made.forward_tiles, made.stored) == (1, None, None, None)
     alone = plan(replace(INFERENCE, gated=gated), PIPELINED)
@@ -179,7 +181,8 @@ def test_explained_lines(explained, monkeypatch: pytest.MonkeyPatch) -> None:  #
     found = explained(PIPELINED)
     tiles = "pipelined: 128 × 128 of the product, 64 inner, consumers 2 in turn, stages 5"
     assert found["path"].startswith("epilogue: activations and bias gradients are computed with the products")
-    assert (found["hidden tiles"], found["hidden-gradient tiles"]) == (tiles, tiles)
+    assert found["hidden tiles"] == tiles
+    assert found["hidden-gradient tiles"] == f"{tiles}, each program in one column of them"
     assert found["GEMM units"] == "2 forward, 4 backward"
     assert found["saved bytes"] == f"{2 * 16_384 * (1024 + 4096):,} for the backward pass"
     assert found["not fused"] == "width 1024 (padded 1024) of bfloat16 does not fit on chip in forward"

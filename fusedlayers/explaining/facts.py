@@ -204,7 +204,8 @@ def _hidden_gradient_facts(
 def _epilogue_tiles(tiles: EpilogueTiles, pipeline: EpiloguePipeline | None) -> str:
     if pipeline is not None:
         size = f"{2 * CONSUMER_ROWS} × {2 * CONSUMER_ROWS} of the product"
-        return f"pipelined: {size}, {pipeline.step} inner, consumers 2 in turn, stages {pipeline.stages}"
+        order = ", each program in one column of them" if pipeline.stays else ""
+        return f"pipelined: {size}, {pipeline.step} inner, consumers 2 in turn, stages {pipeline.stages}{order}"
     size = f"{tiles.block_m} × {tiles.block_n} of the product, {tiles.block_inner} inner"
     return f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages"
 

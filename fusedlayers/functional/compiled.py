@@ -261,7 +261,7 @@ class KernelCall:
         include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
         with torch._C._ForceDispatchKeyGuard(include, exclude - _AUTOGRAD), torch.no_grad():
             found = self._gradients(*given)
-        return [gradient.contiguous() for gradient in found if gradient is not None]
+        return _apart([gradient.contiguous() for gradient in found if gradient is not None])
 
     def _gradients(
         self,
@@ -295,6 +295,17 @@ class KernelCall:
     ) -> list[Tensor]:
         wanted = self._described(sizes, call).wanted
         return [t.new_empty(t.shape) for t, want in zip(tensors, wanted, strict=True) if want]
+
+
+def _apart(results: Sequence[Tensor]) -> list[Tensor]:
+    """Results of an operation have no memory in common: halves of one product are copied, all but the first."""
+    taken: set[int] = set()
+    found = []
+    for result in results:
+        memory = result.untyped_storage().data_ptr()
+        found.append(result.clone() if memory in taken else result)
+        taken.add(memory)
+    return found
 
 
 _AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)

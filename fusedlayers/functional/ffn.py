@@ -8,8 +8,10 @@ from torch import Tensor
 from .. import reference
 from ..kernels import gemm_gemm as kernels
 from ..kernels.activations import canonical_activation
+from ..kernels.column_sums import column_sums
 from ..kernels.dropout import Dropout, draw_seed
 from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
+from ..kernels.tuning import COLUMN_SUM_TILES
 from ..planning import KERNEL_PATHS, Plan, Problem
 from ..planning.gemm_gemm import LONG_SUM_ROWS, SHORT_SUM_ROWS
 from . import ffn_chunked, ffn_epilogue
@@ -202,6 +204,7 @@ class FFNFunction(torch.autograd.Function):
         wanted = ctx.needs_input_grad
         gradients: list[Tensor | None] = [None] * 7
         through_hidden = _through_hidden(wanted)
+        launches = any(through_hidden) and not torch.is_grad_enabled() and _launches(ctx.plan)
         if any(through_hidden):
             x, w_up, w_down, b_up, w_gate, b_gate, seed, z, z_gate = ctx.saved_tensors
             if torch.is_grad_enabled():
@@ -214,23 +217,21 @@ class FFNFunction(torch.autograd.Function):
                     gradients = ffn_chunked.gradients(
                         rows(x), weights, seed, through_hidden, rows(dy), ctx.arithmetic, ctx.plan
                     )
-                if _launches(ctx.plan):
-                    ran_as_kernels(ctx.plan.problem, dy.device)
             elif ctx.plan.path == "epilogue":
                 with without_autocast(dy.device):
                     dropout = Dropout(seed, ctx.arithmetic.dropout_p)
                     gradients = ffn_epilogue.gradients(
                         (rows(x), w_up, w_down, w_gate), (z, z_gate), wanted, rows(dy), dropout, ctx.plan
                     )
-                ran_as_kernels(ctx.plan.problem, dy.device)
             else:
                 operands = Operands(rows(x), w_up, w_down, b_up, w_gate, b_gate, seed, ctx.arithmetic)
                 gradients = _fused_gradients(operands, wanted, rows(dy), ctx.plan)
-                ran_as_kernels(ctx.plan.problem, dy.device)
             if gradients[0] is not None and gradients[0].shape != x.shape:
                 gradients[0] = gradients[0].view(x.shape)
         if wanted[4] and gradients[4] is None:
-            gradients[4] = _column_sums(rows(dy))
+            gradients[4] = column_sums(rows(dy), COLUMN_SUM_TILES) if launches else _summed_by_torch(rows(dy))
+        if launches:
+            ran_as_kernels(ctx.plan.problem, dy.device)
         return *gradients, dy if wanted[7] else None, None, None, None
 
 
@@ -254,7 +255,7 @@ KERNELS = KernelCall(
 )
 
 
-def _column_sums(dy: Tensor) -> Tensor:
+def _summed_by_torch(dy: Tensor) -> Tensor:
     """Sum over the rows of dy ``[M, O]``, rounded once.
 
     One long ``torch.sum`` of few columns takes scratch memory of the size of a hidden; two short ones take almost none.

@@ -85,6 +85,10 @@ def gradients(
         results[2], results[4] = _weight_and_bias(dy, found.hidden, wanted[4], plan)
     if dx:
         results[0] = _data_gradient(found.dz, found.dz_gate, w_up, w_gate)
+    both = _side_by_side(found.dz) if dw_up and dw_gate else None
+    if both is not None:
+        results[1], results[5] = _both_weights(both, x)
+        return results
     if dw_up:
         results[1], _ = _weight_and_bias(found.dz, x, False, plan)
     if dw_gate and found.dz_gate is not None:
@@ -92,14 +96,24 @@ def gradients(
     return results
 
 
+def _side_by_side(dz: Tensor) -> Tensor | None:
+    """dz and dz_gate as one matrix ``[M, 2 N]``, where they are halves of it."""
+    (rows, columns), width = dz.shape, dz.stride(0)
+    return dz.as_strided((rows, width), (width, 1)) if width == 2 * columns else None
+
+
+def _both_weights(both: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of w_up and w_gate, the halves of one product: it fills the processors better than two would."""
+    dw, columns = both.T @ x, both.shape[1] // 2
+    return dw[:columns], dw[columns:]
+
+
 def _data_gradient(dz: Tensor, dz_gate: Tensor | None, w_up: Tensor, w_gate: Tensor | None) -> Tensor:
     if dz_gate is None or w_gate is None:
         return dz @ w_up
-    (rows, columns), width = dz.shape, dz.stride(0)
-    if 2 * columns < rows and width == 2 * columns:
+    if 2 * dz.shape[1] < dz.shape[0] and (both := _side_by_side(dz)) is not None:
         # One product of both, so that dx is rounded once and not read again. The weights are copied for it, which takes
         # less than reading dx where they have fewer rows.
-        both = dz.as_strided((rows, width), (width, 1))
         return both @ torch.cat((w_up, w_gate))
     return torch.addmm(dz @ w_up, dz_gate, w_gate)
 

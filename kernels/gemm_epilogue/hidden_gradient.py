@@ -9,9 +9,9 @@ from ..device import tl, triton
 from ..dropout import NO_DROPOUT, Dropout, keep_factor
 from ..hopper import ALIGNMENT, Matrix, untransposed
 from ..launching import ceil_div, launch
-from ..partials import reduce_partials
+from ..partials import ReduceBlocks, reduce_partials
 from ..tiles import add_product, grouped_tile, load_tile, store_tile
-from ..tuning import CONSUMER_ROWS, EpiloguePipeline, EpilogueTiles
+from ..tuning import BAND_BLOCKS, EpiloguePipeline, EpilogueTiles
 from . import pipelined
 
 _GROUP = 8  # programs below one another, before those to their right: they share columns of w_down in the cache
@@ -131,8 +131,7 @@ def hidden_gradient(
         dy = dy.contiguous()
     matrices = None if pipeline is None else _matrices(dy, w_down, z, z_gate)
     if pipeline is not None and matrices is not None:
-        # A program stores the sums of its two halves apart.
-        bands = 2 * ceil_div(rows, 2 * CONSUMER_ROWS)
+        bands = pipeline.bands(rows, columns, z_gate is not None)
     else:
         bands = ceil_div(ceil_div(rows, tiles.block_m), row_tiles)
     sums = empty(bands, columns * parts, dtype=torch.float32) if bias else None
@@ -154,7 +153,7 @@ def hidden_gradient(
         return HiddenGradients(dz, d_gate, None, None, hidden)
     db_up = empty(columns, dtype=sums_dtype or dy.dtype)
     db_gate = None if z_gate is None else empty(columns, dtype=db_up.dtype)
-    reduce_partials(sums, [db_up] if db_gate is None else [db_up, db_gate])
+    reduce_partials(sums, [db_up] if db_gate is None else [db_up, db_gate], blocks=ReduceBlocks(*BAND_BLOCKS))
     return HiddenGradients(dz, d_gate, db_up, db_gate, hidden)
 
 

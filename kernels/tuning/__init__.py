@@ -1,5 +1,6 @@
 """Tables of tile configurations, one file per operation. Plain data, so that planning needs no Triton."""
 
+from .column_sums import BAND_BLOCKS, COLUMN_SUM_TILES, ColumnSumTiles
 from .gemm_epilogue import EPILOGUE_PIPELINES, EpiloguePipeline, EpilogueTiles, epilogue_tiles
 from .gemm_gemm import (
     SHORTEST_SPLIT,
@@ -28,12 +29,15 @@ from .split_k import SplitTiles, reduce_blocks, split_tiles
 from .weight_gradient import PIPELINES, WeightGradientPipeline, WeightGradientTiles, weight_gradient_tiles
 
 __all__ = [
+    "BAND_BLOCKS",
+    "COLUMN_SUM_TILES",
     "CONSUMER_ROWS",
     "EPILOGUE_PIPELINES",
     "PIPELINES",
     "SHARED_MEMORY",
     "SHORTEST_SPLIT",
     "WIDEST_X_IN_REGISTERS",
+    "ColumnSumTiles",
     "EpiloguePipeline",
     "EpilogueTiles",
     "GatherConfig",

@@ -1,6 +1,9 @@
 """The wide FFN's products with their epilogues: architecture, dtype and gate -> tiles; and the pipelined kernels'."""
 
+import math
 from dataclasses import dataclass
+
+from .limits import CONSUMER_ROWS
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class EpiloguePipeline:
     ``stages`` of ``step`` of the inner axis are on their way or on chip at once. Results leave a consumer through
     ``places`` of 64 × 64; pre-activations wait for it in ``z_stages`` of that size. ``group`` tiles below one another
     are computed before those to their right. At most ``programs`` programs run, each of which takes tile after tile.
+    Without a gate, a program of the gradient that ``stays`` has tiles of one column alone, and keeps its sums on chip.
     """
 
     stages: int
@@ -29,6 +33,22 @@ class EpiloguePipeline:
     step: int = 64
     group: int = 8
     programs: int = 132
+    stays: bool = False
+
+    def programs_for_columns(self, tile_columns: int) -> int:
+        """As many programs as stay in columns of tiles: the same number in each."""
+        return self.programs // tile_columns * tile_columns
+
+    def bands(self, rows: int, columns: int, gated: bool) -> int:
+        """Bands of rows whose sums the gradient stores: those of tiles, of their halves with a gate.
+
+        Where programs stay, those of each consumer.
+        """
+        tile = 2 * CONSUMER_ROWS
+        tile_rows, tile_columns = math.ceil(rows / tile), math.ceil(columns / tile)
+        if gated:
+            return 2 * tile_rows
+        return 2 * min(tile_rows, self.programs // tile_columns) if self.stays else tile_rows
 
 
 # By (architecture, bits of an element, gated); architectures without a row take that of "other". Two pre-activations

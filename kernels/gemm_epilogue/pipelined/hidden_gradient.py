@@ -1,6 +1,7 @@
-"""dZ and dZg on Hopper, their sums over the rows of a tile, and H once more, from the product dy W_down.
+"""dZ and dZg on Hopper, their sums over bands of rows, and H once more, from the product dy W_down.
 
-A warp of its own copies the pre-activations of a tile, a quarter at a time, while its product is computed.
+A warp of its own copies the pre-activations of a tile, a quarter at a time, while its product is computed. Every thread
+adds up what it has of a column; threads are asked for theirs only where the sums of a band are complete.
 """
 
 import torch
@@ -63,22 +64,32 @@ def _release(consumer: gl.constexpr, empty, position, PARTS: gl.constexpr, STAGE
 
 
 @gluon.jit
-def _store_sums(sums_ptr, gradient, column, valid_rows, N):
-    layout: gl.constexpr = gradient.type.layout
-    rows = gl.arange(0, gradient.shape[0], gl.SliceLayout(1, layout))
-    cols = column + gl.arange(0, gradient.shape[1], gl.SliceLayout(0, layout))
-    # Past M the product is 0, but 0 times an infinite weight is NaN.
-    gradient = gl.where(gl.expand_dims(rows < valid_rows, 1), gradient, 0.0)
-    gl.store(sums_ptr + cols, gl.sum(gradient, 0), mask=cols < N)
+def _own_sums(gradient, valid_rows):
+    """Each thread's sums of the rows it has, ``[warps, rows of threads, columns]``: no thread asks another."""
+    COLUMNS: gl.constexpr = gradient.shape[1]
+    if valid_rows < gradient.shape[0]:
+        # Past M the product is 0, but 0 times an infinite weight is NaN.
+        rows = gl.arange(0, gradient.shape[0], gl.SliceLayout(1, gradient.type.layout))
+        gradient = gl.where(gl.expand_dims(rows < valid_rows, 1), gradient, 0.0)
+    return gl.sum(gradient.reshape([4, 2, 8, COLUMNS]), 1)
+
+
+@gluon.jit
+def _store_sums(sums_ptr, sums, column, N):
+    """Adds up the sums of all threads, and stores those of the columns."""
+    total = gl.sum(gl.sum(sums, 1), 0)
+    cols = column + gl.arange(0, total.shape[0], total.type.layout)
+    gl.store(sums_ptr + cols, total, mask=cols < N)
 
 
 @gluon.jit
 def _finish(
     consumer: gl.constexpr, d_hidden, row, column, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout,
-    tiles, tile_full, tile_empty, position, places, sent,
+    tiles, tile_full, tile_empty, position, places, sent, sums,
     Z_STAGES: gl.constexpr, PLACES: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
     ACCURACY: gl.constexpr,
 ):  # fmt: skip
+    """The results of a quarter of a tile; ``sums`` with its own added. With a gate, they are stored at once instead."""
     layout: gl.constexpr = d_hidden.type.layout
     UNIT: gl.constexpr = activation_unit(ACTIVATION, ACCURACY)
     PARTS: gl.constexpr = 2 if GATED else 1
@@ -96,9 +107,6 @@ def _finish(
             hidden = dropped(hidden, mask, dropout[2])
         sent = send(consumer, hidden_desc, row, column, hidden * UNIT, places, sent, PLACES)
         _release(consumer, tile_empty, position, PARTS, Z_STAGES)
-    sums = sums_ptr
-    if sums_ptr is not None:
-        sums = sums_ptr + (row // HALF).to(gl.int64) * PARTS * N
     if GATED:
         dz = d_hidden * slope * UNIT
     else:
@@ -107,15 +115,19 @@ def _finish(
     if not GATED and hidden_desc is None:
         _release(consumer, tile_empty, position, PARTS, Z_STAGES)
     if sums_ptr is not None:
-        _store_sums(sums, dz, column, M - row, N)
+        if GATED:
+            band_ptr = sums_ptr + (row // HALF).to(gl.int64) * PARTS * N
+            _store_sums(band_ptr, _own_sums(dz, M - row), column, N)
+        else:
+            sums += _own_sums(dz, M - row)
     if GATED:
         d_gate = through_activation(d_hidden, gate_slope, z_gate, ACTIVATION) * UNIT
         sent = send(consumer, d_gate_desc, row, column, d_gate, places, sent, PLACES)
         if sums_ptr is not None:
-            _store_sums(sums + N, d_gate, column, M - row, N)
+            _store_sums(band_ptr + N, _own_sums(d_gate, M - row), column, N)
     if GATED and hidden_desc is None:
         _release(consumer, tile_empty, position, PARTS, Z_STAGES)
-    return position + PARTS, sent
+    return position + PARTS, sent, sums
 
 
 @gluon.jit
@@ -123,7 +135,7 @@ def _consume(
     consumer: gl.constexpr, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
     full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M,
     STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
-    GATED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+    STAYS: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -131,6 +143,9 @@ def _consume(
     turn = 0
     sent = 0
     position = 0
+    zero = _own_sums(gl.zeros([HALF, HALF], gl.float32, half_layout), HALF)
+    left_sums = zero
+    right_sums = zero
     first = gl.program_id(0) + consumer * gl.num_programs(0)
     for index in range(first, tile_rows * tile_columns, 2 * gl.num_programs(0)):
         tile_row, tile_column = grouped_tile(index, tile_rows, tile_columns, GROUP)
@@ -146,14 +161,29 @@ def _consume(
             else:
                 left, right = column_halves(bottom, half_layout)
             row = tile_row * TILE + half * HALF
-            position, sent = _finish(
+            position, sent, left_sums = _finish(
                 consumer, left, row, column, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout,
-                tiles, tile_full, tile_empty, position, places, sent, Z_STAGES, PLACES, GATED, ACTIVATION, ACCURACY,
+                tiles, tile_full, tile_empty, position, places, sent, left_sums, Z_STAGES, PLACES, GATED, ACTIVATION,
+                ACCURACY,
             )  # fmt: skip
-            position, sent = _finish(
+            position, sent, right_sums = _finish(
                 consumer, right, row, column + HALF, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout,
-                tiles, tile_full, tile_empty, position, places, sent, Z_STAGES, PLACES, GATED, ACTIVATION, ACCURACY,
+                tiles, tile_full, tile_empty, position, places, sent, right_sums, Z_STAGES, PLACES, GATED, ACTIVATION,
+                ACCURACY,
             )  # fmt: skip
+        if sums_ptr is not None and not GATED and not STAYS:
+            band_ptr = sums_ptr + tile_row.to(gl.int64) * N
+            _store_sums(band_ptr, left_sums, column, N)
+            _store_sums(band_ptr, right_sums, column + HALF, N)
+            left_sums = zero
+            right_sums = zero
+    if sums_ptr is not None and not GATED and STAYS:
+        # A consumer without a tile stores zeros.
+        column = gl.program_id(0) % tile_columns * TILE
+        band = gl.program_id(0) // tile_columns * 2 + consumer
+        band_ptr = sums_ptr + band.to(gl.int64) * N
+        _store_sums(band_ptr, left_sums, column, N)
+        _store_sums(band_ptr, right_sums, column + HALF, N)
     tma.store_wait(0)
 
 
@@ -162,7 +192,7 @@ def _pipelined_epilogue_gradient_kernel(
     dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, sums_ptr, seed_ptr, inner, N,
     tile_columns, tile_rows, M, dropout_p, keep_scale, mask_row, mask_column,
     STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
-    ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+    STAYS: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = dy_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -185,12 +215,12 @@ def _pipelined_epilogue_gradient_kernel(
         (_consume, (
             gl.constexpr(0), dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
             full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, STEP, STAGES, Z_STAGES,
-            PLACES, GROUP, GATED, ACTIVATION, ACCURACY,
+            PLACES, GROUP, STAYS, GATED, ACTIVATION, ACCURACY,
         )),
         (_consume, (
             gl.constexpr(1), dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
             full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, STEP, STAGES, Z_STAGES,
-            PLACES, GROUP, GATED, ACTIVATION, ACCURACY,
+            PLACES, GROUP, STAYS, GATED, ACTIVATION, ACCURACY,
         )),
         (copy_operands, (
             dy_desc, down_desc, None, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
@@ -220,15 +250,18 @@ def launch_hidden_gradient(
     tile, half = TILE.value, HALF.value
     rows, columns = dz.shape
     tile_rows, tile_columns = -(-rows // tile), -(-columns // tile)
+    stays = pipeline.stays and sums is not None and d_gate is None
+    programs = pipeline.programs_for_columns(tile_columns) if stays else pipeline.programs
     out = [None if t is None else Matrix(t, rows, columns, t.stride(0), 0, False) for t in (dz, d_gate, hidden)]
     launch(
         _pipelined_epilogue_gradient_kernel,
-        min(tile_rows * tile_columns, pipeline.programs),
+        min(tile_rows * tile_columns, programs),
         (sums, dropout.seed),
         (dy.columns, columns, tile_columns),
         (tile_rows, rows, *dropout.numbers()),
         (
-            pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places, pipeline.group, activation, accuracy,
+            pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places, 1 if stays else pipeline.group, stays,
+            activation, accuracy,
         ),
         descriptors=(
             dy.descriptor(half, pipeline.step),

@@ -1,0 +1,50 @@
+"""Sums of a matrix over its rows, the gradient of a bias ``db = Σ_m dy`` that no product is computed with.
+
+Each program sums up one band of rows of a few columns; float32 partials of the bands are added up in a fixed order by
+``kernels.partials`` and rounded once: no atomics, the same bits every time.
+"""
+
+import torch
+
+from .device import tl, triton
+from .launching import ceil_div, launch
+from .partials import ReduceBlocks, reduce_partials
+from .tiles import load_tile
+from .tuning import BAND_BLOCKS, ColumnSumTiles
+
+
+@triton.jit(do_not_specialize=["M", "bands"])
+def _column_sums_kernel(
+    dy_ptr, sums_ptr, stride_m, stride_n, N, M, bands, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    band = tl.program_id(0) % bands
+    cols = tl.program_id(0) // bands * BLOCK_N + tl.arange(0, BLOCK_N)
+    band_rows = tl.cdiv(tl.cdiv(M, BLOCK_M), bands) * BLOCK_M
+    first = band.to(tl.int64) * band_rows
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # None are left for the last bands where there are few.
+    for row in tl.range(0, tl.minimum(band_rows, M - first).to(tl.int32), BLOCK_M):
+        rows = first + row + tl.arange(0, BLOCK_M)
+        sums += load_tile(dy_ptr, rows, cols, stride_m, stride_n, M, N).to(tl.float32)
+    tl.store(sums_ptr + band.to(tl.int64) * N + cols, tl.sum(sums, 0), mask=cols < N)
+
+
+def column_sums(dy: torch.Tensor, tiles: ColumnSumTiles) -> torch.Tensor:
+    """The sums ``[N]`` of dy ``[M, N]``, of at most 32 bits and any strides, over its rows, in its dtype."""
+    rows, columns = dy.shape
+    column_blocks = ceil_div(columns, tiles.block_n)
+    bands = max(1, min(ceil_div(rows, tiles.block_m), tiles.programs // column_blocks))
+    partials = torch.empty(bands, columns, dtype=torch.float32, device=dy.device)
+    launch(
+        _column_sums_kernel,
+        bands * column_blocks,
+        (dy, partials),
+        (*dy.stride(), columns),
+        (rows, bands),
+        (tiles.block_m, tiles.block_n),
+        tiles.num_warps,
+        tiles.num_stages,
+    )
+    sums = torch.empty(columns, dtype=dy.dtype, device=dy.device)
+    reduce_partials(partials, [sums], blocks=ReduceBlocks(*BAND_BLOCKS))
+    return sums
