@@ -285,7 +285,10 @@ def test_few_variants_for_many_row_counts(tmp_path: Path) -> None:
     for report in compiled(tmp_path, "variants.py"):
         rows[report["width"], report["kernel"]][report["hash"]].add(report["rows"])
     storing = {(256, kernel) for kernel in {"pipelined_forward", "reduce_partials"} | STORING_KERNELS}
-    assert rows.keys() == {(64, kernel) for kernel in KERNELS | PIPELINED_KERNELS | {"reduce_partials"}} | storing
+    assert (
+        rows.keys()
+        == {(64, kernel) for kernel in KERNELS | PIPELINED_KERNELS | {"reduce_partials", "column_sums"}} | storing
+    )
     for (_, kernel), variants in rows.items():
         if kernel != "reduce_partials":
             assert set().union(*variants.values()) >= {1, 777, 4096}, f"{kernel} was not launched at every row count"

@@ -68,8 +68,9 @@ def test_a_hidden_gradient() -> None:
     assert title == "hidden_gradient: dH ⊙ act'(z), dH = dy W_down, act = silu: z σ(z)"
     assert found["problem"] == "M=8192 (rows) N=4096 (d_ff) O=1024, bfloat16"
     assert found["path"] == "fused: one kernel writes dZ, and sums it up on the way"
-    assert found["tiles"] == "pipelined: 128 × 128 of the product, 64 inner, consumers 2 in turn, stages 5"
-    assert found["workspace"] == f"{4 * 128 * 4096:,} bytes"
+    tiles = "pipelined: 128 × 128 of the product, 64 inner, consumers 2 in turn, stages 5"
+    assert found["tiles"] == f"{tiles}, each program in one column of them"
+    assert found["workspace"] == f"{4 * 8 * 4096:,} bytes"
     title, found = explained(functional.hidden_gradient, *tensors, meta(8192, 4096), activation=None, bias=False)
     assert title.startswith("hidden_gradient: dH ⊙ act(z_gate), dH ⊙ z ⊙ act'(z_gate), dH = dy W_down, act = identity")
     assert found["path"] == "fused: one kernel writes dZ"

@@ -149,7 +149,8 @@ def every_problem() -> Iterator[Call]:
                     for O in {K, *(() if K > 256 else (64, 128))}:
                         wanted = {"needs_data_gradient": True, "needs_weight_gradient": True}
                         for gated in (False, True):
-                            yield Problem("ffn", 1, M, K, N, O, dtype, gated=gated, **wanted)
+                            for dropout in {False, M == 64}:
+                                yield Problem("ffn", 1, M, K, N, O, dtype, gated=gated, dropout=dropout, **wanted)
                         yield Problem("ffn", 1, M, K, N, O, dtype, recompute=True, dropout=M == 64, **wanted)
                         yield Problem("gemm_gemm", 64, M, K, N, O, dtype, **wanted)
                     for training in (False, True):

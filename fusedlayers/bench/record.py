@@ -33,7 +33,6 @@ Schema 1. Times are seconds, sizes bytes; what is unknown is null.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -46,7 +45,7 @@ from typing import Any
 
 import torch
 
-from .. import __version__, kernels, planning
+from .. import __version__, planning, sources
 from ..devices import describe
 from ..kernels.device import HAS_TRITON
 from ..planning import CEILINGS
@@ -69,7 +68,7 @@ def new_record(arguments: list[str], device: torch.device, method: dict[str, obj
         "finished": None,
         "commit": found_commit,
         "dirty": dirty,
-        "source_sha256": source_sha256(),
+        "source_sha256": sources.contents(),
         "versions": versions(),
         "device": device_facts(device),
         "method": method,
@@ -147,15 +146,6 @@ def git_state(folder: Path) -> tuple[str | None, bool | None]:
     commit = _output(["git", "-C", str(folder), "rev-parse", "HEAD"])
     changes = _output(["git", "-C", str(folder), "status", "--porcelain"])
     return commit, None if commit is None or changes is None else bool(changes)
-
-
-def source_sha256() -> str:
-    """A digest of the package's Python files and their relative paths."""
-    digest = hashlib.sha256()
-    for root in (_PACKAGE, Path(kernels.__file__).resolve().parent):
-        for path in sorted(root.rglob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 def versions() -> dict[str, str | None]:

@@ -25,10 +25,12 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..planning import Call, Decision
+from ..sources import stamp
 from .dispatch import backend, plan_on_path, strict
 from .tracing import with_known_sizes
 
 _LIBRARY = torch.library.Library("fusedlayers", "DEF")
+_SOURCES = stamp()
 _SCHEMA_TYPES = {
     Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", str | None: "str?", bool | str: "str", int | str: "str",
     bool | int | str: "str", bool: "bool", int: "int", float: "float",
@@ -55,7 +57,8 @@ class Composite:
         self.words = {name: read for name, read in found.items() if read is not None}
         arguments = [f"{_SCHEMA_TYPES[each.annotation]} {name}" for name, each in self.parameters.items()]
         name = function.__name__
-        # What the user's switches said is an argument, so that no cache of compiled graphs mixes them up.
+        # What the user's switches said, and which sources ran, is an argument: no cache of compiled graphs, on disk or
+        # not, mixes them up.
         _LIBRARY.define(f"{name}({', '.join(arguments)}, str switches) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
         # The second is for torch.func.vmap, which looks for a rule of its own.
         for key in ("CompositeImplicitAutograd", "FuncTorchBatchedDecomposition"):
@@ -74,7 +77,7 @@ class Composite:
         """The results for all arguments, in the order of the function's signature."""
         named = zip(self.parameters, arguments, strict=True)
         words = [_word(argument) if name in self.words else argument for name, argument in named]
-        return self.operation(*words, f"{backend()} {strict()}")
+        return self.operation(*words, f"{backend()} {strict()} {_SOURCES}")
 
 
 class Result(NamedTuple):

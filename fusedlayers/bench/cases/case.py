@@ -26,6 +26,7 @@ class Options:
     gated: bool = False
     bias: bool = False
     recompute: bool | str = "auto"
+    dropout_p: float = 0.0  # with one mask, that of a fixed seed
     op: str = "sum"
     dim: int = -2
 

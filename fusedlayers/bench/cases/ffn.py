@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from ... import functional, reference
 from ...functional.dispatch import ffn_problem
@@ -31,7 +35,26 @@ def _ffn_flops(shape: Shape, options: Options) -> int:
 
 
 def _ffn_problem(inputs: Inputs, options: Options) -> Problem:
-    return ffn_problem(**inputs, activation=options.activation, dropout_p=0.0, recompute=options.recompute)
+    return ffn_problem(
+        **inputs, activation=options.activation, dropout_p=options.dropout_p, recompute=options.recompute
+    )
+
+
+def _ours(x: Tensor, dropout_p: float = 0.0, **rest: Any) -> Tensor:
+    return functional.ffn(x, dropout_p=dropout_p, dropout_seed=_seed(x) if dropout_p else None, **rest)
+
+
+def _theirs(x: Tensor, dropout_p: float = 0.0, **rest: Any) -> Tensor:
+    return reference.ffn(x, dropout_p=dropout_p, seed=_seed(x) if dropout_p else None, **rest)
+
+
+def _seed(x: Tensor) -> Tensor:
+    return torch.tensor([1], device=x.device)
+
+
+def _keywords(options: Options) -> dict[str, object]:
+    dropped = {"dropout_p": options.dropout_p} if options.dropout_p else {}
+    return {"activation": options.activation, **dropped}
 
 
 FFN = Case(
@@ -80,9 +103,9 @@ FFN = Case(
     ),
     operands=_ffn_operands,
     forward_flops=_ffn_flops,
-    ours=functional.ffn,
-    torch_expression=reference.ffn,
+    ours=_ours,
+    torch_expression=_theirs,
     problem=_ffn_problem,
-    our_keywords=lambda options: {"activation": options.activation, "recompute": options.recompute},
-    torch_keywords=lambda options: {"activation": options.activation},
+    our_keywords=lambda options: {**_keywords(options), "recompute": options.recompute},
+    torch_keywords=_keywords,
 )

@@ -79,7 +79,9 @@ class Trial:
     backward: bool = True
 
     def __str__(self) -> str:
-        kind = ("gated " if self.options.gated else "") + self.case
+        kind = (
+            ("gated " if self.options.gated else "") + self.case + (" with dropout" if self.options.dropout_p else "")
+        )
         passes = "" if self.backward else ", forward alone"
         shape = "x".join(map(str, self.shape))
         return f"{kind} {shape} {self.options.activation} {self.dtype} ({self.machine}{passes})"
@@ -200,6 +202,11 @@ def _wide_blocks(device: Device) -> Iterator[Trial]:
             for dtype in DTYPES:
                 yield Trial("ffn", relu, (M, width, N), dtype, "portable")
                 yield Trial("ffn", plain, (M, width, N), dtype, "portable")
+        # Half of the hidden: what is left is doubled.
+        dropping = replace(relu, dropout_p=0.5)
+        for machine in ("few", "portable") if device.pipelined else ("portable",):
+            for dtype in ("bf16", "fp16") if machine == "few" else DTYPES:
+                yield Trial("ffn", dropping, (M, width, N), dtype, machine)
 
 
 def _linear_layers(device: Device) -> Iterator[Trial]:
