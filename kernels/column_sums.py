@@ -32,6 +32,8 @@ def _column_sums_kernel(
 def column_sums(dy: torch.Tensor, tiles: ColumnSumTiles) -> torch.Tensor:
     """The sums ``[N]`` of dy ``[M, N]``, of at most 32 bits and any strides, over its rows, in its dtype."""
     rows, columns = dy.shape
+    if not columns:
+        return dy.new_empty(0)
     column_blocks = ceil_div(columns, tiles.block_n)
     bands = max(1, min(ceil_div(rows, tiles.block_m), tiles.programs // column_blocks))
     partials = torch.empty(bands, columns, dtype=torch.float32, device=dy.device)

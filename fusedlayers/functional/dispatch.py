@@ -129,12 +129,18 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
 def subclass_of(*tensors: Tensor | None) -> str:
     """The name of the first tensor subclass among these (DTensor, quantised, ...), or an empty string.
 
-    The tensors of torch.func's transforms are plain by their type alone.
+    The tensors of torch.func's transforms are plain by their type alone, and so are those whose memory holds their
+    negatives, as the imaginary part of a conjugate does.
     """
     if transformed():
-        return "tensor of a torch.func transform"
+        return "tensor of a torch.func transform, or of forward-mode differentiation"
     plain = (*PLAIN_TENSORS, *TRACED_TENSORS) if traced() else PLAIN_TENSORS
-    return next((type(t).__name__ for t in tensors if t is not None and type(t) not in plain), "")
+    for tensor in tensors:
+        if tensor is not None and type(tensor) not in plain:
+            return type(tensor).__name__
+        if tensor is not None and tensor.is_neg():
+            return "negated view"
+    return ""
 
 
 def recalled(call: tuple[object, ...] | None, device: torch.device) -> tuple[Any, Any] | None:

@@ -201,6 +201,7 @@ class FFNFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dy = dy.resolve_neg()  # kernels read memory as it is
         wanted = ctx.needs_input_grad
         gradients: list[Tensor | None] = [None] * 7
         through_hidden = _through_hidden(wanted)

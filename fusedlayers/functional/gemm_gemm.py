@@ -100,7 +100,7 @@ class GemmGemmFunction(torch.autograd.Function):
                 chosen = [tensor for tensor, want in zip((a, b, c), wanted, strict=True) if want]
                 second_order = iter(torch.autograd.grad(e, chosen, de, create_graph=True))
             return *(next(second_order) if want else None for want in wanted), None, None
-        operands = _operands(a, b, c, ctx.arithmetic)
+        operands, de = _operands(a, b, c, ctx.arithmetic), de.resolve_neg()  # kernels read memory as it is
         da = kernels.data_gradient(operands, de, ctx.plan.data_gradient_tiles)[0] if wanted[0] else None
         db = dc = None
         if wanted[1] or wanted[2]:

@@ -219,7 +219,7 @@ class GemmReduceFunction(torch.autograd.Function):
             found = (None, None, None)
         else:
             operands = ctx.reduction.operands(kept, reduced, bias, mask, lengths)
-            found = _gradients(ctx.reduction, operands, wanted, dd, saved)
+            found = _gradients(ctx.reduction, operands, wanted, dd.resolve_neg(), saved)  # kernels read memory as it is
             ran_as_kernels(ctx.reduction.plan.problem, dd.device)
         return *found, None, None, None
 

@@ -1,5 +1,6 @@
 """Whether operands lie in memory as the measured kernels read them."""
 
+import torch
 from torch import Tensor
 
 from ..kernels.hopper import ALIGNMENT, untransposed
@@ -31,7 +32,8 @@ def portable_operand(
     if not _PLAIN.issuperset(map(type, operands)):
         return ""
     for position, tensor in enumerate(operands):
-        if tensor is None:
+        # What is no matrix at all is not for here to judge.
+        if tensor is None or tensor.layout is not torch.strided or not tensor.dim():
             continue
         if tensor.is_contiguous() and (position >= _MATRICES or tensor.data_ptr() % ALIGNMENT == 0):
             continue

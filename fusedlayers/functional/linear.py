@@ -137,6 +137,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        dy = dy.resolve_neg()  # kernels read memory as it is
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         plan = ctx.plan
         dx = dw = db = None

@@ -141,6 +141,7 @@ class MaxSimFunction(torch.autograd.Function):
             gradients = [next(found) if want else None for want in wanted]
         else:
             plan, operands = ctx.plan, _operands(tuple(tensors), ctx.plan)
+            upstream = upstream.resolve_neg()  # kernels read memory as it is
             if wanted[0]:
                 gradients[0] = kernels.query_gradient(
                     operands, chosen, upstream, plan.query_gradient_splits, plan.query_gradient_tiles

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .arguments import autocast_dtype
 from .tracing import traced
@@ -44,15 +45,16 @@ def input_precision(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def transformed() -> bool:
-    """Whether this call happens inside a transform of torch.func: ``vmap``, ``grad``, ``jvp``."""
-    return torch._C._are_functorch_transforms_active()
+    """Whether this call happens inside a transform of torch.func, or while forward-mode derivatives are taken."""
+    # Dual tensors are plain by their type, and need not want a gradient.
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def signature(operation: str, tensors: tuple[Tensor | None, ...], *options: object) -> tuple[object, ...] | None:
     """All that the checks and the plan of a call depend on, besides the device's facts and whether a graph is captured.
 
-    None where a call cannot be recognised by that: tensor subclasses and torch.func's tensors, options of unusual
-    types, calls that are traced.
+    None where a call cannot be recognised by that: tensor subclasses, torch.func's and negated tensors, options of
+    unusual types, calls that are traced.
     """
     first = tensors[0]
     if first is None or traced() or transformed():
@@ -61,7 +63,7 @@ def signature(operation: str, tensors: tuple[Tensor | None, ...], *options: obje
     for tensor in tensors:
         if tensor is None:
             found.append(None)
-        elif type(tensor) in PLAIN_TENSORS:
+        elif type(tensor) in PLAIN_TENSORS and not tensor.is_neg():
             found += (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
         else:
             return None

@@ -87,8 +87,8 @@ def _passes(problem: Any, device: Device, kernels: bool) -> tuple[ChunkPass, ...
     data, weights = p.needs_data_gradient, p.needs_weight_gradient
     if not p.training:
         return ()
-    # A token at a time where nothing larger fits.
-    least = (1, p.N)
+    # Where nothing fits.
+    least = (1, 1)
     if not (data and weights):
         rows, columns = _fit(p, _costs(p, device, kernels, weights), p.N if weights else 1) or least
         return (ChunkPass(rows, columns, data, weights),)
@@ -161,4 +161,6 @@ def _rows(tokens: int, most: int) -> int:
 
 def _columns(hidden: int, groups: int) -> int:
     """Hidden units of each of so many groups that are alike."""
-    return min(hidden, math.ceil(hidden / groups / COLUMN_STEP) * COLUMN_STEP)
+    columns = math.ceil(hidden / groups)
+    step = COLUMN_STEP if columns >= COLUMN_STEP else 1
+    return min(hidden, math.ceil(columns / step) * step)

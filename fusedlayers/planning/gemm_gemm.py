@@ -164,6 +164,8 @@ def _plan(problem: Problem, device: Device, backend: str) -> Plan:
             slower = ffn_epilogue.why_slower_in_chunks
             chunk_kernels = why_not_kernels(problem, device, backend, unsupported, slower) is None
         reasons["chunked"] = None if problem.recompute is True else "only recompute=True needs its memory guarantee"
+        if problem.subclass:
+            reasons["chunked"] = f"an operand is a {problem.subclass}: parts of it cannot be written one by one"
         if problem.empty:
             reasons["chunked"] = "there is nothing to compute"
     path = next((name for name, reason in reasons.items() if reason is None), "torch")

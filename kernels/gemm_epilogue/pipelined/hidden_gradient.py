@@ -252,6 +252,7 @@ def launch_hidden_gradient(
     tile_rows, tile_columns = -(-rows // tile), -(-columns // tile)
     stays = pipeline.stays and sums is not None and d_gate is None
     programs = pipeline.programs_for_columns(tile_columns) if stays else pipeline.programs
+    assert programs > 0, "planned for fewer columns of tiles"
     out = [None if t is None else Matrix(t, rows, columns, t.stride(0), 0, False) for t in (dz, d_gate, hidden)]
     launch(
         _pipelined_epilogue_gradient_kernel,
