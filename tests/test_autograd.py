@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -180,6 +181,24 @@ def test_two_consumers_of_the_result(path: str) -> None:
     for name, tensor in named.items():
         assert tensor is not None
         assert torch.equal(tensor.grad, expected[f"d{name}"]), name
+
+
+@pytest.mark.parametrize("leading", [(5,), (2, 3), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
+def test_the_result_may_be_changed_in_place(path: str, leading: tuple[int, ...]) -> None:
+    """As a residual that is added, or an activation or a dropout that writes over its input."""
+    inputs = ffn_inputs(leading, 4, 6, 4)
+    dy = like_result(inputs)
+
+    def call(change: Callable[..., Tensor], **tensors: Tensor | None) -> Tensor:
+        return change(functional.ffn(**tensors, activation="silu", **options), tensors["x"])
+
+    with on_path(path) as options:
+        [ours, theirs] = (
+            results(functools.partial(call, change), inputs, dy)
+            for change in (lambda y, x: y.add_(x).relu_(), lambda y, x: torch.relu(y + x))
+        )
+    assert_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("path", [*PATHS, EPILOGUE])

@@ -186,6 +186,16 @@ def test_ten_runs_give_the_same_bits(op: str) -> None:
             assert_equal(reduce_results(functional.gemm_reduce, inputs, op=op, activation="gelu"), first)
 
 
+@pytest.mark.parametrize("dim", [-2, -1])
+@pytest.mark.parametrize("path", TWO_PATHS)
+def test_the_results_may_be_changed_in_place(path: str, dim: int) -> None:
+    tensors = leaves(reduce_inputs(5, 6, 4, batches=((2, 3), (2, 3))))
+    with on_path(path):
+        d, product = functional.gemm_reduce(**tensors, op="sumsq", dim=dim, return_product=True)
+    for result in (d, product):
+        result.mul_(2).sum().backward(retain_graph=True)
+
+
 @pytest.mark.parametrize("path", TWO_PATHS)
 def test_nothing_is_saved_without_a_gradient(path: str) -> None:
     saved: list[Tensor] = []

@@ -94,6 +94,15 @@ def test_leading_dimensions_are_rows(leading: tuple[int, ...], bias: bool, gated
                       (37,) if bias and gated else None]  # fmt: skip
 
 
+@needs_kernels
+def test_the_results_may_be_changed_in_place() -> None:
+    tensors = leaves(inputs((2, 15), 37, 20, gated=True))
+    with on_path("kernels"):
+        dz, dz_gate, *_ = functional.hidden_gradient(**tensors, activation="silu")
+    for result in (dz, dz_gate):
+        result.mul_(2).sum().backward(retain_graph=True)
+
+
 @pytest.mark.parametrize("path", KERNELS_AND_TORCH)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])

@@ -94,6 +94,16 @@ def rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
+def with_leading_dims(matrix: Tensor, tensor: Tensor) -> Tensor:
+    """A new matrix of rows ``[rows, N]`` as ``[*B, M, N]``, with the leading dims of ``tensor``, and no view.
+
+    What is a view inside of an autograd Function can never be changed in place: autograd refuses.
+    """
+    if tensor.dim() == 2:
+        return matrix
+    return torch.ops.aten._unsafe_view.default(matrix, (*tensor.shape[:-1], matrix.shape[-1]))
+
+
 def leading_dims(*tensors: Tensor) -> torch.Size:
     """The leading dims ``*batch`` of ``[*batch, rows, columns]`` tensors, which broadcast."""
     first, *others = [tensor.shape[:-2] for tensor in tensors]

@@ -26,6 +26,7 @@ from .dispatch import (
     recalled,
     rows,
     wants_gradient,
+    with_leading_dims,
     without_autocast,
 )
 from .layouts import portable_operand
@@ -178,7 +179,7 @@ def _forward_and_kept(
     else:
         operands = Operands(x_rows, w_up, w_down, b_up, w_gate, b_gate, seed, arithmetic)
         y = kernels.forward(operands, b_down, residual_rows, plan.forward_tiles)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1]), z, z_gate
+    return with_leading_dims(y, x), z, z_gate
 
 
 class FFNFunction(torch.autograd.Function):

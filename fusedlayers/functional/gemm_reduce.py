@@ -170,7 +170,9 @@ def _forward(
     batch, rows, columns, _ = operands.sizes()
     product = None
     if reduction.product and reduction.bias_of_kept:
-        product = torch.empty(batch, columns, rows, dtype=kept.dtype, device=kept.device).mT
+        # Columns lie in rows; as a view autograd would not let it be changed in place.
+        shape, strides = (batch, rows, columns), (rows * columns, 1, rows)
+        product = torch.empty_strided(shape, strides, dtype=kept.dtype, device=kept.device)
     elif reduction.product:
         product = torch.empty(batch, rows, columns, dtype=kept.dtype, device=kept.device)
     plan, op = reduction.plan, reduction.arithmetic.op

@@ -19,6 +19,7 @@ from .dispatch import (
     ran_as_kernels,
     recalled,
     rows,
+    with_leading_dims,
     without_autocast,
 )
 from .signatures import signature
@@ -96,7 +97,7 @@ def _gradients(dy: Tensor, w_down: Tensor, z: Tensor, z_gate: Tensor | None, pla
         rows(dy), w_down, rows(z), None if z_gate is None else rows(z_gate), problem.bias, plan.row_tiles,
         problem.activation, plan.accuracy, problem.input_precision, plan.tiles, plan.pipeline,
     )  # fmt: skip
-    return dz.view(z.shape), None if dz_gate is None else dz_gate.view(z.shape), db_up, db_gate
+    return with_leading_dims(dz, z), None if dz_gate is None else with_leading_dims(dz_gate, z), db_up, db_gate
 
 
 class HiddenGradientFunction(torch.autograd.Function):

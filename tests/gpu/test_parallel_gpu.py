@@ -1,4 +1,4 @@
-"""The tests of ``tests/test_parallel.py`` once more: over NCCL, on two GPUs, with compiled kernels in bfloat16."""
+"""``tests/test_parallel.py`` and ``tests/models/test_distributed.py`` over NCCL, on two GPUs, with compiled kernels."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import pytest
 import torch
 
 # Imported to be collected here, too.
+from tests.models.test_distributed import (  # noqa: F401
+    test_checkpointing_stays,
+    test_two_steps_are_the_same,
+    test_two_steps_in_mixed_precision_are_the_same,
+)
 from tests.test_parallel import (  # noqa: F401
     test_data_parallel,
     test_dropout_differs_between_processes_and_is_replayed,

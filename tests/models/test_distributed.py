@@ -1,0 +1,43 @@
+"""Replaced models of transformers in two processes over gloo: DDP, FSDP2. ``tests/gpu`` runs the same over NCCL."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.models import distributed_checks as checks
+from tests.models.test_families import installed
+from tests.operands import ON_GPU, needs_kernels
+from tests.parallel_checks import compiled_kernels
+from tests.processes import Processes
+
+# They share the processes of tests/test_parallel.py.
+pytestmark = [
+    pytest.mark.xdist_group("two processes"),
+    pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_parallel_gpu.py runs the same checks on two GPUs"),
+]
+ENGINES = pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+# A block of linears, of transposed ones, and inside a method of the layer that FSDP2 shards.
+NAMES = pytest.mark.parametrize("name", ["Llama", "GPT-2", "BERT"])
+
+
+@ENGINES
+@NAMES
+@pytest.mark.parametrize("path", [pytest.param("kernels", marks=needs_kernels), "torch"])
+def test_two_steps_are_the_same(processes: Processes, engine: str, name: str, path: str) -> None:
+    installed(name)
+    processes.run(checks.check_training, engine, name, path, "whole")
+
+
+@ENGINES
+@NAMES
+@pytest.mark.parametrize("path", [pytest.param("kernels", marks=compiled_kernels), "torch"])
+def test_two_steps_in_mixed_precision_are_the_same(processes: Processes, engine: str, name: str, path: str) -> None:
+    installed(name)
+    processes.run(checks.check_training, engine, name, path, "mixed")
+
+
+@ENGINES
+@pytest.mark.parametrize("name", ["Llama", "BERT"])
+def test_checkpointing_stays(processes: Processes, engine: str, name: str) -> None:
+    installed(name)
+    processes.run(checks.check_training, engine, name, "torch", "whole", True)
