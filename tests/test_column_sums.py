@@ -49,6 +49,11 @@ def test_strides_of_any_kind() -> None:
 
 
 @infinities
+def test_no_columns() -> None:
+    assert column_sums(torch.empty(5, 0, device=DEVICE), SMALL).shape == (0,)
+
+
+@infinities
 def test_special_values_stay_in_their_column() -> None:
     dy = torch.zeros(40, 20, dtype=torch.float16, device=DEVICE)
     dy[3, 2], dy[7, 5], dy[8, 5], dy[9, 11] = math.inf, math.inf, -math.inf, math.nan

@@ -278,6 +278,9 @@ def test_float32_precision_is_part_of_a_call_on_a_gpu() -> None:
         def __init__(self, dtype: torch.dtype) -> None:
             self.dtype = dtype
 
+        def is_neg(self) -> bool:
+            return False
+
     def seen(dtype: torch.dtype) -> Any:
         with mock.patch.object(signatures, "PLAIN_TENSORS", (OnGPU,)):
             return signature("linear", (OnGPU(dtype),))  # type: ignore[arg-type]
