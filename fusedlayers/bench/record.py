@@ -11,7 +11,7 @@ Schema 1. Times are seconds, sizes bytes; what is unknown is null.
     device            kind, name, architecture, driver, memory_bytes, l2_bytes, ceilings ([FLOP/s, bytes/s] or null)
     method            seconds_per_row, cold_cache_bytes, init, seed
     rows              one per shape and direction:
-        case, grid, title, letters, shape, dtype, activation, gated, bias, recompute, op, dim (of a
+        case, grid, title, letters, shape, dtype, activation, gated, bias, recompute, dropout_p, op, dim (of a
                       reduction; records of earlier versions lack the two)
         direction     "forward" (no gradients wanted) or "forward_backward" (all gradients)
         flops, bytes  of the operation: each product once, each input and output moved once
