@@ -13,7 +13,6 @@ from ..kernels.dropout import Dropout, draw_seed
 from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
 from ..kernels.tuning import COLUMN_SUM_TILES
 from ..planning import KERNEL_PATHS, Plan, Problem
-from ..planning.gemm_gemm import LONG_SUM_ROWS, SHORT_SUM_ROWS
 from . import ffn_chunked, ffn_epilogue
 from .arguments import autocast_dtype, check_dropout_seed, check_ffn
 from .compiled import Composite, KernelCall, Result, Results
@@ -31,6 +30,7 @@ from .dispatch import (
 )
 from .layouts import portable_operand
 from .signatures import signature
+from .sums import summed_rows
 from .tracing import traced
 
 
@@ -232,7 +232,8 @@ class FFNFunction(torch.autograd.Function):
             if gradients[0] is not None and gradients[0].shape != x.shape:
                 gradients[0] = gradients[0].view(x.shape)
         if wanted[4] and gradients[4] is None:
-            gradients[4] = column_sums(rows(dy), COLUMN_SUM_TILES) if launches else _summed_by_torch(rows(dy))
+            summed = column_sums(rows(dy), COLUMN_SUM_TILES) if launches else summed_rows(rows(dy))
+            gradients[4] = summed.to(dy.dtype)
         if launches:
             ran_as_kernels(ctx.plan.problem, dy.device)
         return *gradients, dy if wanted[7] else None, None, None, None
@@ -256,19 +257,6 @@ KERNELS = KernelCall(
     results=_results,
     added=7,
 )
-
-
-def _summed_by_torch(dy: Tensor) -> Tensor:
-    """Sum over the rows of dy ``[M, O]``, rounded once.
-
-    One long ``torch.sum`` of few columns takes scratch memory of the size of a hidden; two short ones take almost none.
-    """
-    if dy.shape[0] < LONG_SUM_ROWS:
-        return dy.sum(0)
-    whole = dy.shape[0] // SHORT_SUM_ROWS * SHORT_SUM_ROWS
-    accumulated = torch.promote_types(dy.dtype, torch.float32)
-    parts = dy[:whole].unflatten(0, (-1, SHORT_SUM_ROWS)).sum(1, dtype=accumulated)
-    return (parts.sum(0) + dy[whole:].sum(0, dtype=accumulated)).to(dy.dtype)
 
 
 def _through_hidden(wanted: tuple[bool, ...]) -> tuple[bool, ...]:

@@ -14,6 +14,7 @@ from ..kernels import gemm_epilogue as kernels
 from ..kernels.dropout import Dropout
 from ..kernels.gemm_gemm import Arithmetic
 from ..planning import ChunkPass, Plan
+from .sums import summed_rows
 
 Gradients = list[Tensor | None]
 
@@ -175,7 +176,7 @@ def _part(
     if not through:
         return hidden, [], []
     dz = torch.autograd.grad(hidden, pre_activations, dy @ weights.w_down)
-    sums = [each.sum(0, dtype=_accumulated(each.dtype)) if biases else None for each in dz]
+    sums = [summed_rows(each) if biases else None for each in dz]
     return hidden.detach(), list(dz), sums
 
 

@@ -24,11 +24,6 @@ from .devices import PARTIALS_LIMIT, Device, floor_seconds
 from .ffn_chunked import WORKSPACE_LIMIT, ChunkPlan
 from .ffn_epilogue import EpiloguePlan
 
-# From how many rows on one torch.sum over them is taken in two steps, and the rows of the first: a single sum of
-# 131,072 rows of 128 columns took 128 MB of scratch memory on an H200.
-LONG_SUM_ROWS = 65_536
-SHORT_SUM_ROWS = 512
-
 # From how many hidden elements (batch × M × N) on the kernels were faster than torch on an H200, bfloat16: rows of
 # (largest padded width, (launched one by one, inside a CUDA graph)); above the last row torch was as fast or faster.
 # Launched one by one, the host needs about 80 µs for a forward pass and 650 µs with backward, eager torch 40 and 350:
