@@ -14,7 +14,7 @@ from ..kernels import gemm_epilogue as kernels
 from ..kernels.dropout import Dropout
 from ..kernels.gemm_gemm import Arithmetic
 from ..planning import ChunkPass, Plan
-from .sums import summed_rows
+from .sums import accumulated, summed_rows
 
 Gradients = list[Tensor | None]
 
@@ -190,9 +190,9 @@ class _Sum:
         self.wanted = gradient is not None
         self.gradient = self.total = None if gradient is None else gradient[part]
         self.empty = True
-        if self.gradient is not None and not whole and self.gradient.dtype != _accumulated(self.gradient.dtype):
+        if self.gradient is not None and not whole and self.gradient.dtype != accumulated(self.gradient.dtype):
             self.total = torch.empty(
-                self.gradient.shape, dtype=_accumulated(self.gradient.dtype), device=self.gradient.device
+                self.gradient.shape, dtype=accumulated(self.gradient.dtype), device=self.gradient.device
             )
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
@@ -229,10 +229,6 @@ class _Sums(NamedTuple):
     of_inputs: tuple[_Sum, _Sum]
     of_rows: tuple[_Sum, _Sum]
     of_down: _Sum
-
-
-def _accumulated(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _ranges(size: int, step: int) -> Iterator[slice]:

@@ -8,11 +8,16 @@ from torch import Tensor
 _LONG, _SHORT = 4096, 512
 
 
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums of ``dtype`` are added up in: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def summed_rows(matrix: Tensor) -> Tensor:
     """The sums ``[N]`` of ``[M, N]`` over its rows, in at least float32."""
-    accumulated = torch.promote_types(matrix.dtype, torch.float32)
+    wide = accumulated(matrix.dtype)
     if matrix.shape[0] < _LONG:
-        return matrix.sum(0, dtype=accumulated)
+        return matrix.sum(0, dtype=wide)
     whole = matrix.shape[0] // _SHORT * _SHORT
-    parts = matrix[:whole].unflatten(0, (-1, _SHORT)).sum(1, dtype=accumulated)
-    return parts.sum(0) + matrix[whole:].sum(0, dtype=accumulated)
+    parts = matrix[:whole].unflatten(0, (-1, _SHORT)).sum(1, dtype=wide)
+    return parts.sum(0) + matrix[whole:].sum(0, dtype=wide)
