@@ -79,9 +79,8 @@ class Trial:
     backward: bool = True
 
     def __str__(self) -> str:
-        kind = (
-            ("gated " if self.options.gated else "") + self.case + (" with dropout" if self.options.dropout_p else "")
-        )
+        dropping = " with dropout" if self.options.dropout_p else ""
+        kind = ("gated " if self.options.gated else "") + self.case + dropping
         passes = "" if self.backward else ", forward alone"
         shape = "x".join(map(str, self.shape))
         return f"{kind} {shape} {self.options.activation} {self.dtype} ({self.machine}{passes})"
