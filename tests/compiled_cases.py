@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from fusedlayers import functional
 from tests.operands import DEVICE
 
 # (function, tensors and options by name) for a number of rows.
 Call = tuple[Callable[..., Any], dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    """No graph from another test."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
 
 
 def _leaf(*shape: int) -> Tensor:

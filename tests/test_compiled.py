@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fusedlayers as fl
 from fusedlayers import functional
 from fusedlayers.explaining.calls import bound
-from tests.compiled_cases import CALLS, ffn, given, outcome
+from tests.compiled_cases import CALLS, ffn, given, nothing_compiled, outcome  # noqa: F401
 from tests.ffn_blocks import GatedBlock, mlp, rule_for
 from tests.operands import DEVICE, assert_equal, needs_kernels, on_path
 
@@ -32,15 +32,6 @@ pytestmark = [
 ]
 BACKENDS = [pytest.param("triton", marks=needs_kernels), "torch"]
 LENGTHS = (5, 6, 9, 17, 2, 33, 8, 21, 64, 3)
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled() -> Iterator[None]:
-    """No graph from another test."""
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 class Graphs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.functional.dispatch import decisions
+from tests.compiled_cases import nothing_compiled  # noqa: F401
 from tests.ffn_blocks import assert_same, count_fused_calls
 from tests.models.small import TORCH_GELU_TANH, Family, Inputs
 from tests.models.test_families import installed
@@ -34,15 +35,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "ViT": {"num_hidden_layers": 1},
 }
 each_way = pytest.mark.parametrize("name", WAYS)
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled() -> Iterator[None]:
-    """No graph from another test."""
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def _built(name: str) -> tuple[Family, nn.Module, Inputs]:
