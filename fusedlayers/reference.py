@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .kernels.activations import ACTIVATIONS, canonical_activation
-from .kernels.dropout import keep_mask
+from .kernels.dropout import keep_mask, limit_and_scale
 
 
 def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None) -> Tensor:
@@ -256,7 +256,7 @@ def dropped(values: Tensor, dropout_p: float, seed: Tensor | None, place: tuple[
         first_row, first_column = place
         rows, columns = values[..., 0].numel(), values.shape[-1]
         mask = keep_mask(seed, first_row, rows, columns, dropout_p, values.dtype, first_column)
-        return values * mask.view(values.shape) * (1 / (1 - dropout_p))
+        return values * mask.view(values.shape) * limit_and_scale(dropout_p)[1]
     return F.dropout(values, dropout_p) if dropout_p else values
 
 

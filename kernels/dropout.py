@@ -1,8 +1,10 @@
 """Dropout that is replayed, not stored: whether an element is kept is a pure function of (seed, row, column).
 
 The generator is Philox 4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, the
-fewest rounds that pass BigCrush there). Kernels and torch paths draw identical masks, whatever the tiling or chunking,
-so that the backward pass needs the seed alone.
+fewest rounds that pass BigCrush there). A draw gives four words, eight halves of 16 bits: one for each of the columns
+c, c + 8, …, c + 56 of a row in a block of 64 columns, which is how the matrix units spread a tile over the registers of
+a thread. Kernels and torch paths draw identical masks, whatever the tiling or chunking, so that the backward pass needs
+the seed alone.
 """
 
 from typing import NamedTuple
@@ -13,53 +15,78 @@ from .device import HAS_TRITON, interpreted, tl, triton
 from .launching import ceil_div, launch
 
 ROUNDS = 7
+# Columns of a block, and of one half of a word in it.
+BLOCK_COLUMNS, LANES = 64, 8
+# A half, and with it the probability, has so many bits.
+BITS = 16
 _ROUNDS = tl.constexpr(ROUNDS)
+_BLOCK_COLUMNS, _LANES = tl.constexpr(BLOCK_COLUMNS), tl.constexpr(LANES)
 _BLOCK = 1024
 _MASK_32 = 0xFFFFFFFF
 
 
 @triton.jit
-def is_kept(seed, rows, cols, dropout_p):
-    """Whether a hidden element is kept.
-
-    ``seed`` scalar int64, ``rows`` and ``cols`` broadcastable int64 tiles of coordinates, ``dropout_p`` float32.
-    """
-    zero = (rows + cols).to(tl.int32) * 0
-    row_low = (rows + zero).to(tl.int32)
-    row_high = ((rows + zero) >> 32).to(tl.int32)
-    random, _, _, _ = tl.philox(seed, (cols + zero).to(tl.int32), row_low, row_high, zero, n_rounds=_ROUNDS)
-    # 24 bits are exact in float32, so whole numbers compare as the numbers in [0, 1) that they stand for.
-    return (random >> 8).to(tl.int32) >= tl.ceil(dropout_p * 16777216.0).to(tl.int32)
+def words(seed, rows, draws):
+    """The four words, uint32, of every draw: ``seed`` scalar int64, int64 ``rows`` and int32 ``draws`` of one tile."""
+    zero = (draws * 0 + rows.to(tl.int32) * 0).to(tl.uint32)
+    word_0, word_1, word_2, word_3 = draws.to(tl.uint32) + zero, rows.to(tl.uint32) + zero, zero, zero
+    word_2 += (rows >> 32).to(tl.uint32)
+    key_0, key_1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(_ROUNDS):
+        # One multiplication gives both halves of a product.
+        left, right = word_0.to(tl.uint64) * 0xD2511F53, word_2.to(tl.uint64) * 0xCD9E8D57
+        word_0, word_1 = (right >> 32).to(tl.uint32) ^ word_1 ^ key_0, right.to(tl.uint32)
+        word_2, word_3 = (left >> 32).to(tl.uint32) ^ word_3 ^ key_1, left.to(tl.uint32)
+        key_0 = tl.add(key_0, 0x9E3779B9, sanitize_overflow=False)
+        key_1 = tl.add(key_1, 0xBB67AE85, sanitize_overflow=False)
+    return word_0, word_1, word_2, word_3
 
 
 @triton.jit
-def keep(seed, rows, cols, dropout_p):
-    """1.0 where a hidden element is kept, 0.0 where it is dropped; the caller scales what is kept."""
-    return tl.where(is_kept(seed, rows, cols, dropout_p), 1.0, 0.0)
+def above(word, limit):
+    """Whether the upper half of a word reaches the limit."""
+    return word >= (limit.to(tl.uint32) << 16)
+
+
+@triton.jit
+def keep(seed, rows, cols, limit):
+    """1.0 where a hidden element is kept, 0.0 where it is dropped; the caller scales what is kept.
+
+    ``seed`` scalar int64, ``rows`` and ``cols`` broadcastable int64 tiles of coordinates, ``limit`` as in
+    :meth:`Dropout.numbers`. Of each draw it takes one half alone: a tile may begin anywhere.
+    """
+    cols = cols.to(tl.int32)
+    first, second, third, fourth = words(seed, rows, cols // _BLOCK_COLUMNS * _LANES + cols % _LANES)
+    half = cols % _BLOCK_COLUMNS // _LANES
+    word = tl.where(half < 4, tl.where(half < 2, first, second), tl.where(half < 6, third, fourth))
+    return tl.where(above(tl.where(half % 2 == 0, word << 16, word), limit), 1.0, 0.0)
 
 
 @triton.jit
 def keep_factor(dropout, rows, cols):
     """What the tile ``[rows, cols]`` of a hidden is multiplied by: the scale where it is kept, else 0.
 
-    ``dropout`` is (pointer to the seed, probability, scale, first row, first column), the last two as in
-    :class:`Dropout`.
+    ``dropout`` is (pointer to the seed, limit, scale, first row, first column), the last two as in :class:`Dropout`.
     """
     rows, cols = rows + dropout[3], cols + dropout[4]
-    kept = is_kept(tl.load(dropout[0]), rows.to(tl.int64)[:, None], cols.to(tl.int64)[None, :], dropout[1])
-    return tl.where(kept, dropout[2], 0.0)
+    return keep(tl.load(dropout[0]), rows.to(tl.int64)[:, None], cols.to(tl.int64)[None, :], dropout[1]) * dropout[2]
 
 
-@triton.jit(do_not_specialize=["first_row", "first_column", "M", "dropout_p"])
-def _keep_kernel(seed_ptr, out_ptr, N, first_row, first_column, M, dropout_p, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["first_row", "first_column", "M", "limit"])
+def _keep_kernel(seed_ptr, out_ptr, N, first_row, first_column, M, limit, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    kept = keep(tl.load(seed_ptr), first_row + index // N, first_column + index % N, dropout_p)
+    kept = keep(tl.load(seed_ptr), first_row + index // N, first_column + index % N, limit)
     tl.store(out_ptr + index, kept.to(out_ptr.dtype.element_ty), mask=index < tl.cast(M, tl.int64) * N)
 
 
-def probability_and_scale(dropout_p: float) -> tuple[float, float]:
-    """The probability, and the factor of what is kept: computed here in float64, as torch does."""
-    return dropout_p, 1.0 / (1.0 - dropout_p)
+def limit_and_scale(dropout_p: float) -> tuple[int, float]:
+    """Halves below the limit are dropped, and what is kept is multiplied by the scale.
+
+    The limit is the nearest to the probability that 16 bits can tell. The scale is that of the probability that this
+    is, so that the expectation is that of no dropout; but 0 where the nearest probability is 1.
+    """
+    limit = round(dropout_p * 2**BITS)
+    return (limit, 2**BITS / (2**BITS - limit)) if limit < 2**BITS else (limit - 1, 0.0)
 
 
 class Dropout(NamedTuple):
@@ -72,9 +99,14 @@ class Dropout(NamedTuple):
     p: float = 0.0
     place: tuple[int, int] = (0, 0)
 
-    def numbers(self) -> tuple[float, float, int, int]:
-        """What kernels take beside the seed: the probability, the factor of what is kept, and the place."""
-        return *probability_and_scale(self.p), *self.place
+    def numbers(self) -> tuple[int, float, int, int]:
+        """What kernels take beside the seed: limit and scale, and the place."""
+        return *limit_and_scale(self.p), *self.place
+
+    @property
+    def in_whole_draws(self) -> bool:
+        """Whether tiles of whole blocks of columns take every half of the words that are drawn for them."""
+        return self.place[1] % BLOCK_COLUMNS == 0
 
 
 NO_DROPOUT = Dropout()
@@ -87,16 +119,16 @@ def _multiply_high_low(constant: int, value: torch.Tensor) -> tuple[torch.Tensor
     return high_part >> 16, ((high_part & 0xFFFF) << 16) | (low_part & 0xFFFF)
 
 
-def _philox(seed: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """First 32-bit word of Philox 4x32 at counter (column, row low, row high, 0), as int64 tensors in [0, 2^32)."""
-    word_0, word_1, word_2, word_3 = columns, rows & _MASK_32, rows >> 32, torch.zeros_like(rows)
+def _philox(seed: torch.Tensor, draws: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
+    """The words of Philox 4x32 at counter (draw, row low, row high, 0), as int64 tensors in [0, 2^32)."""
+    word_0, word_1, word_2, word_3 = draws, rows & _MASK_32, rows >> 32, torch.zeros_like(rows)
     key_0, key_1 = seed & _MASK_32, (seed >> 32) & _MASK_32
     for _ in range(ROUNDS):
         high_b, low_b = _multiply_high_low(0xCD9E8D57, word_2)
         high_a, low_a = _multiply_high_low(0xD2511F53, word_0)
         word_0, word_1, word_2, word_3 = high_b ^ word_1 ^ key_0, low_b, high_a ^ word_3 ^ key_1, low_a
         key_0, key_1 = (key_0 + 0x9E3779B9) & _MASK_32, (key_1 + 0xBB67AE85) & _MASK_32
-    return word_0
+    return [word_0, word_1, word_2, word_3]
 
 
 def keep_mask(
@@ -111,8 +143,9 @@ def keep_mask(
     """1 where an element of the hidden is kept, else 0: ``[rows, columns]`` of ``dtype``, from the first ones on.
 
     ``seed`` int64 ``[1]`` on the device of the result. CUDA tensors take one kernel launch; other devices take integer
-    torch operations, with temporaries of 8 bytes an element.
+    torch operations, with temporaries of 8 bytes an element and more.
     """
+    limit, _ = limit_and_scale(dropout_p)
     if seed.is_cuda and HAS_TRITON and not interpreted():
         out = torch.empty(rows, columns, dtype=dtype, device=seed.device)
         launch(
@@ -120,15 +153,18 @@ def keep_mask(
             ceil_div(max(out.numel(), 1), _BLOCK),
             (seed, out),
             (columns,),
-            (first_row, first_column, rows, dropout_p),
+            (first_row, first_column, rows, limit),
             (_BLOCK,),
         )
         return out
     row = torch.arange(first_row, first_row + rows, device=seed.device)[:, None]
-    column = torch.arange(first_column, first_column + columns, device=seed.device)[None, :]
-    uniform = (_philox(seed, column, row) >> 8).to(torch.float32) * (1.0 / 16777216.0)
-    probability = torch.tensor(dropout_p, dtype=torch.float32, device=seed.device)
-    return (uniform >= probability).to(dtype)
+    first_block, blocks = first_column // BLOCK_COLUMNS, ceil_div(first_column + columns, BLOCK_COLUMNS)
+    draw = torch.arange(first_block * LANES, blocks * LANES, device=seed.device)[None, :]
+    halves = [half for word in _philox(seed, draw, row) for half in (word & 0xFFFF, word >> 16)]
+    # [rows, blocks, lanes] of every half -> [rows, blocks × halves × lanes], the order of the columns.
+    drawn = torch.stack([half.unflatten(1, (-1, LANES)) for half in halves], dim=2).flatten(1)
+    skipped = first_column - first_block * BLOCK_COLUMNS
+    return (drawn[:, skipped : skipped + columns] >= limit).to(dtype)
 
 
 def draw_seed(device: torch.device) -> torch.Tensor:

@@ -7,6 +7,7 @@ prints one JSON object per kernel:
 
     python tests/code_generation.py rows sm_90/bfloat16     every row of the tuning table, and its hardest calls
     python tests/code_generation.py ends sm_80/float16      the narrowest and the widest row
+    python tests/code_generation.py even sm_90/float16      the same, of sizes that tiles divide
     python tests/code_generation.py all gfx942/float32      every width, each in its hardest calls too
     python tests/code_generation.py '{"target": "sm_90", "dtype": "bfloat16", "width": 64, "gated": true}'
 """
@@ -364,6 +365,7 @@ def shipped(target: str, dtype: str, selection: str) -> list[Case]:
         ragged = [replace(case, width=case.width - 3, rows=4099, hidden=4 * case.width - 5) for case in found]
         cases += {
             "ends": [costly[0] if gated else ragged[0], *found[-1:]],
+            "even": [found[0], found[-1]],
             "rows": [*found, costly[0], ragged[-1]] if dtype == "bfloat16" else found,
             "all": [*found, *costly, *ragged],
         }[selection]
@@ -372,7 +374,7 @@ def shipped(target: str, dtype: str, selection: str) -> list[Case]:
             uneven = [replace(case, rows=4099, hidden=4 * case.width - 8, activation="gelu") for case in whole]
             # The backward pass that stores what is hidden runs instead of kernels that others still need.
             recomputing = [replace(case, recompute=True) for case in (whole[-1], uneven[-1])]
-            cases += [*whole, *uneven, *recomputing]
+            cases += uneven[1:] if selection == "even" else [*whole, *uneven, *recomputing]
     return cases
 
 

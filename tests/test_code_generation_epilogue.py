@@ -18,7 +18,7 @@ PIPELINED = {"pipelined_hidden": "hidden", "pipelined_epilogue_gradient": "hidde
 PORTABLES = ("hidden", "hidden_gradient")
 TARGETS = tuple(SHARED_LIMITS) if COMPILE_ALL else ("sm_80", "sm_90", "gfx942")
 # Bytes, by kernel, gate and activation, where sums and the hidden are wanted, too.
-DROPPING = {"pipelined_epilogue_gradient": {(True, "gelu"): 128, (True, "gelu_tanh"): 144}}
+DROPPING = {"pipelined_epilogue_gradient": {(True, "gelu"): 56, (False, "gelu"): 340}}
 SPILLING = {
     # Three registers of Triton 3.7 where programs stay in a column, which was measured faster with them.
     "pipelined_epilogue_gradient": {(False, "gelu_tanh"): 12},
@@ -70,7 +70,7 @@ compile_all("sm_90", torch.float16, (4099, 520, 1032, 776), True, COSTLIEST, "ge
 compile_all("sm_90", torch.bfloat16, (4096, 512, 2048, 512), True, COSTLIEST, "gelu_tanh", "coarse", True)
 compile_all("sm_90", torch.float16, (4099, 520, 1032, 776), True, COSTLIEST, "gelu", "half", True)
 compile_all("sm_90", torch.bfloat16, (4096, 512, 2048, 512), True, COSTLIEST[:1], "gelu_tanh", "coarse", stays=True)
-compile_all("sm_90", torch.float16, (4099, 520, 1032, 776), True, COSTLIEST[:1], "gelu", "half", stays=True)
+compile_all("sm_90", torch.float16, (4099, 520, 1032, 776), True, COSTLIEST[:1], "gelu", "half", True, stays=True)
 """
 
 PORTABLE = """
@@ -149,7 +149,7 @@ def test_the_lint_still_sees_what_is_not_named() -> None:
         {"activation": "silu"},
         {"gated": True},
         {"more": False},
-        {"dropout": True, "spill_bytes": 129},
+        {"dropout": True, "activation": "gelu", "spill_bytes": 341},
         {"serialised": True},
         {"error": "PTXASError"},
     ):

@@ -10,7 +10,7 @@ from fusedlayers import functional, reference
 from fusedlayers.closeness import assert_close
 from fusedlayers.kernels import dropout, gemm_epilogue, gemm_gemm
 from fusedlayers.kernels.device import triton
-from fusedlayers.kernels.dropout import Dropout, draw_seed, keep_mask
+from fusedlayers.kernels.dropout import Dropout, draw_seed, keep_mask, limit_and_scale
 from fusedlayers.kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
 from fusedlayers.kernels.tuning import EpilogueTiles, TileConfig, epilogue_tiles
 from tests.operands import (
@@ -56,16 +56,25 @@ def test_the_generator_is_philox_with_seven_rounds() -> None:
     assert philox(pi, [0xA4093822, 0x299F31D0]) == [0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A]
 
 
+def drawn_half(seed: int, row: int, column: int) -> int:
+    """The 16 bits that decide on an element, in plain integers: one half of a word of the draw of its row and lane."""
+    block, inside = divmod(column, 64)
+    half, lane = divmod(inside, 8)
+    counter = [8 * block + lane, row & 0xFFFFFFFF, row >> 32, 0]
+    word = philox(counter, [seed & 0xFFFFFFFF, seed >> 32])[half // 2]
+    return word >> 16 * (half % 2) & 0xFFFF
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("first_row", [0, 2**31 - 2, 2**32 - 1, 5 * 2**32 + 3])
-def test_the_torch_twin_draws_from_philox(seed: int, first_row: int) -> None:
-    mask = keep_mask(torch.tensor([seed]), first_row, 3, 5, 0.4, torch.float32)
-    limit = torch.tensor(0.4).item()
-    for row in range(3):
-        for column in range(5):
-            counter = [column, (first_row + row) & 0xFFFFFFFF, (first_row + row) >> 32, 0]
-            word = philox(counter, [seed & 0xFFFFFFFF, seed >> 32])[0]
-            assert mask[row, column] == ((word >> 8) / 2**24 >= limit)
+@pytest.mark.parametrize(("first_column", "columns"), [(0, 5), (3, 130), (192, 64)])
+def test_the_torch_twin_draws_from_philox(seed: int, first_row: int, first_column: int, columns: int) -> None:
+    mask = keep_mask(torch.tensor([seed]), first_row, 2, columns, 0.4, torch.float32, first_column)
+    expected = [
+        [drawn_half(seed, first_row + row, first_column + column) >= round(0.4 * 2**16) for column in range(columns)]
+        for row in range(2)
+    ]
+    assert torch.equal(mask, torch.tensor(expected, dtype=torch.float32))
 
 
 def kernel_mask(seed: int, first_row: int, rows: int, columns: int, dropout_p: float) -> Tensor:
@@ -74,7 +83,14 @@ def kernel_mask(seed: int, first_row: int, rows: int, columns: int, dropout_p: f
     grid = (triton.cdiv(out.numel(), 256),)
     seeds = torch.tensor([seed], device=DEVICE)
     dropout._keep_kernel[grid](
-        seeds, out, first_row=first_row, first_column=0, M=rows, N=columns, dropout_p=dropout_p, BLOCK=256
+        seeds,
+        out,
+        first_row=first_row,
+        first_column=0,
+        M=rows,
+        N=columns,
+        limit=limit_and_scale(dropout_p)[0],
+        BLOCK=256,
     )
     return out.cpu()
 
@@ -92,10 +108,18 @@ def test_kernels_and_torch_twin_draw_the_same_bits(seed: int, first_row: int, dr
 @needs_kernels
 def test_a_draw_equal_to_the_probability_is_kept() -> None:
     """As in torch: the draws below p are dropped, a share of exactly p of them."""
-    drawn = (philox([0, 0, 0, 0], [3, 0])[0] >> 8) / 2**24
+    drawn = drawn_half(3, 0, 0) / 2**16
     assert kernel_mask(3, 0, 1, 1, drawn) == keep_mask(torch.tensor([3]), 0, 1, 1, drawn, torch.float32) == 1
-    above = drawn + 2**-24
+    above = drawn + 2**-16
     assert kernel_mask(3, 0, 1, 1, above) == keep_mask(torch.tensor([3]), 0, 1, 1, above, torch.float32) == 0
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 1e-9, 0.1, 0.3, 0.5, 0.9, 1 - 2**-16])
+def test_the_scale_makes_up_for_what_is_dropped(dropout_p: float) -> None:
+    """Sixteen bits of the probability, and an expectation that is exactly that of no dropout."""
+    limit, scale = limit_and_scale(dropout_p)
+    assert abs(limit / 2**16 - dropout_p) <= 2**-17
+    assert scale * (1 - limit / 2**16) == pytest.approx(1, rel=1e-15)
 
 
 @pytest.mark.gpu
@@ -117,9 +141,10 @@ def test_as_many_are_kept_as_the_probability_says(dropout_p: float) -> None:
 
 
 def test_neighbours_do_not_know_of_each_other() -> None:
-    """Rows, columns, seeds: masks one step apart agree as often as two coins do."""
+    """Rows, columns, seeds: masks one step apart, or halves of one draw, agree as often as two coins do."""
     mask = keep_mask(torch.tensor([2026]), 0, 700, 901, 0.5, torch.float64)
-    others = [keep_mask(torch.tensor([2027]), 0, 700, 901, 0.5, torch.float64), mask.roll(1, 0), mask.roll(1, 1)]
+    shifted = [mask.roll(1, 0), *(mask.roll(distance, 1) for distance in (1, 8, 16, 32, 64))]
+    others = [keep_mask(torch.tensor([2027]), 0, 700, 901, 0.5, torch.float64), *shifted]
     for other in others:
         agree = (mask == other).double().sum()
         assert (agree - mask.numel() / 2).abs() < 6 * math.sqrt(mask.numel()) / 2
@@ -239,7 +264,7 @@ def test_backward_replays_the_mask_of_forward(path: str, gated: bool) -> None:
 @pytest.mark.parametrize("path", [*PATHS[:2], EPILOGUE])
 def test_the_scale_is_exact(path: str, dtype: torch.dtype, dropout_p: float) -> None:
     """Near p = 1 the rounding of p itself would show in 1 / (1 - p)."""
-    inputs = ffn_inputs(90, 16, 60, 12, dtype, gated=True)
+    inputs = ffn_inputs(150, 24, 60, 20, dtype, gated=True)
     with on_path(path) as options:
         assert_ffn_close(
             functional.ffn, inputs, options=options, manual_seed=12, dropout_p=dropout_p, activation="silu"

@@ -51,7 +51,6 @@ def test_a_graph_can_only_help() -> None:
         ({"K": 516}, "only the warp-specialised kernels were measured faster; their widths are multiples of 8"),
         ({"N": 4097}, "only the warp-specialised kernels were measured faster; their widths are multiples of 8"),
         ({"M": 2**20, "N": 2**13}, "the sums of so many rows pass their limit"),
-        ({"dropout": True}, "not measured on this path with dropout"),
         (
             {"portable": "w_up"},
             "only the warp-specialised kernels were measured faster; they cannot copy w_up as it lies",
@@ -107,7 +106,7 @@ def test_what_cannot_run_is_named_for_the_error() -> None:
     assert plan(TRAINING, replace(PIPELINED, triton=False)).unsupported == "Triton is not installed"
 
 
-@pytest.mark.parametrize("change", [{"dropout": True}, {"portable": "w_up"}], ids=str)
+@pytest.mark.parametrize("change", [{"K": 516}, {"portable": "w_up"}], ids=str)
 def test_chunks_of_what_is_not_measured_are_left_to_torch(change: dict[str, object]) -> None:
     made, forced = (plan(replace(TRAINING, recompute=True, **change), PIPELINED, wish) for wish in ("auto", "triton"))
     assert made.path == forced.path == "chunked"
@@ -188,7 +187,7 @@ def test_explained_lines(explained, monkeypatch: pytest.MonkeyPatch) -> None:  #
     assert found["not fused"] == "width 1024 (padded 1024) of bfloat16 does not fit on chip in forward"
     assert {name for name in found if name.startswith("not ")} == {"not fused", "not chunked", "not torch"}
     assert "hidden-gradient tiles" not in explained(PIPELINED, gradient=False)
-    assert explained(PIPELINED, dropout_p=0.1)["not epilogue"] == "not measured on this path with dropout"
+    assert explained(PIPELINED, dropout_p=0.1)["path"].startswith("epilogue: ")
     tied = explained(PIPELINED, transposed=True)
     assert tied["path"].startswith("torch: ")
     assert tied["not epilogue"].endswith("they cannot copy w_down as it lies")

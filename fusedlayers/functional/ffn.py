@@ -63,7 +63,8 @@ def ffn(
         w_gate: ``[N, K]`` or None (no gate).
         b_gate: ``[N]`` or None.
         activation: a name of ``fusedlayers.kernels.activations.ACTIVATIONS``, or Hugging Face's name of one.
-        dropout_p: probability of dropping an element of the hidden, in [0, 1); pass 0 in inference.
+        dropout_p: probability of dropping an element of the hidden, in [0, 1); pass 0 in inference. Kernels and chunks
+            take the nearest multiple of 2⁻¹⁶, and scale what they keep by that.
         recompute: ``True`` guarantees that no tensor of size tokens × N is allocated, forward or backward, and at most
             64 MiB beside results, gradients and one copy of operands that are not laid out in rows; x alone is kept.
             Tensor subclasses, ``torch.func`` and forward-mode derivatives are excepted: torch's expression runs.

@@ -14,12 +14,12 @@ from .hidden_gradient import LEAST_WIDTH, HiddenGradientPlan, HiddenGradientProb
 
 # From how many floating-point operations of the products with x on (tokens × d_model × d_ff × 2, gated twice that)
 # the path was faster than torch on an H200, bfloat16: (launched one by one, inside a CUDA graph). By (gated, training).
-# Launched one by one, the host needs about 1 ms for a forward and backward pass.
+# Launched one by one, the host needs 0.6 to 0.8 ms for a forward and backward pass, eager torch 0.35 to 0.5.
 FASTER_FROM: dict[tuple[bool, bool], tuple[int, int]] = {
     (False, False): (2**33, 2**32),
-    (False, True): (2**37, 2**34),
+    (False, True): (9 * 2**33, 2**34),
     (True, False): (2**33, 2**32),
-    (True, True): (2**37, 2**34),
+    (True, True): (2**36, 2**34),
 }
 # With 256 tokens torch was as fast or faster at every width: too few tiles of 128 rows.
 LEAST_ROWS = 1024
@@ -85,8 +85,6 @@ def _why_portable(problem: Any, device: Device) -> str | None:
     """Why the warp-specialised kernels do not run ``problem``, or were not measured on its like; or None."""
     if not device.pipelined:
         return "only the warp-specialised kernels were measured faster than torch, and they do not run here"
-    if problem.dropout:
-        return "not measured on this path with dropout"
     if min(problem.K, problem.O) < LEAST_WIDTH:
         return f"not measured on this path below width {LEAST_WIDTH}"
     if any(size % VECTOR for size in (problem.K, problem.N, problem.O)):

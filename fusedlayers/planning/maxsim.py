@@ -20,7 +20,7 @@ from .devices import PARTIALS_LIMIT, Device, floor_seconds
 # From how many similarities (query tokens × document tokens) on the kernels were faster than torch on an H200, in
 # bfloat16, d = 128: (launched one by one, inside a CUDA graph), without and with a backward pass. Launched, the host
 # needs 40 µs for a forward pass and 450 or more with backward, eager torch 270.
-FASTER_FROM: dict[bool, tuple[int, int] | None] = {False: (2**24, 2**21), True: (2**27, 2**22)}
+FASTER_FROM: dict[bool, tuple[int, int] | None] = {False: (2**24, 2**21), True: (2**26, 2**22)}
 WIDEST = 128  # inner dimension that was measured
 
 # Programs that a split aims at for every processor, and the fewest steps of a split that are worth its partial.

@@ -16,7 +16,7 @@ from .devices import CEILINGS, PARTIALS_LIMIT, Device, floor_seconds
 # From how many floating-point operations on the kernels were faster than torch on an H200, bfloat16: (launched one by
 # one, inside a CUDA graph); None where they never were. By whether the bias gradient is wanted. With more weights than
 # these cuBLAS gains more from its clusters, which share what they copy, than one pass over dy saves.
-FASTER_FROM: dict[bool, tuple[int, int] | None] = {True: (2**32, 2**31), False: None}
+FASTER_FROM: dict[bool, tuple[int, int] | None] = {True: (2**34, 2**31), False: None}
 MOST_WEIGHTS = 2**18
 
 # A split shorter than this many row blocks spends more on its partial than on its products.

@@ -14,11 +14,11 @@ from . import pipelined
 _GROUP = 8  # programs below one another, before those to their right: they share rows of the weights in the cache
 
 
-@triton.jit(do_not_specialize=["M", "zero", "dropout_p", "keep_scale", "mask_row", "mask_column"])
+@triton.jit(do_not_specialize=["M", "zero", "drop_limit", "keep_scale", "mask_row", "mask_column"])
 def _hidden_kernel(
     x_ptr, up_ptr, w_gate_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, hidden_ptr, z_ptr, gate_ptr,
     stride_xm, stride_xk, stride_un, stride_uk, stride_gn, stride_gk, stride_ub, stride_gb, K, N,
-    M, zero, dropout_p, keep_scale, mask_row, mask_column,
+    M, zero, drop_limit, keep_scale, mask_row, mask_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, GROUP: tl.constexpr,
     ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -52,7 +52,7 @@ def _hidden_kernel(
     else:
         hidden, _, _ = hidden_and_slopes(z, z, False, ACTIVATION, ACCURACY)
     if seed_ptr is not None:
-        hidden *= keep_factor((seed_ptr, dropout_p, keep_scale, mask_row, mask_column), rows, cols)
+        hidden *= keep_factor((seed_ptr, drop_limit, keep_scale, mask_row, mask_column), rows, cols)
     store_tile(hidden_ptr, hidden * UNIT, rows, cols, N, 1, M, N)
 
 
@@ -79,6 +79,7 @@ def hidden(
     found = empty()
     z = empty() if keep else None
     z_gate = empty() if keep and w_gate is not None else None
+    pipeline = pipeline if dropout.in_whole_draws else None
     matrices = None if pipeline is None else _matrices(x, w_up, w_gate, b_up, b_gate)
     if pipeline is not None and matrices is not None:
         pipelined.launch_hidden(*matrices, b_up, b_gate, found, z, z_gate, activation, accuracy, pipeline, dropout)

@@ -26,11 +26,11 @@ def _stored_and_summed(ptr, gradient, rows, cols, stride_m, M, N, UNIT: tl.const
     return tl.sum(gradient, 0)
 
 
-@triton.jit(do_not_specialize=["M", "row_tiles", "zero", "dropout_p", "keep_scale", "mask_row", "mask_column"])
+@triton.jit(do_not_specialize=["M", "row_tiles", "zero", "drop_limit", "keep_scale", "mask_row", "mask_column"])
 def _hidden_gradient_kernel(
     dy_ptr, down_ptr, z_ptr, gate_ptr, dz_ptr, d_gate_ptr, hidden_ptr, sums_ptr, seed_ptr,
     stride_dym, stride_dyo, stride_do, stride_dn, stride_zm, stride_zn, stride_gm, stride_gn, stride_out, O, N,
-    M, row_tiles, zero, dropout_p, keep_scale, mask_row, mask_column,
+    M, row_tiles, zero, drop_limit, keep_scale, mask_row, mask_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, GROUP: tl.constexpr,
     ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -52,7 +52,7 @@ def _hidden_gradient_kernel(
             down_tile = load_tile(down_ptr, outer, cols, stride_do, stride_dn, O, N)
             d_hidden = add_product(d_hidden, dy_tile, down_tile, zero, INPUT_PRECISION)
         if seed_ptr is not None:
-            factor = keep_factor((seed_ptr, dropout_p, keep_scale, mask_row, mask_column), rows, cols)
+            factor = keep_factor((seed_ptr, drop_limit, keep_scale, mask_row, mask_column), rows, cols)
             d_hidden *= factor
         z = load_tile(z_ptr, rows, cols, stride_zm, stride_zn, M, N).to(tl.float32)
         if GATED:
@@ -126,6 +126,7 @@ def hidden_gradient(
         dz = empty(rows, columns)
         d_gate = None if z_gate is None else empty(rows, columns)
     hidden = empty(rows, columns) if keep_hidden else None
+    pipeline = pipeline if dropout.in_whole_draws else None
     if pipeline is not None and untransposed(dy) is None:
         # What autograd gives may be expanded, or transposed: a copy costs less than the portable kernel does.
         dy = dy.contiguous()

@@ -12,7 +12,7 @@ from . import pipelined
 from .operands import Operands, rows_of, strides
 
 
-@triton.jit(do_not_specialize=["M", "dropout_p", "keep_scale"])
+@triton.jit(do_not_specialize=["M", "drop_limit", "keep_scale"])
 def _data_gradient_kernel(
     x_ptr, up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, dy_ptr, dx_ptr,
     stride_xz, stride_xm, stride_xk,
@@ -22,7 +22,7 @@ def _data_gradient_kernel(
     stride_up_bias, stride_gate_bias,
     stride_dyz, stride_dym, stride_dyo,
     stride_dxz, stride_dxm, stride_dxk,
-    N, M, dropout_p, keep_scale,
+    N, M, drop_limit, keep_scale,
     K: tl.constexpr, O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_O: tl.constexpr, EVEN_N: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -49,7 +49,7 @@ def _data_gradient_kernel(
             z += load_vector(up_bias_ptr, cols, stride_up_bias, N)[None, :]
         d_hidden = product(dy_tile, down_tile, INPUT_PRECISION)
         if seed_ptr is not None:
-            kept = keep(tl.load(seed_ptr), rows.to(tl.int64)[:, None], cols.to(tl.int64)[None, :], dropout_p)
+            kept = keep(tl.load(seed_ptr), rows.to(tl.int64)[:, None], cols.to(tl.int64)[None, :], drop_limit)
             d_hidden = d_hidden * kept * keep_scale
         z_gate = z
         if GATED:

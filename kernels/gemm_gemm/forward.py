@@ -12,7 +12,7 @@ from . import pipelined
 from .operands import Operands, rows_of, stride, strides, unit_stride
 
 
-@triton.jit(do_not_specialize=["M", "dropout_p", "keep_scale"])
+@triton.jit(do_not_specialize=["M", "drop_limit", "keep_scale"])
 def _forward_kernel(
     x_ptr, up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, down_bias_ptr, residual_ptr, y_ptr,
     stride_xz, stride_xm, stride_xk,
@@ -22,7 +22,7 @@ def _forward_kernel(
     stride_up_bias, stride_gate_bias, stride_down_bias,
     stride_rz, stride_rm, stride_ro,
     stride_yz, stride_ym, stride_yo,
-    N, M, dropout_p, keep_scale,
+    N, M, drop_limit, keep_scale,
     K: tl.constexpr, O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_O: tl.constexpr, EVEN_N: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -53,7 +53,7 @@ def _forward_kernel(
                 z_gate += load_vector(gate_bias_ptr, cols, stride_gate_bias, N)[None, :]
         hidden, _, _ = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
         if seed_ptr is not None:
-            kept = keep(tl.load(seed_ptr), rows.to(tl.int64)[:, None], cols.to(tl.int64)[None, :], dropout_p)
+            kept = keep(tl.load(seed_ptr), rows.to(tl.int64)[:, None], cols.to(tl.int64)[None, :], drop_limit)
             hidden = hidden * kept * keep_scale
         if not EVEN_N:
             # Past N the weights load as 0, but an infinite x times 0 is NaN, and act(0) may not be 0.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..dropout import probability_and_scale
+from ..dropout import limit_and_scale
 from ..hopper import Matrix, matrix
 from ..tuning import TileConfig, padded_widths
 
@@ -23,9 +23,9 @@ class Arithmetic:
     input_precision: str
     accuracy: str
 
-    def dropout(self) -> tuple[float, float]:
-        """The probability, and the factor of what is kept."""
-        return probability_and_scale(self.dropout_p)
+    def dropout(self) -> tuple[int, float]:
+        """The limit of what is dropped, and the factor of what is kept."""
+        return limit_and_scale(self.dropout_p)
 
 
 class Matrices(NamedTuple):

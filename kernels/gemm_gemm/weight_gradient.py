@@ -17,7 +17,7 @@ from . import pipelined
 from .operands import Operands, rows_of, strides
 
 
-@triton.jit(do_not_specialize=["M", "dropout_p", "keep_scale", "splits"])
+@triton.jit(do_not_specialize=["M", "drop_limit", "keep_scale", "splits"])
 def _weight_gradient_kernel(
     x_ptr, up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, dy_ptr,
     d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr, d_gate_bias_ptr,
@@ -28,7 +28,7 @@ def _weight_gradient_kernel(
     stride_up_bias, stride_gate_bias,
     stride_dyz, stride_dym, stride_dyo,
     stride_d_up_n, stride_d_up_k, stride_d_down_o, stride_d_down_n,
-    N, stride_split, M, dropout_p, keep_scale, splits,
+    N, stride_split, M, drop_limit, keep_scale, splits,
     K: tl.constexpr, O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_O: tl.constexpr, EVEN_M: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -81,7 +81,7 @@ def _weight_gradient_kernel(
                 z_gate += gate_bias
         hidden, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
         if seed_ptr is not None:
-            kept = keep(tl.load(seed_ptr), rows.to(tl.int64)[None, :], cols.to(tl.int64)[:, None], dropout_p)
+            kept = keep(tl.load(seed_ptr), rows.to(tl.int64)[None, :], cols.to(tl.int64)[:, None], drop_limit)
             kept = kept * keep_scale
             hidden = hidden * kept
         if not EVEN_M:

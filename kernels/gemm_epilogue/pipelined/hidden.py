@@ -40,14 +40,15 @@ def _finish(
     PLACES: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     UNIT: gl.constexpr = activation_unit(ACTIVATION, ACCURACY)
+    layout: gl.constexpr = z.type.layout
     if z_desc is not None:
         sent = send(consumer, z_desc, row, column, z, places, sent, PLACES)
         if GATED:
             sent = send(consumer, gate_desc, row, column, z_gate, places, sent, PLACES)
     hidden, _, _ = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
     if dropout[0] is not None:
-        mask = draw(consumer, dropout, row, column, places, sent, PLACES)
-        hidden = dropped(hidden, mask, dropout[2])
+        kept = draw(dropout, row, column, layout)
+        hidden = dropped(hidden, kept, dropout[2])
     return send(consumer, hidden_desc, row, column, hidden * UNIT, places, sent, PLACES)
 
 
@@ -96,17 +97,17 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tile_rows", "dropout_p", "keep_scale", "mask_row", "mask_column"])
+@gluon.jit(do_not_specialize=["tile_rows", "drop_limit", "keep_scale", "mask_row", "mask_column"])
 def _pipelined_hidden_kernel(
     x_desc, up_desc, w_gate_desc, hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, seed_ptr, inner, N,
-    tile_columns, tile_rows, dropout_p, keep_scale, mask_row, mask_column,
+    tile_columns, tile_rows, drop_limit, keep_scale, mask_row, mask_column,
     STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
     ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     GATED: gl.constexpr = w_gate_desc is not None
-    dropout = (seed_ptr, dropout_p, keep_scale, mask_row, mask_column)
+    dropout = (seed_ptr, drop_limit, keep_scale, mask_row, mask_column)
     left_ring = gl.allocate_shared_memory(dtype, [STAGES * 2, HALF, STEP], x_desc.layout)
     right_ring = gl.allocate_shared_memory(dtype, [STAGES, TILE, STEP], up_desc.layout)
     places = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, HALF], hidden_desc.layout)

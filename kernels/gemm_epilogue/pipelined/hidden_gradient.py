@@ -94,8 +94,8 @@ def _finish(
     UNIT: gl.constexpr = activation_unit(ACTIVATION, ACCURACY)
     PARTS: gl.constexpr = 2 if GATED else 1
     if dropout[0] is not None:
-        mask = draw(consumer, dropout, row, column, places, sent, PLACES)
-        d_hidden = dropped(d_hidden, mask, dropout[2])
+        kept = draw(dropout, row, column, layout)
+        d_hidden = dropped(d_hidden, kept, dropout[2])
     z = _take(consumer, tiles, tile_full, position, Z_STAGES, layout)
     if GATED:
         z_gate = _take(consumer, tiles, tile_full, position + 1, Z_STAGES, layout)
@@ -104,7 +104,7 @@ def _finish(
     hidden, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
     if hidden_desc is not None:
         if dropout[0] is not None:
-            hidden = dropped(hidden, mask, dropout[2])
+            hidden = dropped(hidden, kept, dropout[2])
         sent = send(consumer, hidden_desc, row, column, hidden * UNIT, places, sent, PLACES)
         _release(consumer, tile_empty, position, PARTS, Z_STAGES)
     if GATED:
@@ -187,17 +187,17 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tile_rows", "M", "dropout_p", "keep_scale", "mask_row", "mask_column"])
+@gluon.jit(do_not_specialize=["tile_rows", "M", "drop_limit", "keep_scale", "mask_row", "mask_column"])
 def _pipelined_epilogue_gradient_kernel(
     dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, sums_ptr, seed_ptr, inner, N,
-    tile_columns, tile_rows, M, dropout_p, keep_scale, mask_row, mask_column,
+    tile_columns, tile_rows, M, drop_limit, keep_scale, mask_row, mask_column,
     STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
     STAYS: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = dy_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     GATED: gl.constexpr = gate_desc is not None
-    dropout = (seed_ptr, dropout_p, keep_scale, mask_row, mask_column)
+    dropout = (seed_ptr, drop_limit, keep_scale, mask_row, mask_column)
     left_ring = gl.allocate_shared_memory(dtype, [STAGES * 2, HALF, STEP], dy_desc.layout)
     right_ring = gl.allocate_shared_memory(dtype, [STAGES, STEP, TILE], down_desc.layout)
     tiles = gl.allocate_shared_memory(dtype, [2 * Z_STAGES, HALF, HALF], z_desc.layout)

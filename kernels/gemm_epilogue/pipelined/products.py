@@ -7,7 +7,8 @@ stages: whose turn it is may read the stages that arrive. Without that, a barrie
 the one two before it.
 """
 
-from ...dropout import keep
+from ...dropout import LANES as DRAWN_LANES
+from ...dropout import above, words
 from ...hopper import copy_in, copy_out, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from ...pipeline import stage_of
 from ...tiles import grouped_tile
@@ -16,8 +17,7 @@ from ...tuning import CONSUMER_ROWS
 # Rows and columns of a consumer's tile, in halves: the rows of one matrix instruction, and the columns of an epilogue.
 TILE = gl.constexpr(2 * CONSUMER_ROWS)
 HALF = gl.constexpr(CONSUMER_ROWS)
-# Rows of a mask that are drawn at once.
-DRAWN = gl.constexpr(16)
+LANES = gl.constexpr(DRAWN_LANES)
 
 
 @gluon.jit
@@ -107,28 +107,27 @@ def send(consumer: gl.constexpr, desc, row, column, values, places, sent, PLACES
 
 
 @gluon.jit
-def draw(consumer: gl.constexpr, dropout, row, column, places, sent, PLACES: gl.constexpr):
-    """Draws the mask of an epilogue's tile into the place of what is sent next, and returns that place.
-
-    A few rows at a time, because drawing all of them at once takes more registers than products leave.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([4, 2], [1, 32], [4, 1], [1, 0])
-    tma.store_wait(PLACES - 1)
-    place = places.index(consumer * PLACES + sent % PLACES)
-    parts = place._reinterpret(place.dtype, [HALF // DRAWN, DRAWN, HALF], place.layout)
-    seed = gl.load(dropout[0])
-    cols = column + dropout[4] + gl.arange(0, HALF, gl.SliceLayout(0, layout))
-    for part in range(HALF // DRAWN):
-        rows = row + dropout[3] + part * DRAWN + gl.arange(0, DRAWN, gl.SliceLayout(1, layout))
-        kept = keep(seed, gl.expand_dims(rows, 1).to(gl.int64), gl.expand_dims(cols, 0).to(gl.int64), dropout[1])
-        parts.index(part).store(kept.to(place.dtype))
-    return place
+def draw(dropout, row, column, layout: gl.constexpr):
+    """Which elements of an epilogue's tile are kept: boolean, in the registers where ``layout`` has the elements."""
+    # A thread has two columns of eight in this one, and in that of the tile the same two of every eight.
+    lanes: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LANES, 16])
+    rows = row + dropout[3] + gl.arange(0, HALF, gl.SliceLayout(1, lanes))
+    draws = (column + dropout[4]) // HALF * LANES + gl.arange(0, LANES, gl.SliceLayout(0, lanes))
+    first, second, third, fourth = words(
+        gl.load(dropout[0]), gl.expand_dims(rows, 1).to(gl.int64), gl.expand_dims(draws, 0)
+    )
+    left = gl.join(gl.join(first << 16, first), gl.join(second << 16, second))
+    right = gl.join(gl.join(third << 16, third), gl.join(fourth << 16, fourth))
+    # [rows, lanes, half, word % 2, word // 2] -> [rows, columns].
+    drawn = gl.join(left, right).permute((0, 4, 3, 2, 1)).reshape([HALF, HALF])
+    return above(gl.convert_layout(drawn, layout, assert_trivial=True), dropout[1])
 
 
 @gluon.jit
-def dropped(values, place, scale):
-    """The values of a tile where the mask in ``place`` keeps them, scaled, and 0 elsewhere."""
-    return values * (place.load(values.type.layout).to(gl.float32) * scale)
+def dropped(values, kept, scale):
+    """The values of a tile times the scale where they are ``kept``, else times 0."""
+    # Among the factors: to choose among 16-bit results, the compiler takes them out of their pairs and pairs them anew.
+    return values * gl.where(kept, scale, 0.0)
 
 
 @gluon.jit
