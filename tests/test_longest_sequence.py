@@ -1,4 +1,4 @@
-"""The longest sequence: the search finds it with few tries, a step is one of the training, and wrong options are named."""
+"""The longest sequence: few tries find it, a step is one of the training, and wrong options are named."""
 
 from __future__ import annotations
 

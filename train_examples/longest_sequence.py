@@ -145,9 +145,8 @@ def compose_settings(overrides: Sequence[str]) -> dict[str, LanguageModelSetting
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: search, print, and write the record."""
-    parser = argparse.ArgumentParser(
-        prog="python -m train_examples.longest_sequence", description=__doc__.split("\n")[0]
-    )
+    description = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m train_examples.longest_sequence", description=description)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the language model, e.g. model=narrow")
     parser.add_argument("--gibibytes", type=float, default=24, help="what tensors may take of the GPU's memory")
     parser.add_argument("--multiple", type=int, default=1024, help="lengths are multiples of it")
