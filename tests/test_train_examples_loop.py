@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -88,6 +89,15 @@ def test_the_optimizers_kernel_is_that_of_the_run(tmp_path: Path) -> None:
     assert len(train(tmp_path, "run.resume=auto")) == 6
     groups = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["optimizer"]["param_groups"]
     assert [group["fused"] for group in groups] == [None, None]
+
+
+def test_the_memory_of_the_warm_up_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = itertools.count(1000, -1)
+    monkeypatch.setattr(loop, "peak_memory", lambda device: next(peaks))
+    rows = train(tmp_path)
+    compared = [row["peak_memory_bytes"] for row in rows if row["tokens_per_second"] is not None]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["peak_memory_bytes"] == max(compared) < rows[0]["peak_memory_bytes"]
 
 
 def test_a_run_without_anything_left_to_do_still_ends_well(tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ from train_examples.settings import OptimSettings, RunSettings, SettingsError
 Batch = tuple[Tensor, ...]
 Row = dict[str, Any]
 
-# The first steps of a process compile kernels and fill caches, so no speed is reported for the row that holds them.
+# The first steps of a process compile kernels, try some and fill caches: of the row that holds them no speed is
+# reported, and its memory counts in no comparison.
 WARM_UP_STEPS = 5
 
 
@@ -143,6 +144,7 @@ def train(
             if not math.isfinite(train_loss):
                 raise FloatingPointError(f"the loss is {train_loss} at step {step}; try a lower optim.learning_rate")
             evaluate_now = step % run.evaluate_every == 0 or step == run.steps
+            warming_up = step - timed_steps < first_step + WARM_UP_STEPS
             row = {
                 "step": step,
                 "train_loss": train_loss,
@@ -150,9 +152,7 @@ def train(
                 "scores": measure(example, model) if evaluate_now else None,
                 "learning_rate": rate,
                 "gradient_norm": (norm.full_tensor() if isinstance(norm, DTensor) else norm).item(),
-                "tokens_per_second": None
-                if step - timed_steps < first_step + WARM_UP_STEPS
-                else example.tokens_per_batch * timed_steps / seconds,
+                "tokens_per_second": None if warming_up else example.tokens_per_batch * timed_steps / seconds,
                 "peak_memory_bytes": peak_memory(fabric.device),
             }
             rows.append(row)
@@ -162,6 +162,8 @@ def train(
             if step % run.checkpoint_every == 0 or step == last_step:
                 name, fingerprint = example.name, example.fingerprint
                 save_checkpoint(processes, directory, name, fingerprint, model, optimizer, batches, step)
+            if warming_up and fabric.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(fabric.device)
             loss_sum, timed_steps, start = torch.zeros((), device=fabric.device), 0, time.perf_counter()
 
     with evaluating(model):
@@ -237,7 +239,7 @@ def choose_precision(run: RunSettings) -> Any:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that tensors took on a GPU so far, or on a CPU the most memory the whole process took."""
+    """Bytes: the most that tensors took on a GPU since the warm-up, or on a CPU the most the process ever took."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Linux counts in KiB, macOS in bytes.
@@ -246,7 +248,9 @@ def peak_memory(device: torch.device) -> int:
 
 def summarise(example: Example, layers: str, run: RunSettings, processes: Processes, rows: list[Row]) -> Row:
     """The numbers of a run that a comparison needs; the speed is the median row's, so a disturbed row does no harm."""
-    speeds = [row["tokens_per_second"] for row in rows if row["tokens_per_second"] is not None]
+    timed = [row for row in rows if row["tokens_per_second"] is not None]
+    speeds = [row["tokens_per_second"] for row in timed]
+    peaks = [row["peak_memory_bytes"] for row in timed or rows]
     speed = statistics.median(speeds) if speeds else None
     losses = [row["validation_loss"] for row in rows if row["validation_loss"] is not None]
     flops = example.flops_per_token
@@ -267,7 +271,7 @@ def summarise(example: Example, layers: str, run: RunSettings, processes: Proces
         "tokens_per_second": speed,
         "model_flops_per_token": flops,
         "model_flops_per_second": None if speed is None or flops is None else speed * flops,
-        "peak_memory_bytes": max((row["peak_memory_bytes"] for row in rows), default=peak_memory(fabric.device)),
+        "peak_memory_bytes": max(peaks, default=peak_memory(fabric.device)),
         "peak_memory_source": "tensors on the GPU" if on_gpu else "resident size of the process",
         "device": torch.cuda.get_device_name(fabric.device) if on_gpu else f"CPU, {torch.get_num_threads()} threads",
         "precision": choose_precision(run),
