@@ -28,9 +28,9 @@ START, END = "<!-- end-to-end table -->\n", "<!-- end of the end-to-end table --
 SHARED = ("device", "precision", "torch", "triton", "fusedlayers")
 # The runs that every other one is compared with.
 BASES = ("torch", "torch, compiled")
-COLUMNS = ("run", "tokens/s", "to torch", "to torch, compiled", "TFLOP/s", "MFU", "peak, MiB", "to torch",
+COLUMNS = ("run", "tokens/s", "× torch", "× torch, compiled", "TFLOP/s", "MFU", "peak, MiB", "of torch's",
            "validation loss")  # fmt: skip
-LONGEST_COLUMNS = ("run", "longest sequence", "to torch", "its step, s", "bytes a token")
+LONGEST_COLUMNS = ("run", "longest sequence", "× torch", "its step, s", "bytes a token")
 
 
 def record_of(runs: Sequence[Path], longest: Path | None) -> Row:
@@ -139,10 +139,11 @@ def _conditions(record: Row) -> str:
     return (
         f"Measured on {record['device']}, {record['precision']}, torch {record['torch']}, Triton {record['triton']}, "
         f"{record['date']}, {place} (`{RECORD.relative_to(ROOT).as_posix()}`). Whole steps: attention, loss, clipping "
-        "and optimizer included, the time of the compiler not. Ratios are the run's over those of `layers=torch`, "
-        "launched operation by operation or compiled (`run.compile=true`): of tokens/s above 1 is faster, of memory "
-        "below 1 is less. *TFLOP/s* are those of the model, forward and backward, without what a kernel computes "
-        f"again; *MFU* is their share{peak} in the device's data sheet. *Peak* is the most that tensors took."
+        "and optimizer included, the time of the compiler not. `× torch`: tokens/s over those of `layers=torch`, "
+        "launched operation by operation or compiled (`run.compile=true`), above 1 is faster. *TFLOP/s* are those of "
+        "the model, forward and backward, without what a kernel computes again, and with the half of causal attention "
+        f"that kernels leave out, as usual; *MFU* is their share{peak} in the device's data sheet. *Peak* is the most "
+        "that tensors took."
     )
 
 
