@@ -14,11 +14,13 @@ import torch
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from fusedlayers.closeness import assert_close
 from tests.training_runs import ROOT, TEXT, TINY, distance, parity_losses, settings, torch_curves, train
 from train_examples import comparison, language_model, loop
-from train_examples.language_model import build_model
+from train_examples.language_model import build_model, flops_per_token, next_byte_loss
 from train_examples.settings import SettingsError
 from train_examples.transformer import rotary_tables, rotate
 
@@ -46,6 +48,7 @@ def test_a_run_learns_and_writes_everything(layers: str, tmp_path: Path) -> None
     assert len(sample) > len("def ")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["layers"] == layers
+    assert summary["model_flops_per_second"] == summary["model_flops_per_token"] * summary["tokens_per_second"] > 0
     assert summary["validation_loss"] == rows[-1]["validation_loss"]
     assert OmegaConf.load(tmp_path / "config.yaml").model.d_model == 32
 
@@ -127,6 +130,28 @@ def test_settings_that_cannot_work_are_named(override: str, message: str, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_the_arithmetic_of_a_token(gated: bool, tmp_path: Path) -> None:
+    model = settings(tmp_path, f"model.gated={gated}", "model.dropout=0.1").model
+    # An entry of a matrix costs a token two operations forward and four backward; attention does as much with the
+    # M x d_model entries of the keys, and of the values.
+    feed_forward = (3 if gated else 2) * model.d_model * model.d_ff
+    matrices = model.layers * (4 * model.d_model**2 + feed_forward) + model.d_model * 256
+    expected = 6 * matrices + 12 * model.layers * model.context * model.d_model
+    state = torch.get_rng_state()
+    assert flops_per_token(model) == expected
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_all_kinds_of_layers_have_the_same_arithmetic(tmp_path: Path) -> None:
+    for layers in ("torch", "fused", "replaced"):
+        chosen = settings(tmp_path, f"layers={layers}")
+        windows = torch.randint(256, (1, chosen.model.context + 1))
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            next_byte_loss(build_model(chosen.model, chosen.layers), (windows,)).backward()
+        assert counter.get_total_flops() == chosen.model.context * flops_per_token(chosen.model)
+
+
 def test_the_command_without_a_terminal_prints_plain_lines(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "train_examples.language_model", *TINY, f"run.directory={tmp_path / 'run'}"]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=300)
@@ -173,9 +198,21 @@ def test_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     summary = json.loads((tmp_path / "fused" / "summary.json").read_text())
     assert f"{summary['tokens_per_second']:,.0f}" in output
     assert f"{summary['validation_loss']:.4f}" in output
+    assert f"{summary['model_flops_per_second'] / 1e12:.3g}" in output
+    assert "989" not in output
     assert output.splitlines()[-1].endswith(str(picture))
     with pytest.raises(SystemExit, match=r"error: .*absent holds no summary.json"):
         comparison.main([str(tmp_path / "torch"), str(tmp_path / "absent")])
+
+
+def test_comparison_knows_the_peak_of_some_devices() -> None:
+    summary = {
+        "device": "NVIDIA H200", "precision": "bf16-mixed", "processes": 2, "train_loss": 1.0, "validation_loss": None,
+        "tokens_per_second": 3e6, "model_flops_per_second": 989e12, "peak_memory_bytes": 1, "peak_memory_source": "",
+    }  # fmt: skip
+    assert "share of the data sheet's 1978 TFLOP/s, %          50.0" in comparison.table(["one"], [summary])
+    assert "data sheet" not in comparison.table(["one"], [{**summary, "precision": "32-true"}])
+    assert "TFLOP/s" not in comparison.table(["one"], [{**summary, "model_flops_per_second": None}])
 
 
 def test_comparison_of_runs_too_short_to_be_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from tests.training_runs import (
     distance,
     settings,
     torch_curves,
+    traced,
     train,
     without_measurements,
 )
@@ -82,6 +83,17 @@ def test_other_layers(layers: str, words: tuple[str, ...], processes: Processes,
     assert len(set(samples.values())) == 1, samples
 
 
+def test_compiled_steps_under_ddp(processes: Processes, tmp_path: Path) -> None:
+    plain = run(processes, tmp_path / "plain", "ddp")
+    replies = processes.run(compiled, tmp_path / "compiled", *DEVICE, "parallel=ddp")
+    assert replies == [(without_measurements(plain), 1)] * 2
+
+
+def compiled(directory: Path, *overrides: str) -> tuple[list[loop.Row], int]:
+    rows, graphs = traced(train, directory, *overrides)
+    return without_measurements(rows), len(graphs)
+
+
 @pytest.mark.parametrize("word", ["fsdp", "tp"])
 def test_mixed_precision_learns(word: str, processes: Processes, tmp_path: Path) -> None:
     rows = run(processes, tmp_path, word, "layers=fused", "run.precision=bf16-mixed", "optim.learning_rate=1e-2")
@@ -119,6 +131,8 @@ def test_a_checkpoint_of_another_model_is_refused(processes: Processes, tmp_path
         ("none", {}, "32-true", 2, "torchrun started 2 processes; expected ddp, fsdp or tp"),
         ("ddp", {"batch_size": 3}, "32-true", 2, "run.batch_size is 3; expected a multiple of the 2 processes"),
         ("fsdp", {"batch_size": 4}, "16-mixed", 2, "run.precision is '16-mixed'; expected 32-true or bf16-mixed"),
+        ("fsdp", {"batch_size": 4, "compile": True}, "32-true", 2, "run.compile is true; expected false with parallel"),
+        ("tp", {"compile": True}, "32-true", 2, "run.compile is true; expected false with parallel=tp"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(

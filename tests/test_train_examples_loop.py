@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -9,7 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.training_runs import assert_same_checkpoint, settings, train, without_measurements
+from tests.training_runs import (
+    assert_same_checkpoint,
+    settings,
+    traced,
+    train,
+    train_classifier,
+    without_measurements,
+)
 from train_examples import loop
 from train_examples.language_model import build_model
 from train_examples.settings import SettingsError
@@ -39,6 +47,57 @@ def test_resume_forgets_rows_after_the_checkpoint(tmp_path: Path) -> None:
     with (tmp_path / "killed" / "metrics.jsonl").open("a") as metrics:
         metrics.write(json.dumps({"step": 10}) + "\n")
     assert without_measurements(train(tmp_path / "killed", "run.resume=auto")) == without_measurements(straight)
+
+
+@pytest.mark.parametrize("layers", ["fused", "torch", "replaced"])
+def test_a_compiled_run_traces_its_training_steps_alone(layers: str, tmp_path: Path) -> None:
+    plain = train(tmp_path / "plain", f"layers={layers}")
+    rows, graphs = traced(train, tmp_path / "compiled", f"layers={layers}")
+    # Evaluations between the steps have other modes, and the sample has other sizes: neither adds a graph, or a guard
+    # that has the next step traced again.
+    assert len(graphs) == 1
+    assert without_measurements(rows) == without_measurements(plain)
+    found = [json.loads((tmp_path / name / "summary.json").read_text())["compiled"] for name in ("plain", "compiled")]
+    assert found == [False, True]
+
+
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_checkpoints_of_compiled_and_other_runs_are_alike(compiled_first: bool, tmp_path: Path) -> None:
+    straight = train(tmp_path / "straight")
+    if compiled_first:
+        traced(train, tmp_path / "resumed", "run.stop_after=4")
+        rows = train(tmp_path / "resumed", "run.resume=auto")
+    else:
+        train(tmp_path / "resumed", "run.stop_after=4")
+        rows, _ = traced(train, tmp_path / "resumed", "run.resume=auto")
+    assert without_measurements(rows) == without_measurements(straight)
+    assert_same_checkpoint(tmp_path / "straight", tmp_path / "resumed")
+
+
+def test_other_examples_can_be_compiled(tmp_path: Path) -> None:
+    rows, graphs = traced(train_classifier, tmp_path, "run.steps=4")
+    assert len(rows) == 2
+    assert graphs
+
+
+def test_the_optimizers_kernel_is_that_of_the_run(tmp_path: Path) -> None:
+    train(tmp_path, "run.stop_after=4")
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    for group in saved["optimizer"]["param_groups"]:
+        group["fused"] = True
+    torch.save(saved, tmp_path / "checkpoint.pt")
+    assert len(train(tmp_path, "run.resume=auto")) == 6
+    groups = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["optimizer"]["param_groups"]
+    assert [group["fused"] for group in groups] == [None, None]
+
+
+def test_the_memory_of_the_warm_up_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = itertools.count(1000, -1)
+    monkeypatch.setattr(loop, "peak_memory", lambda device: next(peaks))
+    rows = train(tmp_path)
+    compared = [row["peak_memory_bytes"] for row in rows if row["tokens_per_second"] is not None]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["peak_memory_bytes"] == max(compared) < rows[0]["peak_memory_bytes"]
 
 
 def test_a_run_without_anything_left_to_do_still_ends_well(tmp_path: Path) -> None:
@@ -113,7 +172,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
 def test_only_matrices_are_decayed(tmp_path: Path) -> None:
     chosen = settings(tmp_path, "layers=fused")
     model = build_model(chosen.model, chosen.layers)
-    decayed, kept = loop.build_optimizer(model, chosen.optim).param_groups
+    decayed, kept = loop.build_optimizer(model, chosen.optim, "32-true").param_groups
     assert decayed["weight_decay"] == chosen.optim.weight_decay > 0
     assert kept["weight_decay"] == 0
     names = {id(parameter): name for name, parameter in model.named_parameters()}

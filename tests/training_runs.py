@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,25 @@ def train(directory: Path, *overrides: str) -> list[loop.Row]:
     """Run the language model and return the rows of its metrics."""
     language_model.run(settings(directory, *overrides))
     return loop.read_metrics(directory / "metrics.jsonl")
+
+
+def traced(
+    train: Callable[..., list[loop.Row]], directory: Path, *overrides: str
+) -> tuple[list[loop.Row], list[torch.fx.GraphModule]]:
+    """The rows of a run with ``run.compile=true`` and the graphs of its model, which run as they are: a compiler would
+    take its time."""
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend=keep))
+        rows = train(directory, "run.compile=true", *overrides)
+    torch._dynamo.reset()
+    return rows, graphs
 
 
 def train_search(directory: Path, *overrides: str) -> list[loop.Row]:

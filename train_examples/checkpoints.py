@@ -45,23 +45,26 @@ class Checkpoint:
                 # One process alone is meant to read what several wrote.
                 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
                 dcp.load(states, checkpoint_id=self.path)
+            keep_kernel(optimizer, states["optimizer"])
             set_state_dict(
                 model.module,
                 optimizer.optimizer,
                 model_state_dict=states["model"],
                 optim_state_dict=states["optimizer"],
             )
-        elif processes.kind in ("fsdp", "tp"):
-            set_state_dict(
-                model.module,
-                optimizer.optimizer,
-                model_state_dict=self.states["model"],
-                optim_state_dict=by_name(model.module, optimizer.optimizer, self.states["optimizer"]),
-                options=StateDictOptions(full_state_dict=True),
-            )
         else:
-            model.load_state_dict(self.states["model"])
-            optimizer.load_state_dict(self.states["optimizer"])
+            keep_kernel(optimizer, self.states["optimizer"])
+            if processes.kind in ("fsdp", "tp"):
+                set_state_dict(
+                    model.module,
+                    optimizer.optimizer,
+                    model_state_dict=self.states["model"],
+                    optim_state_dict=by_name(model.module, optimizer.optimizer, self.states["optimizer"]),
+                    options=StateDictOptions(full_state_dict=True),
+                )
+            else:
+                model.load_state_dict(self.states["model"])
+                optimizer.load_state_dict(self.states["optimizer"])
         set_generators(processes, self.generators, batches, seed + self.step)
 
 
@@ -196,6 +199,12 @@ def named_states(model: Any, optimizer: Any) -> dict[str, Any]:
     """The states of Fabric's model and optimizer, both by the names of the parameters; shards stay shards."""
     of_model, of_optimizer = get_state_dict(model.module, optimizer.optimizer)
     return {"model": of_model, "optimizer": of_optimizer}
+
+
+def keep_kernel(optimizer: Any, state: dict[str, Any]) -> None:
+    """Which kernel updates the parameters is up to the device of this run, not to that of the checkpoint."""
+    for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
+        saved["fused"] = own["fused"]
 
 
 def by_name(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from train_examples import loop
 from train_examples.command import CONFIGS, start
@@ -54,6 +56,22 @@ def next_byte_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
+def flops_per_token(model: ModelSettings) -> float:
+    """Floating-point operations, forward and backward, of one token of a training window of ``model.context``.
+
+    Of the matrix products that the model is made of, whoever computes them: what a kernel computes again or leaves out
+    is not looked at. Attention counts in full, as usual (Chowdhery et al. 2022, appendix B), also where it is causal.
+    """
+    # On the meta device shapes alone are computed. Every kind of layers has the arithmetic of torch's.
+    with torch.device("meta"):
+        built = LanguageModel(model, LayerSettings("torch"))
+        window = torch.empty(1, model.context + 1, dtype=torch.int64)
+    # The formulas of other backends count the scores that these compute again.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        next_byte_loss(built, (window,)).backward()
+    return counter.get_total_flops() / model.context
+
+
 @torch.no_grad()
 def generate(model: nn.Module, settings: SampleSettings, context: int, seed: int) -> str:
     """The prompt and ``settings.length`` bytes drawn one after the other, always from the same seed."""
@@ -95,6 +113,7 @@ def run(settings: LanguageModelSettings) -> loop.Row:
         loss_unit="nats per byte",
         tokens_per_batch=settings.run.batch_size * model.context,
         sample=lambda trained: (generate(trained, settings.sample, model.context, settings.run.seed), {}),
+        flops_per_token=flops_per_token(model),
     )
     config = OmegaConf.to_yaml(OmegaConf.structured(settings))
     return loop.train(example, settings.layers.kind, settings.run, settings.optim, config, settings.parallel.kind)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import fusedlayers
 from train_examples import plots
 from train_examples.checkpoints import find_checkpoint, load_checkpoint, remove_checkpoints, save_checkpoint
 from train_examples.parallel import Processes
@@ -33,7 +35,8 @@ from train_examples.settings import OptimSettings, RunSettings, SettingsError
 Batch = tuple[Tensor, ...]
 Row = dict[str, Any]
 
-# The first steps of a process compile kernels and fill caches, so no speed is reported for the row that holds them.
+# The first steps of a process compile kernels, try some and fill caches: of the row that holds them no speed is
+# reported, and its memory counts in no comparison.
 WARM_UP_STEPS = 5
 
 
@@ -45,6 +48,7 @@ class Example:
     learned, and numbers that belong into the summary; ``fingerprint`` holds the settings that two runs must share for
     one to load the other's checkpoint. ``scores(model)`` measures more than the loss at every evaluation, the name that
     matters most first; ``references`` are the scores of others, by their name, to draw beside them.
+    ``flops_per_token`` is the arithmetic of a training step, forward and backward, where the example counts it.
     """
 
     name: str
@@ -58,6 +62,7 @@ class Example:
     sample: Callable[[nn.Module], tuple[str, Row]]
     scores: Callable[[nn.Module], Scores] | None = None
     references: Mapping[str, Scores] = field(default_factory=dict)
+    flops_per_token: float | None = None
 
 
 def train(
@@ -77,15 +82,19 @@ def train(
     directory = Path(run.directory)
     resume_from = find_checkpoint(run, directory)
 
-    processes = Processes(parallel, run, choose_precision(run))
+    precision = choose_precision(run)
+    processes = Processes(parallel, run, precision)
     fabric = processes.fabric
     checkpoint = None
     if resume_from is not None:
         checkpoint = load_checkpoint(resume_from, example.name, example.fingerprint, example.model)
 
+    if run.compile:
+        # In place, so that parameters keep their names and checkpoints fit runs that are not compiled.
+        example.model.compile()
     model = fabric.setup_module(example.model)
     # Of the parameters that the processes share among them, which are others than before.
-    optimizer: Any = fabric.setup_optimizers(build_optimizer(model, optim))
+    optimizer: Any = fabric.setup_optimizers(build_optimizer(model, optim, precision))
     batches = torch.Generator().manual_seed(run.seed)
     processes.part_generators(run.seed)
     first_step = 0
@@ -135,6 +144,7 @@ def train(
             if not math.isfinite(train_loss):
                 raise FloatingPointError(f"the loss is {train_loss} at step {step}; try a lower optim.learning_rate")
             evaluate_now = step % run.evaluate_every == 0 or step == run.steps
+            warming_up = step - timed_steps < first_step + WARM_UP_STEPS
             row = {
                 "step": step,
                 "train_loss": train_loss,
@@ -142,9 +152,7 @@ def train(
                 "scores": measure(example, model) if evaluate_now else None,
                 "learning_rate": rate,
                 "gradient_norm": (norm.full_tensor() if isinstance(norm, DTensor) else norm).item(),
-                "tokens_per_second": None
-                if step - timed_steps < first_step + WARM_UP_STEPS
-                else example.tokens_per_batch * timed_steps / seconds,
+                "tokens_per_second": None if warming_up else example.tokens_per_batch * timed_steps / seconds,
                 "peak_memory_bytes": peak_memory(fabric.device),
             }
             rows.append(row)
@@ -154,10 +162,12 @@ def train(
             if step % run.checkpoint_every == 0 or step == last_step:
                 name, fingerprint = example.name, example.fingerprint
                 save_checkpoint(processes, directory, name, fingerprint, model, optimizer, batches, step)
+            if warming_up and fabric.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(fabric.device)
             loss_sum, timed_steps, start = torch.zeros((), device=fabric.device), 0, time.perf_counter()
 
-    model.eval()
-    sample, results = example.sample(model)
+    with evaluating(model):
+        sample, results = example.sample(model)
     summary = {**summarise(example, layers, run, processes, rows), **results}
     if not fabric.is_global_zero:
         return summary
@@ -184,34 +194,40 @@ def learning_rate(step: int, steps: int, optim: OptimSettings) -> float:
     )
 
 
-def build_optimizer(model: nn.Module, optim: OptimSettings) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, optim: OptimSettings, precision: Any) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019) that decays matrices only, not biases and norm scales."""
     if optim.name != "adamw":
         raise SettingsError(f"optim.name is {optim.name!r}; expected adamw")
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=optim.learning_rate, betas=(optim.beta1, optim.beta2))
+    # On a GPU in one kernel; but that one scales float16's gradients back only after they would have been clipped.
+    fused = precision != "16-mixed" and all(parameter.is_cuda for parameter in model.parameters())
+    return torch.optim.AdamW(groups, lr=optim.learning_rate, betas=(optim.beta1, optim.beta2), fused=fused or None)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without gradients and dropout, and as it is: of a compiled model, only what every step repeats is compiled."""
+    model.eval()
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        yield
+    model.train()
 
 
 def evaluate(example: Example, model: nn.Module, processes: Processes) -> float:
-    """Mean loss over the validation batches, without gradients and without dropout."""
-    model.eval()
-    with torch.no_grad():
+    """Mean loss over the validation batches."""
+    with evaluating(model):
         losses = [example.loss(model, processes.share(batch)).float() for batch in example.validation_batches]
-    model.train()
     return processes.mean(torch.stack(losses).mean())
 
 
 def measure(example: Example, model: nn.Module) -> Scores | None:
-    """The scores of an example that has any, without gradients and without dropout."""
+    """The scores of an example that has any."""
     if example.scores is None:
         return None
-    model.eval()
-    with torch.no_grad():
-        scores = example.scores(model)
-    model.train()
-    return scores
+    with evaluating(model):
+        return example.scores(model)
 
 
 def choose_precision(run: RunSettings) -> Any:
@@ -223,7 +239,7 @@ def choose_precision(run: RunSettings) -> Any:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that tensors took on a GPU so far, or on a CPU the most memory the whole process took."""
+    """Bytes: the most that tensors took on a GPU since the warm-up, or on a CPU the most the process ever took."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Linux counts in KiB, macOS in bytes.
@@ -232,13 +248,18 @@ def peak_memory(device: torch.device) -> int:
 
 def summarise(example: Example, layers: str, run: RunSettings, processes: Processes, rows: list[Row]) -> Row:
     """The numbers of a run that a comparison needs; the speed is the median row's, so a disturbed row does no harm."""
-    speeds = [row["tokens_per_second"] for row in rows if row["tokens_per_second"] is not None]
+    timed = [row for row in rows if row["tokens_per_second"] is not None]
+    speeds = [row["tokens_per_second"] for row in timed]
+    peaks = [row["peak_memory_bytes"] for row in timed or rows]
+    speed = statistics.median(speeds) if speeds else None
     losses = [row["validation_loss"] for row in rows if row["validation_loss"] is not None]
+    flops = example.flops_per_token
     fabric = processes.fabric
     on_gpu = fabric.device.type == "cuda"
     return {
         "example": example.name,
         "layers": layers,
+        "compiled": run.compile,
         "parallel": processes.kind,
         "processes": fabric.world_size,
         "steps": rows[-1]["step"] if rows else 0,
@@ -247,13 +268,29 @@ def summarise(example: Example, layers: str, run: RunSettings, processes: Proces
         "validation_loss": losses[-1] if losses else None,
         "loss_unit": example.loss_unit,
         "references": example.references,
-        "tokens_per_second": statistics.median(speeds) if speeds else None,
-        "peak_memory_bytes": max((row["peak_memory_bytes"] for row in rows), default=peak_memory(fabric.device)),
+        "tokens_per_second": speed,
+        "model_flops_per_token": flops,
+        "model_flops_per_second": None if speed is None or flops is None else speed * flops,
+        "peak_memory_bytes": max(peaks, default=peak_memory(fabric.device)),
         "peak_memory_source": "tensors on the GPU" if on_gpu else "resident size of the process",
         "device": torch.cuda.get_device_name(fabric.device) if on_gpu else f"CPU, {torch.get_num_threads()} threads",
         "precision": choose_precision(run),
-        "torch": torch.__version__,
+        **environment(),
         "seed": run.seed,
+    }
+
+
+def environment() -> Row:
+    """What decides, beside the settings, which code runs: versions, and the library's switch."""
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = None
+    return {
+        "torch": torch.__version__,
+        "triton": triton,
+        "fusedlayers": fusedlayers.__version__,
+        "FUSEDLAYERS_BACKEND": os.environ.get("FUSEDLAYERS_BACKEND", "auto"),
     }
 
 

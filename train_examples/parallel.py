@@ -85,6 +85,8 @@ def check_parallel(kind: str, run: RunSettings, precision: Any, count: int) -> N
         raise SettingsError(f"run.batch_size is {run.batch_size}; expected a multiple of the {count} processes")
     if kind == "fsdp" and precision not in ("32-true", "bf16-mixed"):
         raise SettingsError(f"run.precision is {precision!r}; expected 32-true or bf16-mixed with parallel=fsdp")
+    if kind in ("fsdp", "tp") and run.compile:
+        raise SettingsError(f"run.compile is true; expected false with parallel={kind}, or parallel=none or ddp")
 
 
 def shard_parameters(model: nn.Module, mesh: DeviceMesh, half: bool) -> nn.Module:

@@ -13,6 +13,8 @@ from matplotlib.ticker import LogLocator, NullFormatter
 # Two colours that stay apart for colour-blind readers and in grey print.
 COLOURS = ("#0b6e99", "#d9730d")
 TEXT = "#333333"
+# Where there are more than two.
+MORE_COLOURS = (*COLOURS, "#009e73", "#cc79a7", "#b8a100", "#56b4e9", "#7a4e2d")
 
 
 def loss_curve(rows: list[dict[str, Any]], title: str, unit: str, path: Path) -> None:
@@ -73,6 +75,30 @@ def comparison(
     where = " / ".join(dict.fromkeys(f"{summary['device']}, {summary['precision']}" for summary in summaries))
     title = f"{summaries[0]['example'].replace('_', ' ').capitalize()} on {where}"
     figure.suptitle(f"{title}\n{note}" if note else title, fontsize=13, color=TEXT)
+    figure.savefig(path)
+
+
+def overlaid_losses(
+    panels: Mapping[str, Mapping[str, list[dict[str, Any]]]], unit: str, title: str, path: Path
+) -> None:
+    """The losses of several runs on top of each other, for every model, and below how they differ from the first run's,
+    as a PNG at ``path``."""
+    figure = Figure(figsize=(6.5 * len(panels), 6.2), dpi=150, layout="constrained")
+    grid = figure.subplots(2, len(panels), squeeze=False, height_ratios=(2, 1), sharex="col")
+    for (name, runs), losses, differences in zip(panels.items(), *grid, strict=True):
+        first = next(iter(runs))
+        for position, (run, rows) in enumerate(runs.items()):
+            colour = MORE_COLOURS[position % len(MORE_COLOURS)]
+            # Each line is thinner than the one below it: equal curves lie on each other, and all should be seen.
+            width = 1 + (len(runs) - 1 - position)
+            steps, values = [row["step"] for row in rows], [row["train_loss"] for row in rows]
+            losses.plot(steps, values, color=colour, linewidth=width, label=run)
+            apart = [value - row["train_loss"] for value, row in zip(values, runs[first], strict=False)]
+            differences.plot(steps[: len(apart)], apart, color=colour, linewidth=1.3)
+        style(losses, name, "", f"training loss ({unit})")
+        style(differences, f"minus that of {first}", "step", unit)
+        losses.legend(frameon=False)
+    figure.suptitle(title, fontsize=13, color=TEXT)
     figure.savefig(path)
 
 

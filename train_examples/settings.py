@@ -108,6 +108,7 @@ class RunSettings:
     evaluate_every: int = MISSING  # a multiple of log_every
     evaluation_batches: int = 8
     checkpoint_every: int = MISSING  # a multiple of log_every
+    compile: bool = False  # the training steps, with torch.compile; evaluation and the sample run as they are
     accelerator: str = "auto"  # auto, cpu, cuda, mps
     precision: str = "auto"  # auto, or a precision of Lightning Fabric: 32-true, bf16-mixed, 16-mixed
 

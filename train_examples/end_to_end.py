@@ -1,0 +1,221 @@
+"""The README's tables of whole training runs on a GPU, and the record behind them.
+
+    python -m train_examples.end_to_end RUN... --longest runs/longest_sequence.json --write
+
+reads finished runs of the language model, of any models, and writes the record, a picture of their losses and the
+README's block; without ``--write`` it only prints that block. Without runs it shows the committed record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from train_examples import plots
+from train_examples.comparison import peak_flops, read_run
+from train_examples.loop import Row
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "train_examples" / "results" / "end-to-end-h200.json"
+START, END = "<!-- end-to-end table -->\n", "<!-- end of the end-to-end table -->\n"
+# What all runs of a record share.
+SHARED = ("device", "precision", "torch", "triton", "fusedlayers")
+# The runs that every other one is compared with.
+BASES = ("torch", "torch, compiled")
+COLUMNS = ("run", "tokens/s", "× torch", "× torch, compiled", "TFLOP/s", "MFU", "peak, MiB", "of torch's",
+           "validation loss")  # fmt: skip
+LONGEST_COLUMNS = ("run", "longest sequence", "× torch", "its step, s", "bytes a token")
+
+
+def record_of(runs: Sequence[Path], longest: Path | None) -> Row:
+    """Configuration, summary and metrics of every run, by model and by name, and the record of the longest sequences.
+
+    Raises:
+        ValueError: names the run that is not finished, is there twice, or was not measured like the others.
+    """
+    record: Row = {}
+    models: dict[str, dict[str, Row]] = {}
+    for directory in runs:
+        summary, metrics = read_run(directory)
+        config = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
+        assert isinstance(config, dict)
+        shared = {key: summary[key] for key in SHARED}
+        record = record or shared
+        if shared != record:
+            raise ValueError(f"{directory} was measured with {shared}; expected {record}, as {runs[0]}")
+        model, name = config["model"]["name"], run_name(summary, config)
+        others = models.setdefault(model, {})
+        if name in others:
+            raise ValueError(f"{directory} is a second run of model={model}: {name}; expected one of each")
+        for other in others.values():
+            if (steps := summary["steps"]) != (expected := other["summary"]["steps"]):
+                raise ValueError(f"{directory} took {steps} steps; expected {expected}, as the others of model={model}")
+        others[name] = {"config": config, "summary": summary, "metrics": metrics}
+    return {
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        **record,
+        "models": {model: dict(sorted(others.items(), key=_place)) for model, others in models.items()},
+        "longest_sequences": None if longest is None else json.loads(longest.read_text()),
+    }
+
+
+def run_name(summary: Row, config: Row) -> str:
+    """What distinguishes a run: its layers, and how they are told to compute."""
+    parts = [summary["layers"]]
+    if config["layers"]["recompute"] is True:
+        parts.append("recompute")
+    if summary["FUSEDLAYERS_BACKEND"] == "triton" and summary["layers"] != "torch":
+        parts.append("kernels forced")
+    if summary["compiled"]:
+        parts.append("compiled")
+    return ", ".join(parts)
+
+
+def _place(named: tuple[str, Row]) -> tuple[bool, str]:
+    """Runs of torch layers come first, and what is compiled after what is not."""
+    return not named[0].startswith(BASES[0]), named[0]
+
+
+def commit() -> str | None:
+    """The commit of this clone, None where git knows none."""
+    try:
+        command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def markdown(record: Row) -> str:
+    """How it was measured, a table for every model, the picture, and the table of the longest sequences."""
+    parts = [_conditions(record)]
+    for model, runs in record["models"].items():
+        first = next(iter(runs.values()))
+        tokens = first["config"]["run"]["batch_size"] * first["config"]["model"]["context"]
+        steps, parameters = first["summary"]["steps"], first["summary"]["parameters"]
+        parts.append(f"**model={model}**: {parameters:,} parameters, {steps} steps of {tokens:,} tokens")
+        parts.append(_table(COLUMNS, [_cells(name, runs) for name in runs]))
+    parts.append(f"![Training losses of all runs]({RECORD.with_suffix('.png').relative_to(ROOT).as_posix()})")
+    if record["longest_sequences"] is not None:
+        parts += _longest(record["longest_sequences"])
+    return "\n\n".join(parts) + "\n"
+
+
+def shown(readme: str) -> str:
+    """What the README has between the two comments."""
+    return readme.partition(START)[2].partition(END)[0].strip("\n") + "\n"
+
+
+def written(readme: str, block: str) -> str:
+    """The README with this block.
+
+    Raises:
+        ValueError: it lacks one of the comments.
+    """
+    if START not in readme or END not in readme:
+        raise ValueError(f"README.md: expected the lines {START.strip()!r} and {END.strip()!r}")
+    before, _, rest = readme.partition(START)
+    return f"{before}{START}\n{block}\n{END}{rest.partition(END)[2]}"
+
+
+def draw(record: Row, path: Path) -> None:
+    """The training losses of all runs, as a PNG at ``path``."""
+    models = record["models"]
+    panels = {f"model={model}": {name: run["metrics"] for name, run in runs.items()} for model, runs in models.items()}
+    unit = next(iter(next(iter(models.values())).values()))["summary"]["loss_unit"]
+    plots.overlaid_losses(panels, unit, f"Language model on {record['device']}, {record['precision']}", path)
+
+
+def _conditions(record: Row) -> str:
+    known = next((peak_flops(run["summary"]) for runs in record["models"].values() for run in runs.values()), None)
+    peak = "" if known is None else f" of {known / 1e12:.0f}"
+    place = f"commit {record['commit'][:10]}" if record["commit"] else "commit unknown"
+    return (
+        f"Measured on {record['device']}, {record['precision']}, torch {record['torch']}, Triton {record['triton']}, "
+        f"{record['date']}, {place} (`{RECORD.relative_to(ROOT).as_posix()}`). Whole steps: attention, loss, clipping "
+        "and optimizer included, the time of the compiler not. `× torch`: tokens/s over those of `layers=torch`, "
+        "launched operation by operation or compiled (`run.compile=true`), above 1 is faster. *TFLOP/s* are those of "
+        "the model, forward and backward, without what a kernel computes again, and with the half of causal attention "
+        f"that kernels leave out, as usual; *MFU* is their share{peak} in the device's data sheet. *Peak* is the most "
+        "that tensors took."
+    )
+
+
+def _cells(name: str, runs: dict[str, Row]) -> tuple[str, ...]:
+    summary = runs[name]["summary"]
+    ratios = [_ratio(summary, runs, base, "tokens_per_second") for base in BASES]
+    speed, flops, peak = summary["tokens_per_second"], summary["model_flops_per_second"], peak_flops(summary)
+    return (
+        name,
+        "not measured" if speed is None else f"{speed:,.0f}",
+        *ratios,
+        "" if flops is None else f"{flops / 1e12:,.3g}",
+        "" if flops is None or peak is None else f"{flops / peak:.1%}",
+        f"{summary['peak_memory_bytes'] / 2**20:,.0f}",
+        _ratio(summary, runs, BASES[0], "peak_memory_bytes"),
+        "" if summary["validation_loss"] is None else f"{summary['validation_loss']:.4f}",
+    )
+
+
+def _ratio(summary: Row, runs: dict[str, Row], base: str, key: str) -> str:
+    expected = runs[base]["summary"][key] if base in runs else None
+    return f"{summary[key] / expected:.2f}" if summary[key] and expected else ""
+
+
+def _longest(longest: Row) -> list[str]:
+    contenders = longest["contenders"]
+    base = contenders[BASES[0]]["length"]
+    cells = [
+        (
+            name,
+            f"{step['length']:,}",
+            f"{step['length'] / base:.2f}" if base else "",
+            f"{step['seconds']:.2f}",
+            f"{step['bytes_per_token']:,.0f}",
+        )
+        if step["length"]
+        else (name, "none", "", "", "")
+        for name, step in contenders.items()
+    ]
+    text = (
+        f"**Longest sequence** that model={longest['model']} trains in {longest['memory_limit_bytes'] / 2**30:g} GiB "
+        f"(multiples of {longest['multiple']:,} tokens; `python -m train_examples.longest_sequence`):"
+    )
+    return [text, _table(LONGEST_COLUMNS, cells)]
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (columns, ("---",) * len(columns), *rows))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point: print the block, or write it and what it shows."""
+    description = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m train_examples.end_to_end", description=description)
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run.directory of a finished run")
+    parser.add_argument("--longest", type=Path, metavar="JSON", help="record of train_examples.longest_sequence")
+    parser.add_argument("--write", action="store_true", help="record, picture and README.md")
+    chosen = parser.parse_args(arguments)
+    try:
+        record = record_of(chosen.runs, chosen.longest) if chosen.runs else json.loads(RECORD.read_text())
+    except (ValueError, FileNotFoundError) as error:
+        raise SystemExit(f"error: {error}") from error
+    if not chosen.write:
+        print(markdown(record), end="")
+        return
+    readme = ROOT / "README.md"
+    text = written(readme.read_text(), markdown(record))
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    draw(record, RECORD.with_suffix(".png"))
+    readme.write_text(text)
+    print(f"written: {RECORD}, {RECORD.with_suffix('.png')}, {readme}")
+
+
+if __name__ == "__main__":
+    main()

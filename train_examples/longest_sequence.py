@@ -1,0 +1,195 @@
+"""The longest sequence that each kind of layers trains within a given memory, on a GPU.
+
+    python -m train_examples.longest_sequence model=small --gibibytes 24
+
+A batch of one sequence, bfloat16 autocast, and whole steps of the training: forward, loss, backward, clipping, AdamW.
+Tokens are random: what they say costs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from torch import nn
+
+from train_examples.command import CONFIGS
+from train_examples.comparison import aligned
+from train_examples.language_model import VOCABULARY, build_model, next_byte_loss
+from train_examples.loop import Row, build_optimizer, environment
+from train_examples.settings import LanguageModelSettings, SettingsError, as_settings
+
+CONTENDERS = {
+    "torch": ("layers=torch",),
+    "fused": ("layers=fused",),
+    "fused, recompute": ("layers=fused", "layers.recompute=true"),
+}
+# Of a parameter in float32: itself and AdamW's two averages, which are there before a step begins.
+BYTES_OF_A_PARAMETER = 12
+
+
+def longest(fits: Callable[[int], bool], multiple: int, first: int) -> int:
+    """The largest multiple of ``multiple`` that fits, or 0, if whatever is shorter than what fits does fit, too.
+
+    Doubles ``first`` until it does not fit, then halves the gap; no length is tried twice.
+    """
+    fitting, failing = 0, first
+    while fits(failing):
+        fitting, failing = failing, 2 * failing
+    while failing - fitting > multiple:
+        middle = (fitting + failing) // (2 * multiple) * multiple
+        if fits(middle):
+            fitting = middle
+        else:
+            failing = middle
+    return fitting
+
+
+def train_step(settings: LanguageModelSettings, length: int, compiled: bool, device: torch.device) -> Row:
+    """Train one sequence of ``length`` tokens for a step, and time it.
+
+    Raises:
+        torch.OutOfMemoryError: the device has too little memory for it.
+    """
+    with device:
+        model = build_model(dataclasses.replace(settings.model, context=length), settings.layers)
+        window = torch.randint(VOCABULARY, (1, length + 1))
+    if compiled:
+        model.compile()
+    optimizer = build_optimizer(model, settings.optim, "bf16-mixed")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    # Its averages come with the first update; every other step finds them there.
+    optimizer.step()
+    optimizer.zero_grad()
+    # The first step of a compiled model waits for the compiler.
+    for _ in range(2 if compiled else 1):
+        synchronize(device)
+        start = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = next_byte_loss(model, (window,))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), settings.optim.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        synchronize(device)
+    seconds = time.perf_counter() - start
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {"length": length, "seconds": seconds, "parameters": parameters}
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was told; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def longest_step(settings: LanguageModelSettings, multiple: int, first: int, compiled: bool) -> Row:
+    """The step with the longest sequence that fits on the GPU, its memory, and how many lengths were tried."""
+    steps: dict[int, Row] = {}
+
+    def fits(length: int) -> bool:
+        # Of the try before nothing may be left: neither in reference cycles, nor in blocks of other sizes.
+        torch.compiler.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        steps[length] = {"length": 0}
+        try:
+            step = train_step(settings, length, compiled, torch.device("cuda"))
+        except torch.OutOfMemoryError:
+            return False
+        peak = torch.cuda.max_memory_allocated()
+        per_token = (peak - BYTES_OF_A_PARAMETER * step["parameters"]) / length
+        steps[length] = {**step, "peak_bytes": peak, "bytes_per_token": per_token}
+        return True
+
+    found = longest(fits, multiple, first)
+    return {**steps.get(found, {"length": 0}), "tries": len(steps)}
+
+
+def table(contenders: dict[str, Row]) -> str:
+    """The lengths, and what a step took at them, as aligned text."""
+    cells = [("", "longest sequence", "to torch", "step, s", "tokens/s", "bytes a token")]
+    base = contenders["torch"]["length"]
+    for name, step in contenders.items():
+        length = step["length"]
+        if not length:
+            cells.append((name, "none", "", "", "", ""))
+            continue
+        ratio = f"{length / base:.2f}" if base else ""
+        seconds = step["seconds"]
+        speed = f"{length / seconds:,.0f}"
+        cells.append((name, f"{length:,}", ratio, f"{seconds:.3f}", speed, f"{step['bytes_per_token']:,.0f}"))
+    return aligned(cells)
+
+
+def compose_settings(overrides: Sequence[str]) -> dict[str, LanguageModelSettings]:
+    """The settings of every contender, ``model=small`` and what the overrides change."""
+    found = {}
+    with initialize_config_dir(CONFIGS, version_base="1.3"):
+        for name, kind in CONTENDERS.items():
+            config = compose("language_model", ["model=small", *overrides, *kind])
+            found[name] = as_settings(config, LanguageModelSettings)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point: search, print, and write the record."""
+    description = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m train_examples.longest_sequence", description=description)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the language model, e.g. model=narrow")
+    parser.add_argument("--gibibytes", type=float, default=24, help="what tensors may take of the GPU's memory")
+    parser.add_argument("--multiple", type=int, default=1024, help="lengths are multiples of it")
+    parser.add_argument("--first", type=int, default=8192, help="the length that is tried first")
+    parser.add_argument("--compile", action="store_true", help="compiled models too; every length is compiled anew")
+    parser.add_argument("--output", type=Path, default=Path("runs/longest_sequence.json"), metavar="JSON")
+    chosen = parser.parse_args(arguments)
+    if chosen.multiple < 1 or chosen.first < 1 or chosen.first % chosen.multiple:
+        parser.error(f"--first is {chosen.first}; expected a positive multiple of --multiple={chosen.multiple}")
+    try:
+        contenders = compose_settings(chosen.overrides)
+    except (HydraException, SettingsError) as error:
+        parser.error(str(error))
+    if not torch.cuda.is_available():
+        raise SystemExit("error: there is no CUDA device; expected a GPU, whose memory can be limited and measured")
+    memory = torch.cuda.get_device_properties().total_memory
+    limit = round(chosen.gibibytes * 2**30)
+    if not 0 < limit <= memory:
+        parser.error(f"--gibibytes is {chosen.gibibytes}; expected more than 0 and at most {memory / 2**30:.0f}")
+    torch.cuda.set_per_process_memory_fraction(limit / memory)
+
+    found = {}
+    for compiled in (False, True) if chosen.compile else (False,):
+        for name, settings in contenders.items():
+            label = f"{name}, compiled" if compiled else name
+            found[label] = longest_step(settings, chosen.multiple, chosen.first, compiled)
+            print(f"{label}: {found[label]['length']:,} tokens, {found[label]['tries']} lengths tried", flush=True)
+    record = {
+        "device": torch.cuda.get_device_name(),
+        **environment(),
+        "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
+        "model": contenders["torch"].model.name,
+        "overrides": list(chosen.overrides),
+        "memory_limit_bytes": limit,
+        "multiple": chosen.multiple,
+        "contenders": found,
+    }
+    chosen.output.parent.mkdir(parents=True, exist_ok=True)
+    chosen.output.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"\nmodel={record['model']}, one sequence, {chosen.gibibytes:g} GiB of {record['device']}:")
+    print(table(found))
+    print(f"record: {chosen.output.absolute()}")
+
+
+if __name__ == "__main__":
+    main()
