@@ -5,6 +5,7 @@
     python -m fusedlayers.bench all --time --plot                    everything that the README shows
     python -m fusedlayers.bench table FILE.json                      the README's tables of a record
     python -m fusedlayers.bench plot FILE.json                       the pictures of a record
+    python -m fusedlayers.bench update FILE.json NEWER.json          put rows that were measured anew into a record
     python -m fusedlayers.bench selftest                             every kernel configuration on this machine
 
 Exit status: 0 if everything is right, 1 if a verification is red, a record is unusable or there is
@@ -53,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(str(error))
     if chosen.name in ("table", "plot"):
         return _show(chosen)
+    if chosen.name == "update":
+        return _update(chosen)
     try:
         settings = _settings(chosen)
         rows = _rows(chosen, settings)
@@ -72,6 +75,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run_options(commands.add_parser("all", help="benchmark every published grid"))
     for name, what in (("table", "print the markdown tables of a record"), ("plot", "draw the pictures of a record")):
         commands.add_parser(name, help=what).add_argument("file", type=Path, metavar="FILE.json")
+    command = commands.add_parser("update", help="put the rows of a newer record into an older one")
+    command.add_argument("file", type=Path, metavar="FILE.json")
+    command.add_argument("newer", type=Path, metavar="NEWER.json")
     command = commands.add_parser("selftest", help="test every kernel configuration on this machine with integers")
     _add_device_option(command)
     return parser
@@ -292,6 +298,15 @@ def _show(chosen: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0 if _draw(found, chosen.file) else 1
+
+
+def _update(chosen: argparse.Namespace) -> int:
+    try:
+        record.write(record.updated(record.read(chosen.file), record.read(chosen.newer)), chosen.file)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _draw(found: record.Record, path: Path) -> bool:

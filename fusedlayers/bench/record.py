@@ -14,6 +14,7 @@ Schema 1. Times are seconds, sizes bytes; what is unknown is null.
         case, grid, title, letters, shape, dtype, activation, gated, bias, recompute, dropout_p, op, dim (of a
                       reduction; records of earlier versions lack these three)
         direction     "forward" (no gradients wanted) or "forward_backward" (all gradients)
+        commit        of the sources, where a later run than the record's measured the row anew; else absent
         flops, bytes  of the operation: each product once, each input and output moved once
         floor_seconds max(flops / ceiling, bytes / ceiling), or null for an unknown device or float32
         verification  list of {contender, path, status, reason, findings: [{tensor, ok, message, max_error_ratio,
@@ -105,6 +106,26 @@ def read(path: Path) -> Record:
         found = record.get("schema") if isinstance(record, dict) else type(record).__name__
         raise ValueError(f"{path}: expected a record of schema {SCHEMA}, got {found!r}")
     return record
+
+
+def updated(record: Record, newer: Record) -> Record:
+    """``record`` with the rows of ``newer`` in place of its own of the same shape and direction, the others at the end.
+
+    Raises:
+        ValueError: the newer one has another device, other versions or another method, or a row without times.
+    """
+    for key in ("versions", "device", "method"):
+        if record[key] != newer[key]:
+            raise ValueError(f"{key}: expected those of the record, {record[key]}, got {newer[key]}")
+    measured = {_identity(row): row | {"commit": newer["commit"]} for row in newer["rows"]}
+    if untimed := [identity for identity, row in measured.items() if not row.get("contenders")]:
+        raise ValueError(f"expected rows with times, got {untimed[0]} without")
+    rows = [measured.pop(_identity(row), row) for row in record["rows"]]
+    return record | {"rows": [*rows, *measured.values()]}
+
+
+def _identity(row: Record) -> tuple[object, ...]:
+    return row["grid"], row["title"], tuple(row["shape"]), row["dtype"], row["direction"]
 
 
 def contender_entry(

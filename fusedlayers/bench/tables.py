@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from .contenders import AUTO, AUTOTUNED, COMPILED, EAGER, FUSED, TORCH_CONTENDERS
@@ -75,6 +76,8 @@ def conditions(record: Record) -> str:
     parts += [", ".join(dict.fromkeys(row["dtype"] for row in record["rows"])), record["started"][:10]]
     if record["commit"]:
         parts.append(f"commit {record['commit'][:10]}" + (" with local changes" if record["dirty"] else ""))
+    anew = Counter(row["commit"] for row in timed_rows(record) if row.get("commit"))
+    parts += [f"{count} of its rows at {commit[:10]}" for commit, count in anew.items()]
     cold = "L2 cache cold, " if record["method"]["cold_cache_bytes"] else ""
     return (
         f"Measured on {', '.join(parts)}. Medians in µs, *launched / replayed in a CUDA graph*, {cold}random data, "

@@ -128,6 +128,44 @@ def test_without_rich_the_table_is_plain(
     assert capsys.readouterr().out == tables.screen(gpu_record).plain() + "\n"
 
 
+def test_rows_measured_anew_replace_their_own_and_name_their_commit(gpu_record: Record, tmp_path: Path) -> None:
+    older, newer = tmp_path / "older.json", tmp_path / "newer.json"
+    first, second = gpu_record["rows"]
+    again = {**first, "contenders": {**first["contenders"], "torch eager": entry(500, 480)}}
+    other = {**second, "direction": "forward"}
+    record.write(gpu_record, older)
+    record.write(gpu_record | {"commit": "d" * 40, "rows": [again, other]}, newer)
+    assert bench("update", older, newer) == 0
+    found = record.read(older)
+    assert found["commit"] == "c" * 40
+    anew = {"commit": "d" * 40}
+    assert found["rows"] == [again | anew, second, other | anew]
+    assert "commit cccccccccc with local changes, 2 of its rows at dddddddddd." in tables.markdown(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"versions": {"torch": "2.12.0", "triton": "3.6.0"}}, "versions: expected those of the record"),
+        ({"device": {"kind": "cuda", "name": "NVIDIA H100"}}, "device: expected those of the record"),
+        ({"method": {"cold_cache_bytes": 0}}, "method: expected those of the record"),
+    ],
+)
+def test_a_record_is_updated_by_its_like_alone(
+    gpu_record: Record, change: Record, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older, newer = tmp_path / "older.json", tmp_path / "newer.json"
+    record.write(gpu_record, older)
+    record.write(gpu_record | change, newer)
+    before = older.read_bytes()
+    assert bench("update", older, newer) == 1
+    assert said in capsys.readouterr().err
+    record.write(gpu_record | {"rows": [gpu_record["rows"][0] | {"contenders": {}}]}, newer)
+    assert bench("update", older, newer) == 1
+    assert "expected rows with times" in capsys.readouterr().err
+    assert older.read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [(None, "cannot be read"), ("{", "expected a JSON record"), ("{}", "schema 1, got None"), ("[]", "got 'list'")],
