@@ -143,7 +143,7 @@ def keep_mask(
     """1 where an element of the hidden is kept, else 0: ``[rows, columns]`` of ``dtype``, from the first ones on.
 
     ``seed`` int64 ``[1]`` on the device of the result. CUDA tensors take one kernel launch; other devices take integer
-    torch operations, with temporaries of 8 bytes an element and more.
+    torch operations, with temporaries of some 30 bytes for each element of whole blocks of columns.
     """
     limit, _ = limit_and_scale(dropout_p)
     if seed.is_cuda and HAS_TRITON and not interpreted():

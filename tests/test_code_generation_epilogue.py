@@ -83,7 +83,6 @@ for target in sys.argv[1:]:
     compile_all(target, torch.bfloat16, (4096, 512, 2048, 512), False, variants, "gelu_tanh", accuracy)
     if on_hopper:
         compile_all(target, torch.float16, (4099, 517, 1029, 515), False, COSTLIEST, "gelu", "half")
-    compile_all(target, torch.float32, (4099, 517, 1029, 515), False, COSTLIEST[-1:], "gelu", "exact")
     compile_all(target, torch.bfloat16, (4096, 512, 2048, 512), False, COSTLIEST, "gelu_tanh", accuracy, True)
     compile_all(target, torch.float32, (4099, 517, 1029, 515), False, COSTLIEST, "gelu", "exact", True)
 """

@@ -149,9 +149,11 @@ def test_shares_of_a_logsumexp_add_up_to_one(processors: int) -> None:
 @needs_kernels
 @pytest.mark.parametrize("op", ["argmax", "argmin"])
 @pytest.mark.parametrize("dim", DIMS)
-def test_indices(op: str, dim: int) -> None:
-    inputs = reduce_inputs(33, 41, 3, draw=INTEGERS[torch.float32])
-    with on_path("kernels"):
+@pytest.mark.parametrize("processors", [1, 64])
+def test_indices(op: str, dim: int, processors: int) -> None:
+    """Of many ties the first one: in a tile, in the tiles that one program has, and in those of several programs."""
+    inputs = reduce_inputs(150, 190, 3, draw=INTEGERS[torch.float32])
+    with on_path("kernels", processors=processors):
         ours = functional.gemm_reduce(**inputs, op=op, dim=dim)
     truth = reference.gemm_reduce(**in_float64(inputs), op=op, dim=dim)
     assert ours.dtype == torch.int64

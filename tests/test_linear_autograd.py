@@ -81,6 +81,8 @@ def test_nothing_is_written_and_the_graph_can_be_retained(split_k: int | str, pa
             dict(zip(NAMES, torch.autograd.grad(total, list(tensors.values()), dy, retain_graph=True), strict=True))
             for _ in range(2)
         )
+        # And one without anything between it and the gradient that is sent.
+        torch.autograd.grad(functional.linear(**tensors, split_k=split_k), list(tensors.values()), dy)
     assert_equal(first, second)
     assert_equal({name: None if t is None else t.detach() for name, t in {**tensors, "dy": dy}.items()}, before)
 

@@ -1,0 +1,308 @@
+"""Faults, each of which must turn the suite red: a test that none of them disturbs would be worth nothing.
+
+    python -m tests.planted_faults                    plant every fault in a copy of the package, one after the other
+    python -m tests.planted_faults mask stride        only those whose name holds one of these words
+
+For each fault the tests that should notice it run twice, through Triton's interpreter: on the package as it is, where
+they must be green, and on the faulty copy. Exit status: 0 if every fault was noticed, else 1. No GPU is needed; all
+take about ten minutes on one core.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# Of pytest's exit statuses those that say something of the package.
+GREEN, RED = 0, 1
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``right``, found once in ``file``, becomes ``wrong``; ``tests`` are the words for pytest that should notice."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    tests: tuple[str, ...]
+
+
+def _fault(name: str, file: str, right: str, wrong: str, tests: str) -> Fault:
+    module, _, chosen = tests.partition(" ")
+    return Fault(name, file, right, wrong, (f"tests/{module}.py", *(("-k", chosen) if chosen else ())))
+
+
+_TILES, _PARTIALS, _DROPOUT = "kernels/tiles.py", "kernels/partials.py", "kernels/dropout.py"
+_SPLIT, _SPLIT_TILES = "kernels/split_k/launcher.py", "kernels/split_k/tiles_product.py"
+_FFN_FORWARD, _FFN_DATA = "kernels/gemm_gemm/forward.py", "kernels/gemm_gemm/data_gradient.py"
+_FFN_WEIGHT = "kernels/gemm_gemm/weight_gradient.py"
+_HIDDEN, _HIDDEN_GRADIENT = "kernels/gemm_epilogue/hidden.py", "kernels/gemm_epilogue/hidden_gradient.py"
+_REDUCE, _CHUNKED = "kernels/gemm_reduce/forward.py", "fusedlayers/functional/ffn_chunked.py"
+_LINEAR = "fusedlayers/functional/linear.py"
+
+FAULTS: tuple[Fault, ...] = (
+    # Tiles: what lies outside, and where.
+    _fault(
+        "tail of the inner axis dropped", _SPLIT_TILES,
+        "tl.minimum(first + split_size, K), BLOCK_K)",
+        "tl.minimum(first + split_size, K // BLOCK_K * BLOCK_K), BLOCK_K)",
+        "test_linear sizes_one_at_a_time",
+    ),
+    _fault(
+        "mask of a tile's columns missing", _TILES,
+        "(cols < col_limit)[None, :]\n    return tl.load", "(cols < 2 * col_limit)[None, :]\n    return tl.load",
+        "test_ffn sizes_one_at_a_time",
+    ),
+    _fault(
+        "row past the matrix written", _TILES,
+        "(rows < row_limit)[:, None] & (cols < col_limit)[None, :]\n    tl.store",
+        "(rows < row_limit + 1)[:, None] & (cols < col_limit)[None, :]\n    tl.store",
+        "test_ffn nothing_outside_of_the_outputs",
+    ),
+    _fault(
+        "stride of a bias ignored", _TILES,
+        "base_ptr + cols.to(tl.int64) * stride, mask", "base_ptr + cols.to(tl.int64), mask",
+        "test_ffn layouts_change_nothing",
+    ),
+    _fault(
+        "offsets in 32 bits", _TILES,
+        "offsets = rows.to(tl.int64)[:, None] * stride_row + cols.to(tl.int64)[None, :] * stride_col\n"
+        "    inside = (rows < row_limit)[:, None] & (cols < col_limit)[None, :]\n    return",
+        "offsets = rows[:, None] * stride_row + cols[None, :] * stride_col\n"
+        "    inside = (rows < row_limit)[:, None] & (cols < col_limit)[None, :]\n    return",
+        "test_code_generation_split_k products_on_every_target",
+    ),
+    # Partial sums, and what is done with them once.
+    _fault(
+        "last split left out", _PARTIALS,
+        "inside = (split < splits)[:, None]", "inside = (split < tl.maximum(splits - 1, 1))[:, None]",
+        "test_linear exact_integers_for_any_number_of_splits",
+    ),
+    _fault(
+        "partial sums rounded to 16 bits", _PARTIALS,
+        "torch.empty(splits, sum(sizes), dtype=torch.float32", "torch.empty(splits, sum(sizes), dtype=like.dtype",
+        "test_ffn partial_sums_are_rounded_once",
+    ),
+    _fault(
+        "bias added by every split", _PARTIALS,
+        "total += load_vector(bias_ptr", "total += splits * load_vector(bias_ptr",
+        "test_linear activation_and_bias_are_applied_once",
+    ),
+    _fault(
+        "activation before the bias", _SPLIT_TILES,
+        "acc = activated(acc, ACTIVATION, ACCURACY)",
+        "bias = load_vector(bias_ptr, cols, stride_b, N)[None, :]\n"
+        "            acc = activated(acc - bias, ACTIVATION, ACCURACY) + bias",
+        "test_linear activation_and_bias_are_applied_once",
+    ),
+    _fault(
+        "atomic sums onto a stale workspace", _SPLIT,
+        "torch.zeros(rows, columns, dtype=torch.float32", "torch.ones(rows, columns, dtype=torch.float32",
+        "test_linear exact_integers_for_any_number_of_splits",
+    ),
+    _fault(
+        "bias gradient of the first band alone", "kernels/column_sums.py",
+        "reduce_partials(partials, [sums]", "reduce_partials(partials[:1], [sums]",
+        "test_column_sums exact_integers",
+    ),
+    _fault(
+        "bias gradient not summed over the rows", "kernels/weight_gradient/portable.py",
+        "                sums += dy_tile.to(tl.float32)", "                sums = dy_tile.to(tl.float32)",
+        "test_weight_gradient exact_integers",
+    ),
+    _fault(
+        "sums of a band in the place of another", _HIDDEN_GRADIENT,
+        "partial = sums_ptr + band.to(tl.int64) * N", "partial = sums_ptr + (band // 2).to(tl.int64) * N",
+        "test_hidden_gradient exact_integers_for_any_number_of_row_tiles",
+    ),
+    # Which gradient is whose.
+    _fault(
+        "weight gradients transposed", _FFN_WEIGHT,
+        "(1, hidden, 1, out_width) if transposed else (width, 1, hidden, 1)",
+        "(1, hidden, 1, out_width) if transposed else (1, hidden, hidden, 1)",
+        "test_ffn exact_integers_for_every_subset_of_gradients",
+    ),
+    _fault(
+        "gate and up swapped", _FFN_FORWARD,
+        "hidden_and_slopes(z, z_gate, GATED", "hidden_and_slopes(z_gate, z, GATED",
+        "test_ffn activations",
+    ),
+    _fault(
+        "gradients of gate and up swapped", "fusedlayers/functional/ffn.py",
+        "    found = kernels.weight_gradients(operands, dy, asked, plan.splits, plan.weight_gradient_tiles)\n"
+        "    return [dx, found.up, found.down, found.up_bias, db_down, found.gate, found.gate_bias]",
+        "    found = kernels.weight_gradients(operands, dy, asked, plan.splits, plan.weight_gradient_tiles)\n"
+        "    up, gate = (found.up, None) if found.gate is None else (found.gate, found.up)\n"
+        "    return [dx, up, found.down, found.up_bias, db_down, gate, found.gate_bias]",
+        "test_ffn activations",
+    ),
+    _fault(
+        "part of a group of hidden units forgotten in dx", _CHUNKED,
+        "beta=1 if place or weights.first else 0", "beta=1 if place else 0",
+        "test_ffn_chunked chunks_of_any_size",
+    ),
+    _fault(
+        "sums of the chunks before replaced", _CHUNKED,
+        "self.total += term", "self.total.copy_(term)",
+        "test_ffn_chunked chunks_of_any_size",
+    ),
+    _fault(
+        "chunks as large as half of the tokens", "fusedlayers/planning/ffn_chunked.py",
+        "most = max(1, min(most, tokens // 2))", "most = max(1, tokens // 2)",
+        "test_ffn_chunked the_allocator_never_gives_a_hidden",
+    ),
+    _fault(
+        "pre-activation kept after the activation", _HIDDEN,
+        "store_tile(z_ptr, z, rows", "store_tile(z_ptr, tl.maximum(z, 0.0), rows",
+        "test_ffn_epilogue activations_without_biases",
+    ),
+    # Activations and special values.
+    _fault(
+        "slope of an activation slightly wrong", "kernels/activations.py",
+        "tl.constexpr(3 * 0.044715 *", "tl.constexpr(3 * 0.04471 *",
+        "test_ffn activations",
+    ),
+    _fault(
+        "relu that swallows NaN", "kernels/activations.py",
+        "return tl.where(z <= 0, 0.0, z), tl.where(z <= 0, 0.0, 1.0)",
+        "return tl.where(z > 0, z, 0.0), tl.where(z <= 0, 0.0, 1.0)",
+        "test_ffn special_values",
+    ),
+    _fault(
+        "exponentials without their maximum", _REDUCE,
+        "shift = _finite(larger)\n                exponentials", "shift = larger * 0.0\n                exponentials",
+        "test_gemm_reduce_kernels special_values",
+    ),
+    _fault(
+        "last of equal values found", _REDUCE,
+        "return (value > best) |", "return (value >= best) |",
+        "test_gemm_reduce indices",
+    ),
+    _fault(
+        "masked columns taking part", _REDUCE,
+        "c = tl.where(taking[None, :], c, 0.0 if SUMMED", "c = tl.where(taking[None, :] | True, c, 0.0 if SUMMED",
+        "test_gemm_reduce_kernels masks_and_lengths",
+    ),
+    _fault(
+        "tokens of the next query counted", "kernels/maxsim/scores.py",
+        "taking = tokens < length", "taking = tokens < length + 1",
+        "test_maxsim ragged_lengths",
+    ),
+    # Dropout.
+    _fault(
+        "generator with a round less", _DROPOUT,
+        "ROUNDS = 7", "ROUNDS = 6",
+        "test_dropout draws_from_philox",
+    ),
+    _fault(
+        "scale of the dropout forgotten in dx", _FFN_DATA,
+        "d_hidden * kept * keep_scale", "d_hidden * kept",
+        "test_dropout the_scale_is_exact",
+    ),
+    _fault(
+        "mask of the row below in the weight gradient", _FFN_WEIGHT,
+        "keep(tl.load(seed_ptr), rows.to(tl.int64)[None, :]",
+        "keep(tl.load(seed_ptr), (rows + 1).to(tl.int64)[None, :]",
+        "test_dropout the_scale_is_exact",
+    ),
+    # What autograd and the caller see.
+    _fault(
+        "frozen weights' operand kept", _LINEAR,
+        "x if wants_weight else None, weight if wants_x else None", "x, weight",
+        "test_linear_autograd frozen_operands",
+    ),
+    _fault(
+        "upstream gradient overwritten", _LINEAR,
+        "        ran_as_kernels(plan.problem, dy.device)\n        return dx", "        dy.zero_()\n        return dx",
+        "test_linear_autograd nothing_is_written",
+    ),
+    _fault(
+        "option missing in a call's signature", _LINEAR,
+        "(x, weight, bias), activation, split_k, reduction)\n    known",
+        "(x, weight, bias), split_k, reduction)\n    known",
+        "test_recalled_calls",
+    ),
+    _fault(
+        "plan of another moment of autocast recalled", "fusedlayers/functional/signatures.py",
+        "torch.is_grad_enabled(), dtype, precision", "torch.is_grad_enabled(), precision",
+        "test_recalled_calls settings_between_calls",
+    ),
+)  # fmt: skip
+
+
+@contextmanager
+def copied() -> Iterator[Path]:
+    """A copy of the package as it is installed, with its tests."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        ignored = shutil.ignore_patterns("__pycache__")
+        for part in ("fusedlayers", "tests", "train_examples", "configs"):
+            shutil.copytree(ROOT / part, copy / part, ignore=ignored)
+        shutil.copytree(ROOT / "kernels", copy / "fusedlayers" / "kernels", ignore=ignored)
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        yield copy
+
+
+def place(copy: Path, file: str) -> Path:
+    """Where a file of the repository lies in a copy of the package."""
+    return copy / ("fusedlayers/" * file.startswith("kernels/") + file)
+
+
+def planted(text: str, fault: Fault) -> str:
+    """The source with the fault.
+
+    Raises:
+        ValueError: the source does not hold the right words exactly once.
+    """
+    if (count := text.count(fault.right)) != 1:
+        raise ValueError(f"{fault.name}: expected {fault.right!r} once in {fault.file}, found it {count} times")
+    return text.replace(fault.right, fault.wrong)
+
+
+def status(copy: Path, tests: Sequence[str]) -> int:
+    """Pytest's exit status of these tests on the package in ``copy``."""
+    environment = os.environ | {"PYTHONPATH": str(copy), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CI": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    return subprocess.run(command, cwd=copy, env=environment, capture_output=True).returncode
+
+
+def noticed(copy: Path, fault: Fault) -> str | None:
+    """Why a fault planted in ``copy`` was not noticed as it should be, or None; the copy is left as it was."""
+    if (found := status(copy, fault.tests)) != GREEN:
+        return f"the tests are not green without it: exit status {found}"
+    source = place(copy, fault.file)
+    text = source.read_text()
+    source.write_text(planted(text, fault))
+    try:
+        found = status(copy, fault.tests)
+    finally:
+        source.write_text(text)
+    return None if found == RED else f"the tests do not fail: exit status {found}"
+
+
+def main(words: Sequence[str]) -> int:
+    """Plant the faults whose names hold one of the words, or all of them; see the module."""
+    chosen = [fault for fault in FAULTS if not words or any(word in fault.name for word in words)]
+    missed = 0
+    with copied() as copy:
+        for fault in chosen:
+            why_not = noticed(copy, fault)
+            missed += why_not is not None
+            print(f"{'noticed' if why_not is None else 'MISSED '}  {fault.name}  ({' '.join(fault.tests)})", flush=True)
+            if why_not is not None:
+                print(f"         {why_not}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} faults noticed")
+    return int(missed > 0 or not chosen)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
