@@ -254,7 +254,7 @@ def dropped(values: Tensor, dropout_p: float, seed: Tensor | None, place: tuple[
     """The hidden ``[*B, M, N]`` after dropout; with ``seed`` by the kernels' mask from row and column ``place`` on."""
     if dropout_p and seed is not None:
         first_row, first_column = place
-        rows, columns = values[..., 0].numel(), values.shape[-1]
+        rows, columns = math.prod(values.shape[:-1]), values.shape[-1]
         mask = keep_mask(seed, first_row, rows, columns, dropout_p, values.dtype, first_column)
         return values * mask.view(values.shape) * limit_and_scale(dropout_p)[1]
     return F.dropout(values, dropout_p) if dropout_p else values

@@ -143,7 +143,7 @@ def keep_mask(
     """1 where an element of the hidden is kept, else 0: ``[rows, columns]`` of ``dtype``, from the first ones on.
 
     ``seed`` int64 ``[1]`` on the device of the result. CUDA tensors take one kernel launch; other devices take integer
-    torch operations, with temporaries of some 30 bytes for each element of whole blocks of columns.
+    torch operations, with temporaries of about 8 bytes for each element.
     """
     limit, _ = limit_and_scale(dropout_p)
     if seed.is_cuda and HAS_TRITON and not interpreted():
@@ -157,14 +157,35 @@ def keep_mask(
             (_BLOCK,),
         )
         return out
+    # A quarter at a time, of few columns less: of whole blocks, most of what is drawn is not needed then.
+    traced = type(seed) is not torch.Tensor
+    whole = BLOCK_COLUMNS * max(1, _blocks(first_column, columns))
+    step = rows if traced else max(1, rows * columns // (4 * whole))
+    if step >= rows:
+        return (_drawn(seed, first_row, rows, first_column, columns) >= limit).to(dtype)
+    out = torch.empty(rows, columns, dtype=dtype, device=seed.device)
+    for start in range(0, rows, step):
+        part = out[start : start + step]
+        part.copy_(_drawn(seed, first_row + start, part.shape[0], first_column, columns) >= limit)
+    return out
+
+
+def _blocks(first_column: int, columns: int) -> int:
+    """Blocks of columns that these columns touch."""
+    return ceil_div(first_column + columns, BLOCK_COLUMNS) - first_column // BLOCK_COLUMNS
+
+
+def _drawn(seed: torch.Tensor, first_row: int, rows: int, first_column: int, columns: int) -> torch.Tensor:
+    """The halves ``[rows, columns]`` that decide on these elements, in [0, 2^16), by torch's integer operations."""
     row = torch.arange(first_row, first_row + rows, device=seed.device)[:, None]
-    first_block, blocks = first_column // BLOCK_COLUMNS, ceil_div(first_column + columns, BLOCK_COLUMNS)
-    draw = torch.arange(first_block * LANES, blocks * LANES, device=seed.device)[None, :]
+    first = first_column // BLOCK_COLUMNS
+    last = first + _blocks(first_column, columns)
+    draw = torch.arange(first * LANES, last * LANES, device=seed.device)[None, :]
     halves = [half for word in _philox(seed, draw, row) for half in (word & 0xFFFF, word >> 16)]
     # [rows, blocks, lanes] of every half -> [rows, blocks × halves × lanes], the order of the columns.
     drawn = torch.stack([half.unflatten(1, (-1, LANES)) for half in halves], dim=2).flatten(1)
-    skipped = first_column - first_block * BLOCK_COLUMNS
-    return (drawn[:, skipped : skipped + columns] >= limit).to(dtype)
+    skipped = first_column - first * BLOCK_COLUMNS
+    return drawn[:, skipped : skipped + columns]
 
 
 def draw_seed(device: torch.device) -> torch.Tensor:

@@ -122,6 +122,25 @@ def test_the_scale_makes_up_for_what_is_dropped(dropout_p: float) -> None:
     assert scale * (1 - limit / 2**16) == pytest.approx(1, rel=1e-15)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 37, 1000])
+@pytest.mark.parametrize(("first_column", "columns"), [(0, 1), (63, 2), (5, 64), (0, 200)])
+def test_parts_that_are_drawn_one_after_the_other_are_those_of_the_whole(
+    rows: int, first_column: int, columns: int
+) -> None:
+    seed = torch.tensor([17])
+    alone = [keep_mask(seed, 7 + row, 1, columns, 0.3, torch.int8, first_column) for row in range(rows)]
+    assert torch.equal(keep_mask(seed, 7, rows, columns, 0.3, torch.int8, first_column), torch.cat(alone))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_no_hidden_units(recompute: bool) -> None:
+    inputs = ffn_inputs(4, 9, 0, 11)
+    y = functional.ffn(**inputs, dropout_p=0.3, dropout_seed=torch.tensor([1], device=DEVICE), recompute=recompute)
+    b_down = inputs["b_down"]
+    assert b_down is not None
+    assert torch.equal(y, b_down.expand(4, 11))
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned_memory")
 def test_a_mask_of_more_than_two_to_the_31_elements() -> None:

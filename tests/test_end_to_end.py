@@ -52,7 +52,9 @@ def rows_of(block: str) -> dict[str, list[str]]:
 
 
 def test_a_record_holds_the_runs_and_the_block_shows_them(runs: list[Path], tmp_path: Path) -> None:
-    (tmp_path / "longest.json").write_text(json.dumps(LONGEST))
+    summary = json.loads((runs[0] / "summary.json").read_text())
+    measured = {key: summary[key] for key in ("device", "torch", "triton")}
+    (tmp_path / "longest.json").write_text(json.dumps(LONGEST | measured))
     record = record_of(runs, tmp_path / "longest.json")
     assert list(record["models"]) == ["tiny", "other"]
     tiny = record["models"]["tiny"]
@@ -92,8 +94,18 @@ def test_runs_that_cannot_stand_side_by_side_are_named(runs: list[Path], tmp_pat
         record_of([runs[0], changed(tmp_path / "device", runs[1], device="a GPU")], None)
     with pytest.raises(ValueError, match=r"steps took 4 steps; expected 12, as the others of model=tiny"):
         record_of([runs[0], changed(tmp_path / "steps", runs[1], steps=4)], None)
+    other = changed(tmp_path / "batch", runs[1])
+    config = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(config.replace("d_ff: 64", "d_ff: 65").replace("batch_size: 4", "batch_size: 5"))
+    with pytest.raises(ValueError, match=r"batch differs from the others of model=tiny in model.d_ff, run.batch_size"):
+        record_of([runs[0], other], None)
+    (tmp_path / "longest.json").write_text(json.dumps(LONGEST | {"device": "a GPU"}))
+    with pytest.raises(ValueError, match=r"longest.json was not measured where the runs were; expected .*CPU"):
+        record_of(runs, tmp_path / "longest.json")
     with pytest.raises(SystemExit, match=r"error: .*absent holds no summary.json"):
         end_to_end.main([str(tmp_path / "absent")])
+    with pytest.raises(SystemExit):
+        end_to_end.main(["--longest", str(tmp_path / "longest.json")])
 
 
 def test_the_command_writes_record_picture_and_readme(

@@ -209,6 +209,22 @@ def test_the_allocator_never_gives_a_hidden(
     assert backward.peak - gradients > 0
 
 
+@GATED
+@pytest.mark.parametrize("d_ff", [8, 70])
+def test_the_mask_of_few_columns_is_no_larger_than_they_are(
+    d_ff: int, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
+    monkeypatch.setattr(planning.ffn_chunked, "WORKSPACE_LIMIT", 2**17)
+    monkeypatch.setattr(functional.dispatch, "_cached_plan", planning.plan)
+    tokens = 2500 // d_ff
+    tensors = ffn_inputs(tokens, 1, d_ff, 1, gated=gated, device=CPU)
+    forward, backward, y, gradients = allocated(tensors, recompute=True, activation="relu2", dropout_p=0.25)
+    assert max(forward.blocks + backward.blocks) <= max(tokens * d_ff * 4, y)
+    assert forward.peak - y <= 2**17 + 4096
+    assert backward.peak - gradients <= 2**17 + 4096
+
+
 @pytest.mark.parametrize("tokens", [2, 33, 500])
 def test_recompute_keeps_its_promise_however_small_the_problem(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a patched limit: a problem that would fit one chunk is cut all the same."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fusedlayers.functional.sums import summed_rows
+from tests.allocations import AllocatedBytes
 from tests.operands import DEVICE
 
 
@@ -23,3 +24,13 @@ def test_strides_of_any_kind() -> None:
     matrix = torch.randint(-2, 3, (60, 5000)).to(DEVICE, torch.float32).T
     for view in (matrix, matrix[:, ::2], matrix[::1], matrix[:1].expand(4500, 60), matrix[:, :1].expand(5000, 7)):
         assert torch.equal(summed_rows(view), view.double().sum(0).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_cpu_converts_a_part_at_a_time(dtype: torch.dtype) -> None:
+    matrix = torch.ones(3000, 700, dtype=dtype)
+    with AllocatedBytes() as found:
+        sums = summed_rows(matrix)
+    assert found.blocks, "nothing was recorded"
+    assert max(found.blocks) <= 2**20 < 4 * matrix.numel()
+    assert torch.equal(sums, torch.full_like(sums, 3000))

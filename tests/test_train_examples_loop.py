@@ -157,11 +157,13 @@ def test_a_finished_run_is_not_overwritten_by_accident(tmp_path: Path) -> None:
     assert without_measurements(train(tmp_path, "run.overwrite=true")) == without_measurements(first)
 
 
-def test_a_run_that_starts_over_leaves_no_older_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_starts_over_leaves_nothing_of_an_older_one(tmp_path: Path) -> None:
     train(tmp_path)
     with pytest.raises(FloatingPointError):
         train(tmp_path, "run.overwrite=true", "optim.learning_rate=1e30", "optim.warmup_steps=1")
     assert not (tmp_path / "checkpoint.pt").exists()
+    # Or the older one's results would pass for those of this configuration.
+    assert not (tmp_path / "summary.json").exists()
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:

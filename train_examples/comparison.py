@@ -31,9 +31,11 @@ def read_run(directory: Path) -> tuple[Row, list[Row]]:
     """
     try:
         summary = json.loads((directory / "summary.json").read_text())
-    except FileNotFoundError:
+        return summary, read_metrics(directory / "metrics.jsonl")
+    except OSError:
         raise ValueError(f"{directory} holds no summary.json; expected the run.directory of a finished run") from None
-    return summary, read_metrics(directory / "metrics.jsonl")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{directory}: summary.json or metrics.jsonl is no JSON: {error}") from error
 
 
 def table(names: Sequence[str], summaries: Sequence[Row]) -> str:

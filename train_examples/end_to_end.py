@@ -16,6 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from train_examples import plots
 from train_examples.comparison import peak_flops, read_run
@@ -25,7 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "train_examples" / "results" / "end-to-end-h200.json"
 START, END = "<!-- end-to-end table -->\n", "<!-- end of the end-to-end table -->\n"
 # What all runs of a record share.
-SHARED = ("device", "precision", "torch", "triton", "fusedlayers")
+SHARED = ("example", "device", "precision", "torch", "triton", "fusedlayers")
+# What the runs of one model may differ in: who computes the layers, and how far the run is written down.
+MAY_DIFFER = ("directory", "overwrite", "resume", "compile", "checkpoint_every", "evaluate_every", "log_every")
 # The runs that every other one is compared with.
 BASES = ("torch", "torch, compiled")
 COLUMNS = ("run", "tokens/s", "× torch", "× torch, compiled", "TFLOP/s", "MFU", "peak, MiB", "of torch's",
@@ -56,20 +59,38 @@ def record_of(runs: Sequence[Path], longest: Path | None) -> Row:
         for other in others.values():
             if (steps := summary["steps"]) != (expected := other["summary"]["steps"]):
                 raise ValueError(f"{directory} took {steps} steps; expected {expected}, as the others of model={model}")
+            if differing := _differing(config, other["config"]):
+                raise ValueError(f"{directory} differs from the others of model={model} in {', '.join(differing)}")
         others[name] = {"config": config, "summary": summary, "metrics": metrics}
+    sequences = None if longest is None else json.loads(longest.read_text())
+    facts = {key: record.get(key) for key in ("device", "torch", "triton")}
+    if longest is not None and (
+        not isinstance(sequences, dict) or any(sequences.get(key) != fact for key, fact in facts.items())
+    ):
+        raise ValueError(f"{longest} was not measured where the runs were; expected {facts}")
     return {
         "commit": commit(),
         "date": datetime.now(timezone.utc).date().isoformat(),
         **record,
         "models": {model: dict(sorted(others.items(), key=_place)) for model, others in models.items()},
-        "longest_sequences": None if longest is None else json.loads(longest.read_text()),
+        "longest_sequences": sequences,
     }
+
+
+def _differing(config: Row, other: Row) -> list[str]:
+    """The settings, but for the layers, in which two runs differ that are to be compared."""
+    found = []
+    for part in sorted((config.keys() | other.keys()) - {"layers"}):
+        ours, theirs = config.get(part, {}), other.get(part, {})
+        names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+        found += [f"{part}.{name}" for name in names if part != "run" or name not in MAY_DIFFER]
+    return found
 
 
 def run_name(summary: Row, config: Row) -> str:
     """What distinguishes a run: its layers, and how they are told to compute."""
     parts = [summary["layers"]]
-    if config["layers"]["recompute"] is True:
+    if config["layers"]["recompute"] is True and summary["layers"] != BASES[0]:
         parts.append("recompute")
     if summary["FUSEDLAYERS_BACKEND"] == "triton" and summary["layers"] != "torch":
         parts.append("kernels forced")
@@ -202,9 +223,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--longest", type=Path, metavar="JSON", help="record of train_examples.longest_sequence")
     parser.add_argument("--write", action="store_true", help="record, picture and README.md")
     chosen = parser.parse_args(arguments)
+    if chosen.longest is not None and not chosen.runs:
+        parser.error("argument --longest: expected runs that it was measured with")
     try:
         record = record_of(chosen.runs, chosen.longest) if chosen.runs else json.loads(RECORD.read_text())
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError, YAMLError) as error:
         raise SystemExit(f"error: {error}") from error
     if not chosen.write:
         print(markdown(record), end="")

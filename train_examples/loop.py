@@ -110,6 +110,8 @@ def train(
     if fabric.is_global_zero:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.yaml").write_text(config)
+        # A summary says that a run is finished.
+        (directory / "summary.json").unlink(missing_ok=True)
         if checkpoint is None:
             # Should this run be killed before its first checkpoint, run.resume=auto must not continue one before it.
             remove_checkpoints(directory)

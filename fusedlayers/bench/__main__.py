@@ -303,7 +303,7 @@ def _show(chosen: argparse.Namespace) -> int:
 def _update(chosen: argparse.Namespace) -> int:
     try:
         record.write(record.updated(record.read(chosen.file), record.read(chosen.newer)), chosen.file)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

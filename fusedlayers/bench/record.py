@@ -53,6 +53,7 @@ from ..planning import CEILINGS
 from .timing import Timing
 
 SCHEMA = 1
+_KEYS = ("started", "finished", "commit", "dirty", "versions", "device", "method", "rows")
 Record = dict[str, Any]
 # Our path when launched and when replayed.
 Ways = tuple[str | None, str | None]
@@ -105,6 +106,8 @@ def read(path: Path) -> Record:
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         found = record.get("schema") if isinstance(record, dict) else type(record).__name__
         raise ValueError(f"{path}: expected a record of schema {SCHEMA}, got {found!r}")
+    if missing := [key for key in _KEYS if key not in record]:
+        raise ValueError(f"{path}: expected a record with {', '.join(_KEYS)}, got one without {missing[0]}")
     return record
 
 
@@ -112,15 +115,27 @@ def updated(record: Record, newer: Record) -> Record:
     """``record`` with the rows of ``newer`` in place of its own of the same shape and direction, the others at the end.
 
     Raises:
-        ValueError: the newer one has another device, other versions or another method, or a row without times.
+        ValueError: the newer one has another device, other versions or another method, is not finished, is not of a
+            known commit without changes, or has a row that is red, without times, there twice, or without a contender
+            of the row that it is to replace.
     """
     for key in ("versions", "device", "method"):
         if record[key] != newer[key]:
             raise ValueError(f"{key}: expected those of the record, {record[key]}, got {newer[key]}")
-    measured = {_identity(row): row | {"commit": newer["commit"]} for row in newer["rows"]}
-    if untimed := [identity for identity, row in measured.items() if not row.get("contenders")]:
-        raise ValueError(f"expected rows with times, got {untimed[0]} without")
-    rows = [measured.pop(_identity(row), row) for row in record["rows"]]
+    if newer["finished"] is None:
+        raise ValueError("finished: expected a newer run that is, got None")
+    if newer["commit"] is None or newer["dirty"]:
+        raise ValueError(f"commit: expected one without changes, got {newer['commit']}, dirty: {newer['dirty']}")
+    older = {_identity(row): row for row in record["rows"]}
+    measured: dict[tuple[object, ...], Record] = {}
+    for row in newer["rows"]:
+        identity = _identity(row)
+        known = older.get(identity, {}).get("contenders", {})
+        red = any(verdict["status"] == "red" for verdict in row["verification"])
+        if identity in measured or red or not row["contenders"] or known.keys() - row["contenders"].keys():
+            raise ValueError(f"{identity}: expected it once, green, with times of {', '.join(known) or 'contenders'}")
+        measured[identity] = {"commit": newer["commit"]} | row
+    rows = [measured.pop(identity, row) for identity, row in older.items()]
     return record | {"rows": [*rows, *measured.values()]}
 
 

@@ -6,6 +6,8 @@ from torch import Tensor
 # On an H200 one ``torch.sum`` over 131,072 rows of 128 columns, or 16,384 of 1024, took 128 MiB of scratch memory:
 # eight bytes for each element. Two short ones take almost none: first over so many rows each, if there are many more.
 _LONG, _SHORT = 4096, 512
+# A CPU converts what it sums up in another dtype as a whole first: so many elements at a time.
+_CONVERTED = 2**18
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
@@ -16,6 +18,12 @@ def accumulated(dtype: torch.dtype) -> torch.dtype:
 def summed_rows(matrix: Tensor) -> Tensor:
     """The sums ``[N]`` of ``[M, N]`` over its rows, in at least float32."""
     wide = accumulated(matrix.dtype)
+    if matrix.dtype != wide and not matrix.is_cuda:
+        parts = matrix.split(max(1, _CONVERTED // max(1, matrix.shape[1])))
+        total = torch.zeros(matrix.shape[1], dtype=wide, device=matrix.device)
+        for part in parts:
+            total += part.sum(0, dtype=wide)
+        return total
     if matrix.shape[0] < _LONG:
         return matrix.sum(0, dtype=wide)
     whole = matrix.shape[0] // _SHORT * _SHORT

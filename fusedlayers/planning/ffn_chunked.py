@@ -28,8 +28,8 @@ COLUMN_STEP = 128
 FORWARD_COPIES = {False: 3, True: 4}
 BACKWARD_COPIES = {False: 7, True: 10}
 DROPOUT_COPIES = 3
-# Bytes for each element while torch's integer operations draw a mask; on a GPU one kernel does.
-MASK_BYTES = 104
+# Bytes for each element where torch's integer operations draw the mask, with two products; on a GPU one kernel does.
+MASK_BYTES = 40
 
 
 @dataclass(frozen=True)

@@ -128,19 +128,32 @@ def test_without_rich_the_table_is_plain(
     assert capsys.readouterr().out == tables.screen(gpu_record).plain() + "\n"
 
 
-def test_rows_measured_anew_replace_their_own_and_name_their_commit(gpu_record: Record, tmp_path: Path) -> None:
-    older, newer = tmp_path / "older.json", tmp_path / "newer.json"
+@pytest.fixture
+def newer_record(gpu_record: Record) -> Record:
+    """What a later run may have measured: one row again, and one in another direction."""
     first, second = gpu_record["rows"]
     again = {**first, "contenders": {**first["contenders"], "torch eager": entry(500, 480)}}
-    other = {**second, "direction": "forward"}
+    facts = {"commit": "d" * 40, "dirty": False, "finished": "2026-11-21T10:00:00+00:00"}
+    return gpu_record | facts | {"rows": [again, {**second, "direction": "forward"}]}
+
+
+def test_rows_measured_anew_replace_their_own_and_name_their_commit(
+    gpu_record: Record, newer_record: Record, tmp_path: Path
+) -> None:
+    older, newer, newest = (tmp_path / f"{name}.json" for name in ("older", "newer", "newest"))
     record.write(gpu_record, older)
-    record.write(gpu_record | {"commit": "d" * 40, "rows": [again, other]}, newer)
+    record.write(newer_record, newer)
     assert bench("update", older, newer) == 0
     found = record.read(older)
     assert found["commit"] == "c" * 40
     anew = {"commit": "d" * 40}
-    assert found["rows"] == [again | anew, second, other | anew]
+    again, other = newer_record["rows"]
+    assert found["rows"] == [again | anew, gpu_record["rows"][1], other | anew]
     assert "commit cccccccccc with local changes, 2 of its rows at dddddddddd." in tables.markdown(found)
+    # A row that was measured anew twice keeps its own commit.
+    record.write(newer_record | {"commit": "e" * 40, "rows": [again | anew]}, newest)
+    assert bench("update", older, newest) == 0
+    assert record.read(older) == found
 
 
 @pytest.mark.parametrize(
@@ -149,21 +162,37 @@ def test_rows_measured_anew_replace_their_own_and_name_their_commit(gpu_record: 
         ({"versions": {"torch": "2.12.0", "triton": "3.6.0"}}, "versions: expected those of the record"),
         ({"device": {"kind": "cuda", "name": "NVIDIA H100"}}, "device: expected those of the record"),
         ({"method": {"cold_cache_bytes": 0}}, "method: expected those of the record"),
+        ({"finished": None}, "finished: expected a newer run that is, got None"),
+        ({"commit": None}, "commit: expected one without changes, got None"),
+        ({"dirty": True}, "dirty: True"),
+        (lambda row: [row, row], "expected it once, green, with times"),
+        (lambda row: [row | {"contenders": {}}], "expected it once, green, with times"),
+        (
+            lambda row: [row | {"contenders": {"auto": row["contenders"]["auto"]}}],
+            "times of torch eager, torch.compile",
+        ),
+        (lambda row: [row | {"verification": [{"status": "red"}]}], "expected it once, green, with times"),
     ],
 )
 def test_a_record_is_updated_by_its_like_alone(
-    gpu_record: Record, change: Record, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gpu_record: Record, newer_record: Record, change: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     older, newer = tmp_path / "older.json", tmp_path / "newer.json"
     record.write(gpu_record, older)
-    record.write(gpu_record | change, newer)
+    changes = change if isinstance(change, dict) else {"rows": change(newer_record["rows"][0])}
+    record.write(newer_record | changes, newer)
     before = older.read_bytes()
     assert bench("update", older, newer) == 1
     assert said in capsys.readouterr().err
-    record.write(gpu_record | {"rows": [gpu_record["rows"][0] | {"contenders": {}}]}, newer)
-    assert bench("update", older, newer) == 1
-    assert "expected rows with times" in capsys.readouterr().err
     assert older.read_bytes() == before
+
+
+def test_half_a_record_is_refused(newer_record: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "half.json"
+    del newer_record["versions"]
+    record.write(newer_record, path)
+    assert bench("update", path, path) == 1
+    assert "got one without versions" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
