@@ -111,7 +111,7 @@ def pipelined(target: str, dtype: str) -> Iterator[ReduceCase]:
             )  # fmt: skip
             yield plain
             yield replace(plain, op="logsumexp")
-    for kept, reduced in ((104, 128), (500, 300), (300, 1000)):
+    for kept, reduced in ((104, 128), (500, 300)):
         wide = replace(plain, rows=kept, columns=reduced)
         yield from (replace(wide, op=op, masked=True) for op in ("logsumexp", "sumsq"))
         yield replace(wide, op="absmax", training=True, width=72)

@@ -16,7 +16,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from omegaconf import OmegaConf
-from yaml import YAMLError
 
 from train_examples import plots
 from train_examples.comparison import peak_flops, read_run
@@ -227,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("argument --longest: expected runs that it was measured with")
     try:
         record = record_of(chosen.runs, chosen.longest) if chosen.runs else json.loads(RECORD.read_text())
-    except (ValueError, OSError, YAMLError) as error:
+    except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
     if not chosen.write:
         print(markdown(record), end="")
