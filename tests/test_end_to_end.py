@@ -9,7 +9,7 @@ import pytest
 
 from tests.training_runs import traced, train
 from train_examples import end_to_end
-from train_examples.end_to_end import END, RECORD, ROOT, START, markdown, record_of, shown, written
+from train_examples.end_to_end import BLOCK, RECORD, ROOT, markdown, record_of
 
 LONGEST = {
     "model": "small",
@@ -116,13 +116,13 @@ def test_the_command_writes_record_picture_and_readme(
     with pytest.raises(SystemExit, match=r"error: .*record.json"):
         end_to_end.main([])
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{START}old\n{END}after\n")
+    readme.write_text(f"before\n{BLOCK.start}old\n{BLOCK.end}after\n")
     arguments = [str(run) for run in runs]
     end_to_end.main(arguments)
     printed = capsys.readouterr().out
-    assert readme.read_text() == f"before\n{START}old\n{END}after\n"
+    assert readme.read_text() == f"before\n{BLOCK.start}old\n{BLOCK.end}after\n"
     end_to_end.main([*arguments, "--write"])
-    assert shown(readme.read_text()) == printed
+    assert BLOCK.shown(readme.read_text()) == printed
     assert (tmp_path / "record.png").read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()
     end_to_end.main([])
@@ -133,14 +133,14 @@ def test_the_readme_shows_the_committed_record() -> None:
     """Neither without the other."""
     expected = markdown(json.loads(RECORD.read_text())) if RECORD.exists() else "\n"
     readme = (ROOT / "README.md").read_text()
-    assert START in readme
-    assert END in readme
-    assert shown(readme) == expected, "python -m train_examples.end_to_end --write"
+    assert BLOCK.start in readme
+    assert BLOCK.end in readme
+    assert BLOCK.shown(readme) == expected, "python -m train_examples.end_to_end --write"
     assert RECORD.exists() == RECORD.with_suffix(".png").exists()
 
 
 def test_a_block_is_written_between_its_comments() -> None:
-    readme = f"before\n{START}old\n{END}after\n"
-    assert shown(written(readme, "| new |\n")) == "| new |\n"
+    readme = f"before\n{BLOCK.start}old\n{BLOCK.end}after\n"
+    assert BLOCK.shown(BLOCK.written(readme, "| new |\n")) == "| new |\n"
     with pytest.raises(ValueError, match="expected the lines"):
-        written("before\nafter\n", "| new |\n")
+        BLOCK.written("before\nafter\n", "| new |\n")

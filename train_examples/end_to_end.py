@@ -20,10 +20,11 @@ from omegaconf import OmegaConf
 from train_examples import plots
 from train_examples.comparison import peak_flops, read_run
 from train_examples.loop import Row
+from train_examples.readme import Section, table
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "train_examples" / "results" / "end-to-end-h200.json"
-START, END = "<!-- end-to-end table -->\n", "<!-- end of the end-to-end table -->\n"
+BLOCK = Section("<!-- end-to-end table -->\n", "<!-- end of the end-to-end table -->\n")
 # What all runs of a record share.
 SHARED = ("example", "device", "precision", "torch", "triton", "fusedlayers")
 # What the runs of one model may differ in: who computes the layers, and how far the run is written down.
@@ -120,28 +121,11 @@ def markdown(record: Row) -> str:
         tokens = first["config"]["run"]["batch_size"] * first["config"]["model"]["context"]
         steps, parameters = first["summary"]["steps"], first["summary"]["parameters"]
         parts.append(f"**model={model}**: {parameters:,} parameters, {steps} steps of {tokens:,} tokens")
-        parts.append(_table(COLUMNS, [_cells(name, runs) for name in runs]))
+        parts.append(table(COLUMNS, [_cells(name, runs) for name in runs]))
     parts.append(f"![Training losses of all runs]({RECORD.with_suffix('.png').relative_to(ROOT).as_posix()})")
     if record["longest_sequences"] is not None:
         parts += _longest(record["longest_sequences"])
     return "\n\n".join(parts) + "\n"
-
-
-def shown(readme: str) -> str:
-    """What the README has between the two comments."""
-    return readme.partition(START)[2].partition(END)[0].strip("\n") + "\n"
-
-
-def written(readme: str, block: str) -> str:
-    """The README with this block.
-
-    Raises:
-        ValueError: it lacks one of the comments.
-    """
-    if START not in readme or END not in readme:
-        raise ValueError(f"README.md: expected the lines {START.strip()!r} and {END.strip()!r}")
-    before, _, rest = readme.partition(START)
-    return f"{before}{START}\n{block}\n{END}{rest.partition(END)[2]}"
 
 
 def draw(record: Row, path: Path) -> None:
@@ -207,11 +191,7 @@ def _longest(longest: Row) -> list[str]:
         f"**Longest sequence** that model={longest['model']} trains in {longest['memory_limit_bytes'] / 2**30:g} GiB "
         f"(multiples of {longest['multiple']:,} tokens; `python -m train_examples.longest_sequence`):"
     )
-    return [text, _table(LONGEST_COLUMNS, cells)]
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in (columns, ("---",) * len(columns), *rows))
+    return [text, table(LONGEST_COLUMNS, cells)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -232,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(markdown(record), end="")
         return
     readme = ROOT / "README.md"
-    text = written(readme.read_text(), markdown(record))
+    text = BLOCK.written(readme.read_text(), markdown(record))
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     draw(record, RECORD.with_suffix(".png"))
     readme.write_text(text)

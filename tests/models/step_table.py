@@ -13,10 +13,11 @@ from pathlib import Path
 
 from tests.models.device_table import TORCH, Row
 from tests.models.small import FAMILIES
+from train_examples.readme import Section, table
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).resolve().parent / "results" / "h200-bf16.json"
-START, END = "<!-- python -m tests.models.step_table --write -->\n", "<!-- end of the table of steps -->\n"
+BLOCK = Section("<!-- python -m tests.models.step_table --write -->\n", "<!-- end of the table of steps -->\n")
 COLUMNS = (
     "family", "its FFN", "logits: torch / fused", "gradients: torch / fused", "step, ms: torch",
     "speed-up: fused / recompute", "kept, MiB: torch / fused / recompute", "peak, MiB: torch / fused / recompute",
@@ -28,25 +29,8 @@ KINDS = (TORCH, FUSED, RECOMPUTE)
 def markdown(record: Row) -> str:
     """The paragraph about how it was measured, and the table, families in the order of ``small.FAMILIES``."""
     rows = {row["family"]: row for row in record["rows"]}
-    cells = [COLUMNS, ("---",) * len(COLUMNS), *(_cells(rows[name]) for name in FAMILIES if name in rows)]
-    return f"{_conditions(record)}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in cells)
-
-
-def shown(readme: str) -> str:
-    """What the README has between the two comments."""
-    return readme.partition(START)[2].partition(END)[0].strip("\n") + "\n"
-
-
-def written(readme: str, table: str) -> str:
-    """The README with this table.
-
-    Raises:
-        ValueError: it lacks one of the comments.
-    """
-    if START not in readme or END not in readme:
-        raise ValueError(f"README.md: expected the lines {START.strip()!r} and {END.strip()!r}")
-    before, _, rest = readme.partition(START)
-    return f"{before}{START}\n{table}\n{END}{rest.partition(END)[2]}"
+    cells = [_cells(rows[name]) for name in FAMILIES if name in rows]
+    return f"{_conditions(record)}\n\n{table(COLUMNS, cells)}\n"
 
 
 def _conditions(record: Row) -> str:
@@ -98,11 +82,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="into README.md")
     chosen = parser.parse_args()
-    table, path = markdown(json.loads(RECORD.read_text())), ROOT / "README.md"
+    block, path = markdown(json.loads(RECORD.read_text())), ROOT / "README.md"
     if chosen.write:
-        path.write_text(written(path.read_text(), table))
+        path.write_text(BLOCK.written(path.read_text(), block))
     else:
-        print(table, end="")
+        print(block, end="")
 
 
 if __name__ == "__main__":

@@ -22,18 +22,18 @@ NAMES = pytest.mark.parametrize("name", ["Llama", "GPT-2", "BERT"])
 
 @ENGINES
 @NAMES
-@pytest.mark.parametrize("path", [pytest.param("kernels", marks=needs_kernels), "torch"])
-def test_two_steps_are_the_same(processes: Processes, engine: str, name: str, path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "precision"),
+    [
+        pytest.param("kernels", "whole", marks=needs_kernels),
+        pytest.param("kernels", "mixed", marks=compiled_kernels),
+        ("torch", "whole"),
+        ("torch", "mixed"),
+    ],
+)
+def test_two_steps_are_the_same(processes: Processes, engine: str, name: str, path: str, precision: str) -> None:
     installed(name)
-    processes.run(checks.check_training, engine, name, path, "whole")
-
-
-@ENGINES
-@NAMES
-@pytest.mark.parametrize("path", [pytest.param("kernels", marks=compiled_kernels), "torch"])
-def test_two_steps_in_mixed_precision_are_the_same(processes: Processes, engine: str, name: str, path: str) -> None:
-    installed(name)
-    processes.run(checks.check_training, engine, name, path, "mixed")
+    processes.run(checks.check_training, engine, name, path, precision)
 
 
 @ENGINES

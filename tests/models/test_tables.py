@@ -66,13 +66,13 @@ def test_the_readme_shows_the_committed_record() -> None:
         assert not (entry["red"] and "launched" in entry), "what is wrong must not be timed"
         assert math.isfinite(entry["logits_error"])
     readme = (step_table.ROOT / "README.md").read_text()
-    assert step_table.shown(readme) == step_table.markdown(record), "python -m tests.models.step_table --write"
+    assert step_table.BLOCK.shown(readme) == step_table.markdown(record), "python -m tests.models.step_table --write"
 
 
 def test_a_table_is_written_between_its_comments() -> None:
-    readme = f"before\n{step_table.START}old\n{step_table.END}after\n"
-    written = step_table.written(readme, "| new |\n")
-    assert written == f"before\n{step_table.START}\n| new |\n\n{step_table.END}after\n"
-    assert step_table.shown(written) == "| new |\n"
+    readme = f"before\n{step_table.BLOCK.start}old\n{step_table.BLOCK.end}after\n"
+    written = step_table.BLOCK.written(readme, "| new |\n")
+    assert written == f"before\n{step_table.BLOCK.start}\n| new |\n\n{step_table.BLOCK.end}after\n"
+    assert step_table.BLOCK.shown(written) == "| new |\n"
     with pytest.raises(ValueError, match="expected the lines"):
-        step_table.written("before\nafter\n", "| new |\n")
+        step_table.BLOCK.written("before\nafter\n", "| new |\n")
