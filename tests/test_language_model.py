@@ -235,10 +235,12 @@ def test_the_model_looks_only_back(tmp_path: Path) -> None:
 
 def test_rotary_positions_are_a_product_of_complex_numbers() -> None:
     def turn(x: Tensor) -> Tensor:
-        angles = torch.arange(8, dtype=x.dtype)[:, None] * 10_000.0 ** (-torch.arange(0, 16, 2, dtype=x.dtype) / 16)
+        angles = torch.arange(8, dtype=x.dtype)[:, None, None, None] * 10_000.0 ** (
+            -torch.arange(0, 16, 2, dtype=x.dtype) / 16
+        )
         first, second = x.chunk(2, dim=-1)
         turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)
         return torch.cat((turned.real, turned.imag), dim=-1)
 
-    x = torch.randn(2, 3, 8, 16)
+    x = torch.randn(2, 8, 2, 3, 16)
     assert_close(rotate(x, *rotary_tables(8, 16)), turn(x), turn(x.double()), "rotated")

@@ -62,9 +62,12 @@ class Attention(nn.Module):
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, attended: Tensor | None = None) -> Tensor:
-        query, key, value = self.qkv_proj(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
+        projected = self.qkv_proj(x).unflatten(-1, (3, self.heads, -1))
+        # Queries and keys are turned together. Taken apart so, the gradients of the three come together in one copy.
+        turned, value = projected.split((2, 1), dim=-3)
+        query, key = rotate(turned, cosine, sine).unbind(-3)
         mask = None if attended is None else attended[:, None, None, :]
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value.squeeze(-3)))
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=self.causal)
         return self.out_proj(mixed.transpose(1, 2).flatten(-2))
 
@@ -77,11 +80,13 @@ def rotary_tables(length: int, channels: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn each pair of channels of ``x [B, heads, M, channels]`` by its position's angle, so that a product of two
-    rotated vectors depends on their distance alone."""
+    """Turn each pair of channels of ``x [B, M, *, heads, channels]`` by its position's angle, so that a product of two
+    turned vectors depends on their distance alone. It computes in the dtype of x."""
+    cosine, sine = (table[:, None, None].to(x.dtype) for table in (cosine, sine))
     first, second = x.chunk(2, dim=-1)
-    rotated = torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
-    return rotated.type_as(x)
+    real = torch.addcmul(first * cosine, second, sine, value=-1)
+    imaginary = torch.addcmul(first * sine, second, cosine)
+    return torch.cat((real, imaginary), dim=-1)
 
 
 class Block(nn.Module):
