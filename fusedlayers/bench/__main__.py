@@ -25,12 +25,18 @@ from ..kernels.activations import canonical_activation
 from ..kernels.gemm_reduce import OPERATIONS
 from . import plots, record, selftest, tables
 from .cases import CASES, DTYPES, INITS, Case, Grid, Options, Shape
-from .contenders import AUTO, AUTOTUNED, COMPILED, EAGER, FUSED
+from .contenders import AUTO, AUTOTUNED, CHECKPOINTED, COMPILED, EAGER, FUSED
 from .exactness import INTEGER_ACTIVATIONS, INTEGER_OPERATIONS
 from .runner import FORWARD, FORWARD_BACKWARD, Row, Settings, run
 
-_CONTENDER_WORDS = {"eager": EAGER, "compile": COMPILED, "autotune": AUTOTUNED, "auto": AUTO, "fused": FUSED}
-# Tuning a product takes torch some ten seconds: only where it is asked for.
+_CONTENDER_WORDS = {
+    "eager": EAGER,
+    "compile": COMPILED,
+    "autotune": AUTOTUNED,
+    "checkpoint": CHECKPOINTED,
+    "auto": AUTO,
+    "fused": FUSED,
+}
 _USUAL_CONTENDERS = (EAGER, COMPILED, AUTO, FUSED)
 _DIRECTION_WORDS = {
     "forward": (FORWARD,),
@@ -123,7 +129,7 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
         "--contenders",
         type=_contenders,
         metavar="NAME,…",
-        help=f"of {','.join(_CONTENDER_WORDS)}; default: all but autotune on a GPU, eager and auto without one",
+        help=f"of {','.join(_CONTENDER_WORDS)}; default: eager and auto, on a GPU compile and fused too",
     )
     command.add_argument(
         "--seconds", type=_positive, default=1.0, help="timing per row and direction, beside warm-up (default: 1)"

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .. import planning
 from ..devices import describe
 from ..planning import Plan
 from .cases import Case, Inputs, Options, Results, as_tuple
 
-EAGER, COMPILED, AUTOTUNED, AUTO, FUSED = "torch eager", "torch.compile", "max-autotune", "auto", "fused"
-TORCH_CONTENDERS, OUR_CONTENDERS = (EAGER, COMPILED, AUTOTUNED), (AUTO, FUSED)
+EAGER, COMPILED, AUTO, FUSED = "torch eager", "torch.compile", "auto", "fused"
+# Only for those who ask: tuning takes about ten seconds a product, and checkpoints are for layers that keep something.
+AUTOTUNED, CHECKPOINTED = "max-autotune", "checkpoint"
+ON_REQUEST = (AUTOTUNED, CHECKPOINTED)
+TORCH_CONTENDERS, OUR_CONTENDERS = (EAGER, COMPILED, *ON_REQUEST), (AUTO, FUSED)
 CONTENDERS = TORCH_CONTENDERS + OUR_CONTENDERS
 
 # What the user has set must not decide what is measured: each contender sets both.
@@ -27,13 +32,15 @@ class Contender:
     """``call`` takes the inputs of the case by name; ``switches`` are environment variables that hold meanwhile.
 
     ``before_capture`` are those of one more warm-up: where the planner decides otherwise inside a CUDA graph, the
-    kernels of that path must be compiled and loaded before the recording starts.
+    kernels of that path must be compiled and loaded before the recording starts. ``saves``: what is kept for a backward
+    pass is what autograd saves, and can be counted.
     """
 
     name: str
     call: Callable[..., Results]
     switches: Mapping[str, str] = field(default_factory=dict)
     before_capture: Mapping[str, str] = field(default_factory=dict)
+    saves: bool = True
 
 
 @dataclass(frozen=True)
@@ -89,12 +96,19 @@ def contender(name: str, case: Case, options: Options) -> Contender:
 
         if name == EAGER:
             return Contender(name, expression)
+        if name == CHECKPOINTED:
+            # The forward pass keeps its inputs alone, and the backward pass repeats it; what is drawn is not restored.
+            return Contender(name, partial(_checkpointed, expression), saves=False)
         # Static shapes and one graph: what is fastest for torch. Whether it is recorded, too, is decided by the timing.
         mode = "max-autotune-no-cudagraphs" if name == AUTOTUNED else None
         return Contender(name, torch.compile(expression, dynamic=False, fullgraph=True, mode=mode))
     our_keywords = case.our_keywords(options)
     switches = AUTO_SWITCHES if name == AUTO else FUSED_SWITCHES
     return Contender(name, lambda **inputs: case.ours(**inputs, **our_keywords), switches)
+
+
+def _checkpointed(expression: Callable[..., Results], **inputs: Tensor) -> Results:
+    return checkpoint(partial(expression, **inputs), use_reentrant=False, preserve_rng_state=False)
 
 
 def our_plan(case: Case, options: Options, work: Work, captured: bool = False, backend: str = "auto") -> Plan:

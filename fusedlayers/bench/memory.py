@@ -9,8 +9,13 @@ from ..functional.dispatch import switched
 from .contenders import Contender, Work
 
 
-def saved_bytes(contender: Contender, work: Work, parameters: frozenset[str]) -> int:
-    """Bytes that the forward pass saves for the backward pass: whole storages, each once, without the parameters."""
+def saved_bytes(contender: Contender, work: Work, parameters: frozenset[str]) -> int | None:
+    """Bytes that the forward pass saves for the backward pass: whole storages, each once, without the parameters.
+
+    None for a contender that keeps them otherwise.
+    """
+    if not contender.saves:
+        return None
     owned = {work.inputs[name].untyped_storage().data_ptr() for name in parameters & set(work.inputs)}
     storages: dict[int, int] = {}
 

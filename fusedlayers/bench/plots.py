@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .contenders import AUTO, AUTOTUNED, CONTENDERS, FUSED
+from .contenders import AUTO, AUTOTUNED, CHECKPOINTED, CONTENDERS, FUSED
 from .record import Record
 from .tables import KINDS, median, speed_up, timed_rows
 
@@ -14,6 +14,7 @@ _COLOURS = {
     "torch eager": "#8c8c8c",
     "torch.compile": "#4c4c4c",
     AUTOTUNED: "#b0a090",
+    CHECKPOINTED: "#cc79a7",
     AUTO: "#0072b2",
     FUSED: "#e69f00",
 }

@@ -20,7 +20,7 @@ Schema 1. Times are seconds, sizes bytes; what is unknown is null.
         verification  list of {contender, path, status, reason, findings: [{tensor, ok, message, max_error_ratio,
                       rms_ratio, worst_fraction}]}; status is "green", "red" or "not run"
         clocks        after the row: sm_mhz, memory_mhz, power_watts, temperature_celsius, or null
-        contenders    by name ("torch eager", "torch.compile", "max-autotune", "auto", "fused"):
+        contenders    by name ("torch eager", "torch.compile", "max-autotune", "checkpoint", "auto", "fused"):
             status    "timed", "not timed", or "same as auto" (auto mode chose the fused kernels)
             reason    why it was not timed, or why there is no replayed time; else ""
             path, replayed_path  of ours: "fused", "chunked", "algebraic" or "torch", launched and inside a CUDA graph,
@@ -29,7 +29,8 @@ Schema 1. Times are seconds, sizes bytes; what is unknown is null.
             replayed  the same inside a CUDA graph, or null
             host_seconds, host_bound   the host's time to launch; whether launched shows the host and not the device
             tflops, floor_share        from replayed if there is one, else launched; floor_share may be null
-            saved_bytes, peak_bytes    kept for backward without parameters; most allocated beyond the inputs
+            saved_bytes, peak_bytes    kept for backward without parameters, null if unknown; most allocated beyond
+                      the inputs
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from .contenders import AUTO, AUTOTUNED, COMPILED, EAGER, FUSED, TORCH_CONTENDERS
+from .contenders import AUTO, COMPILED, EAGER, FUSED, ON_REQUEST, TORCH_CONTENDERS
 from .record import Record
 
 # Auto mode should not be slower than this share of the best of torch's times.
@@ -113,11 +113,11 @@ def slower_than_torch(record: Record) -> list[str]:
 
 def screen(record: Record) -> Table:
     """Everything in one narrow table for a terminal."""
-    tuned = _tuned(timed_rows(record))
-    columns = ("grid", "shape", "pass", "eager", "compile", *tuned, "auto", "path", "fused", "speed-up", "of floor")
+    more = _asked_for(timed_rows(record))
+    columns = ("grid", "shape", "pass", "eager", "compile", *more, "auto", "path", "fused", "speed-up", "of floor")
     rows = []
     for row in timed_rows(record):
-        times = [_times(row, name) for name in (EAGER, COMPILED, *tuned, AUTO)]
+        times = [_times(row, name) for name in (EAGER, COMPILED, *more, AUTO)]
         passes = "f" if row["direction"] == "forward" else "f+b"
         rows.append(
             (
@@ -135,12 +135,12 @@ def screen(record: Record) -> Table:
 
 
 def _table(title: str, dtype: str, direction: str, rows: list[Record]) -> Table:
-    tuned = _tuned(rows)
-    columns = [rows[0]["meaning"], "torch eager", "torch.compile", *tuned, "fusedlayers", "path", "forced kernels"]
+    more = _asked_for(rows)
+    columns = [rows[0]["meaning"], "torch eager", "torch.compile", *more, "fusedlayers", "path", "forced kernels"]
     columns += ["speed-up", "of floor"] + (["saved", "peak"] if direction == "forward_backward" else [])
     lines = []
     for row in rows:
-        line = [_shape(row), *(_times(row, name) for name in (EAGER, COMPILED, *tuned, AUTO)), _path(row)]
+        line = [_shape(row), *(_times(row, name) for name in (EAGER, COMPILED, *more, AUTO)), _path(row)]
         line += [_forced(row), _ratios(row), _share(row)]
         if direction == "forward_backward":
             line += [_memory(row, "saved_bytes"), _memory(row, "peak_bytes")]
@@ -148,9 +148,9 @@ def _table(title: str, dtype: str, direction: str, rows: list[Record]) -> Table:
     return Table(f"{title}: {_DIRECTIONS[direction]}, {dtype}", tuple(columns), tuple(lines))
 
 
-def _tuned(rows: list[Record]) -> tuple[str, ...]:
-    """The column of torch's autotuned products, where they were timed."""
-    return (AUTOTUNED,) if any(AUTOTUNED in row["contenders"] for row in rows) else ()
+def _asked_for(rows: list[Record]) -> list[str]:
+    """The columns of those that were timed because somebody asked for them."""
+    return [name for name in ON_REQUEST if any(name in row["contenders"] for row in rows)]
 
 
 def _title(row: Record) -> str:

@@ -48,6 +48,25 @@ def test_saved_bytes_count_each_activation_once_and_no_parameter() -> None:
     assert saved_bytes(eager, work, FFN.parameters) == 4 * rows * (width + 2 * hidden)
     chunked = contenders.contender(contenders.AUTO, FFN, dataclasses.replace(PLAIN, recompute=True))
     assert saved_bytes(chunked, work, FFN.parameters) == 4 * rows * width
+    checkpointed = contenders.contender(contenders.CHECKPOINTED, FFN, PLAIN)
+    assert saved_bytes(checkpointed, work, FFN.parameters) is None
+
+
+def test_a_checkpoint_gives_the_gradients_of_the_expression_that_it_repeats() -> None:
+    work = verification.random_work(
+        FFN, PLAIN, (64, 16, 48), init="normal", dtype=torch.float32, device=CPU, seed=0, backward=True
+    )  # fmt: skip
+    calls: list[None] = []
+
+    def expression(**inputs: torch.Tensor) -> torch.Tensor:
+        calls.append(None)
+        return FFN.torch_expression(**inputs, activation="gelu_tanh")
+
+    repeated = dataclasses.replace(FFN, torch_expression=expression, torch_keywords=lambda options: {})
+    found = work.run(contenders.contender(contenders.CHECKPOINTED, repeated, PLAIN).call)
+    assert len(calls) == 2
+    expected = work.run(contenders.contender(contenders.EAGER, repeated, PLAIN).call)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
 class _RecordingClock(timing.Clock):
