@@ -29,11 +29,9 @@ def _column_sums_kernel(
     tl.store(sums_ptr + band.to(tl.int64) * N + cols, tl.sum(sums, 0), mask=cols < N)
 
 
-def column_sums(dy: torch.Tensor, tiles: ColumnSumTiles) -> torch.Tensor:
-    """The sums ``[N]`` of dy ``[M, N]``, of at most 32 bits and any strides, over its rows, in its dtype."""
+def column_partials(dy: torch.Tensor, tiles: ColumnSumTiles) -> torch.Tensor:
+    """The sums ``[bands, N]`` in float32 of every band of rows of dy ``[M, N]``, N at least 1."""
     rows, columns = dy.shape
-    if not columns:
-        return dy.new_empty(0)
     column_blocks = ceil_div(columns, tiles.block_n)
     bands = max(1, min(ceil_div(rows, tiles.block_m), tiles.programs // column_blocks))
     partials = torch.empty(bands, columns, dtype=torch.float32, device=dy.device)
@@ -47,6 +45,14 @@ def column_sums(dy: torch.Tensor, tiles: ColumnSumTiles) -> torch.Tensor:
         tiles.num_warps,
         tiles.num_stages,
     )
-    sums = torch.empty(columns, dtype=dy.dtype, device=dy.device)
+    return partials
+
+
+def column_sums(dy: torch.Tensor, tiles: ColumnSumTiles) -> torch.Tensor:
+    """The sums ``[N]`` of dy ``[M, N]``, of at most 32 bits and any strides, over its rows, in its dtype."""
+    sums = torch.empty(dy.shape[1], dtype=dy.dtype, device=dy.device)
+    if not dy.shape[1]:
+        return sums
+    partials = column_partials(dy, tiles)
     reduce_partials(partials, [sums], blocks=ReduceBlocks(*BAND_BLOCKS))
     return sums

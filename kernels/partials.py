@@ -38,22 +38,39 @@ _NO_EPILOGUE = Epilogue(None, 1, "identity", "exact")
 _BLOCKS = ReduceBlocks()
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit
+def _total(partials_ptr, index, end, splits, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """The sums of the elements ``index`` of ``splits`` rows of ``end`` partials."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, splits, SPLITS):
+        split = first + tl.arange(0, SPLITS)
+        offsets = split.to(tl.int64)[:, None] * end + index[None, :]
+        inside = (split < splits)[:, None] & (index < end)[None, :]
+        total += tl.sum(tl.load(partials_ptr + offsets, mask=inside, other=0.0), 0)
+    return total
+
+
+@triton.jit(do_not_specialize=["splits", "other_splits"])
 def _reduce_partials_kernel(
     partials_ptr, bias_ptr, out_0_ptr, out_1_ptr, out_2_ptr, out_3_ptr, out_4_ptr, out_5_ptr,
-    stride_b, columns, end_0, end_1, end_2, end_3, end_4, end_5, splits,
+    other_partials_ptr, other_out_ptr,
+    stride_b, columns, end_0, end_1, end_2, end_3, end_4, end_5, other_end, splits, other_splits,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     follow_kernel_before(DEPENDENT)
+    program = tl.program_id(0)
+    if other_partials_ptr is not None:
+        # The programs behind those of the first partials.
+        behind = program - tl.cdiv(end_5, BLOCK)
+        if behind >= 0:
+            index = behind.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            total = _total(other_partials_ptr, index, other_end, other_splits, SPLITS, BLOCK)
+            tl.store(other_out_ptr + index, total.to(other_out_ptr.dtype.element_ty), mask=index < other_end)
+            return
     # The outputs lie behind one another in a row of the partials; ``end_i`` is where output i ends.
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, splits, SPLITS):
-        split = first + tl.arange(0, SPLITS)
-        offsets = split.to(tl.int64)[:, None] * end_5 + index[None, :]
-        inside = (split < splits)[:, None] & (index < end_5)[None, :]
-        total += tl.sum(tl.load(partials_ptr + offsets, mask=inside, other=0.0), 0)
+    index = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = _total(partials_ptr, index, end_5, splits, SPLITS, BLOCK)
     if bias_ptr is not None:
         total += load_vector(bias_ptr, index % columns, stride_b, columns)
     if ACTIVATION != "identity":
@@ -78,12 +95,16 @@ def reduce_partials(
     epilogue: Epilogue = _NO_EPILOGUE,
     blocks: ReduceBlocks = _BLOCKS,
     dependent: bool = False,
+    other: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Sums ``partials [splits, total]`` over the splits into the contiguous outputs, one rounding each.
 
     An ``epilogue`` is for a single output. ``dependent``: the kernel before, whose partials these are, lets this one
-    start early.
+    start early. ``other``: partials of any number of splits, and the output ``[columns]`` of their sums; to add them up
+    here saves a launch.
     """
+    other_partials, other_output = other or (None, None)
+    other_end, other_splits = (0, 0) if other_partials is None else (other_partials.shape[1], other_partials.shape[0])
     bias = epilogue.bias
     ends, end = [], 0
     for output in outputs:
@@ -92,10 +113,10 @@ def reduce_partials(
     missing = 6 - len(outputs)
     launch(
         _reduce_partials_kernel,
-        ceil_div(end, blocks.block),
-        (partials, bias, *outputs, *[None] * missing),
-        (0 if bias is None else bias.stride(0), epilogue.columns, *ends, *[end] * missing),
-        (partials.shape[0],),
+        ceil_div(end, blocks.block) + ceil_div(other_end, blocks.block),
+        (partials, bias, *outputs, *[None] * missing, other_partials, other_output),
+        (0 if bias is None else bias.stride(0), epilogue.columns, *ends, *[end] * missing, other_end),
+        (partials.shape[0], other_splits),
         (blocks.splits, blocks.block, epilogue.activation, epilogue.accuracy, dependent),
         blocks.num_warps,
         dependent=dependent,

@@ -71,7 +71,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def gradient(
         dy: Any, w_down: Any, z: Any, z_gate: Any, bias: bool, *rest: Any, keep_hidden: bool = False, **options: Any
     ) -> str:
-        return "gradient" + " and sums" * bias + " and hidden" * keep_hidden
+        summed = options.get("column_sums") is not None
+        return "gradient" + " and sums" * bias + " and hidden" * keep_hidden + " and db" * summed
 
     spy(kernels, "hidden", hidden)
     spy(kernels, "hidden_gradient", gradient)
@@ -117,8 +118,8 @@ def test_widths_that_no_fused_kernel_holds(
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     inputs = ffn_inputs(*WIDE, gated=gated, residual=True)
     assert_ffn_close(functional.ffn, inputs, options={}, manual_seed=8, activation="silu", dropout_p=dropout_p)
-    products = ["dw", "dx", "dw and dw" if gated else "dw", "db"]
-    assert launched == ["hidden and pre-activations", "gradient and sums and hidden", *products]
+    products = ["dw", "dx", "dw and dw" if gated else "dw"]
+    assert launched == ["hidden and pre-activations", "gradient and sums and hidden and db", *products]
 
 
 def test_a_width_on_either_side_is_enough(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,12 +252,13 @@ def wanted_launches(wanted: set[str]) -> list[str]:
     found = ["hidden and pre-activations"]
     if through:
         sums = " and sums" if wanted & {"b_up", "b_gate"} else ""
-        found.append("gradient" + sums + (" and hidden" if "w_down" in wanted else ""))
+        hidden, summed = "w_down" in wanted, "b_down" in wanted
+        found.append("gradient" + sums + " and hidden" * hidden + " and db" * summed)
     if "w_down" in wanted:
         found.append("dw")
     weights = len(wanted & {"w_up", "w_gate"})
     found += ["dx"] * ("x" in wanted) + (["dw and dw"] if weights == 2 else ["dw"] * weights)
-    return found + ["db"] * ("b_down" in wanted)
+    return found + ["db"] * ("b_down" in wanted and not through)
 
 
 @pytest.mark.parametrize("gated", GATED)

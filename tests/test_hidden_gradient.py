@@ -17,7 +17,7 @@ from fusedlayers import functional, planning, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.activations import ACTIVATIONS
-from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES, EpilogueTiles
+from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES, ColumnSumTiles, EpilogueTiles
 from tests.operands import (
     DEVICE,
     DTYPES,
@@ -131,12 +131,14 @@ def test_exact_integers_for_any_number_of_row_tiles(gated: bool, dtype: torch.dt
     expected = found(reference.hidden_gradient, truth, activation="relu")
     expected["hidden"] = reference.hidden(truth["z"], truth["z_gate"], activation="relu")
     tiles = EpilogueTiles(16, 32, 16, 4, 1)
-    for more in ({}, {"side_by_side": True}, {"keep_hidden": True}):
+    summed: dict[str, Any] = {"column_sums": ColumnSumTiles(16, 16, 5)}
+    for more in ({}, {"side_by_side": True}, {"keep_hidden": True}, summed):
         ours = kernels.hidden_gradient(
             dy, w_down, z, z_gate, True, row_tiles, "relu", "exact", "ieee", tiles, **more
         )._asdict()
         kept = None if "keep_hidden" not in more else expected["hidden"]
-        assert_equal(in_float64(ours), expected | {"hidden": kept})
+        db_down = truth["dy"].sum(0) if more is summed else None
+        assert_equal(in_float64(ours), expected | {"hidden": kept, "db_down": db_down})
 
 
 @needs_kernels

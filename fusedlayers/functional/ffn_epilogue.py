@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import reference
 from ..kernels import gemm_epilogue as kernels
 from ..kernels.dropout import Dropout
+from ..kernels.tuning import COLUMN_SUM_TILES
 from ..planning import Plan
 
 Gradients = list[Tensor | None]
@@ -49,7 +50,7 @@ def gradients(
     dropout: Dropout,
     plan: Plan,
 ) -> Gradients:
-    """The wanted gradients of (x, w_up, w_down, b_up, b_down, w_gate, b_gate); not that of b_down.
+    """The wanted gradients of (x, w_up, w_down, b_up, b_down, w_gate, b_gate); that of b_down with those of the hidden.
 
     ``tensors`` are x, w_up, w_down and w_gate, ``pre_activations`` z and z_gate.
     """
@@ -67,14 +68,14 @@ def gradients(
     found = kernels.hidden_gradient(
         dy, w_down, *pre_activations, db_up or db_gate, tiles.row_tiles, problem.activation, plan.accuracy,
         problem.input_precision, tiles.tiles, tiles.pipeline, keep_hidden=wanted[2], side_by_side=True,
-        dropout=dropout,
+        dropout=dropout, column_sums=COLUMN_SUM_TILES if wanted[4] else None,
     )  # fmt: skip
     results: Gradients = [
         None,
         None,
         None,
         found.db_up if db_up else None,
-        None,
+        found.db_down,
         None,
         found.db_gate if db_gate else None,
     ]

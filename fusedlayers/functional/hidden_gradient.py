@@ -93,7 +93,7 @@ def hidden_gradient(
 def _gradients(dy: Tensor, w_down: Tensor, z: Tensor, z_gate: Tensor | None, plan: HiddenGradientPlan) -> _Gradients:
     assert plan.tiles is not None
     problem = plan.problem
-    dz, dz_gate, db_up, db_gate, _ = kernels.hidden_gradient(
+    dz, dz_gate, db_up, db_gate, *_ = kernels.hidden_gradient(
         rows(dy), w_down, rows(z), None if z_gate is None else rows(z_gate), problem.bias, plan.row_tiles,
         problem.activation, plan.accuracy, problem.input_precision, plan.tiles, plan.pipeline,
     )  # fmt: skip

@@ -5,13 +5,14 @@ from typing import NamedTuple
 import torch
 
 from ..activations import activation_unit, hidden_and_slopes, through_activation
+from ..column_sums import column_partials
 from ..device import tl, triton
 from ..dropout import NO_DROPOUT, Dropout, keep_factor
 from ..hopper import ALIGNMENT, Matrix, untransposed
 from ..launching import ceil_div, launch
 from ..partials import ReduceBlocks, reduce_partials
 from ..tiles import add_product, grouped_tile, load_tile, store_tile
-from ..tuning import BAND_BLOCKS, EpiloguePipeline, EpilogueTiles
+from ..tuning import BAND_BLOCKS, ColumnSumTiles, EpiloguePipeline, EpilogueTiles
 from . import pipelined
 
 _GROUP = 8  # programs below one another, before those to their right: they share columns of w_down in the cache
@@ -79,13 +80,15 @@ def _hidden_gradient_kernel(
 
 
 class HiddenGradients(NamedTuple):
-    """dz and dz_gate ``[M, N]``, db_up and db_gate ``[N]``, and the hidden ``[M, N]``; None for what was not asked."""
+    """dz and dz_gate ``[M, N]``, db_up and db_gate ``[N]``, the hidden ``[M, N]``, db_down ``[O]``; None for what was
+    not asked."""
 
     dz: torch.Tensor
     dz_gate: torch.Tensor | None
     db_up: torch.Tensor | None
     db_gate: torch.Tensor | None
     hidden: torch.Tensor | None
+    db_down: torch.Tensor | None
 
 
 def hidden_gradient(
@@ -105,8 +108,11 @@ def hidden_gradient(
     in_place: bool = False,
     sums_dtype: torch.dtype | None = None,
     dropout: Dropout = NO_DROPOUT,
+    column_sums: ColumnSumTiles | None = None,
 ) -> HiddenGradients:
     """The gradients of the pre-activations, with ``bias`` their sums, and the hidden if it is to be kept.
+
+    With ``column_sums`` the sums of dy, too, by these tiles.
 
     Operands ``[M, *]`` of any strides. Results are contiguous; ``side_by_side``, dz and dz_gate are the halves of one
     ``[M, 2 N]``; ``in_place``, they replace z and z_gate, which are contiguous then. ``sums_dtype`` is that of the
@@ -136,6 +142,8 @@ def hidden_gradient(
     else:
         bands = ceil_div(ceil_div(rows, tiles.block_m), row_tiles)
     sums = empty(bands, columns * parts, dtype=torch.float32) if bias else None
+    # First, so that the kernel behind it finds dy in the cache.
+    dy_sums = None if column_sums is None else column_partials(dy, column_sums)
     if pipeline is not None and matrices is not None:
         pipelined.launch_hidden_gradient(*matrices, dz, d_gate, hidden, sums, activation, accuracy, pipeline, dropout)
     else:
@@ -150,12 +158,17 @@ def hidden_gradient(
             tiles.num_warps,
             tiles.num_stages,
         )
+    db_down = None if dy_sums is None else empty(dy.shape[1])
+    blocks = ReduceBlocks(*BAND_BLOCKS)
     if sums is None:
-        return HiddenGradients(dz, d_gate, None, None, hidden)
+        if dy_sums is not None and db_down is not None:
+            reduce_partials(dy_sums, [db_down], blocks=blocks)
+        return HiddenGradients(dz, d_gate, None, None, hidden, db_down)
     db_up = empty(columns, dtype=sums_dtype or dy.dtype)
     db_gate = None if z_gate is None else empty(columns, dtype=db_up.dtype)
-    reduce_partials(sums, [db_up] if db_gate is None else [db_up, db_gate], blocks=ReduceBlocks(*BAND_BLOCKS))
-    return HiddenGradients(dz, d_gate, db_up, db_gate, hidden)
+    other = None if dy_sums is None or db_down is None else (dy_sums, db_down)
+    reduce_partials(sums, [db_up] if db_gate is None else [db_up, db_gate], blocks=blocks, other=other)
+    return HiddenGradients(dz, d_gate, db_up, db_gate, hidden, db_down)
 
 
 def _matrices(
