@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..planning import Call, Decision
+from ..devices import describe
+from ..planning import Call, Decision, Device
 from ..sources import stamp
 from .dispatch import backend, plan_on_path, strict
+from .signatures import switches
 from .tracing import with_known_sizes
 
 _LIBRARY = torch.library.Library("fusedlayers", "DEF")
@@ -41,6 +43,10 @@ _WORDS: dict[Any, Callable[[str], bool | int | str]] = {
     int | str: lambda word: int(word) if word.removeprefix("-").isdecimal() else word,
     bool | int | str: lambda word: {"True": True, "False": False}.get(word, _WORDS[int | str](word)),
 }
+
+
+# Calls of one operation: when they become many, all are forgotten, which costs no more than planning them again.
+_KNOWN_LIMIT = 4096
 
 
 def _word(argument: Any) -> str:
@@ -125,6 +131,16 @@ class _Described(NamedTuple):
     wanted: list[bool]  # gradients of the tensors
 
 
+class _Prepared(NamedTuple):
+    """What an operation that runs knows of its call, and finds out only once."""
+
+    facts: Device  # of the device that it was planned for
+    wanted: list[bool]
+    arguments: dict[str, Any]  # of the Function, behind the tensors
+    given: list[bool]  # which results there are
+    made: list[bool]  # and which of the tensors that the Function made itself
+
+
 class KernelCall:
     """The autograd Function of a kernel path as the operations ``fusedlayers::<name>_forward`` and ``_backward``.
 
@@ -157,6 +173,7 @@ class KernelCall:
         self.name, self.function, self.problem = name, function, problem
         self.saved, self.arguments, self.results = saved, arguments, results
         self.added, self.plain_backward = added, plain_backward
+        self._known: dict[tuple[object, ...], _Prepared] = {}
         names = tensors.split()
         self.count = len(names)
         typed = [f"Tensor? {each[:-1]}" if each.endswith("?") else f"Tensor {each}" for each in names]
@@ -212,16 +229,36 @@ class KernelCall:
     def _results(self, tensors: Sequence[Any], described: _Described) -> Results:
         return self.results(tensors, described.problem, described.path, described.options, any(described.wanted))
 
-    def _arguments(self, described: _Described, device: torch.device) -> dict[str, Any]:
-        return self.arguments(plan_on_path(described.problem, described.path, device), **described.options)
+    def _prepared(self, tensors: Sequence[Tensor | None], sizes: Sequence[int], call: str) -> _Prepared:
+        """Remembered, unless a size is a symbol: then a graph is traced, and this is no call that runs."""
+        device = next(tensor.device for tensor in tensors if tensor is not None)
+        facts = describe(device)
+        if any(type(size) is not int for size in sizes):
+            return self._prepare(tensors, self._described(sizes, call), device, facts)
+        # The switches as they are now, which may differ from what they were when the graph was compiled.
+        key = (call, *sizes, *[tensor is None for tensor in tensors], device, *switches())
+        known = self._known.get(key)
+        # Described anew while others of the device's facts are assumed, or after a self-test.
+        if known is None or known.facts is not facts:
+            if len(self._known) >= _KNOWN_LIMIT:
+                self._known.clear()
+            known = self._known[key] = self._prepare(tensors, self._described(sizes, call), device, facts)
+        return known
+
+    def _prepare(
+        self, tensors: Sequence[Tensor | None], described: _Described, device: torch.device, facts: Device
+    ) -> _Prepared:
+        described = described._replace(problem=with_known_sizes(described.problem))
+        given, made = ([result is not None for result in part] for part in self._results(tensors, described))
+        plan = plan_on_path(described.problem, described.path, device)
+        return _Prepared(facts, described.wanted, self.arguments(plan, **described.options), given, made)
 
     def _forward(self, *given: Any) -> list[Tensor]:
         *tensors, sizes, call = given
-        described = self._described(sizes, call)
-        arguments = self._arguments(described, tensors[0].device)
-        context = _Context(described.wanted, arguments)
+        prepared = self._prepared(tensors, sizes, call)
+        context = _Context(prepared.wanted, prepared.arguments)
         with torch.no_grad():
-            found: Any = self.function.forward(context, *tensors, *arguments.values())
+            found: Any = self.function.forward(context, *tensors, *prepared.arguments.values())
         results = found if isinstance(found, tuple) else (found,)
         made = context.saved_tensors[len(self.saved) :]
         return [tensor for tensor in (*results, *made) if tensor is not None]
@@ -275,18 +312,15 @@ class KernelCall:
         call: str,
     ) -> list[Tensor | None]:
         """The wanted gradients, by the Function's own backward pass."""
-        described = self._described(sizes, call)
-        described = described._replace(problem=with_known_sizes(described.problem))
-        first = next(tensor for tensor in tensors if tensor is not None)
-        patterns = self._results(tensors, described)
-        of_results, saved = (
-            [None if result is None else next(found) for result in pattern]
-            for pattern, found in zip(patterns, (iter(upstream), iter(made)), strict=True)
-        )
+        prepared = self._prepared(tensors, sizes, call)
+        of_results, of_made = iter(upstream), iter(made)
         kept = [tensors[place] for place in self.saved]
-        context = _Context(described.wanted, self._arguments(described, first.device), (*kept, *saved))
-        found: Any = self.function.backward(context, *of_results)
-        return [gradient for gradient, want in zip(found, described.wanted, strict=False) if want]
+        saved = [next(of_made) if there else None for there in prepared.made]
+        context = _Context(prepared.wanted, prepared.arguments, (*kept, *saved))
+        found: Any = self.function.backward(
+            context, *[next(of_results) if is_one else None for is_one in prepared.given]
+        )
+        return [gradient for gradient, want in zip(found, prepared.wanted, strict=False) if want]
 
     def _backward_fake(
         self,
