@@ -15,6 +15,7 @@ from tests.training_runs import (
     PARITY,
     ROOT,
     TINY,
+    band_width,
     distance,
     settings,
     torch_curves,
@@ -36,10 +37,13 @@ WORDS = ("ddp", "fsdp", "tp")
 
 
 @pytest.fixture(scope="module")
-def band(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[float]], float]:
-    curves, width = torch_curves(tmp_path_factory.mktemp("torch"), *DEVICE)
+def band(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[float]], float]:
+    directory = tmp_path_factory.mktemp("torch")
+    curves, width = torch_curves(directory, *DEVICE)
     assert width > 0, "the orders of summation make no difference, so the band would prove nothing"
-    return curves, width
+    # Those orders are of the feed-forward blocks; tensor parallelism adds up the parts of attention in another, too.
+    curves.append([row["train_loss"] for row in run(processes, directory / "tp", "tp", *PARITY, "layers=torch")])
+    return curves, band_width(curves)
 
 
 def run(processes: Processes, directory: Path, word: str, *overrides: str) -> list[loop.Row]:

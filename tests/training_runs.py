@@ -209,11 +209,16 @@ def parity_losses(directory: Path, *overrides: str) -> list[float]:
     return [row["train_loss"] for row in rows]
 
 
+def band_width(curves: list[list[float]]) -> float:
+    """The largest distance between two of the curves."""
+    return max(distance(one, other) for one, other in itertools.combinations(curves, 2))
+
+
 def torch_curves(directory: Path, *overrides: str) -> tuple[list[list[float]], float]:
-    """Training losses of torch runs that differ in the order of one sum, and the largest distance between two."""
+    """Training losses of torch runs that differ in the order of one sum, and the width of their band."""
     curves = [parity_losses(directory / "torch", "layers=torch", *overrides)]
     for number, parts in enumerate(REORDERINGS):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(FeedForward, "forward", reordered_forward(*parts))
             curves.append(parity_losses(directory / f"reordered{number}", "layers=torch", *overrides))
-    return curves, max(distance(one, other) for one, other in itertools.combinations(curves, 2))
+    return curves, band_width(curves)
