@@ -18,6 +18,7 @@ from torch import nn
 
 from fusedlayers import functional
 from train_examples import plots
+from train_examples.loop import environment
 
 # More ranges than this would each be shorter than a few tiles of the inner axis.
 SHORTEST_RANGE = 256
@@ -41,7 +42,13 @@ def picture(rows: int, layer: nn.Linear, directory: Path) -> str:
     name = torch.cuda.get_device_name(device)
     shape = f"{rows} × {layer.out_features} × {layer.in_features:,}"
     title = f"{shape} on {name}, {str(dtype).removeprefix('torch.')}"
-    result = {"device": name, "dtype": str(dtype), "rows × outputs × inner axis": shape, "microseconds": times}
+    result = {
+        "device": name,
+        **environment(),
+        "dtype": str(dtype),
+        "rows × outputs × inner axis": shape,
+        "microseconds": times,
+    }
     (directory / "split_factor.json").write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     plots.split_factors(times, title, directory / "split_factor.png")
     return "\n".join(
