@@ -88,7 +88,8 @@ TINY: dict[str, dict[str, Any]] = {
 def _curve(model: nn.Module, family: Family, batches: list[Inputs]) -> list[float]:
     """The losses of a copy of the model."""
     model = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    # With larger steps training is chaotic: on some machines the band of its runs is as wide as the losses are large.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return list(_losses(model, optimizer, family, batches))
 
 
@@ -115,7 +116,7 @@ def test_training_stays_within_the_band_of_torch_runs(name: str, monkeypatch: py
     model = family.build(**TINY[name]).eval()
     batches = [{key: tensor[:2, :8].contiguous() for key, tensor in family.inputs().items()} for _ in range(STEPS)]
     fl.replace(model)
-    permuted = [_permute_hidden(copy.deepcopy(model)) for _ in range(3)]
+    permuted = [_permute_hidden(copy.deepcopy(model)) for _ in range(8)]
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     fused = _curve(model, family, batches)
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
