@@ -374,9 +374,7 @@ def shipped(target: str, dtype: str, selection: str) -> list[Case]:
             uneven = [replace(case, rows=4099, hidden=4 * case.width - 8, activation="gelu") for case in whole]
             # The backward pass that stores what is hidden runs instead of kernels that others still need.
             recomputing = [replace(case, recompute=True) for case in (whole[-1], uneven[-1])]
-            # Uneven sizes are float16's in the usual run.
-            cases += uneven[1:] if selection == "even" else [*whole, *recomputing]
-            cases += uneven if selection == "all" else []
+            cases += uneven[1:] if selection == "even" else [*whole, *uneven, *recomputing]
     return cases
 
 

@@ -54,7 +54,7 @@ step("sm_90", "float32", (128, 128, 32, 300, 128))
 """
 TARGETS = """
 for target in sys.argv[1:]:
-    for dtype, width in (("bfloat16", 128), ("float32", 40)):
+    for dtype, width in (("bfloat16", 128), ("float16", 40), ("float32", 64)):
         step(target, dtype, (128, 128, 32, 300, width), "packed")
 """
 VARIANTS = """
