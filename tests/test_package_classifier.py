@@ -23,6 +23,7 @@ from tests.training_runs import (
     ROOT,
     TINY_CLASSIFIER,
     assert_same_checkpoint,
+    band_width,
     classifier_settings,
     distance,
     train_classifier,
@@ -317,7 +318,7 @@ def torch_band(few_packages: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         for ranges in REORDERINGS:
             patch.setattr(Reordered, "ranges", ranges)
             curves.append(parity_losses(folder / f"reordered{ranges}", "layers=torch"))
-    return curves, max(distance(one, other) for one, other in itertools.combinations(curves, 2))
+    return curves, band_width(curves)
 
 
 @pytest.mark.usefixtures("library")
