@@ -46,7 +46,7 @@ _WORDS: dict[Any, Callable[[str], bool | int | str]] = {
 
 
 # Calls of one operation: when they become many, all are forgotten, which costs no more than planning them again.
-_KNOWN_LIMIT = 4096
+_READY_LIMIT = 4096
 
 
 def _word(argument: Any) -> str:
@@ -173,7 +173,7 @@ class KernelCall:
         self.name, self.function, self.problem = name, function, problem
         self.saved, self.arguments, self.results = saved, arguments, results
         self.added, self.plain_backward = added, plain_backward
-        self._known: dict[tuple[object, ...], _Prepared] = {}
+        self._ready: dict[tuple[object, ...], _Prepared] = {}
         names = tensors.split()
         self.count = len(names)
         typed = [f"Tensor? {each[:-1]}" if each.endswith("?") else f"Tensor {each}" for each in names]
@@ -237,12 +237,12 @@ class KernelCall:
             return self._prepare(tensors, self._described(sizes, call), device, facts)
         # The switches as they are now, which may differ from what they were when the graph was compiled.
         key = (call, *sizes, *[tensor is None for tensor in tensors], device, *switches())
-        known = self._known.get(key)
+        known = self._ready.get(key)
         # Described anew while others of the device's facts are assumed, or after a self-test.
         if known is None or known.facts is not facts:
-            if len(self._known) >= _KNOWN_LIMIT:
-                self._known.clear()
-            known = self._known[key] = self._prepare(tensors, self._described(sizes, call), device, facts)
+            if len(self._ready) >= _READY_LIMIT:
+                self._ready.clear()
+            known = self._ready[key] = self._prepare(tensors, self._described(sizes, call), device, facts)
         return known
 
     def _prepare(
@@ -317,9 +317,7 @@ class KernelCall:
         kept = [tensors[place] for place in self.saved]
         saved = [next(of_made) if there else None for there in prepared.made]
         context = _Context(prepared.wanted, prepared.arguments, (*kept, *saved))
-        found: Any = self.function.backward(
-            context, *[next(of_results) if is_one else None for is_one in prepared.given]
-        )
+        found: Any = self.function.backward(context, *[next(of_results) if there else None for there in prepared.given])
         return [gradient for gradient, want in zip(found, prepared.wanted, strict=False) if want]
 
     def _backward_fake(

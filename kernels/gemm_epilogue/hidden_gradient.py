@@ -158,15 +158,15 @@ def hidden_gradient(
             tiles.num_warps,
             tiles.num_stages,
         )
-    db_down = None if dy_sums is None else empty(dy.shape[1])
+    other = None if dy_sums is None else (dy_sums, empty(dy.shape[1]))
+    db_down = None if other is None else other[1]
     blocks = ReduceBlocks(*BAND_BLOCKS)
     if sums is None:
-        if dy_sums is not None and db_down is not None:
-            reduce_partials(dy_sums, [db_down], blocks=blocks)
+        if other is not None:
+            reduce_partials(other[0], [other[1]], blocks=blocks)
         return HiddenGradients(dz, d_gate, None, None, hidden, db_down)
     db_up = empty(columns, dtype=sums_dtype or dy.dtype)
     db_gate = None if z_gate is None else empty(columns, dtype=db_up.dtype)
-    other = None if dy_sums is None or db_down is None else (dy_sums, db_down)
     reduce_partials(sums, [db_up] if db_gate is None else [db_up, db_gate], blocks=blocks, other=other)
     return HiddenGradients(dz, d_gate, db_up, db_gate, hidden, db_down)
 
