@@ -77,7 +77,7 @@ class _Forgetful(dict[Any, Any]):
 def small_chunks(problem: planning.Problem, rows: int) -> planning.ChunkPlan:
     """Chunks of ``rows`` tokens and all hidden units, as the planner has them where these are few."""
     wanted = (problem.needs_data_gradient, problem.needs_weight_gradient)
-    step = planning.ChunkPass(rows, problem.N, *wanted)
+    step = planning.ChunkPass(rows, problem.N, max(1, problem.N // 2), *wanted)
     return planning.ChunkPlan(rows, (step,) if problem.training else (), 0)
 
 

@@ -243,6 +243,13 @@ def test_switches(operation: str, switch: str, value: str, words: str, monkeypat
     refused(operation, ValueError, f"^{re.escape(words)}$")
 
 
+@pytest.mark.parametrize("value", ["", "64 MiB", "0", "-1", "inf", "nan"])
+def test_the_workspace(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_WORKSPACE_MIB", value)
+    words = f"FUSEDLAYERS_WORKSPACE_MIB is {value!r}; expected a positive number of MiB"
+    refused("ffn", ValueError, f"^{re.escape(words)}$", recompute=True)
+
+
 class Tagged(Tensor):
     """A subclass, as sharded and quantised tensors are."""
 

@@ -154,7 +154,7 @@ def test_lines_follow_the_call(pretend: Callable[[Device], None]) -> None:
     assert call(operands, recompute=True)["not chunked"].startswith("the fused path keeps no hidden either")
     wide = call(tensors(2**16, 1024, 4096), recompute=True)
     assert wide["path"].startswith("chunked: recompute=True forbids keeping the hidden")
-    assert wide["chunks"] == "2560 tokens at a time; backward 2816 tokens × 1408 hidden units"
+    assert wide["chunks"] == "2560 tokens at a time; backward 4864 tokens × 2048 hidden units, 512 at a time"
     assert "does not fit on chip" in wide["not fused"]
     assert wide["not torch"] == "recompute=True forbids keeping the hidden"
 

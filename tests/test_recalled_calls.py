@@ -155,7 +155,7 @@ def test_switches_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) 
     for beneath in (signatures._beneath, None):
         monkeypatch.setattr(signatures, "_beneath", beneath)
         unset = signatures.switches()
-        assert unset == (None, None)
+        assert unset == (None,) * len(signatures.SWITCHES)
         os.environ["FUSEDLAYERS_STRICT"] = "1"
         strict = signatures.switches()
         assert strict != unset
@@ -169,7 +169,7 @@ def test_switches_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) 
         del os.environ["FUSEDLAYERS_STRICT"]
     monkeypatch.undo()
     monkeypatch.setattr(os, "environ", {"FUSEDLAYERS_BACKEND": "torch"})
-    assert signatures.switches() == ("torch", None)
+    assert signatures.switches() == ("torch", None, None)
 
 
 def test_tensors_that_change_in_place(checked: list[str]) -> None:

@@ -107,7 +107,9 @@ def _choices(problem: Problem, plan: Plan, device: Device) -> list[tuple[str, st
 
 
 def _chunks(chunks: ChunkPlan) -> str:
-    passes = [f"{each.rows} tokens × {each.columns} hidden units" for each in chunks.passes]
+    passes = [
+        f"{each.rows} tokens × {each.columns} hidden units, {each.slice_columns} at a time" for each in chunks.passes
+    ]
     return f"{chunks.rows} tokens at a time" + (f"; backward {', then '.join(passes)}" if passes else "")
 
 

@@ -78,6 +78,20 @@ def strict() -> bool:
     return value == "1"
 
 
+def workspace_limit() -> int:
+    """Bytes of temporary memory of a call with ``recompute=True``, from ``FUSEDLAYERS_WORKSPACE_MIB`` (default: 64)."""
+    value = os.environ.get("FUSEDLAYERS_WORKSPACE_MIB")
+    if value is None:
+        return planning.WORKSPACE_LIMIT
+    try:
+        limit = float(value) * 2**20
+    except ValueError:
+        limit = math.nan
+    if not 1 <= limit < math.inf:
+        raise ValueError(f"FUSEDLAYERS_WORKSPACE_MIB is {value!r}; expected a positive number of MiB")
+    return int(limit)
+
+
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype that products of ``tensor`` run in: autocast's where it applies (never to float64), else its own."""
     own = tensor.dtype
@@ -216,6 +230,7 @@ def ffn_problem(
         needs_weight_gradient=wants_gradient(w_up, w_down, b_up, w_gate, b_gate),
         recompute=recompute if isinstance(recompute, (bool, str)) else "auto",
         saved_limit=budget,
+        workspace_limit=workspace_limit(),
         input_precision=input_precision(x.device, dtype),
         captured=captured(x.device),
         portable=portable_operand(x, w_up, w_down, b_up, w_gate, b_gate),

@@ -1,6 +1,8 @@
 """The chunked path of the FFN, on rows ``[M, *]``: the hidden is in memory in parts only, forward and backward.
 
-A part is computed by the kernels of the epilogue path where the plan has their tiles, else by torch's operations.
+A part is computed by the kernels of the epilogue path where the plan has their tiles, else by torch's operations. The
+backward pass computes the pre-activations of a chunk, and the hidden in slices of it, because only the gradient of
+w_down needs it; the gradients of the pre-activations take their place, so that each of the other products has one sum.
 """
 
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from ..planning import ChunkPass, Plan
 from .sums import accumulated, summed_rows
 
 Gradients = list[Tensor | None]
+EVERY = slice(None)
 
 
 class Weights(NamedTuple):
@@ -33,7 +36,8 @@ class Weights(NamedTuple):
     def group(self, units: slice) -> "Weights":
         """Those of some hidden units."""
         b_up, w_gate, b_gate = (None if t is None else t[units] for t in (self.b_up, self.w_gate, self.b_gate))
-        return Weights(self.w_up[units], self.w_down[:, units], b_up, self.b_down, w_gate, b_gate, units.start)
+        first = self.first + units.start
+        return Weights(self.w_up[units], self.w_down[:, units], b_up, self.b_down, w_gate, b_gate, first)
 
 
 def forward(
@@ -58,29 +62,19 @@ def forward(
 def _hidden(
     x: Tensor, weights: Weights, first_row: int, seed: Tensor | None, arithmetic: Arithmetic, plan: Plan
 ) -> Tensor:
+    place = (first_row, weights.first)
     if plan.epilogue is not None:
         tiles = plan.epilogue
         return kernels.hidden(
             x, weights.w_up, weights.b_up, weights.w_gate, weights.b_gate, False, arithmetic.activation,
             arithmetic.accuracy, arithmetic.input_precision, tiles.hidden_tiles, tiles.hidden_pipeline,
-            Dropout(seed, arithmetic.dropout_p, (first_row, weights.first)),
+            Dropout(seed, arithmetic.dropout_p, place),
         )[0]  # fmt: skip
-    return _through_torch(x, weights, first_row, seed, arithmetic)[0]
-
-
-def _through_torch(
-    x: Tensor, weights: Weights, first_row: int, seed: Tensor | None, arithmetic: Arithmetic, graph: bool = False
-) -> tuple[Tensor, list[Tensor]]:
-    """The hidden of some rows and units, and its pre-activations, from which autograd follows it with ``graph``."""
     pre_activations = [torch.nn.functional.linear(x, weights.w_up, weights.b_up)]
     if weights.w_gate is not None:
         pre_activations.append(torch.nn.functional.linear(x, weights.w_gate, weights.b_gate))
-    with torch.set_grad_enabled(graph):
-        if graph:
-            pre_activations = [z.requires_grad_() for z in pre_activations]
-        hidden = reference.hidden(*pre_activations, activation=arithmetic.activation)
-        place = (first_row, weights.first)
-        return reference.dropped(hidden, arithmetic.dropout_p, seed, place), pre_activations
+    hidden = reference.hidden(*pre_activations, activation=arithmetic.activation)
+    return reference.dropped(hidden, arithmetic.dropout_p, seed, place)
 
 
 @torch.no_grad()
@@ -90,7 +84,7 @@ def gradients(
 ) -> Gradients:  # fmt: skip
     """The wanted gradients of (x, w_up, w_down, b_up, b_down, w_gate, b_gate); not that of b_down.
 
-    Each is written once, rounded once, but dx, which is rounded once for each group of hidden units.
+    Each is written once, rounded once, but dx, which is rounded once for each group of hidden units, gated twice.
     """
     assert plan.chunks is not None
     operands = (x, weights.w_up, weights.w_down, weights.b_up, None, weights.w_gate, weights.b_gate)
@@ -124,83 +118,99 @@ def _one_group(call: _Call, weights: Weights, step: ChunkPass, found: Gradients)
     sums = _Sums(
         (_Sum(dw_up, units, whole), _Sum(dw_gate, units, whole)),
         (_Sum(db_up, units, False), _Sum(db_gate, units, False)),
-        _Sum(dw_down, (slice(None), units), whole),
+        _Sum(dw_down, (EVERY, units), whole),
     )
     for rows in _ranges(call.x.shape[0], step.rows):
-        _one_chunk(call, weights, rows, None if dx is None else dx[rows], sums)
+        _one_chunk(call, weights, rows, step.slice_columns, None if dx is None else dx[rows], sums)
     for each in (*sums.of_inputs, *sums.of_rows, sums.of_down):
         each.store()
 
 
-def _one_chunk(call: _Call, weights: Weights, rows: slice, dx: Tensor | None, sums: "_Sums") -> None:
+def _one_chunk(
+    call: _Call, weights: Weights, rows: slice, slice_columns: int, dx: Tensor | None, sums: "_Sums"
+) -> None:
     # A function of its own, so that nothing of a chunk is left when the next one begins.
     x, dy = call.x[rows], call.dy[rows]
-    biases = any(each.wanted for each in sums.of_rows)
-    through = dx is not None or biases or any(each.wanted for each in sums.of_inputs)
-    hidden, dz, of_rows = _part(call, x, dy, weights, rows.start, through, biases)
-    sums.of_down.add_product(dy, hidden)
-    for place, (d_pre, db) in enumerate(zip(dz, of_rows, strict=True)):
-        sums.of_inputs[place].add_product(d_pre, x)
-        sums.of_rows[place].add(db)
+    through = dx is not None or any(each.wanted for each in (*sums.of_rows, *sums.of_inputs))
+    # Together they give dz, of which every product with it needs all; the hidden is needed by one, slice by slice.
+    dz = _pre_activations(x, weights) if through else []
+    for units in _ranges(weights.w_up.shape[0], slice_columns):
+        part = weights.group(units)
+        if through:
+            _one_slice(call, dy, part, [each[:, units] for each in dz], rows, units, sums)
+        elif sums.of_down.wanted:
+            hidden = _hidden(x, part, rows.start, call.seed, call.arithmetic, call.plan)
+            sums.of_down.add_product(dy, hidden, rows, units)
+    for place, d_pre in enumerate(dz):
+        sums.of_inputs[place].add_product(d_pre, x, rows)
         if dx is not None:
             weight = weights.w_gate if place else weights.w_up
             assert weight is not None
             torch.addmm(dx, d_pre, weight, beta=1 if place or weights.first else 0, out=dx)
 
 
-def _part(
-    call: _Call, x: Tensor, dy: Tensor, weights: Weights, first_row: int, through: bool, biases: bool
-) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
-    """The hidden; if gradients go ``through`` its pre-activations, those of these, and their sums for ``biases``."""
+def _pre_activations(x: Tensor, weights: Weights) -> list[Tensor]:
+    found = []
+    for weight, bias in ((weights.w_up, weights.b_up), (weights.w_gate, weights.b_gate)):
+        if weight is not None:
+            found.append(torch.nn.functional.linear(x, weight, bias))
+    return found
+
+
+def _one_slice(
+    call: _Call, dy: Tensor, weights: Weights, z: list[Tensor], rows: slice, units: slice, sums: "_Sums"
+) -> None:
+    """Puts the gradients of the pre-activations ``z`` in their place, and adds up what else comes of them."""
     arithmetic, plan = call.arithmetic, call.plan
+    biases, place = any(each.wanted for each in sums.of_rows), (rows.start, weights.first)
+    of_rows: tuple[Tensor | None, ...] = ()
     if plan.epilogue is not None:
-        tiles, gradient = plan.epilogue, plan.epilogue.gradient
-        dropout = Dropout(call.seed, arithmetic.dropout_p, (first_row, weights.first))
-        hidden, z, z_gate = kernels.hidden(
-            x, weights.w_up, weights.b_up, weights.w_gate, weights.b_gate, through, arithmetic.activation,
-            arithmetic.accuracy, arithmetic.input_precision, tiles.hidden_tiles, tiles.hidden_pipeline, dropout,
-        )  # fmt: skip
-        if z is None:
-            return hidden, [], []
+        gradient = plan.epilogue.gradient
         assert gradient is not None
         assert gradient.tiles is not None
         found = kernels.hidden_gradient(
-            dy, weights.w_down, z, z_gate, biases, gradient.row_tiles, arithmetic.activation, arithmetic.accuracy,
-            arithmetic.input_precision, gradient.tiles, gradient.pipeline, in_place=True, sums_dtype=torch.float32,
-            dropout=dropout,
+            dy, weights.w_down, z[0], z[1] if len(z) > 1 else None, biases, gradient.row_tiles, arithmetic.activation,
+            arithmetic.accuracy, arithmetic.input_precision, gradient.tiles, gradient.pipeline,
+            keep_hidden=sums.of_down.wanted, in_place=True, sums_dtype=torch.float32,
+            dropout=Dropout(call.seed, arithmetic.dropout_p, place),
         )  # fmt: skip
-        if found.dz_gate is None:
-            return hidden, [found.dz], [found.db_up]
-        return hidden, [found.dz, found.dz_gate], [found.db_up, found.db_gate]
-    hidden, pre_activations = _through_torch(x, weights, first_row, call.seed, arithmetic, graph=through)
-    if not through:
-        return hidden, [], []
-    dz = torch.autograd.grad(hidden, pre_activations, dy @ weights.w_down)
-    sums = [summed_rows(each) if biases else None for each in dz]
-    return hidden.detach(), list(dz), sums
+        hidden, of_rows = found.hidden, (found.db_up, found.db_gate)
+    else:
+        with torch.enable_grad():
+            followed = [each.detach().requires_grad_() for each in z]
+            hidden = reference.hidden(*followed, activation=arithmetic.activation)
+            hidden = reference.dropped(hidden, arithmetic.dropout_p, call.seed, place)
+        gradients = torch.autograd.grad(hidden, followed, dy @ weights.w_down)
+        hidden = hidden.detach()
+        of_rows = tuple(summed_rows(each) if biases else None for each in gradients)
+        # Not before: autograd has read what they replace.
+        for each, gradient in zip(z, gradients, strict=True):
+            each.copy_(gradient)
+    if hidden is not None:
+        sums.of_down.add_product(dy, hidden, rows, units)
+    for total, term in zip(sums.of_rows, of_rows, strict=False):
+        total.add(term, rows, units)
 
 
 class _Sum:
     """The ``part`` of a gradient that one group yields, summed over chunks of tokens in at least float32, rounded once.
 
-    ``whole`` says that there is one chunk: the gradient itself takes the product then.
+    The first chunk begins it. ``whole`` says that there is one chunk: the gradient itself takes the product then.
     """
 
     def __init__(self, gradient: Tensor | None, part: slice | tuple[slice, slice], whole: bool) -> None:
         self.wanted = gradient is not None
         self.gradient = self.total = None if gradient is None else gradient[part]
-        self.empty = True
         if self.gradient is not None and not whole and self.gradient.dtype != accumulated(self.gradient.dtype):
             self.total = torch.empty(
                 self.gradient.shape, dtype=accumulated(self.gradient.dtype), device=self.gradient.device
             )
 
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        """``leftᵀ @ right``; it is not rounded to the operands' dtype on the way."""
-        total = self.total
-        if total is None:
+    def add_product(self, left: Tensor, right: Tensor, rows: slice, units: slice = EVERY) -> None:
+        """``leftᵀ @ right`` of a chunk's rows to some columns; it is not rounded to the operands' dtype on the way."""
+        if self.total is None:
             return
-        beta, self.empty = 0 if self.empty else 1, False
+        total, beta = self.total[:, units], 1 if rows.start else 0
         if left.dtype == total.dtype:
             torch.addmm(total, left.T, right, beta=beta, out=total)
         elif left.is_cuda:
@@ -208,14 +218,14 @@ class _Sum:
         else:
             torch.addmm(total, left.T.to(total.dtype), right.to(total.dtype), beta=beta, out=total)
 
-    def add(self, term: Tensor | None) -> None:
-        """A sum over the rows of a chunk."""
-        if self.total is not None and term is not None:
-            if self.empty:
-                self.total.copy_(term)
-            else:
-                self.total += term
-            self.empty = False
+    def add(self, term: Tensor | None, rows: slice, units: slice) -> None:
+        """A sum over the rows of a chunk, to some elements."""
+        if self.total is None or term is None:
+            return
+        if rows.start:
+            self.total[units] += term
+        else:
+            self.total[units] = term
 
     def store(self) -> None:
         """Rounds the sum into the gradient."""

@@ -17,7 +17,7 @@ from .tracing import traced
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _PLAIN_OPTIONS = frozenset({str, bool, int, float, type(None)})
 
-SWITCHES = ("FUSEDLAYERS_BACKEND", "FUSEDLAYERS_STRICT")
+SWITCHES = ("FUSEDLAYERS_BACKEND", "FUSEDLAYERS_STRICT", "FUSEDLAYERS_WORKSPACE_MIB")
 
 # Python decodes a variable of the environment whenever it is read, and raises an error inside where it is not set: half
 # a microsecond each. Beneath lies a dictionary, of bytes on POSIX systems.
@@ -28,13 +28,14 @@ if os.name != "posix" or type(_beneath) is not dict or not all(type(key) is byte
     _beneath = None
 
 
-def switches() -> tuple[object, object]:
+def switches() -> tuple[object, object, object]:
     """What the environment says of the :data:`SWITCHES`, in whatever form, None where it says nothing."""
-    backend, strict = _keys
     # Somebody may have put another mapping in its place.
     if _beneath is not None and os.environ is _environment:
-        return _beneath.get(backend), _beneath.get(strict)
-    return os.environ.get(SWITCHES[0]), os.environ.get(SWITCHES[1])
+        get, (backend, strict, workspace) = _beneath.get, _keys
+    else:
+        get, (backend, strict, workspace) = os.environ.get, SWITCHES
+    return get(backend), get(strict), get(workspace)
 
 
 def input_precision(device: torch.device, dtype: torch.dtype) -> str:

@@ -11,7 +11,7 @@ from . import gemm_gemm, gemm_reduce, hidden_gradient, linear, maxsim, weight_gr
 from .avoiding import configurations, without_avoided
 from .call import KERNEL_PATHS, Call, Decision
 from .devices import BACKENDS, CEILINGS, Device, floor_seconds
-from .ffn_chunked import ChunkPass, ChunkPlan
+from .ffn_chunked import WORKSPACE_LIMIT, ChunkPass, ChunkPlan
 from .gemm_gemm import Plan, Problem
 from .gemm_reduce import ReducePlan, ReduceProblem
 from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem
@@ -46,6 +46,7 @@ __all__ = [
     "BACKENDS",
     "CEILINGS",
     "KERNEL_PATHS",
+    "WORKSPACE_LIMIT",
     "Call",
     "Choice",
     "ChunkPass",

@@ -1,9 +1,11 @@
 """The chunked path of an FFN: which part of the hidden is in memory at once, so that a bound of bytes is kept.
 
 The forward pass takes some tokens at a time. The backward pass takes ``rows`` tokens × ``columns`` hidden units, all
-tokens for one group of hidden units after the other. So the weight gradients of a group are complete, and rounded once,
-before those of the next begin, and only their float32 sums need memory; dx is added up over the groups in its own
-dtype. Of all chunks that fit the fewest are taken: each is a dozen launches, and reads and writes the float32 sums.
+tokens for one group of hidden units after the other, and has their pre-activations in memory, which their gradients
+replace; the hidden itself is there for ``slice_columns`` of them at a time. So the weight gradients of a group are
+complete, and rounded once, before those of the next begin, and only their float32 sums need memory; dx is added up over
+the groups in its own dtype. Of all chunks that fit those are taken that move the fewest bytes: each chunk reads its
+tokens and weights, and adds to sums.
 """
 
 import math
@@ -12,21 +14,27 @@ from typing import Any
 
 from .devices import SIXTEEN_BITS, Device
 
-# Bytes of temporary memory that a call with recompute=True may take, forward or backward.
+# Bytes of temporary memory that a call with recompute=True may take, forward or backward, unless the user names others.
 WORKSPACE_LIMIT = 64 * 2**20
 
-# Groups whose parts of dx are added up, each rounded to the dtype of dx. On a CPU, in bfloat16 and float16, plain and
-# gated, the error of dx with 4 of them was at most 1.24 (root mean square) and 1.72 (largest) times torch's own; with 5
-# to 8 it passed 2, the limit of the closeness rule, in some draws.
-MOST_GROUPS = 4
+# Groups whose parts of dx are added up, each rounded to the dtype of dx, by whether there is a gate (parts through a
+# gate and through what it multiplies are rounded each). On an H200 in bfloat16, 64 × 64 tiles of dx came to 0.94 of the
+# closeness rule's limit with 2 plain groups and to 1.11 with 2 gated ones; on a CPU, tiles failed with 3 plain ones.
+MOST_GROUPS = {False: 2, True: 1}
+# Into how many slices the hidden of a chunk is cut.
+SLICES = (1, 2, 4, 8)
+# What a launch costs, in bytes that could be moved meanwhile: the device fills and drains. On an H200 two slices instead
+# of one, 12 launches more, took 131 µs (16,384 tokens × 1024 × 4096), of which a memory moves 48 MiB for each launch.
+LAUNCH_BYTES = 48 * 2**20
 # Sizes are multiples of these where they are larger: whole tiles of the kernels, and aligned addresses.
 ROW_STEP = 256
 COLUMN_STEP = 128
 
-# Copies of a chunk's hidden that torch's operations have in memory at once, forward and backward, by whether there is a
-# gate: counted, for the activation that needs most (relu2). Dropout adds the mask and two products with it.
+# Copies of the hidden that torch's operations have in memory at once, of a chunk forward, of a slice backward, by
+# whether there is a gate: counted, for the activation that needs most (relu2). Dropout adds the mask and two products
+# with it.
 FORWARD_COPIES = {False: 3, True: 4}
-BACKWARD_COPIES = {False: 7, True: 10}
+BACKWARD_COPIES = {False: 6, True: 8}
 DROPOUT_COPIES = 3
 # Bytes for each element where torch's integer operations draw the mask, with two products; on a GPU one kernel does.
 MASK_BYTES = 40
@@ -38,6 +46,7 @@ class ChunkPass:
 
     rows: int
     columns: int
+    slice_columns: int
     data: bool
     weights: bool
 
@@ -56,29 +65,32 @@ class _Costs:
     """Bytes of temporary memory in the backward pass: for each element, token and hidden unit of a chunk."""
 
     element: float
+    slice_element: float  # more, for those of a slice
     token: int
     unit: int
-    sums: int = 0  # for each hidden unit, where chunks of tokens are added up in float32
+    sums: int  # for each hidden unit, where chunks of tokens are added up in float32
 
-    def bytes(self, rows: int, columns: int, tokens: int) -> int:
+    def bytes(self, rows: int, columns: int, slice_columns: int, tokens: int) -> int:
         """What a chunk takes, one of several if it has fewer rows than there are tokens."""
-        sums = self.sums if rows < tokens else 0
-        return math.ceil(rows * (columns * self.element + self.token)) + columns * (self.unit + sums)
+        token = columns * self.element + slice_columns * self.slice_element + self.token
+        return math.ceil(rows * token) + columns * (self.unit + self.sums * (rows < tokens))
 
-    def most_rows(self, columns: int) -> int:
-        """The rows of the largest chunk that fits, one of several."""
-        left = WORKSPACE_LIMIT - columns * (self.unit + self.sums)
-        return int(left / (columns * self.element + self.token))
+    def most_rows(self, columns: int, slice_columns: int, limit: int) -> int:
+        """The rows of the largest chunk within so many bytes, one of several."""
+        left = limit - columns * (self.unit + self.sums)
+        return int(left / (columns * self.element + slice_columns * self.slice_element + self.token))
 
 
 def plan(problem: Any, device: Device, kernels: bool) -> ChunkPlan:
     """The chunks of ``problem``, a ``planning.Problem`` of an FFN; ``kernels`` says what computes them."""
     p = problem
     forward = p.N * _forward_bytes(p, device, kernels)
-    rows = _rows(p.M, WORKSPACE_LIMIT // forward)
+    rows = _rows(p.M, p.workspace_limit // forward)
     passes = _passes(p, device, kernels)
     used = [rows * forward]
-    used += [_costs(p, device, kernels, each.weights).bytes(each.rows, each.columns, p.M) for each in passes]
+    for each in passes:
+        costs = _costs(p, device, kernels, each.weights)
+        used.append(costs.bytes(each.rows, each.columns, each.slice_columns, p.M))
     return ChunkPlan(rows, passes, max(used))
 
 
@@ -87,55 +99,72 @@ def _passes(problem: Any, device: Device, kernels: bool) -> tuple[ChunkPass, ...
     data, weights = p.needs_data_gradient, p.needs_weight_gradient
     if not p.training:
         return ()
-    # Where nothing fits.
-    least = (1, 1)
+    of_data, of_weights = (_costs(p, device, kernels, each) for each in (False, True))
     if not (data and weights):
-        rows, columns = _fit(p, _costs(p, device, kernels, weights), p.N if weights else 1) or least
-        return (ChunkPass(rows, columns, data, weights),)
-    costs = _costs(p, device, kernels, True)
-    if (chunk := _fit(p, costs, MOST_GROUPS)) is not None:
-        return (ChunkPass(chunk[0], chunk[1], data=True, weights=True),)
-    # Exact sums of both at once do not fit: each with a pass of its own, which computes the hidden once more.
-    first = _fit(p, _costs(p, device, kernels, False), 1) or least
-    second = _fit(p, costs, p.N) or least
-    of_data = ChunkPass(first[0], first[1], data=True, weights=False)
-    return of_data, ChunkPass(second[0], second[1], data=False, weights=True)
+        fitting = _fit(p, of_weights, p.N, data, weights) if weights else _fit(p, of_data, 1, data, weights)
+        return (fitting or ChunkPass(1, 1, 1, data, weights),)
+    if (both := _fit(p, of_weights, MOST_GROUPS[p.gated], data, weights)) is not None:
+        return (both,)
+    # Both at once do not fit: each with a pass of its own, which computes the hidden once more.
+    return (
+        _fit(p, of_data, 1, True, False) or ChunkPass(1, 1, 1, True, False),
+        _fit(p, of_weights, p.N, False, True) or ChunkPass(1, 1, 1, False, True),
+    )
 
 
-def _fit(problem: Any, costs: _Costs, most_groups: int) -> tuple[int, int] | None:
-    """(rows, columns) of the fewest chunks that fit, of at most so many groups of hidden units, or None."""
+def _fit(problem: Any, costs: _Costs, most_groups: int, data: bool, weights: bool) -> ChunkPass | None:
+    """The cheapest pass that fits, of at most so many groups of hidden units, or None."""
     p = problem
-    fitting: list[tuple[int, int, tuple[int, int]]] = []
+    fitting: list[ChunkPass] = []
     # Every number of groups up to 64, then those that double: a very wide layer has too many to try.
     numbers = [*range(1, 65), *(2**power for power in range(7, p.N.bit_length()))]
-    for columns in {_columns(p.N, groups) for groups in numbers if groups <= most_groups}:
-        if columns < p.N and costs.bytes(p.M, columns, p.M) <= WORKSPACE_LIMIT:
-            rows = p.M
-        elif costs.most_rows(columns) >= 1:
-            rows = _rows(p.M, costs.most_rows(columns))
-        else:
-            continue
-        groups = math.ceil(p.N / columns)
-        # As many chunks in fewer groups: dx is rounded less often.
-        fitting.append((groups * math.ceil(p.M / rows), groups, (rows, columns)))
-    return min(fitting)[-1] if fitting else None
+    for columns in sorted({_columns(p.N, groups) for groups in numbers if groups <= most_groups}, reverse=True):
+        for slice_columns in sorted({_columns(columns, slices) for slices in SLICES}, reverse=True):
+            if columns < p.N and costs.bytes(p.M, columns, slice_columns, p.M) <= p.workspace_limit:
+                fitting.append(ChunkPass(p.M, columns, slice_columns, data, weights))
+            elif (most := costs.most_rows(columns, slice_columns, p.workspace_limit)) >= 1:
+                fitting.append(ChunkPass(_rows(p.M, most), columns, slice_columns, data, weights))
+    return min(fitting, key=lambda each: _moved_bytes(p, each), default=None)
+
+
+def _moved_bytes(problem: Any, step: ChunkPass) -> int:
+    """Roughly, in and out of the device's memory, but for what is the same however the hidden is cut."""
+    p = problem
+    parts = 2 if p.gated else 1
+    slices = math.ceil(step.columns / step.slice_columns)
+    x, dy, first, down = step.rows * p.K, step.rows * p.O, parts * step.columns * p.K, step.columns * p.O
+    # The pre-activations; their gradients.
+    launches = parts + slices
+    elements = x + first + slices * dy + down
+    sums = 0
+    if step.data:
+        launches += parts
+        elements += parts * 2 * x + first
+    if step.weights:
+        launches += parts + slices
+        elements += parts * x + slices * dy
+        sums = 2 * (first + down) * (max(4, p.element_bytes) if step.rows < p.M else p.element_bytes)
+    chunks = math.ceil(p.M / step.rows) * math.ceil(p.N / step.columns)
+    return chunks * (launches * LAUNCH_BYTES + elements * p.element_bytes + sums)
 
 
 def _costs(problem: Any, device: Device, kernels: bool, weights: bool) -> _Costs:
     p = problem
     narrow = p.dtype in SIXTEEN_BITS
-    first = 2 if p.gated else 1
-    sums = 4 * (first * p.K + p.O) if weights and narrow else 0
-    biases = 8 * first * weights
+    parts = 2 if p.gated else 1
+    element = parts * p.element_bytes
+    sums = 4 * (parts * p.K + p.O) if weights and narrow else 0
+    # float32, of all hidden units and of a slice.
+    biases = 8 * parts * weights
     if kernels:
-        # The pre-activations, which their gradients replace, the hidden, and partial sums of every 32 rows or more.
-        return _Costs((first + 1) * p.element_bytes + first / 8, 0, biases + 4 * first, sums)
-    element = _torch_bytes(p, device, BACKWARD_COPIES)
+        # The hidden, and partial sums of every 32 rows or more.
+        return _Costs(element, (p.element_bytes + parts / 8) * weights, 0, biases, sums)
+    of_slice = _torch_bytes(p, device, BACKWARD_COPIES)
     if not (narrow and weights and device.kind != "cuda"):
-        return _Costs(element, 0, biases, sums)
+        return _Costs(element, of_slice, 0, biases, sums)
     # Without a product of 16-bit operands that adds to float32, both operands and the product are float32.
     widest = 4 * max(p.K, p.O)
-    return _Costs(element + 4, widest, biases, sums + widest)
+    return _Costs(element + 4, of_slice + 4, widest, biases, sums + widest)
 
 
 def _forward_bytes(problem: Any, device: Device, kernels: bool) -> int:

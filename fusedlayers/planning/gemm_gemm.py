@@ -53,7 +53,8 @@ class Problem(Call):
     """One call: ``y = act(x W_upᵀ) W_downᵀ`` per batch entry, and which gradients will be asked for.
 
     ``needs_data_gradient`` speaks of x, ``needs_weight_gradient`` of anything that the weight-gradient kernel yields.
-    ``saved_limit`` is the most bytes that may be kept for the backward pass, None for any number.
+    ``saved_limit`` is the most bytes that may be kept for the backward pass, None for any number; ``workspace_limit``
+    is the most bytes of temporary memory with ``recompute=True``.
     """
 
     operation: str  # "ffn" (weights shared by the batch) or "gemm_gemm" (weights of each batch entry)
@@ -70,6 +71,7 @@ class Problem(Call):
     needs_weight_gradient: bool = False
     recompute: bool | str = "auto"
     saved_limit: int | None = None
+    workspace_limit: int = WORKSPACE_LIMIT
     portable: str = ""  # the name of an operand of a wide FFN that only portable kernels can read, if there is one
 
     __hash__ = Call.__hash__
@@ -248,7 +250,7 @@ def _bounded_splits(problem: Problem, wanted: int, row_tile: int) -> int:
     limit = PARTIALS_LIMIT
     if problem.recompute is True:
         # Partials of few units and many splits could be larger than the hidden itself.
-        limit = min(WORKSPACE_LIMIT, 4 * problem.batch * problem.M * problem.N - 1)
+        limit = min(problem.workspace_limit, 4 * problem.batch * problem.M * problem.N - 1)
     return max(1, min(wanted, most, limit // problem.partial_bytes))
 
 

@@ -115,8 +115,9 @@ def hidden_gradient(
     With ``column_sums`` the sums of dy, too, by these tiles.
 
     Operands ``[M, *]`` of any strides. Results are contiguous; ``side_by_side``, dz and dz_gate are the halves of one
-    ``[M, 2 N]``; ``in_place``, they replace z and z_gate, which are contiguous then. ``sums_dtype`` is that of the
-    sums, by default that of dy. Each program of the portable kernel computes ``row_tiles`` tiles.
+    ``[M, 2 N]``; ``in_place``, they replace z and z_gate, whose rows are contiguous and start alike then.
+    ``sums_dtype`` is that of the sums, by default that of dy. Each program of the portable kernel computes
+    ``row_tiles`` tiles.
     """
     rows, columns = dy.shape[0], w_down.shape[1]
     parts = 1 if z_gate is None else 2
