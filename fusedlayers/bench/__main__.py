@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from ..functional.dispatch import workspace_limit
 from ..kernels.activations import canonical_activation
 from ..kernels.gemm_reduce import OPERATIONS
 from . import plots, record, selftest, tables
@@ -264,7 +265,7 @@ def _title(case: Case, options: Options) -> str:
     if "op" in case.flags:
         parts.append(f"{options.op} over {'M' if options.dim == -2 else 'N'}")
     if options.recompute is True:
-        parts.append("recompute=True")
+        parts.append(f"recompute=True within {workspace_limit() / 2**20:g} MiB")
     return ", ".join(parts)
 
 

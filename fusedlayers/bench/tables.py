@@ -95,7 +95,7 @@ def tables(record: Record) -> list[Table]:
         raise ValueError("the record holds no times: run the benchmark with --time")
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for row in rows:
-        groups.setdefault((_title(row), row["dtype"], row["direction"]), []).append(row)
+        groups.setdefault((row["title"], row["dtype"], row["direction"]), []).append(row)
     return [_table(*group, found) for group, found in groups.items()]
 
 
@@ -151,11 +151,6 @@ def _table(title: str, dtype: str, direction: str, rows: list[Record]) -> Table:
 def _asked_for(rows: list[Record]) -> list[str]:
     """The columns of those that were timed because somebody asked for them."""
     return [name for name in ON_REQUEST if any(name in row["contenders"] for row in rows)]
-
-
-def _title(row: Record) -> str:
-    title = str(row["title"])
-    return title if row["recompute"] == "auto" else f"{title}, recompute={row['recompute']}"
 
 
 def _shape(row: Record) -> str:
