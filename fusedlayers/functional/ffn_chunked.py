@@ -40,6 +40,9 @@ class Weights(NamedTuple):
         return Weights(self.w_up[units], self.w_down[:, units], b_up, self.b_down, w_gate, b_gate, first)
 
 
+Slices = list[tuple[slice, Weights]]
+
+
 def forward(
     x: Tensor, weights: Weights, residual: Tensor | None, seed: Tensor | None, arithmetic: Arithmetic, plan: Plan
 ) -> Tensor:
@@ -120,24 +123,25 @@ def _one_group(call: _Call, weights: Weights, step: ChunkPass, found: Gradients)
         (_Sum(db_up, units, False), _Sum(db_gate, units, False)),
         _Sum(dw_down, (EVERY, units), whole),
     )
+    size = weights.w_up.shape[0]
+    slices: Slices = [(EVERY, weights)]
+    if step.slice_columns < size:
+        slices = [(each, weights.group(each)) for each in _ranges(size, step.slice_columns)]
     for rows in _ranges(call.x.shape[0], step.rows):
-        _one_chunk(call, weights, rows, step.slice_columns, None if dx is None else dx[rows], sums)
+        _one_chunk(call, weights, slices, rows, None if dx is None else dx[rows], sums)
     for each in (*sums.of_inputs, *sums.of_rows, sums.of_down):
         each.store()
 
 
-def _one_chunk(
-    call: _Call, weights: Weights, rows: slice, slice_columns: int, dx: Tensor | None, sums: "_Sums"
-) -> None:
+def _one_chunk(call: _Call, weights: Weights, slices: Slices, rows: slice, dx: Tensor | None, sums: "_Sums") -> None:
     # A function of its own, so that nothing of a chunk is left when the next one begins.
     x, dy = call.x[rows], call.dy[rows]
     through = dx is not None or any(each.wanted for each in (*sums.of_rows, *sums.of_inputs))
     # Together they give dz, of which every product with it needs all; the hidden is needed by one, slice by slice.
     dz = _pre_activations(x, weights) if through else []
-    for units in _ranges(weights.w_up.shape[0], slice_columns):
-        part = weights.group(units)
+    for units, part in slices:
         if through:
-            _one_slice(call, dy, part, [each[:, units] for each in dz], rows, units, sums)
+            _one_slice(call, dy, part, [_columns(each, units) for each in dz], rows, units, sums)
         elif sums.of_down.wanted:
             hidden = _hidden(x, part, rows.start, call.seed, call.arithmetic, call.plan)
             sums.of_down.add_product(dy, hidden, rows, units)
@@ -210,7 +214,7 @@ class _Sum:
         """``leftᵀ @ right`` of a chunk's rows to some columns; it is not rounded to the operands' dtype on the way."""
         if self.total is None:
             return
-        total, beta = self.total[:, units], 1 if rows.start else 0
+        total, beta = _columns(self.total, units), 1 if rows.start else 0
         if left.dtype == total.dtype:
             torch.addmm(total, left.T, right, beta=beta, out=total)
         elif left.is_cuda:
@@ -239,6 +243,11 @@ class _Sums(NamedTuple):
     of_inputs: tuple[_Sum, _Sum]
     of_rows: tuple[_Sum, _Sum]
     of_down: _Sum
+
+
+def _columns(matrix: Tensor, units: slice) -> Tensor:
+    """Those columns; a view of all of them costs the host time for nothing."""
+    return matrix if units is EVERY else matrix[:, units]
 
 
 def _ranges(size: int, step: int) -> Iterator[slice]:

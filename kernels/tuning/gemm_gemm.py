@@ -1,8 +1,7 @@
 """GEMM-GEMM and the narrow FFN: kernel, architecture, dtype and width -> tile configuration.
 
 A width is ``max(K, O)`` padded to a power of two: it decides what fits on chip. Rows of ``sm_90`` were measured on an
-H200 with Triton 3.6.0, and gave exact integers there under ptxas 12.8.93 and 13.0.88; rows of other architectures are
-conservative ones that were compiled for them, not run.
+H200; rows of other architectures are conservative ones.
 """
 
 from dataclasses import dataclass
