@@ -26,7 +26,7 @@ if HAS_TRITON and not HAS_CUDA:
 INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 # The tests say themselves which backend they mean.
-for _switch in ("FUSEDLAYERS_BACKEND", "FUSEDLAYERS_STRICT"):
+for _switch in ("FUSEDLAYERS_BACKEND", "FUSEDLAYERS_STRICT", "FUSEDLAYERS_WORKSPACE_MIB"):
     os.environ.pop(_switch, None)
 
 # The interpreter is slow and the first compilation slower: a deadline would measure the machine.

@@ -98,6 +98,26 @@ def test_kernels_compute_chunks(
     assert launched == ["hidden"] * chunks + ["hidden_gradient"] * chunks * slices
 
 
+@needs_kernels
+@GATED
+def test_kernels_compute_chunks_of_what_is_wanted(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One gradient alone, and all but one: a pass may need neither dx, nor the hidden, nor its pre-activations."""
+    draw = INTEGERS[torch.float16]
+    t = ffn_inputs(33, 24, 48, 16, torch.float16, gated=gated, draw=draw)
+    dy = like_result(t, draw)
+    names = [name for name, tensor in t.items() if tensor is not None]
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    monkeypatch.setattr(planning.gemm_gemm, "why_unsupported", lambda problem, device: "too wide")
+    monkeypatch.setattr(functional.dispatch, "_cached_plan", planning.plan)
+    monkeypatch.setattr(functional.dispatch, "_calls", {})
+    cut(monkeypatch, 20, 32, 16)
+    expected = results(reference.ffn, t, dy, activation="relu")
+    for alone in names:
+        for frozen in ((alone,), tuple(name for name in names if name != alone)):
+            found = results(functional.ffn, t, dy, frozen=frozen, activation="relu", recompute=True)
+            assert_equal(found, {key: None if key[1:] in frozen else value for key, value in expected.items()})
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_chunks_are_summed_in_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """3000 times one: 16 bits would stop counting at 2048 or at 256, chunk by chunk."""

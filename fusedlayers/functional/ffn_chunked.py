@@ -188,8 +188,8 @@ def _one_slice(
         hidden = hidden.detach()
         of_rows = tuple(summed_rows(each) if biases else None for each in gradients)
         # Not before: autograd has read what they replace.
-        for each, gradient in zip(z, gradients, strict=True):
-            each.copy_(gradient)
+        for each, d_pre in zip(z, gradients, strict=True):
+            each.copy_(d_pre)
     if hidden is not None:
         sums.of_down.add_product(dy, hidden, rows, units)
     for total, term in zip(sums.of_rows, of_rows, strict=False):

@@ -32,10 +32,9 @@ def switches() -> tuple[object, object, object]:
     """What the environment says of the :data:`SWITCHES`, in whatever form, None where it says nothing."""
     # Somebody may have put another mapping in its place.
     if _beneath is not None and os.environ is _environment:
-        get, (backend, strict, workspace) = _beneath.get, _keys
-    else:
-        get, (backend, strict, workspace) = os.environ.get, SWITCHES
-    return get(backend), get(strict), get(workspace)
+        backend, strict, workspace = _keys
+        return _beneath.get(backend), _beneath.get(strict), _beneath.get(workspace)
+    return os.environ.get(SWITCHES[0]), os.environ.get(SWITCHES[1]), os.environ.get(SWITCHES[2])
 
 
 def input_precision(device: torch.device, dtype: torch.dtype) -> str:
