@@ -24,6 +24,10 @@ HAS_CUDA = torch.cuda.is_available()
 if HAS_TRITON and not HAS_CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+if INTERPRETING:
+    from tests.quick_interpreter import hurry
+
+    hurry()
 
 # The tests say themselves which backend they mean.
 for _switch in ("FUSEDLAYERS_BACKEND", "FUSEDLAYERS_STRICT", "FUSEDLAYERS_WORKSPACE_MIB"):

@@ -1,0 +1,65 @@
+"""Triton's interpreter without what it does again and again to no effect, which is half of the tests' time.
+
+Nothing that it computes changes: operations run as Triton wrote them, on the same NumPy arrays.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def hurry() -> None:
+    """Patch what is slow, in the releases of Triton that have it."""
+    if hasattr(interpreter, "_patch_lang"):
+        _patch_the_language_once()
+    if hasattr(interpreter, "_get_np_dtype"):
+        _remember_dtypes()
+
+
+def _patch_the_language_once() -> None:
+    """Every call of a device function patches triton.language, which its kernel has patched already; once is enough.
+
+    What is patched is given back where the kernel ends, so each launch starts anew.
+    """
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[str] = set()
+    seen_from: dict[FunctionType, set[str]] = {}
+
+    def patch_once(function: FunctionType) -> Any:
+        if function not in seen_from:
+            modules = [value for value in function.__globals__.values() if inspect.ismodule(value)]
+            seen_from[function] = {module.__name__ for module in modules if module in (tl, tl.core)}
+        languages = seen_from[function]
+        if languages and languages <= patched:
+            return None
+        patched.update(languages)
+        return patch(function)
+
+    def launch_anew(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        patched.clear()
+        try:
+            return launch(executor, *args, **kwargs)
+        finally:
+            patched.clear()
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_anew
+
+
+def _remember_dtypes() -> None:
+    """NumPy's dtype for one of Triton's is looked up in a table that every look-up builds."""
+    look_up = interpreter._get_np_dtype
+    known: dict[str, np.dtype[Any]] = {}
+
+    def remembered(dtype: Any) -> np.dtype[Any]:
+        scalar = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+        if scalar.name not in known:
+            known[scalar.name] = look_up(scalar)
+        return known[scalar.name]
+
+    interpreter._get_np_dtype = remembered
