@@ -13,6 +13,9 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+# Where Triton's own reduction has its place.
+OF_TRITON = (interpreter.ReduceOps, "generic_reduce", interpreter.ReduceOps.generic_reduce)
+
 
 def hurry() -> None:
     """Patch what is slow, in the releases of Triton that have it."""
@@ -20,6 +23,7 @@ def hurry() -> None:
         _patch_the_language_once()
     if hasattr(interpreter, "_get_np_dtype"):
         _remember_dtypes()
+    setattr(*OF_TRITON[:2], _reduce_whole_slices)
 
 
 def _patch_the_language_once() -> None:
@@ -63,3 +67,28 @@ def _remember_dtypes() -> None:
         return known[scalar.name]
 
     interpreter._get_np_dtype = remembered
+
+
+def _reduce_whole_slices(reduction: Any, values: tuple[Any, ...]) -> list[Any]:
+    """``tl.reduce`` with a function of one's own: all elements of a slice at once, slices in the order of their index.
+
+    Triton calls the function for each element, in the same order along the axis.
+    """
+    over, axis = reduction.unravel(values, reduction.axis)
+    arrays = [value.handle.data for value in over]
+    kept = arrays[0].shape[:axis] + arrays[0].shape[axis + 1 :]
+
+    def tensors(found: list[np.ndarray[Any, Any]]) -> list[Any]:
+        return [reduction.to_tensor(array, value.dtype) for array, value in zip(found, over, strict=True)]
+
+    total = [np.take(array, 0, axis) for array in arrays]
+    for index in range(1, arrays[0].shape[axis]):
+        found = reduction.combine_fn.fn(*tensors(total), *tensors([np.take(array, index, axis) for array in arrays]))
+        total = [
+            np.broadcast_to(getattr(part, "handle", part).data, kept or 1).reshape(kept).astype(array.dtype)
+            for part, array in zip(found if isinstance(found, tuple) else (found,), arrays, strict=True)
+        ]
+    if reduction.axis is None:
+        whole = (1,) * values[0].handle.data.ndim
+        return tensors([array.reshape(whole) if reduction.keep_dims else array for array in total])
+    return tensors([np.expand_dims(array, axis) if reduction.keep_dims else array for array in total])
