@@ -21,7 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest import mock
@@ -105,14 +105,19 @@ class _StandInDriver:
 
 
 @contextlib.contextmanager
-def compiling_for(target: str, kernel: str | None = None, pipelined: bool = False) -> Iterator[list[dict[str, Any]]]:
-    """Inside, kernels on CPU tensors are compiled for ``target`` instead of run; yields the reports as they grow."""
+def compiling_for(
+    target: str, kernels: Collection[str] | None = None, pipelined: bool = False
+) -> Iterator[list[dict[str, Any]]]:
+    """Inside, kernels on CPU tensors are compiled for ``target`` instead of run; yields the reports as they grow.
+
+    None means every kernel; launches of others leave no report.
+    """
     reports: list[dict[str, Any]] = []
     run = JITFunction.run
 
     def compile_only(function: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         name = function.__name__.removeprefix("_").removesuffix("_kernel")
-        if kernel in (None, name):
+        if kernels is None or name in kernels:
             compile_it = functools.partial(run, function, *args, grid=grid, warmup=True, **kwargs)
             reports.append(_launch(function, args, kwargs) | {"kernel": name, "target": target} | _outcome(compile_it))
 
@@ -331,7 +336,7 @@ def compile_case(case: Case) -> list[dict[str, Any]]:
     if case.gated:
         weights |= {"w_gate": operand("w_gate", hidden, case.width), "b_gate": operand("b_gate", hidden)}
     dropout_p = 0.1 if case.dropout else 0.0
-    with compiling_for(case.target, case.kernel, case.pipelined) as reports:
+    with compiling_for(case.target, case.kernel and (case.kernel,), case.pipelined) as reports:
         x = operand("x", case.rows, case.width)
         y = functional.ffn(x, **weights, activation=case.activation, dropout_p=dropout_p, recompute=case.recompute)
         y.backward(torch.empty_like(y))

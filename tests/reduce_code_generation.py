@@ -60,7 +60,7 @@ def compile_case(case: ReduceCase) -> list[dict[str, Any]]:
         a = operand(case.batch, case.width, case.rows).mT if case.transposed else a
         b = b if case.transposed else operand(case.batch, case.columns, case.width).mT
     mask = torch.empty(case.batch, case.rows if case.dim == -2 else case.columns, dtype=torch.bool)
-    with compiling_for(case.target, "pipelined_reduce" if case.pipelined else None, case.pipelined) as reports:
+    with compiling_for(case.target, ("pipelined_reduce",) if case.pipelined else None, case.pipelined) as reports:
         if case.packed:
             ends = torch.arange(case.batch + 1) * case.columns
             tokens = operand(case.batch * case.columns, case.width)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 
 from fusedlayers.kernels import tuning
+from tests import compile_server
 
 TESTS = Path(__file__).resolve().parent
 COMPILE_ALL = os.environ.get("FUSEDLAYERS_COMPILE_ALL", "0") == "1"
@@ -53,14 +52,9 @@ else:
 
 def compiled(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     """The reports of a script that prints them, in a process of its own where the interpreter is off."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_INTERPRET": "0"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    # Triton 3.7 builds syntax trees in a way that Python 3.13 has deprecated.
-    of_triton = "ignore:AnnAssign.__init__ missing 1 required positional argument:DeprecationWarning"
-    command = [sys.executable, "-W", "error", "-W", of_triton, *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr}"
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    status, out, errors = compile_server.run(folder, *arguments)
+    assert status == 0, f"exit status {status}\n{out[-2000:]}\n{errors}"
+    return [json.loads(line) for line in out.splitlines()]
 
 
 def faults(report: dict[str, Any]) -> list[str]:
