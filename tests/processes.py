@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from fusedlayers.kernels.device import interpreted
+
 COUNT = 2
 # The longest that a test waits for both, and for the other one when one has failed.
 SECONDS = 120
@@ -97,6 +99,11 @@ def _serve(rank: int, device: str, connection: Connection, store: str, port: int
     os.environ.update({name: str(value) for name, value in names.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "tests"})
     torch.set_num_threads(1)
+    if interpreted():
+        # Not at the top: it imports Triton, which need not be there.
+        from tests.quick_interpreter import hurry
+
+        hurry()
     options: dict[str, Any] = {"backend": "gloo"}
     if device == "cuda":
         torch.cuda.set_device(rank)
