@@ -65,9 +65,9 @@ def test_all_kinds_of_layers_start_equal(options: tuple[str, ...], tmp_path: Pat
         assert all(torch.equal(state[name], tensor) for name, tensor in states[0].items())
 
 
-@pytest.fixture
-def torch_band(tmp_path: Path) -> tuple[list[list[float]], float]:
-    return torch_curves(tmp_path)
+@pytest.fixture(scope="module")
+def torch_band(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[float]], float]:
+    return torch_curves(tmp_path_factory.mktemp("torch"))
 
 
 @pytest.mark.parametrize(
