@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import itertools
 import json
 import math
@@ -97,10 +98,14 @@ def test_no_code_holds_its_docstring_and_no_two_pairs_are_equal(installed: Pairs
 
 
 def test_the_pairs_are_the_same_in_every_process(library: Path) -> None:
-    # Another process has another hash seed, on which the order of a set of strings depends.
+    # Another process has another hash seed, on which the order of a set of strings depends. It imports what it needs:
+    # all that a run does would take most of its time.
     code = (
         "import sysconfig, sys; sysconfig.get_path = lambda name: sys.argv[1]\n"
-        "from tests.test_code_search import fixed_by_the_library\n"
+        "from train_examples.code_pairs import load_pairs\n"
+        "from train_examples.settings import PairSettings\n"
+        "from train_examples.vocabulary import Vocabulary\n"
+        f"{inspect.getsource(fixed_by_the_library)}"
         "print(fixed_by_the_library())"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONIOENCODING": "utf-8"}

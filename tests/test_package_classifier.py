@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import os
@@ -98,10 +99,15 @@ def test_the_installed_library_is_split_by_module() -> None:
 
 @pytest.mark.usefixtures("library")
 def test_everything_before_the_model_is_the_same_in_every_process(library: Path) -> None:
-    # Another process has another hash seed, on which the order of a set of strings depends.
+    # Another process has another hash seed, on which the order of a set of strings depends. It imports what it needs:
+    # all that a run does would take most of its time.
     code = (
         "import sysconfig, sys; sysconfig.get_path = lambda name: sys.argv[1]\n"
-        "from tests.test_package_classifier import fixed_by_the_library\n"
+        "from train_examples.hashed_features import HashedFeatures\n"
+        "from train_examples.settings import WindowSettings\n"
+        "from train_examples.source_windows import load_windows\n"
+        f"SPLIT = {SPLIT}\n"
+        f"{inspect.getsource(fixed_by_the_library)}"
         "print(fixed_by_the_library())"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONIOENCODING": "utf-8"}
