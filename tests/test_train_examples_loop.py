@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -74,8 +76,12 @@ def test_checkpoints_of_compiled_and_other_runs_are_alike(compiled_first: bool, 
     assert_same_checkpoint(tmp_path / "straight", tmp_path / "resumed")
 
 
-def test_other_examples_can_be_compiled(tmp_path: Path) -> None:
-    rows, graphs = traced(train_classifier, tmp_path, "run.steps=4")
+def test_other_examples_can_be_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The whole standard library takes long to read.
+    for name in ("email", "unittest", "wsgiref"):
+        shutil.copytree(Path(sysconfig.get_path("stdlib")) / name, tmp_path / "library" / name)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "library"))
+    rows, graphs = traced(train_classifier, tmp_path / "run", "run.steps=4")
     assert len(rows) == 2
     assert graphs
 
