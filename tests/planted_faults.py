@@ -152,7 +152,18 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "sums of the chunks before replaced", _CHUNKED,
-        "self.total += term", "self.total.copy_(term)",
+        "self.total[units] += term", "self.total[units] = term",
+        "test_ffn_chunked chunks_of_any_size",
+    ),
+    _fault(
+        "dropout of every group as if it were the first", _CHUNKED,
+        "first = self.first + units.start", "first = units.start",
+        "test_ffn_chunked chunks_of_any_size",
+    ),
+    _fault(
+        "sums of all slices in the columns of the first", _CHUNKED,
+        "return matrix if units is EVERY else matrix[:, units]",
+        "return matrix if units is EVERY else matrix[:, : units.stop - units.start]",
         "test_ffn_chunked chunks_of_any_size",
     ),
     _fault(
