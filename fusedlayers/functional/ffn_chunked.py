@@ -178,20 +178,20 @@ def _one_slice(
             keep_hidden=sums.of_down.wanted, in_place=True, sums_dtype=torch.float32,
             dropout=Dropout(call.seed, arithmetic.dropout_p, place),
         )  # fmt: skip
-        hidden, of_rows = found.hidden, (found.db_up, found.db_gate)
+        if found.hidden is not None:
+            sums.of_down.add_product(dy, found.hidden, rows, units)
+        of_rows = (found.db_up, found.db_gate)
     else:
         with torch.enable_grad():
             followed = [each.detach().requires_grad_() for each in z]
             hidden = reference.hidden(*followed, activation=arithmetic.activation)
             hidden = reference.dropped(hidden, arithmetic.dropout_p, call.seed, place)
         gradients = torch.autograd.grad(hidden, followed, dy @ weights.w_down)
-        hidden = hidden.detach()
         of_rows = tuple(summed_rows(each) if biases else None for each in gradients)
-        # Not before: autograd has read what they replace.
+        # Before the pre-activations are replaced: without an activation they are the hidden.
+        sums.of_down.add_product(dy, hidden.detach(), rows, units)
         for each, d_pre in zip(z, gradients, strict=True):
             each.copy_(d_pre)
-    if hidden is not None:
-        sums.of_down.add_product(dy, hidden, rows, units)
     for total, term in zip(sums.of_rows, of_rows, strict=False):
         total.add(term, rows, units)
 
