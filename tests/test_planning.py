@@ -347,6 +347,14 @@ def test_every_plan_keeps_the_rules(problem: Problem, device: Device, backend: s
     assert (made.backward_units > 0) <= problem.training
 
 
+def test_more_workspace_does_not_loosen_the_bound_of_partial_sums() -> None:
+    """On a device of so many processors that these would be used for splits without it."""
+    problem = replace(TRAINING, M=2**20, K=256, N=2048, O=256, recompute=True, workspace_limit=2**40)
+    made = plan(problem, replace(DEVICES[0], processors=4096), "triton")
+    assert made.path == "fused"
+    assert 1 < made.splits <= planning.devices.PARTIALS_LIMIT // problem.partial_bytes
+
+
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize(
     "size", [(16_384, 1024, 4096), (8192, 4096, 14_336), (131_072, 4096, 14_336), (64, 8192, 28_672)]

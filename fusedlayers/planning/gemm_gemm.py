@@ -250,7 +250,7 @@ def _bounded_splits(problem: Problem, wanted: int, row_tile: int) -> int:
     limit = PARTIALS_LIMIT
     if problem.recompute is True:
         # Partials of few units and many splits could be larger than the hidden itself.
-        limit = min(problem.workspace_limit, 4 * problem.batch * problem.M * problem.N - 1)
+        limit = min(limit, problem.workspace_limit, 4 * problem.batch * problem.M * problem.N - 1)
     return max(1, min(wanted, most, limit // problem.partial_bytes))
 
 
