@@ -30,7 +30,9 @@ if INTERPRETING:
     hurry()
 
 # The tests say themselves which backend they mean.
-for _switch in ("FUSEDLAYERS_BACKEND", "FUSEDLAYERS_STRICT", "FUSEDLAYERS_WORKSPACE_MIB"):
+from fusedlayers.functional.signatures import SWITCHES  # noqa: E402  not before the interpreter is on
+
+for _switch in SWITCHES:
     os.environ.pop(_switch, None)
 
 # The interpreter is slow and the first compilation slower: a deadline would measure the machine.

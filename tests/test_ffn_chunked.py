@@ -49,6 +49,15 @@ def cut(monkeypatch: pytest.MonkeyPatch, *sizes: int, apart: bool = False) -> No
     monkeypatch.setattr(planning.ffn_chunked, "plan", plan)
 
 
+def force_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks in the kernels of the epilogue path, however narrow the layer is."""
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    monkeypatch.setattr(planning.gemm_gemm, "why_unsupported", lambda problem, device: "too wide")
+    # Without the caches: no plan made here outlives the test, and none made before is used.
+    monkeypatch.setattr(functional.dispatch, "_cached_plan", planning.plan)
+    monkeypatch.setattr(functional.dispatch, "_calls", {})
+
+
 @GATED
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("apart", [False, True])
@@ -82,11 +91,7 @@ def test_kernels_compute_chunks(
     seed = draw_seed(DEVICE)
     arithmetic: dict[str, Any] = {"activation": "relu", "dropout_p": dropout_p}
     expected = results(reference.ffn, t, dy, seed=seed, **arithmetic)
-    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
-    monkeypatch.setattr(planning.gemm_gemm, "why_unsupported", lambda problem, device: "too wide")
-    # Without the caches: no plan made here outlives the test, and none made before is used.
-    monkeypatch.setattr(functional.dispatch, "_cached_plan", planning.plan)
-    monkeypatch.setattr(functional.dispatch, "_calls", {})
+    force_kernels(monkeypatch)
     cut(monkeypatch, *chunk)
     launched = []
     kernels = functional.ffn_chunked.kernels
@@ -106,10 +111,7 @@ def test_kernels_compute_chunks_of_what_is_wanted(gated: bool, monkeypatch: pyte
     t = ffn_inputs(33, 24, 48, 16, torch.float16, gated=gated, draw=draw)
     dy = like_result(t, draw)
     names = [name for name, tensor in t.items() if tensor is not None]
-    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
-    monkeypatch.setattr(planning.gemm_gemm, "why_unsupported", lambda problem, device: "too wide")
-    monkeypatch.setattr(functional.dispatch, "_cached_plan", planning.plan)
-    monkeypatch.setattr(functional.dispatch, "_calls", {})
+    force_kernels(monkeypatch)
     cut(monkeypatch, 20, 32, 16)
     expected = results(reference.ffn, t, dy, activation="relu")
     for alone in names:

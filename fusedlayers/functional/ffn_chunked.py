@@ -73,10 +73,7 @@ def _hidden(
             arithmetic.accuracy, arithmetic.input_precision, tiles.hidden_tiles, tiles.hidden_pipeline,
             Dropout(seed, arithmetic.dropout_p, place),
         )[0]  # fmt: skip
-    pre_activations = [torch.nn.functional.linear(x, weights.w_up, weights.b_up)]
-    if weights.w_gate is not None:
-        pre_activations.append(torch.nn.functional.linear(x, weights.w_gate, weights.b_gate))
-    hidden = reference.hidden(*pre_activations, activation=arithmetic.activation)
+    hidden = reference.hidden(*_pre_activations(x, weights), activation=arithmetic.activation)
     return reference.dropped(hidden, arithmetic.dropout_p, seed, place)
 
 
@@ -114,7 +111,8 @@ class _Call(NamedTuple):
 
 def _one_group(call: _Call, weights: Weights, step: ChunkPass, found: Gradients) -> None:
     """Fills those of ``found`` that the pass yields, with the part of dx that comes through these hidden units."""
-    units = slice(weights.first, weights.first + weights.w_up.shape[0])
+    size = weights.w_up.shape[0]
+    units = slice(weights.first, weights.first + size)
     dx = found[0] if step.data else None
     dw_up, dw_down, db_up, _, dw_gate, db_gate = found[1:] if step.weights else [None] * 6
     whole = step.rows >= call.x.shape[0]
@@ -123,7 +121,6 @@ def _one_group(call: _Call, weights: Weights, step: ChunkPass, found: Gradients)
         (_Sum(db_up, units, False), _Sum(db_gate, units, False)),
         _Sum(dw_down, (EVERY, units), whole),
     )
-    size = weights.w_up.shape[0]
     slices: Slices = [(EVERY, weights)]
     if step.slice_columns < size:
         slices = [(each, weights.group(each)) for each in _ranges(size, step.slice_columns)]

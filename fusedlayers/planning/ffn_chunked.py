@@ -72,13 +72,16 @@ class _Costs:
 
     def bytes(self, rows: int, columns: int, slice_columns: int, tokens: int) -> int:
         """What a chunk takes, one of several if it has fewer rows than there are tokens."""
-        token = columns * self.element + slice_columns * self.slice_element + self.token
-        return math.ceil(rows * token) + columns * (self.unit + self.sums * (rows < tokens))
+        units = columns * (self.unit + self.sums * (rows < tokens))
+        return math.ceil(rows * self._token_bytes(columns, slice_columns)) + units
 
     def most_rows(self, columns: int, slice_columns: int, limit: int) -> int:
         """The rows of the largest chunk within so many bytes, one of several."""
         left = limit - columns * (self.unit + self.sums)
-        return int(left / (columns * self.element + slice_columns * self.slice_element + self.token))
+        return int(left / self._token_bytes(columns, slice_columns))
+
+    def _token_bytes(self, columns: int, slice_columns: int) -> float:
+        return columns * self.element + slice_columns * self.slice_element + self.token
 
 
 def plan(problem: Any, device: Device, kernels: bool) -> ChunkPlan:
@@ -99,22 +102,19 @@ def _passes(problem: Any, device: Device, kernels: bool) -> tuple[ChunkPass, ...
     data, weights = p.needs_data_gradient, p.needs_weight_gradient
     if not p.training:
         return ()
-    of_data, of_weights = (_costs(p, device, kernels, each) for each in (False, True))
-    if not (data and weights):
-        fitting = _fit(p, of_weights, p.N, data, weights) if weights else _fit(p, of_data, 1, data, weights)
-        return (fitting or ChunkPass(1, 1, 1, data, weights),)
-    if (both := _fit(p, of_weights, MOST_GROUPS[p.gated], data, weights)) is not None:
-        return (both,)
+    if (together := _fit(p, device, kernels, data, weights)) is not None:
+        return (together,)
     # Both at once do not fit: each with a pass of its own, which computes the hidden once more.
-    return (
-        _fit(p, of_data, 1, True, False) or ChunkPass(1, 1, 1, True, False),
-        _fit(p, of_weights, p.N, False, True) or ChunkPass(1, 1, 1, False, True),
-    )
+    apart = ((True, False), (False, True)) if data and weights else ((data, weights),)
+    return tuple(_fit(p, device, kernels, *each) or ChunkPass(1, 1, 1, *each) for each in apart)
 
 
-def _fit(problem: Any, costs: _Costs, most_groups: int, data: bool, weights: bool) -> ChunkPass | None:
-    """The cheapest pass that fits, of at most so many groups of hidden units, or None."""
+def _fit(problem: Any, device: Device, kernels: bool, data: bool, weights: bool) -> ChunkPass | None:
+    """The cheapest pass that fits and yields these gradients, or None."""
     p = problem
+    costs = _costs(p, device, kernels, weights)
+    # dx alone needs no groups: there are no sums whose memory they would share out.
+    most_groups = p.N if not data else MOST_GROUPS[p.gated] if weights else 1
     fitting: list[ChunkPass] = []
     # Every number of groups up to 64, then those that double: a very wide layer has too many to try.
     numbers = [*range(1, 65), *(2**power for power in range(7, p.N.bit_length()))]
