@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +34,8 @@ PLAIN_OR_GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "
 @pytest.fixture
 def allocated() -> Iterator[Any]:
     """``allocated()``: bytes in tensors now, and the most there were since the last time it was asked."""
+    # What an earlier test left in reference cycles is not to go while this one counts.
+    gc.collect()
     torch.cuda.empty_cache()
 
     def now_and_peak() -> tuple[int, int]:
