@@ -11,6 +11,7 @@ from tests.training_runs import traced, train
 from train_examples import end_to_end
 from train_examples.end_to_end import BLOCK, RECORD, ROOT, markdown, record_of
 
+TINY = "model=tiny, 128 tokens a step"
 LONGEST = {
     "model": "small",
     "memory_limit_bytes": 24 * 2**30,
@@ -56,13 +57,13 @@ def test_a_record_holds_the_runs_and_the_block_shows_them(runs: list[Path], tmp_
     measured = {key: summary[key] for key in ("device", "torch", "triton")}
     (tmp_path / "longest.json").write_text(json.dumps(LONGEST | measured))
     record = record_of(runs, tmp_path / "longest.json")
-    assert list(record["models"]) == ["tiny", "other"]
-    tiny = record["models"]["tiny"]
+    assert list(record["groups"]) == [TINY, "model=other, 128 tokens a step"]
+    tiny = record["groups"][TINY]["runs"]
     assert list(tiny) == ["torch", "torch, compiled", "fused", "fused, recompute"]
     assert [row["step"] for row in tiny["fused"]["metrics"]] == [2, 4, 6, 8, 10, 12]
     block = markdown(record)
-    assert "**model=tiny**: 33,280 parameters, 12 steps of 128 tokens" in block
-    rows = rows_of(block.partition("**model=other**")[0])
+    assert f"**{TINY}**: 33,280 parameters, 12 steps (" in block
+    rows = rows_of(block.partition("**model=other")[0])
     fused, torch, compiled = (tiny[name]["summary"] for name in ("fused", "torch", "torch, compiled"))
     speed = fused["tokens_per_second"]
     assert rows["fused"][:3] == [
@@ -71,7 +72,7 @@ def test_a_record_holds_the_runs_and_the_block_shows_them(runs: list[Path], tmp_
         f"{speed / compiled['tokens_per_second']:.2f}",
     ]
     assert rows["fused"][-1] == f"{fused['validation_loss']:.4f}"
-    rows = rows_of(block.partition("**model=other**")[2].partition("**Longest sequence**")[0])
+    rows = rows_of(block.partition("**model=other")[2].partition("**Longest sequence**")[0])
     assert rows["torch"][:3] == ["not measured", "", ""]
     assert "| fused | 3,072 | 1.50 | 0.75 | 300 |" in block
     assert "| fused, recompute | none |  |  |  |" in block
@@ -87,17 +88,25 @@ def test_the_share_of_the_peak_and_forced_kernels(runs: list[Path], tmp_path: Pa
     assert "Longest" not in block
 
 
+def test_a_run_is_named_after_its_workspace(runs: list[Path], tmp_path: Path) -> None:
+    roomy = changed(tmp_path / "roomy", runs[2], FUSEDLAYERS_WORKSPACE_MIB="256")
+    record = record_of([runs[2], roomy], None)
+    assert list(record["groups"][TINY]["runs"]) == ["fused, recompute", "fused, recompute within 256 MiB"]
+
+
 def test_runs_that_cannot_stand_side_by_side_are_named(runs: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"torch is a second run of model=tiny: torch; expected one of each"):
+    with pytest.raises(
+        ValueError, match=rf"torch is a second run of {TINY}: torch; expected one of each"
+    ):
         record_of([runs[0], runs[0]], None)
     with pytest.raises(ValueError, match=r"device was measured with .*a GPU.*; expected .*CPU"):
         record_of([runs[0], changed(tmp_path / "device", runs[1], device="a GPU")], None)
-    with pytest.raises(ValueError, match=r"steps took 4 steps; expected 12, as the others of model=tiny"):
+    with pytest.raises(ValueError, match=r"steps took 4 steps; expected 12, as the others of model=tiny, 128"):
         record_of([runs[0], changed(tmp_path / "steps", runs[1], steps=4)], None)
-    other = changed(tmp_path / "batch", runs[1])
+    other = changed(tmp_path / "other", runs[1])
     config = (other / "config.yaml").read_text()
-    (other / "config.yaml").write_text(config.replace("d_ff: 64", "d_ff: 65").replace("batch_size: 4", "batch_size: 5"))
-    with pytest.raises(ValueError, match=r"batch differs from the others of model=tiny in model.d_ff, run.batch_size"):
+    (other / "config.yaml").write_text(config.replace("d_ff: 64", "d_ff: 65").replace("seed: 0", "seed: 1"))
+    with pytest.raises(ValueError, match=rf"other differs from the others of {TINY} in model.d_ff, run.seed"):
         record_of([runs[0], other], None)
     (tmp_path / "longest.json").write_text(json.dumps(LONGEST | {"device": "a GPU"}))
     with pytest.raises(ValueError, match=r"longest.json was not measured where the runs were; expected .*CPU"):
@@ -127,6 +136,27 @@ def test_the_command_writes_record_picture_and_readme(
     capsys.readouterr()
     end_to_end.main([])
     assert capsys.readouterr().out == printed
+
+
+def test_what_is_measured_anew_replaces_its_group_and_the_rest_can_be_kept(
+    runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(end_to_end, "ROOT", tmp_path)
+    monkeypatch.setattr(end_to_end, "RECORD", tmp_path / "record.json")
+    first = record_of(runs, None)
+    # As another commit left it.
+    for group in first["groups"].values():
+        group.update(commit="0123456789abcdef", date="2026-01-01")
+    end_to_end.RECORD.write_text(json.dumps(first))
+    end_to_end.main([str(runs[0]), "--keep"])
+    tiny, other = capsys.readouterr().out.split("**model=")[2:0:-1]
+    assert tiny.startswith("tiny, 128 tokens")
+    assert list(rows_of(tiny)) == ["run", "---", "torch"]
+    assert "2026-01-01" not in tiny
+    assert "(commit 0123456789, 2026-01-01)" in other
+    end_to_end.RECORD.write_text(json.dumps({**first, "torch": "1.0"}))
+    with pytest.raises(SystemExit, match="measured with another torch; expected no --keep"):
+        end_to_end.main([str(runs[0]), "--keep"])
 
 
 def test_the_readme_shows_the_committed_record() -> None:

@@ -2,8 +2,10 @@
 
     python -m train_examples.end_to_end RUN... --longest runs/longest_sequence.json --write
 
-reads finished runs of the language model, of any models, and writes the record, a picture of their losses and the
-README's block; without ``--write`` it only prints that block. Without runs it shows the committed record.
+reads finished runs of the language model, of any models and batches, and writes the record, a picture of their losses
+and the README's block; without ``--write`` it only prints that block. ``--keep`` leaves what the committed record holds
+of other models and batches, where it was measured on the same device with the same versions. Without runs it shows the
+committed record.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from train_examples.readme import Section, table
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "train_examples" / "results" / "end-to-end-h200.json"
 BLOCK = Section("<!-- end-to-end table -->\n", "<!-- end of the end-to-end table -->\n")
-# What all runs of a record share.
+# What all runs of a record share; those of one model and batch are a group of it.
 SHARED = ("example", "device", "precision", "torch", "triton", "fusedlayers")
-# What the runs of one model may differ in: who computes the layers, and how far the run is written down.
+# What the runs of one group may differ in: who computes the layers, and how far the run is written down.
 MAY_DIFFER = ("directory", "overwrite", "resume", "compile", "checkpoint_every", "evaluate_every", "log_every")
 # The runs that every other one is compared with.
 BASES = ("torch", "torch, compiled")
@@ -37,13 +39,13 @@ LONGEST_COLUMNS = ("run", "longest sequence", "× torch", "its step, s", "bytes 
 
 
 def record_of(runs: Sequence[Path], longest: Path | None) -> Row:
-    """Configuration, summary and metrics of every run, by model and by name, and the record of the longest sequences.
+    """Configuration, summary and metrics of every run, by group and by name, and the record of the longest sequences.
 
     Raises:
         ValueError: names the run that is not finished, is there twice, or was not measured like the others.
     """
     record: Row = {}
-    models: dict[str, dict[str, Row]] = {}
+    groups: dict[str, dict[str, Row]] = {}
     for directory in runs:
         summary, metrics = read_run(directory)
         config = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
@@ -52,29 +54,43 @@ def record_of(runs: Sequence[Path], longest: Path | None) -> Row:
         record = record or shared
         if shared != record:
             raise ValueError(f"{directory} was measured with {shared}; expected {record}, as {runs[0]}")
-        model, name = config["model"]["name"], run_name(summary, config)
-        others = models.setdefault(model, {})
+        group, name = group_name(config), run_name(summary, config)
+        others = groups.setdefault(group, {})
         if name in others:
-            raise ValueError(f"{directory} is a second run of model={model}: {name}; expected one of each")
+            raise ValueError(f"{directory} is a second run of {group}: {name}; expected one of each")
         for other in others.values():
             if (steps := summary["steps"]) != (expected := other["summary"]["steps"]):
-                raise ValueError(f"{directory} took {steps} steps; expected {expected}, as the others of model={model}")
+                raise ValueError(f"{directory} took {steps} steps; expected {expected}, as the others of {group}")
             if differing := _differing(config, other["config"]):
-                raise ValueError(f"{directory} differs from the others of model={model} in {', '.join(differing)}")
+                raise ValueError(f"{directory} differs from the others of {group} in {', '.join(differing)}")
         others[name] = {"config": config, "summary": summary, "metrics": metrics}
-    sequences = None if longest is None else json.loads(longest.read_text())
-    facts = {key: record.get(key) for key in ("device", "torch", "triton")}
-    if longest is not None and (
-        not isinstance(sequences, dict) or any(sequences.get(key) != fact for key, fact in facts.items())
-    ):
-        raise ValueError(f"{longest} was not measured where the runs were; expected {facts}")
+    origin = {"commit": commit(), "date": datetime.now(timezone.utc).date().isoformat()}
+    sequences = None
+    if longest is not None:
+        sequences = {**json.loads(longest.read_text()), **origin}
+        facts = {key: record.get(key) for key in ("device", "torch", "triton")}
+        if any(sequences.get(key) != fact for key, fact in facts.items()):
+            raise ValueError(f"{longest} was not measured where the runs were; expected {facts}")
     return {
-        "commit": commit(),
-        "date": datetime.now(timezone.utc).date().isoformat(),
         **record,
-        "models": {model: dict(sorted(others.items(), key=_place)) for model, others in models.items()},
+        "groups": {
+            group: {**origin, "runs": dict(sorted(others.items(), key=_place))} for group, others in groups.items()
+        },
         "longest_sequences": sequences,
     }
+
+
+def with_kept(record: Row, committed: Row) -> Row:
+    """``record``, and what only the ``committed`` one holds.
+
+    Raises:
+        ValueError: they were not measured on the same device with the same versions.
+    """
+    if differing := [key for key in SHARED if record[key] != committed[key]]:
+        raise ValueError(f"the committed record was measured with another {', '.join(differing)}; expected no --keep")
+    groups = {**committed["groups"], **record["groups"]}
+    sequences = record["longest_sequences"] or committed["longest_sequences"]
+    return {**record, "groups": dict(sorted(groups.items())), "longest_sequences": sequences}
 
 
 def _differing(config: Row, other: Row) -> list[str]:
@@ -87,11 +103,18 @@ def _differing(config: Row, other: Row) -> list[str]:
     return found
 
 
+def group_name(config: Row) -> str:
+    """What the runs that stand side by side share: the model, and how many tokens a step has."""
+    tokens = config["run"]["batch_size"] * config["model"]["context"]
+    return f"model={config['model']['name']}, {tokens:,} tokens a step"
+
+
 def run_name(summary: Row, config: Row) -> str:
     """What distinguishes a run: its layers, and how they are told to compute."""
     parts = [summary["layers"]]
     if config["layers"]["recompute"] is True and summary["layers"] != BASES[0]:
-        parts.append("recompute")
+        workspace = summary.get("FUSEDLAYERS_WORKSPACE_MIB")
+        parts.append("recompute" if workspace is None else f"recompute within {workspace} MiB")
     if summary["FUSEDLAYERS_BACKEND"] == "triton" and summary["layers"] != "torch":
         parts.append("kernels forced")
     if summary["compiled"]:
@@ -116,12 +139,11 @@ def commit() -> str | None:
 def markdown(record: Row) -> str:
     """How it was measured, a table for every model, the picture, and the table of the longest sequences."""
     parts = [_conditions(record)]
-    for model, runs in record["models"].items():
-        first = next(iter(runs.values()))
-        tokens = first["config"]["run"]["batch_size"] * first["config"]["model"]["context"]
-        steps, parameters = first["summary"]["steps"], first["summary"]["parameters"]
-        parts.append(f"**model={model}**: {parameters:,} parameters, {steps} steps of {tokens:,} tokens")
-        parts.append(table(COLUMNS, [_cells(name, runs) for name in runs]))
+    for name, group in record["groups"].items():
+        summary = next(iter(group["runs"].values()))["summary"]
+        size = f"{summary['parameters']:,} parameters, {summary['steps']} steps"
+        parts.append(f"**{name}**: {size} ({_origin(group)})")
+        parts.append(table(COLUMNS, [_cells(run, group["runs"]) for run in group["runs"]]))
     parts.append(f"![Training losses of all runs]({RECORD.with_suffix('.png').relative_to(ROOT).as_posix()})")
     if record["longest_sequences"] is not None:
         parts += _longest(record["longest_sequences"])
@@ -130,25 +152,29 @@ def markdown(record: Row) -> str:
 
 def draw(record: Row, path: Path) -> None:
     """The training losses of all runs, as a PNG at ``path``."""
-    models = record["models"]
-    panels = {f"model={model}": {name: run["metrics"] for name, run in runs.items()} for model, runs in models.items()}
-    unit = next(iter(next(iter(models.values())).values()))["summary"]["loss_unit"]
+    groups = {name: group["runs"] for name, group in record["groups"].items()}
+    panels = {name: {run: each["metrics"] for run, each in runs.items()} for name, runs in groups.items()}
+    unit = next(iter(next(iter(groups.values())).values()))["summary"]["loss_unit"]
     plots.overlaid_losses(panels, unit, f"Language model on {record['device']}, {record['precision']}", path)
 
 
 def _conditions(record: Row) -> str:
-    known = next((peak_flops(run["summary"]) for runs in record["models"].values() for run in runs.values()), None)
+    runs = [run for group in record["groups"].values() for run in group["runs"].values()]
+    known = next((peak_flops(run["summary"]) for run in runs), None)
     peak = "" if known is None else f" of {known / 1e12:.0f}"
-    place = f"commit {record['commit'][:10]}" if record["commit"] else "commit unknown"
     return (
-        f"Measured on {record['device']}, {record['precision']}, torch {record['torch']}, Triton {record['triton']}, "
-        f"{record['date']}, {place} (`{RECORD.relative_to(ROOT).as_posix()}`). Whole steps: attention, loss, clipping "
+        f"Measured on {record['device']}, {record['precision']}, torch {record['torch']}, Triton {record['triton']} "
+        f"(`{RECORD.relative_to(ROOT).as_posix()}`). Whole steps: attention, loss, clipping "
         "and optimizer included, the time of the compiler not. `× torch`: tokens/s over those of `layers=torch`, "
         "launched operation by operation or compiled (`run.compile=true`), above 1 is faster. *TFLOP/s* are those of "
         "the model, forward and backward, without what a kernel computes again, and with the half of causal attention "
         f"that kernels leave out, as usual; *MFU* is their share{peak} in the device's data sheet. *Peak* is the most "
         "that tensors took."
     )
+
+
+def _origin(part: Row) -> str:
+    return f"commit {part['commit'][:10]}, {part['date']}" if part["commit"] else part["date"]
 
 
 def _cells(name: str, runs: dict[str, Row]) -> tuple[str, ...]:
@@ -189,7 +215,8 @@ def _longest(longest: Row) -> list[str]:
     ]
     text = (
         f"**Longest sequence** that model={longest['model']} trains in {longest['memory_limit_bytes'] / 2**30:g} GiB "
-        f"(multiples of {longest['multiple']:,} tokens; `python -m train_examples.longest_sequence`):"
+        f"(multiples of {longest['multiple']:,} tokens; `python -m train_examples.longest_sequence`; "
+        f"{_origin(longest)}):"
     )
     return [text, table(LONGEST_COLUMNS, cells)]
 
@@ -200,12 +227,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m train_examples.end_to_end", description=description)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run.directory of a finished run")
     parser.add_argument("--longest", type=Path, metavar="JSON", help="record of train_examples.longest_sequence")
+    parser.add_argument("--keep", action="store_true", help="what the committed record holds beside these")
     parser.add_argument("--write", action="store_true", help="record, picture and README.md")
     chosen = parser.parse_args(arguments)
     if chosen.longest is not None and not chosen.runs:
         parser.error("argument --longest: expected runs that it was measured with")
     try:
         record = record_of(chosen.runs, chosen.longest) if chosen.runs else json.loads(RECORD.read_text())
+        if chosen.keep and chosen.runs:
+            record = with_kept(record, json.loads(RECORD.read_text()))
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
     if not chosen.write:

@@ -283,7 +283,7 @@ def summarise(example: Example, layers: str, run: RunSettings, processes: Proces
 
 
 def environment() -> Row:
-    """What decides, beside the settings, which code runs: versions, and the library's switch."""
+    """What decides, beside the settings, which code runs: versions, and the library's switches."""
     try:
         triton = version("triton")
     except PackageNotFoundError:
@@ -293,6 +293,7 @@ def environment() -> Row:
         "triton": triton,
         "fusedlayers": fusedlayers.__version__,
         "FUSEDLAYERS_BACKEND": os.environ.get("FUSEDLAYERS_BACKEND", "auto"),
+        "FUSEDLAYERS_WORKSPACE_MIB": os.environ.get("FUSEDLAYERS_WORKSPACE_MIB"),
     }
 
 
