@@ -22,13 +22,17 @@ exact says nothing about how exact a right kernel must be. Two corrections, both
   multiply both limits by the ``g`` at which that chance, over all tiles together, is one in a million: 1.07 for 400
   elements, 1.5 for 64, 5.6 for 16, 1000 for 4 and fewer. A small tail tile is thus judged loosely alone and strictly as
   part of the whole.
+
+Where single errors decide a tile, as in the gradient of a model's embedding, whose rows are those of a few tokens each,
+several *draws* can be judged together: results of the same computation for other random inputs, whose errors in one
+place count as those of one larger tile.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -77,9 +81,19 @@ class _Populations:
 
     def whole(self) -> _Populations:
         """All groups as one."""
-        maxima = [x.amax().reshape(1) for x in (self.our_max, self.torch_max, self.reference_max)]
-        sums = [x.sum().reshape(1) for x in (self.our_squares, self.torch_squares, self.reference_squares)]
-        return _Populations(self.count.sum().reshape(1), maxima[0], sums[0], maxima[1], sums[1], maxima[2], sums[2])
+        return self._as_one(lambda statistic: statistic.reshape(-1, 1))
+
+    def together(self, draws: int) -> _Populations:
+        """The groups of all draws as one, each with those in its place; the first dimension is made of the draws."""
+        return self._as_one(lambda statistic: statistic.unflatten(0, (draws, -1)))
+
+    def _as_one(self, stacked: Callable[[Tensor], Tensor]) -> _Populations:
+        """Over the first dimension of the statistics as they are ``stacked``."""
+        found = {}
+        for each in fields(self):
+            statistic = stacked(getattr(self, each.name))
+            found[each.name] = statistic.amax(dim=0) if each.name.endswith("_max") else statistic.sum(dim=0)
+        return _Populations(**found)
 
 
 def compare(
@@ -90,6 +104,7 @@ def compare(
     name: str = "result",
     computed_in: torch.dtype | None = None,
     independent: int | None = None,
+    draws: bool = False,
 ) -> Closeness:
     """Judge ``actual`` by the rule of this module. Runs on the device of ``actual``; deterministic.
 
@@ -102,11 +117,12 @@ def compare(
             (a float32 gradient of a product that autocast ran in bfloat16). Default: the dtype of ``actual``.
         independent: how many inner results the tensor is made of, where they are fewer than its elements: ``M * N`` for
             an FFN. One token through one hidden unit is one sample of torch's error, whatever the number of columns.
+        draws: whether the first dimension counts draws, which are judged together.
 
     Raises:
         TypeError: ``reference`` is not float64, or ``actual`` is not a floating-point tensor.
-        ValueError: ``reference`` has another shape than ``torch_result``, or is not finite where torch is. Another
-            shape or dtype of ``actual`` is a red verdict, no error.
+        ValueError: ``reference`` has another shape than ``torch_result``, or is not finite where torch is, or
+            ``torch_result`` has no dimension of draws. Another shape or dtype of ``actual`` is a red verdict, no error.
     """
     if reference.dtype != torch.float64:
         raise TypeError(f"reference: expected float64, got {reference.dtype} (comparing {name})")
@@ -117,6 +133,8 @@ def compare(
             f"reference: expected torch's shape {tuple(torch_result.shape)}, got {tuple(reference.shape)} "
             f"(comparing {name})"
         )
+    if draws and torch_result.dim() == 0:
+        raise ValueError(f"torch_result: expected draws in its first dimension, got a scalar (comparing {name})")
     for what, ours, theirs in (
         ("shape", tuple(actual.shape), tuple(torch_result.shape)),
         ("dtype", actual.dtype, torch_result.dtype),
@@ -126,12 +144,14 @@ def compare(
     if actual.numel() == 0:
         return Closeness(name, True, 0.0, 0.0, 0.0, (), f"{name}: empty, as torch's")
 
-    matrix_shape = (1, 1, *actual.shape)[-2:]
+    inner = actual.shape[1:] if draws else actual.shape
+    matrix_shape = (1, 1, *inner)[-2:]
     views = [x.detach().reshape(-1, *matrix_shape) for x in (actual, torch_result, reference)]
     special = _special_value_difference(*views)
     if special is not None:
         (batch, row, column), count = special
-        index = _outer_index(batch, actual.shape) + (row, column)[2 - min(actual.dim(), 2) :]
+        outer = actual.shape[: actual.dim() - min(len(inner), 2)]
+        index = _index(batch, outer) + (row, column)[2 - min(len(inner), 2) :]
         value, torch_value = (float(view[batch, row, column]) for view in views[:2])
         return _red(
             name,
@@ -141,13 +161,15 @@ def compare(
 
     unit = torch.finfo(computed_in or actual.dtype)
     tiles = _tile_statistics(*views)
+    if draws:
+        tiles = tiles.together(actual.shape[0])
     whole = tiles.whole()
     whole_max, whole_rms = (float(ratio) for ratio in _error_ratios(whole, unit))
     whole_fraction = float(_fractions(whole, unit, independent))
     fractions = _fractions(tiles, unit, independent)
     tile_fraction = float(fractions.max())
     spot = tuple(int(i) for i in torch.unravel_index(fractions.argmax(), fractions.shape))
-    worst_tile = _outer_index(spot[0], actual.shape) + spot[3 - min(actual.dim(), 2) :]
+    worst_tile = _index(spot[0], inner[:-2]) + spot[3 - min(len(inner), 2) :]
     ok = max(whole_fraction, tile_fraction) <= 1.0
     message = (
         f"{name}: {'close' if ok else 'NOT close'}; max error {whole_max:.3g} x torch's (limit {MAX_ERROR_LIMIT}), "
@@ -187,6 +209,7 @@ def compare_all(
     *,
     computed_in: torch.dtype | None = None,
     independent: int | None = None,
+    draws: bool = False,
 ) -> dict[str, Closeness]:
     """:func:`compare` for every entry (``y``, ``dx``, ``dw_up`` ...); ``None`` is the gradient of a frozen input.
 
@@ -210,7 +233,9 @@ def compare_all(
                 name, f"{'None' if ours is None else 'a tensor'}, torch has {'None' if theirs is None else 'a tensor'}"
             )
         else:
-            verdicts[name] = compare(ours, theirs, truth, name=name, computed_in=computed_in, independent=independent)
+            verdicts[name] = compare(
+                ours, theirs, truth, name=name, computed_in=computed_in, independent=independent, draws=draws
+            )
     return verdicts
 
 
@@ -234,12 +259,12 @@ def _red(name: str, reason: str) -> Closeness:
     return Closeness(name, False, math.inf, math.inf, math.inf, (), f"{name}: NOT close; {reason}")
 
 
-def _outer_index(batch: int, shape: torch.Size) -> tuple[int, ...]:
-    """Index into the leading dimensions (all but the last two) of the ``batch``-th matrix."""
+def _index(position: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """That of the ``position``-th element of dimensions of this shape."""
     index: list[int] = []
-    for size in reversed(shape[:-2]):
-        batch, position = divmod(batch, size)
-        index.insert(0, position)
+    for size in reversed(shape):
+        position, place = divmod(position, size)
+        index.insert(0, place)
     return tuple(index)
 
 

@@ -296,3 +296,47 @@ def test_several_results_at_once() -> None:
         compare_all({"y": ours}, *right[1:])
     with pytest.raises(ValueError, match="references: dx must be None exactly where"):
         compare_all(right[0], right[1], {"y": truth, "dx": truth})
+
+
+def draws(count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """So many results with errors of a thousandth, torch's, and references, 150 x 130 each."""
+    generator = torch.Generator().manual_seed(count)
+    truth, *errors = torch.randn(3, count, ROWS, COLUMNS, generator=generator, dtype=torch.float64)
+    ours, torch_results = (truth + 1e-3 * error for error in errors)
+    return ours.float(), torch_results.float(), truth
+
+
+def test_draws_are_judged_tile_by_tile_as_one() -> None:
+    ours, torch_results, truths = draws(3)
+    assert compare(ours, torch_results, truths, draws=True).ok
+    # Where torch is almost right by chance in one draw, the others tell how large its errors are there.
+    tile = slice(64, 128), slice(64, 128)
+    lucky = torch_results.clone()
+    lucky[1][tile] = truths[1][tile].lerp(lucky[1][tile].double(), 0.1)
+    assert not compare(ours[1], lucky[1], truths[1]).ok
+    assert compare(ours, lucky, truths, draws=True).ok
+    # An error in one draw is a fault, and so is one that all of them have in the same place.
+    for place in ((1, *tile), (slice(None), *tile)):
+        wrong = ours.clone()
+        wrong[place] *= 1.01
+        verdict = compare(wrong, torch_results, truths, draws=True, name="dw")
+        assert not verdict.ok
+        assert verdict.worst_tile == (1, 1)
+        assert "1 of 9 tiles over" in verdict.message
+
+
+@pytest.mark.parametrize("shape", [(), (70,), (3, 70, 5), (2, 3, 4, 5)], ids=str)
+def test_draws_of_every_dimension(shape: tuple[int, ...]) -> None:
+    """Each draw of a vector has tiles of its own length, and what is not finite is named with its draw."""
+    generator = torch.Generator().manual_seed(3)
+    truths = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+    results = truths.bfloat16()
+    verdict = compare(results, results, truths, draws=True)
+    assert verdict.ok
+    assert len(verdict.worst_tile) == len(shape)
+    wrong = results.clone()
+    last = tuple(size - 1 for size in wrong.shape)
+    wrong[last] = math.nan
+    assert f"first at {last}: nan" in compare(wrong, results, truths, draws=True).message
+    with pytest.raises(ValueError, match=r"torch_result: expected draws in its first dimension, got a scalar"):
+        compare(results.flatten()[0], results.flatten()[0], truths.flatten()[0], draws=True)

@@ -95,9 +95,7 @@ def test_a_run_is_named_after_its_workspace(runs: list[Path], tmp_path: Path) ->
 
 
 def test_runs_that_cannot_stand_side_by_side_are_named(runs: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=rf"torch is a second run of {TINY}: torch; expected one of each"
-    ):
+    with pytest.raises(ValueError, match=rf"torch is a second run of {TINY}: torch; expected one of each"):
         record_of([runs[0], runs[0]], None)
     with pytest.raises(ValueError, match=r"device was measured with .*a GPU.*; expected .*CPU"):
         record_of([runs[0], changed(tmp_path / "device", runs[1], device="a GPU")], None)

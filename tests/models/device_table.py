@@ -5,10 +5,13 @@
 A model has one layer (or one of each side) with the widths that its library takes by default, and a small vocabulary,
 so that the layer is what is measured; attention is the library's default, too. Contenders share the parameters and are
 interleaved: the model as it is (``torch``), replaced (``auto``), and replaced with ``recompute=True``. One whose logits
-or gradients fail the closeness rule, for the very inputs that are to be timed, is not timed, and the exit status is 1.
+or gradients fail the closeness rule, for the very inputs that are to be timed and two more draws of them, is not timed,
+and the exit status is 1. ``--update`` keeps the rows of other families that the output holds already, from a run on the
+same device with the same versions.
 The rows of the record, besides what every record of the benchmark says (``fusedlayers.bench.record``):
 
     family, ffn, shapes    of the inputs
+    commit                 of the sources, where that is not the record's
     contenders             by name: paths (calls by the path that launched calls take), logits_error, gradients_error
                            (the largest error over the largest value, against float64), red (what failed the rule),
                            saved_bytes (kept by the forward pass for the backward pass, without parameters),
@@ -45,6 +48,8 @@ Row = dict[str, Any]
 TORCH = "torch"
 # Models of this width and wider get fewer tokens, so that all take about as long.
 WIDE, WIDE_TOKENS = 2048, 8_192
+# Single tokens decide whole tiles of some gradients: of thousands of tiles, torch's errors are lucky in a few.
+DRAWS = 3
 
 
 def on(device: str, inputs: Inputs, dtype: torch.dtype) -> Inputs:
@@ -76,19 +81,37 @@ def variants(plain: nn.Module) -> dict[str, nn.Module]:
     return models
 
 
-def checked(family: Family, models: dict[str, nn.Module], inputs: Inputs) -> tuple[dict[str, Row], list[str]]:
+def stacked(results: Sequence[Results]) -> Results:
+    """The draws of each result as one tensor; the weights of convolutions are the matrices of their products."""
+    found: Results = {}
+    for name in results[0]:
+        draws = [each[name] for each in results]
+        if any(draw is None for draw in draws):
+            found[name] = None
+            continue
+        joined = torch.stack([draw for draw in draws if draw is not None])
+        weight = name.startswith("d") and joined.dim() > 3
+        found[name] = joined.flatten(2) if weight else joined
+    return found
+
+
+def checked(family: Family, models: dict[str, nn.Module], draws: list[Inputs]) -> tuple[dict[str, Row], list[str]]:
     """For each model what it computes and through which path, against float64; and the parameters with gradients."""
-    truth = family.truth(copy.deepcopy(models[TORCH]).double(), inputs)
+    precise = copy.deepcopy(models[TORCH]).double()
+    truth = stacked([family.truth(precise, inputs) for inputs in draws])
     expected: Results = {}
 
     entries = {}
     for name, model in models.items():
         with switched(AUTO_SWITCHES), decisions() as paths:
-            found = family.results(model, inputs)
-        # The next model's gradients take the place of these, because the parameters are the same.
-        found = {key: None if tensor is None else tensor.clone() for key, tensor in found.items()}
+            first = family.results(model, draws[0])
+        with switched(AUTO_SWITCHES):
+            # The next model's gradients take the place of these, because the parameters are the same.
+            found = stacked([first, *(family.results(model, inputs) for inputs in draws[1:])])
         expected = expected or found
-        red = [verdict.message for verdict in compare_all(found, expected, truth).values() if not verdict.ok]
+        red = [
+            verdict.message for verdict in compare_all(found, expected, truth, draws=True).values() if not verdict.ok
+        ]
         logits, gradients = (worst_error(found, truth, gradients) for gradients in (False, True))
         entries[name] = {"paths": dict(paths), "logits_error": logits, "gradients_error": gradients, "red": red}
     trained = [name for name, _ in models[TORCH].named_parameters() if expected[f"d{name}"] is not None]
@@ -123,8 +146,10 @@ def row(name: str, family: Family, chosen: argparse.Namespace) -> Row:
     models = variants(plain.to(torch.bfloat16).eval())
     ffn = fl.replace(copy.deepcopy(plain), dry_run=True).replaced[0].reason.partition(": ")[2]
     tokens = WIDE_TOKENS if int(ffn.rpartition(" ")[2]) >= WIDE else chosen.tokens
-    inputs = on(chosen.device, family.inputs() if chosen.small else family.published_inputs(tokens), torch.bfloat16)
-    entries, trained = checked(family, models, inputs)
+    draws = [family.inputs() if chosen.small else family.published_inputs(tokens) for _ in range(DRAWS)]
+    draws = [on(chosen.device, inputs, torch.bfloat16) for inputs in draws]
+    inputs = draws[0]
+    entries, trained = checked(family, models, draws)
 
     def loss(model: nn.Module, **_: Tensor) -> Tensor:
         return family.run(model, inputs)[1]
@@ -149,8 +174,21 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=65_536, help=f"about so many for models below width {WIDE}")
     parser.add_argument("--seconds", type=float, default=0.5, help="of timing for each family, at least")
     parser.add_argument("--commit", help="of the sources, where they are no git clone")
+    parser.add_argument("--update", action="store_true", help="keep what the output holds of other families")
     parser.add_argument("--small", action="store_true", help="the small models of the tests: to try this script")
     return parser.parse_args(words)
+
+
+def kept_rows(older: records.Record, record: records.Record, measured: Sequence[str]) -> list[Row]:
+    """The rows of an older record that are not measured anew, each with its commit.
+
+    Raises:
+        ValueError: the older record has another device or other versions.
+    """
+    for key in ("versions", "device"):
+        if older[key] != record[key]:
+            raise ValueError(f"{key}: expected those of the output, {older[key]}, got {record[key]}")
+    return [{"commit": older["commit"]} | row for row in older["rows"] if row["family"] not in measured]
 
 
 def main() -> int:
@@ -159,6 +197,8 @@ def main() -> int:
     logging.disable(logging.WARNING)
     method = {"seconds_per_row": chosen.seconds, "dtype": "bfloat16", "small": chosen.small}
     record = records.new_record(sys.argv[1:], torch.device(chosen.device), method, chosen.commit)
+    kept = kept_rows(records.read(chosen.output), record, chosen.families) if chosen.update else []
+    record["rows"] += kept
     failed = False
     for name in chosen.families:
         start = time.perf_counter()

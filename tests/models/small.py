@@ -44,6 +44,8 @@ class Family:
         kept = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "num_labels")
         options = {name: value for name, value in self.options.items() if name in kept or name == "feed_forward_proj"}
         options |= {"vocab_size": PUBLISHED_WORDS} if "vocab_size" in self.options else {}
+        # Texts of 512 words, whose positions some families count from the padding's on, as their published models do.
+        options |= {"max_position_embeddings": 514} if "max_position_embeddings" in self.options else {}
         layers = {name: 1 for name in self.options if name in _LAYER_COUNTS}
         with torch.device(device):
             return self._build(options | layers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from pathlib import Path
 
 from tests.models.device_table import TORCH, Row
@@ -35,15 +36,17 @@ def markdown(record: Row) -> str:
 
 def _conditions(record: Row) -> str:
     device, versions = record["device"], record["versions"]
+    older = Counter(row["commit"] for row in record["rows"] if "commit" in row)
+    others = "".join(f", {count} of its rows at {commit[:10]}" for commit, count in older.items())
     return (
         f"Measured on {device['name']}, torch {versions['torch']}, Triton {versions['triton']}, bfloat16, "
-        f"{record['started'][:10]}, commit {record['commit'][:10]}: one layer (T5, BART and Whisper: one of each side) "
-        "with its library's default widths, a training step of 8,192 tokens from width 2048 on and of about 65,536 "
-        "below. Errors are the largest ones over the largest value, against float64. *Fused* is auto mode, *recompute* "
-        "is `recompute=True`; speed-ups are of the whole step, attention and loss included, launched call by call "
-        "(`*`: the host sets the pace), above 1 where faster than torch; *not timed*: a check before it was not "
-        "green. *Kept* is what the forward pass keeps for the backward pass, "
-        "*peak* the most that a step allocates, gradients included."
+        f"{record['started'][:10]}, commit {record['commit'][:10]}{others}: one layer (T5, BART and Whisper: one of "
+        "each side) with its library's default widths, a training step of 8,192 tokens from width 2048 on and of about "
+        "65,536 below. Errors are the largest ones over the largest value, against float64. *Fused* is auto mode, "
+        "*recompute* is `recompute=True`; speed-ups are of the whole step, attention and loss included, launched call "
+        "by call (`*`: the host sets the pace), above 1 where faster than torch; *not timed*: a check before it was "
+        "not green, because of the tiles of 64 x 64 elements that the record names. *Kept* is what the forward pass "
+        "keeps for the backward pass, *peak* the most that a step allocates, gradients included."
     )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from fusedlayers import functional
 from tests.models import device_table, step_table
-from tests.models.small import FAMILIES
+from tests.models.small import FAMILIES, PUBLISHED_WORDS, Results
 from tests.models.support_table import row
 from tests.models.test_families import installed
 
@@ -40,8 +40,34 @@ def test_a_row_of_the_record_of_a_device() -> None:
         assert entry["peak_bytes"] is None
     kept = [entry["saved_bytes"] for entry in found["contenders"].values()]
     assert kept[2] < kept[0]
-    assert found["contenders"]["recompute"]["paths"] == {"ffn chunked": 2}
+    assert found["contenders"]["recompute"]["paths"] == {"ffn chunked": 2}, "of one draw"
     json.dumps(found, allow_nan=False)
+
+
+def test_published_positions_hold_the_texts() -> None:
+    """RoBERTa counts them from the padding's on."""
+    family = installed("RoBERTa")
+    logits, _ = family.run(family.build_published("cpu"), family.published_inputs(512))
+    assert logits.shape == (1, 512, PUBLISHED_WORDS)
+
+
+def test_convolutions_are_judged_as_matrices_and_draws_apart() -> None:
+    draws: list[Results] = [
+        {"logits": torch.zeros(2, 4, 5), "dconv": torch.zeros(6, 3, 2, 2), "dbias": torch.zeros(6), "dfrozen": None}
+    ] * 3
+    shapes = {name: None if each is None else tuple(each.shape) for name, each in device_table.stacked(draws).items()}
+    assert shapes == {"logits": (3, 2, 4, 5), "dconv": (3, 6, 12), "dbias": (3, 6), "dfrozen": None}
+
+
+def test_families_measured_anew_take_the_place_of_their_rows() -> None:
+    older = json.loads(step_table.RECORD.read_text())
+    families = [row["family"] for row in older["rows"]]
+    kept = device_table.kept_rows(older, older, families[:1])
+    assert [row["family"] for row in kept] == families[1:]
+    assert all(len(row["commit"]) == 40 for row in kept)
+    assert "of its rows at" in step_table.markdown({**older, "rows": [older["rows"][0], *kept]})
+    with pytest.raises(ValueError, match="versions: expected those of the output"):
+        device_table.kept_rows(older, {**older, "versions": {}}, [])
 
 
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
