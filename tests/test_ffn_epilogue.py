@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -190,6 +191,28 @@ def test_both_ways_to_the_data_gradient(rows: int, monkeypatch: pytest.MonkeyPat
         ours = results(functional.ffn, inputs, dy, activation="relu", **options)
     assert_equal(in_float64(ours), results(reference.ffn, in_float64(inputs), dy.double(), activation="relu"))
     assert ways == ["cat" if rows > 20 else "addmm"]
+
+
+@pytest.mark.parametrize("gated", GATED)
+def test_the_hidden_is_gone_before_the_other_products(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+    gradient, product = kernels.hidden_gradient, path._data_gradient
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        found = gradient(*arguments, **options)
+        hidden.append(weakref.ref(found.hidden))
+        return found
+
+    monkeypatch.setattr(kernels, "hidden_gradient", watched)
+    monkeypatch.setattr(
+        path, "_data_gradient", lambda *tensors: (alive.append(hidden[0]() is not None), product(*tensors))[1]
+    )
+    inputs = leaves(ffn_inputs(33, 17, 40, 9, torch.float32, gated=gated))
+    with on_path("epilogue") as options:
+        functional.ffn(**inputs, **options).sum().backward()
+    assert alive == [False]
+    assert all(tensor is None or tensor.grad is not None for tensor in inputs.values())
 
 
 @pytest.mark.parametrize("gated", GATED)

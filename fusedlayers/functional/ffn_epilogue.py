@@ -58,39 +58,34 @@ def gradients(
     dx, dw_up, db_up, dw_gate, db_gate = (wanted[position] for position in (0, 1, 3, 5, 6))
     problem = plan.problem
     if not (dx or dw_up or db_up or dw_gate or db_gate):
-        hidden = reference.hidden(*pre_activations, activation=problem.activation)
-        hidden = reference.dropped(hidden, dropout.p, dropout.seed, dropout.place)
-        return [None, None, _weight_gradient(dy, hidden), None, None, None, None]
+        again = reference.hidden(*pre_activations, activation=problem.activation)
+        again = reference.dropped(again, dropout.p, dropout.seed, dropout.place)
+        return [None, None, _weight_gradient(dy, again), None, None, None, None]
     assert plan.epilogue is not None
     tiles = plan.epilogue.gradient
     assert tiles is not None
     assert tiles.tiles is not None
-    found = kernels.hidden_gradient(
+    dz, dz_gate, up_sums, gate_sums, hidden, db_down = kernels.hidden_gradient(
         dy, w_down, *pre_activations, db_up or db_gate, tiles.row_tiles, problem.activation, plan.accuracy,
         problem.input_precision, tiles.tiles, tiles.pipeline, keep_hidden=wanted[2], side_by_side=True,
         dropout=dropout, column_sums=COLUMN_SUM_TILES if wanted[4] else None,
     )  # fmt: skip
-    results: Gradients = [
-        None,
-        None,
-        None,
-        found.db_up if db_up else None,
-        found.db_down,
-        None,
-        found.db_gate if db_gate else None,
-    ]
-    if found.hidden is not None:
-        results[2] = _weight_gradient(dy, found.hidden)
+    results: Gradients = [None] * 7
+    results[3], results[4], results[6] = up_sums if db_up else None, db_down, gate_sums if db_gate else None
+    if hidden is not None:
+        results[2] = _weight_gradient(dy, hidden)
+        # Before the other products take memory of their own.
+        hidden = None
     if dx:
-        results[0] = _data_gradient(found.dz, found.dz_gate, w_up, w_gate)
-    both = _side_by_side(found.dz) if dw_up and dw_gate else None
+        results[0] = _data_gradient(dz, dz_gate, w_up, w_gate)
+    both = _side_by_side(dz) if dw_up and dw_gate else None
     if both is not None:
         results[1], results[5] = _both_weights(both, x)
         return results
     if dw_up:
-        results[1] = _weight_gradient(found.dz, x)
-    if dw_gate and found.dz_gate is not None:
-        results[5] = _weight_gradient(found.dz_gate, x)
+        results[1] = _weight_gradient(dz, x)
+    if dw_gate and dz_gate is not None:
+        results[5] = _weight_gradient(dz_gate, x)
     return results
 
 
