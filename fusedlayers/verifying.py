@@ -81,7 +81,8 @@ def verify(target: nn.Module | Callable[..., Any], *inputs: Any, **options: Any)
 
     Raises:
         TypeError: ``target`` is none of these, cannot be copied, or returns no floating-point tensor.
-        ValueError: the call draws random numbers (dropout in training), so that no two runs compute the same.
+        ValueError: the call draws random numbers (dropout in training), so that no two runs compute the same, or a
+            tensor is on the meta device.
     """
     if isinstance(target, nn.Module):
         name, signature = type(target).__name__, inspect.signature(target.forward)
@@ -108,6 +109,8 @@ def verify(target: nn.Module | Callable[..., Any], *inputs: Any, **options: Any)
 
     call = _Call(signature, inputs, options)
     tensors = [*call.tensors(), *(module.parameters() if isinstance(target, nn.Module) else ())]
+    if any(tensor.is_meta for tensor in tensors):
+        raise ValueError(f"target: {name} or an input is on the meta device; expected tensors that hold numbers")
     devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
     with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
         before = _random_states(devices)

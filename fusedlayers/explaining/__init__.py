@@ -34,11 +34,12 @@ def explain(target: nn.Module | Callable[..., Any], *inputs: Tensor, **options: 
     function: Any = getattr(target, "function", target)  # a MaxSim is nothing but its function
     if isinstance(target, nn.Module) and hasattr(target, "call_arguments"):
         fused: Any = target
-        reason = fused.why_called(*inputs) if hasattr(fused, "why_called") else None
+        given = (*inputs, *(value for value in options.values() if isinstance(value, Tensor)))
+        reason = fused.why_called(*given) if hasattr(fused, "why_called") else None
         if reason is not None:
             return f"{type(target).__name__} calls its children instead of fusing them: {reason}"
         function = getattr(target, "function", functional.ffn)
-        arguments = bound(function, **fused.call_arguments(*inputs))
+        arguments = bound(function, **fused.call_arguments(*inputs, **options))
     elif callable(function) and function in CALLS:
         arguments = bound(function, *inputs, **options)
     else:

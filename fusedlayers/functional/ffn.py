@@ -67,8 +67,8 @@ def ffn(
             take the nearest multiple of 2⁻¹⁶, and scale what they keep by that.
         recompute: ``True`` guarantees that no tensor of size tokens × N is allocated, forward or backward, and at most
             64 MiB (``FUSEDLAYERS_WORKSPACE_MIB``) beside results, gradients and one copy of operands that are not laid
-            out in rows; x alone is kept. dx is rounded twice at most, gradients of weights once. Tensor subclasses,
-            ``torch.func`` and forward-mode derivatives are excepted: torch's expression runs.
+            out in rows; x alone is kept, of frozen layers too. dx is rounded twice at most, gradients of weights once.
+            Tensor subclasses, ``torch.func`` and forward-mode derivatives are excepted: torch's expression runs.
             ``"auto"`` and ``False`` take the fastest path, whose backward pass may need such tensors while it runs. An
             int above 1 is a budget: the bytes that this call may keep for its backward pass (``saved bytes`` of
             ``explain``, x included); where the fastest path keeps more, the call runs as with ``True``.

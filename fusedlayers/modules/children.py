@@ -25,6 +25,8 @@ _HOOKS = {
 # GPT-2's linear layer in transformers, known by name so that nothing is imported for it; its weight is [in, out].
 _TRANSPOSED = "transformers.pytorch_utils.Conv1D"
 
+_LINEAR_FORWARD = nn.Linear.forward
+
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
 
@@ -82,6 +84,8 @@ def why_not_plain(linear: nn.Module) -> str | None:
         # torch's parametrization changes the class, too.
         parametrized = parametrize.is_parametrized(linear)
         return "is parametrized" if parametrized else f"is a {class_name(linear)}, not exactly nn.Linear"
+    if nn.Linear.forward is not _LINEAR_FORWARD:
+        return "has another forward than torch gave its class"
     if reason := why_must_be_called(linear):
         return reason
     weight, bias = cast(Tensor, parameter(linear, "weight")), parameter(linear, "bias")
@@ -89,10 +93,17 @@ def why_not_plain(linear: nn.Module) -> str | None:
         return f"has a weight that {reason}"
     if not weight.is_floating_point():
         return f"has a weight of {weight.dtype}"
+    # Sharded by FSDP's first version or by DeepSpeed, it is a vector, or empty, between calls.
+    if weight.dim() != 2:
+        return f"has a weight of shape {list(weight.shape)}"
     if bias is None:
         return None
     if reason := why_not_plain_tensor(bias):
         return f"has a bias that {reason}"
+    # torch.jit would write the comparison down, and warn; it calls the children anyway.
+    outputs = 0 if type(linear) is nn.Linear else 1
+    if not torch.jit.is_tracing() and (bias.dim() != 1 or bias.shape[0] != weight.shape[outputs]):  # type: ignore[attr-defined]
+        return f"has a bias of shape {list(bias.shape)} for {weight.shape[outputs]} columns"
     if bias.dtype != weight.dtype or bias.device != weight.device:
         return f"has a bias of {bias.dtype} on {bias.device}, but a weight of {weight.dtype} on {weight.device}"
     return None

@@ -162,7 +162,12 @@ def _replace_ffns(
     """Find every FFN and what becomes of its block; returns the linears that are part of one."""
     parts: set[nn.Module] = set()
     for path, module in model.named_modules():
-        name, fused = type(module).__name__, patterns.fused_class(module)
+        name = type(module).__name__
+        try:
+            fused = patterns.fused_class(module)
+        except Exception as error:  # of a metaclass, which may refuse in its own way
+            skipped.append(Entry(path, name, None, f"no class can be derived from its own: {error}"))
+            continue
         reason = patterns.why_left(module) if fused is None else patterns.why_class_stays(module, fused)
         if reason is not None:
             skipped.append(Entry(path, name, None, reason))

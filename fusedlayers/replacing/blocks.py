@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
@@ -40,6 +41,12 @@ class ReplacedModule(nn.Module):
         if reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
             return (self.fused_new, reduced[1][1:], *reduced[2:])
         return reduced
+
+
+def restored_method(module: nn.Module, name: str) -> Callable[..., Any]:
+    """The method of a restored module's own class. A fused one outlives `restore` where somebody kept it, bound: hooks
+    of accelerate stand between a module and the forward that they found."""
+    return cast("Callable[..., Any]", getattr(type(module), name).__get__(module))
 
 
 class FusedBlock(ReplacedModule):
@@ -96,6 +103,8 @@ class FusedSequentialFFN(FusedBlock, nn.Sequential):
         return super().call_arguments(x)
 
     def forward(self, input: Tensor) -> Tensor:
+        if not isinstance(self, FusedSequentialFFN):
+            return restored_method(self, "forward")(input)
         modules = list(self)
         runs = {start: (stop, found) for start, stop, found in find_runs(modules)}
         position = 0
@@ -160,13 +169,13 @@ class FusedByRule(FusedBlock):
 class FusedWholeBlock(FusedByRule):
     """Mixin for blocks whose forward is one FFN and nothing else."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs:
-            y = _try_fused(self, find_by_rule(self, self.fused_rule), args[0])
-            if y is not None:
-                p = cast(float, output_dropout_p(self, self.fused_rule))
-                return F.dropout(y, p) if p else y
-        return super().forward(*args, **kwargs)
+    def run_as_one_ffn(self, x: Any) -> Tensor | None:
+        """The whole block for x, or None where the original forward must run."""
+        y = _try_fused(self, find_by_rule(self, self.fused_rule), x)
+        if y is None:
+            return None
+        p = cast(float, output_dropout_p(self, self.fused_rule))
+        return F.dropout(y, p) if p else y
 
 
 class FusedInside(FusedByRule):
@@ -189,12 +198,32 @@ class FusedInside(FusedByRule):
         return found.down(hidden)
 
 
+# In both the signature stays visible: callers ask for it.
+def _forward_as_one_ffn(original: type[nn.Module]) -> Callable[..., Any]:
+    method = original.forward
+    # Blocks whose forward takes no tensor, or more than one, keep their class.
+    _, *names = inspect.signature(method).parameters
+
+    @functools.wraps(method)
+    def forward(self: FusedWholeBlock, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, FusedWholeBlock):
+            return restored_method(self, "forward")(*args, **kwargs)
+        if len(args) + len(kwargs) == 1 and (args or names[0] in kwargs):
+            y = self.run_as_one_ffn(args[0] if args else kwargs[names[0]])
+            if y is not None:
+                return y
+        return method(self, *args, **kwargs)
+
+    return forward
+
+
 def _method_on_stand_in(original: type[nn.Module], name: str) -> Callable[..., Any]:
     method = getattr(original, name)
 
-    # The signature stays visible: callers ask for it.
     @functools.wraps(method)
     def on_stand_in(self: FusedInside, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, FusedInside):
+            return restored_method(self, name)(*args, **kwargs)
         return self.run_with_fused_ffn(method, args, kwargs)
 
     return on_stand_in
@@ -221,7 +250,9 @@ def fused_class(recipe: Recipe) -> type[FusedBlock]:
     if rule is None:
         return type(kind.__name__, (kind,), names)
     names["fused_rule"] = rule
-    if rule.inside is not None and hasattr(original, rule.inside):
+    if rule.inside is None:
+        names["forward"] = _forward_as_one_ffn(original)
+    elif hasattr(original, rule.inside):
         names[rule.inside] = _method_on_stand_in(original, rule.inside)
     return type(f"Fused{original.__name__}", (kind, original), names)
 

@@ -31,6 +31,24 @@ _BUILT_IN: dict[type[nn.Module], type[FusedBlock]] = {
 }
 
 
+def _is_same_class(kind: type[nn.Module] | str, other: type[nn.Module] | str) -> bool:
+    """Whether two rules speak of one class, by itself or by its path; inside of functions classes may share a path."""
+    if isinstance(kind, type) and isinstance(other, type):
+        return kind is other
+    path, other_path = (each if isinstance(each, str) else class_path(each) for each in (kind, other))
+    return path == other_path
+
+
+def _patch(kind: type[nn.Module], method: str) -> str | None:
+    """What was put in the place of a method of the class, or of the base that it has it from; None: nothing."""
+    owner = next((base for base in kind.__mro__ if method in vars(base)), None)
+    function = None if owner is None else vars(owner)[method]
+    names = [getattr(function, name, None) for name in ("__module__", "__qualname__")]
+    if owner is None or names == [owner.__module__, f"{owner.__qualname__}.{method}"]:
+        return None
+    return ".".join(map(str, names))
+
+
 class Patterns:
     """The built-in patterns, the rules of the user, and the families, where no rule of the user speaks of them.
 
@@ -45,7 +63,8 @@ class Patterns:
         for rule in rules:
             kind = rule.module_class
             needless = isinstance(kind, type) and issubclass(kind, (FusedBlock, FusedFFN))
-            if needless or rule.class_path in known or kind in self.rules:
+            twice = any(_is_same_class(kind, other) for other in self.rules)
+            if needless or rule.class_path in known or twice:
                 name = kind if isinstance(kind, str) else kind.__qualname__
                 raise ValueError(f"rules: {name} needs no rule, or has one already")
             self.rules[kind] = rule
@@ -81,6 +100,10 @@ class Patterns:
         for method in methods:
             if method in vars(block):
                 return f"has a {method} of its own, set on the instance"
+            # A rule of the user is believed, whatever the method is made of.
+            believed = type(block) in self.rules or class_path(type(block)) in self.rules
+            if not believed and (patch := _patch(type(block), method)) is not None:
+                return f"has another {method} than its class was written with: {patch}"
         if issubclass(fused, FusedWholeBlock):
             _, *parameters = inspect.signature(type(block).forward).parameters.values()
             required = [parameter.kind for parameter in parameters if parameter.default is parameter.empty]

@@ -70,6 +70,9 @@ class FFNRule:
             value = getattr(self, field.name)
             if not isinstance(value, str) and not (value is None and field.default is None):
                 raise TypeError(f"{field.name} must be the name of an attribute (str), got {value!r}")
+        pairs = isinstance(self.holders, tuple) and all(isinstance(each, tuple) for each in self.holders)
+        if not pairs or not all(len(each) == 2 and isinstance(each[0], str) for each in self.holders):
+            raise TypeError(f"holders must be a tuple of pairs (name of a child, its class), got {self.holders!r}")
         for name, kind in self.holders:
             _check_class(f"holders: the class of {name}", kind)
         if self.inside is not None and (self.gate or self.output_dropout):
