@@ -109,6 +109,9 @@ def test_runs_that_cannot_stand_side_by_side_are_named(runs: list[Path], tmp_pat
     (tmp_path / "longest.json").write_text(json.dumps(LONGEST | {"device": "a GPU"}))
     with pytest.raises(ValueError, match=r"longest.json was not measured where the runs were; expected .*CPU"):
         record_of(runs, tmp_path / "longest.json")
+    (tmp_path / "longest.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"longest.json was not measured where the runs were; expected .*CPU"):
+        record_of(runs, tmp_path / "longest.json")
     with pytest.raises(SystemExit, match=r"error: .*absent holds no summary.json"):
         end_to_end.main([str(tmp_path / "absent")])
     with pytest.raises(SystemExit):

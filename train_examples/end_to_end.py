@@ -67,10 +67,11 @@ def record_of(runs: Sequence[Path], longest: Path | None) -> Row:
     origin = {"commit": commit(), "date": datetime.now(timezone.utc).date().isoformat()}
     sequences = None
     if longest is not None:
-        sequences = {**json.loads(longest.read_text()), **origin}
+        found = json.loads(longest.read_text())
         facts = {key: record.get(key) for key in ("device", "torch", "triton")}
-        if any(sequences.get(key) != fact for key, fact in facts.items()):
+        if not isinstance(found, dict) or any(found.get(key) != fact for key, fact in facts.items()):
             raise ValueError(f"{longest} was not measured where the runs were; expected {facts}")
+        sequences = {**found, **origin}
     return {
         **record,
         "groups": {

@@ -120,9 +120,7 @@ def updated(record: Record, newer: Record) -> Record:
             known commit without changes, or has a row that is red, without times, there twice, or without a contender
             of the row that it is to replace.
     """
-    for key in ("versions", "device", "method"):
-        if record[key] != newer[key]:
-            raise ValueError(f"{key}: expected those of the record, {record[key]}, got {newer[key]}")
+    check_alike(record, newer, "versions", "device", "method")
     if newer["finished"] is None:
         raise ValueError("finished: expected a newer run that is, got None")
     if newer["commit"] is None or newer["dirty"]:
@@ -138,6 +136,17 @@ def updated(record: Record, newer: Record) -> Record:
         measured[identity] = {"commit": newer["commit"]} | row
     rows = [measured.pop(identity, row) for identity, row in older.items()]
     return record | {"rows": [*rows, *measured.values()]}
+
+
+def check_alike(record: Record, newer: Record, *keys: str) -> None:
+    """Let pass what may stand in one table: records that have the same in these keys.
+
+    Raises:
+        ValueError: names the key in which they differ.
+    """
+    for key in keys:
+        if record[key] != newer[key]:
+            raise ValueError(f"{key}: expected those of the record, {record[key]}, got {newer[key]}")
 
 
 def _identity(row: Record) -> tuple[object, ...]:

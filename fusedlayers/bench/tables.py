@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .contenders import AUTO, COMPILED, EAGER, FUSED, ON_REQUEST, TORCH_CONTENDERS
@@ -68,6 +69,12 @@ def markdown(record: Record) -> str:
     return "\n".join([conditions(record), "", *(table.markdown() for table in found)])
 
 
+def other_commits(rows: Iterable[Record]) -> list[str]:
+    """How many of these rows were measured at each commit that is not the record's."""
+    commits = Counter(row["commit"] for row in rows if row.get("commit"))
+    return [f"{count} of its rows at {commit[:10]}" for commit, count in commits.items()]
+
+
 def conditions(record: Record) -> str:
     """One paragraph: device, versions, date, commit, and what the cells mean."""
     device, versions = record["device"], record["versions"]
@@ -76,8 +83,7 @@ def conditions(record: Record) -> str:
     parts += [", ".join(dict.fromkeys(row["dtype"] for row in record["rows"])), record["started"][:10]]
     if record["commit"]:
         parts.append(f"commit {record['commit'][:10]}" + (" with local changes" if record["dirty"] else ""))
-    anew = Counter(row["commit"] for row in timed_rows(record) if row.get("commit"))
-    parts += [f"{count} of its rows at {commit[:10]}" for commit, count in anew.items()]
+    parts += other_commits(timed_rows(record))
     cold = "L2 cache cold, " if record["method"]["cold_cache_bytes"] else ""
     return (
         f"Measured on {', '.join(parts)}. Medians in µs, *launched / replayed in a CUDA graph*, {cold}random data, "

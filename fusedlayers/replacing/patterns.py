@@ -31,12 +31,11 @@ _BUILT_IN: dict[type[nn.Module], type[FusedBlock]] = {
 }
 
 
-def _is_same_class(kind: type[nn.Module] | str, other: type[nn.Module] | str) -> bool:
+def _are_of_one_class(rule: FFNRule, other: FFNRule) -> bool:
     """Whether two rules speak of one class, by itself or by its path; inside of functions classes may share a path."""
-    if isinstance(kind, type) and isinstance(other, type):
-        return kind is other
-    path, other_path = (each if isinstance(each, str) else class_path(each) for each in (kind, other))
-    return path == other_path
+    if isinstance(rule.module_class, type) and isinstance(other.module_class, type):
+        return rule.module_class is other.module_class
+    return rule.class_path == other.class_path
 
 
 def _patch(kind: type[nn.Module], method: str) -> str | None:
@@ -63,7 +62,7 @@ class Patterns:
         for rule in rules:
             kind = rule.module_class
             needless = isinstance(kind, type) and issubclass(kind, (FusedBlock, FusedFFN))
-            twice = any(_is_same_class(kind, other) for other in self.rules)
+            twice = any(_are_of_one_class(rule, other) for other in self.rules.values())
             if needless or rule.class_path in known or twice:
                 name = kind if isinstance(kind, str) else kind.__qualname__
                 raise ValueError(f"rules: {name} needs no rule, or has one already")
@@ -71,13 +70,14 @@ class Patterns:
 
     def rule_for(self, module: nn.Module) -> FFNRule | None:
         """The rule for modules of exactly this class."""
-        kind = type(module)
-        path = class_path(kind)
-        if rule := self.rules.get(kind) or self.rules.get(path):
+        if rule := self._rule_of_the_user(type(module)):
             return rule
-        rule = FAMILIES.get(path)
+        rule = FAMILIES.get(class_path(type(module)))
         # Other releases of a library may give a name to another class.
         return rule if rule is not None and attribute(module, rule.up) is not None else None
+
+    def _rule_of_the_user(self, kind: type[nn.Module]) -> FFNRule | None:
+        return self.rules.get(kind) or self.rules.get(class_path(kind))
 
     def fused_class(self, module: nn.Module) -> type[FusedBlock] | None:
         """The class to give to ``module``, or None."""
@@ -97,11 +97,11 @@ class Patterns:
             if not callable(getattr(type(block), rule.inside, None)):
                 return f"has no method {rule.inside!r}, which the rule names"
             methods.append(rule.inside)
+        # A rule of the user is believed, whatever the methods are made of.
+        believed = self._rule_of_the_user(type(block)) is not None
         for method in methods:
             if method in vars(block):
                 return f"has a {method} of its own, set on the instance"
-            # A rule of the user is believed, whatever the method is made of.
-            believed = type(block) in self.rules or class_path(type(block)) in self.rules
             if not believed and (patch := _patch(type(block), method)) is not None:
                 return f"has another {method} than its class was written with: {patch}"
         if issubclass(fused, FusedWholeBlock):
@@ -118,7 +118,7 @@ class Patterns:
         if isinstance(module, (FusedBlock, FusedFFN)):
             return "already fused"
         for base in type(module).__mro__[1:]:
-            known = base in self.rules or class_path(base) in self.rules or class_path(base) in FAMILIES
+            known = self._rule_of_the_user(base) is not None or class_path(base) in FAMILIES
             sequential = base is nn.Sequential and any(find_runs(list(module.children())))
             if known or sequential or (base in _BUILT_IN and base is not nn.Sequential):
                 return f"is a subclass of {base.__name__} and may compute something else; name it in an FFNRule"

@@ -103,15 +103,14 @@ def checked(family: Family, models: dict[str, nn.Module], draws: list[Inputs]) -
 
     entries = {}
     for name, model in models.items():
-        with switched(AUTO_SWITCHES), decisions() as paths:
-            first = family.results(model, draws[0])
         with switched(AUTO_SWITCHES):
+            with decisions() as paths:
+                first = family.results(model, draws[0])
             # The next model's gradients take the place of these, because the parameters are the same.
             found = stacked([first, *(family.results(model, inputs) for inputs in draws[1:])])
         expected = expected or found
-        red = [
-            verdict.message for verdict in compare_all(found, expected, truth, draws=True).values() if not verdict.ok
-        ]
+        verdicts = compare_all(found, expected, truth, draws=True).values()
+        red = [verdict.message for verdict in verdicts if not verdict.ok]
         logits, gradients = (worst_error(found, truth, gradients) for gradients in (False, True))
         entries[name] = {"paths": dict(paths), "logits_error": logits, "gradients_error": gradients, "red": red}
     trained = [name for name, _ in models[TORCH].named_parameters() if expected[f"d{name}"] is not None]
@@ -185,9 +184,7 @@ def kept_rows(older: records.Record, record: records.Record, measured: Sequence[
     Raises:
         ValueError: the older record has another device or other versions.
     """
-    for key in ("versions", "device"):
-        if older[key] != record[key]:
-            raise ValueError(f"{key}: expected those of the output, {older[key]}, got {record[key]}")
+    records.check_alike(older, record, "versions", "device")
     return [{"commit": older["commit"]} | row for row in older["rows"] if row["family"] not in measured]
 
 
@@ -197,8 +194,8 @@ def main() -> int:
     logging.disable(logging.WARNING)
     method = {"seconds_per_row": chosen.seconds, "dtype": "bfloat16", "small": chosen.small}
     record = records.new_record(sys.argv[1:], torch.device(chosen.device), method, chosen.commit)
-    kept = kept_rows(records.read(chosen.output), record, chosen.families) if chosen.update else []
-    record["rows"] += kept
+    if chosen.update:
+        record["rows"] += kept_rows(records.read(chosen.output), record, chosen.families)
     failed = False
     for name in chosen.families:
         start = time.perf_counter()

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
 from pathlib import Path
 
+from fusedlayers.bench.tables import other_commits
 from tests.models.device_table import TORCH, Row
 from tests.models.small import FAMILIES
 from train_examples.readme import Section, table
@@ -36,11 +36,10 @@ def markdown(record: Row) -> str:
 
 def _conditions(record: Row) -> str:
     device, versions = record["device"], record["versions"]
-    older = Counter(row["commit"] for row in record["rows"] if "commit" in row)
-    others = "".join(f", {count} of its rows at {commit[:10]}" for commit, count in older.items())
+    commits = ", ".join([f"commit {record['commit'][:10]}", *other_commits(record["rows"])])
     return (
         f"Measured on {device['name']}, torch {versions['torch']}, Triton {versions['triton']}, bfloat16, "
-        f"{record['started'][:10]}, commit {record['commit'][:10]}{others}: one layer (T5, BART and Whisper: one of "
+        f"{record['started'][:10]}, {commits}: one layer (T5, BART and Whisper: one of "
         "each side) with its library's default widths, a training step of 8,192 tokens from width 2048 on and of about "
         "65,536 below. Errors are the largest ones over the largest value, against float64. *Fused* is auto mode, "
         "*recompute* is `recompute=True`; speed-ups are of the whole step, attention and loss included, launched call "

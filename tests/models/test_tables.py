@@ -66,7 +66,7 @@ def test_families_measured_anew_take_the_place_of_their_rows() -> None:
     assert [row["family"] for row in kept] == families[1:]
     assert all(len(row["commit"]) == 40 for row in kept)
     assert "of its rows at" in step_table.markdown({**older, "rows": [older["rows"][0], *kept]})
-    with pytest.raises(ValueError, match="versions: expected those of the output"):
+    with pytest.raises(ValueError, match="versions: expected those of the record"):
         device_table.kept_rows(older, {**older, "versions": {}}, [])
 
 
