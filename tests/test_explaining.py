@@ -79,7 +79,7 @@ def test_every_line_on_a_cpu(pretend: Callable[[Device], None]) -> None:
         "if save, torch": "saves 1,280 bytes, 0 extra GEMM units, workspace 0 bytes (chosen)",
         "if save, epilogue": "no Triton kernels on device type cpu",
         "if recompute, fused": "no Triton kernels on device type cpu",
-        "if chunked": "saves 320 bytes, 1 extra GEMM units, workspace 1,776 bytes",
+        "if chunked": "saves 320 bytes, 1 extra GEMM units, workspace 2,368 bytes",
         "not fused": "no Triton kernels on device type cpu",
         "not epilogue": "no Triton kernels on device type cpu",
         "not chunked": "only recompute=True needs its memory guarantee",
@@ -154,8 +154,14 @@ def test_lines_follow_the_call(pretend: Callable[[Device], None]) -> None:
     assert call(operands, recompute=True)["not chunked"].startswith("the fused path keeps no hidden either")
     wide = call(tensors(2**16, 1024, 4096), recompute=True)
     assert wide["path"].startswith("chunked: recompute=True forbids keeping the hidden")
-    assert wide["chunks"] == "2560 tokens at a time; backward 4864 tokens × 2048 hidden units, 512 at a time"
+    assert wide["chunks"] == "2560 tokens at a time; backward 2816 tokens × 2048 hidden units, 1024 at a time"
     assert "does not fit on chip" in wide["not fused"]
+    pretend(changed(H200, pipelined=True))
+    carried = call(tensors(8192, 2048, 8192), recompute=True)
+    assert carried["chunks"].endswith(
+        "; backward 8192 tokens × 2048 hidden units, 1024 at a time, dx carried in 20 bits"
+    )
+    assert carried["data-gradient tiles"].startswith("pipelined: 128 × 128 of the product")
     assert wide["not torch"] == "recompute=True forbids keeping the hidden"
 
 

@@ -37,13 +37,16 @@ GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 CHUNKS = [(1, 24, 24), (7, 5, 2), (30, 23, 8), (31, 8, 8), (16, 24, 7), (64, 1, 1)]
 
 
-def cut(monkeypatch: pytest.MonkeyPatch, *sizes: int, apart: bool = False) -> None:
-    """Chunks of these sizes from now on; ``apart``: dx and the weight gradients have a pass of their own."""
+def cut(monkeypatch: pytest.MonkeyPatch, *sizes: int, apart: bool = False, carried: bool = False) -> None:
+    """Chunks of these sizes from now on; ``apart``: dx and the weight gradients have a pass of their own.
+
+    ``carried``: dx is carried from group to group of hidden units, where both passes are one.
+    """
 
     def plan(problem: planning.Problem, *_: Any) -> ChunkPlan:
         data, weights = problem.needs_data_gradient, problem.needs_weight_gradient
         passes = [(data, False), (False, weights)] if apart else [(data, weights)]
-        steps = tuple(ChunkPass(*sizes, *wanted) for wanted in passes if any(wanted))
+        steps = tuple(ChunkPass(*sizes, *wanted, carried and wanted[0]) for wanted in passes if any(wanted))
         return ChunkPlan(sizes[0], steps, 0)
 
     monkeypatch.setattr(planning.ffn_chunked, "plan", plan)
@@ -80,9 +83,13 @@ def test_chunks_of_any_size_give_the_same(
 @needs_kernels
 @GATED
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-@pytest.mark.parametrize("chunk", [(32, 64, 32), (20, 128, 128), (70, 64, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("chunk", "carried"),
+    [((32, 64, 32), False), ((20, 128, 128), False), ((70, 64, 64), False), ((70, 32, 32), True), ((32, 64, 32), True)],
+    ids=str,
+)
 def test_kernels_compute_chunks(
-    chunk: tuple[int, int, int], dropout_p: float, gated: bool, monkeypatch: pytest.MonkeyPatch
+    chunk: tuple[int, int, int], carried: bool, dropout_p: float, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the mask of the whole hidden, drawn where the chunk lies in it."""
     draw = INTEGERS[torch.float16]
@@ -92,15 +99,16 @@ def test_kernels_compute_chunks(
     arithmetic: dict[str, Any] = {"activation": "relu", "dropout_p": dropout_p}
     expected = results(reference.ffn, t, dy, seed=seed, **arithmetic)
     force_kernels(monkeypatch)
-    cut(monkeypatch, *chunk)
+    cut(monkeypatch, *chunk, carried=carried)
     launched = []
     kernels = functional.ffn_chunked.kernels
-    for name in ("hidden", "hidden_gradient"):
+    for name in ("hidden", "hidden_gradient", "data_gradient"):
         kernel = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *a, _of=kernel, **o: launched.append(_of.__name__) or _of(*a, **o))
     assert_equal(results(functional.ffn, t, dy, dropout_seed=seed, recompute=True, **arithmetic), expected)
-    chunks, slices = -(-70 // chunk[0]), 128 // chunk[2]
-    assert launched == ["hidden"] * chunks + ["hidden_gradient"] * chunks * slices
+    chunks, slices = -(-70 // chunk[0]), chunk[1] // chunk[2]
+    one_chunk = ["hidden_gradient"] * slices + ["data_gradient"] * carried
+    assert launched == ["hidden"] * chunks + one_chunk * chunks * (128 // chunk[1])
 
 
 @needs_kernels
@@ -112,7 +120,7 @@ def test_kernels_compute_chunks_of_what_is_wanted(gated: bool, monkeypatch: pyte
     dy = like_result(t, draw)
     names = [name for name, tensor in t.items() if tensor is not None]
     force_kernels(monkeypatch)
-    cut(monkeypatch, 20, 32, 16)
+    cut(monkeypatch, 20, 24, 16, carried=True)
     expected = results(reference.ffn, t, dy, activation="relu")
     for alone in names:
         for frozen in ((alone,), tuple(name for name in names if name != alone)):
@@ -141,6 +149,15 @@ def test_recompute_is_as_exact_as_torch(dtype: torch.dtype, gated: bool, monkeyp
     with on_path("chunked", None) as options:
         cut(monkeypatch, 160, 512 // planning.ffn_chunked.MOST_GROUPS[gated], 100)
         assert_ffn_close(functional.ffn, tensors, options=options)
+
+
+@needs_kernels
+@GATED
+def test_many_carried_groups_are_as_exact_as_torch(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    force_kernels(monkeypatch)
+    cut(monkeypatch, 96, 32, 32, carried=True)
+    tensors = ffn_inputs((2, 48), 64, 512, 64, torch.float16, gated=gated, residual=True)
+    assert_ffn_close(functional.ffn, tensors, options={"recompute": True})
 
 
 def test_recompute_agrees_with_the_mask_it_drew() -> None:

@@ -355,40 +355,6 @@ def test_more_workspace_does_not_loosen_the_bound_of_partial_sums() -> None:
     assert 1 < made.splits <= planning.devices.PARTIALS_LIMIT // problem.partial_bytes
 
 
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize(
-    "size", [(16_384, 1024, 4096), (8192, 4096, 14_336), (131_072, 4096, 14_336), (64, 8192, 28_672)]
-)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_chunks_of_wide_layers_keep_the_limit(size: tuple[int, int, int], gated: bool, dtype: str) -> None:
-    M, K, N = size
-    problem = replace(TRAINING, M=M, K=K, N=N, O=K, dtype=dtype, gated=gated, recompute=True)
-    for device in DEVICES:
-        made = plan(problem, device)
-        assert made.path == "chunked"
-        assert 0 < made.workspace_bytes <= 64 * 2**20
-        assert made.saved_bytes == problem.element_bytes * M * K
-        (data,) = (step for step in made.chunks.passes if step.data)
-        assert -(-N // data.columns) <= planning.ffn_chunked.MOST_GROUPS[gated]
-        # The kernels of the epilogue path compute the chunks: the measured ones, or forced, all that there are.
-        forced = plan(problem, device, "triton")
-        assert (made.epilogue is not None) == (device.pipelined and dtype == "bfloat16")
-        assert (forced.epilogue is not None) == device.triton
-        assert forced.workspace_bytes <= 64 * 2**20
-
-
-@pytest.mark.parametrize("size", [(4096, 32_768, 1024), (4096, 65_536, 1024), (8, 262_144, 512)])
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_chunks_of_the_widest_layers_keep_the_limit(size: tuple[int, int, int], gated: bool) -> None:
-    """Of fewer hidden units than a tile has."""
-    M, K, N = size
-    problem = replace(TRAINING, M=M, K=K, N=N, O=K, gated=gated, recompute=True)
-    for device in DEVICES:
-        made = plan(problem, device)
-        assert made.path == "chunked"
-        assert 0 < made.workspace_bytes <= 64 * 2**20
-
-
 def test_chunks_take_plain_tensors_alone() -> None:
     made = plan(replace(TRAINING, recompute=True, subclass="DTensor"), H200)
     assert made.path == "torch"

@@ -84,6 +84,9 @@ def _gemm_gemm_facts(problem: Problem, plan: Plan, device: Device) -> list[tuple
         gradient = plan.epilogue.gradient
         if gradient is not None and gradient.tiles is not None:
             rows.append(("hidden-gradient tiles", _epilogue_tiles(gradient.tiles, gradient.pipeline)))
+        if plan.epilogue.data_gradient_tiles is not None:
+            tiles, pipeline = plan.epilogue.data_gradient_tiles, plan.epilogue.data_gradient_pipeline
+            rows.append(("data-gradient tiles", _epilogue_tiles(tiles, pipeline)))
     if plan.chunks is not None:
         rows.append(("chunks", _chunks(plan.chunks)))
     rows.append(("GEMM units", f"{plan.forward_units:g} forward, {plan.backward_units:g} backward"))
@@ -108,7 +111,9 @@ def _choices(problem: Problem, plan: Plan, device: Device) -> list[tuple[str, st
 
 def _chunks(chunks: ChunkPlan) -> str:
     passes = [
-        f"{each.rows} tokens × {each.columns} hidden units, {each.slice_columns} at a time" for each in chunks.passes
+        f"{each.rows} tokens × {each.columns} hidden units, {each.slice_columns} at a time"
+        + ", dx carried in 20 bits" * each.carried
+        for each in chunks.passes
     ]
     return f"{chunks.rows} tokens at a time" + (f"; backward {', then '.join(passes)}" if passes else "")
 

@@ -84,7 +84,8 @@ def gradients(
 ) -> Gradients:  # fmt: skip
     """The wanted gradients of (x, w_up, w_down, b_up, b_down, w_gate, b_gate); not that of b_down.
 
-    Each is written once, rounded once, but dx, which is rounded once for each group of hidden units, gated twice.
+    Each is rounded once, but dx where it is added up over groups of hidden units and not carried by a kernel: that is
+    rounded once for each group, gated twice.
     """
     assert plan.chunks is not None
     operands = (x, weights.w_up, weights.w_down, weights.b_up, None, weights.w_gate, weights.b_gate)
@@ -93,9 +94,13 @@ def gradients(
         for tensor, want in zip(operands, wanted, strict=True)
     ]
     call = _Call(x, dy, seed, arithmetic, plan)
+    hidden_units = weights.w_up.shape[0]
     for step in plan.chunks.passes:
-        for units in _ranges(weights.w_up.shape[0], step.columns):
-            _one_group(call, weights.group(units), step, found)
+        dx = found[0] if step.data else None
+        rest = x.new_empty(x.shape[0], -(-x.shape[1] // 2), dtype=torch.int8) if step.carried else None
+        for units in _ranges(hidden_units, step.columns):
+            data = None if dx is None else _DataSum(dx, rest, units.start == 0, units.stop == hidden_units)
+            _one_group(call, weights.group(units), step, data, found)
     return found
 
 
@@ -109,31 +114,32 @@ class _Call(NamedTuple):
     plan: Plan
 
 
-def _one_group(call: _Call, weights: Weights, step: ChunkPass, found: Gradients) -> None:
-    """Fills those of ``found`` that the pass yields, with the part of dx that comes through these hidden units."""
+def _one_group(call: _Call, weights: Weights, step: ChunkPass, data: "_DataSum | None", found: Gradients) -> None:
+    """Fills those of ``found`` that the pass yields, and adds what comes through these hidden units to dx."""
     size = weights.w_up.shape[0]
     units = slice(weights.first, weights.first + size)
-    dx = found[0] if step.data else None
     dw_up, dw_down, db_up, _, dw_gate, db_gate = found[1:] if step.weights else [None] * 6
     whole = step.rows >= call.x.shape[0]
     sums = _Sums(
         (_Sum(dw_up, units, whole), _Sum(dw_gate, units, whole)),
-        (_Sum(db_up, units, False), _Sum(db_gate, units, False)),
+        (_Sum(db_up, units, whole), _Sum(db_gate, units, whole)),
         _Sum(dw_down, (EVERY, units), whole),
     )
     slices: Slices = [(EVERY, weights)]
     if step.slice_columns < size:
         slices = [(each, weights.group(each)) for each in _ranges(size, step.slice_columns)]
     for rows in _ranges(call.x.shape[0], step.rows):
-        _one_chunk(call, weights, slices, rows, None if dx is None else dx[rows], sums)
+        _one_chunk(call, weights, slices, rows, data, sums)
     for each in (*sums.of_inputs, *sums.of_rows, sums.of_down):
         each.store()
 
 
-def _one_chunk(call: _Call, weights: Weights, slices: Slices, rows: slice, dx: Tensor | None, sums: "_Sums") -> None:
+def _one_chunk(
+    call: _Call, weights: Weights, slices: Slices, rows: slice, data: "_DataSum | None", sums: "_Sums"
+) -> None:
     # A function of its own, so that nothing of a chunk is left when the next one begins.
     x, dy = call.x[rows], call.dy[rows]
-    through = dx is not None or any(each.wanted for each in (*sums.of_rows, *sums.of_inputs))
+    through = data is not None or any(each.wanted for each in (*sums.of_rows, *sums.of_inputs))
     # Together they give dz, of which every product with it needs all; the hidden is needed by one, slice by slice.
     dz = _pre_activations(x, weights) if through else []
     for units, part in slices:
@@ -144,10 +150,8 @@ def _one_chunk(call: _Call, weights: Weights, slices: Slices, rows: slice, dx: T
             sums.of_down.add_product(dy, hidden, rows, units)
     for place, d_pre in enumerate(dz):
         sums.of_inputs[place].add_product(d_pre, x, rows)
-        if dx is not None:
-            weight = weights.w_gate if place else weights.w_up
-            assert weight is not None
-            torch.addmm(dx, d_pre, weight, beta=1 if place or weights.first else 0, out=dx)
+    if data is not None:
+        data.add_products(call, dz, weights, rows)
 
 
 def _pre_activations(x: Tensor, weights: Weights) -> list[Tensor]:
@@ -164,33 +168,61 @@ def _one_slice(
     """Puts the gradients of the pre-activations ``z`` in their place, and adds up what else comes of them."""
     arithmetic, plan = call.arithmetic, call.plan
     biases, place = any(each.wanted for each in sums.of_rows), (rows.start, weights.first)
-    of_rows: tuple[Tensor | None, ...] = ()
     if plan.epilogue is not None:
         gradient = plan.epilogue.gradient
         assert gradient is not None
         assert gradient.tiles is not None
+        terms = [total.place(rows, units, each) for total, each in zip(sums.of_rows, z, strict=False)] if biases else []
         found = kernels.hidden_gradient(
             dy, weights.w_down, z[0], z[1] if len(z) > 1 else None, biases, gradient.row_tiles, arithmetic.activation,
             arithmetic.accuracy, arithmetic.input_precision, gradient.tiles, gradient.pipeline,
-            keep_hidden=sums.of_down.wanted, in_place=True, sums_dtype=torch.float32,
+            keep_hidden=sums.of_down.wanted, in_place=True, sums_into=terms,
             dropout=Dropout(call.seed, arithmetic.dropout_p, place),
         )  # fmt: skip
         if found.hidden is not None:
             sums.of_down.add_product(dy, found.hidden, rows, units)
-        of_rows = (found.db_up, found.db_gate)
     else:
         with torch.enable_grad():
             followed = [each.detach().requires_grad_() for each in z]
             hidden = reference.hidden(*followed, activation=arithmetic.activation)
             hidden = reference.dropped(hidden, arithmetic.dropout_p, call.seed, place)
         gradients = torch.autograd.grad(hidden, followed, dy @ weights.w_down)
-        of_rows = tuple(summed_rows(each) if biases else None for each in gradients)
+        terms = [summed_rows(each) for each in gradients] if biases else []
         # Before the pre-activations are replaced: without an activation they are the hidden.
         sums.of_down.add_product(dy, hidden.detach(), rows, units)
         for each, d_pre in zip(z, gradients, strict=True):
             each.copy_(d_pre)
-    for total, term in zip(sums.of_rows, of_rows, strict=False):
+    for total, term in zip(sums.of_rows, terms, strict=False):
         total.add(term, rows, units)
+
+
+class _DataSum(NamedTuple):
+    """dx as the sum of products of each group of hidden units, the ``first`` and the ``last`` of which are known.
+
+    With ``rest``, a kernel carries what is beyond its bits from group to group; else each product is rounded to it.
+    """
+
+    gradient: Tensor
+    rest: Tensor | None
+    first: bool
+    last: bool
+
+    def add_products(self, call: _Call, dz: list[Tensor], weights: Weights, rows: slice) -> None:
+        """Those of one chunk: of the gradients of its pre-activations with the weights of the group."""
+        dx = self.gradient[rows]
+        matrices = [weight for weight in (weights.w_up, weights.w_gate) if weight is not None]
+        terms = list(zip(dz, matrices, strict=True))
+        if self.rest is None:
+            for place, (d_pre, weight) in enumerate(terms):
+                torch.addmm(dx, d_pre, weight, beta=0 if self.first and not place else 1, out=dx)
+            return
+        tiles = call.plan.epilogue
+        assert tiles is not None
+        assert tiles.data_gradient_tiles is not None
+        kernels.data_gradient(
+            terms, dx, self.rest[rows], self.first, self.last, call.arithmetic.input_precision,
+            tiles.data_gradient_tiles, tiles.data_gradient_pipeline,
+        )  # fmt: skip
 
 
 class _Sum:
@@ -219,14 +251,21 @@ class _Sum:
         else:
             torch.addmm(total, left.T.to(total.dtype), right.to(total.dtype), beta=beta, out=total)
 
-    def add(self, term: Tensor | None, rows: slice, units: slice) -> None:
+    def place(self, rows: slice, units: slice, like: Tensor) -> Tensor:
+        """Where a kernel may write a sum over the rows of a chunk before it is added: of the first one, the total."""
+        if self.total is not None and not rows.start:
+            return self.total[units]
+        return torch.empty(like.shape[1], dtype=accumulated(like.dtype), device=like.device)
+
+    def add(self, term: Tensor, rows: slice, units: slice) -> None:
         """A sum over the rows of a chunk, to some elements."""
-        if self.total is None or term is None:
+        if self.total is None:
             return
+        total = self.total[units]
         if rows.start:
-            self.total[units] += term
-        else:
-            self.total[units] = term
+            total += term
+        elif term.data_ptr() != total.data_ptr():
+            total.copy_(term)
 
     def store(self) -> None:
         """Rounds the sum into the gradient."""

@@ -3,9 +3,10 @@
 The forward pass takes some tokens at a time. The backward pass takes ``rows`` tokens × ``columns`` hidden units, all
 tokens for one group of hidden units after the other, and has their pre-activations in memory, which their gradients
 replace; the hidden itself is there for ``slice_columns`` of them at a time. So the weight gradients of a group are
-complete, and rounded once, before those of the next begin, and only their float32 sums need memory; dx is added up over
-the groups in its own dtype. Of all chunks that fit those are taken that move the fewest bytes: each chunk reads its
-tokens and weights, and adds to sums.
+complete, and rounded once, before those of the next begin, and only their float32 sums need memory, none if a chunk has
+all tokens. dx is added up over the groups: by a kernel that carries four bits more than it has, in half a byte for each
+element, or in its own dtype. Of all chunks that fit those are taken that cost least: each chunk reads its tokens and
+weights, adds to sums, launches its products, and leaves processors idle where these have no whole waves of tiles.
 """
 
 import math
@@ -26,9 +27,15 @@ SLICES = (1, 2, 4, 8)
 # What a launch costs, in bytes that could be moved meanwhile: the device fills and drains. On an H200 (16,384 tokens ×
 # 1024 × 4096) two slices instead of one, 12 launches more, took 131 µs, in which it moves 48 MiB for each of them.
 LAUNCH_BYTES = 48 * 2**20
-# Sizes are multiples of these where they are larger: whole tiles of the kernels, and aligned addresses.
+# Rows and columns of tiles: those of cuBLAS's large products, and those of the kernels and of what is added to float32
+# sums, which were not seen to be computed in larger ones, nor in ranges of the tokens.
+LARGE_TILES = ((128, 256), (256, 128))
+SMALL_TILES = ((128, 128),)
+# What an H200 computes in the time in which it moves a byte.
+FLOPS_FOR_A_BYTE = 184
+# Sizes are multiples of the first of these that are not larger: whole tiles of the kernels, and aligned addresses.
 ROW_STEP = 256
-COLUMN_STEP = 128
+COLUMN_STEPS = (128, 8, 1)
 
 # Copies of the hidden that torch's operations have in memory at once, of a chunk forward, of a slice backward, by
 # whether there is a gate: counted, for the activation that needs most (relu2). Dropout adds the mask and two products
@@ -49,6 +56,7 @@ class ChunkPass:
     slice_columns: int
     data: bool
     weights: bool
+    carried: bool = False  # whether a kernel keeps the bits of dx that groups would round away
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,7 @@ def plan(problem: Any, device: Device, kernels: bool) -> ChunkPlan:
     used = [rows * forward]
     for each in passes:
         costs = _costs(p, device, kernels, each.weights)
-        used.append(costs.bytes(each.rows, each.columns, each.slice_columns, p.M))
+        used.append(costs.bytes(each.rows, each.columns, each.slice_columns, p.M) + _carried_bytes(p) * each.carried)
     return ChunkPlan(rows, passes, max(used))
 
 
@@ -114,38 +122,81 @@ def _fit(problem: Any, device: Device, kernels: bool, data: bool, weights: bool)
     p = problem
     costs = _costs(p, device, kernels, weights)
     # dx alone needs no groups: there are no sums whose memory they would share out.
-    most_groups = p.N if not data else MOST_GROUPS[p.gated] if weights else 1
+    most_rounded = p.N if not data else MOST_GROUPS[p.gated] if weights else 1
+    ways = [(most_rounded, False)]
+    if kernels and data and weights and p.dtype in SIXTEEN_BITS:
+        ways.append((p.N, True))
     fitting: list[ChunkPass] = []
     # Every number of groups up to 64, then those that double: a very wide layer has too many to try.
     numbers = [*range(1, 65), *(2**power for power in range(7, p.N.bit_length()))]
-    for columns in sorted({_columns(p.N, groups) for groups in numbers if groups <= most_groups}, reverse=True):
-        for slice_columns in sorted({_columns(columns, slices) for slices in SLICES}, reverse=True):
-            if columns < p.N and costs.bytes(p.M, columns, slice_columns, p.M) <= p.workspace_limit:
-                fitting.append(ChunkPass(p.M, columns, slice_columns, data, weights))
-            elif (most := costs.most_rows(columns, slice_columns, p.workspace_limit)) >= 1:
-                fitting.append(ChunkPass(_rows(p.M, most), columns, slice_columns, data, weights))
-    return min(fitting, key=lambda each: _moved_bytes(p, each), default=None)
+    for most_groups, carried in ways:
+        limit = p.workspace_limit - _carried_bytes(p) * carried
+        for columns in sorted({_columns(p.N, groups) for groups in numbers if groups <= most_groups}, reverse=True):
+            if carried and columns == p.N:
+                continue
+            for slice_columns in sorted({_columns(columns, slices) for slices in SLICES}, reverse=True):
+                if columns < p.N and costs.bytes(p.M, columns, slice_columns, p.M) <= limit:
+                    fitting.append(ChunkPass(p.M, columns, slice_columns, data, weights, carried))
+                elif (most := costs.most_rows(columns, slice_columns, limit)) >= 1:
+                    fitting.append(ChunkPass(_rows(p.M, most), columns, slice_columns, data, weights, carried))
+    return min(fitting, key=lambda each: _cost(p, device, each), default=None)
 
 
-def _moved_bytes(problem: Any, step: ChunkPass) -> int:
-    """Roughly, in and out of the device's memory, but for what is the same however the hidden is cut."""
+def _carried_bytes(problem: Any) -> int:
+    """Four bits for each element of dx, whole bytes in a row."""
+    return problem.M * math.ceil(problem.K / 2)
+
+
+def _cost(problem: Any, device: Device, step: ChunkPass) -> float:
+    """Roughly, in bytes that the device could move meanwhile, but for what is the same however the hidden is cut."""
     p = problem
     parts = 2 if p.gated else 1
-    slices = math.ceil(step.columns / step.slice_columns)
-    x, dy, first, down = step.rows * p.K, step.rows * p.O, parts * step.columns * p.K, step.columns * p.O
+    rows, columns, part = step.rows, step.columns, step.slice_columns
+    slices = math.ceil(columns / part)
+    x, dy, first, down = rows * p.K, rows * p.O, parts * columns * p.K, columns * p.O
     # The pre-activations; their gradients.
     launches = parts + slices
     elements = x + first + slices * dy + down
-    sums = 0
+    idle = parts * _idle_flops(rows, columns, p.K, device, LARGE_TILES)
+    idle += slices * _idle_flops(rows, part, p.O, device, SMALL_TILES)
+    sums: float = 0
     if step.data:
-        launches += parts
-        elements += parts * 2 * x + first
+        rounded = 1 if step.carried else parts
+        launches += rounded
+        elements += rounded * 2 * x + first
+        sums += x * step.carried
+        idle += parts * _idle_flops(rows, p.K, columns, device, SMALL_TILES if step.carried else LARGE_TILES)
     if step.weights:
         launches += parts + slices
         elements += parts * x + slices * dy
-        sums = 2 * (first + down) * (max(4, p.element_bytes) if step.rows < p.M else p.element_bytes)
-    chunks = math.ceil(p.M / step.rows) * math.ceil(p.N / step.columns)
-    return chunks * (launches * LAUNCH_BYTES + elements * p.element_bytes + sums)
+        whole = rows >= p.M
+        sums += 2 * (first + down) * (p.element_bytes if whole else max(4, p.element_bytes))
+        for count, height, width in ((parts, columns, p.K), (slices, p.O, part)):
+            ranges = _ranges(height, width, device) if whole else 1
+            sums += count * 2 * 4 * height * width * (ranges if ranges > 1 else 0)
+            idle += count * _idle_flops(height, width, rows, device, LARGE_TILES if whole else SMALL_TILES, ranges)
+    chunks = math.ceil(p.M / rows) * math.ceil(p.N / columns)
+    return chunks * (launches * LAUNCH_BYTES + elements * p.element_bytes + sums + idle / FLOPS_FOR_A_BYTE)
+
+
+def _ranges(rows: int, columns: int, device: Device) -> int:
+    """Ranges of the inner axis that together fill the processors, where the large tiles of a product do not."""
+    return max(1, device.processors // min(_tiles(rows, columns, tile) for tile in LARGE_TILES))
+
+
+def _tiles(rows: int, columns: int, tile: tuple[int, int]) -> int:
+    return math.ceil(rows / tile[0]) * math.ceil(columns / tile[1])
+
+
+def _idle_flops(
+    rows: int, columns: int, inner: int, device: Device, tiles: tuple[tuple[int, int], ...], ranges: int = 1
+) -> float:
+    """What the processors without a tile could compute, while those that have one finish a product."""
+    idle = []
+    for tile in tiles:
+        waves = math.ceil(_tiles(rows, columns, tile) * ranges / device.processors)
+        idle.append(waves * device.processors * tile[0] * tile[1] / ranges - rows * columns)
+    return 2 * inner * max(0, min(idle))
 
 
 def _costs(problem: Any, device: Device, kernels: bool, weights: bool) -> _Costs:
@@ -157,8 +208,8 @@ def _costs(problem: Any, device: Device, kernels: bool, weights: bool) -> _Costs
     # float32, of all hidden units and of a slice.
     biases = 8 * parts * weights
     if kernels:
-        # The hidden, and partial sums of every 32 rows or more.
-        return _Costs(element, (p.element_bytes + parts / 8) * weights, 0, biases, sums)
+        # The hidden, and partial sums of every 64 rows or more, in 32 bits every 32.
+        return _Costs(element, (p.element_bytes + parts / (16 if narrow else 8)) * weights, 0, biases, sums)
     of_slice = _torch_bytes(p, device, BACKWARD_COPIES)
     if not (narrow and weights and device.kind != "cuda"):
         return _Costs(element, of_slice, 0, biases, sums)
@@ -191,5 +242,5 @@ def _rows(tokens: int, most: int) -> int:
 def _columns(hidden: int, groups: int) -> int:
     """Hidden units of each of so many groups that are alike."""
     columns = math.ceil(hidden / groups)
-    step = COLUMN_STEP if columns >= COLUMN_STEP else 1
+    step = next(step for step in COLUMN_STEPS if columns >= step)
     return min(hidden, math.ceil(columns / step) * step)

@@ -3,10 +3,10 @@
 Its forward pass keeps the pre-activations, where torch keeps them, the activated ones and, gated, their product.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ..kernels.tuning import EpiloguePipeline, EpilogueTiles, epilogue_tiles
+from ..kernels.tuning import EpiloguePipeline, EpilogueTiles, data_gradient_tiles, epilogue_tiles
 from . import hidden_gradient
 from .call import no_kernels, not_measured, too_small
 from .devices import Device
@@ -29,22 +29,32 @@ VECTOR = 8
 
 @dataclass(frozen=True)
 class EpiloguePlan:
-    """The tiles of both kernels; no gradient without one that goes through the hidden."""
+    """The tiles of the kernels; no gradient without one that goes through the hidden.
+
+    Those of dx are there where it is carried from one group of hidden units to the next: the chunked path alone.
+    """
 
     hidden_tiles: EpilogueTiles
     hidden_pipeline: EpiloguePipeline | None
     gradient: HiddenGradientPlan | None
+    data_gradient_tiles: EpilogueTiles | None = None
+    data_gradient_pipeline: EpiloguePipeline | None = None
 
 
-def plan(problem: Any, device: Device) -> EpiloguePlan:
-    """The tiles for ``problem``, a ``planning.Problem`` of an FFN."""
+def plan(problem: Any, device: Device, carried: bool = False) -> EpiloguePlan:
+    """The tiles for ``problem``, a ``planning.Problem`` of an FFN; ``carried``: whether dx is."""
     p = problem
     gradient = None
     if p.training:
         gradient = hidden_gradient.plan(_gradient_problem(p), device, "triton")
     pipeline = hidden_gradient.epilogue_pipeline("hidden", p, device)
     tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
-    return EpiloguePlan(tiles, pipeline, gradient)
+    made = EpiloguePlan(tiles, pipeline, gradient)
+    if not carried:
+        return made
+    pipeline = hidden_gradient.epilogue_pipeline("data_gradient", p, device)
+    data_tiles = data_gradient_tiles(device.architecture)
+    return replace(made, data_gradient_tiles=data_tiles, data_gradient_pipeline=pipeline)
 
 
 def _gradient_problem(p: Any) -> HiddenGradientProblem:

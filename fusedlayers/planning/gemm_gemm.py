@@ -319,7 +319,9 @@ def plan_on(
         options = {"chunks": chunks, "workspace_bytes": chunks.workspace_bytes}
         if chunk_kernels:
             part = replace(problem, M=max([chunks.rows, *(each.rows for each in chunks.passes)]))
-            options |= {"epilogue": ffn_epilogue.plan(part, device), "accuracy": activation_accuracy(problem, device)}
+            carried = any(each.carried for each in chunks.passes)
+            epilogue = ffn_epilogue.plan(part, device, carried)
+            options |= {"epilogue": epilogue, "accuracy": activation_accuracy(problem, device)}
     reason = {
         "fused": "the kernels cover the problem and keep no hidden",
         "epilogue": "activations and bias gradients are computed with the products, and only pre-activations are kept",

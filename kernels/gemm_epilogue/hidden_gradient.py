@@ -1,5 +1,6 @@
 """dZ, and with a gate dZg, from dy and the pre-activations, with the sums over their rows, and H once more."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -106,7 +107,7 @@ def hidden_gradient(
     keep_hidden: bool = False,
     side_by_side: bool = False,
     in_place: bool = False,
-    sums_dtype: torch.dtype | None = None,
+    sums_into: Sequence[torch.Tensor] = (),
     dropout: Dropout = NO_DROPOUT,
     column_sums: ColumnSumTiles | None = None,
 ) -> HiddenGradients:
@@ -116,8 +117,8 @@ def hidden_gradient(
 
     Operands ``[M, *]`` of any strides. Results are contiguous; ``side_by_side``, dz and dz_gate are the halves of one
     ``[M, 2 N]``; ``in_place``, they replace z and z_gate, whose rows are contiguous and start alike then.
-    ``sums_dtype`` is that of the sums, by default that of dy. Each program of the portable kernel computes
-    ``row_tiles`` tiles.
+    The sums fill ``sums_into``, of up and of the gate, or new tensors of dy's dtype. A program of the portable kernel
+    computes ``row_tiles`` tiles.
     """
     rows, columns = dy.shape[0], w_down.shape[1]
     parts = 1 if z_gate is None else 2
@@ -166,10 +167,9 @@ def hidden_gradient(
         if other is not None:
             reduce_partials(other[0], [other[1]], blocks=blocks)
         return HiddenGradients(dz, d_gate, None, None, hidden, db_down)
-    db_up = empty(columns, dtype=sums_dtype or dy.dtype)
-    db_gate = None if z_gate is None else empty(columns, dtype=db_up.dtype)
-    reduce_partials(sums, [db_up] if db_gate is None else [db_up, db_gate], blocks=blocks, other=other)
-    return HiddenGradients(dz, d_gate, db_up, db_gate, hidden, db_down)
+    found = list(sums_into) or [empty(columns) for _ in range(parts)]
+    reduce_partials(sums, found, blocks=blocks, other=other)
+    return HiddenGradients(dz, d_gate, found[0], found[1] if parts == 2 else None, hidden, db_down)
 
 
 def _matrices(

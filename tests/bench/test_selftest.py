@@ -154,6 +154,9 @@ def test_without_anything_to_test_the_reason_is_said(
         ("gated ffn 1024x512x512 relu bf16 (few)", "y", ["epilogue hidden_pipeline"]),
         ("gated ffn 1024x512x512 relu bf16 (few)", "dx", ["pipeline"]),
         ("gated ffn 1024x512x512 relu bf16 (portable)", None, ["epilogue hidden", "tiles"]),
+        ("gated ffn 2048x512x1024 relu bf16 (in groups)", "dx", ["epilogue data_gradient_pipeline"]),
+        ("ffn 2077x544x1000 relu bf16 (in groups, portable)", "dx", ["epilogue data_gradient"]),
+        ("gated ffn 2048x512x1024 relu bf16 (in groups)", "dw_up", ["pipeline"]),
         ("split_k 64x4096x1032 identity bf16 (all)", "y", ["forward tiles"]),
         ("split_k 64x4096x1032 identity bf16 (all)", "dx", ["data_gradient tiles"]),
         ("split_k 64x4096x1032 identity bf16 (all)", "dbias", ["pipeline"]),
@@ -198,7 +201,7 @@ for trial in all_trials(device):
     with (
         mock.patch.object(JITFunction, "run", lambda kernel, *arguments, **more: names.add(kernel.__name__)),
         mock.patch.object(dispatch, "describe", return_value=facts),
-        dispatch.switched(ours.switches),
+        dispatch.switched({**ours.switches, **trial.switches}),
     ):
         Work(inputs, upstream, case.backward).run(ours.call)
     pipelined = sum("Pipeline" in kind or kind == "StoredConfig" for kind in kinds)

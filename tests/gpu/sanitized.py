@@ -14,7 +14,9 @@ os.environ["FUSEDLAYERS_BACKEND"] = "triton"
 import torch
 
 from fusedlayers import functional
+from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.gemm_gemm import stored
+from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES, data_gradient_tiles
 from tests.operands import ffn_inputs, leaves, like_result
 
 # Widths of pipelined and of portable kernels; rows and hidden units that no tile divides.
@@ -30,6 +32,8 @@ FFNS = [
 BATCHES = [(3, 128, 64, 128, 64), (2, 128, 128, 64, 128), (3, 50, 33, 20, 17)]
 # Rows, columns of dy and of x: with one split and with several; the last is for the portable kernel.
 WEIGHT_GRADIENTS = [(70, 136, 264), (1500, 72, 40), (3000, 264, 72), (700, 50, 33)]
+# Groups, rows, hidden units of a group, columns of x; the last is for the portable kernel.
+DATA_GRADIENTS = [(3, 150, 40, 96), (2, 300, 200, 160), (3, 70, 20, 33)]
 # Batch, M, N, K, operation, axis. Kept rows for one, two and four consumers of the pipelined kernel, splits of a long
 # axis; the last two are for the portable kernels.
 REDUCTIONS = [
@@ -75,6 +79,17 @@ def products() -> None:
             functional.weight_gradient(dy, x, bias=bias)
             z, w_down = torch.randn_like(x), torch.randn(out, width, device="cuda", dtype=torch.bfloat16)
             functional.hidden_gradient(dy, w_down, z, z if bias else None, activation="silu", bias=bias)
+    for groups, rows, units, width in DATA_GRADIENTS:
+        dx = torch.empty(rows, width, device="cuda", dtype=torch.bfloat16)
+        rest = torch.empty(rows, -(-width // 2), device="cuda", dtype=torch.int8)
+        for gated in (False, True):
+            d_pre, weight = (
+                torch.randn(size, device="cuda", dtype=dx.dtype) for size in ((rows, units), (units, width))
+            )
+            config = data_gradient_tiles("sm_90"), EPILOGUE_PIPELINES["data_gradient", gated]
+            for group in range(groups):
+                ends = group == 0, group == groups - 1
+                kernels.data_gradient([(d_pre, weight)] * (1 + gated), dx, rest, *ends, "ieee", *config)
 
 
 def reductions() -> None:

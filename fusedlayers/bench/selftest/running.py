@@ -22,7 +22,9 @@ _FORWARD = ("forward_tiles", "forward tiles", "epilogue hidden_tiles", "epilogue
 # Field of a plan -> the results that its kernel computes; the others' kernels compute what remains.
 _RESULTS = {
     **dict.fromkeys(_FORWARD, ("y",)),
-    "data_gradient tiles": ("dx",),
+    **dict.fromkeys(
+        ("data_gradient tiles", "epilogue data_gradient_tiles", "epilogue data_gradient_pipeline"), ("dx",)
+    ),
     "data_gradient_tiles": ("dx", "da", "db_down"),
     "query_gradient_tiles": ("dqueries",),
     "document_gradient_tiles": ("ddocuments",),
@@ -49,7 +51,7 @@ def run(trial: Trial, device: torch.device) -> Outcome:
         names = [*case.results, *(f"d{name}" for name in work.inputs)] if case.backward else list(case.results)
         ours = contender(FUSED, case, options)
         failures: dict[str, str] = {}
-        with switched(ours.switches):
+        with switched({**ours.switches, **trial.switches}):
             for _ in range(1 if device.type == "cpu" else REPEATS):
                 results: tuple[torch.Tensor, ...] = ()
                 try:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ... import planning
+from ...functional.dispatch import switched
 from ...kernels import tuning
 from ...planning import Decision, Device
 from ..cases import CASES, DTYPES, Case, Options, Shape
@@ -22,20 +23,26 @@ TESTED = CASES | {HIDDEN_GRADIENT.name: HIDDEN_GRADIENT}
 # (tokens, hidden) of a feed-forward block: whole tiles, and tails in both.
 WHOLE, RAGGED = (1024, 512), (1061, 488)
 # Few processors, so that each program of a pipelined kernel takes many tiles, with two consumers; as many as there are,
-# with one consumer; the portable kernels, where the pipelined ones would run; and recomputing, where a backward pass
-# would store what is hidden.
+# with one consumer; the portable kernels, where the pipelined ones would run; recomputing, where a backward pass would
+# store what is hidden; and recomputing in little memory, so that there are several groups of hidden units.
 MACHINES: dict[str, dict[str, Any]] = {
     "few": {"processors": 4},
     "all": {},
     "portable": {"pipelined": False},
     "recomputing": {"processors": 4, "recompute": True},
     "recomputing, all": {"recompute": True},
+    "in groups": {"processors": 4, "recompute": True, "workspace": 2},
+    "in groups, portable": {"pipelined": False, "recompute": True, "workspace": 2},
 }
+# What is no fact of the device: an argument of the call, and MiB of temporary memory.
+_NO_FACTS = ("recompute", "workspace")
 _PIPELINED_WIDTHS = ((64, 64), (64, 128), (128, 64), (128, 128), (256, 256))
 # (kept rows, reduced rows) and inner widths of a reduction: every number of consumers, both blocks.
 _REDUCED = ((40, 16), (128, 304), (200, 64), (120, 600), (264, 1024))
 # Widths of a feed-forward block that no fused kernel holds: whole tiles, and tails.
 _WIDE = (512, 520)
+# The same of one whose groups of hidden units take less than the memory of the machines above.
+_GROUPED = ((2048, 512, 1024), (2077, 544, 1000))
 # (rows, columns, inner width) of a linear layer: every tile of its product and of its data gradient, each split.
 _LINEAR = (
     (1, 16, 8192),
@@ -88,8 +95,14 @@ class Trial:
     @property
     def facts(self) -> dict[str, Any]:
         """What is assumed of the device; nothing is avoided, as that is what is tested."""
-        assumed = {name: value for name, value in MACHINES[self.machine].items() if name != "recompute"}
+        assumed = {name: value for name, value in MACHINES[self.machine].items() if name not in _NO_FACTS}
         return assumed | {"avoided": frozenset()}
+
+    @property
+    def switches(self) -> dict[str, str]:
+        """What the user's switches must say."""
+        workspace = MACHINES[self.machine].get("workspace")
+        return {} if workspace is None else {"FUSEDLAYERS_WORKSPACE_MIB": str(workspace)}
 
     def prepared(self) -> tuple[Case, Options]:
         """The case and its options."""
@@ -105,7 +118,7 @@ class Trial:
             name: torch.empty(operand.shape, dtype=DTYPES[self.dtype], device="meta", requires_grad=case.backward)
             for name, operand in operands.items()
         }
-        with torch.set_grad_enabled(case.backward):
+        with torch.set_grad_enabled(case.backward), switched(self.switches):
             problem = case.problem(blank, options)
         plan: Decision = planning.plan(problem, replace(device, **self.facts), "triton")
         return plan
@@ -131,12 +144,13 @@ def machines(dtype: torch.dtype, width: int, device: Device) -> list[str]:
     """Those that differ for this width; float32 and widths in between have portable kernels alone."""
     if dtype == torch.float32 or width not in (64, 128, 256) or not device.pipelined:
         return ["all"]
-    return [name for name in MACHINES if "recompute" not in MACHINES[name] or width == 256]
+    recomputing = [name for name in MACHINES if "recompute" in MACHINES[name] and "workspace" not in MACHINES[name]]
+    return [name for name in MACHINES if not set(MACHINES[name]) & set(_NO_FACTS)] + recomputing * (width == 256)
 
 
 def all_trials(device: Device) -> list[Trial]:
     """Every trial for a GPU; each configuration is taken by one with relu and by one without an activation."""
-    found = (_blocks, _wide_blocks, _reductions, _late_interactions, _gradients, _linear_layers)
+    found = (_blocks, _wide_blocks, _groups, _reductions, _late_interactions, _gradients, _linear_layers)
     return list(dict.fromkeys(trial for trials in found for trial in trials(device)))
 
 
@@ -206,6 +220,16 @@ def _wide_blocks(device: Device) -> Iterator[Trial]:
         for machine in ("few", "portable") if device.pipelined else ("portable",):
             for dtype in ("bf16", "fp16") if machine == "few" else DTYPES:
                 yield Trial("ffn", dropping, (M, width, N), dtype, machine)
+
+
+def _groups(device: Device) -> Iterator[Trial]:
+    """Feed-forward blocks whose gradient of x is carried from one group of hidden units to the next."""
+    for gated in (False, True):
+        relu, plain = (Options(activation, gated=gated, bias=True) for activation in ("relu", "identity"))
+        for machine in ("in groups", "in groups, portable") if device.pipelined else ("in groups, portable",):
+            for shape in _GROUPED:
+                yield Trial("ffn", relu, shape, "bf16", machine)
+                yield Trial("ffn", plain, shape, "fp16", machine)
 
 
 def _linear_layers(device: Device) -> Iterator[Trial]:

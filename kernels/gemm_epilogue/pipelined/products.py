@@ -1,4 +1,4 @@
-"""What both kernels share: copies of the operands, and the product of one tile by one of two consumers in turn.
+"""What the kernels share: copies of the operands, and the product of one tile by one of two consumers in turn.
 
 A program has two consumers. Each computes tiles of ``TILE × TILE`` of its own, every other one: while one has the
 matrix units, the other is busy with its epilogue, so that arithmetic of single elements and traffic of the results
@@ -31,32 +31,43 @@ def copy_operands(
     ``other``, half of the columns are products with it.
     """
     SPAN: gl.constexpr = TILE if other_desc is None else HALF
+    position = 0
+    for index in range(gl.program_id(0), tile_rows * tile_columns, gl.num_programs(0)):
+        tile_row, tile_column = grouped_tile(index, tile_rows, tile_columns, GROUP)
+        position = copy_tile(
+            left_desc, right_desc, other_desc, left_ring, right_ring, full, empty, tile_row * TILE, tile_column * SPAN,
+            inner, position, UNITS_FIRST, STEP, STAGES,
+        )  # fmt: skip
+
+
+@gluon.jit
+def copy_tile(
+    left_desc, right_desc, other_desc, left_ring, right_ring, full, empty, row, column, inner, position,
+    UNITS_FIRST: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """What the product of one tile reads, into the ring from ``position`` on; returns the position behind it."""
     LAYOUT: gl.constexpr = right_desc.layout
     DTYPE: gl.constexpr = right_desc.dtype
     RIGHT_COPIES: gl.constexpr = 2 if UNITS_FIRST else 1
     BYTES: gl.constexpr = 2 * left_desc.block_type.nbytes + RIGHT_COPIES * right_desc.block_type.nbytes
-    position = 0
-    for index in range(gl.program_id(0), tile_rows * tile_columns, gl.num_programs(0)):
-        tile_row, tile_column = grouped_tile(index, tile_rows, tile_columns, GROUP)
-        row = tile_row * TILE
-        column = tile_column * SPAN
-        for k in range(0, inner, STEP):
-            stage, phase = stage_of(position, STAGES)
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-            mbarrier.expect(full.index(stage), BYTES)
-            copy_in(left_desc, [row, k], full.index(stage), left_ring.index(stage * 2))
-            copy_in(left_desc, [row + HALF, k], full.index(stage), left_ring.index(stage * 2 + 1))
-            right = right_ring.index(stage)
-            if UNITS_FIRST:
-                halves = right._reinterpret(DTYPE, [2, HALF, STEP], LAYOUT)
-                copy_in(right_desc, [column, k], full.index(stage), halves.index(0))
-                if other_desc is None:
-                    copy_in(right_desc, [column + HALF, k], full.index(stage), halves.index(1))
-                else:
-                    copy_in(other_desc, [column, k], full.index(stage), halves.index(1))
+    for k in range(0, inner, STEP):
+        stage, phase = stage_of(position, STAGES)
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        mbarrier.expect(full.index(stage), BYTES)
+        copy_in(left_desc, [row, k], full.index(stage), left_ring.index(stage * 2))
+        copy_in(left_desc, [row + HALF, k], full.index(stage), left_ring.index(stage * 2 + 1))
+        right = right_ring.index(stage)
+        if UNITS_FIRST:
+            halves = right._reinterpret(DTYPE, [2, HALF, STEP], LAYOUT)
+            copy_in(right_desc, [column, k], full.index(stage), halves.index(0))
+            if other_desc is None:
+                copy_in(right_desc, [column + HALF, k], full.index(stage), halves.index(1))
             else:
-                copy_in(right_desc, [k, column], full.index(stage), right)
-            position += 1
+                copy_in(other_desc, [column, k], full.index(stage), halves.index(1))
+        else:
+            copy_in(right_desc, [k, column], full.index(stage), right)
+        position += 1
+    return position
 
 
 @gluon.jit
