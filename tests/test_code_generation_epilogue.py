@@ -15,7 +15,7 @@ from tests.test_code_generation import COMPILE_ALL, SHARED_LIMITS, compiled, fau
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 PIPELINED = {"pipelined_hidden": "hidden", "pipelined_epilogue_gradient": "hidden_gradient"}
-CARRYING = "pipelined_data_gradient"
+CARRYING = "pipelined_carried_gradient"
 PORTABLES = ("hidden", "hidden_gradient")
 TARGETS = tuple(SHARED_LIMITS) if COMPILE_ALL else ("sm_80", "sm_90", "gfx942")
 # Bytes, by kernel, gate and activation, where sums and the hidden are wanted, too.
@@ -169,9 +169,9 @@ def test_kernels_that_carry_a_sum(tmp_path: Path) -> None:
     found = compiled(tmp_path, "sums.py", *TARGETS)
     assert not red(found), "\n".join(red(found))
     kinds = {(report["target"], report["kernel"], report["gated"], report["first"], report["last"]) for report in found}
-    launched = {(target, "data_gradient", True) for target in TARGETS}
+    launched = {(target, "carried_gradient", True) for target in TARGETS}
     launched |= {("sm_90", kernel, gated) for kernel, gated in ((CARRYING, False), (CARRYING, True))}
-    launched.add(("sm_90", "data_gradient", False))
+    launched.add(("sm_90", "carried_gradient", False))
     assert kinds == {(*one, *step) for one in launched for step in ((True, False), (False, False), (False, True))}
     for report in found:
         if report["kernel"] == CARRYING:

@@ -29,7 +29,7 @@ def _add_products(
 
 
 @triton.jit(do_not_specialize=["M", "zero"])
-def _data_gradient_kernel(
+def _carried_gradient_kernel(
     dz_ptr, up_ptr, d_gate_ptr, w_gate_ptr, dx_ptr, rest_ptr,
     stride_zm, stride_zn, stride_un, stride_uk, stride_dm, stride_dn, stride_gn, stride_gk, stride_xm, stride_rm, N, K,
     M, zero,
@@ -93,7 +93,7 @@ def data_gradient(
     operands = [*terms[0], *(terms[1] if len(terms) > 1 else (None, None))]
     strides = [number for each in operands for number in ((0, 0) if each is None else each.stride())]
     launch(
-        _data_gradient_kernel,
+        _carried_gradient_kernel,
         ceil_div(rows, tiles.block_m) * ceil_div(columns, tiles.block_n),
         (*operands, dx, rest),
         (*strides, dx.stride(0), rest.stride(0), units, columns),

@@ -141,7 +141,7 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=["tile_rows", "zero"])
-def _pipelined_data_gradient_kernel(
+def _pipelined_carried_gradient_kernel(
     dz_desc, up_desc, d_gate_desc, w_gate_desc, dx_desc, rest_desc, inner, tile_columns, tile_rows, zero,
     STEP: gl.constexpr, STAGES: gl.constexpr, SUM_STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
     FIRST: gl.constexpr, LAST: gl.constexpr,
@@ -204,7 +204,7 @@ def launch_data_gradient(
         for place, each in enumerate(operands)
     ]
     launch(
-        _pipelined_data_gradient_kernel,
+        _pipelined_carried_gradient_kernel,
         min(tile_rows * tile_columns, pipeline.programs),
         (),
         (operands[0].columns, tile_columns),
