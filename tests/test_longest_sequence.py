@@ -39,6 +39,16 @@ def test_the_search_tries_few_lengths() -> None:
     assert len(tried) == 5 + 6
 
 
+@pytest.mark.parametrize("wrong", [0.5, 0.9, 1.0, 1.02, 1.1, 3.0])
+@pytest.mark.parametrize("limit", [0, 1024, 3071, 8192, 67_890, 131_072])
+def test_a_guess_shortens_the_search_and_does_not_mislead_it(limit: int, wrong: float) -> None:
+    tried: list[int] = []
+    assert longest(up_to(limit, tried), 1024, 8192, lambda _: int(wrong * limit)) == limit // 1024 * 1024
+    assert all(length > 0 and length % 1024 == 0 for length in tried)
+    if wrong == 1.0 and limit > 8192:
+        assert len(tried) == 3, "the first, the guessed and the next"
+
+
 @pytest.mark.parametrize("options", [("layers=torch",), ("layers=fused",), ("layers=fused", "layers.recompute=true")])
 def test_a_step_reads_more_than_the_context_of_the_preset(options: tuple[str, ...], tmp_path: Path) -> None:
     chosen = settings(tmp_path, *options)

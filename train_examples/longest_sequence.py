@@ -37,20 +37,29 @@ CONTENDERS = {
 BYTES_OF_A_PARAMETER = 12
 
 
-def longest(fits: Callable[[int], bool], multiple: int, first: int) -> int:
+# So many lengths are guessed from the memory that others took, before the search halves and doubles.
+GUESSES = 4
+
+
+def longest(fits: Callable[[int], bool], multiple: int, first: int, guess: Callable[[int], int] | None = None) -> int:
     """The largest multiple of ``multiple`` that fits, or 0, if whatever is shorter than what fits does fit, too.
 
-    Doubles ``first`` until it does not fit, then halves the gap; no length is tried twice.
+    ``guess`` tells it, roughly, from a length that fits: that and the next one are tried. Else the search doubles
+    ``first`` until it does not fit, then halves the gap; no length is tried twice.
     """
-    fitting, failing = 0, first
-    while fits(failing):
-        fitting, failing = failing, 2 * failing
-    while failing - fitting > multiple:
-        middle = (fitting + failing) // (2 * multiple) * multiple
-        if fits(middle):
-            fitting = middle
+    fitting, failing, tries = 0, None, 0
+    candidate = first
+    while failing is None or failing - fitting > multiple:
+        tries += 1
+        if fits(candidate):
+            fitting = candidate
         else:
-            failing = middle
+            failing = candidate
+        if fitting and guess is not None and tries <= GUESSES:
+            candidate = max(guess(fitting) // multiple * multiple, fitting + multiple)
+            candidate = candidate if failing is None else min(candidate, failing - multiple)
+        else:
+            candidate = 2 * fitting if failing is None else (fitting + failing) // (2 * multiple) * multiple
     return fitting
 
 
@@ -93,8 +102,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def longest_step(settings: LanguageModelSettings, multiple: int, first: int, compiled: bool) -> Row:
-    """The step with the longest sequence that fits on the GPU, its memory, and how many lengths were tried."""
+def longest_step(settings: LanguageModelSettings, multiple: int, first: int, compiled: bool, limit: int) -> Row:
+    """The step with the longest sequence that fits into so many bytes, its memory, and how many lengths were tried."""
     steps: dict[int, Row] = {}
 
     def fits(length: int) -> bool:
@@ -113,7 +122,11 @@ def longest_step(settings: LanguageModelSettings, multiple: int, first: int, com
         steps[length] = {**step, "peak_bytes": peak, "bytes_per_token": per_token}
         return True
 
-    found = longest(fits, multiple, first)
+    def guess(length: int) -> int:
+        step = steps[length]
+        return int((limit - BYTES_OF_A_PARAMETER * step["parameters"]) / step["bytes_per_token"])
+
+    found = longest(fits, multiple, first, guess)
     return {**steps.get(found, {"length": 0}), "tries": len(steps)}
 
 
@@ -172,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for compiled in (False, True) if chosen.compile else (False,):
         for name, settings in contenders.items():
             label = f"{name}, compiled" if compiled else name
-            found[label] = longest_step(settings, chosen.multiple, chosen.first, compiled)
+            found[label] = longest_step(settings, chosen.multiple, chosen.first, compiled, limit)
             print(f"{label}: {found[label]['length']:,} tokens, {found[label]['tries']} lengths tried", flush=True)
     record = {
         "device": torch.cuda.get_device_name(),
