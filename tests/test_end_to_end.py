@@ -114,7 +114,7 @@ def test_runs_that_cannot_stand_side_by_side_are_named(runs: list[Path], tmp_pat
         record_of(runs, tmp_path / "longest.json")
     with pytest.raises(SystemExit, match=r"error: .*absent holds no summary.json"):
         end_to_end.main([str(tmp_path / "absent")])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match=r"longest.json was not measured where the runs were; expected .*H200"):
         end_to_end.main(["--longest", str(tmp_path / "longest.json")])
 
 
@@ -137,6 +137,13 @@ def test_the_command_writes_record_picture_and_readme(
     capsys.readouterr()
     end_to_end.main([])
     assert capsys.readouterr().out == printed
+    # The longest sequences may be measured apart from the runs.
+    measured = {key: json.loads(end_to_end.RECORD.read_text())[key] for key in ("device", "torch", "triton")}
+    (tmp_path / "longest.json").write_text(json.dumps(LONGEST | measured))
+    end_to_end.main(["--longest", str(tmp_path / "longest.json")])
+    shown = capsys.readouterr().out
+    assert shown.startswith(printed.rstrip("\n"))
+    assert "**Longest sequence**" in shown
 
 
 def test_what_is_measured_anew_replaces_its_group_and_the_rest_can_be_kept(

@@ -46,6 +46,8 @@ def test_dx_is_carried_where_that_saves_a_pass(gated: bool) -> None:
     assert made.backward_units == (8 if gated else 5), "the pre-activations are computed once more"
     assert made.epilogue.data_gradient_pipeline is not None
     assert plan(problem, H200, "triton").epilogue.data_gradient_pipeline is None
+    # Of so many tokens that tiny groups alone fit beside the bits, and of more.
+    assert [len(plan(replace(problem, M=M), device).chunks.passes) for M in (24_576, 131_072)] == [2, 2]
     for other in (
         plan(replace(problem, M=131_072), device),
         plan(replace(problem, dtype="float32"), device, "triton"),

@@ -4,8 +4,8 @@
 
 reads finished runs of the language model, of any models and batches, and writes the record, a picture of their losses
 and the README's block; without ``--write`` it only prints that block. ``--keep`` leaves what the committed record holds
-of other models and batches, where it was measured on the same device with the same versions. Without runs it shows the
-committed record.
+of other models and batches, where it was measured on the same device with the same versions. Without runs it takes those
+of the committed record.
 """
 
 from __future__ import annotations
@@ -64,21 +64,27 @@ def record_of(runs: Sequence[Path], longest: Path | None) -> Row:
             if differing := _differing(config, other["config"]):
                 raise ValueError(f"{directory} differs from the others of {group} in {', '.join(differing)}")
         others[name] = {"config": config, "summary": summary, "metrics": metrics}
-    origin = {"commit": commit(), "date": datetime.now(timezone.utc).date().isoformat()}
-    sequences = None
-    if longest is not None:
-        found = json.loads(longest.read_text())
-        facts = {key: record.get(key) for key in ("device", "torch", "triton")}
-        if not isinstance(found, dict) or any(found.get(key) != fact for key, fact in facts.items()):
-            raise ValueError(f"{longest} was not measured where the runs were; expected {facts}")
-        sequences = {**found, **origin}
-    return {
-        **record,
-        "groups": {
-            group: {**origin, "runs": dict(sorted(others.items(), key=_place))} for group, others in groups.items()
-        },
-        "longest_sequences": sequences,
-    }
+    found = {group: {**origin(), "runs": dict(sorted(others.items(), key=_place))} for group, others in groups.items()}
+    sequences = None if longest is None else longest_of(longest, record)
+    return {**record, "groups": found, "longest_sequences": sequences}
+
+
+def longest_of(path: Path, record: Row) -> Row:
+    """The record of the longest sequences, to stand beside these runs.
+
+    Raises:
+        ValueError: it was not measured where they were.
+    """
+    found = json.loads(path.read_text())
+    facts = {key: record.get(key) for key in ("device", "torch", "triton")}
+    if not isinstance(found, dict) or any(found.get(key) != fact for key, fact in facts.items()):
+        raise ValueError(f"{path} was not measured where the runs were; expected {facts}")
+    return {**found, **origin()}
+
+
+def origin() -> Row:
+    """Of what is measured now."""
+    return {"commit": commit(), "date": datetime.now(timezone.utc).date().isoformat()}
 
 
 def with_kept(record: Row, committed: Row) -> Row:
@@ -231,12 +237,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--keep", action="store_true", help="what the committed record holds beside these")
     parser.add_argument("--write", action="store_true", help="record, picture and README.md")
     chosen = parser.parse_args(arguments)
-    if chosen.longest is not None and not chosen.runs:
-        parser.error("argument --longest: expected runs that it was measured with")
     try:
-        record = record_of(chosen.runs, chosen.longest) if chosen.runs else json.loads(RECORD.read_text())
-        if chosen.keep and chosen.runs:
-            record = with_kept(record, json.loads(RECORD.read_text()))
+        committed = json.loads(RECORD.read_text()) if chosen.keep or not chosen.runs else {}
+        if chosen.runs:
+            record = record_of(chosen.runs, chosen.longest)
+            record = with_kept(record, committed) if chosen.keep else record
+        else:
+            sequences = {"longest_sequences": longest_of(chosen.longest, committed)} if chosen.longest else {}
+            record = committed | sequences
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
     if not chosen.write:

@@ -14,7 +14,7 @@ Schema 1. Times are seconds, sizes bytes; what is unknown is null.
         case, grid, title, letters, shape, dtype, activation, gated, bias, recompute, dropout_p, op, dim (of a
                       reduction; records of earlier versions lack these three)
         direction     "forward" (no gradients wanted) or "forward_backward" (all gradients)
-        commit        of the sources, where a later run than the record's measured the row anew; else absent
+        commit        of the sources, where those of a later run that measured the row anew were others; else absent
         flops, bytes  of the operation: each product once, each input and output moved once
         floor_seconds max(flops / ceiling, bytes / ceiling), or null for an unknown device or float32
         verification  list of {contender, path, status, reason, findings: [{tensor, ok, message, max_error_ratio,
@@ -133,7 +133,7 @@ def updated(record: Record, newer: Record) -> Record:
         red = any(verdict["status"] == "red" for verdict in row["verification"])
         if identity in measured or red or not row["contenders"] or known.keys() - row["contenders"].keys():
             raise ValueError(f"{identity}: expected it once, green, with times of {', '.join(known) or 'contenders'}")
-        measured[identity] = {"commit": newer["commit"]} | row
+        measured[identity] = row if newer["commit"] == record["commit"] else {"commit": newer["commit"]} | row
     rows = [measured.pop(identity, row) for identity, row in older.items()]
     return record | {"rows": [*rows, *measured.values()]}
 

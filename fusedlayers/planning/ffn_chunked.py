@@ -33,6 +33,9 @@ LARGE_TILES = ((128, 256), (256, 128))
 SMALL_TILES = ((128, 128),)
 # What an H200 computes in the time in which it moves a byte.
 FLOPS_FOR_A_BYTE = 184
+# Costs are rough, within a factor of two of what was measured: by so much two passes must be cheaper to be taken where
+# one is possible. Tiny groups, all that fits beside the bits of a large dx, cost several times as much.
+APART_FROM = 2
 # Sizes are multiples of the first of these that are not larger: whole tiles of the kernels, and aligned addresses.
 ROW_STEP = 256
 COLUMN_STEPS = (128, 8, 1)
@@ -110,11 +113,15 @@ def _passes(problem: Any, device: Device, kernels: bool) -> tuple[ChunkPass, ...
     data, weights = p.needs_data_gradient, p.needs_weight_gradient
     if not p.training:
         return ()
-    if (together := _fit(p, device, kernels, data, weights)) is not None:
-        return (together,)
-    # Both at once do not fit: each with a pass of its own, which computes the hidden once more.
+    together = _fit(p, device, kernels, data, weights)
+    # Each with a pass of its own, which computes the hidden and its gradient once more.
     apart = ((True, False), (False, True)) if data and weights else ((data, weights),)
-    return tuple(_fit(p, device, kernels, *each) or ChunkPass(1, 1, 1, *each) for each in apart)
+    passes = tuple(_fit(p, device, kernels, *each) or ChunkPass(1, 1, 1, *each) for each in apart)
+    if together is None:
+        return passes
+    again = (len(passes) - 1) * 2.0 * p.M * p.N * (p.K * (2 if p.gated else 1) + p.O) / FLOPS_FOR_A_BYTE
+    apart_cost = again + sum(_cost(p, device, each) for each in passes)
+    return (together,) if _cost(p, device, together) < APART_FROM * apart_cost else passes
 
 
 def _fit(problem: Any, device: Device, kernels: bool, data: bool, weights: bool) -> ChunkPass | None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import logging
 import sys
 import time
@@ -199,6 +200,9 @@ def main() -> int:
     failed = False
     for name in chosen.families:
         start = time.perf_counter()
+        # Models hold themselves in cycles: what is left of the last one must not count for this one.
+        gc.collect()
+        torch.cuda.empty_cache()
         try:
             found = row(name, FAMILIES[name], chosen)
         except Exception as error:  # the other families are measured nevertheless, and the exit status tells
