@@ -4,8 +4,8 @@
 
 reads finished runs of the language model, of any models and batches, and writes the record, a picture of their losses
 and the README's block; without ``--write`` it only prints that block. ``--keep`` leaves what the committed record holds
-of other models and batches, where it was measured on the same device with the same versions. Without runs it takes those
-of the committed record.
+of other models and batches, where it was measured on the same device with the same versions. Without runs, those of the
+committed record are taken.
 """
 
 from __future__ import annotations
