@@ -46,6 +46,7 @@ _SPLIT, _SPLIT_TILES = "kernels/split_k/launcher.py", "kernels/split_k/tiles_pro
 _FFN_FORWARD, _FFN_DATA = "kernels/gemm_gemm/forward.py", "kernels/gemm_gemm/data_gradient.py"
 _FFN_WEIGHT = "kernels/gemm_gemm/weight_gradient.py"
 _HIDDEN, _HIDDEN_GRADIENT = "kernels/gemm_epilogue/hidden.py", "kernels/gemm_epilogue/hidden_gradient.py"
+_CARRYING, _CARRIED_GRADIENT = "kernels/gemm_epilogue/carrying.py", "kernels/gemm_epilogue/data_gradient.py"
 _REDUCE, _CHUNKED = "kernels/gemm_reduce/forward.py", "fusedlayers/functional/ffn_chunked.py"
 _LINEAR = "fusedlayers/functional/linear.py"
 
@@ -147,12 +148,33 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "part of a group of hidden units forgotten in dx", _CHUNKED,
-        "beta=1 if place or weights.first else 0", "beta=1 if place else 0",
+        "beta=0 if self.first and not place else 1", "beta=0 if not place else 1",
         "test_ffn_chunked chunks_of_any_size",
     ),
     _fault(
+        "bits beyond a carried sum dropped", _CARRYING,
+        "return rounded, tl.where((rest < -8) | (rest > 7), 0, rest)", "return rounded, rest * 0",
+        "test_data_gradient as_exact_as_one",
+    ),
+    _fault(
+        "tie of a carried sum cut off", _CARRYING,
+        "half = (rest == 8) & (tl.abs(total) >= SMALLEST)", "half = (rest == 8) & (tl.abs(total) < SMALLEST)",
+        "test_data_gradient beyond_the_dtype",
+    ),
+    _fault(
+        "gate left out of dx", _CARRIED_GRADIENT,
+        "if d_gate_ptr is not None:\n        total = _add", "if d_gate_ptr is None:\n        total = _add",
+        "test_data_gradient beyond_the_dtype",
+    ),
+    _fault(
+        "sum begun anew with every group", _CHUNKED,
+        "_DataSum(dx, rest, units.start == 0, units.stop == hidden_units)",
+        "_DataSum(dx, rest, True, units.stop == hidden_units)",
+        "test_ffn_chunked kernels_compute_chunks",
+    ),
+    _fault(
         "sums of the chunks before replaced", _CHUNKED,
-        "self.total[units] += term", "self.total[units] = term",
+        "total += term", "total.copy_(term)",
         "test_ffn_chunked chunks_of_any_size",
     ),
     _fault(

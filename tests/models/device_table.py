@@ -5,15 +5,17 @@
 A model has one layer (or one of each side) with the widths that its library takes by default, and a small vocabulary,
 so that the layer is what is measured; attention is the library's default, too. Contenders share the parameters and are
 interleaved: the model as it is (``torch``), replaced (``auto``), and replaced with ``recompute=True``. One whose logits
-or gradients fail the closeness rule, for the very inputs that are to be timed and two more draws of them, is not timed,
-and the exit status is 1. ``--update`` keeps the rows of other families that the output holds already, from a run on the
-same device with the same versions.
+or gradients fail the closeness rule, for the very inputs that are to be timed and other draws of them, is not timed,
+and the exit status is 1. What fails is judged again with more draws, its own and torch's: a single tile of thousands
+may have been unlucky, and one that is wrong stays so. ``--update`` keeps the rows of other families that the output
+holds already, from a run on the same device with the same versions.
 The rows of the record, besides what every record of the benchmark says (``fusedlayers.bench.record``):
 
     family, ffn, shapes    of the inputs
     commit                 of the sources, where that is not the record's
     contenders             by name: paths (calls by the path that launched calls take), logits_error, gradients_error
-                           (the largest error over the largest value, against float64), red (what failed the rule),
+                           (the largest error over the largest value, against float64), draws (how many were judged),
+                           red (what failed the rule),
                            saved_bytes (kept by the forward pass for the backward pass, without parameters),
                            peak_bytes (most allocated by a step), launched (a spread of seconds), host_bound (launched
                            shows the host and not the device); or reason (why nothing was measured)
@@ -27,7 +29,7 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -50,7 +52,7 @@ TORCH = "torch"
 # Models of this width and wider get fewer tokens, so that all take about as long.
 WIDE, WIDE_TOKENS = 2048, 8_192
 # Single tokens decide whole tiles of some gradients: of thousands of tiles, torch's errors are lucky in a few.
-DRAWS = 3
+DRAWS, MOST_DRAWS = 3, 12
 
 
 def on(device: str, inputs: Inputs, dtype: torch.dtype) -> Inputs:
@@ -96,27 +98,53 @@ def stacked(results: Sequence[Results]) -> Results:
     return found
 
 
-def checked(family: Family, models: dict[str, nn.Module], draws: list[Inputs]) -> tuple[dict[str, Row], list[str]]:
+def judged(found: Results, expected: Results, truth: Results) -> dict[str, str]:
+    """What fails the rule of closeness, and how; each result has several draws."""
+    verdicts = compare_all(found, expected, truth, draws=True)
+    return {name: verdict.message for name, verdict in verdicts.items() if not verdict.ok}
+
+
+def checked(
+    family: Family, models: dict[str, nn.Module], draws: list[Inputs], draw: Callable[[], Inputs]
+) -> tuple[dict[str, Row], list[str]]:
     """For each model what it computes and through which path, against float64; and the parameters with gradients."""
     precise = copy.deepcopy(models[TORCH]).double()
     truth = stacked([family.truth(precise, inputs) for inputs in draws])
-    expected: Results = {}
-
-    entries = {}
+    results, entries, red = {}, {}, {}
     for name, model in models.items():
         with switched(AUTO_SWITCHES):
             with decisions() as paths:
                 first = family.results(model, draws[0])
             # The next model's gradients take the place of these, because the parameters are the same.
-            found = stacked([first, *(family.results(model, inputs) for inputs in draws[1:])])
-        expected = expected or found
-        verdicts = compare_all(found, expected, truth, draws=True).values()
-        red = [verdict.message for verdict in verdicts if not verdict.ok]
-        logits, gradients = (worst_error(found, truth, gradients) for gradients in (False, True))
-        entries[name] = {"paths": dict(paths), "logits_error": logits, "gradients_error": gradients, "red": red}
-    trained = [name for name, _ in models[TORCH].named_parameters() if expected[f"d{name}"] is not None]
+            results[name] = stacked([first, *(family.results(model, inputs) for inputs in draws[1:])])
+        red[name] = judged(results[name], results[TORCH], truth)
+        logits, gradients = (worst_error(results[name], truth, gradients) for gradients in (False, True))
+        entries[name] = {"paths": dict(paths), "logits_error": logits, "gradients_error": gradients}
+    trained = [name for name, _ in models[TORCH].named_parameters() if results[TORCH][f"d{name}"] is not None]
+    count = len(draws)
+    while any(red.values()) and count < MOST_DRAWS:
+        inputs, suspects = draw(), {name for names in red.values() for name in names}
+        truth = with_draw(truth, family.truth(precise, inputs), suspects)
+        for name in [TORCH, *(name for name, faults in red.items() if faults)]:
+            with switched(AUTO_SWITCHES):
+                results[name] = with_draw(results[name], family.results(models[name], inputs), suspects)
+        count += 1
+        for name, faults in red.items():
+            if faults:
+                red[name] = judged(
+                    *({key: each[key] for key in faults} for each in (results[name], results[TORCH], truth))
+                )
+    for name, entry in entries.items():
+        entry |= {"draws": count, "red": list(red[name].values())}
     models[TORCH].zero_grad()
     return entries, trained
+
+
+def with_draw(found: Results, more: Results, names: Collection[str]) -> Results:
+    """Those results with another draw; the others are not needed any more."""
+    added = stacked([{name: more[name] for name in names}])
+    both = {name: (found[name], added[name]) for name in names}
+    return {name: None if a is None or b is None else torch.cat((a, b)) for name, (a, b) in both.items()}
 
 
 def times(contenders: list[Contender], work: Work, seconds: float) -> dict[str, Row]:
@@ -146,10 +174,14 @@ def row(name: str, family: Family, chosen: argparse.Namespace) -> Row:
     models = variants(plain.to(torch.bfloat16).eval())
     ffn = fl.replace(copy.deepcopy(plain), dry_run=True).replaced[0].reason.partition(": ")[2]
     tokens = WIDE_TOKENS if int(ffn.rpartition(" ")[2]) >= WIDE else chosen.tokens
-    draws = [family.inputs() if chosen.small else family.published_inputs(tokens) for _ in range(DRAWS)]
-    draws = [on(chosen.device, inputs, torch.bfloat16) for inputs in draws]
+
+    def draw() -> Inputs:
+        inputs = family.inputs() if chosen.small else family.published_inputs(tokens)
+        return on(chosen.device, inputs, torch.bfloat16)
+
+    draws = [draw() for _ in range(DRAWS)]
     inputs = draws[0]
-    entries, trained = checked(family, models, draws)
+    entries, trained = checked(family, models, draws, draw)
 
     def loss(model: nn.Module, **_: Tensor) -> Tensor:
         return family.run(model, inputs)[1]

@@ -81,7 +81,26 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["torch"]["launched"]
     for name in ("auto", "recompute"):
         assert any("NOT close" in line for line in found[name]["red"])
+        assert found[name]["draws"] == device_table.MOST_DRAWS
         assert "launched" not in found[name]
+
+
+def test_what_is_red_is_judged_with_more_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge, shapes = device_table.judged, []
+
+    def unlucky(found: Results, expected: Results, truth: Results) -> dict[str, str]:
+        shapes.append({name: len(tensor) for name, tensor in found.items() if tensor is not None})
+        assert all(found[name] is None or len(expected[name]) == len(truth[name]) == count
+                   for name, count in shapes[-1].items())  # fmt: skip
+        return judge(found, expected, truth) | ({"logits": "unlucky"} if 3 <= len(shapes) <= 4 else {})
+
+    monkeypatch.setattr(device_table, "judged", unlucky)
+    found = device_table.row("BERT", installed("BERT"), device_table.arguments(SMALL))["contenders"]
+    assert [set(counts.values()) for counts in shapes] == [{3}, {3}, {3}, {4}, {5}]
+    assert [set(counts) for counts in shapes[3:]] == [{"logits"}, {"logits"}]
+    assert not found["recompute"]["red"]
+    assert found["recompute"]["draws"] == 5
+    assert found["recompute"]["launched"]
 
 
 def test_the_readme_shows_the_committed_record() -> None:
