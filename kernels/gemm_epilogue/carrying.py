@@ -4,7 +4,8 @@ The sum itself lies in the tensor that it becomes, so that only the bits beyond 
 element, two columns in a byte. A number of bfloat16 is the upper half of its float32; the four bits are those of the
 difference that come next, rounded. So an addition rounds to a 16th of what a rounding to bfloat16 costs, and the last
 one, which needs no more bits, rounds as any other result is rounded. float16 has its own next bits; beyond its normal
-numbers, where it has fewer bits or none, the sum is rounded to it each time.
+numbers, where it has fewer bits or none, the sum is rounded to it each time: one that leaves its range on the way stays
+infinite, also where later groups would have brought it back.
 """
 
 from ..device import tl, triton
