@@ -114,14 +114,16 @@ def _passes(problem: Any, device: Device, kernels: bool) -> tuple[ChunkPass, ...
     if not p.training:
         return ()
     together = _fit(p, device, kernels, data, weights)
+    if not (data and weights):
+        return (together or ChunkPass(1, 1, 1, data, weights),)
     # Each with a pass of its own, which computes the hidden and its gradient once more.
-    apart = ((True, False), (False, True)) if data and weights else ((data, weights),)
-    passes = tuple(_fit(p, device, kernels, *each) or ChunkPass(1, 1, 1, *each) for each in apart)
+    yields = ((True, False), (False, True))
+    apart = tuple(_fit(p, device, kernels, *each) or ChunkPass(1, 1, 1, *each) for each in yields)
     if together is None:
-        return passes
-    again = (len(passes) - 1) * 2.0 * p.M * p.N * (p.K * (2 if p.gated else 1) + p.O) / FLOPS_FOR_A_BYTE
-    apart_cost = again + sum(_cost(p, device, each) for each in passes)
-    return (together,) if _cost(p, device, together) < APART_FROM * apart_cost else passes
+        return apart
+    again = 2.0 * p.M * p.N * (p.K * (2 if p.gated else 1) + p.O) / FLOPS_FOR_A_BYTE
+    apart_cost = again + sum(_cost(p, device, each) for each in apart)
+    return (together,) if _cost(p, device, together) < APART_FROM * apart_cost else apart
 
 
 def _fit(problem: Any, device: Device, kernels: bool, data: bool, weights: bool) -> ChunkPass | None:

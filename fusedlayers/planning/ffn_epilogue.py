@@ -3,7 +3,7 @@
 Its forward pass keeps the pre-activations, where torch keeps them, the activated ones and, gated, their product.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..kernels.tuning import EpiloguePipeline, EpilogueTiles, data_gradient_tiles, epilogue_tiles
@@ -49,12 +49,10 @@ def plan(problem: Any, device: Device, carried: bool = False) -> EpiloguePlan:
         gradient = hidden_gradient.plan(_gradient_problem(p), device, "triton")
     pipeline = hidden_gradient.epilogue_pipeline("hidden", p, device)
     tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
-    made = EpiloguePlan(tiles, pipeline, gradient)
     if not carried:
-        return made
-    pipeline = hidden_gradient.epilogue_pipeline("data_gradient", p, device)
-    data_tiles = data_gradient_tiles(device.architecture)
-    return replace(made, data_gradient_tiles=data_tiles, data_gradient_pipeline=pipeline)
+        return EpiloguePlan(tiles, pipeline, gradient)
+    data_pipeline = hidden_gradient.epilogue_pipeline("data_gradient", p, device)
+    return EpiloguePlan(tiles, pipeline, gradient, data_gradient_tiles(device.architecture), data_pipeline)
 
 
 def _gradient_problem(p: Any) -> HiddenGradientProblem:

@@ -144,8 +144,8 @@ def machines(dtype: torch.dtype, width: int, device: Device) -> list[str]:
     """Those that differ for this width; float32 and widths in between have portable kernels alone."""
     if dtype == torch.float32 or width not in (64, 128, 256) or not device.pipelined:
         return ["all"]
-    recomputing = [name for name in MACHINES if "recompute" in MACHINES[name] and "workspace" not in MACHINES[name]]
-    return [name for name in MACHINES if not set(MACHINES[name]) & set(_NO_FACTS)] + recomputing * (width == 256)
+    fused = {name: facts for name, facts in MACHINES.items() if "workspace" not in facts}
+    return [name for name, facts in fused.items() if "recompute" not in facts or width == 256]
 
 
 def all_trials(device: Device) -> list[Trial]:
