@@ -37,7 +37,13 @@ from fusedlayers.kernels.dropout import NO_DROPOUT, Dropout
 from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES, data_gradient_tiles, epilogue_tiles
 
 
-def compile_all(target, dtype, sizes, pipelined, variants, activation, accuracy, dropping=False, stays=False):
+def matrix(rows, columns, dtype, transposed):
+    return torch.empty(columns, rows, dtype=dtype).T if transposed else torch.empty(rows, columns, dtype=dtype)
+
+
+def compile_all(
+    target, dtype, sizes, pipelined, variants, activation, accuracy, dropping=False, stays=False, transposed=False
+):
     M, K, N, O = sizes
     dropout = Dropout(torch.zeros(1, dtype=torch.int64), 0.1) if dropping else NO_DROPOUT
     for gated, bias, more in variants:
@@ -45,7 +51,8 @@ def compile_all(target, dtype, sizes, pipelined, variants, activation, accuracy,
             return replace(EPILOGUE_PIPELINES[kernel, gated], stays=stays) if pipelined else None
 
         tiles = epilogue_tiles(target, 8 * dtype.itemsize, gated, dropping)
-        x, w, dy, w_down, z = (torch.empty(s, dtype=dtype) for s in ((M, K), (N, K), (M, O), (O, N), (M, N)))
+        x, dy, z = (torch.empty(s, dtype=dtype) for s in ((M, K), (M, O), (M, N)))
+        w, w_down = (matrix(*s, dtype, transposed) for s in ((N, K), (O, N)))
         b = torch.empty(N, dtype=dtype) if bias else None
         rest = (activation, accuracy, "ieee", tiles)
         with compiling_for(target, pipelined=pipelined) as reports:
@@ -58,12 +65,13 @@ def compile_all(target, dtype, sizes, pipelined, variants, activation, accuracy,
             )
         for report in reports:
             report |= {"dtype": str(dtype).removeprefix("torch."), "width": K, "gated": gated, "dropout": dropping}
+            report["transposed"] = transposed
             print(json.dumps(report | {"bias": bias, "more": more, "activation": activation}), flush=True)
 
 
-def compile_sums(target, dtype, sizes, pipelined=False, gates=(False, True)):
+def compile_sums(target, dtype, sizes, pipelined=False, gates=(False, True), transposed=False):
     M, N, K = sizes
-    d_pre, weight, dx = (torch.empty(s, dtype=dtype) for s in ((M, N), (N, K), (M, K)))
+    d_pre, weight, dx = torch.empty(M, N, dtype=dtype), matrix(N, K, dtype, transposed), torch.empty(M, K, dtype=dtype)
     rest = torch.empty(M, -(-K // 2), dtype=torch.int8)
     for gated in gates:
         pipeline = EPILOGUE_PIPELINES["data_gradient", gated] if pipelined else None
@@ -90,6 +98,7 @@ compile_all("sm_90", torch.bfloat16, (4096, 512, 2048, 512), True, COSTLIEST, "g
 compile_all("sm_90", torch.float16, (4099, 520, 1032, 776), True, COSTLIEST, "gelu", "half", True)
 compile_all("sm_90", torch.bfloat16, (4096, 512, 2048, 512), True, COSTLIEST[:1], "gelu_tanh", "coarse", stays=True)
 compile_all("sm_90", torch.float16, (4099, 520, 1032, 776), True, COSTLIEST[:1], "gelu", "half", True, stays=True)
+compile_all("sm_90", torch.bfloat16, (4096, 512, 2048, 512), True, COSTLIEST, "gelu_tanh", "coarse", transposed=True)
 """
 
 PORTABLE = """
@@ -161,6 +170,7 @@ for target in sys.argv[1:]:
 compile_sums("sm_90", torch.float16, (8192, 1024, 2048), gates=(False,))
 compile_sums("sm_90", torch.bfloat16, (8192, 1024, 2048), pipelined=True)
 compile_sums("sm_90", torch.float16, (8192, 1024, 2048), pipelined=True, gates=(False,))
+compile_sums("sm_90", torch.bfloat16, (8192, 1024, 2048), pipelined=True, transposed=True)
 """
 
 

@@ -106,7 +106,14 @@ def test_what_cannot_run_is_named_for_the_error() -> None:
     assert plan(TRAINING, replace(PIPELINED, triton=False)).unsupported == "Triton is not installed"
 
 
-@pytest.mark.parametrize("change", [{"K": 516}, {"portable": "w_up"}], ids=str)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_kernels_compute_narrower_chunks_than_whole_blocks(gated: bool) -> None:
+    narrow = replace(TRAINING, K=320, O=320, gated=gated)
+    assert plan(narrow, PIPELINED).path == "torch"
+    assert plan(replace(narrow, recompute=True), PIPELINED).epilogue is not None
+
+
+@pytest.mark.parametrize("change", [{"K": 516}, {"K": 312}, {"O": 312}, {"portable": "w_up"}], ids=str)
 def test_chunks_of_what_is_not_measured_are_left_to_torch(change: dict[str, object]) -> None:
     made, forced = (plan(replace(TRAINING, recompute=True, **change), PIPELINED, wish) for wish in ("auto", "triton"))
     assert made.path == forced.path == "chunked"
@@ -162,14 +169,16 @@ def test_tiles_and_costs(gated: bool) -> None:
 def explained(monkeypatch: pytest.MonkeyPatch) -> object:
     """``explained(device, **options)``: the lines of a wide FFN as it would run there, by their names."""
 
-    def explain(device: Device, gradient: bool = True, transposed: bool = False, **options: object) -> dict[str, str]:
+    def explain(device: Device, gradient: bool = True, w_down: str = "", **options: object) -> dict[str, str]:
         for module in (dispatch, explaining):
             monkeypatch.setattr(module, "describe", lambda where: device)
         dispatch._cached_plan.cache_clear()
         shapes = ((16_384, 1024), (4096, 1024), (1024, 4096))
         tensors = [torch.empty(s, device="meta", dtype=torch.bfloat16, requires_grad=gradient) for s in shapes]
-        if transposed:
+        if w_down == "tied":
             tensors[2] = tensors[1].T
+        if w_down == "with gaps":
+            tensors[2] = torch.empty(1024, 8192, device="meta", dtype=torch.bfloat16)[:, ::2]
         _, *rest = fl.explain(functional.ffn, *tensors, activation="gelu_tanh", **options).splitlines()
         return {line[2:].split("  ")[0]: line[2:].split("  ", 1)[1].strip() for line in rest}
 
@@ -188,9 +197,10 @@ def test_explained_lines(explained, monkeypatch: pytest.MonkeyPatch) -> None:  #
     assert {name for name in found if name.startswith("not ")} == {"not fused", "not chunked", "not torch"}
     assert "hidden-gradient tiles" not in explained(PIPELINED, gradient=False)
     assert explained(PIPELINED, dropout_p=0.1)["path"].startswith("epilogue: ")
-    tied = explained(PIPELINED, transposed=True)
-    assert tied["path"].startswith("torch: ")
-    assert tied["not epilogue"].endswith("they cannot copy w_down as it lies")
+    assert explained(PIPELINED, w_down="tied")["path"].startswith("epilogue: ")
+    gaps = explained(PIPELINED, w_down="with gaps")
+    assert gaps["path"].startswith("torch: ")
+    assert gaps["not epilogue"].endswith("they cannot copy w_down as it lies")
     kept = explained(PIPELINED, recompute=True)
     assert kept["path"].startswith("chunked: ")
     assert kept["not epilogue"] == "it keeps pre-activations, which recompute=True forbids"

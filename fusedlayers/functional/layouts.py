@@ -3,14 +3,15 @@
 import torch
 from torch import Tensor
 
-from ..kernels.hopper import ALIGNMENT, untransposed
-from ..planning.hidden_gradient import LEAST_WIDTH
+from ..kernels.hopper import ALIGNMENT, matrix, untransposed
+from ..planning.ffn_epilogue import LEAST_CHUNK_WIDTH
 from .signatures import PLAIN_TENSORS, transformed
 from .tracing import traced
 
 _PLAIN = frozenset({*PLAIN_TENSORS, type(None)})
 _NAMES = ("x", "w_up", "w_down", "w_gate", "b_up", "b_gate")
 _MATRICES = 4
+_GATE = 3
 
 
 def portable_operand(
@@ -26,7 +27,9 @@ def portable_operand(
     Narrow layers are not asked, nor is anything but plain tensors: what is traced has no address.
     """
     # Every call asks, so the answer is cheap for narrow layers, and for wide ones whose operands are contiguous.
-    if type(x) not in PLAIN_TENSORS or not (sizes := x.shape) or sizes[-1] < LEAST_WIDTH or traced() or transformed():
+    if type(x) not in PLAIN_TENSORS or not (sizes := x.shape) or sizes[-1] < LEAST_CHUNK_WIDTH:
+        return ""
+    if traced() or transformed():
         return ""
     operands = (x, w_up, w_down, w_gate, b_up, b_gate)
     if not _PLAIN.issuperset(map(type, operands)):
@@ -37,17 +40,29 @@ def portable_operand(
             continue
         if tensor.is_contiguous() and (position >= _MATRICES or tensor.data_ptr() % ALIGNMENT == 0):
             continue
-        if position >= _MATRICES or not _readable(tensor):
+        if position >= _MATRICES or not (_readable_weight(tensor) if position else _readable(tensor)):
             return _NAMES[position]
+    # One kernel reads both in one pass, and so as one layout.
+    if w_gate is not None and _transposed(w_gate) != _transposed(w_up):
+        return _NAMES[_GATE]
     return ""
 
 
-def _readable(tensor: Tensor) -> bool:
+def _transposed(weight: Tensor) -> bool:
+    return not weight.is_contiguous() and weight.dim() == 2 and weight.stride(1) != 1
+
+
+def _readable_weight(weight: Tensor) -> bool:
+    """Whether the copy engine reads it, as it is or transposed."""
+    return weight.dim() == 2 and matrix(weight) is not None
+
+
+def _readable(x: Tensor) -> bool:
     """Whether the copy engine reads it, a matrix or a batch of rows."""
-    if tensor.dim() == 2:
-        return untransposed(tensor) is not None
+    if x.dim() == 2:
+        return untransposed(x) is not None
     try:
-        flat = tensor.view(-1, tensor.shape[-1])
+        flat = x.view(-1, x.shape[-1])
     except RuntimeError:
         # Rows that are no view of it are copied before anything reads them.
         return True

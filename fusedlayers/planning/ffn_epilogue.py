@@ -23,6 +23,8 @@ FASTER_FROM: dict[tuple[bool, bool], tuple[int, int]] = {
 }
 # With 256 tokens torch was as fast or faster at every width: too few tiles of 128 rows.
 LEAST_ROWS = 1024
+# In chunks they are measured against torch's operations in chunks, which are many more.
+LEAST_CHUNK_WIDTH = 320
 # Elements of 16 bits at a multiple of which rows must start for the warp-specialised kernels: the only ones measured.
 VECTOR = 8
 
@@ -72,14 +74,15 @@ def why_slower_in_chunks(problem: Any, device: Device) -> str | None:
     """Why torch's operations compute the chunks in auto mode, or None.
 
     On an H200 a training step in chunks took 4.0, 14.5 and 3.6 ms in the warp-specialised kernels, and 8.2, 24 and 9.0
-    in torch's operations (16,384 tokens × 1024 × 4096, 8192 × 4096 × 14,336, gated 16,384 × 1024 × 2816).
+    in torch's operations (16,384 tokens × 1024 × 4096, 8192 × 4096 × 14,336, gated 16,384 × 1024 × 2816); narrow ones
+    4.0, 4.6 and 2.4 ms, and 10.4, 9.2 and 3.7 (49,152 × 384 × 1536, 65,536 × 320 × 1280, gated 8192 × 320 × 864).
     """
-    return not_measured(problem, device) or _why_portable(problem, device)
+    return not_measured(problem, device) or _why_portable(problem, device, LEAST_CHUNK_WIDTH)
 
 
 def why_slower(problem: Any, device: Device) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
-    if (reason := not_measured(problem, device) or _why_portable(problem, device)) is not None:
+    if (reason := not_measured(problem, device) or _why_portable(problem, device, LEAST_WIDTH)) is not None:
         return reason
     if problem.training and hidden_gradient.choose_pipeline(_gradient_problem(problem), device) is None:
         return "the sums of so many rows pass their limit in the kernel that was measured faster than torch"
@@ -89,12 +92,12 @@ def why_slower(problem: Any, device: Device) -> str | None:
     return too_small(flops, "FLOPs", FASTER_FROM[problem.gated, problem.training], problem.captured)
 
 
-def _why_portable(problem: Any, device: Device) -> str | None:
+def _why_portable(problem: Any, device: Device, least_width: int) -> str | None:
     """Why the warp-specialised kernels do not run ``problem``, or were not measured on its like; or None."""
     if not device.pipelined:
         return "only the warp-specialised kernels were measured faster than torch, and they do not run here"
-    if min(problem.K, problem.O) < LEAST_WIDTH:
-        return f"not measured on this path below width {LEAST_WIDTH}"
+    if min(problem.K, problem.O) < least_width:
+        return f"not measured on this path below width {least_width}"
     if any(size % VECTOR for size in (problem.K, problem.N, problem.O)):
         return f"only the warp-specialised kernels were measured faster; their widths are multiples of {VECTOR}"
     if problem.portable:

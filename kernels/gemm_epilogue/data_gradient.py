@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ..device import tl, triton
-from ..hopper import ALIGNMENT, Matrix, untransposed
+from ..hopper import ALIGNMENT, Matrix, matrix, untransposed
 from ..launching import ceil_div, launch
 from ..tiles import add_product, grouped_tile, load_tile, store_tile
 from ..tuning import EpiloguePipeline, EpilogueTiles
@@ -107,11 +107,16 @@ def data_gradient(
 def _matrices(
     terms: Sequence[tuple[torch.Tensor, torch.Tensor]], dx: torch.Tensor, rest: torch.Tensor
 ) -> tuple[list[Matrix], Matrix, Matrix] | None:
-    """The operands as the copy engine sees them, or None where one does not lie as it needs them."""
-    operands = [untransposed(each) for term in terms for each in term]
+    """The operands as the copy engine sees them, or None where one does not lie as it needs them.
+
+    Weights may be transposed, all of them.
+    """
+    operands = [found for d_pre, weight in terms for found in (untransposed(d_pre), matrix(weight))]
     complete = [each for each in operands if each is not None]
     total, bits = untransposed(dx), untransposed(rest)
     if len(complete) < len(operands) or total is None or bits is None:
+        return None
+    if len({each.transposed for each in complete[1::2]}) > 1:
         return None
     # Whole pieces of 16 bytes, or the copy engine might write behind the end of a row of ``rest``.
     return None if dx.shape[1] % (2 * ALIGNMENT) else (complete, total, bits)

@@ -5,7 +5,7 @@ import torch
 from ..activations import activation_unit, hidden_and_slopes
 from ..device import tl, triton
 from ..dropout import NO_DROPOUT, Dropout, keep_factor
-from ..hopper import ALIGNMENT, Matrix, untransposed
+from ..hopper import ALIGNMENT, Matrix, matrix, untransposed
 from ..launching import ceil_div, launch
 from ..tiles import add_product, grouped_tile, load_tile, load_vector, store_tile
 from ..tuning import EpiloguePipeline, EpilogueTiles
@@ -108,12 +108,17 @@ def _matrices(
     b_up: torch.Tensor | None,
     b_gate: torch.Tensor | None,
 ) -> tuple[Matrix, Matrix, Matrix | None] | None:
-    """The operands as the copy engine sees them, or None where one does not lie so, or a bias has gaps."""
+    """The operands as the copy engine sees them, or None where one does not lie so, or a bias has gaps.
+
+    Weights may be transposed, both of them.
+    """
     if any(bias is not None and bias.stride(0) != 1 for bias in (b_up, b_gate)):
         return None
-    rows, up = untransposed(x), untransposed(w_up)
-    gate = None if w_gate is None else untransposed(w_gate)
+    rows, up = untransposed(x), matrix(w_up)
+    gate = None if w_gate is None else matrix(w_gate)
     if rows is None or up is None or (w_gate is not None and gate is None):
+        return None
+    if gate is not None and gate.transposed != up.transposed:
         return None
     # The results' rows, too.
     if w_up.shape[0] * x.element_size() % ALIGNMENT:

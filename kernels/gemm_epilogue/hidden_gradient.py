@@ -9,7 +9,7 @@ from ..activations import activation_unit, hidden_and_slopes, through_activation
 from ..column_sums import column_partials
 from ..device import tl, triton
 from ..dropout import NO_DROPOUT, Dropout, keep_factor
-from ..hopper import ALIGNMENT, Matrix, untransposed
+from ..hopper import ALIGNMENT, Matrix, matrix, untransposed
 from ..launching import ceil_div, launch
 from ..partials import ReduceBlocks, reduce_partials
 from ..tiles import add_product, grouped_tile, load_tile, store_tile
@@ -175,8 +175,11 @@ def hidden_gradient(
 def _matrices(
     dy: torch.Tensor, w_down: torch.Tensor, z: torch.Tensor, z_gate: torch.Tensor | None
 ) -> tuple[Matrix, Matrix, Matrix, Matrix | None] | None:
-    """The operands as the copy engine sees them, or None where one does not lie as it needs them."""
-    left, right, first = untransposed(dy), untransposed(w_down), untransposed(z)
+    """The operands as the copy engine sees them, or None where one does not lie as it needs them.
+
+    w_down may be transposed.
+    """
+    left, right, first = untransposed(dy), matrix(w_down), untransposed(z)
     gate = None if z_gate is None else untransposed(z_gate)
     if left is None or right is None or first is None or (z_gate is not None and gate is None):
         return None

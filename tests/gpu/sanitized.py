@@ -16,7 +16,7 @@ import torch
 from fusedlayers import functional
 from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.gemm_gemm import stored
-from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES, data_gradient_tiles
+from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES, data_gradient_tiles, epilogue_tiles
 from tests.operands import ffn_inputs, leaves, like_result
 
 # Widths of pipelined and of portable kernels; rows and hidden units that no tile divides.
@@ -32,7 +32,10 @@ FFNS = [
 BATCHES = [(3, 128, 64, 128, 64), (2, 128, 128, 64, 128), (3, 50, 33, 20, 17)]
 # Rows, columns of dy and of x: with one split and with several; the last is for the portable kernel.
 WEIGHT_GRADIENTS = [(70, 136, 264), (1500, 72, 40), (3000, 264, 72), (700, 50, 33)]
-# Groups, rows, hidden units of a group, columns of x; the last is for the portable kernel.
+# Rows, width and hidden units of a wide FFN; the last is for the portable kernels.
+WIDE = [(150, 136, 200), (70, 33, 50)]
+# Groups, rows, hidden units of a group, columns of x; two groups have transposed weights, the last is for the portable
+# kernel.
 DATA_GRADIENTS = [(3, 150, 40, 96), (2, 300, 200, 160), (3, 70, 20, 33)]
 # Batch, M, N, K, operation, axis. Kept rows for one, two and four consumers of the pipelined kernel, splits of a long
 # axis; the last two are for the portable kernels.
@@ -79,6 +82,7 @@ def products() -> None:
             functional.weight_gradient(dy, x, bias=bias)
             z, w_down = torch.randn_like(x), torch.randn(out, width, device="cuda", dtype=torch.bfloat16)
             functional.hidden_gradient(dy, w_down, z, z if bias else None, activation="silu", bias=bias)
+    wide()
     for groups, rows, units, width in DATA_GRADIENTS:
         dx = torch.empty(rows, width, device="cuda", dtype=torch.bfloat16)
         rest = torch.empty(rows, -(-width // 2), device="cuda", dtype=torch.int8)
@@ -86,10 +90,29 @@ def products() -> None:
             d_pre, weight = (
                 torch.randn(size, device="cuda", dtype=dx.dtype) for size in ((rows, units), (units, width))
             )
+            if groups == 2:
+                weight = weight.T.contiguous().T
             config = data_gradient_tiles("sm_90"), EPILOGUE_PIPELINES["data_gradient", gated]
             for group in range(groups):
                 ends = group == 0, group == groups - 1
                 kernels.data_gradient([(d_pre, weight)] * (1 + gated), dx, rest, *ends, "ieee", *config)
+
+
+def wide() -> None:
+    """The hidden of wide FFNs, and its gradient, with weights as they are and transposed; without torch's products."""
+    rest = "silu", "exact", "ieee"
+    for rows, width, hidden in WIDE:
+        for gated in (False, True):
+            tiles = epilogue_tiles("sm_90", 16, gated)
+            first, second = EPILOGUE_PIPELINES["hidden", gated], EPILOGUE_PIPELINES["hidden_gradient", gated]
+            x, dy, z = (torch.randn(rows, n, device="cuda", dtype=torch.bfloat16) for n in (width, width, hidden))
+            bias, b_gate = torch.randn_like(z[0]), torch.randn_like(z[0]) if gated else None
+            for transposed in (False, True):
+                w = torch.randn(width, hidden, device="cuda", dtype=torch.bfloat16)
+                w_up, w_down = (w.T, w.T.contiguous().T) if transposed else (w.T.contiguous(), w)
+                kernels.hidden(x, w_up, bias, w_up if gated else None, b_gate, True, *rest, tiles, first)
+                z_gate = z.clone() if gated else None
+                kernels.hidden_gradient(dy, w_down, z, z_gate, True, 1, *rest, tiles, second, keep_hidden=transposed)
 
 
 def reductions() -> None:

@@ -77,6 +77,20 @@ def test_sums_beyond_the_dtype_are_exact_again_and_again(
         assert bool(launched) == (kind == "pipelined"), "the copy engine takes these"
 
 
+@on_hopper
+@PARTS
+@DTYPE
+@pytest.mark.parametrize(("size", "units"), SIZES, ids=str)
+def test_transposed_weights(
+    size: tuple[int, int, int], units: int, dtype: torch.dtype, parts: int, launched: list[int]
+) -> None:
+    terms = integers(size, dtype, parts)
+    transposed = [(d_pre, weight.T.contiguous().T) for d_pre, weight in terms]
+    for _ in range(5):
+        assert torch.equal(summed(transposed, units, "pipelined"), total(terms).to(dtype))
+    assert launched, "the copy engine takes these"
+
+
 @KIND
 @PARTS
 @DTYPE
@@ -110,6 +124,7 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 def test_layouts(layout: str, role: int, launched: list[int]) -> None:
     """What the copy engine cannot take runs in the portable kernel, group by group, with the same sums."""
     change, copied = LAYOUTS[layout]
+    copied = copied or (layout, role) == ("transposed", 1)
     [term] = integers((300, 320, 96), BFLOAT16, 1)
     strided = tuple(change(each) if place == role else each for place, each in enumerate(term))
     found = summed([(strided[0], strided[1])], 64, "pipelined")

@@ -142,6 +142,50 @@ def test_exact_integers_again_and_again(
             assert_equal(results(functional.ffn, inputs, dy, activation="relu", **options), expected)
 
 
+def with_transposed_weights(inputs: Tensors) -> Tensors:
+    """The same numbers, the weights laid out as those of a GPT-2 are."""
+    return {
+        name: tensor.T.contiguous().T if tensor is not None and name.startswith("w_") else tensor
+        for name, tensor in inputs.items()
+    }
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@on_hopper
+@GATED
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize(
+    ("size", "facts"),
+    [
+        ((9000, 512, 256), {}),
+        ((1061, 520, 1032), {"processors": 3}),
+        ((2000, 64, 520), {"processors": 1}),
+        ((129, 512, 8), {}),
+    ],
+    ids=str,
+)
+def test_exact_integers_of_transposed_weights(
+    size: tuple[int, int, int], facts: dict[str, Any], dtype: torch.dtype, gated: bool, launched: list[str]
+) -> None:
+    inputs, dy, expected = long_exact_ffn(size, dtype, gated)
+    transposed = with_transposed_weights(inputs)
+    with on_path("epilogue", **facts) as options:
+        for _ in range(20):
+            assert_equal(results(functional.ffn, transposed, dy, activation="relu", **options), expected)
+    assert launched == BOTH * 20
+
+
+@on_hopper
+@GATED
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_transposed_weights_are_close_to_torch(dropout_p: float, gated: bool, launched: list[str]) -> None:
+    inputs = with_transposed_weights(ffn_inputs(4097, 768, 3072, 768, BFLOAT16, gated=gated, residual=True))
+    seed = {"manual_seed": 7} if dropout_p else {}
+    with on_path("epilogue") as options:
+        assert_ffn_close(functional.ffn, inputs, options=options, activation="gelu", dropout_p=dropout_p, **seed)
+    assert launched == BOTH
+
+
 @pytest.mark.usefixtures("poisoned_memory")
 @GATED
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
@@ -236,7 +280,7 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "odd rows": (lambda t: torch.nn.functional.pad(t, (0, 1), value=NAN)[..., :-1], False),
     "transposed": (lambda t: t.T.contiguous().T, False),
 }
-# The pipelined kernel that reads an operand as it is; dy is copied for it.
+# The pipelined kernel that reads an operand as it is; dy is copied for it. Both weights of one may be transposed.
 READER = {"x": BOTH[0], "w_up": BOTH[0], "w_gate": BOTH[0], "w_down": BOTH[1], "dy": None}
 
 
@@ -246,6 +290,7 @@ READER = {"x": BOTH[0], "w_up": BOTH[0], "w_gate": BOTH[0], "w_down": BOTH[1], "
 def test_layouts(layout: str, role: str, launched: list[str]) -> None:
     """What one kernel cannot take runs in its portable twin, with the same result."""
     lay, taken = LAYOUTS[layout]
+    taken = taken or (layout, role) == ("transposed", "w_down")
     inputs, dy, expected = exact_ffn(300, 136, 264, 136, BFLOAT16, gated=True, activation="relu")
     strided: Tensors = {**inputs, role: lay(inputs[role])} if role != "dy" else inputs
     with on_path("epilogue") as options:

@@ -17,6 +17,7 @@ SOURCES = [(path.name, path.read_text()) for path in (ROOT / "kernels").glob("*/
 # Parts of the kernels' names (torch's own are not under test), and the groups of steps that launch them.
 KERNELS = {
     "_forward_kernel": ("products",),
+    "_hidden_kernel": ("products",),
     "_gradient_kernel": ("products", "reductions"),
     "_reduce_partials_kernel": ("products", "reductions", "splits"),
     "s_product_kernel": ("splits",),

@@ -15,7 +15,7 @@ from ... import planning
 from ...functional.dispatch import switched
 from ...kernels import tuning
 from ...planning import Decision, Device
-from ..cases import CASES, DTYPES, Case, Options, Shape
+from ..cases import CASES, DTYPES, Case, Inputs, Options, Shape
 from ..cases.hidden_gradient import HIDDEN_GRADIENT
 
 TESTED = CASES | {HIDDEN_GRADIENT.name: HIDDEN_GRADIENT}
@@ -24,7 +24,8 @@ TESTED = CASES | {HIDDEN_GRADIENT.name: HIDDEN_GRADIENT}
 WHOLE, RAGGED = (1024, 512), (1061, 488)
 # Few processors, so that each program of a pipelined kernel takes many tiles, with two consumers; as many as there are,
 # with one consumer; the portable kernels, where the pipelined ones would run; recomputing, where a backward pass would
-# store what is hidden; and recomputing in little memory, so that there are several groups of hidden units.
+# store what is hidden; recomputing in little memory, so that there are several groups of hidden units; and weights that
+# lie transposed, which the pipelined kernels read as they are.
 MACHINES: dict[str, dict[str, Any]] = {
     "few": {"processors": 4},
     "all": {},
@@ -33,9 +34,11 @@ MACHINES: dict[str, dict[str, Any]] = {
     "recomputing, all": {"recompute": True},
     "in groups": {"processors": 4, "recompute": True, "workspace": 2},
     "in groups, portable": {"pipelined": False, "recompute": True, "workspace": 2},
+    "few, transposed": {"processors": 4, "transposed": True},
+    "in groups, transposed": {"processors": 4, "recompute": True, "workspace": 2, "transposed": True},
 }
-# What is no fact of the device: an argument of the call, and MiB of temporary memory.
-_NO_FACTS = ("recompute", "workspace")
+# What is no fact of the device: an argument of the call, MiB of temporary memory, and how weights lie.
+_NO_FACTS = ("recompute", "workspace", "transposed")
 _PIPELINED_WIDTHS = ((64, 64), (64, 128), (128, 64), (128, 128), (256, 256))
 # (kept rows, reduced rows) and inner widths of a reduction: every number of consumers, both blocks.
 _REDUCED = ((40, 16), (128, 304), (200, 64), (120, 600), (264, 1024))
@@ -110,6 +113,18 @@ class Trial:
         recompute = MACHINES[self.machine].get("recompute", "auto")
         return replace(case, backward=case.backward and self.backward), replace(self.options, recompute=recompute)
 
+    def laid_out(self, inputs: Inputs) -> Inputs:
+        """The inputs, and the weights among them as they lie in memory."""
+        if not MACHINES[self.machine].get("transposed"):
+            return inputs
+        parameters = TESTED[self.case].parameters
+        return {
+            name: tensor.detach().T.contiguous().T.requires_grad_(tensor.requires_grad)
+            if name in parameters and tensor.dim() == 2
+            else tensor
+            for name, tensor in inputs.items()
+        }
+
     def plan(self, device: Device) -> Decision:
         """What runs on ``device`` if kernels are forced; planned without data."""
         case, options = self.prepared()
@@ -144,7 +159,7 @@ def machines(dtype: torch.dtype, width: int, device: Device) -> list[str]:
     """Those that differ for this width; float32 and widths in between have portable kernels alone."""
     if dtype == torch.float32 or width not in (64, 128, 256) or not device.pipelined:
         return ["all"]
-    fused = {name: facts for name, facts in MACHINES.items() if "workspace" not in facts}
+    fused = {name: facts for name, facts in MACHINES.items() if not facts.keys() & {"workspace", "transposed"}}
     return [name for name, facts in fused.items() if "recompute" not in facts or width == 256]
 
 
@@ -212,6 +227,9 @@ def _wide_blocks(device: Device) -> Iterator[Trial]:
                 for backward in (False, True):
                     yield Trial("ffn", relu, (M, width, N), "bf16", "few", backward)
                     yield Trial("ffn", plain, (M, width, N), "fp16", "few", backward)
+                if (M, N) == RAGGED:
+                    yield Trial("ffn", relu, (M, width, N), "bf16", "few, transposed")
+                    yield Trial("ffn", plain, (M, width, N), "fp16", "few, transposed")
             for dtype in DTYPES:
                 yield Trial("ffn", relu, (M, width, N), dtype, "portable")
                 yield Trial("ffn", plain, (M, width, N), dtype, "portable")
@@ -230,6 +248,9 @@ def _groups(device: Device) -> Iterator[Trial]:
             for shape in _GROUPED:
                 yield Trial("ffn", relu, shape, "bf16", machine)
                 yield Trial("ffn", plain, shape, "fp16", machine)
+        if device.pipelined:
+            yield Trial("ffn", relu, _GROUPED[1], "bf16", "in groups, transposed")
+            yield Trial("ffn", plain, _GROUPED[0], "fp16", "in groups, transposed")
 
 
 def _linear_layers(device: Device) -> Iterator[Trial]:

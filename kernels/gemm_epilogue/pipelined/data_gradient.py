@@ -10,7 +10,7 @@ from ...pipeline import init_barriers, stage_of
 from ...tiles import grouped_tile
 from ...tuning import CONSUMER_ROWS, EpiloguePipeline
 from ..carrying import carried, paired, restored, unpaired
-from .products import HALF, TILE, column_halves, copy_tile, init_turns, multiply, send
+from .products import HALF, TILE, column_halves, columns_at_once, copy_tile, make_ring, multiply, send
 
 # Bytes of the bits beyond 16 in a row of an epilogue's tile: two columns in each.
 PAIRS = gl.constexpr(CONSUMER_ROWS // 2)
@@ -19,7 +19,7 @@ PAIRS = gl.constexpr(CONSUMER_ROWS // 2)
 @gluon.jit
 def _copy_terms(
     dz_desc, up_desc, d_gate_desc, w_gate_desc, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
-    STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     position = 0
     for index in range(gl.program_id(0), tile_rows * tile_columns, gl.num_programs(0)):
@@ -28,12 +28,12 @@ def _copy_terms(
         column = tile_column * TILE
         position = copy_tile(
             dz_desc, up_desc, None, left_ring, right_ring, full, empty, row, column, inner, position,
-            False, STEP, STAGES,
+            RIGHT_TRANSPOSED, STEP, STAGES,
         )  # fmt: skip
         if d_gate_desc is not None:
             position = copy_tile(
                 d_gate_desc, w_gate_desc, None, left_ring, right_ring, full, empty, row, column, inner, position,
-                False, STEP, STAGES,
+                RIGHT_TRANSPOSED, STEP, STAGES,
             )  # fmt: skip
 
 
@@ -105,8 +105,8 @@ def _finish(
 def _consume(
     consumer: gl.constexpr, dx_desc, rest_desc, left_ring, right_ring, tiles, rest_tiles, places, rest_places,
     full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, steps, zero,
-    FIRST: gl.constexpr, LAST: gl.constexpr, STAGES: gl.constexpr, SUM_STAGES: gl.constexpr, PLACES: gl.constexpr,
-    GROUP: gl.constexpr,
+    RIGHT_TRANSPOSED: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, STAGES: gl.constexpr,
+    SUM_STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -118,7 +118,7 @@ def _consume(
         column = tile_column * TILE
         start = gl.zeros([HALF, TILE], gl.float32, layout)
         top, bottom = multiply(
-            consumer, start, start, left_ring, right_ring, full, empty, turns, turn, steps, False, STAGES
+            consumer, start, start, left_ring, right_ring, full, empty, turns, turn, steps, RIGHT_TRANSPOSED, STAGES
         )
         for half in gl.static_range(2):
             if half == 0:
@@ -143,43 +143,37 @@ def _consume(
 @gluon.jit(do_not_specialize=["tile_rows", "zero"])
 def _pipelined_carried_gradient_kernel(
     dz_desc, up_desc, d_gate_desc, w_gate_desc, dx_desc, rest_desc, inner, tile_columns, tile_rows, zero,
-    STEP: gl.constexpr, STAGES: gl.constexpr, SUM_STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
-    FIRST: gl.constexpr, LAST: gl.constexpr,
+    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, SUM_STAGES: gl.constexpr,
+    PLACES: gl.constexpr, GROUP: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     # ``zero`` is 0, which only the caller knows.
     dtype: gl.constexpr = dz_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     PARTS: gl.constexpr = 1 if d_gate_desc is None else 2
     steps = PARTS * gl.cdiv(inner, STEP)
-    left_ring = gl.allocate_shared_memory(dtype, [STAGES * 2, HALF, STEP], dz_desc.layout)
-    right_ring = gl.allocate_shared_memory(dtype, [STAGES, STEP, TILE], up_desc.layout)
+    left_ring, right_ring, full, empty, turns = make_ring(dz_desc, up_desc, RIGHT_TRANSPOSED, STEP, STAGES)
     tiles = gl.allocate_shared_memory(dtype, [2 * SUM_STAGES, HALF, HALF], dx_desc.layout)
     places = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, HALF], dx_desc.layout)
     rest_tiles = gl.allocate_shared_memory(gl.int8, [2 * SUM_STAGES, HALF, PAIRS], rest_desc.layout)
     rest_places = gl.allocate_shared_memory(gl.int8, [2 * PLACES, HALF, PAIRS], rest_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     tile_full = gl.allocate_shared_memory(gl.int64, [2 * SUM_STAGES, 1], barrier)
     tile_empty = gl.allocate_shared_memory(gl.int64, [2 * SUM_STAGES, 1], barrier)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    init_barriers(full, empty, STAGES, 1)
     init_barriers(tile_full, tile_empty, 2 * SUM_STAGES, 1)
-    init_turns(turns)
     fence_async_shared()
     gl.warp_specialize([
         (_consume, (
             gl.constexpr(0), dx_desc, rest_desc, left_ring, right_ring, tiles, rest_tiles, places, rest_places,
             full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, steps, zero,
-            FIRST, LAST, STAGES, SUM_STAGES, PLACES, GROUP,
+            RIGHT_TRANSPOSED, FIRST, LAST, STAGES, SUM_STAGES, PLACES, GROUP,
         )),
         (_consume, (
             gl.constexpr(1), dx_desc, rest_desc, left_ring, right_ring, tiles, rest_tiles, places, rest_places,
             full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, steps, zero,
-            FIRST, LAST, STAGES, SUM_STAGES, PLACES, GROUP,
+            RIGHT_TRANSPOSED, FIRST, LAST, STAGES, SUM_STAGES, PLACES, GROUP,
         )),
         (_copy_terms, (
             dz_desc, up_desc, d_gate_desc, w_gate_desc, left_ring, right_ring, full, empty, tile_rows, tile_columns,
-            inner, STEP, STAGES, GROUP,
+            inner, RIGHT_TRANSPOSED, STEP, STAGES, GROUP,
         )),
         (_copy_sums, (
             dx_desc, rest_desc, tiles, rest_tiles, tile_full, tile_empty, tile_rows, tile_columns,
@@ -199,8 +193,10 @@ def launch_data_gradient(
     """Adds the products of ``operands``, d_pre and weight after one another, to dx and ``rest``."""
     tile, half = TILE.value, HALF.value
     tile_rows, tile_columns = -(-dx.rows // tile), -(-dx.columns // tile)
+    transposed = operands[1].transposed
+    right_block = (pipeline.step, columns_at_once(transposed))
     factors = [
-        each.descriptor(pipeline.step, tile) if place % 2 else each.descriptor(half, pipeline.step)
+        each.descriptor(*right_block) if place % 2 else each.descriptor(half, pipeline.step)
         for place, each in enumerate(operands)
     ]
     launch(
@@ -209,7 +205,7 @@ def launch_data_gradient(
         (),
         (operands[0].columns, tile_columns),
         (tile_rows, 0.0),
-        (pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places, pipeline.group, first, last),
+        (transposed, pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places, pipeline.group, first, last),
         descriptors=(
             *factors, *[None] * (4 - len(factors)), dx.descriptor(half, half), rest.descriptor(half, PAIRS.value),
         ),

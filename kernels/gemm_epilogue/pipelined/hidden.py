@@ -4,12 +4,22 @@ import torch
 
 from ...activations import activation_unit, hidden_and_slopes
 from ...dropout import Dropout
-from ...hopper import Matrix, fence_async_shared, gl, gluon, mbarrier, tma
+from ...hopper import Matrix, fence_async_shared, gl, gluon, tma
 from ...launching import launch
-from ...pipeline import init_barriers
 from ...tiles import grouped_tile
 from ...tuning import EpiloguePipeline
-from .products import HALF, TILE, column_halves, copy_operands, draw, dropped, init_turns, multiply, send
+from .products import (
+    HALF,
+    TILE,
+    column_halves,
+    columns_at_once,
+    copy_operands,
+    draw,
+    dropped,
+    make_ring,
+    multiply,
+    send,
+)
 
 
 @gluon.jit
@@ -56,8 +66,8 @@ def _finish(
 def _consume(
     consumer: gl.constexpr, hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, dropout, left_ring, right_ring,
     places, full, empty, turns, tile_rows, tile_columns, inner, N,
-    STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr,
-    ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
+    GATED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -71,7 +81,7 @@ def _consume(
         column = tile_column * SPAN
         start = _start(up_bias_ptr, gate_bias_ptr, column, N, layout, GATED)
         top, bottom = multiply(
-            consumer, start, start, left_ring, right_ring, full, empty, turns, turn, steps, True, STAGES
+            consumer, start, start, left_ring, right_ring, full, empty, turns, turn, steps, RIGHT_TRANSPOSED, STAGES
         )
         turn += 1
         for half in gl.static_range(2):
@@ -101,36 +111,29 @@ def _consume(
 def _pipelined_hidden_kernel(
     x_desc, up_desc, w_gate_desc, hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, seed_ptr, inner, N,
     tile_columns, tile_rows, drop_limit, keep_scale, mask_row, mask_column,
-    STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
+    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
     ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_desc.dtype
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
     GATED: gl.constexpr = w_gate_desc is not None
     dropout = (seed_ptr, drop_limit, keep_scale, mask_row, mask_column)
-    left_ring = gl.allocate_shared_memory(dtype, [STAGES * 2, HALF, STEP], x_desc.layout)
-    right_ring = gl.allocate_shared_memory(dtype, [STAGES, TILE, STEP], up_desc.layout)
+    left_ring, right_ring, full, empty, turns = make_ring(x_desc, up_desc, RIGHT_TRANSPOSED, STEP, STAGES)
     places = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, HALF], hidden_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    init_barriers(full, empty, STAGES, 1)
-    init_turns(turns)
     fence_async_shared()
     gl.warp_specialize([
         (_consume, (
             gl.constexpr(0), hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, dropout, left_ring, right_ring,
-            places, full, empty, turns, tile_rows, tile_columns, inner, N, STEP, STAGES, PLACES, GROUP, GATED,
-            ACTIVATION, ACCURACY,
+            places, full, empty, turns, tile_rows, tile_columns, inner, N, RIGHT_TRANSPOSED, STEP, STAGES, PLACES,
+            GROUP, GATED, ACTIVATION, ACCURACY,
         )),
         (_consume, (
             gl.constexpr(1), hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, dropout, left_ring, right_ring,
-            places, full, empty, turns, tile_rows, tile_columns, inner, N, STEP, STAGES, PLACES, GROUP, GATED,
-            ACTIVATION, ACCURACY,
+            places, full, empty, turns, tile_rows, tile_columns, inner, N, RIGHT_TRANSPOSED, STEP, STAGES, PLACES,
+            GROUP, GATED, ACTIVATION, ACCURACY,
         )),
         (copy_operands, (
             x_desc, up_desc, w_gate_desc, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
-            True, STEP, STAGES, GROUP,
+            RIGHT_TRANSPOSED, STEP, STAGES, GROUP,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
 
@@ -153,6 +156,8 @@ def launch_hidden(
     tile, half = TILE.value, HALF.value
     rows, columns = hidden.shape
     tile_rows, tile_columns = -(-rows // tile), -(-columns // (tile if gate is None else half))
+    right_transposed = not up.transposed
+    units = columns_at_once(right_transposed, gate is not None)
     out = [None if t is None else Matrix(t, rows, columns, columns, 0, False) for t in (hidden, z, z_gate)]
     launch(
         _pipelined_hidden_kernel,
@@ -160,11 +165,19 @@ def launch_hidden(
         (up_bias, gate_bias, dropout.seed),
         (x.columns, columns, tile_columns),
         (tile_rows, *dropout.numbers()),
-        (pipeline.step, pipeline.stages, pipeline.places, pipeline.group, activation, accuracy),
+        (
+            right_transposed,
+            pipeline.step,
+            pipeline.stages,
+            pipeline.places,
+            pipeline.group,
+            activation,
+            accuracy,
+        ),
         descriptors=(
             x.descriptor(half, pipeline.step),
-            up.descriptor(half, pipeline.step),
-            None if gate is None else gate.descriptor(half, pipeline.step),
+            up.descriptor(units, pipeline.step),
+            None if gate is None else gate.descriptor(units, pipeline.step),
             *(None if matrix is None else matrix.descriptor(half, half) for matrix in out),
         ),
     )

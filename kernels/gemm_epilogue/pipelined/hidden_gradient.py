@@ -13,7 +13,18 @@ from ...launching import launch
 from ...pipeline import init_barriers, stage_of
 from ...tiles import grouped_tile
 from ...tuning import EpiloguePipeline
-from .products import HALF, TILE, column_halves, copy_operands, draw, dropped, init_turns, multiply, send
+from .products import (
+    HALF,
+    TILE,
+    column_halves,
+    columns_at_once,
+    copy_operands,
+    draw,
+    dropped,
+    make_ring,
+    multiply,
+    send,
+)
 
 
 @gluon.jit
@@ -134,8 +145,9 @@ def _finish(
 def _consume(
     consumer: gl.constexpr, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
     full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M,
-    STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
-    STAYS: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr,
+    PLACES: gl.constexpr, GROUP: gl.constexpr, STAYS: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
+    ACCURACY: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -152,7 +164,7 @@ def _consume(
         column = tile_column * TILE
         start = gl.zeros([HALF, TILE], gl.float32, layout)
         top, bottom = multiply(
-            consumer, start, start, left_ring, right_ring, full, empty, turns, turn, steps, False, STAGES
+            consumer, start, start, left_ring, right_ring, full, empty, turns, turn, steps, RIGHT_TRANSPOSED, STAGES
         )
         turn += 1
         for half in gl.static_range(2):
@@ -191,40 +203,34 @@ def _consume(
 def _pipelined_epilogue_gradient_kernel(
     dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, sums_ptr, seed_ptr, inner, N,
     tile_columns, tile_rows, M, drop_limit, keep_scale, mask_row, mask_column,
-    STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
-    STAYS: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr,
+    PLACES: gl.constexpr, GROUP: gl.constexpr, STAYS: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = dy_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     GATED: gl.constexpr = gate_desc is not None
     dropout = (seed_ptr, drop_limit, keep_scale, mask_row, mask_column)
-    left_ring = gl.allocate_shared_memory(dtype, [STAGES * 2, HALF, STEP], dy_desc.layout)
-    right_ring = gl.allocate_shared_memory(dtype, [STAGES, STEP, TILE], down_desc.layout)
+    left_ring, right_ring, full, empty, turns = make_ring(dy_desc, down_desc, RIGHT_TRANSPOSED, STEP, STAGES)
     tiles = gl.allocate_shared_memory(dtype, [2 * Z_STAGES, HALF, HALF], z_desc.layout)
     places = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, HALF], dz_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     tile_full = gl.allocate_shared_memory(gl.int64, [2 * Z_STAGES, 1], barrier)
     tile_empty = gl.allocate_shared_memory(gl.int64, [2 * Z_STAGES, 1], barrier)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    init_barriers(full, empty, STAGES, 1)
     init_barriers(tile_full, tile_empty, 2 * Z_STAGES, 1)
-    init_turns(turns)
     fence_async_shared()
     gl.warp_specialize([
         (_consume, (
             gl.constexpr(0), dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
-            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, STEP, STAGES, Z_STAGES,
-            PLACES, GROUP, STAYS, GATED, ACTIVATION, ACCURACY,
+            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, RIGHT_TRANSPOSED,
+            STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED, ACTIVATION, ACCURACY,
         )),
         (_consume, (
             gl.constexpr(1), dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
-            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, STEP, STAGES, Z_STAGES,
-            PLACES, GROUP, STAYS, GATED, ACTIVATION, ACCURACY,
+            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, RIGHT_TRANSPOSED,
+            STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED, ACTIVATION, ACCURACY,
         )),
         (copy_operands, (
             dy_desc, down_desc, None, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
-            False, STEP, STAGES, GROUP,
+            RIGHT_TRANSPOSED, STEP, STAGES, GROUP,
         )),
         (_copy_pre_activations, (
             z_desc, gate_desc, tiles, tile_full, tile_empty, tile_rows, tile_columns, Z_STAGES, GROUP,
@@ -261,12 +267,12 @@ def launch_hidden_gradient(
         (dy.columns, columns, tile_columns),
         (tile_rows, rows, *dropout.numbers()),
         (
-            pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places, 1 if stays else pipeline.group, stays,
-            activation, accuracy,
+            down.transposed, pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places,
+            1 if stays else pipeline.group, stays, activation, accuracy,
         ),
         descriptors=(
             dy.descriptor(half, pipeline.step),
-            down.descriptor(pipeline.step, tile),
+            down.descriptor(pipeline.step, columns_at_once(down.transposed)),
             z.descriptor(half, half),
             None if z_gate is None else z_gate.descriptor(half, half),
             *(None if matrix is None else matrix.descriptor(half, half) for matrix in out),

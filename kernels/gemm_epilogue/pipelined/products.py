@@ -10,7 +10,7 @@ the one two before it.
 from ...dropout import LANES as DRAWN_LANES
 from ...dropout import above, words
 from ...hopper import copy_in, copy_out, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from ...pipeline import stage_of
+from ...pipeline import init_barriers, stage_of
 from ...tiles import grouped_tile
 from ...tuning import CONSUMER_ROWS
 
@@ -20,14 +20,40 @@ HALF = gl.constexpr(CONSUMER_ROWS)
 LANES = gl.constexpr(DRAWN_LANES)
 
 
+def columns_at_once(right_transposed: bool, paired: bool = False) -> int:
+    """Columns of the result for which one copy brings the right operand; ``paired``: half of a tile's are another's."""
+    return HALF.value if right_transposed or paired else TILE.value
+
+
+@gluon.jit
+def make_ring(left_desc, right_desc, RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr):
+    """The stages of the left and the right operand, as they lie in memory, and the barriers: full, empty and turns.
+
+    Whose turn it is says a barrier of each consumer, at which the other one arrives.
+    """
+    DTYPE: gl.constexpr = right_desc.dtype
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    ROWS: gl.constexpr = TILE if RIGHT_TRANSPOSED else STEP
+    COLUMNS: gl.constexpr = STEP if RIGHT_TRANSPOSED else TILE
+    left = gl.allocate_shared_memory(DTYPE, [STAGES * 2, HALF, STEP], left_desc.layout)
+    right = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, COLUMNS], right_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    init_barriers(full, empty, STAGES, 1)
+    for consumer in gl.static_range(2):
+        mbarrier.init(turns.index(consumer), count=1)
+    return left, right, full, empty, turns
+
+
 @gluon.jit
 def copy_operands(
     left_desc, right_desc, other_desc, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
-    UNITS_FIRST: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The producer: fills the ring with ``STEP`` of the inner axis of both operands at a time.
 
-    A row of ``right`` is a column of the result where ``UNITS_FIRST``, as in the weights of a linear layer. With
+    A row of ``right`` in memory is a column of the result where ``RIGHT_TRANSPOSED``: y = x Wᵀ of a linear layer. With
     ``other``, half of the columns are products with it.
     """
     SPAN: gl.constexpr = TILE if other_desc is None else HALF
@@ -36,19 +62,19 @@ def copy_operands(
         tile_row, tile_column = grouped_tile(index, tile_rows, tile_columns, GROUP)
         position = copy_tile(
             left_desc, right_desc, other_desc, left_ring, right_ring, full, empty, tile_row * TILE, tile_column * SPAN,
-            inner, position, UNITS_FIRST, STEP, STAGES,
+            inner, position, RIGHT_TRANSPOSED, STEP, STAGES,
         )  # fmt: skip
 
 
 @gluon.jit
 def copy_tile(
     left_desc, right_desc, other_desc, left_ring, right_ring, full, empty, row, column, inner, position,
-    UNITS_FIRST: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
+    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """What the product of one tile reads, into the ring from ``position`` on; returns the position behind it."""
     LAYOUT: gl.constexpr = right_desc.layout
     DTYPE: gl.constexpr = right_desc.dtype
-    RIGHT_COPIES: gl.constexpr = 2 if UNITS_FIRST else 1
+    RIGHT_COPIES: gl.constexpr = 2 if RIGHT_TRANSPOSED or other_desc is not None else 1
     BYTES: gl.constexpr = 2 * left_desc.block_type.nbytes + RIGHT_COPIES * right_desc.block_type.nbytes
     for k in range(0, inner, STEP):
         stage, phase = stage_of(position, STAGES)
@@ -57,15 +83,19 @@ def copy_tile(
         copy_in(left_desc, [row, k], full.index(stage), left_ring.index(stage * 2))
         copy_in(left_desc, [row + HALF, k], full.index(stage), left_ring.index(stage * 2 + 1))
         right = right_ring.index(stage)
-        if UNITS_FIRST:
+        if RIGHT_TRANSPOSED:
             halves = right._reinterpret(DTYPE, [2, HALF, STEP], LAYOUT)
             copy_in(right_desc, [column, k], full.index(stage), halves.index(0))
             if other_desc is None:
                 copy_in(right_desc, [column + HALF, k], full.index(stage), halves.index(1))
             else:
                 copy_in(other_desc, [column, k], full.index(stage), halves.index(1))
-        else:
+        elif other_desc is None:
             copy_in(right_desc, [k, column], full.index(stage), right)
+        else:
+            halves = right._reinterpret(DTYPE, [2, STEP, HALF], LAYOUT)
+            copy_in(right_desc, [k, column], full.index(stage), halves.index(0))
+            copy_in(other_desc, [k, column], full.index(stage), halves.index(1))
         position += 1
     return position
 
@@ -73,7 +103,7 @@ def copy_tile(
 @gluon.jit
 def multiply(
     consumer: gl.constexpr, top, bottom, left_ring, right_ring, full, empty, turns, turn, steps,
-    UNITS_FIRST: gl.constexpr, STAGES: gl.constexpr,
+    RIGHT_TRANSPOSED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Adds the product of this consumer's ``turn``-th tile to its upper and lower half of the rows."""
     mbarrier.wait(turns.index(consumer), (turn & 1) ^ (1 - consumer))
@@ -82,7 +112,7 @@ def multiply(
         stage, phase = stage_of(position, STAGES)
         mbarrier.wait(full.index(stage), phase)
         right = right_ring.index(stage)
-        if UNITS_FIRST:
+        if RIGHT_TRANSPOSED:
             right = right.permute((1, 0))
         top = warpgroup_mma(left_ring.index(stage * 2), right, top, is_async=True)
         bottom = warpgroup_mma(left_ring.index(stage * 2 + 1), right, bottom, is_async=True)
@@ -139,10 +169,3 @@ def dropped(values, kept, scale):
     """The values of a tile times the scale where they are ``kept``, else times 0."""
     # Among the factors: to choose among 16-bit results, the compiler takes them out of their pairs and pairs them anew.
     return values * gl.where(kept, scale, 0.0)
-
-
-@gluon.jit
-def init_turns(turns):
-    """Whose turn it is: a barrier for each consumer, at which the other one arrives."""
-    for consumer in gl.static_range(2):
-        mbarrier.init(turns.index(consumer), count=1)
