@@ -5,9 +5,10 @@
 A model has one layer (or one of each side) with the widths that its library takes by default, and a small vocabulary,
 so that the layer is what is measured; attention is the library's default, too. Contenders share the parameters and are
 interleaved: the model as it is (``torch``), replaced (``auto``), and replaced with ``recompute=True``. One whose logits
-or gradients fail the closeness rule, for the very inputs that are to be timed and other draws of them, is not timed,
-and the exit status is 1. What fails is judged again with more draws, its own and torch's: a single tile of thousands
-may have been unlucky, and one that is wrong stays so. ``--update`` keeps the rows of other families that the output
+or gradients fail the closeness rule, for the very inputs that are to be timed, is not timed, and the exit status is 1.
+It is judged over several draws: the parameters as they are, and changed a little, so that all is rounded anew. What
+fails is judged again with more of them, its own and torch's: a single tile of thousands may have been unlucky, and one
+that is wrong stays so. ``--update`` keeps the rows of other families that the output
 holds already, from a run on the same device with the same versions.
 The rows of the record, besides what every record of the benchmark says (``fusedlayers.bench.record``):
 
@@ -29,7 +30,8 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -51,8 +53,11 @@ Row = dict[str, Any]
 TORCH = "torch"
 # Models of this width and wider get fewer tokens, so that all take about as long.
 WIDE, WIDE_TOKENS = 2048, 8_192
-# Single tokens decide whole tiles of some gradients: of thousands of tiles, torch's errors are lucky in a few.
+# Single tokens decide whole tiles of some gradients: of thousands of tiles, torch's errors are lucky in a few. Other
+# inputs would not do: the largest error of all of them is again that of one token, with one error of each to compare.
 DRAWS, MOST_DRAWS = 3, 12
+# The largest share by which a draw changes a parameter: many roundings of 8 bits, and the same tokens still decide.
+CHANGE = 1 / 16
 
 
 def on(device: str, inputs: Inputs, dtype: torch.dtype) -> Inputs:
@@ -104,30 +109,60 @@ def judged(found: Results, expected: Results, truth: Results) -> dict[str, str]:
     return {name: verdict.message for name, verdict in verdicts.items() if not verdict.ok}
 
 
-def checked(
-    family: Family, models: dict[str, nn.Module], draws: list[Inputs], draw: Callable[[], Inputs]
-) -> tuple[dict[str, Row], list[str]]:
+@contextmanager
+def changed(model: nn.Module, draw: int) -> Iterator[None]:
+    """Inside, each number of its parameters is a little larger or smaller, in another way for each draw but the 0th."""
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    # A generator of its own: every result begins with the same random numbers.
+    generator = torch.Generator(kept[0].device).manual_seed(draw)
+    with torch.no_grad():
+        for parameter in model.parameters() if draw else ():
+            drawn = torch.rand(parameter.shape, generator=generator, device=parameter.device)
+            parameter.mul_(1 + CHANGE * (2 * drawn - 1))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, values in zip(model.parameters(), kept, strict=True):
+                parameter.copy_(values)
+
+
+def computed(family: Family, models: dict[str, nn.Module], inputs: Inputs) -> tuple[dict[str, Results], Results]:
+    """What each model gives for the inputs, and in float64 the first."""
+    found = {}
+    with switched(AUTO_SWITCHES):
+        for name, model in models.items():
+            found[name] = family.results(model, inputs)
+    return found, family.truth(copy.deepcopy(models[TORCH]).double(), inputs)
+
+
+def checked(family: Family, models: dict[str, nn.Module], inputs: Inputs) -> tuple[dict[str, Row], list[str]]:
     """For each model what it computes and through which path, against float64; and the parameters with gradients."""
-    precise = copy.deepcopy(models[TORCH]).double()
-    truth = stacked([family.truth(precise, inputs) for inputs in draws])
-    results, entries, red = {}, {}, {}
+    entries: dict[str, Row] = {}
     for name, model in models.items():
-        with switched(AUTO_SWITCHES):
-            with decisions() as paths:
-                first = family.results(model, draws[0])
-            # The next model's gradients take the place of these, because the parameters are the same.
-            results[name] = stacked([first, *(family.results(model, inputs) for inputs in draws[1:])])
-        red[name] = judged(results[name], results[TORCH], truth)
+        with switched(AUTO_SWITCHES), decisions() as paths:
+            family.results(model, inputs)
+        entries[name] = {"paths": dict(paths)}
+    draws = []
+    for count in range(DRAWS):
+        with changed(models[TORCH], count):
+            draws.append(computed(family, models, inputs))
+    truth = stacked([each for _, each in draws])
+    results = {name: stacked([found[name] for found, _ in draws]) for name in models}
+    red = {name: judged(results[name], results[TORCH], truth) for name in models}
+    for name, entry in entries.items():
         logits, gradients = (worst_error(results[name], truth, gradients) for gradients in (False, True))
-        entries[name] = {"paths": dict(paths), "logits_error": logits, "gradients_error": gradients}
+        entry |= {"logits_error": logits, "gradients_error": gradients}
     trained = [name for name, _ in models[TORCH].named_parameters() if results[TORCH][f"d{name}"] is not None]
-    count = len(draws)
+    count = DRAWS
     while any(red.values()) and count < MOST_DRAWS:
-        inputs, suspects = draw(), {name for names in red.values() for name in names}
-        truth = with_draw(truth, family.truth(precise, inputs), suspects)
-        for name in [TORCH, *(name for name, faults in red.items() if faults)]:
-            with switched(AUTO_SWITCHES):
-                results[name] = with_draw(results[name], family.results(models[name], inputs), suspects)
+        suspects = {name for names in red.values() for name in names}
+        suspected = {name: model for name, model in models.items() if name == TORCH or red[name]}
+        with changed(models[TORCH], count):
+            found, precise = computed(family, suspected, inputs)
+        truth = with_draw(truth, precise, suspects)
+        for name, more in found.items():
+            results[name] = with_draw(results[name], more, suspects)
         count += 1
         for name, faults in red.items():
             if faults:
@@ -174,14 +209,8 @@ def row(name: str, family: Family, chosen: argparse.Namespace) -> Row:
     models = variants(plain.to(torch.bfloat16).eval())
     ffn = fl.replace(copy.deepcopy(plain), dry_run=True).replaced[0].reason.partition(": ")[2]
     tokens = WIDE_TOKENS if int(ffn.rpartition(" ")[2]) >= WIDE else chosen.tokens
-
-    def draw() -> Inputs:
-        inputs = family.inputs() if chosen.small else family.published_inputs(tokens)
-        return on(chosen.device, inputs, torch.bfloat16)
-
-    draws = [draw() for _ in range(DRAWS)]
-    inputs = draws[0]
-    entries, trained = checked(family, models, draws, draw)
+    inputs = on(chosen.device, family.inputs() if chosen.small else family.published_inputs(tokens), torch.bfloat16)
+    entries, trained = checked(family, models, inputs)
 
     def loss(model: nn.Module, **_: Tensor) -> Tensor:
         return family.run(model, inputs)[1]

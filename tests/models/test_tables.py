@@ -70,6 +70,23 @@ def test_families_measured_anew_take_the_place_of_their_rows() -> None:
         device_table.kept_rows(older, {**older, "versions": {}}, [])
 
 
+def test_draws_differ_and_the_parameters_come_back() -> None:
+    model = installed("BERT").build()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    seen = []
+    for draw in range(3):
+        with device_table.changed(model, draw):
+            # As results do.
+            torch.manual_seed(1)
+            seen.append(torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()]))
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(seen[0], torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        changes = (seen[first] - seen[second]).abs()
+        assert float(changes[seen[0] != 0].count_nonzero()) > 0.9 * int(seen[0].count_nonzero())
+        assert bool((changes <= 2.01 * device_table.CHANGE * seen[0].abs()).all())
+
+
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     right: Callable[..., torch.Tensor] = functional.ffn
 
