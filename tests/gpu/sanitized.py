@@ -100,7 +100,7 @@ def products() -> None:
 
 def wide() -> None:
     """The hidden of wide FFNs, and its gradient, with weights as they are and transposed; without torch's products."""
-    rest = "silu", "exact", "ieee"
+    rest = "silu", "coarse", "ieee"
     for rows, width, hidden in WIDE:
         for gated in (False, True):
             tiles = epilogue_tiles("sm_90", 16, gated)

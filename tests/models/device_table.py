@@ -55,7 +55,7 @@ TORCH = "torch"
 WIDE, WIDE_TOKENS = 2048, 8_192
 # Single tokens decide whole tiles of some gradients: of thousands of tiles, torch's errors are lucky in a few. Other
 # inputs would not do: the largest error of all of them is again that of one token, with one error of each to compare.
-DRAWS, MOST_DRAWS = 3, 12
+DRAWS, MOST_DRAWS = 3, 24
 # The largest share by which a draw changes a parameter: many roundings of 8 bits, and the same tokens still decide.
 CHANGE = 1 / 16
 
