@@ -25,6 +25,7 @@ COLUMNS = (
 )  # fmt: skip
 FUSED, RECOMPUTE = "auto", "recompute"
 KINDS = (TORCH, FUSED, RECOMPUTE)
+NOT_TIMED = "not timed"
 
 
 def markdown(record: Row) -> str:
@@ -37,15 +38,17 @@ def markdown(record: Row) -> str:
 def _conditions(record: Row) -> str:
     device, versions = record["device"], record["versions"]
     commits = ", ".join([f"commit {record['commit'][:10]}", *other_commits(record["rows"])])
+    timed = all(_is_timed(entry) for row in record["rows"] for entry in row["contenders"].values())
+    reason = "a check before it was not green, because of the tiles of 64 x 64 elements that the record names"
+    untimed = "" if timed else f"; *{NOT_TIMED}*: {reason}"
     return (
         f"Measured on {device['name']}, torch {versions['torch']}, Triton {versions['triton']}, bfloat16, "
         f"{record['started'][:10]}, {commits}: one layer (T5, BART and Whisper: one of "
-        "each side) with its library's default widths, a training step of 8,192 tokens from width 2048 on and of about "
+        "each side; CLIP, SigLIP and ConvNeXt: all of them) with its library's default widths, a training step of 8,192 tokens from width 2048 on and of about "
         "65,536 below. Errors are the largest ones over the largest value, against float64. *Fused* is auto mode, "
         "*recompute* is `recompute=True`; speed-ups are of the whole step, attention and loss included, launched call "
-        "by call (`*`: the host sets the pace), above 1 where faster than torch; *not timed*: a check before it was "
-        "not green, because of the tiles of 64 x 64 elements that the record names. *Kept* is what the forward pass "
-        "keeps for the backward pass, *peak* the most that a step allocates, gradients included."
+        f"by call (`*`: the host sets the pace), above 1 where faster than torch{untimed}. *Kept* is what the forward "
+        "pass keeps for the backward pass, *peak* the most that a step allocates, gradients included."
     )
 
 
@@ -65,10 +68,14 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _speed_up(contenders: Row, kind: str) -> str:
-    if "launched" not in contenders[kind]:
-        return "not timed"
+    if not _is_timed(contenders[kind]):
+        return NOT_TIMED
     ratio = contenders[TORCH]["launched"]["median"] / contenders[kind]["launched"]["median"]
     return f"{ratio:.2f}{_mark(contenders[kind])}"
+
+
+def _is_timed(entry: Row) -> bool:
+    return "launched" in entry
 
 
 def _mark(entry: Row) -> str:
