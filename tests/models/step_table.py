@@ -45,10 +45,11 @@ def _conditions(record: Row) -> str:
         f"Measured on {device['name']}, torch {versions['torch']}, Triton {versions['triton']}, bfloat16, "
         f"{record['started'][:10]}, {commits}: one layer (T5, BART and Whisper: one of each side; CLIP, SigLIP and "
         "ConvNeXt: all of them) with its library's default widths, a training step of 8,192 tokens from width 2048 on "
-        "and of about 65,536 below. Errors are the largest ones over the largest value, against float64. "
-        "*Fused* is auto mode, *recompute* is `recompute=True`; speed-ups are of the whole step, attention and loss included, launched call "
-        f"by call (`*`: the host sets the pace), above 1 where faster than torch{untimed}. *Kept* is what the forward "
-        "pass keeps for the backward pass, *peak* the most that a step allocates, gradients included."
+        "and of about 65,536 below. Errors are the largest ones over the largest value, against float64. *Fused* is "
+        "auto mode, *recompute* is `recompute=True`; speed-ups are of the whole step, attention and loss included, "
+        "launched call by call (`*`: the host sets the pace), above 1 where faster than "
+        f"torch{untimed}. *Kept* is what the forward pass keeps for the backward pass, *peak* the most that a step "
+        "allocates, gradients included."
     )
 
 
