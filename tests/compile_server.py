@@ -6,6 +6,7 @@ its exit status; what the script prints goes to the files ``stdout`` and ``stder
 
 import atexit
 import functools
+import gc
 import json
 import os
 import runpy
@@ -57,6 +58,8 @@ def _run_in_a_fork(folder: str, script: str, *arguments: str) -> int:
     status = 1
     try:
         signal.alarm(SECONDS)
+        # Syntax trees by the thousand, and nothing that must be gone before the end.
+        gc.disable()
         os.chdir(folder)
         os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "cache")
         for stream, descriptor in (("stdout", 1), ("stderr", 2)):
