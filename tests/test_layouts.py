@@ -75,6 +75,18 @@ def test_rows_of_transposed_weights_are_aligned_too() -> None:
     assert named({"w_up": lambda t: sliced(t.T).T}, gated=False) == ""
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("role", ["x", "w_up", "w_gate", "w_down", "b_up"])
+def test_what_is_no_dense_matrix_is_for_the_checks(role: str) -> None:
+    tensors = ffn_inputs(16, WIDTH, HIDDEN, WIDTH, torch.bfloat16, gated=True)
+    original = tensors[role]
+    assert original is not None
+    names = (*MATRICES, "b_up", "b_gate")
+    rows = original.reshape(-1, original.shape[-1])
+    for other in (original.to_sparse(), rows.to_sparse_csr(), original.flatten()[0], rows[None].mT):
+        portable_operand(**{name: other if name == role else tensors[name] for name in names})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("role", ["b_up", "b_gate"])
 def test_biases_have_no_gaps(role: str) -> None:
     assert named({role: with_gaps}) == role

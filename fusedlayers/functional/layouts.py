@@ -49,7 +49,7 @@ def portable_operand(
 
 
 def _transposed(weight: Tensor) -> bool:
-    return not weight.is_contiguous() and weight.dim() == 2 and weight.stride(1) != 1
+    return weight.layout is torch.strided and weight.dim() == 2 and weight.stride(1) != 1
 
 
 def _readable_weight(weight: Tensor) -> bool:
