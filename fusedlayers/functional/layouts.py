@@ -11,7 +11,6 @@ from .tracing import traced
 _PLAIN = frozenset({*PLAIN_TENSORS, type(None)})
 _NAMES = ("x", "w_up", "w_down", "w_gate", "b_up", "b_gate")
 _MATRICES = 4
-_GATE = 3
 
 
 def portable_operand(
@@ -44,7 +43,7 @@ def portable_operand(
             return _NAMES[position]
     # One kernel reads both in one pass, and so as one layout.
     if w_gate is not None and _transposed(w_gate) != _transposed(w_up):
-        return _NAMES[_GATE]
+        return "w_gate"
     return ""
 
 

@@ -34,9 +34,9 @@ BATCHES = [(3, 128, 64, 128, 64), (2, 128, 128, 64, 128), (3, 50, 33, 20, 17)]
 WEIGHT_GRADIENTS = [(70, 136, 264), (1500, 72, 40), (3000, 264, 72), (700, 50, 33)]
 # Rows, width and hidden units of a wide FFN; the last is for the portable kernels.
 WIDE = [(150, 136, 200), (70, 33, 50)]
-# Groups, rows, hidden units of a group, columns of x; two groups have transposed weights, the last is for the portable
+# Groups, rows, hidden units of a group, columns of x, whether weights lie transposed; the last is for the portable
 # kernel.
-DATA_GRADIENTS = [(3, 150, 40, 96), (2, 300, 200, 160), (3, 70, 20, 33)]
+DATA_GRADIENTS = [(3, 150, 40, 96, False), (2, 300, 200, 160, True), (3, 70, 20, 33, False)]
 # Batch, M, N, K, operation, axis. Kept rows for one, two and four consumers of the pipelined kernel, splits of a long
 # axis; the last two are for the portable kernels.
 REDUCTIONS = [
@@ -83,14 +83,14 @@ def products() -> None:
             z, w_down = torch.randn_like(x), torch.randn(out, width, device="cuda", dtype=torch.bfloat16)
             functional.hidden_gradient(dy, w_down, z, z if bias else None, activation="silu", bias=bias)
     wide()
-    for groups, rows, units, width in DATA_GRADIENTS:
+    for groups, rows, units, width, transposed in DATA_GRADIENTS:
         dx = torch.empty(rows, width, device="cuda", dtype=torch.bfloat16)
         rest = torch.empty(rows, -(-width // 2), device="cuda", dtype=torch.int8)
         for gated in (False, True):
             d_pre, weight = (
                 torch.randn(size, device="cuda", dtype=dx.dtype) for size in ((rows, units), (units, width))
             )
-            if groups == 2:
+            if transposed:
                 weight = weight.T.contiguous().T
             config = data_gradient_tiles("sm_90"), EPILOGUE_PIPELINES["data_gradient", gated]
             for group in range(groups):

@@ -34,6 +34,12 @@ BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 # Tokens, d_model, d_ff: no multiple of a tile, fewer hidden units than a tile has, a common one with a ragged end.
 SIZES = [(1000, 576, 1032), (129, 512, 8), (4097, 768, 3072)]
+# Those of pipelined kernels, and facts of the device: programs with a tile or two, with many, with part of one.
+TILED: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
+    ((9000, 512, 256), {}),
+    ((1061, 520, 1032), {"processors": 3}),
+    ((129, 512, 8), {}),
+]
 BOTH = ["launch_hidden", "launch_hidden_gradient"]
 NAN = float("nan")
 
@@ -154,16 +160,7 @@ def with_transposed_weights(inputs: Tensors) -> Tensors:
 @on_hopper
 @GATED
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
-@pytest.mark.parametrize(
-    ("size", "facts"),
-    [
-        ((9000, 512, 256), {}),
-        ((1061, 520, 1032), {"processors": 3}),
-        ((2000, 64, 520), {"processors": 1}),
-        ((129, 512, 8), {}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("size", "facts"), [*TILED, ((2000, 64, 520), {"processors": 1})], ids=str)
 def test_exact_integers_of_transposed_weights(
     size: tuple[int, int, int], facts: dict[str, Any], dtype: torch.dtype, gated: bool, launched: list[str]
 ) -> None:
@@ -190,15 +187,7 @@ def test_transposed_weights_are_close_to_torch(dropout_p: float, gated: bool, la
 @GATED
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize(
-    ("size", "facts"),
-    [
-        ((9000, 512, 256), {}),
-        ((1061, 520, 1032), {"processors": 3}),
-        ((129, 512, 8), {}),
-        ((1061, 520, 1032), {"pipelined": False}),
-        ((777, 101, 333), {}),
-    ],
-    ids=str,
+    ("size", "facts"), [*TILED, ((1061, 520, 1032), {"pipelined": False}), ((777, 101, 333), {})], ids=str
 )
 def test_exact_integers_with_dropout(
     size: tuple[int, int, int], facts: dict[str, Any], dtype: torch.dtype, gated: bool

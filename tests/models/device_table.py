@@ -8,8 +8,8 @@ interleaved: the model as it is (``torch``), replaced (``auto``), and replaced w
 or gradients fail the closeness rule, for the very inputs that are to be timed, is not timed, and the exit status is 1.
 It is judged over several draws: the parameters as they are, and changed a little, so that all is rounded anew. What
 fails is judged again with more of them, its own and torch's: a single tile of thousands may have been unlucky, and one
-that is wrong stays so. ``--update`` keeps the rows of other families that the output
-holds already, from a run on the same device with the same versions.
+that is wrong stays so. ``--update`` keeps the rows of other families that the output holds already, from a run on the
+same device with the same versions.
 The rows of the record, besides what every record of the benchmark says (``fusedlayers.bench.record``):
 
     family, ffn, shapes    of the inputs
@@ -35,7 +35,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -127,41 +127,46 @@ def changed(model: nn.Module, draw: int) -> Iterator[None]:
                 parameter.copy_(values)
 
 
-def computed(family: Family, models: dict[str, nn.Module], inputs: Inputs) -> tuple[dict[str, Results], Results]:
-    """What each model gives for the inputs, and in float64 the first."""
-    found = {}
-    with switched(AUTO_SWITCHES):
-        for name, model in models.items():
-            found[name] = family.results(model, inputs)
-    return found, family.truth(copy.deepcopy(models[TORCH]).double(), inputs)
+class Draw(NamedTuple):
+    """What each model gives, through which paths, and in float64 torch's."""
+
+    results: dict[str, Results]
+    paths: dict[str, dict[str, int]]
+    truth: Results
+
+
+def computed(family: Family, models: dict[str, nn.Module], inputs: Inputs) -> Draw:
+    """One draw, for the parameters as they are now."""
+    results, paths = {}, {}
+    for name, model in models.items():
+        with switched(AUTO_SWITCHES), decisions() as taken:
+            results[name] = family.results(model, inputs)
+        paths[name] = dict(taken)
+    return Draw(results, paths, family.truth(copy.deepcopy(models[TORCH]).double(), inputs))
 
 
 def checked(family: Family, models: dict[str, nn.Module], inputs: Inputs) -> tuple[dict[str, Row], list[str]]:
     """For each model what it computes and through which path, against float64; and the parameters with gradients."""
-    entries: dict[str, Row] = {}
-    for name, model in models.items():
-        with switched(AUTO_SWITCHES), decisions() as paths:
-            family.results(model, inputs)
-        entries[name] = {"paths": dict(paths)}
     draws = []
     for count in range(DRAWS):
         with changed(models[TORCH], count):
             draws.append(computed(family, models, inputs))
-    truth = stacked([each for _, each in draws])
-    results = {name: stacked([found[name] for found, _ in draws]) for name in models}
+    truth = stacked([draw.truth for draw in draws])
+    results = {name: stacked([draw.results[name] for draw in draws]) for name in models}
     red = {name: judged(results[name], results[TORCH], truth) for name in models}
-    for name, entry in entries.items():
+    entries: dict[str, Row] = {}
+    for name, paths in draws[0].paths.items():
         logits, gradients = (worst_error(results[name], truth, gradients) for gradients in (False, True))
-        entry |= {"logits_error": logits, "gradients_error": gradients}
+        entries[name] = {"paths": paths, "logits_error": logits, "gradients_error": gradients}
     trained = [name for name, _ in models[TORCH].named_parameters() if results[TORCH][f"d{name}"] is not None]
     count = DRAWS
     while any(red.values()) and count < MOST_DRAWS:
         suspects = {name for names in red.values() for name in names}
         suspected = {name: model for name, model in models.items() if name == TORCH or red[name]}
         with changed(models[TORCH], count):
-            found, precise = computed(family, suspected, inputs)
-        truth = with_draw(truth, precise, suspects)
-        for name, more in found.items():
+            draw = computed(family, suspected, inputs)
+        truth = with_draw(truth, draw.truth, suspects)
+        for name, more in draw.results.items():
             results[name] = with_draw(results[name], more, suspects)
         count += 1
         for name, faults in red.items():

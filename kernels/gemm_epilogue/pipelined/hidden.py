@@ -165,15 +165,7 @@ def launch_hidden(
         (up_bias, gate_bias, dropout.seed),
         (x.columns, columns, tile_columns),
         (tile_rows, *dropout.numbers()),
-        (
-            right_transposed,
-            pipeline.step,
-            pipeline.stages,
-            pipeline.places,
-            pipeline.group,
-            activation,
-            accuracy,
-        ),
+        (right_transposed, pipeline.step, pipeline.stages, pipeline.places, pipeline.group, activation, accuracy),
         descriptors=(
             x.descriptor(half, pipeline.step),
             up.descriptor(units, pipeline.step),
