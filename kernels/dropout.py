@@ -22,6 +22,8 @@ BITS = 16
 _ROUNDS = tl.constexpr(ROUNDS)
 _BLOCK_COLUMNS, _LANES = tl.constexpr(BLOCK_COLUMNS), tl.constexpr(LANES)
 _BLOCK = 1024
+# The tile of the kernel that drops: rows, and blocks of columns. Sixteen elements for each thread.
+_DROP_ROWS, _DROP_BLOCKS = 8, 4
 _MASK_32 = 0xFFFFFFFF
 
 
@@ -77,6 +79,31 @@ def _keep_kernel(seed_ptr, out_ptr, N, first_row, first_column, M, limit, BLOCK:
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     kept = keep(tl.load(seed_ptr), first_row + index // N, first_column + index % N, limit)
     tl.store(out_ptr + index, kept.to(out_ptr.dtype.element_ty), mask=index < tl.cast(M, tl.int64) * N)
+
+
+@triton.jit(do_not_specialize=["M", "limit", "scale"])
+def _drop_kernel(
+    seed_ptr, values_ptr, out_ptr, stride_m, N, M, limit, scale, ROWS: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    column_tiles = tl.cdiv(N, BLOCKS * _BLOCK_COLUMNS)
+    row_tile, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
+    rows = row_tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    draws = column_tile * (BLOCKS * _LANES) + tl.arange(0, BLOCKS * _LANES)[None, :]
+    first, second, third, fourth = words(tl.load(seed_ptr), rows, draws)
+    # One bit for each half of a draw.
+    bits = above(first << 16, limit).to(tl.int32) | above(first, limit).to(tl.int32) << 1
+    bits |= above(second << 16, limit).to(tl.int32) << 2 | above(second, limit).to(tl.int32) << 3
+    bits |= above(third << 16, limit).to(tl.int32) << 4 | above(third, limit).to(tl.int32) << 5
+    bits |= above(fourth << 16, limit).to(tl.int32) << 6 | above(fourth, limit).to(tl.int32) << 7
+    # Each thread loads neighbours, which are of eight draws: it gets their bits from the threads that drew them.
+    places = tl.arange(0, BLOCKS * _BLOCK_COLUMNS)[None, :]
+    drawn = tl.broadcast_to(places // _BLOCK_COLUMNS * _LANES + places % _LANES, [ROWS, BLOCKS * _BLOCK_COLUMNS])
+    kept = tl.gather(bits, drawn, 1) >> (places % _BLOCK_COLUMNS // _LANES) & 1
+    cols = column_tile.to(tl.int64) * (BLOCKS * _BLOCK_COLUMNS) + places
+    inside = (rows < M) & (cols < N)
+    values = tl.load(values_ptr + rows * stride_m + cols, mask=inside).to(tl.float32)
+    dropped = values * tl.where(kept != 0, scale, 0.0)
+    tl.store(out_ptr + rows * N + cols, dropped.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def limit_and_scale(dropout_p: float) -> tuple[int, float]:
@@ -143,10 +170,12 @@ def keep_mask(
     """1 where an element of the hidden is kept, else 0: ``[rows, columns]`` of ``dtype``, from the first ones on.
 
     ``seed`` int64 ``[1]`` on the device of the result. CUDA tensors take one kernel launch; other devices take integer
-    torch operations, with temporaries of about 8 bytes for each element.
+    torch operations, with temporaries of about 8 bytes for each element. So do calls that torch traces or transforms,
+    which must find every operation, and none in place.
     """
     limit, _ = limit_and_scale(dropout_p)
-    if seed.is_cuda and HAS_TRITON and not interpreted():
+    read = _read_by_torch(seed)
+    if not read and seed.is_cuda and HAS_TRITON and not interpreted():
         out = torch.empty(rows, columns, dtype=dtype, device=seed.device)
         launch(
             _keep_kernel,
@@ -158,9 +187,8 @@ def keep_mask(
         )
         return out
     # A quarter at a time, of few columns less: of whole blocks, most of what is drawn is not needed then.
-    traced = type(seed) is not torch.Tensor
     whole = BLOCK_COLUMNS * max(1, _blocks(first_column, columns))
-    step = rows if traced else max(1, rows * columns // (4 * whole))
+    step = rows if read else max(1, rows * columns // (4 * whole))
     if step >= rows:
         return (_drawn(seed, first_row, rows, first_column, columns) >= limit).to(dtype)
     out = torch.empty(rows, columns, dtype=dtype, device=seed.device)
@@ -168,6 +196,13 @@ def keep_mask(
         part = out[start : start + step]
         part.copy_(_drawn(seed, first_row + start, part.shape[0], first_column, columns) >= limit)
     return out
+
+
+def _read_by_torch(seed: torch.Tensor) -> bool:
+    """Whether torch.compile, make_fx or a transform of torch.func reads the operations on ``seed``."""
+    if type(seed) is not torch.Tensor or torch._C._are_functorch_transforms_active():
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def _blocks(first_column: int, columns: int) -> int:
@@ -186,6 +221,26 @@ def _drawn(seed: torch.Tensor, first_row: int, rows: int, first_column: int, col
     drawn = torch.stack([half.unflatten(1, (-1, LANES)) for half in halves], dim=2).flatten(1)
     skipped = first_column - first * BLOCK_COLUMNS
     return drawn[:, skipped : skipped + columns]
+
+
+def drop(values: torch.Tensor, seed: torch.Tensor, dropout_p: float) -> torch.Tensor:
+    """The hidden ``values`` ``[M, N]`` after dropout, contiguous, by one kernel: the mask is never in memory.
+
+    float16, bfloat16 or float32; rows of any stride. ``seed`` int64 ``[1]`` on the same device.
+    """
+    if values.stride(1) != 1:
+        values = values.contiguous()
+    rows, columns = values.shape
+    out = torch.empty(rows, columns, dtype=values.dtype, device=values.device)
+    launch(
+        _drop_kernel,
+        ceil_div(rows, _DROP_ROWS) * ceil_div(columns, _DROP_BLOCKS * BLOCK_COLUMNS),
+        (seed, values, out),
+        (values.stride(0), columns),
+        (rows, *limit_and_scale(dropout_p)),
+        (_DROP_ROWS, _DROP_BLOCKS),
+    )
+    return out
 
 
 def draw_seed(device: torch.device) -> torch.Tensor:

@@ -199,6 +199,7 @@ def _nvidia(ptx: str, cubin: bytes, log: str) -> dict[str, Any]:
         "matrix_instructions": len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", ptx)),
         "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
         "tf32": len(re.findall(r"\.tf32", ptx)),
+        "wide_multiplications": len(re.findall(r"mul\.(?:wide|hi)\.u32", ptx)),
     }
 
 

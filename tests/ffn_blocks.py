@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedlayers import functional
+from fusedlayers import functional, reference
+from fusedlayers.kernels.dropout import draw_seed
 from fusedlayers.replacing import FFNRule
 
 
@@ -111,12 +113,25 @@ class Scale(nn.Module):
         return 3 * weight
 
 
+@contextmanager
+def seeded_dropout() -> Iterator[None]:
+    """Inside, torch's dropout draws its masks as `functional.ffn` does, so that a block equals its fused form."""
+
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return reference.dropped(input, p, draw_seed(input.device)) if training and p else input
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "dropout", dropout)
+        yield
+
+
 def results(model: nn.Module, *inputs: Tensor, call: Callable[..., Tensor] | None = None) -> dict[str, Tensor | None]:
     """y of ``model`` or ``call``, and all gradients for a random gradient of y; dropout draws the same every time."""
     inputs = tuple(tensor.detach().clone().requires_grad_() for tensor in inputs)
     model.zero_grad()
     torch.manual_seed(1)
-    y = (call or model)(*inputs)
+    with seeded_dropout():
+        y = (call or model)(*inputs)
     torch.manual_seed(2)
     # Drawn in float32, so that it is the same for a float64 twin.
     y.backward(torch.randn(y.shape).to(y.dtype))

@@ -246,19 +246,30 @@ import json
 
 import torch
 from code_generation import compiling_for
-from fusedlayers.kernels.dropout import _keep_kernel
+from fusedlayers.kernels.dropout import _keep_kernel, drop
 
 for rows, columns in ((48, 96), (37, 83)):
     with compiling_for("sm_90") as reports:
         seed, out = torch.empty(1, dtype=torch.int64), torch.empty(rows, columns)
         _keep_kernel[(1,)](seed, out, columns, 0, 0, rows, 0.1, BLOCK=1024)
-    print(json.dumps(reports[0]))
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            drop(torch.empty(rows, columns, dtype=dtype), seed, 0.1)
+    for report in reports:
+        print(json.dumps(report))
 """
 
 
-def test_offsets_of_the_dropout_mask(tmp_path: Path) -> None:
+def test_the_kernels_of_dropout(tmp_path: Path) -> None:
     (tmp_path / "dropout.py").write_text(DROPOUT)
-    assert [report["int32_products"] for report in compiled(tmp_path, "dropout.py")] == [[], []]
+    reports = compiled(tmp_path, "dropout.py")
+    assert [report["kernel"] for report in reports] == ["keep", "drop", "drop", "drop"] * 2
+    for report in reports:
+        assert "error" not in report, report
+        assert report["int32_products"] == []
+        if report["kernel"] == "drop":
+            assert report["spill_bytes"] == 0
+            # Two draws of seven rounds for the sixteen elements of a thread, not a draw for each of them.
+            assert report["wide_multiplications"] <= 2 * 14
 
 
 VARIANTS = """

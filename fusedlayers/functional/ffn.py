@@ -9,11 +9,11 @@ from .. import reference
 from ..kernels import gemm_gemm as kernels
 from ..kernels.activations import canonical_activation
 from ..kernels.column_sums import column_sums
-from ..kernels.dropout import Dropout, draw_seed
+from ..kernels.dropout import Dropout
 from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
 from ..kernels.tuning import COLUMN_SUM_TILES
 from ..planning import KERNEL_PATHS, Plan, Problem
-from . import ffn_chunked, ffn_epilogue
+from . import dropping, ffn_chunked, ffn_epilogue
 from .arguments import autocast_dtype, check_dropout_seed, check_ffn
 from .compiled import Composite, KernelCall, Result, Results
 from .dispatch import (
@@ -63,8 +63,9 @@ def ffn(
         w_gate: ``[N, K]`` or None (no gate).
         b_gate: ``[N]`` or None.
         activation: a name of ``fusedlayers.kernels.activations.ACTIVATIONS``, or Hugging Face's name of one.
-        dropout_p: probability of dropping an element of the hidden, in [0, 1); pass 0 in inference. Kernels and chunks
-            take the nearest multiple of 2⁻¹⁶, and scale what they keep by that.
+        dropout_p: probability of dropping an element of the hidden, in [0, 1); pass 0 in inference. The nearest
+            multiple of 2⁻¹⁶ is taken, and what is kept is scaled by that. The mask follows from one seed, the same on
+            every path, with and without gradients.
         recompute: ``True`` guarantees that no tensor of size tokens × N is allocated, forward or backward, and at most
             64 MiB (``FUSEDLAYERS_WORKSPACE_MIB``) beside results, gradients and one copy of operands that are not laid
             out in rows; x alone is kept, of frozen layers too. dx is rounded twice at most, gradients of weights once.
@@ -74,7 +75,7 @@ def ffn(
             ``explain``, x included); where the fastest path keeps more, the call runs as with ``True``.
         residual: ``[*B, M, O]`` or None, added to the result.
         dropout_seed: int64 ``[1]`` on the device of x, from which alone the mask of the dropout follows; None draws one
-            from the default generator.
+            from the default generator. A DTensor's mask is drawn by DTensor itself instead.
 
     Returns:
         ``[*B, M, O]`` in the dtype of x (under autocast: in autocast's dtype). float16, bfloat16 and float32 can run in
@@ -105,14 +106,18 @@ def ffn(
         known = planned(call, problem, x.device)
     problem, plan = known
     activation = problem.activation
-    if plan.path == "torch":
-        return reference.ffn(
-            x, w_up, w_down, b_up, b_down, w_gate, b_gate,
-            activation=activation, dropout_p=dropout_p, residual=residual, seed=dropout_seed,
-        )  # fmt: skip
+    # Drawn before the path matters: a checkpoint may run one path without gradients and another one with them, and both
+    # must drop the same elements and leave the generator alike.
     seed = None
     if dropout_p:
-        seed = draw_seed(x.device) if dropout_seed is None else dropout_seed
+        seed = dropping.draw_seed(*tensors) if dropout_seed is None else dropout_seed
+    if plan.path == "torch":
+        if seed is not None:
+            return dropping.ffn(*tensors, activation, dropout_p, seed)
+        return reference.ffn(
+            x, w_up, w_down, b_up, b_down, w_gate, b_gate,
+            activation=activation, dropout_p=dropout_p, residual=residual,
+        )  # fmt: skip
     operands: tuple[Any, ...] = tensors
     apart = False
     if autocast_dtype(x.device) is not None:

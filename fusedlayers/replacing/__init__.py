@@ -66,8 +66,8 @@ def replace(
     Blocks are: every ``Linear, activation, [Dropout,] Linear`` in a row in an ``nn.Sequential`` (from the left, where
     two overlap); the feed-forward half of ``nn.TransformerEncoderLayer`` and ``nn.TransformerDecoderLayer``; instances
     of the classes of transformers and timm in ``families.FAMILIES``, and of those named in ``rules``. Only exact
-    classes with plain children count. Dropout follows the block's own modules at every call, but on a GPU its random
-    numbers are not those of ``nn.Dropout``. A call with more than one tensor, with a tensor that is not plain, or
+    classes with plain children count. Dropout follows the block's own modules at every call, but the mask of the hidden
+    is not the one that ``nn.Dropout`` would draw. A call with more than one tensor, with a tensor that is not plain, or
     after a child ceased to be plain runs the original forward.
     A block that sits in the tree twice is replaced once; a second `replace` finds nothing new. Replace first, then
     ``torch.compile`` or shard (``fully_shard`` changes classes itself, and replaced blocks work inside it). What knows

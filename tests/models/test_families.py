@@ -15,7 +15,7 @@ from fusedlayers.closeness import assert_all_close
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.replacing import torch_module_activation
 from fusedlayers.replacing.families import FAMILIES as TABLE
-from tests.ffn_blocks import assert_same, count_fused_calls
+from tests.ffn_blocks import assert_same, count_fused_calls, seeded_dropout
 from tests.models.small import FAMILIES, TORCH_GELU_TANH, Family
 
 each_family = pytest.mark.parametrize("name", FAMILIES)
@@ -93,9 +93,10 @@ def test_it_computes_the_same_in_16_bits(name: str, dtype: str, monkeypatch: pyt
 def test_dropout_draws_the_same_numbers(name: str) -> None:
     family = installed(name)
     model, inputs = family.build(**TORCH_GELU_TANH.get(name, {})).train(), family.inputs()
-    theirs = family.results(model, inputs)
-    fl.replace(model)
-    ours = family.results(model, inputs)
+    with seeded_dropout():
+        theirs = family.results(model, inputs)
+        fl.replace(model)
+        ours = family.results(model, inputs)
     assert_same({key: ours[key] for key in ("logits", "loss")}, {key: theirs[key] for key in ("logits", "loss")})
     assert not torch.equal(family.results(model.eval(), inputs)["logits"], theirs["logits"])
 
@@ -108,10 +109,11 @@ def test_gradient_checkpointing_stays(name: str, monkeypatch: pytest.MonkeyPatch
     # The newer name of the method, where there is one: the older one warns there.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable()
-    theirs = family.results(model, inputs)
-    calls = count_fused_calls(monkeypatch)
-    _replaced(model, family)
-    assert_same(family.results(model, inputs), theirs)
+    with seeded_dropout():
+        theirs = family.results(model, inputs)
+        calls = count_fused_calls(monkeypatch)
+        _replaced(model, family)
+        assert_same(family.results(model, inputs), theirs)
     assert len(calls) == 2 * family.count
 
 

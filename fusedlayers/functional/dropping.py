@@ -1,0 +1,90 @@
+"""The FFN by torch's operations, its dropout by one kernel where that may be launched: no mask in memory."""
+
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import reference
+from ..kernels import dropout as kernels
+from ..kernels.device import HAS_TRITON, interpreted
+from .dispatch import rows
+from .signatures import PLAIN_TENSORS, transformed
+from .tracing import traced
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def draw_seed(*tensors: Tensor | None) -> Tensor | None:
+    """The seed of one call's dropout, on the device of the first tensor; None where DTensor draws its own masks.
+
+    A DTensor's dropout differs from shard to shard and must be drawn by DTensor itself.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors):
+        return None
+    first = tensors[0]
+    assert first is not None
+    return kernels.draw_seed(first.device)
+
+
+def ffn(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    w_gate: Tensor | None,
+    b_gate: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    seed: Tensor,
+) -> Tensor:
+    """:func:`reference.ffn` with a seed."""
+    gate = None if w_gate is None else F.linear(x, w_gate, b_gate)
+    hidden = reference.hidden(F.linear(x, w_up, b_up), gate, activation=activation)
+    y = F.linear(dropped(hidden, dropout_p, seed), w_down, b_down)
+    return y if residual is None else y + residual
+
+
+def dropped(values: Tensor, dropout_p: float, seed: Tensor) -> Tensor:
+    """:func:`reference.dropped`, by one kernel on a GPU; there the backward pass needs the seed alone."""
+    if not (_has_kernel(values) and _nobody_reads(values, seed)):
+        return reference.dropped(values, dropout_p, seed)
+    if torch.is_grad_enabled() and values.requires_grad:
+        found: Tensor = _Dropped.apply(values, seed, dropout_p)
+        return found
+    return _launched(values, seed, dropout_p)
+
+
+def _has_kernel(values: Tensor) -> bool:
+    return values.is_cuda and values.dtype in _DTYPES and HAS_TRITON and not interpreted()
+
+
+def _nobody_reads(values: Tensor, seed: Tensor) -> bool:
+    """Whether nothing traces, transforms or batches the operations of this call, in which a launch would be lost."""
+    plain = type(values) in PLAIN_TENSORS and type(seed) in PLAIN_TENSORS and not values.is_neg()
+    batched = torch._C._functorch.is_legacy_batchedtensor(values)  # by autograd's is_grads_batched
+    return plain and not (batched or traced() or transformed())
+
+
+def _launched(values: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
+    return kernels.drop(rows(values), seed, dropout_p).view(values.shape)
+
+
+class _Dropped(torch.autograd.Function):
+    """Dropout is linear: the gradient is dropped by the same mask, and so is the gradient of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
+        ctx.save_for_backward(seed)
+        ctx.dropout_p = dropout_p
+        return _launched(values, seed, dropout_p)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (seed,) = ctx.saved_tensors
+        return dropped(gradient, ctx.dropout_p, seed), None, None
