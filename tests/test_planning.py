@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import copy
 import importlib.util
+import os
+import pickle
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, replace
@@ -401,3 +405,28 @@ assert plan(problem, Device("cuda", "NVIDIA H200", "sm_90", 132, True)).path == 
 """
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_pickled_problem_keeps_no_hash_of_its_process() -> None:
+    """Python salts the hashes of strings in every process: a stale one would miss in every dict and set."""
+    hash(TRAINING)
+    given = base64.b64encode(pickle.dumps((TRAINING, plan(TRAINING, H200)))).decode()
+    script = f"""
+import base64, pickle
+from dataclasses import fields
+problem, plan = pickle.loads(base64.b64decode({given!r}))
+fresh = type(problem)(**{{each.name: getattr(problem, each.name) for each in fields(problem)}})
+assert problem == fresh and hash(problem) == hash(fresh) and problem in {{fresh}}
+assert plan.problem in {{fresh}}
+"""
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, "-c", script], check=True, env=environment, cwd=Path(__file__).parent.parent)
+
+
+def test_a_copied_problem_keeps_no_hash() -> None:
+    hash(TRAINING)
+    for twin in (copy.copy(TRAINING), copy.deepcopy(TRAINING), pickle.loads(pickle.dumps(TRAINING))):
+        assert "_hash" not in vars(twin)
+        assert twin == TRAINING
+        assert hash(twin) == hash(TRAINING)

@@ -23,6 +23,10 @@ class Call:
     def __hash__(self) -> int:
         return self._hash
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone, for pickle and copy: another process hashes strings differently, so the hash stays here."""
+        return {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
+
     @property
     def model_flops(self) -> tuple[int, int]:
         """Floating-point operations of forward and backward as torch computes them, without what a kernel repeats."""
