@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ from .. import functional
 from ..modules import FFNPieces, class_path, say_once, why_not_now
 from .finding import attribute, find_by_rule, find_ffn, find_runs, output_dropout_p
 from .rules import FFNRule
-from .stand_ins import stand_in
+from .stand_ins import InsideFFN, computed, stand_in
 
 # Its subclasses get gradient checkpointing from its __init_subclass__, around their forward.
 _CHECKPOINTED = "transformers.modeling_layers.GradientCheckpointingLayer"
@@ -187,15 +188,26 @@ class FusedInside(FusedByRule):
         if isinstance(found, str):
             say_once(self, found)
             return method(self, *args, **kwargs)
-        return method(stand_in(self, self.fused_rule, functools.partial(self._ffn_inside, found)), *args, **kwargs)
-
-    def _ffn_inside(self, found: FFNPieces, x: Tensor) -> Tensor:
-        y = _try_fused(self, found, x)
-        if y is not None:
-            return y
         activation = attribute(self, self.fused_rule.activation)
-        hidden = F.dropout(activation(found.up(x)), found.dropout_p)
-        return found.down(hidden)
+        ffn = InsideFFN(found, activation, functools.partial(_try_fused, self), self._say_otherwise)
+        return computed(method(stand_in(self, self.fused_rule, ffn), *args, **kwargs), "as a result")
+
+    def why_called(self, *tensors: Tensor | None) -> str | None:
+        """As of every block; and how a call before used the hidden, if not as the rule says."""
+        return super().why_called(*tensors) or self.used_otherwise()
+
+    def used_otherwise(self) -> str | None:
+        """How a call before used the hidden, if not as the rule says: then it was computed by the original parts."""
+        return _otherwise.get(type(self))
+
+    def _say_otherwise(self, reason: str) -> None:
+        if not torch.compiler.is_compiling():
+            _otherwise[type(self)] = reason
+        say_once(self, reason)
+
+
+# Classes whose methods used the hidden otherwise than their rules say -> how.
+_otherwise: dict[type[nn.Module], str] = {}
 
 
 # In both the signature stays visible: callers ask for it.

@@ -115,6 +115,8 @@ class Patterns:
         """Why a module to which no class is given deserves a line in the report, or None."""
         if isinstance(module, FusedBlock) and module.fused_recompute != self.recompute:
             return f"already fused, with recompute={module.fused_recompute!r}; restore it first to change that"
+        if isinstance(module, FusedInside) and (reason := module.used_otherwise()):
+            return f"already fused, but not in its last calls: {reason}"
         if isinstance(module, (FusedBlock, FusedFFN)):
             return "already fused"
         for base in type(module).__mro__[1:]:

@@ -33,8 +33,9 @@ class FFNRule:
 
     Where the FFN is only a part of what a method computes (a layer with attention, residual and norm), ``inside`` names
     the method. It runs as it is, on a stand-in for the block, in which ``up``, the activation and the dropout hand on
-    what they get, and ``down`` computes the whole FFN. Such a method calls each of them once, in that order, with
-    nothing between, and does not use ``super()``; then names may have dots.
+    a hidden that is not computed yet, and ``down`` computes the whole FFN. A method that does anything else with the
+    hidden (a factor, a second activation) gets it from the original parts, says so once, and computes what it did
+    before. Such a method does not use ``super()``; and names may have dots.
 
     Args:
         module_class: the class of the block, or ``"package.module.Class"``; instances of a subclass are left alone.

@@ -1,18 +1,182 @@
 """Stand-ins for a block, and for what it holds, while a method of it runs with its FFN fused.
 
-The method is the original one: only the parts of the FFN are others. ``up``, the activation and the dropout hand on
-what they get, so that ``down`` gets the input of the FFN, and computes all of it.
+The method is the original one: only the parts of the FFN are others. ``up``, the activation and the dropout compute
+nothing yet: they give a :class:`Pending` hidden, from which ``down`` computes the whole FFN. Whatever else the method
+does with it (a factor, a norm, a second activation) first gets its values from the original parts, so the numbers are
+those of the method whether or not it is what the rule says. A part that is called with anything but a pending hidden
+in its turn runs as it is: a dropout that serves the attention, too, drops there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
+from ..modules import FFNPieces
 from .finding import attribute
 from .rules import FFNRule
+
+
+class InsideFFN:
+    """The FFN inside a method, during one call: its original parts, and how ``block`` runs it in one piece."""
+
+    def __init__(
+        self,
+        pieces: FFNPieces,
+        activation: Callable[..., Tensor],
+        run: Callable[[FFNPieces, Tensor], Tensor | None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.pieces, self.activation, self.run, self.say = pieces, activation, run, say
+
+
+class Pending:
+    """A hidden that nobody has computed yet: ``up`` of x, then the activation, then the dropout, as far as they came.
+
+    It is no tensor. Every use of it as one computes it, by the original parts and under the modes in which ``up`` was
+    called, and then it is computed once: a hidden that was seen is the one that ``down`` gets.
+    """
+
+    def __init__(self, ffn: InsideFFN, x: Tensor, activated: bool = False, dropout_p: float | None = None) -> None:
+        self._ffn, self._x, self._activated, self._dropout_p = ffn, x, activated, dropout_p
+        self._modes = _modes(x)
+        self._version = _version(x)
+        self._values: Tensor | None = None
+        self._gone = False
+
+    def _is_next(self, *, activated: bool) -> bool:
+        """Whether a part that follows the activation, or precedes it, is to be called with this hidden now."""
+        as_up = self._values is None and _modes(self._x) == self._modes
+        return as_up and self._activated is activated and self._dropout_p is None
+
+    def _with(self, activated: bool, dropout_p: float | None, inplace: bool) -> Pending:
+        """The hidden after one more part."""
+        if inplace:
+            self._activated, self._dropout_p = activated, dropout_p
+            return self
+        hidden = Pending(self._ffn, self._x, activated, dropout_p)
+        hidden._version = self._version
+        return hidden
+
+    def _tensor(self, use: str) -> Tensor:
+        """The hidden, computed by the original parts because of this ``use``."""
+        if self._values is None:
+            self._check("its hidden")
+            if self._gone and self._dropout_p:
+                raise RuntimeError(
+                    f"the hidden was dropped out inside of the FFN and is used again ({use}), which no FFNRule "
+                    "describes: leave this class out of the rules"
+                )
+            self._ffn.say(f"the method uses the hidden otherwise than its rule says ({use})")
+            grad, dtype = self._modes
+            if _modes(self._x)[1] == dtype:
+                autocast: AbstractContextManager[object] = nullcontext()
+            else:
+                autocast = torch.autocast(self._x.device.type, dtype, enabled=dtype is not None)
+            with torch.set_grad_enabled(grad), autocast:
+                values = self._ffn.pieces.up(self._x)
+                if self._activated:
+                    values = self._ffn.activation(values)
+                self._values = F.dropout(values, self._dropout_p) if self._dropout_p else values
+        return self._values
+
+    def _down(self) -> Tensor:
+        """The FFN of x, as far as the parts were called."""
+        pieces = self._ffn.pieces
+        if self._values is None and self._activated and not self._again() and _modes(self._x) == self._modes:
+            self._check("the FFN")
+            y = self._ffn.run(pieces._replace(dropout_p=self._dropout_p or 0.0), self._x)
+            if y is not None:
+                self._gone = True
+                return y
+            self._ffn = InsideFFN(pieces, self._ffn.activation, self._ffn.run, _say_nothing)  # it has said why
+        found: Tensor = pieces.down(self._tensor("in the down linear"))
+        return found
+
+    def _again(self) -> bool:
+        return self._gone and bool(self._dropout_p)
+
+    def _check(self, what: str) -> None:
+        if self._version is not None and self._x._version != self._version:
+            raise RuntimeError(
+                f"the method writes into the input of the FFN before {what} is computed from it, which no FFNRule "
+                "describes: leave this class out of the rules"
+            )
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if function is F.dropout and isinstance(hidden := (*args, options.get("input"))[0], Pending):
+            return _dropped(hidden, *args[1:], **{name: each for name, each in options.items() if name != "input"})
+        use = f"in {getattr(function, '__name__', function)}"
+        args, options = computed((args, options), use)
+        return function(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._tensor(f"its {name}"), name)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """``Tensor.to``, which changes nothing where it asks for the dtype that the hidden will have."""
+        own = self._modes[1] or self._x.dtype
+        if self._values is None and not kwargs and args == (own,):
+            return self
+        return self._tensor("its to").to(*args, **kwargs)
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def operator(self: Pending, *others: Any) -> Any:
+        return getattr(self._tensor(f"in {name}"), name)(*computed(others, f"in {name}"))
+
+    return operator
+
+
+# Python looks these up on the class.
+_NUMERIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+_OTHERS = ("neg", "pos", "abs", "invert", "lt", "le", "gt", "ge", "eq", "ne", "bool", "float", "int")
+_ITEMS = ("getitem", "setitem", "len", "iter", "contains")
+for _name in (*(side + name for name in _NUMERIC for side in ("", "r", "i")), *_OTHERS, *_ITEMS):
+    setattr(Pending, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def computed(values: Any, use: str) -> Any:
+    """``values``, however nested, with tensors in the place of pending hiddens."""
+    if isinstance(values, Tensor):
+        return values
+    return tree_map_only(Pending, lambda hidden: hidden._tensor(use), values)
+
+
+def _dropped(hidden: Pending, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """``F.dropout`` of a pending hidden."""
+    if 0 <= p < 1 and hidden._is_next(activated=True):
+        return hidden._with(True, float(p), inplace) if training and p else hidden
+    return F.dropout(hidden._tensor("in a dropout that is not the one after the activation"), p, training, inplace)
+
+
+def _modes(x: Tensor) -> tuple[bool, torch.dtype | None]:
+    """Whether gradients are wanted, and autocast's dtype where it is on, in calls that Dynamo can trace."""
+    kind = x.device.type
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.is_grad_enabled(), torch.get_autocast_dtype(kind) if autocast else None
+
+
+def _version(x: Tensor) -> int | None:
+    """How often somebody has written into x; None where nobody counts."""
+    return None if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
+def _say_nothing(reason: str) -> None:
+    """Somebody has said why already."""
 
 
 class StandIn:
@@ -25,7 +189,7 @@ class StandIn:
         return getattr(self.__dict__["_fused_module"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__["_fused_module"], name, value)
+        setattr(self.__dict__["_fused_module"], name, computed(value, f"kept as {name}"))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._fused_function(self, *args, **kwargs)
@@ -33,18 +197,20 @@ class StandIn:
     __call__ = forward
 
 
-def stand_in(block: nn.Module, rule: FFNRule, ffn: Callable[[Tensor], Tensor]) -> StandIn:
-    """The block as the method ``rule.inside`` is to see it; ``ffn`` computes the FFN that it holds."""
+def stand_in(block: nn.Module, rule: FFNRule, ffn: InsideFFN) -> StandIn:
+    """The block as the method ``rule.inside`` is to see it, with ``ffn`` in the place of the FFN that it holds."""
+    parts = {
+        rule.up: (ffn.pieces.up, functools.partial(_up, ffn)),
+        rule.activation: (ffn.activation, functools.partial(_activation, ffn)),
+        rule.down: (ffn.pieces.down, functools.partial(_down, ffn)),
+    }
     others: dict[str, dict[str, Any]] = {name: {} for name in ("", *dict(rule.holders))}
-    for name in rule.parts():
+    for name, (part, function) in parts.items():
         holder, _, last = name.rpartition(".")
-        part = attribute(block, name)
-        if name == rule.down:
-            others[holder][last] = StandIn(part, lambda _, hidden: ffn(hidden), {})
-        elif isinstance(part, nn.Module):
-            others[holder][last] = StandIn(part, lambda _, hidden: hidden, {})
+        if isinstance(part, nn.Module):
+            others[holder][last] = StandIn(part, function, {})
         else:
-            others[holder][last] = 0.0 if isinstance(part, (int, float)) else _same
+            others[holder][last] = functools.partial(function, None)
     for name in sorted(others, key=len, reverse=True)[:-1]:
         holder, _, last = name.rpartition(".")
         child = attribute(block, name)
@@ -52,5 +218,31 @@ def stand_in(block: nn.Module, rule: FFNRule, ffn: Callable[[Tensor], Tensor]) -
     return StandIn(block, type(block).forward, others[""])
 
 
-def _same(hidden: Tensor) -> Tensor:
-    return hidden
+def _up(ffn: InsideFFN, _: StandIn | None, *args: Any, **options: Any) -> Any:
+    x = _one(args, options)
+    if isinstance(x, Tensor):
+        return Pending(ffn, x)
+    args, options = computed((args, options), "in the up linear")
+    return ffn.pieces.up(*args, **options)
+
+
+def _activation(ffn: InsideFFN, _: StandIn | None, *args: Any, **options: Any) -> Any:
+    hidden = _one(args, options)
+    if isinstance(hidden, Pending) and hidden._is_next(activated=False):
+        return hidden._with(True, None, getattr(ffn.activation, "inplace", False))
+    args, options = computed((args, options), "in an activation that is not the one after the up linear")
+    return ffn.activation(*args, **options)
+
+
+def _down(ffn: InsideFFN, _: StandIn | None, *args: Any, **options: Any) -> Any:
+    hidden = _one(args, options)
+    if isinstance(hidden, Pending):
+        return hidden._down()
+    args, options = computed((args, options), "in the down linear")
+    return ffn.pieces.down(*args, **options)
+
+
+def _one(args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The only argument of a call, which torch's modules and functions name ``input``; None where there are others."""
+    given = (*args, *options.values())
+    return given[0] if len(given) == 1 and (args or "input" in options) else None
