@@ -4,13 +4,17 @@ Each program sums up one band of rows of a few columns; float32 partials of the 
 ``kernels.partials`` and rounded once: no atomics, the same bits every time.
 """
 
+from typing import Any
+
 import torch
 
 from .device import tl, triton
-from .launching import ceil_div, launch
+from .launching import Launch, ceil_div, layout, prepare
 from .partials import ReduceBlocks, reduce_partials
 from .tiles import load_tile
 from .tuning import BAND_BLOCKS, ColumnSumTiles
+
+_BLOCKS = ReduceBlocks(*BAND_BLOCKS)
 
 
 @triton.jit(do_not_specialize=["M", "bands"])
@@ -29,30 +33,48 @@ def _column_sums_kernel(
     tl.store(sums_ptr + band.to(tl.int64) * N + cols, tl.sum(sums, 0), mask=cols < N)
 
 
-def column_partials(dy: torch.Tensor, tiles: ColumnSumTiles) -> torch.Tensor:
-    """The sums ``[bands, N]`` in float32 of every band of rows of dy ``[M, N]``, N at least 1."""
+def column_partials(dy: torch.Tensor, tiles: ColumnSumTiles, ready: dict[Any, Any] | None = None) -> torch.Tensor:
+    """The sums ``[bands, N]`` in float32 of every band of rows of dy ``[M, N]``, N at least 1.
+
+    ``ready`` keeps what is prepared, for calls that differ in addresses alone.
+    """
+    prepared = None if ready is None else ready.get("bands")
+    if prepared is None:
+        prepared = _prepare_bands(dy, tiles)
+        if ready is not None:
+            ready["bands"] = prepared
+    shape, launch = prepared
+    partials = torch.empty(shape, dtype=torch.float32, device=dy.device)
+    launch((dy, partials))
+    return partials
+
+
+def _prepare_bands(dy: torch.Tensor, tiles: ColumnSumTiles) -> tuple[tuple[int, int], Launch]:
     rows, columns = dy.shape
     column_blocks = ceil_div(columns, tiles.block_n)
     bands = max(1, min(ceil_div(rows, tiles.block_m), tiles.programs // column_blocks))
-    partials = torch.empty(bands, columns, dtype=torch.float32, device=dy.device)
-    launch(
+    launch = prepare(
         _column_sums_kernel,
         bands * column_blocks,
-        (dy, partials),
         (*dy.stride(), columns),
         (rows, bands),
         (tiles.block_m, tiles.block_n),
         tiles.num_warps,
         tiles.num_stages,
     )
-    return partials
+    return (bands, columns), launch
 
 
-def column_sums(dy: torch.Tensor, tiles: ColumnSumTiles) -> torch.Tensor:
-    """The sums ``[N]`` of dy ``[M, N]``, of at most 32 bits and any strides, over its rows, in its dtype."""
+def column_sums(dy: torch.Tensor, tiles: ColumnSumTiles, ready: dict[Any, Any] | None = None) -> torch.Tensor:
+    """The sums ``[N]`` of dy ``[M, N]``, of at most 32 bits and any strides, over its rows, in its dtype.
+
+    ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``); dy may lie differently from call to call.
+    """
     sums = torch.empty(dy.shape[1], dtype=dy.dtype, device=dy.device)
     if not dy.shape[1]:
         return sums
-    partials = column_partials(dy, tiles)
-    reduce_partials(partials, [sums], blocks=ReduceBlocks(*BAND_BLOCKS))
+    if ready is not None:
+        ready = ready.setdefault(("column sums", *layout(dy)), {})
+    partials = column_partials(dy, tiles, ready)
+    reduce_partials(partials, [sums], blocks=_BLOCKS, ready=ready)
     return sums

@@ -54,10 +54,14 @@ class Matrix(NamedTuple):
     step: int
     transposed: bool
 
-    def descriptor(self, block_rows: int, block_columns: int) -> "Descriptor":
+    def geometry(self, block_rows: int, block_columns: int) -> "Geometry":
         """For copies of ``block_rows × block_columns`` blocks, named in the order of the tensor."""
         block = [block_columns, block_rows] if self.transposed else [block_rows, block_columns]
-        return Descriptor(self.tensor, [self.rows, self.columns], [self.row_stride, 1], block)
+        return Geometry([self.rows, self.columns], [self.row_stride, 1], block)
+
+    def descriptor(self, block_rows: int, block_columns: int) -> "Descriptor":
+        """The same with the tensor itself."""
+        return Descriptor(self.tensor, *self.geometry(block_rows, block_columns))
 
 
 def matrix(tensor: torch.Tensor) -> Matrix | None:
@@ -89,6 +93,19 @@ def untransposed(tensor: torch.Tensor) -> Matrix | None:
     return None if found is None or found.transposed else found
 
 
+class Geometry(NamedTuple):
+    """All that a launch tells TMA of a matrix but its address, which may differ from launch to launch."""
+
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+
+
+def dense(rows: int, columns: int, block_rows: int, block_columns: int, row_stride: int = 0) -> Geometry:
+    """A result that is not allocated yet: its rows are contiguous unless ``row_stride`` says otherwise."""
+    return Geometry([rows, columns], [row_stride or columns, 1], [block_rows, block_columns])
+
+
 class Descriptor(NamedTuple):
     """What a launch tells the copy engine of a matrix."""
 
@@ -114,9 +131,11 @@ __all__ = [
     "ALIGNMENT",
     "HAS_GLUON",
     "Descriptor",
+    "Geometry",
     "Matrix",
     "copy_in",
     "copy_out",
+    "dense",
     "fence_async_shared",
     "gl",
     "gluon",

@@ -3,23 +3,36 @@
 Triton's own launch inspects every argument of every call to find the compiled variant; for the dozens of strides here
 that takes the host longer than many a kernel runs. This cache remembers the variant by all that Triton specialises on:
 dtypes, 16-byte alignment of pointers, and the values of integers (a finer key than Triton's, never a coarser one).
+
+A launch that is repeated with other tensors of the same layout is prepared once (:func:`prepare`): even that key is
+not made again then.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from .capturing import loading_allowed
 from .device import triton
-from .hopper import Descriptor
-from .relaunching import Variant
+from .hopper import Descriptor, Geometry
+from .relaunching import Repeated, Variant
 
 _compiled: dict[tuple[object, ...], Variant] = {}
 _COMPILED_LIMIT = 4096  # strides that change with every call must not fill the memory; Triton still has the variants
+
+# torch.cuda's own function makes sure first that CUDA is initialised, as it is where a tensor lies on a GPU.
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def ceil_div(count: int, size: int) -> int:
     """How many blocks of ``size`` hold ``count`` elements; Triton's own, made for kernels, takes the host a while."""
     return -(-count // size)
+
+
+def layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What a prepared launch depends on where nothing is agreed, as of what autograd gives."""
+    return *tensor.stride(), tensor.data_ptr() & 15 == 0
 
 
 def launch(
@@ -40,13 +53,102 @@ def launch(
     arguments follow one another as in the kernel's signature, ``descriptors`` before the others.
     ``free_numbers`` are those that the kernel is declared not to be specialised on: they may change with every call.
     """
+    _launch(
+        kernel, programs, pointers, numbers, free_numbers, constants, num_warps, num_stages, descriptors, dependent
+    )  # fmt: skip
+
+
+def prepare(
+    kernel: Any,
+    programs: int,
+    numbers: tuple[int, ...],
+    free_numbers: tuple[int | float, ...],
+    constants: tuple[object, ...],
+    num_warps: int = 4,
+    num_stages: int = 1,
+    geometries: tuple[Geometry | None, ...] = (),
+    dependent: bool = False,
+) -> "Launch":
+    """The same launch, to be run any number of times: what it returns takes the tensors alone."""
+    return Launch(kernel, programs, numbers, free_numbers, constants, num_warps, num_stages, geometries, dependent)
+
+
+class Launch:
+    """A launch of which everything but the tensors is known; see :func:`prepare`.
+
+    All executions have tensors of the same dtypes on one device, alike in which of them are None and which lie at a
+    multiple of 16 bytes: nothing of that is looked at again. No tensor is kept.
+    """
+
+    __slots__ = ("_dependent", "_device", "_geometries", "_kernel", "_programs", "_repeated", "_rest", "_variant")
+
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int,
+        numbers: tuple[int, ...],
+        free_numbers: tuple[int | float, ...],
+        constants: tuple[object, ...],
+        num_warps: int,
+        num_stages: int,
+        geometries: tuple[Geometry | None, ...],
+        dependent: bool,
+    ) -> None:
+        self._kernel, self._programs, self._geometries, self._dependent = kernel, programs, geometries, dependent
+        self._rest = numbers, free_numbers, constants, num_warps, num_stages
+        self._device = -1
+        self._variant: Variant | None = None
+        self._repeated: Repeated | None = None
+
+    def __call__(self, pointers: tuple[torch.Tensor | None, ...], bases: tuple[torch.Tensor | None, ...] = ()) -> None:
+        """Runs it; ``bases`` are the tensors that the geometries describe, in their order."""
+        repeated = self._repeated
+        if repeated is None:
+            if self._variant is None:
+                self._run_alone(pointers, bases)
+                return
+            repeated = self._repeated = self._repeat(len(pointers))
+        if _current_device() == self._device:
+            repeated(pointers, bases)
+        else:
+            with torch.cuda.device(self._device):
+                repeated(pointers, bases)
+
+    def _run_alone(self, pointers: tuple[torch.Tensor | None, ...], bases: tuple[torch.Tensor | None, ...]) -> None:
+        """Runs it as any other launch; nothing is made ready for a second one that may never come."""
+        described = zip(bases, self._geometries, strict=True)
+        descriptors = tuple([None if b is None or g is None else Descriptor(b, *g) for b, g in described])
+        self._variant = _launch(self._kernel, self._programs, pointers, *self._rest, descriptors, self._dependent)
+        if self._variant is not None:
+            self._device = next(tensor for tensor in (*bases, *pointers) if tensor is not None).device.index
+
+    def _repeat(self, pointers: int) -> Repeated:
+        numbers, free_numbers, constants, _, _ = self._rest
+        rest = (*numbers, *free_numbers, *constants)
+        assert self._variant is not None
+        return Repeated(self._variant, self._programs, self._device, self._geometries, pointers, rest)
+
+
+def _launch(
+    kernel: Any,
+    programs: int,
+    pointers: tuple[torch.Tensor | None, ...],
+    numbers: tuple[int, ...],
+    free_numbers: tuple[int | float, ...],
+    constants: tuple[object, ...],
+    num_warps: int,
+    num_stages: int,
+    descriptors: tuple[Descriptor | None, ...],
+    dependent: bool,
+) -> Variant | None:
+    """What :func:`launch` does. The compiled variant, or None where every launch goes through Triton's interface."""
     first = descriptors[0].base if descriptors and descriptors[0] else pointers[0]
     assert first is not None
     device = first.device
     on_gpu = first.is_cuda
-    if on_gpu and device.index != torch.cuda.current_device():
+    if on_gpu and device.index != _current_device():
         with torch.cuda.device(device):
-            return launch(
+            return _launch(
                 kernel, programs, pointers, numbers, free_numbers, constants, num_warps, num_stages, descriptors,
                 dependent,
             )  # fmt: skip
@@ -64,15 +166,20 @@ def launch(
         known = _compiled.get(key)
         if known is not None:
             known.launch(programs, device.index, descriptors, pointers, addresses, rest)
-            return None
+            return known
     # Fusing a product and a sum rounds once instead of twice; named, because the default is about to change.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     if dependent:
         options["launch_pdl"] = True
     complete = [None if descriptor is None else descriptor.complete() for descriptor in descriptors]
-    compiled = kernel[(programs,)](*complete, *pointers, *rest, **options)
-    if key is not None and isinstance(compiled, triton.compiler.CompiledKernel):
+    if key is None:
+        kernel[(programs,)](*complete, *pointers, *rest, **options)
+        return None
+    with loading_allowed():
+        compiled = kernel[(programs,)](*complete, *pointers, *rest, **options)
+        if not isinstance(compiled, triton.compiler.CompiledKernel):
+            return None
         if len(_compiled) >= _COMPILED_LIMIT:
             _compiled.clear()
-        _compiled[key] = Variant(compiled, complete)
-    return None
+        variant = _compiled[key] = Variant(compiled, complete)
+        return variant

@@ -3,14 +3,15 @@
 What is still to be done with a sum, once, before it is rounded (a bias, an activation), is done on the way.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .activations import activated
 from .device import tl, triton
-from .launching import ceil_div, launch
+from .launching import Launch, ceil_div, prepare
 from .tiles import follow_kernel_before, load_vector
 
 
@@ -96,26 +97,45 @@ def reduce_partials(
     blocks: ReduceBlocks = _BLOCKS,
     dependent: bool = False,
     other: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ready: dict[Any, Any] | None = None,
 ) -> None:
     """Sums ``partials [splits, total]`` over the splits into the contiguous outputs, one rounding each.
 
     An ``epilogue`` is for a single output. ``dependent``: the kernel before, whose partials these are, lets this one
     start early. ``other``: partials of any number of splits, and the output ``[columns]`` of their sums; to add them up
-    here saves a launch.
+    here saves a launch. ``ready`` keeps what is prepared, for calls that differ in addresses alone.
     """
+    prepared = None if ready is None else ready.get("sums")
+    if prepared is None:
+        prepared = _prepare_sums(partials, outputs, epilogue, blocks, dependent, other)
+        if ready is not None:
+            ready["sums"] = prepared
     other_partials, other_output = other or (None, None)
-    other_end, other_splits = (0, 0) if other_partials is None else (other_partials.shape[1], other_partials.shape[0])
+    prepared((partials, epilogue.bias, *outputs, *_MISSING[len(outputs)], other_partials, other_output))
+
+
+_OUTPUTS = 6
+_MISSING = [(None,) * (_OUTPUTS - count) for count in range(_OUTPUTS + 1)]
+
+
+def _prepare_sums(
+    partials: torch.Tensor,
+    outputs: list[torch.Tensor],
+    epilogue: Epilogue,
+    blocks: ReduceBlocks,
+    dependent: bool,
+    other: tuple[torch.Tensor, torch.Tensor] | None,
+) -> Launch:
+    other_end, other_splits = (0, 0) if other is None else (other[0].shape[1], other[0].shape[0])
     bias = epilogue.bias
     ends, end = [], 0
     for output in outputs:
         end += output.numel()
         ends.append(end)
-    missing = 6 - len(outputs)
-    launch(
+    return prepare(
         _reduce_partials_kernel,
         ceil_div(end, blocks.block) + ceil_div(other_end, blocks.block),
-        (partials, bias, *outputs, *[None] * missing, other_partials, other_output),
-        (0 if bias is None else bias.stride(0), epilogue.columns, *ends, *[end] * missing, other_end),
+        (0 if bias is None else bias.stride(0), epilogue.columns, *ends, *[end] * (_OUTPUTS - len(ends)), other_end),
         (partials.shape[0], other_splits),
         (blocks.splits, blocks.block, epilogue.activation, epilogue.accuracy, dependent),
         blocks.num_warps,
@@ -128,19 +148,25 @@ def summed_over_splits(
     shapes: Sequence[tuple[int, ...] | None],
     splits: int,
     fill: Callable[[list[torch.Tensor | None], int], None],
+    ready: dict[Any, Any] | None = None,
 ) -> list[torch.Tensor | None]:
     """Contiguous tensors of these shapes, None for None, in the dtype and on the device of ``like``.
 
     ``fill(targets, split_size)`` computes them, or the partials of every split, whose first ones are the targets;
-    ``split_size`` elements further lie those of the next split.
+    ``split_size`` elements further lie those of the next split. ``ready`` keeps what is prepared, for calls that differ
+    in addresses alone.
     """
-    outputs = [None if shape is None else torch.empty(shape, dtype=like.dtype, device=like.device) for shape in shapes]
+    dtype, device = like.dtype, like.device
+    outputs = [None if shape is None else torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
     if splits == 1:
         fill(outputs, 0)
         return outputs
-    sizes = [0 if output is None else output.numel() for output in outputs]
-    partials = torch.empty(splits, sum(sizes), dtype=torch.float32, device=like.device)
-    pieces = partials[0].split(sizes)
-    fill([None if output is None else piece for output, piece in zip(outputs, pieces, strict=True)], sum(sizes))
-    reduce_partials(partials, [output for output in outputs if output is not None])
+    sizes = [math.prod(shape) for shape in shapes if shape is not None]
+    total = sum(sizes)
+    # One dimension, so that one operation yields the first split's pieces.
+    partials = torch.empty(splits * total, dtype=torch.float32, device=device)
+    pieces = iter(partials.split_with_sizes([*sizes, (splits - 1) * total]))
+    fill([None if shape is None else next(pieces) for shape in shapes], total)
+    found = [output for output in outputs if output is not None]
+    reduce_partials(partials.view(splits, total), found, ready=ready)
     return outputs

@@ -2,11 +2,12 @@
 
 Its launcher encodes each descriptor for the copy engine, asks the driver about each pointer, and prepares a report for
 hooks that nobody has set. Here a descriptor is encoded once for each place in memory that it describes, pointers are
-numbers, and a launcher made for descriptors in their encoded form takes both. All of that is Triton's own code, called
-with other arguments; where this Triton is built otherwise than it is known here, launches go through its public
-interface as before.
+numbers, and a launcher made for descriptors in their encoded form takes both. A launch that is prepared calls the C
+function inside that launcher. All of that is Triton's own code, called with other arguments; where this Triton is built
+otherwise than it is known here, launches go through its public interface as before.
 """
 
+import copy
 import inspect
 import sys
 from types import SimpleNamespace
@@ -15,11 +16,12 @@ from typing import Any
 import torch
 
 from .device import triton
-from .hopper import Descriptor
+from .hopper import Descriptor, Geometry
 
 # What is encoded depends on the address and the geometry alone, so that nobody needs to know whose memory it is.
 _encoded: dict[tuple[object, ...], list[Any]] = {}
 _ENCODED_LIMIT = 4096  # addresses that change with every call must not fill the memory
+_SLOT_LIMIT = 256  # the same, for one descriptor of one prepared launch
 # How descriptors of one block are encoded, as Triton's compiler has it -> a short name for it.
 _encodings: dict[tuple[object, ...], int] = {}
 
@@ -57,11 +59,7 @@ class Variant:
         rest: tuple[object, ...],
     ) -> None:
         """Runs it on the current stream of ``device``, which is the current one."""
-        hooks = triton.knobs.runtime
-        before, after = hooks.launch_enter_hook, hooks.launch_exit_hook
-        # A chain without hooks is one that nobody listens to.
-        heard = getattr(before, "calls", before) or getattr(after, "calls", after)
-        if self._launcher is None or heard:
+        if self._launcher is None or _listened_to():
             alike = [None if d is None else d.like(other) for d, other in zip(descriptors, self._checked, strict=True)]
             self._compiled[(programs, 1, 1)](*alike, *pointers, *rest)
             return
@@ -71,19 +69,151 @@ class Variant:
                 arguments.append(None)
                 continue
             key = (self._facts[place][0], descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides)
-            arguments += _encoded.get(key) or self._encoding(key, place, descriptor)
+            made = _encoded.get(key)
+            if made is None:
+                if len(_encoded) >= _ENCODED_LIMIT:
+                    _encoded.clear()
+                made = _encoded[key] = self._encoding(place, descriptor)
+            arguments += made
         compiled = self._compiled
         self._launcher(
             programs, 1, 1, self._stream(device), compiled.function, compiled.packed_metadata, None, None, None,
             *arguments, *addresses, *rest,
         )  # fmt: skip
 
-    def _encoding(self, key: tuple[object, ...], place: int, descriptor: Descriptor) -> list[Any]:
-        if len(_encoded) >= _ENCODED_LIMIT:
-            _encoded.clear()
-        made = self._encode(descriptor.like(self._checked[place]), self._facts[place][1], *self._unused)
-        _encoded[key] = made
+    def _encoding(self, place: int, descriptor: Descriptor) -> list[Any]:
+        """What the launcher takes for it: the map, sizes and strides."""
+        made: list[Any] = self._encode(descriptor.like(self._checked[place]), self._facts[place][1], *self._unused)
         return made
+
+
+class _Slot:
+    """One descriptor of a prepared launch: its place among the arguments, and how its last tensors are encoded."""
+
+    __slots__ = ("_encodings", "_geometry", "_index", "_variant", "last", "place")
+
+    def __init__(self, variant: Variant, index: int, geometry: Geometry, place: int) -> None:
+        self._variant, self._index, self._geometry, self.place = variant, index, geometry, place
+        # One tuple, so that two threads never mix an address with the encoding of another.
+        self.last: tuple[int, Any] = (-1, None)
+        self._encodings: dict[int, Any] = {}
+
+    def encoding(self, address: int, base: torch.Tensor) -> Any:
+        """The map of ``base``, which lies at ``address``."""
+        found = self._encodings.get(address)
+        if found is None:
+            if len(self._encodings) >= _SLOT_LIMIT:
+                self._encodings.clear()
+            found = self._variant._encoding(self._index, Descriptor(base, *self._geometry))[0]
+            self._encodings[address] = found
+        self.last = (address, found)
+        return found
+
+
+class Repeated:
+    """The launch of a variant of which all but the tensors is known; see ``launching.Launch``."""
+
+    __slots__ = (
+        "_after", "_arguments", "_before", "_device", "_first_pointer", "_function", "_geometries", "_nested",
+        "_programs", "_rest", "_slots", "_stream", "_variant",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        variant: Variant,
+        programs: int,
+        device: int,
+        geometries: tuple[Geometry | None, ...],
+        pointers: int,
+        rest: tuple[object, ...],
+    ) -> None:
+        self._variant, self._programs, self._device = variant, programs, device
+        self._geometries, self._rest = geometries, rest
+        self._function: Any = None
+        if variant._launcher is None:
+            return
+        self._stream = variant._stream
+        arguments: list[Any] = []
+        slots: list[_Slot | None] = []
+        for index, geometry in enumerate(geometries):
+            slots.append(None if geometry is None else _Slot(variant, index, geometry, len(arguments)))
+            arguments += [None] if geometry is None else [None, *geometry.shape, *geometry.strides]
+        self._slots, self._first_pointer = slots, len(arguments)
+        self._arguments = [*arguments, *[None] * pointers, *rest]
+        self._function, self._before, self._after, self._nested = _innermost(
+            variant._launcher, programs, variant._compiled, tuple(self._arguments)
+        )
+
+    def __call__(self, pointers: tuple[torch.Tensor | None, ...], bases: tuple[torch.Tensor | None, ...]) -> None:
+        """Runs it on the current stream of its device, which is the current one."""
+        if self._function is None or _listened_to():
+            self._through_triton(pointers, bases)
+            return
+        arguments = self._arguments.copy()
+        for slot, base in zip(self._slots, bases, strict=True):
+            if base is not None and slot is not None:
+                address = base.data_ptr()
+                known, encoding = slot.last
+                arguments[slot.place] = encoding if known == address else slot.encoding(address, base)
+        place = self._first_pointer
+        for pointer in pointers:
+            if pointer is not None:
+                arguments[place] = pointer.data_ptr()
+            place += 1
+        if self._nested:
+            self._function(*self._before, self._stream(self._device), *self._after, tuple(arguments))
+        else:
+            self._function(*self._before, self._stream(self._device), *self._after, *arguments)
+
+    def _through_triton(
+        self, pointers: tuple[torch.Tensor | None, ...], bases: tuple[torch.Tensor | None, ...]
+    ) -> None:
+        described = zip(bases, self._geometries, strict=True)
+        descriptors = tuple([None if b is None or g is None else Descriptor(b, *g) for b, g in described])
+        addresses = [None if pointer is None else pointer.data_ptr() for pointer in pointers]
+        self._variant.launch(self._programs, self._device, descriptors, pointers, addresses, self._rest)
+
+
+def _listened_to() -> bool:
+    """Whether somebody hears of launches; a chain without hooks is one that nobody listens to."""
+    hooks = triton.knobs.runtime
+    before, after = hooks.launch_enter_hook, hooks.launch_exit_hook
+    return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
+
+
+_STREAM = object()
+
+
+def _innermost(
+    launcher: Any, programs: int, compiled: Any, arguments: tuple[Any, ...]
+) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], bool]:
+    """The function that launches, what it takes before and behind the stream, and whether arguments come as one tuple.
+
+    Triton's launcher in Python allocates scratch memory, of which kernels here need none, and hands everything to a
+    function in C. What it hands over is found by watching it once; where that is not as expected, it is called itself.
+    """
+    given = (programs, 1, 1, _STREAM, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+    itself = (launcher, given[:3], given[4:9], False)
+    sizes = [getattr(launcher, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
+    if sizes != [0, 0] or getattr(launcher, "gsan_enabled", False) or not callable(getattr(launcher, "launch", None)):
+        return itself
+    watched, calls = copy.copy(launcher), []
+    watched.launch = lambda *each: calls.append(each)
+    watched(*given)
+    if len(calls) != 1:
+        return itself
+    (call,) = calls
+    streams = [place for place, each in enumerate(call) if each is _STREAM]
+    nested = bool(call) and isinstance(call[-1], tuple) and _same(call[-1], arguments)
+    fixed = call[:-1] if nested else call[: len(call) - len(arguments)]
+    if len(streams) != 1 or streams[0] >= len(fixed) or not (nested or _same(call[len(fixed) :], arguments)):
+        return itself
+    return launcher.launch, fixed[: streams[0]], fixed[streams[0] + 1 :], nested
+
+
+def _same(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
+    """Whether both hold the same objects."""
+    return len(left) == len(right) and all(one is other for one, other in zip(left, right, strict=True))
 
 
 def _is_known(driver: Any, backend: Any, compiled: Any) -> bool:

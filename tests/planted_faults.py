@@ -90,7 +90,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "partial sums rounded to 16 bits", _PARTIALS,
-        "torch.empty(splits, sum(sizes), dtype=torch.float32", "torch.empty(splits, sum(sizes), dtype=like.dtype",
+        "torch.empty(splits * total, dtype=torch.float32", "torch.empty(splits * total, dtype=like.dtype",
         "test_ffn partial_sums_are_rounded_once",
     ),
     _fault(

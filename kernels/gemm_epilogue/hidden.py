@@ -1,12 +1,14 @@
 """H from x, gated from both projections in one pass over x, and Z and Zg where a backward pass will read them."""
 
+from typing import Any, NamedTuple
+
 import torch
 
 from ..activations import activation_unit, hidden_and_slopes
 from ..device import tl, triton
 from ..dropout import NO_DROPOUT, Dropout, keep_factor
 from ..hopper import ALIGNMENT, Matrix, matrix, untransposed
-from ..launching import ceil_div, launch
+from ..launching import Launch, ceil_div, prepare
 from ..tiles import add_product, grouped_tile, load_tile, load_vector, store_tile
 from ..tuning import EpiloguePipeline, EpilogueTiles
 from . import pipelined
@@ -69,26 +71,64 @@ def hidden(
     tiles: EpilogueTiles,
     pipeline: EpiloguePipeline | None = None,
     dropout: Dropout = NO_DROPOUT,
+    ready: dict[Any, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(H, Z, Zg) ``[M, N]``, contiguous; Z, and Zg with a gate, only to ``keep``. Operands of any strides."""
-    rows, columns = x.shape[0], w_up.shape[0]
+    """(H, Z, Zg) ``[M, N]``, contiguous; Z, and Zg with a gate, only to ``keep``. Operands of any strides.
 
-    def empty() -> torch.Tensor:
-        return torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    ``ready`` belongs to one prepared call: see ``gemm_gemm.Operands``. The place of the dropout is one of its options.
+    """
+    prepared = None if ready is None else ready.get(("hidden", keep))
+    if prepared is None:
+        prepared = _prepare(
+            x, w_up, b_up, w_gate, b_gate, keep, activation, accuracy, input_precision, tiles, pipeline, dropout
+        )  # fmt: skip
+        if ready is not None:
+            ready["hidden", keep] = prepared
+    shape, launch, is_pipelined = prepared
+    dtype, device = x.dtype, x.device
+    found = torch.empty(shape, dtype=dtype, device=device)
+    z = torch.empty(shape, dtype=dtype, device=device) if keep else None
+    z_gate = torch.empty(shape, dtype=dtype, device=device) if keep and w_gate is not None else None
+    if is_pipelined:
+        pipelined.launch_hidden(launch, (x, w_up, w_gate, found, z, z_gate), (b_up, b_gate, dropout.seed))
+    else:
+        launch((x, w_up, w_gate, b_up, b_gate, dropout.seed, found, z, z_gate))
+    return found, z, z_gate
 
-    found = empty()
-    z = empty() if keep else None
-    z_gate = empty() if keep and w_gate is not None else None
+
+class _Prepared(NamedTuple):
+    """What all executions of one prepared call share."""
+
+    shape: tuple[int, int]
+    launch: Launch
+    pipelined: bool
+
+
+def _prepare(
+    x: torch.Tensor,
+    w_up: torch.Tensor,
+    b_up: torch.Tensor | None,
+    w_gate: torch.Tensor | None,
+    b_gate: torch.Tensor | None,
+    keep: bool,
+    activation: str,
+    accuracy: str,
+    input_precision: str,
+    tiles: EpilogueTiles,
+    pipeline: EpiloguePipeline | None,
+    dropout: Dropout,
+) -> _Prepared:
+    rows, columns = shape = x.shape[0], w_up.shape[0]
     pipeline = pipeline if dropout.in_whole_draws else None
     matrices = None if pipeline is None else _matrices(x, w_up, w_gate, b_up, b_gate)
     if pipeline is not None and matrices is not None:
-        pipelined.launch_hidden(*matrices, b_up, b_gate, found, z, z_gate, activation, accuracy, pipeline, dropout)
-        return found, z, z_gate
+        return _Prepared(
+            shape, pipelined.prepare_hidden(*matrices, columns, keep, activation, accuracy, pipeline, dropout), True
+        )
     bias_strides = [0 if bias is None else bias.stride(0) for bias in (b_up, b_gate)]
-    launch(
+    launch = prepare(
         _hidden_kernel,
         ceil_div(rows, tiles.block_m) * ceil_div(columns, tiles.block_n),
-        (x, w_up, w_gate, b_up, b_gate, dropout.seed, found, z, z_gate),
         (
             *x.stride(), *w_up.stride(), *((0, 0) if w_gate is None else w_gate.stride()), *bias_strides, x.shape[1],
             columns,
@@ -98,7 +138,7 @@ def hidden(
         tiles.num_warps,
         tiles.num_stages,
     )  # fmt: skip
-    return found, z, z_gate
+    return _Prepared(shape, launch, False)
 
 
 def _matrices(

@@ -1,7 +1,7 @@
 """dZ, and with a gate dZg, from dy and the pre-activations, with the sums over their rows, and H once more."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,13 +10,14 @@ from ..column_sums import column_partials
 from ..device import tl, triton
 from ..dropout import NO_DROPOUT, Dropout, keep_factor
 from ..hopper import ALIGNMENT, Matrix, matrix, untransposed
-from ..launching import ceil_div, launch
+from ..launching import Launch, ceil_div, layout, prepare
 from ..partials import ReduceBlocks, reduce_partials
 from ..tiles import add_product, grouped_tile, load_tile, store_tile
 from ..tuning import BAND_BLOCKS, ColumnSumTiles, EpiloguePipeline, EpilogueTiles
 from . import pipelined
 
 _GROUP = 8  # programs below one another, before those to their right: they share columns of w_down in the cache
+_BAND_BLOCKS = ReduceBlocks(*BAND_BLOCKS)
 
 
 @triton.jit
@@ -110,6 +111,7 @@ def hidden_gradient(
     sums_into: Sequence[torch.Tensor] = (),
     dropout: Dropout = NO_DROPOUT,
     column_sums: ColumnSumTiles | None = None,
+    ready: dict[Any, Any] | None = None,
 ) -> HiddenGradients:
     """The gradients of the pre-activations, with ``bias`` their sums, and the hidden if it is to be kept.
 
@@ -119,57 +121,114 @@ def hidden_gradient(
     ``[M, 2 N]``; ``in_place``, they replace z and z_gate, whose rows are contiguous and start alike then.
     The sums fill ``sums_into``, of up and of the gate, or new tensors of dy's dtype. A program of the portable kernel
     computes ``row_tiles`` tiles.
+
+    ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``), whose options are all but those that say what
+    is asked for; dy may lie differently from call to call.
     """
-    rows, columns = dy.shape[0], w_down.shape[1]
-    parts = 1 if z_gate is None else 2
-
-    def empty(*shape: int, dtype: torch.dtype = dy.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=dy.device)
-
-    if in_place:
-        dz, d_gate = z, z_gate
-    elif side_by_side and z_gate is not None:
-        dz, d_gate = empty(rows, 2 * columns).split(columns, 1)
-    else:
-        dz = empty(rows, columns)
-        d_gate = None if z_gate is None else empty(rows, columns)
-    hidden = empty(rows, columns) if keep_hidden else None
-    pipeline = pipeline if dropout.in_whole_draws else None
-    if pipeline is not None and untransposed(dy) is None:
+    name = ("hidden gradient", bias, keep_hidden, column_sums is not None, *layout(dy))
+    prepared = None if ready is None else ready.get(name)
+    copied = prepared.copied if prepared is not None else _to_copy(dy, pipeline, dropout)
+    if copied:
         # What autograd gives may be expanded, or transposed: a copy costs less than the portable kernel does.
         dy = dy.contiguous()
-    matrices = None if pipeline is None else _matrices(dy, w_down, z, z_gate)
-    if pipeline is not None and matrices is not None:
-        bands = pipeline.bands(rows, columns, z_gate is not None)
+    if prepared is None:
+        side_by_side = side_by_side and not in_place and z_gate is not None
+        prepared = _prepare(
+            dy, w_down, z, z_gate, bias, row_tiles, activation, accuracy, input_precision, tiles, pipeline, keep_hidden,
+            side_by_side, in_place, dropout, copied,
+        )  # fmt: skip
+        if ready is not None:
+            ready[name] = prepared
+    shape, dtype, device = prepared.shape, dy.dtype, dy.device
+    columns = shape[1]
+    d_gate: torch.Tensor | None = None
+    if in_place:
+        dz, d_gate = z, z_gate
+    elif prepared.side_by_side:
+        dz, d_gate = torch.empty(shape[0], 2 * columns, dtype=dtype, device=device).split(columns, 1)
     else:
-        bands = ceil_div(ceil_div(rows, tiles.block_m), row_tiles)
-    sums = empty(bands, columns * parts, dtype=torch.float32) if bias else None
+        dz = torch.empty(shape, dtype=dtype, device=device)
+        d_gate = None if z_gate is None else torch.empty(shape, dtype=dtype, device=device)
+    hidden = torch.empty(shape, dtype=dtype, device=device) if keep_hidden else None
+    sums = None if prepared.sums is None else torch.empty(prepared.sums, dtype=torch.float32, device=device)
     # First, so that the kernel behind it finds dy in the cache.
-    dy_sums = None if column_sums is None else column_partials(dy, column_sums)
-    if pipeline is not None and matrices is not None:
-        pipelined.launch_hidden_gradient(*matrices, dz, d_gate, hidden, sums, activation, accuracy, pipeline, dropout)
-    else:
-        gate_strides = (0, 0) if z_gate is None else z_gate.stride()
-        launch(
-            _hidden_gradient_kernel,
-            bands * ceil_div(columns, tiles.block_n),
-            (dy, w_down, z, z_gate, dz, d_gate, hidden, sums, dropout.seed),
-            (*dy.stride(), *w_down.stride(), *z.stride(), *gate_strides, dz.stride(0), dy.shape[1], columns),
-            (rows, row_tiles, 0.0, *dropout.numbers()),
-            (tiles.block_m, tiles.block_n, tiles.block_inner, _GROUP, activation, accuracy, input_precision),
-            tiles.num_warps,
-            tiles.num_stages,
+    dy_sums = None if column_sums is None else column_partials(dy, column_sums, prepared.ready)
+    if prepared.pipelined:
+        pipelined.launch_hidden_gradient(
+            prepared.launch, (dy, w_down, z, z_gate, dz, d_gate, hidden), (sums, dropout.seed)
         )
-    other = None if dy_sums is None else (dy_sums, empty(dy.shape[1]))
+    else:
+        prepared.launch((dy, w_down, z, z_gate, dz, d_gate, hidden, sums, dropout.seed))
+    other = None if dy_sums is None else (dy_sums, torch.empty(dy_sums.shape[1], dtype=dtype, device=device))
     db_down = None if other is None else other[1]
-    blocks = ReduceBlocks(*BAND_BLOCKS)
     if sums is None:
         if other is not None:
-            reduce_partials(other[0], [other[1]], blocks=blocks)
+            reduce_partials(other[0], [other[1]], blocks=_BAND_BLOCKS, ready=prepared.ready)
         return HiddenGradients(dz, d_gate, None, None, hidden, db_down)
-    found = list(sums_into) or [empty(columns) for _ in range(parts)]
-    reduce_partials(sums, found, blocks=blocks, other=other)
+    parts = 1 if z_gate is None else 2
+    found = list(sums_into) or [torch.empty(columns, dtype=dtype, device=device) for _ in range(parts)]
+    reduce_partials(sums, found, blocks=_BAND_BLOCKS, other=other, ready=prepared.ready)
     return HiddenGradients(dz, d_gate, found[0], found[1] if parts == 2 else None, hidden, db_down)
+
+
+class _Prepared(NamedTuple):
+    """What all executions of one prepared call share: the shapes of the gradients and of the partial sums."""
+
+    shape: tuple[int, int]
+    sums: tuple[int, int] | None
+    copied: bool
+    side_by_side: bool
+    pipelined: bool
+    launch: Launch
+    ready: dict[Any, Any]
+
+
+def _to_copy(dy: torch.Tensor, pipeline: EpiloguePipeline | None, dropout: Dropout) -> bool:
+    return pipeline is not None and dropout.in_whole_draws and untransposed(dy) is None
+
+
+def _prepare(
+    dy: torch.Tensor,
+    w_down: torch.Tensor,
+    z: torch.Tensor,
+    z_gate: torch.Tensor | None,
+    bias: bool,
+    row_tiles: int,
+    activation: str,
+    accuracy: str,
+    input_precision: str,
+    tiles: EpilogueTiles,
+    pipeline: EpiloguePipeline | None,
+    keep_hidden: bool,
+    side_by_side: bool,
+    in_place: bool,
+    dropout: Dropout,
+    copied: bool,
+) -> _Prepared:
+    rows, columns = shape = dy.shape[0], w_down.shape[1]
+    parts = 1 if z_gate is None else 2
+    row_stride = z.stride(0) if in_place else columns * (2 if side_by_side else 1)
+    pipeline = pipeline if dropout.in_whole_draws else None
+    matrices = None if pipeline is None else _matrices(dy, w_down, z, z_gate)
+    if pipeline is not None and matrices is not None:
+        sums = (pipeline.bands(rows, columns, z_gate is not None), columns * parts) if bias else None
+        launch = pipelined.prepare_hidden_gradient(
+            *matrices, row_stride, keep_hidden, bias, activation, accuracy, pipeline, dropout
+        )
+        return _Prepared(shape, sums, copied, side_by_side, True, launch, {})
+    bands = ceil_div(ceil_div(rows, tiles.block_m), row_tiles)
+    gate_strides = (0, 0) if z_gate is None else z_gate.stride()
+    launch = prepare(
+        _hidden_gradient_kernel,
+        bands * ceil_div(columns, tiles.block_n),
+        (*dy.stride(), *w_down.stride(), *z.stride(), *gate_strides, row_stride, dy.shape[1], columns),
+        (rows, row_tiles, 0.0, *dropout.numbers()),
+        (tiles.block_m, tiles.block_n, tiles.block_inner, _GROUP, activation, accuracy, input_precision),
+        tiles.num_warps,
+        tiles.num_stages,
+    )
+    sums = (bands, columns * parts) if bias else None
+    return _Prepared(shape, sums, copied, side_by_side, False, launch, {})
 
 
 def _matrices(

@@ -1,15 +1,17 @@
 """Data gradient: dx, one pass over x and dy, the hidden and its gradient recomputed tile by tile."""
 
+from typing import Any
+
 import torch
 
 from ..activations import activation_unit, hidden_and_slopes, through_activation
 from ..device import tl, triton
 from ..dropout import keep
-from ..launching import ceil_div, launch
+from ..launching import Launch, ceil_div, layout, prepare
 from ..tiles import add_product, batch_and_tile, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
 from . import pipelined
-from .operands import Operands, rows_of, strides
+from .operands import Operands, dense_strides, rows_of, strides
 
 
 @triton.jit(do_not_specialize=["M", "drop_limit", "keep_scale"])
@@ -82,21 +84,31 @@ def data_gradient(
     With it, where ``column_sums`` asks for them and the kernel that runs reads dy only once, the sums of dy over all of
     its rows, ``[O]``; else None.
     """
+    name = ("data gradient", column_sums, *layout(dy))
+    prepared = operands.prepared(name)
+    if prepared is None:
+        prepared = operands.keep(name, _prepare(operands, dy, tiles, column_sums))
+    if not isinstance(prepared, Launch):
+        return pipelined.data_gradient(operands, dy, prepared)
+    x = operands.x
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    prepared((*operands.pointers(), dy, dx))
+    return dx, None
+
+
+def _prepare(operands: Operands, dy: torch.Tensor, tiles: TileConfig, column_sums: bool) -> Any:
+    """What the pipelined kernel prepares, or the launch of the portable one."""
     if tiles.pipelined is not None and (matrices := operands.matrices) is not None:
         dy_rows = rows_of(dy)
         if dy_rows is not None:
-            return pipelined.data_gradient(operands, matrices, dy_rows, column_sums, tiles.pipelined)
-    x = operands.x
+            return pipelined.prepare_data_gradient(operands, matrices, dy_rows, column_sums, tiles.pipelined)
     batch, rows, _, hidden, _ = operands.sizes()
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch(
+    return prepare(
         _data_gradient_kernel,
         batch * ceil_div(rows, tiles.block_m),
-        (*operands.pointers(), dy, dx),
-        (*operands.strides(), *strides(dy), *strides(dx), hidden),
+        (*operands.strides(), *strides(dy), *dense_strides(operands.x.shape), hidden),
         (rows, *operands.arithmetic.dropout()),
         operands.constants(tiles, even=hidden % tiles.block_n == 0),
         tiles.num_warps,
         tiles.num_stages,
     )
-    return dx, None

@@ -1,15 +1,17 @@
 """Forward: y, one pass over x, the hidden alive one tile at a time."""
 
+from typing import NamedTuple
+
 import torch
 
 from ..activations import activation_unit, hidden_and_slopes
 from ..device import tl, triton
 from ..dropout import keep
-from ..launching import ceil_div, launch
+from ..launching import Launch, ceil_div, prepare
 from ..tiles import add_product, batch_and_tile, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
 from . import pipelined
-from .operands import Operands, rows_of, stride, strides, unit_stride
+from .operands import Operands, dense_strides, rows_of, stride, strides, unit_stride
 
 
 @triton.jit(do_not_specialize=["M", "drop_limit", "keep_scale"])
@@ -68,25 +70,45 @@ def _forward_kernel(
     store_tile(y_ptr + batch * stride_yz, acc, rows, outer, stride_ym, stride_yo, M, O)
 
 
+class _Prepared(NamedTuple):
+    """What all executions of one prepared call share."""
+
+    shape: tuple[int, ...]
+    launch: Launch
+    pipelined: bool
+
+
 def forward(
     operands: Operands, down_bias: torch.Tensor | None, residual: torch.Tensor | None, tiles: TileConfig
 ) -> torch.Tensor:
     """y ``[Z, M, O]``, contiguous, in the dtype of x; ``[M, O]`` where the operands have no batch."""
+    prepared = operands.prepared("forward")
+    if prepared is None:
+        prepared = operands.keep("forward", _prepare(operands, down_bias, residual, tiles))
+    if prepared.pipelined:
+        return pipelined.forward(operands, down_bias, residual, prepared.shape, prepared.launch)
+    x = operands.x
+    y = torch.empty(prepared.shape, dtype=x.dtype, device=x.device)
+    prepared.launch((*operands.pointers(), down_bias, residual, y))
+    return y
+
+
+def _prepare(
+    operands: Operands, down_bias: torch.Tensor | None, residual: torch.Tensor | None, tiles: TileConfig
+) -> _Prepared:
+    batch, rows, _, hidden, out_width = operands.sizes()
+    shape = (*operands.x.shape[:-1], out_width)
     if tiles.pipelined is not None and (matrices := operands.matrices) is not None:
         added = None if residual is None else rows_of(residual)
         if (residual is None) == (added is None) and unit_stride(down_bias):
-            return pipelined.forward(operands, matrices, down_bias, added, tiles.pipelined)
-    x = operands.x
-    batch, rows, _, hidden, out_width = operands.sizes()
-    y = torch.empty(*x.shape[:-1], out_width, dtype=x.dtype, device=x.device)
-    launch(
+            return _Prepared(shape, pipelined.prepare_forward(operands, matrices, added, tiles.pipelined), True)
+    prepared = prepare(
         _forward_kernel,
         batch * ceil_div(rows, tiles.block_m),
-        (*operands.pointers(), down_bias, residual, y),
-        (*operands.strides(), stride(down_bias), *strides(residual), *strides(y), hidden),
+        (*operands.strides(), stride(down_bias), *strides(residual), *dense_strides(shape), hidden),
         (rows, *operands.arithmetic.dropout()),
         operands.constants(tiles, even=hidden % tiles.block_n == 0),
         tiles.num_warps,
         tiles.num_stages,
     )
-    return y
+    return _Prepared(shape, prepared, False)

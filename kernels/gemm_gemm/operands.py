@@ -1,8 +1,7 @@
 """What a call of these kernels is made of: its tensors, its arithmetic, and the arguments that all kernels share."""
 
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,11 +36,17 @@ class Matrices(NamedTuple):
     down: Matrix
 
 
-@dataclass(frozen=True)
+# Not frozen: to set the fields of a frozen one takes three times as long, in every call.
+@dataclass(slots=True, eq=False)
 class Operands:
     """The tensors of one call, checked: x ``[Z, M, K]``, up and gate ``[Z, N, K]``, down ``[Z, O, N]``.
 
     Without a batch, all of them lack the axis ``Z``. A batch stride of 0 shares a matrix.
+
+    ``ready`` keeps what the launchers prepare at their first execution for later ones, by the name of each launch;
+    None keeps nothing. It belongs to one prepared call: all executions that share it have operands of the same shapes,
+    strides, dtypes, device and 16-byte alignment, the same configuration and the same options. Only addresses differ,
+    and the value of the seed; which gradients are wanted and how dy lies may differ, too. It keeps no tensor alive.
     """
 
     x: torch.Tensor
@@ -52,6 +57,18 @@ class Operands:
     gate_bias: torch.Tensor | None
     seed: torch.Tensor | None
     arithmetic: Arithmetic
+    ready: dict[Any, Any] | None = None
+    _found: "tuple[Matrices | None] | None" = field(default=None, init=False, repr=False)
+
+    def prepared(self, name: Any) -> Any:
+        """What has been prepared under this name, or None."""
+        return None if self.ready is None else self.ready.get(name)
+
+    def keep(self, name: Any, prepared: Any) -> Any:
+        """The same after having been kept under this name."""
+        if self.ready is not None:
+            self.ready[name] = prepared
+        return prepared
 
     def sizes(self) -> tuple[int, int, int, int, int]:
         """Z, M, K, N, O."""
@@ -67,12 +84,17 @@ class Operands:
         matrices = (*strides(self.x), *strides(self.up), *strides(self.gate), *strides(self.down))
         return (*matrices, stride(self.up_bias), stride(self.gate_bias))
 
-    @cached_property
+    @property
     def matrices(self) -> Matrices | None:
         """The operands for the pipelined kernels, or None where one does not lie as their copies need it.
 
         The portable kernels take any strides.
         """
+        if self._found is None:
+            self._found = (self._matrices(),)
+        return self._found[0]
+
+    def _matrices(self) -> Matrices | None:
         if self.seed is not None or not unit_stride(self.up_bias) or not unit_stride(self.gate_bias):
             return None
         x, up, down = rows_of(self.x), matrix(self.up), matrix(self.down)
@@ -116,3 +138,8 @@ def strides(matrix: torch.Tensor | None) -> tuple[int, ...]:
     if matrix is None:
         return (0, 0, 0)
     return matrix.stride() if matrix.dim() == 3 else (0, *matrix.stride())
+
+
+def dense_strides(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """The same of a result of this shape, which is contiguous."""
+    return (shape[-2] * shape[-1] if len(shape) == 3 else 0, shape[-1], 1)

@@ -7,9 +7,13 @@ recomputing: at width 256 forward and backward are 7 GEMM units instead of 10, g
 dx, a plain product of the stored dZ with the weights, is torch's.
 """
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
 
 from ..activations import activation_unit
+from ..launching import Launch, layout
 from ..partials import summed_over_splits
 from ..tuning import StoredConfig
 from . import pipelined
@@ -30,17 +34,57 @@ def stored_gradients(
 
     None where an operand does not lie as the copies of these kernels need it.
     """
+    name = ("stored gradients", up_bias, gate_bias, down_bias, *layout(dy))
+    prepared = operands.prepared(name)
+    if prepared is None:
+        prepared = operands.keep(name, _prepare(operands, dy, up_bias, gate_bias, down_bias, splits, config))
+        if prepared is None:
+            return None
+    stored = pipelined.hidden_gradient(operands, dy, prepared.stored, prepared.hidden_gradient)
+
+    def fill(targets: list[torch.Tensor | None], split_size: int) -> None:
+        launch = prepared.ready.get("launch")
+        if launch is None:
+            launch = prepared.ready["launch"] = prepared.prepare(operands, dy, split_size)
+        pipelined.launch_stored_weight_gradients(operands.x, dy, stored, targets, launch)
+
+    *found, d_down_bias = summed_over_splits(operands.x, prepared.shapes, splits, fill, prepared.ready)
+    return _data_gradient(operands, stored), WeightGradients(*found), d_down_bias
+
+
+class _Prepared(NamedTuple):
+    """What all executions of one prepared call share: the shapes of what is stored and of the gradients."""
+
+    stored: tuple[int, int, int]
+    shapes: tuple[tuple[int, ...] | None, ...]
+    hidden_gradient: Launch
+    prepare: Callable[[Operands, torch.Tensor, int], Launch]
+    ready: dict[Any, Any]
+
+
+def _prepare(
+    operands: Operands,
+    dy: torch.Tensor,
+    up_bias: bool,
+    gate_bias: bool,
+    down_bias: bool,
+    splits: int,
+    config: StoredConfig,
+) -> _Prepared | None:
     matrices, dy_rows = operands.matrices, rows_of(dy)
     if matrices is None or dy_rows is None or matrices.up.transposed or matrices.down.transposed:
         return None
-    stored = pipelined.hidden_gradient(operands, matrices, dy_rows, config)
-    _, _, width, hidden, out_width = operands.sizes()
+    stored, launch = pipelined.prepare_hidden_gradient(operands, matrices, dy_rows, config)
 
-    def fill(targets: list[torch.Tensor | None], split_size: int) -> None:
-        pipelined.launch_stored_weight_gradients(
-            operands, matrices, dy_rows, stored, targets, split_size, splits, config
+    def prepare_weights(operands: Operands, dy: torch.Tensor, split_size: int) -> Launch:
+        matrices, dy_rows = operands.matrices, rows_of(dy)
+        assert matrices is not None
+        assert dy_rows is not None
+        return pipelined.prepare_stored_weight_gradients(
+            operands, matrices, dy_rows, stored, split_size, splits, config
         )
 
+    _, _, width, hidden, out_width = operands.sizes()
     shapes = (
         (hidden, width),
         None if operands.gate is None else (hidden, width),
@@ -49,8 +93,7 @@ def stored_gradients(
         (hidden,) if gate_bias else None,
         (out_width,) if down_bias else None,
     )
-    *found, d_down_bias = summed_over_splits(operands.x, shapes, splits, fill)
-    return _data_gradient(operands, stored), WeightGradients(*found), d_down_bias
+    return _Prepared(stored, shapes, launch, prepare_weights, {})
 
 
 def _data_gradient(operands: Operands, stored: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,15 @@
 """Weight gradients with the bias gradients of the hidden, in one pass over x and dy, split over tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..activations import activation_unit, hidden_and_slopes, through_activation
 from ..device import tl, triton
 from ..dropout import keep
-from ..launching import ceil_div, launch
+from ..launching import Launch, ceil_div, layout, prepare
 from ..partials import summed_over_splits
 from ..tiles import add_product, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
@@ -172,48 +172,74 @@ def weight_gradients(
     ``transposed`` gives the matrices the layout of a batched GEMM-GEMM's operands: ``[Z, K, N]`` and ``[Z, N, O]``.
     Where the accumulators of all of them exceed the registers, several launches share them out.
     """
-    config, matrices, dy_rows = tiles.pipelined, None, None
-    if config is not None and (matrices := operands.matrices) is not None:
-        dy_rows = rows_of(dy)
+    name = ("weight gradients", *wanted, *layout(dy))
+    passes = operands.prepared(name)
+    if passes is None:
+        passes = operands.keep(name, _prepare_passes(operands, dy, wanted, splits, tiles, transposed))
+    found: list[torch.Tensor | None] = [None] * 5
+    for each in passes:
 
-    def launch_pass(targets: list[torch.Tensor | None], split_size: int) -> None:
-        if config is not None and matrices is not None and dy_rows is not None:
-            pipelined.launch_weight_gradient(
-                operands, matrices, dy_rows, targets, split_size, transposed, splits, config
-            )
-        else:
-            _launch_portable(operands, dy, targets, split_size, transposed, splits, tiles)
+        def launch_pass(targets: list[torch.Tensor | None], split_size: int, each: _Pass = each) -> None:
+            prepared = each.ready.get("launch")
+            if prepared is None:
+                prepared = each.ready["launch"] = each.prepare(operands, dy, split_size)
+            if each.pipelined:
+                pipelined.launch_weight_gradient(operands, dy, targets, prepared)
+            else:
+                prepared((*operands.pointers(), dy, *targets))
+
+        gradients = summed_over_splits(operands.x, each.shapes, splits, launch_pass, each.ready)
+        found = [new if new is not None else old for new, old in zip(gradients, found, strict=True)]
+    return WeightGradients(*found)
+
+
+class _Pass(NamedTuple):
+    """One launch of several that share out the gradients: the shapes of those that it yields, else None."""
+
+    shapes: tuple[tuple[int, ...] | None, ...]
+    pipelined: bool
+    prepare: Callable[[Operands, torch.Tensor, int], Launch]
+    ready: dict[Any, Any]
+
+
+def _prepare_passes(
+    operands: Operands,
+    dy: torch.Tensor,
+    wanted: WeightGradients,
+    splits: int,
+    tiles: TileConfig,
+    transposed: bool,
+) -> list[_Pass]:
+    config = tiles.pipelined
+    fits = config is not None and operands.matrices is not None and rows_of(dy) is not None
+
+    def prepare_pass(operands: Operands, dy: torch.Tensor, split_size: int) -> Launch:
+        if config is None or (matrices := operands.matrices) is None or (dy_rows := rows_of(dy)) is None:
+            return _prepare_portable(operands, dy, split_size, transposed, splits, tiles)
+        return pipelined.prepare_weight_gradient(operands, matrices, dy_rows, split_size, transposed, splits, config)
 
     _, _, width, hidden, out_width = operands.sizes()
     up_shape = (width, hidden) if transposed else (hidden, width)
     down_shape = (hidden, out_width) if transposed else (out_width, hidden)
     batch = operands.x.shape[:-2]
     shapes = [(*batch, *shape) for shape in (up_shape, up_shape, down_shape, (hidden,), (hidden,))]
-    found: list[torch.Tensor | None] = [None] * 5
-    for part in _PASSES[tiles.passes if config is None or dy_rows is None else config.passes]:
+    passes = []
+    for part in _PASSES[config.passes if config is not None and fits else tiles.passes]:
         asked = [want and name in part for name, want in zip(_GRADIENT_NAMES, wanted, strict=True)]
         if any(asked):
-            chosen = [shape if want else None for shape, want in zip(shapes, asked, strict=True)]
-            gradients = summed_over_splits(operands.x, chosen, splits, launch_pass)
-            found = [new if new is not None else old for new, old in zip(gradients, found, strict=True)]
-    return WeightGradients(*found)
+            chosen = tuple([shape if want else None for shape, want in zip(shapes, asked, strict=True)])
+            passes.append(_Pass(chosen, fits, prepare_pass, {}))
+    return passes
 
 
-def _launch_portable(
-    operands: Operands,
-    dy: torch.Tensor,
-    targets: list[torch.Tensor | None],
-    split_size: int,
-    transposed: bool,
-    splits: int,
-    tiles: TileConfig,
-) -> None:
+def _prepare_portable(
+    operands: Operands, dy: torch.Tensor, split_size: int, transposed: bool, splits: int, tiles: TileConfig
+) -> Launch:
     batch, rows, width, hidden, out_width = operands.sizes()
     inner_strides = (1, hidden, 1, out_width) if transposed else (width, 1, hidden, 1)
-    launch(
+    return prepare(
         _weight_gradient_kernel,
         batch * ceil_div(hidden, tiles.block_n) * splits,
-        (*operands.pointers(), dy, *targets),
         (*operands.strides(), *strides(dy), *inner_strides, hidden, split_size),
         (rows, *operands.arithmetic.dropout(), splits),
         # Few splits mean few rows: one variant less to compile.

@@ -5,7 +5,13 @@ They take 16-bit operands whose rows lie as the copy engine wants them; anything
 """
 
 from .data_gradient import launch_data_gradient
-from .hidden import launch_hidden
-from .hidden_gradient import launch_hidden_gradient
+from .hidden import launch_hidden, prepare_hidden
+from .hidden_gradient import launch_hidden_gradient, prepare_hidden_gradient
 
-__all__ = ["launch_data_gradient", "launch_hidden", "launch_hidden_gradient"]
+__all__ = [
+    "launch_data_gradient",
+    "launch_hidden",
+    "launch_hidden_gradient",
+    "prepare_hidden",
+    "prepare_hidden_gradient",
+]

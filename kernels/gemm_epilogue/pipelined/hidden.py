@@ -4,8 +4,8 @@ import torch
 
 from ...activations import activation_unit, hidden_and_slopes
 from ...dropout import Dropout
-from ...hopper import Matrix, fence_async_shared, gl, gluon, tma
-from ...launching import launch
+from ...hopper import Matrix, dense, fence_async_shared, gl, gluon, tma
+from ...launching import Launch, prepare
 from ...tiles import grouped_tile
 from ...tuning import EpiloguePipeline
 from .products import (
@@ -138,38 +138,46 @@ def _pipelined_hidden_kernel(
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-def launch_hidden(
+def prepare_hidden(
     x: Matrix,
     up: Matrix,
     gate: Matrix | None,
-    up_bias: torch.Tensor | None,
-    gate_bias: torch.Tensor | None,
-    hidden: torch.Tensor,
-    z: torch.Tensor | None,
-    z_gate: torch.Tensor | None,
+    columns: int,
+    keep: bool,
     activation: str,
     accuracy: str,
     pipeline: EpiloguePipeline,
     dropout: Dropout,
-) -> None:
-    """Fills ``hidden``, and z and z_gate where they are given: contiguous ``[M, N]``."""
+) -> Launch:
+    """The launch for operands of these layouts, with results of so many columns."""
     tile, half = TILE.value, HALF.value
-    rows, columns = hidden.shape
+    rows = x.rows
     tile_rows, tile_columns = -(-rows // tile), -(-columns // (tile if gate is None else half))
     right_transposed = not up.transposed
     units = columns_at_once(right_transposed, gate is not None)
-    out = [None if t is None else Matrix(t, rows, columns, columns, 0, False) for t in (hidden, z, z_gate)]
-    launch(
+    out = dense(rows, columns, half, half)
+    return prepare(
         _pipelined_hidden_kernel,
         min(tile_rows * tile_columns, pipeline.programs),
-        (up_bias, gate_bias, dropout.seed),
         (x.columns, columns, tile_columns),
         (tile_rows, *dropout.numbers()),
         (right_transposed, pipeline.step, pipeline.stages, pipeline.places, pipeline.group, activation, accuracy),
-        descriptors=(
-            x.descriptor(half, pipeline.step),
-            up.descriptor(units, pipeline.step),
-            None if gate is None else gate.descriptor(units, pipeline.step),
-            *(None if matrix is None else matrix.descriptor(half, half) for matrix in out),
+        geometries=(
+            x.geometry(half, pipeline.step),
+            up.geometry(units, pipeline.step),
+            None if gate is None else gate.geometry(units, pipeline.step),
+            out,
+            out if keep else None,
+            out if keep and gate is not None else None,
         ),
     )
+
+
+def launch_hidden(
+    prepared: Launch, matrices: tuple[torch.Tensor | None, ...], vectors: tuple[torch.Tensor | None, ...]
+) -> None:
+    """Fills the last three of (x, up, gate, hidden, z, z_gate), where they are given: contiguous ``[M, N]``.
+
+    ``vectors`` are the biases of up and of the gate, and the seed.
+    """
+    prepared(vectors, matrices)

@@ -8,8 +8,8 @@ import torch
 
 from ...activations import activation_unit, hidden_and_slopes, through_activation
 from ...dropout import Dropout
-from ...hopper import Matrix, copy_in, fence_async_shared, gl, gluon, mbarrier, tma
-from ...launching import launch
+from ...hopper import Matrix, copy_in, dense, fence_async_shared, gl, gluon, mbarrier, tma
+from ...launching import Launch, prepare
 from ...pipeline import init_barriers, stage_of
 from ...tiles import grouped_tile
 from ...tuning import EpiloguePipeline
@@ -238,43 +238,53 @@ def _pipelined_epilogue_gradient_kernel(
     ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
 
-def launch_hidden_gradient(
+def prepare_hidden_gradient(
     dy: Matrix,
     down: Matrix,
     z: Matrix,
     z_gate: Matrix | None,
-    dz: torch.Tensor,
-    d_gate: torch.Tensor | None,
-    hidden: torch.Tensor | None,
-    sums: torch.Tensor | None,
+    row_stride: int,
+    keep_hidden: bool,
+    bias: bool,
     activation: str,
     accuracy: str,
     pipeline: EpiloguePipeline,
     dropout: Dropout,
-) -> None:
-    """Fills dz, d_gate and ``hidden`` ``[M, N]``, where they are given, and ``sums [bands, parts × N]``."""
+) -> Launch:
+    """The launch for operands of these layouts, whose gradients have rows ``row_stride`` apart."""
     tile, half = TILE.value, HALF.value
-    rows, columns = dz.shape
+    rows, columns = z.rows, z.columns
     tile_rows, tile_columns = -(-rows // tile), -(-columns // tile)
-    stays = pipeline.stays and sums is not None and d_gate is None
+    stays = pipeline.stays and bias and z_gate is None
     programs = pipeline.programs_for_columns(tile_columns) if stays else pipeline.programs
     assert programs > 0, "planned for fewer columns of tiles"
-    out = [None if t is None else Matrix(t, rows, columns, t.stride(0), 0, False) for t in (dz, d_gate, hidden)]
-    launch(
+    out = dense(rows, columns, half, half, row_stride)
+    return prepare(
         _pipelined_epilogue_gradient_kernel,
         min(tile_rows * tile_columns, programs),
-        (sums, dropout.seed),
         (dy.columns, columns, tile_columns),
         (tile_rows, rows, *dropout.numbers()),
         (
             down.transposed, pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places,
             1 if stays else pipeline.group, stays, activation, accuracy,
         ),
-        descriptors=(
-            dy.descriptor(half, pipeline.step),
-            down.descriptor(pipeline.step, columns_at_once(down.transposed)),
-            z.descriptor(half, half),
-            None if z_gate is None else z_gate.descriptor(half, half),
-            *(None if matrix is None else matrix.descriptor(half, half) for matrix in out),
+        geometries=(
+            dy.geometry(half, pipeline.step),
+            down.geometry(pipeline.step, columns_at_once(down.transposed)),
+            z.geometry(half, half),
+            None if z_gate is None else z_gate.geometry(half, half),
+            out,
+            None if z_gate is None else out,
+            dense(rows, columns, half, half) if keep_hidden else None,
         ),
     )  # fmt: skip
+
+
+def launch_hidden_gradient(
+    prepared: Launch, matrices: tuple[torch.Tensor | None, ...], vectors: tuple[torch.Tensor | None, ...]
+) -> None:
+    """Fills the last three of (dy, down, z, z_gate, dz, d_gate, hidden), ``[M, N]``, where they are given.
+
+    ``vectors`` are the sums, ``[bands, parts × N]``, and the seed.
+    """
+    prepared(vectors, matrices)

@@ -4,11 +4,11 @@ They take what ``tuning.pipelined_config`` admits (16 bits; K and O of 64, 128 o
 tensors lie as the copy engine wants them; anything else runs in the portable kernels, which compute the same.
 """
 
-from .data_gradient import data_gradient
-from .forward import forward
-from .hidden_gradient import hidden_gradient
-from .stored_weight_gradient import launch_stored_weight_gradients
-from .weight_gradient import launch_weight_gradient
+from .data_gradient import data_gradient, prepare_data_gradient
+from .forward import forward, prepare_forward
+from .hidden_gradient import hidden_gradient, prepare_hidden_gradient
+from .stored_weight_gradient import launch_stored_weight_gradients, prepare_stored_weight_gradients
+from .weight_gradient import launch_weight_gradient, prepare_weight_gradient
 
 __all__ = [
     "data_gradient",
@@ -16,4 +16,9 @@ __all__ = [
     "hidden_gradient",
     "launch_stored_weight_gradients",
     "launch_weight_gradient",
+    "prepare_data_gradient",
+    "prepare_forward",
+    "prepare_hidden_gradient",
+    "prepare_stored_weight_gradients",
+    "prepare_weight_gradient",
 ]

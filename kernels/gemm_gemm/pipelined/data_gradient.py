@@ -3,6 +3,8 @@
 The gradient of the last bias, the sum of dy over its rows, comes from the same reading of dy.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 
 from ...activations import activation_unit, hidden_and_slopes, through_activation
@@ -10,6 +12,7 @@ from ...hopper import (
     Matrix,
     copy_in,
     copy_out,
+    dense,
     fence_async_shared,
     gl,
     gluon,
@@ -18,7 +21,7 @@ from ...hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ...launching import launch
+from ...launching import Launch, prepare
 from ...partials import reduce_partials
 from ...pipeline import (
     copy_hidden_tile,
@@ -247,13 +250,20 @@ def _pipelined_data_gradient_kernel(
         ], [4, 1], [240, 24])  # fmt: skip
 
 
-def data_gradient(
+class Prepared(NamedTuple):
+    """What all executions of one prepared call share: the shapes of dx and of the partial sums of dy, if asked for."""
+
+    shape: tuple[int, ...]
+    partials: tuple[int, int] | None
+    launch: Launch
+    sums: dict[Any, Any]
+
+
+def prepare_data_gradient(
     operands: Operands, matrices: Matrices, dy: Matrix, column_sums: bool, config: PipelinedConfig
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """dx, contiguous, of operands that fit (``Operands.matrices``), and the sums of dy over all rows, if asked for."""
+) -> Prepared:
+    """The launch for operands that fit: see ``Operands.matrices``."""
     batch, rows, width, hidden, out_width = operands.sizes()
-    x = operands.x
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = config.block
     row_tiles = -(-rows // (CONSUMER_ROWS * config.consumers))
     tiles = batch * row_tiles
@@ -261,11 +271,10 @@ def data_gradient(
     partials = None
     # The widest gated kernel has no registers left for them.
     if column_sums and not (matrices.gate is not None and width > 128):
-        partials = torch.empty(programs * config.consumers, out_width, dtype=torch.float32, device=x.device)
-    launch(
+        partials = (programs * config.consumers, out_width)
+    prepared = prepare(
         _pipelined_data_gradient_kernel,
         programs,
-        (operands.up_bias, operands.gate_bias, partials),
         (),
         (matrices.up.step, matrices.down.step, hidden, rows, tiles, row_tiles),
         (
@@ -273,17 +282,31 @@ def data_gradient(
             hidden % block == 0, matrices.up.transposed, not matrices.down.transposed,
             operands.arithmetic.activation, operands.arithmetic.accuracy,
         ),
-        descriptors=(
-            matrices.x.descriptor(CONSUMER_ROWS, width),
-            dy.descriptor(CONSUMER_ROWS, out_width),
-            matrices.up.descriptor(block, width),
-            None if matrices.gate is None else matrices.gate.descriptor(block, width),
-            matrices.down.descriptor(out_width, block),
-            Matrix(dx, batch * rows, width, width, rows, False).descriptor(CONSUMER_ROWS, width),
+        geometries=(
+            matrices.x.geometry(CONSUMER_ROWS, width),
+            dy.geometry(CONSUMER_ROWS, out_width),
+            matrices.up.geometry(block, width),
+            None if matrices.gate is None else matrices.gate.geometry(block, width),
+            matrices.down.geometry(out_width, block),
+            dense(batch * rows, width, CONSUMER_ROWS, width),
         ),
     )  # fmt: skip
+    return Prepared(tuple(operands.x.shape), partials, prepared, {})
+
+
+def data_gradient(operands: Operands, dy: torch.Tensor, prepared: Prepared) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """dx, contiguous, and the sums of dy over all rows where they are prepared."""
+    x = operands.x
+    dtype, device = x.dtype, x.device
+    dx = torch.empty(prepared.shape, dtype=dtype, device=device)
+    partials = None
+    if prepared.partials is not None:
+        partials = torch.empty(prepared.partials, dtype=torch.float32, device=device)
+    prepared.launch(
+        (operands.up_bias, operands.gate_bias, partials), (x, dy, operands.up, operands.gate, operands.down, dx)
+    )
     if partials is None:
         return dx, None
-    sums = torch.empty(out_width, dtype=x.dtype, device=x.device)
-    reduce_partials(partials, [sums])
+    sums = torch.empty(partials.shape[1], dtype=dtype, device=device)
+    reduce_partials(partials, [sums], ready=prepared.sums)
     return dx, sums

@@ -7,6 +7,7 @@ from ...hopper import (
     Matrix,
     copy_in,
     copy_out,
+    dense,
     fence_async_shared,
     gl,
     gluon,
@@ -15,7 +16,7 @@ from ...hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ...launching import launch
+from ...launching import Launch, prepare
 from ...pipeline import copy_hidden_tile, hidden_first, init_barriers, release_after_load, stage_of, start_product
 from ...tuning import CONSUMER_ROWS, WIDEST_X_IN_REGISTERS, PipelinedConfig
 from ..operands import Matrices, Operands
@@ -230,24 +231,15 @@ def _pipelined_forward_kernel(
         ], [4, 1], [240, 24])  # fmt: skip
 
 
-def forward(
-    operands: Operands,
-    matrices: Matrices,
-    down_bias: torch.Tensor | None,
-    residual: Matrix | None,
-    config: PipelinedConfig,
-) -> torch.Tensor:
-    """y, contiguous, of operands that fit: see ``Operands.matrices``."""
+def prepare_forward(operands: Operands, matrices: Matrices, residual: Matrix | None, config: PipelinedConfig) -> Launch:
+    """The launch for operands that fit: see ``Operands.matrices``."""
     batch, rows, width, hidden, out_width = operands.sizes()
-    x = operands.x
-    y = torch.empty(*x.shape[:-1], out_width, dtype=x.dtype, device=x.device)
     block = config.block
     row_tiles = -(-rows // (CONSUMER_ROWS * config.consumers))
     tiles = batch * row_tiles
-    launch(
+    return prepare(
         _pipelined_forward_kernel,
         min(tiles, config.programs),
-        (operands.up_bias, operands.gate_bias, down_bias, None if residual is None else residual.tensor),
         (0 if residual is None else residual.row_stride,),
         (matrices.up.step, matrices.down.step, hidden, rows, tiles, row_tiles),
         (
@@ -255,12 +247,27 @@ def forward(
             matrices.up.transposed, not matrices.down.transposed, width <= WIDEST_X_IN_REGISTERS,
             operands.arithmetic.activation, operands.arithmetic.accuracy,
         ),
-        descriptors=(
-            matrices.x.descriptor(CONSUMER_ROWS, width),
-            matrices.up.descriptor(block, width),
-            None if matrices.gate is None else matrices.gate.descriptor(block, width),
-            matrices.down.descriptor(out_width, block),
-            Matrix(y, batch * rows, out_width, out_width, rows, False).descriptor(CONSUMER_ROWS, out_width),
+        geometries=(
+            matrices.x.geometry(CONSUMER_ROWS, width),
+            matrices.up.geometry(block, width),
+            None if matrices.gate is None else matrices.gate.geometry(block, width),
+            matrices.down.geometry(out_width, block),
+            dense(batch * rows, out_width, CONSUMER_ROWS, out_width),
         ),
     )  # fmt: skip
+
+
+def forward(
+    operands: Operands,
+    down_bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    shape: tuple[int, ...],
+    prepared: Launch,
+) -> torch.Tensor:
+    """y of this shape, contiguous, by the launch that :func:`prepare_forward` has prepared."""
+    x = operands.x
+    y = torch.empty(shape, dtype=x.dtype, device=x.device)
+    prepared(
+        (operands.up_bias, operands.gate_bias, down_bias, residual), (x, operands.up, operands.gate, operands.down, y)
+    )
     return y

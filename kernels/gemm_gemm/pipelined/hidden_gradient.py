@@ -11,6 +11,7 @@ from ...hopper import (
     Matrix,
     copy_in,
     copy_out,
+    dense,
     fence_async_shared,
     gl,
     gluon,
@@ -19,7 +20,7 @@ from ...hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ...launching import launch
+from ...launching import Launch, prepare
 from ...pipeline import init_barriers, release_after_load, stage_of
 from ...tuning import CONSUMER_ROWS, StoredConfig
 from ..operands import Matrices, Operands
@@ -230,34 +231,44 @@ def _pipelined_hidden_gradient_kernel(
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-def hidden_gradient(operands: Operands, matrices: Matrices, dy: Matrix, config: StoredConfig) -> torch.Tensor:
-    """dZ, dZg (gated only) and H as ``[M, parts, N']``, in units of ``activation_unit``.
-
-    ``N'`` is N up to whole blocks; what lies beyond N is not defined.
-    """
+def prepare_hidden_gradient(
+    operands: Operands, matrices: Matrices, dy: Matrix, config: StoredConfig
+) -> tuple[tuple[int, int, int], Launch]:
+    """The shape of what is stored, and the launch."""
     _, rows, width, hidden, out_width = operands.sizes()
     block, piece = config.block, config.piece
     tiles = -(-rows // (CONSUMER_ROWS * config.consumers))
     parts = 2 if matrices.gate is None else 3
     columns = -(-hidden // block) * block
-    stored = torch.empty(rows, parts, columns, dtype=operands.x.dtype, device=operands.x.device)
-    launch(
+    prepared = prepare(
         _pipelined_hidden_gradient_kernel,
         min(tiles, config.programs),
-        (operands.up_bias, operands.gate_bias),
         (),
         (hidden, tiles),
         (
             width, out_width, block, config.consumers, config.up_stages, config.down_stages, config.out_tiles,
             CONSUMER_ROWS, piece, operands.arithmetic.activation, operands.arithmetic.accuracy,
         ),
-        descriptors=(
-            matrices.x.descriptor(CONSUMER_ROWS, piece),
-            dy.descriptor(CONSUMER_ROWS, piece),
-            matrices.up.descriptor(block, piece),
-            None if matrices.gate is None else matrices.gate.descriptor(block, piece),
-            matrices.down.descriptor(piece, block),
-            Matrix(stored, rows, parts * columns, parts * columns, 0, False).descriptor(CONSUMER_ROWS, block),
+        geometries=(
+            matrices.x.geometry(CONSUMER_ROWS, piece),
+            dy.geometry(CONSUMER_ROWS, piece),
+            matrices.up.geometry(block, piece),
+            None if matrices.gate is None else matrices.gate.geometry(block, piece),
+            matrices.down.geometry(piece, block),
+            dense(rows, parts * columns, CONSUMER_ROWS, block),
         ),
     )  # fmt: skip
+    return (rows, parts, columns), prepared
+
+
+def hidden_gradient(
+    operands: Operands, dy: torch.Tensor, shape: tuple[int, int, int], prepared: Launch
+) -> torch.Tensor:
+    """dZ, dZg (gated only) and H as ``[M, parts, N']``, in units of ``activation_unit``.
+
+    ``N'`` is N up to whole blocks; what lies beyond N is not defined.
+    """
+    x = operands.x
+    stored = torch.empty(shape, dtype=x.dtype, device=x.device)
+    prepared((operands.up_bias, operands.gate_bias), (x, dy, operands.up, operands.gate, operands.down, stored))
     return stored

@@ -11,6 +11,7 @@ from ...activations import activation_unit
 from ...hopper import (
     Matrix,
     copy_in,
+    dense,
     fence_async_shared,
     gl,
     gluon,
@@ -18,7 +19,7 @@ from ...hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ...launching import launch
+from ...launching import Launch, prepare
 from ...pipeline import init_barriers, stage_of
 from ...tuning import CONSUMER_ROWS, StoredConfig
 from ..operands import Matrices, Operands
@@ -168,37 +169,46 @@ def _stored_weight_gradient_kernel(
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-def launch_stored_weight_gradients(
+def prepare_stored_weight_gradients(
     operands: Operands,
     matrices: Matrices,
     dy: Matrix,
-    stored: torch.Tensor,
-    targets: list[torch.Tensor | None],
+    shape: tuple[int, int, int],
     split_size: int,
     splits: int,
     config: StoredConfig,
-) -> None:
-    """Fills ``targets``, gradients or the first split's partials: up, gate, down, up_bias, gate_bias, down_bias.
-
-    ``stored`` is what :func:`hidden_gradient` returns. All matrices are computed, biases only if asked for.
-    """
-    _, rows, width, hidden, out_width = operands.sizes()
-    parts, part_columns = stored.shape[1:]
-    side_by_side = Matrix(stored, rows, parts * part_columns, parts * part_columns, 0, False)
-    launch(
+) -> Launch:
+    """The launch, for what :func:`hidden_gradient` returns in this shape."""
+    _, _, width, hidden, out_width = operands.sizes()
+    rows, parts, part_columns = shape
+    columns = parts * part_columns
+    return prepare(
         _stored_weight_gradient_kernel,
         config.weight_tiles(parts - 1, width, hidden, out_width) * splits,
-        tuple(targets),
         (split_size, hidden),
         (part_columns, rows, splits),
         (
             width, out_width, config.block_columns, config.rows, CONSUMER_ROWS, config.consumers, config.stages,
             operands.arithmetic.activation, operands.arithmetic.accuracy,
         ),
-        descriptors=(
-            side_by_side.descriptor(config.rows, CONSUMER_ROWS),
-            matrices.x.descriptor(config.rows, config.block_columns),
-            dy.descriptor(config.rows, CONSUMER_ROWS),
-            side_by_side.descriptor(config.rows, config.block_columns),
+        geometries=(
+            dense(rows, columns, config.rows, CONSUMER_ROWS),
+            matrices.x.geometry(config.rows, config.block_columns),
+            dy.geometry(config.rows, CONSUMER_ROWS),
+            dense(rows, columns, config.rows, config.block_columns),
         ),
     )  # fmt: skip
+
+
+def launch_stored_weight_gradients(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    stored: torch.Tensor,
+    targets: list[torch.Tensor | None],
+    prepared: Launch,
+) -> None:
+    """Fills ``targets``, gradients or the first split's partials: up, gate, down, up_bias, gate_bias, down_bias.
+
+    All matrices are computed, biases only if asked for.
+    """
+    prepared(tuple(targets), (stored, x, dy, stored))

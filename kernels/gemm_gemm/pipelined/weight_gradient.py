@@ -9,7 +9,7 @@ import torch
 
 from ...activations import activation_unit, hidden_and_slopes, through_activation
 from ...hopper import Matrix, copy_in, fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
-from ...launching import launch
+from ...launching import Launch, prepare
 from ...pipeline import copy_hidden_tile, hidden_first, init_barriers, stage_of
 from ...tuning import CONSUMER_ROWS, PipelinedConfig
 from ..operands import Matrices, Operands
@@ -263,17 +263,16 @@ def _pipelined_weight_gradient_kernel(
         ], [4, 1], [240, 24])  # fmt: skip
 
 
-def launch_weight_gradient(
+def prepare_weight_gradient(
     operands: Operands,
     matrices: Matrices,
     dy: Matrix,
-    targets: list[torch.Tensor | None],
     split_size: int,
     transposed: bool,
     splits: int,
     config: PipelinedConfig,
-) -> None:
-    """Fills ``targets``: gradients or the first split's partials, in the order of ``WeightGradients``.
+) -> Launch:
+    """The launch of one pass over x and dy.
 
     ``transposed`` gradients have the layout of a batched GEMM-GEMM's operands.
     """
@@ -284,18 +283,26 @@ def launch_weight_gradient(
         matrices.up.transposed, not matrices.down.transposed, transposed,
         operands.arithmetic.activation, operands.arithmetic.accuracy,
     )  # fmt: skip
-    launch(
+    return prepare(
         _pipelined_weight_gradient_kernel,
         batch * -(-hidden // (CONSUMER_ROWS * config.consumers)) * splits,
-        (operands.up_bias, operands.gate_bias, *targets),
         (),
         (split_size, matrices.up.step, matrices.down.step, hidden, rows, splits),
         constants,
-        descriptors=(
-            matrices.x.descriptor(config.block, width),
-            dy.descriptor(config.block, out_width),
-            matrices.up.descriptor(CONSUMER_ROWS, width),
-            None if matrices.gate is None else matrices.gate.descriptor(CONSUMER_ROWS, width),
-            matrices.down.descriptor(out_width, CONSUMER_ROWS),
+        geometries=(
+            matrices.x.geometry(config.block, width),
+            dy.geometry(config.block, out_width),
+            matrices.up.geometry(CONSUMER_ROWS, width),
+            None if matrices.gate is None else matrices.gate.geometry(CONSUMER_ROWS, width),
+            matrices.down.geometry(out_width, CONSUMER_ROWS),
         ),
+    )
+
+
+def launch_weight_gradient(
+    operands: Operands, dy: torch.Tensor, targets: list[torch.Tensor | None], prepared: Launch
+) -> None:
+    """Fills ``targets``: gradients or the first split's partials, in the order of ``WeightGradients``."""
+    prepared(
+        (operands.up_bias, operands.gate_bias, *targets), (operands.x, dy, operands.up, operands.gate, operands.down)
     )
