@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,69 +14,16 @@ from torch import Tensor
 from fusedlayers.kernels import relaunching
 from fusedlayers.kernels.device import HAS_TRITON, triton
 from fusedlayers.kernels.hopper import Descriptor, matrix
+from tests.stand_in_launchers import BACKEND, Checked, Compiled, Launcher, Metadata, stand_in_driver
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 
-BACKEND = "stand_in_backend"
-META = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [8, 64], "fp4_padded": False}
-
-
-class Metadata(NamedTuple):
-    tensordesc_meta: Any
-
-
-class Checked:
-    """As much of Gluon's own descriptor as is needed, after the first launch."""
-
-    def __init__(self, shape: list[int]) -> None:
-        self.base, self.shape, self.strides = None, shape, [1] * len(shape)
-
-
-class Launcher:
-    """Triton's launcher: remembers what it is made for, and what it is called with."""
-
-    def __init__(self, src: Any, metadata: Any) -> None:
-        self.signature, self.meta = list(src.signature.values()), metadata.tensordesc_meta
-        self.calls: list[tuple[Any, ...]] = []
-
-    def __call__(self, gridX: int, gridY: int, gridZ: int, stream: int, function: str, *args: Any) -> None:
-        self.calls.append((gridX, stream, function, args))
-
-
-class Compiled:
-    """A compiled kernel of two descriptors, one of them not there, a pointer and a number."""
-
-    def __init__(self) -> None:
-        signature = {"a": "tensordesc<bf16[8, 64]>", "b": "constexpr", "p": "*fp32", "n": "i32"}
-        self.src = SimpleNamespace(fn=SimpleNamespace(arg_names=list(signature)), constants={}, signature=signature)
-        self.metadata, self.packed_metadata, self.function = Metadata([META]), "packed", "function"
-        self.run = Launcher(self.src, self.metadata)
-        self.plain: list[tuple[Any, ...]] = []
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-        return lambda *arguments: self.plain.append((grid, arguments))
-
 
 @pytest.fixture
-def encoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def encoded() -> Iterator[list[int]]:
     """The addresses of what is encoded, in order, by a backend like Triton's."""
-    seen: list[int] = []
-
-    def make_tensordesc_arg(arg: Any, metadata: Any) -> list[Any]:
-        assert metadata is META
-        seen.append(arg.base.data_ptr())
-        return [f"map of {arg.base.data_ptr()}", *arg.shape, *arg.strides]
-
-    backend = ModuleType(BACKEND)
-    vars(backend)["make_tensordesc_arg"] = make_tensordesc_arg
-    monkeypatch.setitem(sys.modules, BACKEND, backend)
-    driver = type("Driver", (), {"__module__": BACKEND, "launcher_cls": Launcher})()
-    driver.get_current_stream = lambda device: 7
-    monkeypatch.setattr(relaunching, "_encoded", {})
-    before = triton.runtime.driver.active if triton.runtime.driver._active is not None else None
-    triton.runtime.driver.set_active(driver)
-    yield seen
-    triton.runtime.driver.set_active(before)
+    with stand_in_driver() as seen:
+        yield seen
 
 
 def tensor(rows: int = 16) -> Tensor:
