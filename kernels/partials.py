@@ -143,6 +143,11 @@ def _prepare_sums(
     )
 
 
+def split_size(shapes: Sequence[tuple[int, ...] | None], splits: int) -> int:
+    """How many elements the partials of one split have; 0 where there is one split, which needs none."""
+    return sum([math.prod(shape) for shape in shapes if shape is not None]) if splits > 1 else 0
+
+
 def summed_over_splits(
     like: torch.Tensor,
     shapes: Sequence[tuple[int, ...] | None],
@@ -161,8 +166,7 @@ def summed_over_splits(
     if splits == 1:
         fill(outputs, 0)
         return outputs
-    sizes = [math.prod(shape) for shape in shapes if shape is not None]
-    total = sum(sizes)
+    sizes, total = [math.prod(shape) for shape in shapes if shape is not None], split_size(shapes, splits)
     # One dimension, so that one operation yields the first split's pieces.
     partials = torch.empty(splits * total, dtype=torch.float32, device=device)
     pieces = iter(partials.split_with_sizes([*sizes, (splits - 1) * total]))

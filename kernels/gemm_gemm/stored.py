@@ -7,14 +7,13 @@ recomputing: at width 256 forward and backward are 7 GEMM units instead of 10, g
 dx, a plain product of the stored dZ with the weights, is torch's.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from ..activations import activation_unit
 from ..launching import Launch, layout
-from ..partials import summed_over_splits
+from ..partials import split_size, summed_over_splits
 from ..tuning import StoredConfig
 from . import pipelined
 from .operands import Operands, rows_of
@@ -42,11 +41,8 @@ def stored_gradients(
             return None
     stored = pipelined.hidden_gradient(operands, dy, prepared.stored, prepared.hidden_gradient)
 
-    def fill(targets: list[torch.Tensor | None], split_size: int) -> None:
-        launch = prepared.ready.get("launch")
-        if launch is None:
-            launch = prepared.ready["launch"] = prepared.prepare(operands, dy, split_size)
-        pipelined.launch_stored_weight_gradients(operands.x, dy, stored, targets, launch)
+    def fill(targets: list[torch.Tensor | None], _: int) -> None:
+        pipelined.launch_stored_weight_gradients(operands.x, dy, stored, targets, prepared.weight_gradients)
 
     *found, d_down_bias = summed_over_splits(operands.x, prepared.shapes, splits, fill, prepared.ready)
     return _data_gradient(operands, stored), WeightGradients(*found), d_down_bias
@@ -58,7 +54,7 @@ class _Prepared(NamedTuple):
     stored: tuple[int, int, int]
     shapes: tuple[tuple[int, ...] | None, ...]
     hidden_gradient: Launch
-    prepare: Callable[[Operands, torch.Tensor, int], Launch]
+    weight_gradients: Launch
     ready: dict[Any, Any]
 
 
@@ -74,16 +70,6 @@ def _prepare(
     matrices, dy_rows = operands.matrices, rows_of(dy)
     if matrices is None or dy_rows is None or matrices.up.transposed or matrices.down.transposed:
         return None
-    stored, launch = pipelined.prepare_hidden_gradient(operands, matrices, dy_rows, config)
-
-    def prepare_weights(operands: Operands, dy: torch.Tensor, split_size: int) -> Launch:
-        matrices, dy_rows = operands.matrices, rows_of(dy)
-        assert matrices is not None
-        assert dy_rows is not None
-        return pipelined.prepare_stored_weight_gradients(
-            operands, matrices, dy_rows, stored, split_size, splits, config
-        )
-
     _, _, width, hidden, out_width = operands.sizes()
     shapes = (
         (hidden, width),
@@ -93,7 +79,11 @@ def _prepare(
         (hidden,) if gate_bias else None,
         (out_width,) if down_bias else None,
     )
-    return _Prepared(stored, shapes, launch, prepare_weights, {})
+    stored, launch = pipelined.prepare_hidden_gradient(operands, matrices, dy_rows, config)
+    weights = pipelined.prepare_stored_weight_gradients(
+        operands, matrices, dy_rows, stored, split_size(shapes, splits), splits, config
+    )
+    return _Prepared(stored, shapes, launch, weights, {})
 
 
 def _data_gradient(operands: Operands, stored: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Weight gradients with the bias gradients of the hidden, in one pass over x and dy, split over tokens."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from ..activations import activation_unit, hidden_and_slopes, through_activation
 from ..device import tl, triton
 from ..dropout import keep
 from ..launching import Launch, ceil_div, layout, prepare
-from ..partials import summed_over_splits
+from ..partials import split_size, summed_over_splits
 from ..tiles import add_product, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
 from . import pipelined
@@ -173,74 +173,72 @@ def weight_gradients(
     Where the accumulators of all of them exceed the registers, several launches share them out.
     """
     name = ("weight gradients", *wanted, *layout(dy))
-    passes = operands.prepared(name)
-    if passes is None:
-        passes = operands.keep(name, _prepare_passes(operands, dy, wanted, splits, tiles, transposed))
-    found: list[torch.Tensor | None] = [None] * 5
-    for each in passes:
+    prepared = operands.prepared(name)
+    if prepared is None:
+        prepared = operands.keep(name, _prepare(operands, dy, wanted, splits, tiles, transposed))
 
-        def launch_pass(targets: list[torch.Tensor | None], split_size: int, each: _Pass = each) -> None:
-            prepared = each.ready.get("launch")
-            if prepared is None:
-                prepared = each.ready["launch"] = each.prepare(operands, dy, split_size)
-            if each.pipelined:
-                pipelined.launch_weight_gradient(operands, dy, targets, prepared)
+    def fill(targets: list[torch.Tensor | None], _: int) -> None:
+        for launch, yields in prepared.passes:
+            own = [target if each else None for target, each in zip(targets, yields, strict=True)]
+            if prepared.pipelined:
+                pipelined.launch_weight_gradient(operands, dy, own, launch)
             else:
-                prepared((*operands.pointers(), dy, *targets))
+                launch((*operands.pointers(), dy, *own))
 
-        gradients = summed_over_splits(operands.x, each.shapes, splits, launch_pass, each.ready)
-        found = [new if new is not None else old for new, old in zip(gradients, found, strict=True)]
-    return WeightGradients(*found)
+    # One workspace and one sum for all launches.
+    return WeightGradients(*summed_over_splits(operands.x, prepared.shapes, splits, fill, prepared.ready))
 
 
-class _Pass(NamedTuple):
-    """One launch of several that share out the gradients: the shapes of those that it yields, else None."""
+class _Prepared(NamedTuple):
+    """What all executions of one prepared call share: the gradients' shapes, and which ones each launch yields."""
 
     shapes: tuple[tuple[int, ...] | None, ...]
+    passes: list[tuple[Launch, tuple[bool, ...]]]
     pipelined: bool
-    prepare: Callable[[Operands, torch.Tensor, int], Launch]
     ready: dict[Any, Any]
 
 
-def _prepare_passes(
+def _prepare(
     operands: Operands,
     dy: torch.Tensor,
     wanted: WeightGradients,
     splits: int,
     tiles: TileConfig,
     transposed: bool,
-) -> list[_Pass]:
-    config = tiles.pipelined
-    fits = config is not None and operands.matrices is not None and rows_of(dy) is not None
-
-    def prepare_pass(operands: Operands, dy: torch.Tensor, split_size: int) -> Launch:
-        if config is None or (matrices := operands.matrices) is None or (dy_rows := rows_of(dy)) is None:
-            return _prepare_portable(operands, dy, split_size, transposed, splits, tiles)
-        return pipelined.prepare_weight_gradient(operands, matrices, dy_rows, split_size, transposed, splits, config)
-
+) -> _Prepared:
     _, _, width, hidden, out_width = operands.sizes()
     up_shape = (width, hidden) if transposed else (hidden, width)
     down_shape = (hidden, out_width) if transposed else (out_width, hidden)
     batch = operands.x.shape[:-2]
-    shapes = [(*batch, *shape) for shape in (up_shape, up_shape, down_shape, (hidden,), (hidden,))]
-    passes = []
-    for part in _PASSES[config.passes if config is not None and fits else tiles.passes]:
-        asked = [want and name in part for name, want in zip(_GRADIENT_NAMES, wanted, strict=True)]
-        if any(asked):
-            chosen = tuple([shape if want else None for shape, want in zip(shapes, asked, strict=True)])
-            passes.append(_Pass(chosen, fits, prepare_pass, {}))
-    return passes
+    all_shapes = [(*batch, *shape) for shape in (up_shape, up_shape, down_shape, (hidden,), (hidden,))]
+    shapes = tuple([shape if want else None for shape, want in zip(all_shapes, wanted, strict=True)])
+    config, matrices, dy_rows = tiles.pipelined, None, None
+    if config is not None and (matrices := operands.matrices) is not None:
+        dy_rows = rows_of(dy)
+    is_pipelined = dy_rows is not None
+    passes: list[tuple[Launch, tuple[bool, ...]]] = []
+    for names in _PASSES[config.passes if config is not None and is_pipelined else tiles.passes]:
+        yields = tuple([bool(want) and name in names for name, want in zip(_GRADIENT_NAMES, wanted, strict=True)])
+        if not any(yields):
+            continue
+        size = split_size(shapes, splits)
+        if config is not None and matrices is not None and dy_rows is not None:
+            launch = pipelined.prepare_weight_gradient(operands, matrices, dy_rows, size, transposed, splits, config)
+        else:
+            launch = _prepare_portable(operands, dy, size, transposed, splits, tiles)
+        passes.append((launch, yields))
+    return _Prepared(shapes, passes, is_pipelined, {})
 
 
 def _prepare_portable(
-    operands: Operands, dy: torch.Tensor, split_size: int, transposed: bool, splits: int, tiles: TileConfig
+    operands: Operands, dy: torch.Tensor, stride_split: int, transposed: bool, splits: int, tiles: TileConfig
 ) -> Launch:
     batch, rows, width, hidden, out_width = operands.sizes()
     inner_strides = (1, hidden, 1, out_width) if transposed else (width, 1, hidden, 1)
     return prepare(
         _weight_gradient_kernel,
         batch * ceil_div(hidden, tiles.block_n) * splits,
-        (*operands.strides(), *strides(dy), *inner_strides, hidden, split_size),
+        (*operands.strides(), *strides(dy), *inner_strides, hidden, stride_split),
         (rows, *operands.arithmetic.dropout(), splits),
         # Few splits mean few rows: one variant less to compile.
         operands.constants(tiles, even=splits > 1 and rows % tiles.block_m == 0),
