@@ -31,16 +31,15 @@ FUSED_SWITCHES = {"FUSEDLAYERS_BACKEND": "triton", "FUSEDLAYERS_STRICT": "0"}
 class Contender:
     """``call`` takes the inputs of the case by name; ``switches`` are environment variables that hold meanwhile.
 
-    ``before_capture`` are those of one more warm-up: where the planner decides otherwise inside a CUDA graph, the
-    kernels of that path must be compiled and loaded before the recording starts. ``saves``: what is kept for a backward
-    pass is what autograd saves, and can be counted.
+    ``saves``: what is kept for a backward pass is what autograd saves, and can be counted. ``recorded``: it is timed
+    inside a CUDA graph, too.
     """
 
     name: str
     call: Callable[..., Results]
     switches: Mapping[str, str] = field(default_factory=dict)
-    before_capture: Mapping[str, str] = field(default_factory=dict)
     saves: bool = True
+    recorded: bool = True
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def _checkpointed(expression: Callable[..., Results], **inputs: Tensor) -> Resul
 
 
 def our_plan(case: Case, options: Options, work: Work, captured: bool = False, backend: str = "auto") -> Plan:
-    """What auto mode plans for this work, launched or, after a warm-up of its kernels, captured; or another backend.
+    """What auto mode plans for this work, launched or captured; or another backend.
 
     Its ``unsupported`` says why the kernels cannot be forced.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from . import record as records
 from .cases import DTYPES, Case, Grid, Options, Shape
-from .contenders import AUTO, FUSED, FUSED_SWITCHES, Contender, contender, our_plan
+from .contenders import AUTO, FUSED, Contender, contender, our_plan
 from .exactness import random_work, rotating_work
 from .memory import peak_bytes, saved_bytes
 from .record import Record
@@ -167,10 +167,7 @@ def _time(row: Row, settings: Settings, direction: str, entry: Record) -> Record
         elif name == FUSED and settings.device.type != "cuda":
             entries[name] = records.untimed_entry("not timed", "the interpreter's time means nothing", paths[FUSED])
         else:
-            entrant = contender(name, row.case, row.options)
-            if name == AUTO and replayed_path == forced_path != plan.path:
-                entrant = replace(entrant, before_capture=FUSED_SWITCHES)
-            entrants.append(entrant)
+            entrants.append(contender(name, row.case, row.options))
     timings = measure(entrants, work, seconds=settings.seconds, clock=clock)
     for entrant in entrants:
         timing = timings[entrant.name]

@@ -7,6 +7,8 @@ overwritten before each run, so that it reads its inputs from memory; that takes
 may already launch. Work of a few microseconds is rotated besides: one run does it many times, on as many inputs. So a
 *launched* time shows the host only where the host falls further behind. *Replayed* is the same work inside a CUDA
 graph: device time alone.
+
+What the host costs is another question, with a clock of its own: :class:`LoopClock`.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 
 from ..functional.dispatch import switched
-from .contenders import Contender, Work
+from .contenders import Contender
 
 WARM_UP_RUNS = 3
 # Rounds at the start whose times are thrown away: the clocks are still rising.
@@ -88,8 +91,20 @@ def spread(times: list[float]) -> Spread:
     return Spread(median, first, third, ordered[0], len(ordered))
 
 
+class Workload(Protocol):
+    """What is timed: ``call`` is launched, or replayed, in one go as often as ``count`` says."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def count(self) -> int: ...
+
+    def run_all(self, call: Callable[..., Any]) -> None: ...
+
+
 def measure(
-    contenders: list[Contender], work: Work, *, seconds: float, clock: Clock | None = None
+    contenders: list[Contender], work: Workload, *, seconds: float, clock: Clock | None = None
 ) -> dict[str, Timing | NotTimed]:
     """Times of all contenders on the same work, in about ``seconds`` beside warm-up, compilation and capture.
 
@@ -107,7 +122,7 @@ def measure(
             except Exception as error:
                 failures[contender.name] = NotTimed(f"{type(error).__name__}: {error}".splitlines()[0])
                 continue
-            replay, replay_reasons[contender.name] = _capture(contender, launch, clock)
+            replay, replay_reasons[contender.name] = clock.capture(launch) if contender.recorded else (None, "")
         entrants[contender.name, "launched"] = Entrant(launch, contender.switches)
         if replay is not None:
             entrants[contender.name, "replayed"] = Entrant(replay, {})
@@ -132,15 +147,6 @@ def measure(
             clock.separate_host and _host_bound(launched_spread, replayed_spread, host),
         )
     return timings
-
-
-def _capture(
-    contender: Contender, launch: Callable[[], object], clock: Clock
-) -> tuple[Callable[[], object] | None, str]:
-    if contender.before_capture:
-        with switched(contender.before_capture):
-            clock.warm_up(launch)
-    return clock.capture(launch)
 
 
 def _host_bound(launched: Spread, replayed: Spread | None, host_seconds: float) -> bool:
@@ -195,19 +201,13 @@ class Clock:
         return [(seconds, seconds)]
 
 
-class CudaClock(Clock):
-    """Times work with CUDA events, from an idle device and a cold L2 cache."""
+class _GPUClock(Clock):
+    """What the clocks of a GPU share: warm-up, and the recording of work into a CUDA graph."""
 
     separate_host = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        cache = torch.cuda.get_device_properties(device).L2_cache_size
-        self.cold_cache_bytes = max(4 * cache, 2**28)
-        self._eviction = torch.empty(self.cold_cache_bytes, dtype=torch.int8, device=device)
-        self._events = [
-            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(RUNS_PER_VISIT)
-        ]
 
     def warm_up(self, launch: Callable[[], object]) -> None:
         with torch.cuda.device(self.device):
@@ -233,6 +233,19 @@ class CudaClock(Clock):
                 return None, f"not capturable: {type(error).__name__}: {error}".splitlines()[0]
         return graph.replay, ""
 
+
+class CudaClock(_GPUClock):
+    """Times work with CUDA events, from an idle device and a cold L2 cache."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        cache = torch.cuda.get_device_properties(device).L2_cache_size
+        self.cold_cache_bytes = max(4 * cache, 2**28)
+        self._eviction = torch.empty(self.cold_cache_bytes, dtype=torch.int8, device=device)
+        self._events = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(RUNS_PER_VISIT)
+        ]
+
     def visit(self, run: Callable[[], object]) -> list[tuple[float, float]]:
         hosts = []
         with torch.cuda.device(self.device):
@@ -249,6 +262,35 @@ class CudaClock(Clock):
         return list(zip(devices, hosts, strict=True))[1:]
 
 
+class LoopClock(_GPUClock):
+    """Wall time of a loop, from an idle device until all of it is done, and the host's part of that.
+
+    The host launches ahead of the device, as in a user's loop. Work of a single call would show the host's start and
+    the device's end; work of many calls shows whichever of the two is slower. The first of ``runs`` + 1 is not counted.
+    """
+
+    def __init__(self, device: torch.device, runs: int = 2) -> None:
+        super().__init__(device)
+        self.runs = runs
+
+    def visit(self, run: Callable[[], object]) -> list[tuple[float, float]]:
+        measured = []
+        with torch.cuda.device(self.device):
+            for _ in range(self.runs + 1):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                run()
+                launched = time.perf_counter()
+                torch.cuda.synchronize()
+                measured.append((time.perf_counter() - start, launched - start))
+        return measured[1:]
+
+
 def clock_for(device: torch.device) -> Clock:
     """The clock of a device."""
     return CudaClock(device) if device.type == "cuda" else Clock()
+
+
+def loop_clock_for(device: torch.device, runs: int = 2) -> Clock:
+    """The clock of loops on a device."""
+    return LoopClock(device, runs) if device.type == "cuda" else Clock()

@@ -113,7 +113,8 @@ def test_rounds_interleave_and_rotate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert a.launched.minimum > 3 * timing.DISCARDED_ROUNDS
 
 
-def test_the_kernels_of_a_captured_path_are_loaded_before_the_recording() -> None:
+def test_a_capture_needs_no_switch_of_its_own() -> None:
+    """What is recorded is warmed up as users do: by plain calls in the contender's own mode."""
     seen: list[str] = []
 
     class CapturingClock(_RecordingClock):
@@ -125,11 +126,15 @@ def test_the_kernels_of_a_captured_path_are_loaded_before_the_recording() -> Non
         seen.append(os.environ["FUSEDLAYERS_BACKEND"])
         return inputs["x"] * 1
 
-    work = contenders.Work({"x": torch.ones(2)}, torch.ones(2), backward=False)
-    entrant = contenders.Contender("auto", call, contenders.AUTO_SWITCHES, contenders.FUSED_SWITCHES)
-    timing.measure([entrant], work, seconds=1e-9, clock=CapturingClock())
-    warm = timing.WARM_UP_RUNS
-    assert seen == ["auto"] * warm + ["triton"] * warm + ["capture"]
+    work = contenders.Work({"x": torch.ones(2)}, (torch.ones(2),), backward=False)
+    entrants = [contenders.Contender("auto", call, contenders.AUTO_SWITCHES, recorded=once) for once in (True, False)]
+    timing.measure(entrants[:1], work, seconds=1e-9, clock=CapturingClock())
+    assert seen == ["auto"] * timing.WARM_UP_RUNS + ["capture"]
+    seen.clear()
+    found = timing.measure(entrants[1:], work, seconds=1e-9, clock=CapturingClock())["auto"]
+    assert seen == ["auto"] * timing.WARM_UP_RUNS
+    assert isinstance(found, timing.Timing)
+    assert (found.replayed, found.replay_reason) == (None, "")
 
 
 def test_quartiles_and_the_mark_of_the_host() -> None:

@@ -44,7 +44,7 @@ import fusedlayers as fl
 from fusedlayers.bench import record as records
 from fusedlayers.bench.contenders import AUTO_SWITCHES, Contender, Work
 from fusedlayers.bench.memory import peak_bytes, saved_bytes
-from fusedlayers.bench.timing import NotTimed, clock_for, measure
+from fusedlayers.bench.timing import NotTimed, measure
 from fusedlayers.closeness import compare_all
 from fusedlayers.functional.dispatch import decisions, switched
 from tests.models.small import FAMILIES, Family, Inputs, Results
@@ -189,11 +189,8 @@ def with_draw(found: Results, more: Results, names: Collection[str]) -> Results:
 
 def times(contenders: list[Contender], work: Work, seconds: float) -> dict[str, Row]:
     """Time and memory of every contender, or why there are none."""
-    clock = clock_for(work.device)
-    # transformers builds an attention mask inside a capture that it does without elsewhere: another step.
-    clock.capture = lambda launch: (None, "")  # type: ignore[method-assign]
     entries: dict[str, Row] = {}
-    found = measure(contenders, work, seconds=seconds, clock=clock)
+    found = measure(contenders, work, seconds=seconds)
     for contender, timing in zip(contenders, found.values(), strict=True):
         if isinstance(timing, NotTimed):
             entries[contender.name] = {"reason": timing.reason}
@@ -221,7 +218,8 @@ def row(name: str, family: Family, chosen: argparse.Namespace) -> Row:
         return family.run(model, inputs)[1]
 
     kinds = [kind for kind, entry in entries.items() if not entry["red"]]
-    timed = [Contender(kind, partial(loss, models[kind]), AUTO_SWITCHES) for kind in kinds]
+    # transformers builds an attention mask inside a capture that it does without elsewhere: another step.
+    timed = [Contender(kind, partial(loss, models[kind]), AUTO_SWITCHES, recorded=False) for kind in kinds]
     parameters = dict(plain.named_parameters())
     upstream = torch.ones_like(loss(plain))
     work = Work({name: parameters[name] for name in trained}, (upstream,), backward=True)
