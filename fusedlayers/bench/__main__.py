@@ -3,6 +3,7 @@
     python -m fusedlayers.bench ffn                                  verify the published grid
     python -m fusedlayers.bench ffn --shape 65536x256x1024 --time    verify one shape, then time it
     python -m fusedlayers.bench all --time --plot                    everything that the README shows
+    python -m fusedlayers.bench host                                 what a layer costs the host, launched one by one
     python -m fusedlayers.bench table FILE.json                      the README's tables of a record
     python -m fusedlayers.bench plot FILE.json                       the pictures of a record
     python -m fusedlayers.bench update FILE.json NEWER.json          put rows that were measured anew into a record
@@ -16,16 +17,25 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from ..functional.dispatch import workspace_limit
 from ..kernels.activations import canonical_activation
 from ..kernels.gemm_reduce import OPERATIONS
-from . import plots, record, selftest, tables
-from .cases import CASES, DTYPES, INITS, Case, Grid, Options, Shape
+from . import host, host_tables, plots, record, selftest, tables
+from .arguments import (
+    add_device_option,
+    add_record_options,
+    chosen_device,
+    parse_shape,
+    positive,
+    record_path,
+    several,
+    show,
+)
+from .cases import CASES, INITS, Case, Grid, Options
 from .contenders import AUTO, AUTOTUNED, CHECKPOINTED, COMPILED, EAGER, FUSED
 from .exactness import INTEGER_ACTIVATIONS, INTEGER_OPERATIONS
 from .runner import FORWARD, FORWARD_BACKWARD, Row, Settings, run
@@ -44,6 +54,9 @@ _DIRECTION_WORDS = {
     "forward_backward": (FORWARD_BACKWARD,),
     "both": (FORWARD, FORWARD_BACKWARD),
 }
+# The records that are no grids.
+_MARKDOWN = {"host": host_tables.markdown}
+_PLOTS = {"host": host_tables.plot}
 # Zeros run faster than real data and integers are mostly zeros: neither says what a user would see.
 _TIMED_INITS = ("normal", "uniform")
 
@@ -56,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(["selftest" if word == "--selftest" else word for word in words])
     if chosen.name == "selftest":
         try:
-            return selftest.main(_device(chosen))
+            return selftest.main(chosen_device(chosen))
         except ValueError as error:
             parser.error(str(error))
     if chosen.name in ("table", "plot"):
@@ -64,6 +77,8 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.name == "update":
         return _update(chosen)
     try:
+        if chosen.name == "host":
+            return host.main(chosen, words)
         settings = _settings(chosen)
         rows = _rows(chosen, settings)
     except ValueError as error:
@@ -80,24 +95,21 @@ def build_parser() -> argparse.ArgumentParser:
         _add_case_options(command, case)
         _add_run_options(command)
     _add_run_options(commands.add_parser("all", help="benchmark every published grid"))
+    host.add_options(commands.add_parser("host", help="what a layer costs the host, beside torch's layers"))
     for name, what in (("table", "print the markdown tables of a record"), ("plot", "draw the pictures of a record")):
         commands.add_parser(name, help=what).add_argument("file", type=Path, metavar="FILE.json")
     command = commands.add_parser("update", help="put the rows of a newer record into an older one")
     command.add_argument("file", type=Path, metavar="FILE.json")
     command.add_argument("newer", type=Path, metavar="NEWER.json")
     command = commands.add_parser("selftest", help="test every kernel configuration on this machine with integers")
-    _add_device_option(command)
+    add_device_option(command)
     return parser
-
-
-def _add_device_option(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--device", help="default: cuda if there is one, else cpu")
 
 
 def _add_case_options(command: argparse.ArgumentParser, case: Case) -> None:
     command.add_argument(
         "--shape",
-        type=lambda text: parse_shape(text, case),
+        type=lambda text: parse_shape(text, case.letters, case.meaning),
         action="extend",
         nargs="+",
         metavar="x".join(case.letters),
@@ -119,40 +131,20 @@ def _add_case_options(command: argparse.ArgumentParser, case: Case) -> None:
 
 
 def _add_run_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 without one")
-    _add_device_option(command)
+    add_record_options(command)
     command.add_argument("--init", choices=INITS, default="normal", help="values of the inputs (default: normal)")
-    command.add_argument("--seed", type=int, default=0, help="of the inputs (default: 0)")
     command.add_argument("--verify", action="store_true", help="verify only; verification also precedes any timing")
     command.add_argument("--time", action="store_true", help="time what was verified")
     command.add_argument("--direction", choices=_DIRECTION_WORDS, default="both", help="what to time (default: both)")
     command.add_argument(
         "--contenders",
-        type=_contenders,
+        type=lambda text: tuple(_CONTENDER_WORDS[word] for word in several(text, tuple(_CONTENDER_WORDS))),
         metavar="NAME,…",
         help=f"of {','.join(_CONTENDER_WORDS)}; default: eager and auto, on a GPU compile and fused too",
     )
     command.add_argument(
-        "--seconds", type=_positive, default=1.0, help="timing per row and direction, beside warm-up (default: 1)"
+        "--seconds", type=positive, default=1.0, help="timing per row and direction, beside warm-up (default: 1)"
     )
-    command.add_argument("--budget", type=_positive, help="seconds after which no further row is timed")
-    command.add_argument("--plot", action="store_true", help="draw the pictures of the record")
-    command.add_argument("--output", type=Path, default=Path("outputs/bench"), help="folder (default: outputs/bench)")
-    command.add_argument("--commit", help="of the sources, where they are no git clone")
-
-
-def parse_shape(text: str, case: Case) -> Shape:
-    """``65536x256x1024``, with x or ×, as numbers.
-
-    Raises:
-        argparse.ArgumentTypeError: not as many positive integers as the case has letters.
-    """
-    words = text.replace("×", "x").lower().split("x")
-    if len(words) != len(case.letters) or not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: expected {len(case.letters)} positive integers {'x'.join(case.letters)} ({case.meaning})"
-        )
-    return tuple(map(int, words))
 
 
 def _activation(text: str) -> str:
@@ -162,43 +154,8 @@ def _activation(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _contenders(text: str) -> tuple[str, ...]:
-    words = text.split(",")
-    unknown = [word for word in words if word not in _CONTENDER_WORDS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r}: expected names out of {','.join(_CONTENDER_WORDS)}")
-    return tuple(contender for word, contender in _CONTENDER_WORDS.items() if word in words)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of seconds") from error
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected more than 0 seconds")
-    return value
-
-
-def _device(chosen: argparse.Namespace) -> torch.device:
-    has_gpu = torch.cuda.is_available()
-    try:
-        device = torch.device(chosen.device or ("cuda" if has_gpu else "cpu"))
-    except RuntimeError as error:
-        raise ValueError(f"argument --device: {chosen.device!r}: expected cuda, cuda:N or cpu") from error
-    if device.type not in ("cuda", "cpu"):
-        raise ValueError(f"argument --device: {chosen.device!r}: expected cuda, cuda:N or cpu")
-    if device.type == "cuda":
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(
-                f"argument --device: {chosen.device!r}: there are {torch.cuda.device_count()} CUDA devices"
-            )
-        device = torch.device("cuda", device.index or 0)
-    return device
-
-
 def _settings(chosen: argparse.Namespace) -> Settings:
-    device = _device(chosen)
+    device = chosen_device(chosen)
     if chosen.time and chosen.verify:
         # Both named means both wanted, as either flag alone already implies the verification.
         chosen.verify = False
@@ -272,8 +229,7 @@ def _title(case: Case, options: Options) -> str:
 def _benchmark(chosen: argparse.Namespace, rows: list[Row], settings: Settings, words: list[str]) -> int:
     if settings.device.type != "cuda":
         print("no GPU is used: verifying" + (" and timing" if settings.timed else "") + " the torch path on the CPU")
-    kind = "cpu" if settings.device.type == "cpu" else torch.cuda.get_device_name(settings.device)
-    path = chosen.output / f"{chosen.name}-{settings.dtype}-{kind.lower().replace(' ', '-')}.json"
+    path = record_path(chosen.output, chosen.name, settings.dtype, settings.device)
     try:
         found, right = run(rows, settings, words, path)
     except ValueError as error:
@@ -289,7 +245,7 @@ def _benchmark(chosen: argparse.Namespace, rows: list[Row], settings: Settings, 
         return 0
     if chosen.plot and not _draw(found, path):
         return 1
-    _print(tables.screen(found))
+    show(tables.screen(found))
     for line in tables.slower_than_torch(found):
         print(f"slower than torch: {line}")
     return 0
@@ -299,12 +255,22 @@ def _show(chosen: argparse.Namespace) -> int:
     try:
         found = record.read(chosen.file)
         if chosen.name == "table":
-            print(tables.markdown(found), end="")
+            print(_shown_by(found)(found), end="")
             return 0
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0 if _draw(found, chosen.file) else 1
+
+
+def _shown_by(found: record.Record) -> Callable[[record.Record], str]:
+    """What makes the markdown of such a record."""
+    return _MARKDOWN.get(_command(found), tables.markdown)
+
+
+def _command(found: record.Record) -> str:
+    """The command that measured a record."""
+    return str(found["rows"][0]["case"]) if found["rows"] else ""
 
 
 def _update(chosen: argparse.Namespace) -> int:
@@ -318,31 +284,12 @@ def _update(chosen: argparse.Namespace) -> int:
 
 def _draw(found: record.Record, path: Path) -> bool:
     try:
-        for picture in plots.plot(found, path):
+        for picture in _PLOTS.get(_command(found), plots.plot)(found, path):
             print(f"plot:   {picture}")
     except (ValueError, plots.MatplotlibMissingError) as error:
         print(f"error: {error}", file=sys.stderr)
         return False
     return True
-
-
-def _print(table: tables.Table) -> None:
-    """Through rich where it is installed, in plain columns otherwise."""
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        print(table.plain())
-        return
-    shown = Table(title=table.title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in table.columns:
-        shown.add_column(column, no_wrap=True)
-    for row in table.rows:
-        shown.add_row(*row)
-    console = Console()
-    # Written to a file or a pipe, rich would cut the table to 80 columns.
-    console.print(shown) if console.is_terminal else print(table.plain())
 
 
 if __name__ == "__main__":

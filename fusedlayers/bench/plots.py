@@ -32,12 +32,7 @@ def plot(record: Record, path: Path) -> list[Path]:
         ValueError: the record holds no times.
         MatplotlibMissingError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MatplotlibMissingError(
-            "plots need matplotlib: pip install 'fusedlayers[examples]', then python -m fusedlayers.bench plot FILE"
-        ) from error
+    figures = figure_class()
     rows = timed_rows(record)
     if not rows:
         raise ValueError("the record holds no times: run the benchmark with --time")
@@ -45,19 +40,38 @@ def plot(record: Record, path: Path) -> list[Path]:
     for grid in dict.fromkeys(row["grid"] for row in rows):
         grid_rows = [row for row in rows if row["grid"] == grid]
         directions = [d for d in _DIRECTIONS if any(row["direction"] == d for row in grid_rows)]
-        figure = Figure(figsize=(7 * len(directions), 8), layout="constrained")
+        figure = figures(figsize=(7 * len(directions), 8), layout="constrained")
         axes = figure.subplots(2, len(directions), squeeze=False)
         for column, direction in enumerate(directions):
             chosen = [row for row in grid_rows if row["direction"] == direction]
             _speed_ups(axes[0][column], chosen)
             _times(axes[1][column], chosen)
             axes[0][column].set_title(_DIRECTIONS[direction])
-        device = f"{record['device']['name']}, torch {record['versions']['torch']}, {record['started'][:10]}"
-        figure.suptitle(f"{grid_rows[0]['title']} ({grid_rows[0]['dtype']}, {device})")
-        target = path.with_name(f"{path.stem}-{grid}.png")
-        figure.savefig(target, dpi=110)
-        written.append(target)
+        written.append(save(figure, record, grid_rows[0]["title"], path.with_name(f"{path.stem}-{grid}.png")))
     return written
+
+
+def figure_class() -> Any:
+    """matplotlib's ``Figure``.
+
+    Raises:
+        MatplotlibMissingError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MatplotlibMissingError(
+            "plots need matplotlib: pip install 'fusedlayers[examples]', then python -m fusedlayers.bench plot FILE"
+        ) from error
+    return Figure
+
+
+def save(figure: Any, record: Record, title: str, target: Path) -> Path:
+    """Write a figure under its title and the conditions of its record, and return its file."""
+    device = f"{record['device']['name']}, torch {record['versions']['torch']}, {record['started'][:10]}"
+    figure.suptitle(f"{title} ({record['rows'][0]['dtype']}, {device})")
+    figure.savefig(target, dpi=110)
+    return target
 
 
 def _speed_ups(axes: Any, rows: list[Record]) -> None:

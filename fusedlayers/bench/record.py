@@ -31,6 +31,10 @@ Schema 1. Times are seconds, sizes bytes; what is unknown is null.
             tflops, floor_share        from replayed if there is one, else launched; floor_share may be null
             saved_bytes, peak_bytes    kept for backward without parameters, null if unknown; most allocated beyond
                       the inputs
+
+The rows of ``host`` have a case of that name, ``depth`` (layers of a loop) and no flops, bytes or floor; times are
+those of a layer. Its contenders are "torch", "auto", "kernels" and "function", as they are, ", one thread" and
+", compiled", without tflops, floor_share, saved_bytes, peak_bytes and replayed_path.
 """
 
 from __future__ import annotations

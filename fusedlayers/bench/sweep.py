@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..functional.dispatch import switched
 from . import record as records
-from .__main__ import parse_shape
+from .arguments import parse_shape
 from .cases import DTYPES, Shape
 from .cases.split_k import SPLIT_K
 from .contenders import EAGER, FUSED_SWITCHES, Contender, contender
@@ -38,7 +38,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m fusedlayers.bench.sweep", description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--shape", type=lambda text: parse_shape(text, SPLIT_K), action="extend", nargs="+", metavar="MxNxK"
+        "--shape",
+        type=lambda text: parse_shape(text, SPLIT_K.letters, SPLIT_K.meaning),
+        action="extend",
+        nargs="+",
+        metavar="MxNxK",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--seconds", type=float, default=0.5, help="timing per shape, beside warm-up (default: 0.5)")

@@ -14,7 +14,7 @@ ENOUGH = 0.97
 KINDS = ("launched", "replayed")
 _PATHS = {"launched": "path", "replayed": "replayed_path"}
 _DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
-_NONE = "–"
+NONE = "–"
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def slower_than_torch(record: Record) -> list[str]:
         for kind in KINDS:
             ratio = speed_up(row, kind)
             if ratio is not None and ratio < ENOUGH:
-                where = f"{row['grid']} {_shape(row)} {_DIRECTIONS[row['direction']]}, {kind}"
+                where = f"{row['grid']} {shape_of(row)} {_DIRECTIONS[row['direction']]}, {kind}"
                 lines.append(f"{where}: {ratio:.2f} of torch's speed ({row['contenders'][AUTO][_PATHS[kind]]} path)")
     return lines
 
@@ -128,7 +128,7 @@ def screen(record: Record) -> Table:
         rows.append(
             (
                 row["grid"],
-                _shape(row),
+                shape_of(row),
                 passes,
                 *times,
                 _path(row),
@@ -146,7 +146,7 @@ def _table(title: str, dtype: str, direction: str, rows: list[Record]) -> Table:
     columns += ["speed-up", "of floor"] + (["saved", "peak"] if direction == "forward_backward" else [])
     lines = []
     for row in rows:
-        line = [_shape(row), *(_times(row, name) for name in (EAGER, COMPILED, *more, AUTO)), _path(row)]
+        line = [shape_of(row), *(_times(row, name) for name in (EAGER, COMPILED, *more, AUTO)), _path(row)]
         line += [_forced(row), _ratios(row), _share(row)]
         if direction == "forward_backward":
             line += [_memory(row, "saved_bytes"), _memory(row, "peak_bytes")]
@@ -159,16 +159,17 @@ def _asked_for(rows: list[Record]) -> list[str]:
     return [name for name in ON_REQUEST if any(name in row["contenders"] for row in rows)]
 
 
-def _shape(row: Record) -> str:
+def shape_of(row: Record) -> str:
+    """``65536×256×1024``."""
     return "×".join(map(str, row["shape"]))
 
 
 def _times(row: Record, name: str) -> str:
     values = [median(row, name, kind) if name in row["contenders"] else None for kind in KINDS]
     if values[0] is None:
-        return _NONE
+        return NONE
     mark = "*" if row["contenders"][name]["host_bound"] else ""
-    return " / ".join([f"{values[0] * 1e6:.0f}{mark}", _NONE if values[1] is None else f"{values[1] * 1e6:.0f}"])
+    return " / ".join([f"{values[0] * 1e6:.0f}{mark}", NONE if values[1] is None else f"{values[1] * 1e6:.0f}"])
 
 
 def _forced(row: Record) -> str:
@@ -180,7 +181,7 @@ def _forced(row: Record) -> str:
 
 def _ratios(row: Record) -> str:
     ratios = [speed_up(row, kind) for kind in KINDS]
-    return _NONE if ratios[0] is None else " / ".join(_NONE if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+    return NONE if ratios[0] is None else " / ".join(NONE if ratio is None else f"{ratio:.2f}" for ratio in ratios)
 
 
 def _path(row: Record) -> str:
@@ -188,18 +189,18 @@ def _path(row: Record) -> str:
     auto = row["contenders"].get(AUTO) or {}
     launched, replayed = auto.get("path"), auto.get("replayed_path")
     if launched is None:
-        return _NONE
+        return NONE
     return launched if auto.get("replayed") is None or launched == replayed else f"{launched} / {replayed}"
 
 
 def _share(row: Record) -> str:
     share = (row["contenders"].get(AUTO) or {}).get("floor_share")
-    return _NONE if share is None else f"{share:.0%}"
+    return NONE if share is None else f"{share:.0%}"
 
 
 def _memory(row: Record, key: str) -> str:
     sizes = [(row["contenders"].get(name) or {}).get(key) for name in (EAGER, COMPILED, AUTO)]
-    return " / ".join(_NONE if size is None else _mebibytes(size) for size in sizes)
+    return " / ".join(NONE if size is None else _mebibytes(size) for size in sizes)
 
 
 def _mebibytes(size: int) -> str:

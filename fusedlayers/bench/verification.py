@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from ..closeness import compare
+from ..closeness import Closeness, compare
 from ..functional.dispatch import switched
 from .cases import Case, Options, Shape
 from .contenders import AUTO, EAGER, FUSED, contender, our_plan, why_not_forced
@@ -116,11 +116,15 @@ def verify(
     return results
 
 
-def _close(name: str, actual: Tensor, torch_result: Tensor, truth: Tensor) -> Finding:
-    verdict = compare(actual, torch_result, truth, name=name)
+def close(verdict: Closeness) -> Finding:
+    """What the tolerance rule says of one tensor."""
     return Finding(
-        name, verdict.ok, verdict.message, verdict.max_error_ratio, verdict.rms_ratio, verdict.worst_fraction
+        verdict.name, verdict.ok, verdict.message, verdict.max_error_ratio, verdict.rms_ratio, verdict.worst_fraction
     )
+
+
+def _close(name: str, actual: Tensor, torch_result: Tensor, truth: Tensor) -> Finding:
+    return close(compare(actual, torch_result, truth, name=name))
 
 
 def _exact(name: str, actual: Tensor, expected: Tensor) -> Finding:

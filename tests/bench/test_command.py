@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusedlayers import reference
 from fusedlayers.bench import __main__ as command
-from fusedlayers.bench import record, runner, tables, timing
+from fusedlayers.bench import arguments, record, runner, tables, timing
 from fusedlayers.bench.cases import CASES, Options
 from fusedlayers.bench.record import Record
 
@@ -232,8 +232,8 @@ def test_a_bad_command_line_names_the_argument(
 
 
 def test_shapes_are_read_with_either_cross() -> None:
-    assert command.parse_shape("65536×256×1024", FFN) == (65536, 256, 1024)
-    assert command.parse_shape("2X3x4x5x6", GEMM_GEMM) == (2, 3, 4, 5, 6)
+    assert arguments.parse_shape("65536×256×1024", FFN.letters, FFN.meaning) == (65536, 256, 1024)
+    assert arguments.parse_shape("2X3x4x5x6", GEMM_GEMM.letters, "") == (2, 3, 4, 5, 6)
 
 
 def rows_of(*words: str) -> list[runner.Row]:

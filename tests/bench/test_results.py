@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fusedlayers.bench import __main__ as command
-from fusedlayers.bench import plots, record, tables
+from fusedlayers.bench import arguments, plots, record, tables
 from fusedlayers.bench.record import Record
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -124,7 +124,7 @@ def test_without_rich_the_table_is_plain(
     gpu_record: Record, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
-    command._print(tables.screen(gpu_record))
+    arguments.show(tables.screen(gpu_record))
     assert capsys.readouterr().out == tables.screen(gpu_record).plain() + "\n"
 
 

@@ -1,0 +1,274 @@
+"""What a layer costs the host when layers are launched one by one: time a layer of a loop, against torch's.
+
+    python -m fusedlayers.bench host                       verify and time everything that is published
+    python -m fusedlayers.bench host --grid linear         some of it
+    python -m fusedlayers.bench host --compiled            torch.compile of torch and of auto mode, too
+
+The loop starts on an idle device and ends when all of it is done; host and device overlap as in a user's loop. All
+contenders are interleaved. *One thread*: ``torch.autograd.set_multithreading_enabled(False)``, so that nothing is
+handed over to autograd's own thread. The same loop inside a CUDA graph tells the time of the device alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..closeness import compare_all
+from ..functional.dispatch import decisions, switched
+from . import record as records
+from .arguments import add_record_options, chosen_device, parse_shape, positive, record_path, several, show
+from .cases import DTYPES, Grid, Shape
+from .chains import DEPTH, FUNCTION, MODULE, STANDS, TORCH, Layer, Loop, Stand
+from .contenders import AUTO_SWITCHES, FUSED_SWITCHES, Contender
+from .host_tables import AUTO, AUTO_FUNCTION, COMPILED, KERNELS, ONE_THREAD, ONE_WAY, over_limits, plot, table
+from .plots import MatplotlibMissingError
+from .record import Record
+from .runner import FORWARD, FORWARD_BACKWARD, shape_text
+from .timing import NotTimed, Timing, loop_clock_for, measure
+from .verification import Verification, close
+
+# Host time this close to the time of the loop means that the host sets the pace.
+HOST_BOUND_SHARE = 0.9
+_MAKERS = {TORCH: TORCH, AUTO: MODULE, KERNELS: MODULE, AUTO_FUNCTION: FUNCTION}
+_DIRECTIONS = {"forward": (FORWARD,), "forward_backward": (FORWARD_BACKWARD,), "both": (FORWARD_BACKWARD, FORWARD)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Layers of one size."""
+
+    stand: Stand
+    shape: Shape
+
+    @property
+    def label(self) -> str:
+        return f"{self.stand.grid.name} {shape_text(self.shape)}"
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """The options of the command ``host``."""
+    add_record_options(command)
+    command.add_argument(
+        "--grid", type=lambda text: several(text, tuple(STANDS)), default=tuple(STANDS), metavar="NAME,…",
+        help=f"of {','.join(STANDS)}; default: all",
+    )  # fmt: skip
+    command.add_argument("--shape", action="extend", nargs="+", help="of one grid; default: the published ones")
+    command.add_argument(
+        "--contenders", type=lambda text: several(text, tuple(_MAKERS)), default=tuple(_MAKERS), metavar="NAME,…",
+        help=f"of {','.join(_MAKERS)}; default: all",
+    )  # fmt: skip
+    command.add_argument("--direction", choices=_DIRECTIONS, default="both", help="what to time (default: both)")
+    command.add_argument("--depth", type=int, default=DEPTH, help=f"layers of a loop (default: {DEPTH})")
+    command.add_argument("--compiled", action="store_true", help="time what torch.compile makes of the chains, too")
+    command.add_argument("--verify", action="store_true", help="verify only")
+    command.add_argument(
+        "--seconds", type=positive, default=2.0, help="timing per row and direction, beside warm-up (default: 2)"
+    )
+
+
+def main(chosen: argparse.Namespace, words: list[str]) -> int:
+    """Verify all rows and, if all are right, time them; the exit status.
+
+    Raises:
+        ValueError: an argument that does not fit; the message names it.
+    """
+    device = chosen_device(chosen)
+    rows = _rows(chosen, device)
+    dtype = chosen.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    path = record_path(chosen.output, "host", dtype, device)
+    method = {"seconds_per_row": chosen.seconds, "cold_cache_bytes": 0, "init": "normal", "seed": chosen.seed}
+    record = records.new_record(words, device, method, chosen.commit)
+    started = time.perf_counter()
+    verified = []
+    for row in rows:
+        print(f"verify {row.label} {dtype}")
+        verified.append(verify(row, chosen.contenders, DTYPES[dtype], device, chosen.seed))
+        for verification in verified[-1]:
+            print(f"  {verification.summary()}")
+    if any(verification.red for found in verified for verification in found):
+        print("verification is RED: nothing is timed", file=sys.stderr)
+        return 1
+    if chosen.verify:
+        print("verification is green")
+        return 0
+    for row, found in zip(rows, verified, strict=True):
+        for direction in _DIRECTIONS[chosen.direction]:
+            if chosen.budget is not None and time.perf_counter() - started > chosen.budget:
+                print(f"skip   {row.label} {direction}: the budget of {chosen.budget:g} s was spent")
+                continue
+            print(f"time   {row.label} {direction}")
+            record["rows"].append(_timed(row, direction, found, chosen, dtype, device))
+            records.write(record, path)
+    records.finish(record)
+    records.write(record, path)
+    print(f"\nrecord: {path}")
+    if chosen.plot:
+        try:
+            print(f"plot:   {plot(record, path)[0]}")
+        except MatplotlibMissingError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    show(table(record))
+    for line in over_limits(record):
+        print(f"over its limit: {line}")
+    return 0
+
+
+def _rows(chosen: argparse.Namespace, device: torch.device) -> list[Row]:
+    if chosen.depth < 1:
+        raise ValueError(f"argument --depth: {chosen.depth}: expected 1 layer or more")
+    stands = [STANDS[name] for name in chosen.grid]
+    if chosen.shape and len(stands) > 1:
+        raise ValueError("argument --shape: expected it beside --grid with one name")
+    rows = []
+    for stand in stands:
+        shapes = stand.grid.shapes if device.type == "cuda" else stand.grid.shapes_without_gpu
+        if chosen.shape:
+            try:
+                shapes = tuple(parse_shape(text, stand.letters, stand.meaning) for text in chosen.shape)
+            except argparse.ArgumentTypeError as error:
+                raise ValueError(f"argument --shape: {error}") from error
+        rows += [Row(stand, shape) for shape in shapes]
+    return rows
+
+
+def verify(row: Row, names: Sequence[str], dtype: torch.dtype, device: torch.device, seed: int) -> list[Verification]:
+    """The result and all gradients of one layer of each of ours, by the tolerance rule against float64."""
+    layers = row.stand.layers(row.shape, 1, device=device, dtype=dtype)
+    loop = _loop(row, layers, 1, device, dtype, seed, backward=True)
+    doubled = copy.deepcopy(layers[TORCH])
+    for layer in doubled:
+        layer.double()  # type: ignore[attr-defined]
+    truth_loop = Loop(
+        loop.x.detach().double().requires_grad_(), loop.upstream.double(), _parameters(doubled), 1, backward=True
+    )
+    names_of = {id(parameter): name for name, parameter in layers[MODULE][0].named_parameters()}  # type: ignore[attr-defined]
+    leaves = ["x", *(names_of[id(parameter)] for parameter in loop.leaves[1:])]
+    truth = _results(row.stand.units(doubled), truth_loop, leaves)
+    expected = _results(row.stand.units(layers[TORCH]), loop, leaves)
+    found = []
+    for name in names:
+        if _MAKERS[name] not in layers or name == TORCH:
+            continue
+        if reason := _why_untimed(name, device):
+            found.append(Verification(name, "", "not run", reason))
+            continue
+        try:
+            with switched(_switches(name)), decisions() as taken:
+                ours = _results(row.stand.units(layers[_MAKERS[name]]), loop, leaves)
+        except Exception as error:
+            found.append(Verification(name, "", "red", f"{type(error).__name__}: {error}"))
+            continue
+        findings = tuple(map(close, compare_all(ours, expected, truth).values()))
+        status = "green" if all(finding.ok for finding in findings) else "red"
+        # "ffn torch": the path follows the operation.
+        paths = " ".join(sorted({path.rpartition(" ")[2] for path in taken}))
+        found.append(Verification(name, paths, status, "", findings))
+    return found
+
+
+def _results(units: Sequence[Layer], loop: Loop, leaves: Sequence[str]) -> dict[str, Tensor | None]:
+    loop.forget()
+    y = units[0](loop.x)
+    y.backward(loop.upstream)
+    gradients = {f"d{name}": leaf.grad for name, leaf in zip(leaves, loop.leaves, strict=True)}
+    return {"y": y.detach()} | gradients
+
+
+def _loop(
+    row: Row, layers: dict[str, list[Layer]], depth: int, device: torch.device, dtype: torch.dtype, seed: int,
+    backward: bool,
+) -> Loop:  # fmt: skip
+    generator = torch.Generator(device).manual_seed(seed)
+    width, columns = row.stand.widths(row.shape)
+    x, upstream = (
+        torch.randn(row.shape[0], size, generator=generator, device=device, dtype=dtype) for size in (width, columns)
+    )
+    return Loop(x.requires_grad_(backward), upstream, _parameters(layers[TORCH]), depth, backward)
+
+
+def _parameters(layers: Sequence[Any]) -> list[nn.Parameter]:
+    return [parameter for layer in layers for parameter in layer.parameters()]
+
+
+def _switches(name: str) -> dict[str, str]:
+    return {} if name == TORCH else FUSED_SWITCHES if name == KERNELS else AUTO_SWITCHES
+
+
+def _why_untimed(name: str, device: torch.device) -> str:
+    return "the interpreter's time means nothing" if name == KERNELS and device.type != "cuda" else ""
+
+
+def _timed(
+    row: Row, direction: str, found: list[Verification], chosen: argparse.Namespace, dtype: str, device: torch.device
+) -> Record:
+    """The row of the record: all contenders, interleaved."""
+    torch._dynamo.reset()
+    backward = direction == FORWARD_BACKWARD
+    layers = row.stand.layers(row.shape, chosen.depth, device=device, dtype=DTYPES[dtype])
+    loop = _loop(row, layers, chosen.depth, device, DTYPES[dtype], chosen.seed, backward)
+    entries: Record = {}
+    entrants: list[Contender] = []
+    # Without a backward pass there is nothing to hand over to another thread.
+    ways = (ONE_WAY, *([ONE_THREAD] if backward else []), *([COMPILED] if chosen.compiled else []))
+    for way in ways:
+        for name in chosen.contenders:
+            if _MAKERS[name] not in layers or (way == COMPILED and name not in (TORCH, AUTO)):
+                continue
+            if reason := _why_untimed(name, device):
+                entries[name + way] = records.untimed_entry("not timed", reason, (None, None))
+                continue
+            units = row.stand.units(layers[_MAKERS[name]])
+            if way == COMPILED:
+                units = [torch.compile(unit, dynamic=False) for unit in units]
+            run = loop.over(units, threads=way != ONE_THREAD)
+            entries[name + way] = {}
+            entrants.append(Contender(name + way, run, _switches(name), recorded=way == ONE_WAY))  # type: ignore[arg-type]
+    timings = measure(entrants, loop, seconds=chosen.seconds, clock=loop_clock_for(device))
+    paths = {verification.contender: verification.path for verification in found}
+    for name, timing in timings.items():
+        path = paths.get(name.partition(",")[0])
+        if isinstance(timing, NotTimed):
+            entries[name] = records.untimed_entry("not timed", timing.reason, (path, None))
+        else:
+            entries[name] = _entry(timing, path, device)
+    loop.forget()
+    grid: Grid = row.stand.grid
+    return {
+        "case": "host",
+        "grid": grid.name,
+        "title": grid.title,
+        "letters": list(row.stand.letters),
+        "meaning": row.stand.meaning,
+        "shape": list(row.shape),
+        "dtype": dtype,
+        **asdict(grid.options),
+        "direction": direction,
+        "depth": chosen.depth,
+        "verification": [verification.as_json() for verification in found],
+        "clocks": records.clocks(device),
+        "contenders": entries,
+    }
+
+
+def _entry(timing: Timing, path: str | None, device: torch.device) -> Record:
+    # Not by the replayed time: the graph of auto mode may take another path. On a CPU the host is the device.
+    host_bound = device.type != "cpu" and timing.host_seconds > HOST_BOUND_SHARE * timing.launched.median
+    return {
+        "status": "timed",
+        "reason": timing.replay_reason,
+        "path": path,
+        "launched": asdict(timing.launched),
+        "replayed": None if timing.replayed is None else asdict(timing.replayed),
+        "host_seconds": timing.host_seconds,
+        "host_bound": host_bound,
+    }

@@ -1,0 +1,129 @@
+"""A record of host times as a table and a picture, and what passes its limit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .plots import figure_class, save
+from .record import Record
+from .tables import NONE, Table, median, shape_of, timed_rows
+
+TORCH, AUTO, KERNELS, AUTO_FUNCTION = "torch", "auto", "kernels", "function"
+# How a contender runs, behind its name: as it is, without autograd's own thread, compiled.
+ONE_WAY, ONE_THREAD, COMPILED = "", ", one thread", ", compiled"
+# The most that ours may take where the host sets its pace, as multiples of torch's time: (with gradients, without).
+LIMITS = {AUTO: (1.03, 1.0), KERNELS: (1.10, 1.0)}
+_PASSES = {"forward": "f", "forward_backward": "f+b"}
+_COLOURS = {AUTO: "#0072b2", KERNELS: "#e69f00", AUTO_FUNCTION: "#56b4e9"}
+
+
+def _yardstick(name: str) -> str:
+    """Torch's name among those that run the same way."""
+    return TORCH + name[len(name.partition(",")[0]) :]
+
+
+def ratio(row: Record, name: str, kind: str = "launched") -> float | None:
+    """A contender's time over torch's, which runs the same way; above 1 torch is faster."""
+    ours, theirs = median(row, name, kind), median(row, _yardstick(name), kind)
+    return None if ours is None or theirs is None else ours / theirs
+
+
+def table(record: Record) -> Table:
+    """One line for each loop and pass, one column for each contender."""
+    rows = timed_rows(record)
+    found = {name: None for row in rows for name, entry in row["contenders"].items() if entry["status"] == "timed"}
+    names = sorted(found, key=lambda name: (ONE_WAY, ONE_THREAD, COMPILED).index(name[len(name.partition(",")[0]) :]))
+    alone = [name for name in names if "," not in name]
+    columns = ("layer", "shape", "pass", *names, f"host: {' / '.join(alone)}", f"device: {' / '.join(alone)}")
+    lines = []
+    for row in rows:
+        host = [row["contenders"].get(name, {}).get("host_seconds") for name in alone]
+        device = [median(row, name, "replayed") for name in alone]
+        cells = [_cell(row, name) for name in names]
+        line = (row["grid"], shape_of(row), _PASSES[row["direction"]], *cells)
+        lines.append((*line, *(" / ".join(map(_microseconds, times)) for times in (host, device))))
+    return Table("µs a layer (over torch's of its kind; * the host sets the pace)", columns, tuple(lines))
+
+
+def markdown(record: Record) -> str:
+    """The table with its conditions above.
+
+    Raises:
+        ValueError: the record holds no times.
+    """
+    if not timed_rows(record):
+        raise ValueError("the record holds no times")
+    device, versions = record["device"], record["versions"]
+    commit = f", commit {record['commit'][:10]}" if record["commit"] else ""
+    return (
+        f"Measured on {device['name']}, torch {versions['torch']}, {record['started'][:10]}{commit}: medians, launched "
+        "one by one, all contenders interleaved; *host* is the host's part, *device* the loop inside a CUDA graph.\n\n"
+        + table(record).markdown()
+    )
+
+
+def over_limits(record: Record) -> list[str]:
+    """One line for each time of ours that passes its limit where the host sets its pace."""
+    lines = []
+    for row in timed_rows(record):
+        for name, entry in row["contenders"].items():
+            limits, found = LIMITS.get(name.partition(",")[0]), ratio(row, name)
+            if limits is None or found is None or not entry["host_bound"] or name.endswith(COMPILED):
+                continue
+            limit = limits[row["direction"] == "forward"]
+            if found > limit:
+                where = f"{row['grid']} {shape_of(row)} {_PASSES[row['direction']]}, {name}"
+                lines.append(f"{where}: {found:.2f} of torch's time, at most {limit:.2f}")
+    return lines
+
+
+def plot(record: Record, path: Path) -> list[Path]:
+    """``<path without suffix>.png``: time over torch's, for each pass.
+
+    Raises:
+        ValueError: the record holds no times.
+        MatplotlibMissingError: matplotlib is not installed.
+    """
+    rows = timed_rows(record)
+    if not rows:
+        raise ValueError("the record holds no times")
+    directions = [direction for direction in _PASSES if any(row["direction"] == direction for row in rows)]
+    figure = figure_class()(figsize=(7 * len(directions), 5), layout="constrained")
+    axes = figure.subplots(1, len(directions), squeeze=False)[0]
+    for place, direction in zip(axes, directions, strict=True):
+        _bars(place, [row for row in rows if row["direction"] == direction])
+        place.set_title({"forward": "forward, no gradients", "forward_backward": "forward + backward"}[direction])
+    axes[0].set_ylabel("time over torch's, launched one by one")
+    return [save(figure, record, "What a layer costs", path.with_suffix(".png"))]
+
+
+def _bars(axes: Any, rows: list[Record]) -> None:
+    width = 0.8 / len(_COLOURS)
+    for place, (name, colour) in enumerate(_COLOURS.items()):
+        for way, hatch in ((ONE_WAY, ""), (ONE_THREAD, "//")):
+            found = {at: value for at, row in enumerate(rows) if (value := ratio(row, name + way)) is not None}
+            if found:
+                # The one without a thread stands before the other, half as wide.
+                at = [i - 0.4 + (place + 0.5) * width for i in found]
+                axes.bar(
+                    at, list(found.values()), width / (2 if way else 1), label=name + way, color=colour, hatch=hatch,
+                    edgecolor="white",
+                )  # fmt: skip
+    axes.axhline(1.0, color="black", linewidth=1)
+    axes.set_xticks(range(len(rows)), [f"{row['grid']} {shape_of(row)}" for row in rows], rotation=30, ha="right")
+    axes.legend(fontsize="small")
+
+
+def _cell(row: Record, name: str) -> str:
+    entry = row["contenders"].get(name)
+    seconds = median(row, name, "launched")
+    if entry is None or seconds is None:
+        return NONE
+    mark = "*" if entry["host_bound"] else ""
+    found = ratio(row, name)
+    return f"{_microseconds(seconds)}{mark}" + ("" if found is None or name == _yardstick(name) else f" ({found:.2f})")
+
+
+def _microseconds(seconds: float | None) -> str:
+    return NONE if seconds is None else f"{seconds * 1e6:.0f}"
