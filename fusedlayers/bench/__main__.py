@@ -4,6 +4,7 @@
     python -m fusedlayers.bench ffn --shape 65536x256x1024 --time    verify one shape, then time it
     python -m fusedlayers.bench all --time --plot                    everything that the README shows
     python -m fusedlayers.bench host                                 what a layer costs the host, launched one by one
+    python -m fusedlayers.bench steps                                whole training steps of Hugging Face models
     python -m fusedlayers.bench table FILE.json                      the README's tables of a record
     python -m fusedlayers.bench plot FILE.json                       the pictures of a record
     python -m fusedlayers.bench update FILE.json NEWER.json          put rows that were measured anew into a record
@@ -24,7 +25,7 @@ from pathlib import Path
 from ..functional.dispatch import workspace_limit
 from ..kernels.activations import canonical_activation
 from ..kernels.gemm_reduce import OPERATIONS
-from . import host, host_tables, plots, record, selftest, tables
+from . import host, host_tables, plots, record, selftest, step_tables, steps, tables
 from .arguments import (
     add_device_option,
     add_record_options,
@@ -54,9 +55,10 @@ _DIRECTION_WORDS = {
     "forward_backward": (FORWARD_BACKWARD,),
     "both": (FORWARD, FORWARD_BACKWARD),
 }
-# The records that are no grids.
-_MARKDOWN = {"host": host_tables.markdown}
-_PLOTS = {"host": host_tables.plot}
+# The commands whose rows are no shapes of a case, and what shows their records.
+_OTHERS = {"host": host, "steps": steps}
+_MARKDOWN = {"host": host_tables.markdown, "steps": step_tables.markdown}
+_PLOTS = {"host": host_tables.plot, "steps": step_tables.plot}
 # Zeros run faster than real data and integers are mostly zeros: neither says what a user would see.
 _TIMED_INITS = ("normal", "uniform")
 
@@ -77,8 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.name == "update":
         return _update(chosen)
     try:
-        if chosen.name == "host":
-            return host.main(chosen, words)
+        if chosen.name in _OTHERS:
+            return _OTHERS[chosen.name].main(chosen, words)
         settings = _settings(chosen)
         rows = _rows(chosen, settings)
     except ValueError as error:
@@ -96,6 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_run_options(command)
     _add_run_options(commands.add_parser("all", help="benchmark every published grid"))
     host.add_options(commands.add_parser("host", help="what a layer costs the host, beside torch's layers"))
+    steps.add_options(commands.add_parser("steps", help="whole training steps of models, with ours and without"))
     for name, what in (("table", "print the markdown tables of a record"), ("plot", "draw the pictures of a record")):
         commands.add_parser(name, help=what).add_argument("file", type=Path, metavar="FILE.json")
     command = commands.add_parser("update", help="put the rows of a newer record into an older one")

@@ -35,6 +35,12 @@ Schema 1. Times are seconds, sizes bytes; what is unknown is null.
 The rows of ``host`` have a case of that name, ``depth`` (layers of a loop) and no flops, bytes or floor; times are
 those of a layer. Its contenders are "torch", "auto", "kernels" and "function", as they are, ", one thread" and
 ", compiled", without tflops, floor_share, saved_bytes, peak_bytes and replayed_path.
+
+Those of ``steps`` are one per model (``grid``, ``title``, ``sizes``) and mode (``direction``: "eager", "compile",
+"reduce-overhead"); shape is the number of tokens. ``held_bytes`` are weights and the optimizer's state. Contenders
+("torch", "auto", "kernels", "recompute", "liger") have peak_bytes (the most beyond those, in the first steps),
+first_seconds (of these steps, the compiler's work included), loss_error and gradients_error (relative, the median over
+the parameters) and path (of all blocks, eager only).
 """
 
 from __future__ import annotations

@@ -1,0 +1,334 @@
+"""Whole training steps of models, with ours and without: forward, loss, backward, and a fused AdamW.
+
+    python -m fusedlayers.bench steps                                    all models, eager and compiled
+    python -m fusedlayers.bench steps --models gpt2-768 --modes eager    one of them, as it is
+    python -m fusedlayers.bench steps --contenders torch,auto,liger      beside Liger-Kernel, where it is installed
+
+For each model all contenders of all modes share their parameters and are interleaved. The first steps, in which the
+compiler works, are checked: the loss and, of ours, the gradient of each parameter, against the model in float32 (in
+float64 where it is float32 itself). What is wrong is not timed, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..closeness import MAX_ERROR_LIMIT, RMS_FLOOR
+from ..functional.dispatch import decisions, switched
+from . import record as records
+from .arguments import add_record_options, chosen_device, positive, record_path, several, show
+from .cases import DTYPES
+from .contenders import AUTO_SWITCHES, FUSED_SWITCHES, Contender
+from .plots import MatplotlibMissingError
+from .record import Record
+from .step_models import AUTO, KERNELS, NAMES, OURS, STEP_MODELS, TORCH, StepModel, Variant, variants
+from .step_tables import MODES, over_limits, plot, table
+from .timing import NotTimed, Timing, loop_clock_for, measure
+from .verification import Finding, Verification
+
+# Steps before the times: the compiler works in the first ones, and "reduce-overhead" records in the second or third.
+FIRST_STEPS = 3
+# Steps in a row on an idle device: the host launches the second while the first still runs.
+STEPS_IN_A_ROW = 2
+_COMPILE_MODES = {"compile": None, "reduce-overhead": "reduce-overhead"}
+# A rounding of bfloat16, in which most of a model computes: the loss of random labels is an average of thousands.
+_LOSS_LIMIT = 2.0**-8
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """The options of the command ``steps``."""
+    add_record_options(command)
+    for word, known, usual, what in (
+        ("--models", tuple(STEP_MODELS), tuple(STEP_MODELS), "default: all"),
+        ("--modes", MODES, None, "default: all on a GPU, eager without one"),
+        ("--contenders", NAMES, (TORCH, AUTO), "default: torch and auto"),
+    ):
+        command.add_argument(
+            word, type=partial(several, known=known), default=usual, metavar="NAME,…",
+            help=f"of {','.join(known)}; {what}",
+        )  # fmt: skip
+    command.add_argument("--small", action="store_true", help="the same models with few numbers, to try it")
+    command.add_argument(
+        "--seconds", type=positive, default=2.0, help="timing per model and contender, beside warm-up (default: 2)"
+    )
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a contender does: a step of one model in one way."""
+
+    name: str
+    mode: str
+    variant: Variant
+    model: Callable[..., Any]
+    inputs: Mapping[str, Tensor]
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def switches(self) -> Mapping[str, str]:
+        return FUSED_SWITCHES if self.name == KERNELS else AUTO_SWITCHES
+
+    def gradients(self) -> Tensor:
+        """The loss, with gradients in the parameters."""
+        with self.variant.around():
+            if self.mode == "reduce-overhead":
+                torch.compiler.cudagraph_mark_step_begin()
+            loss: Tensor = self.model(**self.inputs).loss
+            loss.backward()
+        return loss.detach()
+
+    def run(self) -> None:
+        """The whole step."""
+        self.gradients()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class StepsInARow:
+    """The work of the clock: ``call`` is :meth:`Step.run`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.count = STEPS_IN_A_ROW if device.type == "cuda" else 1
+
+    def run_all(self, call: Callable[[], None]) -> None:
+        """As many steps as count."""
+        for _ in range(self.count):
+            call()
+
+
+def main(chosen: argparse.Namespace, words: list[str]) -> int:
+    """Check and time the chosen models; the exit status.
+
+    Raises:
+        ValueError: an argument that does not fit; the message names it.
+    """
+    device = chosen_device(chosen)
+    dtype = chosen.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    modes = chosen.modes or (MODES if device.type == "cuda" else MODES[:1])
+    if TORCH not in chosen.contenders:
+        raise ValueError("argument --contenders: expected torch among them, which the others are compared with")
+    try:
+        import transformers  # noqa: F401  what the models are of
+    except ImportError as error:
+        raise ValueError("steps needs transformers: pip install 'fusedlayers[models]'") from error
+    path = record_path(chosen.output, "steps", dtype, device)
+    method = {
+        "seconds_per_row": chosen.seconds, "cold_cache_bytes": 0, "init": "normal", "seed": chosen.seed,
+        "small": chosen.small,
+    }  # fmt: skip
+    record = records.new_record(words, device, method, chosen.commit)
+    started = time.perf_counter()
+    red = False
+    for name in chosen.models:
+        spent = time.perf_counter() - started
+        if chosen.budget is not None and spent > chosen.budget:
+            print(f"skip   {name}: the budget of {chosen.budget:g} s was spent")
+            continue
+        model = STEP_MODELS[name].small() if chosen.small else STEP_MODELS[name]
+        before = time.perf_counter()
+        rows = measured(model, modes, chosen.contenders, DTYPES[dtype], device, chosen.seed, chosen.seconds)
+        print(f"{name}: {time.perf_counter() - before:.0f} s")
+        for row in rows:
+            row["dtype"] = dtype
+            for verdict in row["verification"]:
+                if verdict["status"] == "red":
+                    red = True
+                    print(f"  {row['direction']}, {verdict['contender']}: RED: {verdict['reason']}")
+        record["rows"] += rows
+        records.write(record, path)
+    records.finish(record)
+    records.write(record, path)
+    print(f"\nrecord: {path}")
+    if chosen.plot:
+        try:
+            print(f"plot:   {plot(record, path)[0]}")
+        except MatplotlibMissingError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    show(table(record))
+    for line in over_limits(record):
+        print(f"slower than without us: {line}")
+    return 1 if red else 0
+
+
+def measured(
+    model: StepModel, modes: Sequence[str], names: Sequence[str], dtype: torch.dtype, device: torch.device, seed: int,
+    seconds: float,
+) -> list[Record]:  # fmt: skip
+    """A row for each mode: all contenders checked, then timed together."""
+    _forget(device)
+    torch.manual_seed(seed)
+    plain = model.build(device, dtype)
+    inputs = model.inputs(device, dtype, seed)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-5, fused=True)
+    truth = Truth(plain, inputs)
+    entries: dict[str, Record] = {mode: {} for mode in modes}
+    verdicts: dict[str, list[Verification]] = {mode: [] for mode in modes}
+    entrants: list[Contender] = []
+    places: dict[str, tuple[str, str]] = {}
+    found = variants(plain, names)
+    for mode in modes:
+        for name in names:
+            if reason := found[name].reason or _why_untimed(name, mode, device):
+                entries[mode][name] = records.untimed_entry("not timed", reason, (None, None))
+                continue
+            step = Step(name, mode, found[name], _in_mode(found[name], mode), inputs, optimizer)
+            with switched(step.switches):
+                verdict, entry = checked(step, truth, plain, device)
+            entries[mode][name] = entry
+            verdicts[mode].append(verdict)
+            if not verdict.red:
+                label = f"{name}, {mode}"
+                places[label] = mode, name
+                entrants.append(Contender(label, step.run, step.switches, recorded=False))  # type: ignore[arg-type]
+    timings = measure(
+        entrants, StepsInARow(device), seconds=seconds * len(entrants), clock=loop_clock_for(device, runs=1)
+    )
+    for label, timing in timings.items():
+        mode, name = places[label]
+        entries[mode][name] |= _times(timing)
+    held = sum(_bytes(parameter) for parameter in plain.parameters())
+    held += sum(_bytes(value) for state in optimizer.state.values() for value in state.values())
+    return [
+        {
+            "case": "steps",
+            "grid": model.name,
+            "title": model.title,
+            "shape": [model.sizes.tokens],
+            "sizes": asdict(model.sizes),
+            "direction": mode,
+            "held_bytes": held,
+            "verification": [verdict.as_json() for verdict in verdicts[mode]],
+            "clocks": records.clocks(device),
+            "contenders": entries[mode],
+        }
+        for mode in modes
+    ]
+
+
+def _bytes(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+
+
+def _forget(device: torch.device) -> None:
+    """Models hold themselves in cycles: what is left of the last one must not count for the next."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _why_untimed(name: str, mode: str, device: torch.device) -> str:
+    if name == KERNELS and device.type != "cuda":
+        return "the interpreter's time means nothing"
+    if name == KERNELS and mode != "eager":
+        # The switch is no part of what the compiler guards: what it made of auto mode would run.
+        return "auto mode decides in compiled models"
+    return ""
+
+
+def _in_mode(variant: Variant, mode: str) -> Callable[..., Any]:
+    assert variant.model is not None
+    if mode == "eager":
+        return variant.model
+    return torch.compile(variant.model, dynamic=False, mode=_COMPILE_MODES[mode])  # type: ignore[no-any-return]
+
+
+class Truth:
+    """The loss and the gradients of a model in more bits, and how far torch's are from them in its own dtype."""
+
+    def __init__(self, plain: nn.Module, inputs: Mapping[str, Tensor]) -> None:
+        own = next(plain.parameters()).dtype
+        wider = torch.float64 if own is torch.float32 else torch.float32
+        exact = copy.deepcopy(plain).to(wider)
+        inputs = {name: tensor.to(wider) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
+        loss = exact(**inputs).loss
+        loss.backward()
+        self.loss = float(loss.detach())
+        self.gradients = [parameter.grad for parameter in exact.parameters()]
+        self.names = [name for name, _ in exact.named_parameters()]
+        self.torch_errors: list[float] | None = None
+
+    def errors(self, model: nn.Module) -> list[float]:
+        """How far each gradient is from the truth, as a norm over the norm of the truth."""
+        return [
+            _relative_error(parameter.grad, gradient)
+            for parameter, gradient in zip(model.parameters(), self.gradients, strict=True)
+        ]
+
+
+def _relative_error(gradient: Tensor | None, truth: Tensor | None) -> float:
+    if gradient is None or truth is None:
+        return 0.0 if gradient is truth else math.inf
+    error, norm = float((gradient.to(truth.dtype) - truth).norm()), float(truth.norm())
+    return error / norm if norm else error
+
+
+def checked(step: Step, truth: Truth, plain: nn.Module, device: torch.device) -> tuple[Verification, Record]:
+    """The first steps of a contender: whether it is right, and the entry of what is known of it before its times."""
+    entry = records.untimed_entry("not timed", "", (None, None))
+    before = 0
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    start = time.perf_counter()
+    try:
+        with ExitStack() as stack:
+            # What is compiled is planned while it is traced, some of it more than once.
+            taken = stack.enter_context(decisions()) if step.mode == "eager" else {}
+            for _ in range(FIRST_STEPS):
+                step.optimizer.zero_grad(set_to_none=True)
+                loss = float(step.gradients())
+    except Exception as error:
+        entry["reason"] = f"{type(error).__name__}: {error}".splitlines()[0]
+        return Verification(step.name, "", "red", entry["reason"]), entry
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        entry["peak_bytes"] = torch.cuda.max_memory_allocated(device) - before
+    entry["first_seconds"] = time.perf_counter() - start
+    entry["path"] = " ".join(sorted({path.rpartition(" ")[2] for path in taken})) or None
+    entry["loss_error"] = abs(loss - truth.loss) / abs(truth.loss)
+    errors = truth.errors(plain)
+    step.optimizer.zero_grad(set_to_none=True)
+    entry["gradients_error"] = statistics.median(errors)
+    if truth.torch_errors is None:
+        # Torch, eager, is the first contender of the first mode: the yardstick of all others.
+        truth.torch_errors = errors
+    findings = [
+        Finding(name, ours <= MAX_ERROR_LIMIT * theirs + RMS_FLOOR, f"d{name}: error {ours:.2g}, torch's {theirs:.2g}")
+        for name, ours, theirs in zip(truth.names, errors, truth.torch_errors, strict=True)
+        if step.name in OURS
+    ]
+    loss_right = entry["loss_error"] <= _LOSS_LIMIT
+    findings.append(Finding("loss", loss_right, f"loss {loss:.6g}, in more bits {truth.loss:.6g}"))
+    faults = [finding.message for finding in findings if not finding.ok]
+    if faults:
+        entry["reason"] = "it is wrong"
+    return Verification(step.name, entry["path"] or "", "red" if faults else "green", "; ".join(faults[:3])), entry
+
+
+def _times(timing: Timing | NotTimed) -> Record:
+    if isinstance(timing, NotTimed):
+        return {"reason": timing.reason}
+    return {
+        "status": "timed",
+        "launched": asdict(timing.launched),
+        "host_seconds": timing.host_seconds,
+        "host_bound": timing.host_bound,
+    }

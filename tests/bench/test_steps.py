@@ -1,0 +1,192 @@
+"""Whole training steps: the models, the check before the times, the record, and what is slower than without ours."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fusedlayers import functional
+from fusedlayers.bench import __main__ as command
+from fusedlayers.bench import record, step_models, step_tables, steps, timing
+from fusedlayers.bench.step_models import AUTO, LIGER, RECOMPUTE, STEP_MODELS, TORCH
+
+pytest.importorskip("transformers", reason="the models are of it")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+CPU = torch.device("cpu")
+
+
+def small(tmp_path: Path, *words: object) -> tuple[int, record.Record]:
+    words = ("steps", "--device", "cpu", "--small", "--seconds", 0.01, "--output", tmp_path, *words)
+    status = command.main([str(word) for word in words])
+    return status, record.read(tmp_path / "steps-fp32-cpu.json")
+
+
+@pytest.mark.parametrize("name", STEP_MODELS)
+def test_every_model_is_built_and_trains(name: str) -> None:
+    """With few numbers; what is published of it, on no device."""
+    model = STEP_MODELS[name].small()
+    plain = model.build(CPU, torch.float32)
+    loss = plain(**model.inputs(CPU, torch.float32, 0)).loss
+    loss.backward()
+    assert plain.training
+    assert not any(module.p for module in plain.modules() if isinstance(module, nn.Dropout))
+    assert all(parameter.grad is not None for parameter in plain.parameters() if parameter.requires_grad)
+    published = STEP_MODELS[name].build(torch.device("meta"), torch.bfloat16)
+    widths = {(module.weight.shape) for module in published.modules() if isinstance(module, nn.Linear)}
+    sizes = STEP_MODELS[name].sizes
+    assert torch.Size((sizes.hidden, sizes.width)) in widths or name == "gpt2-768", "GPT-2 has layers of its own"
+    assert sizes.tokens in (128 * 197, 16_384, 32_768, 65_536)
+
+
+def test_check_time_record_plot_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    words = ("--models", "llama-256,gpt2-768", "--contenders", "torch,auto,kernels,recompute,liger", "--plot")
+    status, found = small(tmp_path, *words)
+    assert status == 0
+    assert (tmp_path / "steps-fp32-cpu.png").read_bytes().startswith(b"\x89PNG")
+    assert [(row["grid"], row["direction"]) for row in found["rows"]] == [("gpt2-768", "eager"), ("llama-256", "eager")]
+    row = found["rows"][1]
+    entries = row["contenders"]
+    assert [entries[name]["status"] for name in step_models.NAMES] == [
+        *["timed"] * 2,
+        "not timed",
+        "timed",
+        "not timed",
+    ]
+    assert entries["liger"]["reason"] == "Liger-Kernel is not installed"
+    assert (entries[AUTO]["path"], entries[RECOMPUTE]["path"]) == ("torch", "chunked")
+    assert 0 < entries[AUTO]["gradients_error"] < 1e-4
+    assert entries[AUTO]["launched"]["repeats"] >= timing.FEWEST_ROUNDS
+    parameters = STEP_MODELS["llama-256"].small().build(CPU, torch.float32).parameters()
+    # AdamW keeps two numbers of each weight, and a count for each tensor.
+    weights = [parameter.numel() for parameter in parameters]
+    assert row["held_bytes"] == 4 * (3 * sum(weights) + len(weights))
+    assert {verdict["status"] for verdict in row["verification"]} == {"green"}
+    capsys.readouterr()
+    assert command.main(["table", str(tmp_path / "steps-fp32-cpu.json")]) == 0
+    assert capsys.readouterr().out == step_tables.markdown(found)
+
+
+def test_a_model_of_which_nothing_is_replaced_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = types.SimpleNamespace(replaced=[])
+    monkeypatch.setattr(step_models, "replace_layers", lambda *args, **kwargs: report)
+    _, found = small(tmp_path, "--models", "bert-128")
+    assert found["rows"][0]["contenders"][AUTO]["reason"] == "nothing of it is replaced"
+
+
+def test_compiled_modes_are_rows_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str | None] = []
+    monkeypatch.setattr(torch, "compile", lambda model, dynamic, mode: modes.append(mode) or model)
+    began: list[None] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: began.append(None))
+    _, found = small(tmp_path, "--models", "llama-512", "--modes", "eager,compile,reduce-overhead")
+    assert [row["direction"] for row in found["rows"]] == list(step_tables.MODES)
+    assert modes == [None, None, "reduce-overhead", "reduce-overhead"]
+    assert len(began) >= 2 * steps.FIRST_STEPS
+    assert all(entry["status"] == "timed" for row in found["rows"] for entry in row["contenders"].values())
+
+
+def test_what_is_wrong_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = functional.ffn
+
+    def wrong(x: Tensor, *tensors: Tensor, **options: Any) -> Tensor:
+        y = right(x, *tensors, **options)
+        # The value is right, the gradient is not.
+        return y + 0.01 * (y - y.detach())
+
+    monkeypatch.setattr(functional, "ffn", wrong)
+    status, found = small(tmp_path, "--models", "llama-256")
+    entries = found["rows"][0]["contenders"]
+    assert status == 1
+    assert (entries[TORCH]["status"], entries[AUTO]["status"], entries[AUTO]["reason"]) == (
+        "timed", "not timed", "it is wrong",
+    )  # fmt: skip
+    assert "error" in found["rows"][0]["verification"][1]["reason"]
+
+
+def test_a_contender_that_fails_is_named_and_the_others_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*tensors: Tensor, **options: Any) -> Tensor:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(functional, "ffn", fails)
+    status, found = small(tmp_path, "--models", "llama-256")
+    assert status == 1
+    assert found["rows"][0]["contenders"][AUTO]["reason"] == "RuntimeError: an illegal memory access"
+    assert found["rows"][0]["contenders"][TORCH]["status"] == "timed"
+
+
+def test_liger_changes_the_library_for_its_own_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = STEP_MODELS["llama-256"].small()
+    plain = model.build(CPU, torch.float32)
+    library = sys.modules[type(plain).__module__]
+    rotary = library.apply_rotary_pos_emb
+    seen: list[nn.Module] = []
+
+    def other(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        return rotary(*tensors, **options)
+
+    def apply(model: nn.Module) -> None:
+        seen.append(model)
+        library.apply_rotary_pos_emb = other
+
+    fake = types.ModuleType("liger_kernel.transformers")
+    fake._apply_liger_kernel_to_instance = apply  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", fake)
+    variant = step_models.variants(plain, (TORCH, LIGER))[LIGER]
+    assert seen == [variant.model]
+    assert seen[0] is not plain
+    assert next(seen[0].parameters()) is next(plain.parameters())
+    assert library.apply_rotary_pos_emb is rotary
+    with variant.around():
+        assert library.apply_rotary_pos_emb is other
+    assert library.apply_rotary_pos_emb is rotary
+    fake._apply_liger_kernel_to_instance = None  # type: ignore[attr-defined]
+    assert "TypeError" in step_models.variants(plain, (LIGER,))[LIGER].reason
+
+
+def test_steps_that_take_longer_than_they_may_are_named() -> None:
+    def timed(milliseconds: float, peak: int) -> dict[str, Any]:
+        spread = {"median": milliseconds / 1e3}
+        return {"status": "timed", "launched": spread, "host_bound": False, "peak_bytes": peak}
+
+    row: Any = {
+        "grid": "bert-768", "title": "BERT", "direction": "compile", "shape": [16_384], "held_bytes": 2**20,
+        "contenders": {TORCH: timed(10, 3 * 2**20), AUTO: timed(10.3, 2**20)},
+    }  # fmt: skip
+    found: Any = {"rows": [row, {**row, "contenders": {TORCH: timed(10, 0), AUTO: timed(10.1, 0)}}]}
+    assert step_tables.over_limits(found) == ["bert-768, compile: 1.03 of its time, at most 1.02"]
+    assert step_tables.table(found).rows[0] == ("BERT", "16,384", "compile", "10.0", "10.3 (1.03)", "4", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--models", "llama-7"], "argument --models: 'llama-7': expected names out of llama-2048"),
+        (["--modes", "fast"], "argument --modes: 'fast': expected names out of eager,compile"),
+        (["--contenders", "auto"], "argument --contenders: expected torch among them"),
+    ],
+)
+def test_a_bad_command_line_names_the_argument(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        small(tmp_path, *words)
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_first_steps_are_not_kept() -> None:
+    """No contender starts from the gradients of another."""
+    model = STEP_MODELS["llama-256"].small()
+    rows = steps.measured(model, ("eager",), (TORCH, AUTO), torch.float32, CPU, 0, 0.01)
+    assert [verdict["contender"] for verdict in rows[0]["verification"]] == [TORCH, AUTO]
+    assert rows[0]["contenders"][TORCH]["loss_error"] == rows[0]["contenders"][AUTO]["loss_error"]
