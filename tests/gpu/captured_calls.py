@@ -1,0 +1,244 @@
+"""What a fresh process records where people capture: three plain calls in auto mode, then a CUDA graph, and no switch.
+
+    python -m tests.gpu.captured_calls GROUP        one line of JSON for each call of the group
+
+The sizes are such that launched calls take torch's path and recorded ones the kernels, so that these are met for the
+first time inside the capture. Within a group no call meets the kernels of an earlier one.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedlayers import FusedFFN, MaxSim, SplitKLinear, planning
+from fusedlayers.bench.cases import CASES, Case, Options, Shape
+from fusedlayers.bench.cases.hidden_gradient import HIDDEN_GRADIENT
+from fusedlayers.bench.contenders import FUSED_SWITCHES, Work
+from fusedlayers.bench.exactness import random_work, reference_results
+from fusedlayers.closeness import compare_all
+from fusedlayers.devices import describe
+from fusedlayers.functional.dispatch import decisions, switched
+from fusedlayers.planning import Device
+
+PLAIN_CALLS, REPLAYS = 3, 3
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CapturedCall:
+    """A call whose sizes are the first of ``shapes`` at which a launched one takes torch and a recorded one kernels.
+
+    ``chooses``: equal to forced kernels bit for bit instead of close to torch. Of two nearly equal products either may
+    be the larger one, and another choice is another gradient.
+    """
+
+    case: Case
+    options: Options
+    shapes: tuple[Shape, ...]
+    chooses: bool = False
+
+    def paths(self, shape: Shape, device: Device) -> tuple[str, str]:
+        """(launched, recorded) in auto mode; nothing is allocated."""
+        operands = self.case.operands(shape, self.options).items()
+        blank = {
+            name: torch.empty(operand.shape, dtype=torch.bfloat16, device="meta", requires_grad=self.case.backward)
+            for name, operand in operands
+        }
+        problem = self.case.problem(blank, self.options)
+        launched, recorded = (planning.plan(replace(problem, captured=each), device) for each in (False, True))
+        return launched.path, recorded.path
+
+    def shape_between(self, device: Device) -> Shape | None:
+        """The sizes, or None where there are none on this device."""
+        for shape in self.shapes:
+            launched, recorded = self.paths(shape, device)
+            if launched == "torch" and recorded in planning.KERNEL_PATHS:
+                return shape
+        return None
+
+
+def _rows(*rest: int) -> tuple[Shape, ...]:
+    return tuple((2**power, *rest) for power in range(10, 18))
+
+
+_FFN, _GATED = Options("gelu_tanh", bias=True), Options("silu", gated=True)
+CALLS: dict[str, dict[str, CapturedCall]] = {
+    "narrow": {
+        "ffn": CapturedCall(CASES["ffn"], _FFN, _rows(256, 1024)),
+        "gated ffn": CapturedCall(CASES["ffn"], _GATED, _rows(256, 768)),
+        "gemm_gemm": CapturedCall(CASES["gemm_gemm"], Options(), _rows(256, 256, 64, 64)),
+        "max": CapturedCall(
+            CASES["gemm_reduce"], Options(op="max", dim=-2), tuple((2**n, 1024, 1024, 128) for n in range(8)), True
+        ),
+        "logsumexp": CapturedCall(
+            CASES["gemm_reduce"], Options(op="logsumexp", dim=-1), tuple((2**n, 1024, 1024, 128) for n in range(8))
+        ),
+        "maxsim": CapturedCall(CASES["maxsim"], Options(), tuple((16, 2**n, 32, 256, 128) for n in range(2, 10)), True),
+        "linear": CapturedCall(CASES["split_k"], Options(bias=True), ((16, 1024, 4096), (16, 2048, 4096))),
+        "weight_gradient": CapturedCall(CASES["weight_gradient"], Options(bias=True), _rows(512, 256)),
+        "hidden_gradient": CapturedCall(HIDDEN_GRADIENT, Options("gelu_tanh", bias=True), _rows(4096, 1024)),
+    },
+    "wide": {"ffn": CapturedCall(CASES["ffn"], _FFN, _rows(1024, 4096))},
+    "wide gated": {"gated ffn": CapturedCall(CASES["ffn"], _GATED, _rows(1024, 2816))},
+}
+
+
+def recorded(call: CapturedCall, device: torch.device) -> Found:
+    """What the plain calls and the capture took, and what was wrong with the replays."""
+    shape = call.shape_between(describe(device))
+    if shape is None:
+        return {"skipped": f"no sizes here at which a recorded call takes kernels and a launched one torch: {call}"}
+    case, options = call.case, call.options
+    drawn: dict[str, Any] = {"init": "normal", "dtype": torch.bfloat16, "device": device, "backward": case.backward}
+    work = random_work(case, options, shape, seed=0, **drawn)
+    keywords = case.our_keywords(options)
+
+    def step() -> tuple[Tensor, ...]:
+        return work.run(lambda **inputs: case.ours(**inputs, **keywords))
+
+    with decisions() as launched:
+        for _ in range(PLAIN_CALLS):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with decisions() as captured, torch.cuda.graph(graph):
+        replayed = step()
+    found: Found = {
+        "shape": shape, "planned": list(call.paths(shape, describe(device))), "launched": dict(launched),
+        "captured": dict(captured), "faults": [],
+    }  # fmt: skip
+    names = [*case.results[: len(replayed)], *(f"d{name}" for name in work.inputs if case.backward)]
+    for seed in range(1, 1 + REPLAYS):
+        _overwrite(work, random_work(case, options, shape, seed=17 * seed, **drawn))
+        graph.replay()
+        ours = {name: tensor.clone() for name, tensor in zip(names, replayed, strict=True)}
+        if call.chooses:
+            with switched(FUSED_SWITCHES):
+                found["faults"] += _unequal(ours, dict(zip(names, step(), strict=True)))
+            continue
+        torchs = dict(zip(names, step(), strict=True))
+        truth = dict(zip(names, reference_results(case, options, work), strict=True))
+        found["faults"] += _far(ours, torchs, truth)
+    return found
+
+
+def _overwrite(work: Work, fresh: Work) -> None:
+    """New data where the graph reads."""
+    with torch.no_grad():
+        for old, new in zip((*work.inputs.values(), *work.upstream), (*fresh.inputs.values(), *fresh.upstream),
+                            strict=True):  # fmt: skip
+            old.copy_(new)
+
+
+def _unequal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
+    return [f"{name}: not the bits of the kernels" for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+def _far(ours: dict[str, Tensor], torchs: dict[str, Tensor], truth: dict[str, Tensor]) -> list[str]:
+    return [verdict.message for verdict in compare_all(ours, torchs, truth).values() if not verdict.ok]
+
+
+@dataclass(frozen=True)
+class GraphedModule:
+    """A module for ``torch.cuda.make_graphed_callables``, the call that it makes, and the shapes of its inputs."""
+
+    make: Callable[[Shape], nn.Module]
+    call: CapturedCall
+    inputs: Callable[[Shape], tuple[Shape, ...]]
+
+
+def _ffn_module(options: Options) -> Callable[[Shape], nn.Module]:
+    return lambda shape: FusedFFN(shape[1], shape[2], options.activation, options.gated, options.bias)
+
+
+def _of_x(shape: Shape) -> tuple[Shape, ...]:
+    return (shape[:2],)
+
+
+MODULES: dict[str, GraphedModule] = {
+    "FusedFFN": GraphedModule(_ffn_module(_FFN), CALLS["narrow"]["ffn"], _of_x),
+    "FusedFFN, wide and gated": GraphedModule(_ffn_module(_GATED), CALLS["wide gated"]["gated ffn"], _of_x),
+    "SplitKLinear": GraphedModule(
+        lambda shape: SplitKLinear(shape[2], shape[1]), CALLS["narrow"]["linear"], lambda shape: ((shape[0], shape[2]),)
+    ),
+    "MaxSim": GraphedModule(
+        lambda shape: MaxSim(), CALLS["narrow"]["maxsim"],
+        lambda shape: ((shape[0], shape[2], shape[4]), (shape[1], shape[3], shape[4])),
+    ),
+}  # fmt: skip
+
+
+def graphed(module: GraphedModule, device: torch.device) -> Found:
+    """The same through ``torch.cuda.make_graphed_callables``, after three plain steps of the module."""
+    shape = module.call.shape_between(describe(device))
+    if shape is None:
+        return {"skipped": "no sizes here at which a recorded call takes kernels and a launched one torch"}
+    layer = module.make(shape).to(device, torch.bfloat16)
+    plain = copy.deepcopy(layer)
+
+    def drawn() -> tuple[Tensor, ...]:
+        made = (torch.randn(size, device=device, dtype=torch.bfloat16) for size in module.inputs(shape))
+        return tuple(tensor.requires_grad_() for tensor in made)
+
+    with decisions() as launched:
+        for _ in range(PLAIN_CALLS):
+            layer(*drawn()).sum().backward()
+    layer.zero_grad()
+    with decisions() as captured:
+        layer = torch.cuda.make_graphed_callables(layer, drawn())
+    found: Found = {
+        "shape": shape, "planned": list(module.call.paths(shape, describe(device))), "launched": dict(launched),
+        "captured": dict(captured), "faults": [],
+    }  # fmt: skip
+    exact = copy.deepcopy(plain).double()
+    for _ in range(REPLAYS):
+        inputs = drawn()
+        upstream = torch.randn_like(plain(*inputs))
+        ours = _results(layer, inputs, upstream)
+        if module.call.chooses:
+            with switched(FUSED_SWITCHES):
+                found["faults"] += _unequal(ours, _results(plain, inputs, upstream))
+            continue
+        doubled = tuple(tensor.detach().double().requires_grad_() for tensor in inputs)
+        truth = _results(exact, doubled, upstream.double())
+        found["faults"] += _far(ours, _results(plain, inputs, upstream), truth)
+    return found
+
+
+def _results(layer: nn.Module, inputs: Iterable[Tensor], upstream: Tensor) -> dict[str, Tensor]:
+    """The result and all gradients."""
+    inputs = tuple(inputs)
+    named = dict(layer.named_parameters())
+    y = layer(*inputs)
+    leaves = [*inputs, *named.values()]
+    gradients = torch.autograd.grad(y, leaves, upstream)
+    names = [f"d{place}" for place in range(len(inputs))] + [f"d{name}" for name in named]
+    return {"y": y.detach().clone()} | {name: each.clone() for name, each in zip(names, gradients, strict=True)}
+
+
+def main(group: str) -> None:
+    """Run the calls of a group, or the modules, and print what was found of each."""
+    device = torch.device("cuda", 0)
+    runs: dict[str, Callable[[], Found]] = {}
+    if group == "modules":
+        runs = {name: lambda module=module: graphed(module, device) for name, module in MODULES.items()}  # type: ignore[misc]
+    else:
+        runs = {name: lambda call=call: recorded(call, device) for name, call in CALLS[group].items()}  # type: ignore[misc]
+    for name, run in runs.items():
+        try:
+            found = run()
+        except Exception as error:  # the others are tried nevertheless
+            found = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps({"name": name, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
