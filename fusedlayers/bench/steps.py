@@ -246,7 +246,7 @@ def _in_mode(variant: Variant, mode: str) -> Callable[..., Any]:
     assert variant.model is not None
     if mode == "eager":
         return variant.model
-    return torch.compile(variant.model, dynamic=False, mode=_COMPILE_MODES[mode])  # type: ignore[no-any-return]
+    return torch.compile(variant.model, dynamic=False, mode=_COMPILE_MODES[mode])
 
 
 class Truth:
