@@ -19,7 +19,8 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from . import functional, reference
 from .closeness import MAX_ERROR_LIMIT, RMS_LIMIT, Closeness, compare_all
-from .functional.dispatch import decisions, switched
+from .functional.dispatch import decisions
+from .functional.switches import switched
 from .modules import FusedFFN
 from .replacing import restore
 

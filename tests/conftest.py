@@ -30,7 +30,7 @@ if INTERPRETING:
     hurry()
 
 # The tests say themselves which backend they mean.
-from fusedlayers.functional.signatures import SWITCHES  # noqa: E402  not before the interpreter is on
+from fusedlayers.functional.switches import SWITCHES  # noqa: E402  not before the interpreter is on
 
 for _switch in SWITCHES:
     os.environ.pop(_switch, None)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusedlayers import planning, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.devices import describe
-from fusedlayers.functional import dispatch
+from fusedlayers.functional import dispatch, operation
 from fusedlayers.kernels.device import interpreted
 from fusedlayers.kernels.dropout import draw_seed
 
@@ -61,7 +61,7 @@ def on_path(
             patch.setattr(planning.gemm_gemm, "why_unsupported", lambda problem, device: "too wide")
         # Without the caches: no plan made here outlives the test, and none made before or under another patch is used.
         patch.setattr(dispatch, "_cached_plan", plan)
-        patch.setattr(dispatch, "_calls", _Forgetful())
+        patch.setattr(operation, "_prepared", _Forgetful())
         if chunk_rows is not None:
             patch.setattr(planning.ffn_chunked, "plan", lambda problem, *rest: small_chunks(problem, chunk_rows))
         yield {"recompute": recompute or path == "chunked"}
@@ -203,13 +203,21 @@ def assert_ffn_close(
 
 
 class Allocations(TorchDispatchMode):
-    """Records the element count of every tensor that torch operations return while it is entered."""
+    """Records the element count of every tensor that torch operations return while it is entered.
+
+    Also inside of our own operations, which other dispatch modes see as one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.elements: list[int] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+        if func.namespace == "fusedlayers":
+            name, _, direction = func._opname.rpartition("_")
+            inside = operation.OPERATIONS[name].kernel_operation
+            with self:
+                return getattr(inside, f"_{direction}")(*args)
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor):

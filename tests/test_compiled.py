@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -20,7 +21,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fusedlayers as fl
 from fusedlayers import functional
-from fusedlayers.explaining.calls import bound
 from tests.compiled_cases import CALLS, ffn, given, nothing_compiled, outcome  # noqa: F401
 from tests.ffn_blocks import GatedBlock, mlp, rule_for
 from tests.operands import DEVICE, assert_equal, needs_kernels, on_path
@@ -227,7 +227,7 @@ def test_the_switches_are_read_again(graphs: Graphs, monkeypatch: pytest.MonkeyP
 def test_what_dynamo_writes_down_names_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     """By that, torch's caches on disk tell the graphs of one version of the package from those of another."""
     seen: list[str] = []
-    ours = import_module("fusedlayers.functional.compiled")._SOURCES
+    ours = import_module("fusedlayers.functional.custom_ops")._SOURCES
     assert len(ours) == 16
 
     def keep(graph: GraphModule, inputs: Any) -> Any:
@@ -236,7 +236,7 @@ def test_what_dynamo_writes_down_names_the_sources(monkeypatch: pytest.MonkeyPat
 
     _, arguments = ffn(5, recompute=True)
     torch.compile(functional.ffn, fullgraph=True, backend=keep)(**arguments)
-    monkeypatch.setattr("fusedlayers.functional.compiled._SOURCES", "others")
+    monkeypatch.setattr("fusedlayers.functional.custom_ops._SOURCES", "others")
     torch.compile(functional.ffn, fullgraph=True, backend=keep)(**arguments)
     assert seen == [f"auto False {ours}", "auto False others"]
 
@@ -315,7 +315,9 @@ def test_opcheck(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_opcheck_of_public_functions(name: str) -> None:
     function, arguments = CALLS[name](5)
     operation = getattr(torch.ops.fusedlayers, function.__name__).default
-    named = bound(function, **arguments) | {"switches": ""}
+    given = inspect.signature(function).bind(**arguments)
+    given.apply_defaults()
+    named = dict(given.arguments) | {"switches": ""}
     torch.library.opcheck(operation, (), named)
 
 

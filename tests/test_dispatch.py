@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedlayers import FusedFFN, functional, planning, reference
-from fusedlayers.functional import dispatch
-from fusedlayers.functional.signatures import input_precision, signature
+from fusedlayers.functional import dispatch, operation
+from fusedlayers.functional.call import signature
+from fusedlayers.functional.operands import input_precision
 from fusedlayers.planning import Device
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
@@ -29,8 +30,7 @@ def nothing_is_remembered() -> Iterator[None]:
     """No plan, and no line already said, from another test."""
     for remembered in (dispatch._cached_plan, dispatch._log_once):
         remembered.cache_clear()
-    dispatch._warm.clear()
-    dispatch._calls.clear()
+    operation._prepared.clear()
     yield
     for remembered in (dispatch._cached_plan, dispatch._log_once):
         remembered.cache_clear()
@@ -55,8 +55,8 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(kernels, "forward", spy("kernels", stand_in))
     monkeypatch.setattr(reference, "ffn", spy("torch", reference.ffn))
     monkeypatch.setattr(reference, "gemm_gemm", spy("torch", reference.gemm_gemm))
-    chunks = import_module("fusedlayers.functional.ffn_chunked")
-    monkeypatch.setattr(chunks, "forward", spy("chunked", lambda x, *rest: torch.zeros_like(x)))
+    chunks = import_module("fusedlayers.functional.ffn.chunked")
+    monkeypatch.setattr(chunks, "forward", spy("chunked", lambda call, operands: torch.zeros_like(operands[0])))
     return seen
 
 
@@ -291,24 +291,13 @@ def test_float32_precision_is_torchs(precision: str, expected: str) -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def test_a_capture_takes_only_kernels_that_ran_before() -> None:
-    """At this size the kernels are faster inside a graph alone; compiling them there could break the capture."""
+def test_a_capture_takes_what_the_plan_for_graphs_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At this size the kernels are faster inside a graph alone; nothing need have run before."""
     problem = planning.Problem("ffn", 1, 65_536, 64, 256, 64, "bfloat16", "gelu_tanh")
-    captured = replace(problem, captured=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "describe", lambda device: H200)
-        device = torch.device("meta")
-        assert planning.plan(captured, H200).path == "fused"
-        assert dispatch.dispatch(problem, device).path == dispatch.dispatch(captured, device).path == "torch"
-        patch.setenv("FUSEDLAYERS_BACKEND", "triton")
-        assert dispatch.dispatch(problem, device).path == "fused"
-        assert dispatch.dispatch(captured, device).path == "fused", "the user's own wish, warm or not"
-        patch.setenv("FUSEDLAYERS_BACKEND", "auto")
-        assert dispatch.dispatch(captured, device).path == "torch", "planned is not yet run"
-        dispatch.ran_as_kernels(problem, device)
-        patch.delenv("FUSEDLAYERS_BACKEND")
-        assert dispatch.dispatch(captured, device).path == "fused"
-        assert dispatch.dispatch(problem, device).path == "torch"
+    monkeypatch.setattr(dispatch, "describe", lambda device: H200)
+    device = torch.device("meta")
+    assert dispatch.dispatch(problem, device).path == "torch"
+    assert dispatch.dispatch(replace(problem, captured=True), device).path == "fused"
 
 
 def test_a_recognised_call_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,22 +343,22 @@ def test_what_equals_a_right_call_is_not_taken_for_it(monkeypatch: pytest.Monkey
 
 
 def test_recognised_calls_are_forgotten_before_they_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_CALLS_LIMIT", 4)
+    monkeypatch.setattr(operation, "_PREPARED_LIMIT", 4)
     w_up, w_down = torch.ones(24, 16), torch.ones(16, 24)
     for rows in range(1, 11):
         functional.ffn(torch.ones(rows, 16), w_up, w_down)
-        assert len(dispatch._calls) <= 4
+        assert len(operation._prepared) <= 4
 
 
 def test_some_calls_are_never_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(5, 16)
-    assert signature("ffn", (x, None), "gelu", 0.0) is not None
-    assert signature("ffn", (x.as_subclass(Tagged), None), "gelu", 0.0) is None
-    assert signature("ffn", (x, x.as_subclass(Tagged)), "gelu", 0.0) is None
-    assert signature("ffn", (x, None), ["gelu"], 0.0) is None
-    assert signature("ffn", (x, None), "gelu", torch.tensor(0.0)) is None
+    assert signature("ffn", (x, None), ("gelu", 0.0)) is not None
+    assert signature("ffn", (x.as_subclass(Tagged), None), ("gelu", 0.0)) is None
+    assert signature("ffn", (x, x.as_subclass(Tagged)), ("gelu", 0.0)) is None
+    assert signature("ffn", (x, None), (["gelu"], 0.0)) is None
+    assert signature("ffn", (x, None), ("gelu", torch.tensor(0.0))) is None
     with FlopCounterMode(display=False):
-        assert signature("ffn", (x, None), "gelu", 0.0) is None
+        assert signature("ffn", (x, None), ("gelu", 0.0)) is None
 
 
 def test_a_path_for_other_sizes_is_planned_as_the_user_wishes(monkeypatch: pytest.MonkeyPatch) -> None:

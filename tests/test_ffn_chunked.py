@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from fusedlayers import functional, planning, reference
+from fusedlayers.functional import dispatch, operation
+from fusedlayers.functional.ffn.arguments import ffn_problem
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.kernels.dropout import draw_seed
 from fusedlayers.planning import ChunkPass, ChunkPlan
@@ -58,7 +61,7 @@ def force_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning.gemm_gemm, "why_unsupported", lambda problem, device: "too wide")
     # Without the caches: no plan made here outlives the test, and none made before is used.
     monkeypatch.setattr(functional.dispatch, "_cached_plan", planning.plan)
-    monkeypatch.setattr(functional.dispatch, "_calls", {})
+    monkeypatch.setattr(operation, "_prepared", {})
 
 
 @GATED
@@ -101,7 +104,7 @@ def test_kernels_compute_chunks(
     force_kernels(monkeypatch)
     cut(monkeypatch, *chunk, carried=carried)
     launched = []
-    kernels = functional.ffn_chunked.kernels
+    kernels = import_module("fusedlayers.functional.ffn.chunked").kernels
     for name in ("hidden", "hidden_gradient", "data_gradient"):
         kernel = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *a, _of=kernel, **o: launched.append(_of.__name__) or _of(*a, **o))
@@ -288,9 +291,9 @@ def test_x_alone_is_kept() -> None:
 def test_a_budget_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
     named = leaves(ffn_inputs(50, 6, 18, 6, device=CPU))
-    problem = functional.dispatch.ffn_problem(**named, activation="gelu", dropout_p=0.0, recompute="auto")
-    needed = planning.plan(problem, functional.dispatch.describe(CPU)).saved_bytes
-    with functional.dispatch.decisions() as counted:
+    problem = ffn_problem(**named, activation="gelu", dropout_p=0.0, recompute="auto")
+    needed = planning.plan(problem, dispatch.describe(CPU)).saved_bytes
+    with dispatch.decisions() as counted:
         for budget in (needed, needed - 1, 2):
             functional.ffn(**named, recompute=budget).sum().backward()
     assert counted == {"ffn torch": 1, "ffn chunked": 2}

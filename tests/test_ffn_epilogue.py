@@ -18,6 +18,7 @@ from torch import Tensor
 from fusedlayers import functional, planning, reference
 from fusedlayers.devices import describe
 from fusedlayers.functional import dispatch
+from fusedlayers.functional.ffn.arguments import ffn_problem
 from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.kernels.dropout import draw_seed
@@ -42,7 +43,7 @@ from tests.operands import (
 from tests.test_autograd import saved
 from tests.test_ffn import GATED, exact_case
 
-path = import_module("fusedlayers.functional.ffn_epilogue")
+path = import_module("fusedlayers.functional.ffn.epilogue")
 function = import_module("fusedlayers.functional.ffn")
 # A subset of wanted gradients is another compiled variant of the kernels: on a GPU every third subset must do.
 STEP = 3 if ON_GPU else 1
@@ -66,7 +67,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(module, name, call)
 
-    def hidden(x: Any, w_up: Any, b_up: Any, w_gate: Any, b_gate: Any, keep: bool, *rest: Any) -> str:
+    def hidden(x: Any, w_up: Any, b_up: Any, w_gate: Any, b_gate: Any, keep: bool, *rest: Any, **options: Any) -> str:
         return "hidden and pre-activations" if keep else "hidden"
 
     def gradient(
@@ -79,8 +80,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     spy(kernels, "hidden_gradient", gradient)
     spy(path, "_data_gradient", lambda *arguments: "dx")
     spy(path, "_weight_gradient", lambda dy, x: "dw")
-    spy(path, "_both_weights", lambda both, x: "dw and dw")
-    spy(function, "column_sums", lambda dy, tiles: "db")
+    spy(function, "column_sums", lambda dy, tiles, ready: "db")
     return names
 
 
@@ -119,7 +119,7 @@ def test_widths_that_no_fused_kernel_holds(
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     inputs = ffn_inputs(*WIDE, gated=gated, residual=True)
     assert_ffn_close(functional.ffn, inputs, options={}, manual_seed=8, activation="silu", dropout_p=dropout_p)
-    products = ["dw", "dx", "dw and dw" if gated else "dw"]
+    products = ["dw", "dx", "dw", "dw" if gated else "dw"]
     assert launched == ["hidden and pre-activations", "gradient and sums and hidden and db", *products]
 
 
@@ -280,7 +280,7 @@ def wanted_launches(wanted: set[str]) -> list[str]:
     if "w_down" in wanted:
         found.append("dw")
     weights = len(wanted & {"w_up", "w_gate"})
-    found += ["dx"] * ("x" in wanted) + (["dw and dw"] if weights == 2 else ["dw"] * weights)
+    found += ["dx"] * ("x" in wanted) + (["dw", "dw"] if weights == 2 else ["dw"] * weights)
     return found + ["db"] * ("b_down" in wanted and not through)
 
 
@@ -296,7 +296,7 @@ def test_saved_bytes_are_those_of_the_plan(dtype: torch.dtype, gated: bool) -> N
         return sum({t.data_ptr(): t.nbytes for t in tensors if t.data_ptr() not in parameters}.values())
 
     with on_path("epilogue") as options:
-        problem = dispatch.ffn_problem(**inputs, activation="gelu_tanh", dropout_p=0.0, recompute="auto")
+        problem = ffn_problem(**inputs, activation="gelu_tanh", dropout_p=0.0, recompute="auto")
         made = planning.plan(problem, describe(DEVICE), "triton")
         assert made.path == "epilogue"
         ours = kept_bytes(functional.ffn, **options)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusedlayers import functional, planning, reference
 from fusedlayers.closeness import assert_all_close
-from fusedlayers.functional.reduce_arguments import gemm_reduce_problem
+from fusedlayers.functional.gemm_reduce.arguments import gemm_reduce_problem
 from fusedlayers.kernels.activations import ACTIVATIONS
 from tests.operands import (
     DEVICE,

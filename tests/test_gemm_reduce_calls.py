@@ -279,7 +279,6 @@ def test_auto_mode_takes_the_kernels_where_they_were_measured_faster(monkeypatch
         ({"op": "min"}, "not measured in inference"),
         ({"needs_kept_gradient": True}, "not measured in training"),
         ({"dtype": "float32"}, "float32 products"),
-        ({"captured": True, "cold": True}, "CUDA graph capture"),
     ):
         made = planning.plan(problem(**change), H200)
         assert made.path == "torch"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedlayers.functional.layouts import portable_operand
+from fusedlayers.functional.ffn.arguments import portable_operand
 from tests.operands import Tensors, ffn_inputs
 
 WIDTH, HIDDEN = 512, 72

@@ -53,7 +53,6 @@ def test_auto_mode_takes_what_was_measured_faster(monkeypatch: pytest.MonkeyPatc
         (MANY, "fused", ""),
         (replace(MANY, query_tokens=32), "torch", "too small: 1,228,800 similarities"),
         (replace(MANY, query_tokens=32, captured=True), "fused", ""),
-        (replace(MANY, captured=True, cold=True), "torch", "call once with the same shapes"),
         (TRAINED, "torch", "not measured"),
         (replace(MANY, K=256), "torch", "not measured"),
         (replace(MANY, dtype="float32"), "torch", "matrix units"),

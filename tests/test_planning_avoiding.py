@@ -13,6 +13,7 @@ import torch
 import fusedlayers as fl
 from fusedlayers import explaining, functional, planning
 from fusedlayers.functional import dispatch
+from fusedlayers.functional.ffn.arguments import ffn_problem
 from fusedlayers.planning import (
     Call,
     Device,
@@ -130,7 +131,7 @@ def test_explain_names_what_is_avoided_and_why(monkeypatch: pytest.MonkeyPatch) 
         torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((2**20, 128), (512, 128), (128, 512))
     )
     with torch.no_grad():
-        problem = dispatch.ffn_problem(x, w_up, w_down, activation="gelu", dropout_p=0.0, recompute="auto")
+        problem = ffn_problem(x, w_up, w_down, activation="gelu", dropout_p=0.0, recompute="auto")
         name = names(plan(problem, H200))[0]
         for module in (dispatch, explaining):
             monkeypatch.setattr(module, "describe", lambda where: replace(H200, avoided=frozenset({name})))

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedlayers import SplitKLinear, functional, planning
-from fusedlayers.functional import dispatch, signatures
+from fusedlayers.functional import call, dispatch, operation, switches
+from fusedlayers.functional.call import signature
 from fusedlayers.functional.dispatch import decisions
-from fusedlayers.functional.signatures import signature
 
 H200 = planning.Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
 CHECKS = {
@@ -31,11 +31,11 @@ CHECKS = {
 @pytest.fixture(autouse=True)
 def nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Auto mode, and no call from another test."""
-    for name in signatures.SWITCHES:
+    for name in switches.SWITCHES:
         monkeypatch.delenv(name, raising=False)
-    dispatch._calls.clear()
+    operation._prepared.clear()
     yield
-    dispatch._calls.clear()
+    operation._prepared.clear()
 
 
 @pytest.fixture
@@ -91,10 +91,10 @@ def test_a_call_is_checked_and_planned_once(name: str, checked: list[str], monke
 
 
 def test_no_two_operations_share_a_signature() -> None:
-    for call in CALLS.values():
-        call()
-    assert len(dispatch._calls) == len(CALLS)
-    assert {call[0] for call in dispatch._calls if call is not None} == set(CHECKS)
+    for run in CALLS.values():
+        run()
+    assert len(operation._prepared) == len(CALLS)
+    assert {key[0] for key in operation._prepared} == set(CHECKS)
 
 
 @pytest.mark.parametrize("wanted", [(), (0,), (1,), (2,), (0, 1, 2)])
@@ -152,24 +152,24 @@ def test_a_switch_is_read_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_switches_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for beneath in (signatures._beneath, None):
-        monkeypatch.setattr(signatures, "_beneath", beneath)
-        unset = signatures.switches()
-        assert unset == (None,) * len(signatures.SWITCHES)
+    for beneath in (switches._beneath, None):
+        monkeypatch.setattr(switches, "_beneath", beneath)
+        unset = switches.switches()
+        assert unset == (None,) * len(switches.SWITCHES)
         os.environ["FUSEDLAYERS_STRICT"] = "1"
-        strict = signatures.switches()
+        strict = switches.switches()
         assert strict != unset
         os.environ["FUSEDLAYERS_BACKEND"] = "torch"
-        assert signatures.switches() not in (strict, unset)
+        assert switches.switches() not in (strict, unset)
         with mock.patch.dict(os.environ, clear=True):
-            assert signatures.switches() == unset
+            assert switches.switches() == unset
         del os.environ["FUSEDLAYERS_BACKEND"]
-        assert signatures.switches() == strict
+        assert switches.switches() == strict
         # By hand: monkeypatch would set it again at the end.
         del os.environ["FUSEDLAYERS_STRICT"]
     monkeypatch.undo()
     monkeypatch.setattr(os, "environ", {"FUSEDLAYERS_BACKEND": "torch"})
-    assert signatures.switches() == ("torch", None, None)
+    assert switches.switches() == ("torch", None, None)
 
 
 def test_tensors_that_change_in_place(checked: list[str]) -> None:
@@ -182,12 +182,12 @@ def test_tensors_that_change_in_place(checked: list[str]) -> None:
     assert torch.equal(functional.linear(x, weight), F.linear(x, weight))
     weight.data = torch.randn(8, 6).T
     assert torch.equal(functional.linear(x, weight), F.linear(x, weight)), "other strides"
-    assert len(checked) == 1
+    assert len(checked) == 2, "another layout is another call"
     weight.requires_grad_()
     assert functional.linear(x, weight).requires_grad
     weight.requires_grad_(False)
     assert not functional.linear(x, weight).requires_grad
-    assert len(checked) == 2
+    assert len(checked) == 3
     weight.data = torch.randn(6, 9)
     with pytest.raises(ValueError, match="weight of shape"):
         functional.linear(x, weight)
@@ -234,56 +234,60 @@ def test_facts_of_the_device_that_change(monkeypatch: pytest.MonkeyPatch) -> Non
         functional.linear(x, weight)
         functional.linear(x, weight)
     assert dict(counted) == {"linear torch": 2}
-    call = signature("linear", (x, weight, None), None, "auto", "workspace")
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
-    asking = signature("linear", (x, weight, None), None, "auto", "workspace")
-    assert call != asking
-    problem = dispatch._calls[call][0]
+    linear = operation.OPERATIONS["linear"]
+    arguments = (x, weight, None), (None, "auto", "workspace")
     for facts in (H200, replace(H200, processors=16)):
         monkeypatch.setattr(dispatch, "describe", lambda device, facts=facts: facts)
-        _, plan = dispatch.planned(asking, problem, x.device)
-        again = dispatch.recalled(asking, x.device)
-        assert plan.path == "fused"
-        assert again == (problem, plan)
-        assert plan == planning.plan(problem, facts, "triton")
+        made = linear.prepared(*arguments)
+        assert made.plan.path == "fused"
+        assert made.plan == planning.plan(made.problem, facts, "triton")
+        assert linear.prepared(*arguments) is made
     monkeypatch.setattr(dispatch, "describe", lambda device: H200)
-    assert dispatch.recalled(asking, x.device) is None, "the plan remembered was one for fewer processors"
+    assert linear.prepared(*arguments) is not made, "the plan remembered was one for fewer processors"
 
 
 def test_a_capture_is_planned_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "describe", lambda device: H200)
-    device, capturing = torch.device("cuda"), [False]
+    capturing = [False]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    # Faster in a graph alone.
-    problem = planning.Problem("ffn", 1, 65_536, 64, 256, 64, "bfloat16", "gelu_tanh")
-    call = ("call",)
-    assert dispatch.planned(call, problem, device)[1].path == "torch"
-    dispatch.ran_as_kernels(problem, device)
-    for _ in range(2):
-        for capturing[0], path in ((False, "torch"), (True, "fused")):
-            found = dispatch.recalled(call, device)
-            assert found is not None
-            assert (found[0].captured, found[1].path) == (capturing[0], path)
-    dispatch._calls.clear()
-    dispatch.planned(call, replace(problem, captured=True), device)
-    assert dispatch.recalled(call, device) is None, "a plan for a capture is for that one"
+
+    def key() -> Any:
+        with mock.patch.object(call, "PLAIN_TENSORS", (OnGPU,)):
+            return signature("linear", (OnGPU(torch.bfloat16),), ())  # type: ignore[arg-type]
+
+    launched = key()
+    capturing[0] = True
+    recorded = key()
+    assert launched != recorded
+    capturing[0] = False
+    assert key() == launched
 
 
-def test_float32_precision_is_part_of_a_call_on_a_gpu() -> None:
-    class OnGPU:
-        """As much of a tensor on a GPU as is asked for."""
+class OnGPU:
+    """As much of a tensor on a GPU as is asked for."""
 
-        is_cuda, device, shape, requires_grad = True, torch.device("cuda", 0), (4, 4), False
+    is_cuda, is_nested, layout = True, False, torch.strided
+    device, shape, requires_grad = torch.device("cuda", 0), (4, 4), False
 
-        def __init__(self, dtype: torch.dtype) -> None:
-            self.dtype = dtype
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
 
-        def is_neg(self) -> bool:
-            return False
+    def is_neg(self) -> bool:
+        return False
+
+    def stride(self) -> tuple[int, int]:
+        return 4, 1
+
+    def data_ptr(self) -> int:
+        return 256
+
+
+def test_float32_precision_is_part_of_a_call_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def seen(dtype: torch.dtype) -> Any:
-        with mock.patch.object(signatures, "PLAIN_TENSORS", (OnGPU,)):
-            return signature("linear", (OnGPU(dtype),))  # type: ignore[arg-type]
+        with mock.patch.object(call, "PLAIN_TENSORS", (OnGPU,)):
+            return signature("linear", (OnGPU(dtype),), ())  # type: ignore[arg-type]
 
     before = torch.get_float32_matmul_precision()
     try:
@@ -298,7 +302,7 @@ def test_float32_precision_is_part_of_a_call_on_a_gpu() -> None:
 
 def test_threads_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grad mode and autocast are a thread's own; the calls, forgotten again and again here, are not."""
-    monkeypatch.setattr(dispatch, "_CALLS_LIMIT", 3)
+    monkeypatch.setattr(operation, "_PREPARED_LIMIT", 3)
     wrong: list[str] = []
 
     def work(number: int) -> None:
@@ -319,4 +323,4 @@ def test_threads_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> N
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert len(dispatch._calls) <= 3 + len(threads)
+    assert len(operation._prepared) <= 3 + len(threads)

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fusedlayers import functional
 from fusedlayers.functional import dispatch
-from fusedlayers.functional.tracing import traced, with_known_sizes
+from fusedlayers.functional.call import observed, traced, with_known_sizes
 from fusedlayers.planning import Device, Problem
 from tests.operands import Allocations
 
@@ -47,14 +47,17 @@ def operations(rows: int, **options: Any) -> set[str]:
     return {target._opname for target in found if target.namespace == "fusedlayers"}
 
 
-def test_who_reads_operations() -> None:
+def test_who_observes_operations() -> None:
+    assert not observed()
     assert not traced()
-    with Allocations():
-        assert not traced(), "a mode that wants to see what happens inside"
-    with FlopCounterMode(display=False):
-        assert traced()
-    with FakeTensorMode():
-        assert traced()
+    for mode, without_numbers in (
+        (Allocations(), False),
+        (FlopCounterMode(display=False), False),
+        (FakeTensorMode(), True),
+    ):
+        with mode:
+            assert observed()
+            assert traced() == without_numbers
 
 
 @pytest.mark.usefixtures("h200")

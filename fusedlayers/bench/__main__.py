@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ..functional.dispatch import workspace_limit
+from ..functional.switches import workspace_limit
 from ..kernels.activations import canonical_activation
 from ..kernels.gemm_reduce import OPERATIONS
 from . import host, host_tables, plots, record, selftest, step_tables, steps, tables

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from ..closeness import compare_all
-from ..functional.dispatch import decisions, switched
+from ..functional.dispatch import decisions
+from ..functional.switches import switched
 from . import record as records
 from .arguments import add_record_options, chosen_device, parse_shape, positive, record_path, several, show
 from .cases import DTYPES, Grid, Shape

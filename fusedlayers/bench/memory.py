@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..functional.dispatch import switched
+from ..functional.switches import switched
 from .contenders import Contender, Work
 
 

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from ..closeness import MAX_ERROR_LIMIT, RMS_FLOOR
-from ..functional.dispatch import decisions, switched
+from ..functional.dispatch import decisions
+from ..functional.switches import switched
 from . import record as records
 from .arguments import add_record_options, chosen_device, positive, record_path, several, show
 from .cases import DTYPES

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..functional.dispatch import switched
+from ..functional.switches import switched
 from . import record as records
 from .arguments import parse_shape
 from .cases import DTYPES, Shape

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..functional.dispatch import switched
+from ..functional.switches import switched
 from .contenders import Contender
 
 WARM_UP_RUNS = 3

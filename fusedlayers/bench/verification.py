@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..closeness import Closeness, compare
-from ..functional.dispatch import switched
+from ..functional.switches import switched
 from .cases import Case, Options, Shape
 from .contenders import AUTO, EAGER, FUSED, contender, our_plan, why_not_forced
 from .exactness import exact_work, inequality, random_work, reference_results

@@ -1,6 +1,6 @@
 """A plan in words: which path runs, what it costs, what it keeps, and why the other paths were rejected."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from .. import functional
 from ..devices import describe
 from ..functional.dispatch import dispatch
+from ..functional.operation import Operation, operation_of
 from ..planning import Decision
 from ..planning.avoiding import WHY_AVOIDED
-from .calls import CALLS, bound, problem_and_title
 from .facts import facts
 
 
@@ -39,40 +39,29 @@ def explain(target: nn.Module | Callable[..., Any], *inputs: Tensor, **options: 
         if reason is not None:
             return f"{type(target).__name__} calls its children instead of fusing them: {reason}"
         function = getattr(target, "function", functional.ffn)
-        arguments = bound(function, **fused.call_arguments(*inputs, **options))
-    elif callable(function) and function in CALLS:
-        arguments = bound(function, *inputs, **options)
-    else:
+        inputs, options = (), fused.call_arguments(*inputs, **options)
+    operation = operation_of(function)
+    if operation is None:
         known = (
             "a FusedFFN, a SplitKLinear, a MaxSim, a module fused by replace(), or a function of fusedlayers.functional"
         )
         raise TypeError(f"target must be {known}, got {type(target).__name__}")
-    problem, title = problem_and_title(function, arguments)
-    device = next(value for value in arguments.values() if isinstance(value, Tensor)).device
+    tensors, given = operation.bound(*inputs, **options)
+    given = operation.check(tensors, given)
+    problem, device = operation.problem(tensors, given), tensors[0].device
     plan = dispatch(problem, device)
-    rows = [*facts(problem, plan, describe(device)), *_copies(problem, plan, arguments)]
+    rows = [*facts(problem, plan, describe(device)), *_copies(operation, plan, tensors)]
     rows += [("avoided", f"{name}: {WHY_AVOIDED} (python -m fusedlayers.bench selftest)") for name in plan.avoided]
     rows += [(f"not {path}", reason) for path, reason in plan.rejected]
     width = max(len(name) for name, _ in rows)
-    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])
+    return "\n".join([operation.title(problem, given), *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
 
-# The operands of each operation that its kernels see as matrices of rows.
-_ROWS = {
-    "ffn": ("x",),
-    "linear": ("x",),
-    "weight_gradient": ("dy", "x"),
-    "hidden_gradient": ("dy", "z", "z_gate"),
-    "maxsim": ("queries",),
-}
-
-
-def _copies(problem: Any, plan: Decision, arguments: dict[str, Any]) -> list[tuple[str, str]]:
+def _copies(operation: Operation, plan: Decision, tensors: Sequence[Tensor | None]) -> list[tuple[str, str]]:
     """The operands that a kernel cannot reach through strides alone."""
     texts = []
-    for name in _ROWS.get(problem.operation, ()) if plan.path != "torch" else ():
-        tensor = arguments.get(name)
-        if tensor is None:
+    for name, tensor in zip(operation.tensor_names, tensors, strict=True) if plan.path != "torch" else ():
+        if tensor is None or name not in operation.row_operands:
             continue
         try:
             tensor.view(-1, tensor.shape[-1])

@@ -1,5 +1,7 @@
-"""Batched GEMM-GEMM: the public function and the autograd Function of its fused path."""
+"""Batched GEMM-GEMM: the public function, and its operation."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,21 +12,10 @@ from ..kernels import gemm_gemm as kernels
 from ..kernels.activations import canonical_activation
 from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
 from ..planning import Plan, Problem
-from .arguments import check_gemm_gemm
-from .compiled import Composite, KernelCall, Result, Results
-from .dispatch import (
-    autocast,
-    compute_dtype,
-    flat_batch,
-    gemm_gemm_problem,
-    leading_dims,
-    planned,
-    ran_as_kernels,
-    recalled,
-    without_autocast,
-)
-from .signatures import signature
-from .tracing import traced
+from .call import captured, subclass_of, wants_gradient
+from .custom_ops import Result, Results
+from .operands import check_given, check_tensors, compute_dtype, flat_batch, input_precision, leading_dims, said
+from .operation import Operation, Prepared, Tensors, formula
 
 
 def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None) -> Tensor:
@@ -45,84 +36,111 @@ def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None)
         ValueError: shapes that do not fit together, tensors on different devices, an unknown activation.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    if torch.compiler.is_dynamo_compiling():
-        return COMPOSITE(a, b, c, activation)[0]
-    call = signature("gemm_gemm", (a, b, c), activation)
-    known = None if call is None else recalled(call, a.device)
-    if known is None:
-        activation = canonical_activation(activation)
-        check_gemm_gemm(a, b, c)
-        known = planned(call, gemm_gemm_problem(a, b, c, activation=activation), a.device)
-    problem, plan = known
-    activation = problem.activation
-    if plan.path == "torch":
-        return reference.gemm_gemm(a, b, c, activation=activation)
-    batch = leading_dims(a, b, c)
-    operands = [flat_batch(tensor, batch) for tensor in autocast((a, b, c), compute_dtype(a))]
-    arguments = _arguments(plan)
-    if call is None and traced():
-        e = KERNELS(operands, problem, plan)
-    elif problem.training or call is None:
-        e = GemmGemmFunction.apply(*operands, *arguments.values())
-    else:
-        flat_a, flat_b, flat_c = operands
-        e = kernels.forward(_operands(flat_a, flat_b, flat_c, arguments["arithmetic"]), None, None, plan.forward_tiles)
-    if not problem.training:
-        ran_as_kernels(problem, a.device)
-    return e if len(batch) == 1 else e.view(*batch, *e.shape[-2:])
+    result: Tensor = GEMM_GEMM(a, b, c, activation)
+    return result
 
 
-def _arguments(plan: Plan) -> dict[str, Any]:
-    """What :class:`GemmGemmFunction` takes besides the tensors."""
-    problem = plan.problem
-    return {"arithmetic": Arithmetic(problem.activation, 0.0, problem.input_precision, plan.accuracy), "plan": plan}
+def check_gemm_gemm(a: Tensor, b: Tensor, c: Tensor) -> None:
+    """All arguments of ``functional.gemm_gemm`` but the activation."""
+    check_given(a=a, b=b, c=c)
+    check_tensors({"a": a, "b": b, "c": c})
+    for name, tensor, letters in (("a", a, "[*B, M, K]"), ("b", b, "[*B, K, N]"), ("c", c, "[*B, N, O]")):
+        if tensor.dim() < 2:
+            raise ValueError(f"{said(name, tensor)}: expected {letters}, at least two dimensions")
+    if b.shape[-2] != a.shape[-1]:
+        raise ValueError(
+            f"{said('b', b)}: expected [*B, K, N] with K = {a.shape[-1]}, the last dimension of a {list(a.shape)}"
+        )
+    if c.shape[-2] != b.shape[-1]:
+        raise ValueError(
+            f"{said('c', c)}: expected [*B, N, O] with N = {b.shape[-1]}, the last dimension of b {list(b.shape)}"
+        )
+    batches = [tuple(tensor.shape[:-2]) for tensor in (a, b, c)]
+    try:
+        torch.broadcast_shapes(*batches)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{said('a', a)}, {said('b', b)}, {said('c', c)}: expected leading dimensions *B that broadcast, "
+            f"got {', '.join(str(list(batch)) for batch in batches)}"
+        ) from error
 
 
-class GemmGemmFunction(torch.autograd.Function):
+class _GemmGemm(Operation):
     """``act(a @ b) @ c`` on a ``[Z, M, K]``, b ``[Z, K, N]``, c ``[Z, N, O]``; backward computes the middle again."""
 
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, c: Tensor, arithmetic: Arithmetic, plan: Plan) -> Tensor:
-        ctx.arithmetic, ctx.plan = arithmetic, plan
-        ctx.save_for_backward(a, b, c)
-        return kernels.forward(_operands(a, b, c, arithmetic), None, None, plan.forward_tiles)
+    problem_type = Problem
+    operands = "a b c"
 
-    @staticmethod
-    def backward(ctx: Any, de: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, c = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():
-            # create_graph=True: through the reference, whose gradients can be differentiated again. One tensor may play
-            # several roles; views tell them apart.
-            a, b, c = (tensor.view_as(tensor) for tensor in (a, b, c))
-            with without_autocast(de.device):
-                e = reference.gemm_gemm(a, b, c, activation=ctx.arithmetic.activation)
-                chosen = [tensor for tensor, want in zip((a, b, c), wanted, strict=True) if want]
-                second_order = iter(torch.autograd.grad(e, chosen, de, create_graph=True))
-            return *(next(second_order) if want else None for want in wanted), None, None
-        operands, de = _operands(a, b, c, ctx.arithmetic), de.resolve_neg()  # kernels read memory as it is
-        da = kernels.data_gradient(operands, de, ctx.plan.data_gradient_tiles)[0] if wanted[0] else None
-        db = dc = None
-        if wanted[1] or wanted[2]:
-            asked = WeightGradients(up=wanted[1], down=wanted[2])
-            found = kernels.weight_gradients(
-                operands, de, asked, ctx.plan.splits, ctx.plan.weight_gradient_tiles, transposed=True
-            )
-            db, dc = found.up, found.down
-        ran_as_kernels(ctx.plan.problem, de.device)
-        return da, db, dc, None, None
+    def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
+        activation = canonical_activation(options[0])
+        check_gemm_gemm(*tensors)
+        return (activation,)
+
+    def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> Problem:
+        a, b, c = tensors
+        dtype = compute_dtype(a)
+        return Problem(
+            operation="gemm_gemm",
+            batch=math.prod(leading_dims(a, b, c)),
+            M=a.shape[-2],
+            K=a.shape[-1],
+            N=b.shape[-1],
+            O=c.shape[-1],
+            dtype=str(dtype).removeprefix("torch."),
+            activation=options[0],
+            needs_data_gradient=wants_gradient(a),
+            needs_weight_gradient=wants_gradient(b, c),
+            input_precision=input_precision(a.device, dtype),
+            captured=captured(a.device),
+            subclass=subclass_of(a, b, c),
+        )
+
+    def title(self, problem: Problem, options: tuple[Any, ...]) -> str:
+        return f"gemm_gemm: act(a @ b) @ c, act = {formula(problem.activation)}"
+
+    def through_torch(self, call: Prepared, tensors: Tensors) -> Tensor:
+        a, b, c = tensors
+        return reference.gemm_gemm(a, b, c, activation=call.problem.activation)
+
+    def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
+        batch = leading_dims(*tensors)
+        return [flat_batch(tensor, batch) for tensor in tensors]
+
+    def finished(self, call: Prepared, tensors: Tensors, results: Tensor) -> Tensor:
+        batch = leading_dims(*tensors)
+        return results if len(batch) == 1 else results.view(*batch, *results.shape[-2:])
+
+    def details(self, plan: Plan, extras: dict[str, Any]) -> Arithmetic:
+        problem = plan.problem
+        return Arithmetic(problem.activation, 0.0, problem.input_precision, plan.accuracy)
+
+    def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
+        return (kernels.forward(_operands(call, operands), None, None, call.plan.forward_tiles),), ()
+
+    def backward(
+        self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
+    ) -> Tensors:
+        plan, [de] = call.plan, upstream
+        matrices = _operands(call, operands)
+        da = kernels.data_gradient(matrices, de, plan.data_gradient_tiles)[0] if wanted[0] else None
+        if not (wanted[1] or wanted[2]):
+            return da, None, None
+        asked = WeightGradients(up=wanted[1], down=wanted[2])
+        found = kernels.weight_gradients(matrices, de, asked, plan.splits, plan.weight_gradient_tiles, transposed=True)
+        return da, found.up, found.down
+
+    def expression(self, call: Prepared, operands: Tensors) -> Tensors:
+        a, b, c = operands
+        return (reference.gemm_gemm(a, b, c, activation=call.problem.activation),)
+
+    def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
+        a, _, c = operands
+        return [Result((*a.shape[:-1], c.shape[-1]), a.dtype)], []
 
 
-def _results(tensors: tuple[Any, ...], problem: Problem, path: str, options: Any, saving: bool) -> Results:
-    a, _, c = tensors
-    return [Result((*a.shape[:-1], c.shape[-1]), a.dtype)], []
+def _operands(call: Prepared, operands: Tensors) -> Operands:
+    a, b, c = operands
+    return Operands(a, b.transpose(1, 2), c.transpose(1, 2), None, None, None, None, call.details, call.ready)
 
 
-COMPOSITE = Composite(gemm_gemm)
-KERNELS = KernelCall(
-    "gemm_gemm", GemmGemmFunction, Problem, tensors="a b c", saved=(0, 1, 2), arguments=_arguments, results=_results
-)
-
-
-def _operands(a: Tensor, b: Tensor, c: Tensor, arithmetic: Arithmetic) -> Operands:
-    return Operands(a, b.transpose(1, 2), c.transpose(1, 2), None, None, None, None, arithmetic)
+GEMM_GEMM = _GemmGemm(gemm_gemm)

@@ -1,29 +1,31 @@
-"""Gradient of an FFN's pre-activations with its bias gradients: the public function and its autograd Function."""
+"""Gradient of an FFN's pre-activations with its bias gradients: the public function, and its operation."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import reference
 from ..kernels import gemm_epilogue as kernels
 from ..kernels.activations import canonical_activation
-from ..planning import HiddenGradientPlan, HiddenGradientProblem
-from .arguments import check_hidden_gradient
-from .compiled import Composite, KernelCall, Result, Results
-from .dispatch import (
+from ..planning import HiddenGradientProblem
+from .call import captured, subclass_of, wants_gradient
+from .custom_ops import Result, Results
+from .operands import (
     autocast,
+    check_bias,
+    check_given,
+    check_shape,
+    check_tensors,
     compute_dtype,
-    hidden_gradient_problem,
-    planned,
-    ran_as_kernels,
-    recalled,
+    input_precision,
     rows,
+    said,
     with_leading_dims,
     without_autocast,
 )
-from .signatures import signature
-from .tracing import traced
+from .operation import Operation, Prepared, Tensors, formula
 
 _Gradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
@@ -60,99 +62,93 @@ def hidden_gradient(
         ValueError: shapes that do not fit together, tensors on different devices, an unknown activation.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    if torch.compiler.is_dynamo_compiling():
-        listed = COMPOSITE(dy, w_down, z, z_gate, activation, bias)
-        # By position: what is not there is not in the list.
-        gates = 0 if z_gate is None else 1
-        db_up = listed[1 + gates] if bias else None
-        return listed[0], listed[1] if gates else None, db_up, listed[3] if bias and gates else None
-    tensors = (dy, w_down, z, z_gate)
-    call = signature("hidden_gradient", tensors, activation, bias)
-    known = None if call is None else recalled(call, dy.device)
-    if known is None:
-        activation = canonical_activation(activation)
-        check_hidden_gradient(dy, w_down, z, z_gate, bias)
-        problem = hidden_gradient_problem(dy, w_down, z, z_gate, activation=activation, bias=bias)
-        known = planned(call, problem, dy.device)
-    problem, plan = known
-    operands = autocast(tensors, compute_dtype(dy))
-    if plan.path == "torch":
-        with without_autocast(dy.device):
-            return reference.hidden_gradient(*operands, activation=problem.activation, bias=bias)
-    if call is None and traced():
-        return KERNELS(operands, problem, plan)
-    if not problem.training and call is not None:
-        dy, w_down, z, z_gate = operands
-        found = _gradients(dy, w_down, z, z_gate, plan)
-    else:
-        found = HiddenGradientFunction.apply(*operands, plan)
-    ran_as_kernels(problem, dy.device)
+    found: _Gradients = HIDDEN_GRADIENT(dy, w_down, z, z_gate, activation, bias)
     return found
 
 
-def _gradients(dy: Tensor, w_down: Tensor, z: Tensor, z_gate: Tensor | None, plan: HiddenGradientPlan) -> _Gradients:
-    assert plan.tiles is not None
-    problem = plan.problem
-    dz, dz_gate, db_up, db_gate, *_ = kernels.hidden_gradient(
-        rows(dy), w_down, rows(z), None if z_gate is None else rows(z_gate), problem.bias, plan.row_tiles,
-        problem.activation, plan.accuracy, problem.input_precision, plan.tiles, plan.pipeline,
-    )  # fmt: skip
-    return with_leading_dims(dz, z), None if dz_gate is None else with_leading_dims(dz_gate, z), db_up, db_gate
+def check_hidden_gradient(dy: Tensor, w_down: Tensor, z: Tensor, z_gate: Tensor | None, bias: bool) -> None:
+    """All arguments of ``functional.hidden_gradient`` but the activation."""
+    check_given(dy=dy, w_down=w_down, z=z)
+    check_tensors({"dy": dy, "w_down": w_down, "z": z, "z_gate": z_gate})
+    check_bias(bias)
+    if dy.dim() < 1:
+        raise ValueError(f"{said('dy', dy)}: expected [*B, M, O], at least one dimension")
+    if w_down.dim() != 2 or w_down.shape[0] != dy.shape[-1]:
+        hint = " (it looks transposed)" if w_down.dim() == 2 and w_down.shape[1] == dy.shape[-1] else ""
+        raise ValueError(
+            f"{said('w_down', w_down)}: expected [O, N] with O = {dy.shape[-1]}, the last dimension of dy "
+            f"{list(dy.shape)}{hint}"
+        )
+    shape = (*dy.shape[:-1], w_down.shape[1])
+    for name, pre_activation in (("z", z), ("z_gate", z_gate)):
+        because = f"as dy {list(dy.shape)} and w_down {list(w_down.shape)} set it"
+        check_shape(name, pre_activation, shape, "[*B, M, N]", because)
 
 
-class HiddenGradientFunction(torch.autograd.Function):
+class _HiddenGradient(Operation):
     """dz, dz_gate, db_up, db_gate of dy, w_down, z, z_gate; their gradients go through the reference."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, dy: Tensor, w_down: Tensor, z: Tensor, z_gate: Tensor | None, plan: HiddenGradientPlan
-    ) -> _Gradients:
-        ctx.plan = plan
-        ctx.save_for_backward(dy, w_down, z, z_gate)
-        ctx.set_materialize_grads(False)
-        return _gradients(dy, w_down, z, z_gate, plan)
+    problem_type = HiddenGradientProblem
+    operands = "dy w_down z z_gate?"
+    row_operands = ("dy", "z", "z_gate")
+    has_backward = False
 
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        problem, wanted = ctx.plan.problem, ctx.needs_input_grad[:4]
-        again = torch.is_grad_enabled()
-        # One tensor may play several roles; views, or leaves of a graph of their own, tell them apart.
-        tensors = [
-            t if t is None or not want else t.view_as(t) if again else t.detach().requires_grad_()
-            for t, want in zip(ctx.saved_tensors, wanted, strict=True)
-        ]
-        with torch.enable_grad(), without_autocast(tensors[0].device):
-            found = reference.hidden_gradient(*tensors, activation=problem.activation, bias=problem.bias)
-            # An output may depend on nothing that a gradient is wanted of, or have none of its own.
-            pairs = [
-                (out, gradient)
-                for out, gradient in zip(found, upstream, strict=True)
-                if out is not None and gradient is not None and out.requires_grad
-            ]
-            if not pairs:
-                return None, None, None, None, None
-            chosen = [tensor for tensor, want in zip(tensors, wanted, strict=True) if want]
-            outputs, gradients = zip(*pairs, strict=True)
-            results = iter(torch.autograd.grad(outputs, chosen, gradients, create_graph=again, allow_unused=True))
-        return *(next(results) if want else None for want in wanted), None
+    def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
+        activation, bias = options
+        activation = canonical_activation(activation)
+        check_hidden_gradient(*tensors, bias)
+        return activation, bias
+
+    def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> HiddenGradientProblem:
+        (dy, w_down, _, z_gate), (activation, bias) = tensors, options
+        dtype = compute_dtype(dy)
+        return HiddenGradientProblem(
+            M=math.prod(dy.shape[:-1]),
+            N=w_down.shape[1],
+            O=w_down.shape[0],
+            dtype=str(dtype).removeprefix("torch."),
+            activation=activation,
+            gated=z_gate is not None,
+            bias=bias,
+            training=wants_gradient(*tensors),
+            input_precision=input_precision(dy.device, dtype),
+            captured=captured(dy.device),
+            subclass=subclass_of(*tensors),
+        )
+
+    def title(self, problem: HiddenGradientProblem, options: tuple[Any, ...]) -> str:
+        gate = "dH ⊙ act(z_gate), dH ⊙ z ⊙ act'(z_gate)" if problem.gated else "dH ⊙ act'(z)"
+        return f"hidden_gradient: {gate}, dH = dy W_down, act = {formula(problem.activation)}"
+
+    def through_torch(self, call: Prepared, tensors: Tensors) -> _Gradients:
+        operands = autocast(tuple(tensors), compute_dtype(tensors[0]))
+        with without_autocast(operands[0].device):
+            return self.expression(call, operands)
+
+    def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
+        dy, w_down, z, z_gate = operands
+        plan, problem = call.plan, call.problem
+        dz, dz_gate, db_up, db_gate, *_ = kernels.hidden_gradient(
+            rows(dy), w_down, rows(z), None if z_gate is None else rows(z_gate), problem.bias, plan.row_tiles,
+            problem.activation, plan.accuracy, problem.input_precision, plan.tiles, plan.pipeline, ready=call.ready,
+        )  # fmt: skip
+        dz_gate = None if dz_gate is None else with_leading_dims(dz_gate, z)
+        return (with_leading_dims(dz, z), dz_gate, db_up, db_gate), ()
+
+    def expression(self, call: Prepared, operands: Tensors) -> _Gradients:
+        dy, w_down, z, z_gate = operands
+        problem = call.problem
+        return reference.hidden_gradient(dy, w_down, z, z_gate, activation=problem.activation, bias=problem.bias)
+
+    def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
+        z, gated, bias = operands[2], problem.gated, problem.bias
+        matrix, sums = Result(z.shape, z.dtype), Result((z.shape[-1],), z.dtype)
+        return [matrix, matrix if gated else None, sums if bias else None, sums if bias and gated else None], []
+
+    def unpacked(self, found: list[Tensor], options: Sequence[Any], tensors: Tensors) -> Any:
+        remaining = iter(found)
+        gated, bias = tensors[3] is not None, options[1]
+        return tuple(next(remaining) if there else None for there in (True, gated, bias, bias and gated))
 
 
-def _results(
-    tensors: tuple[Any, ...], problem: HiddenGradientProblem, path: str, options: Any, saving: bool
-) -> Results:
-    z, gated, bias = tensors[2], problem.gated, problem.bias
-    matrix, sums = Result(z.shape, z.dtype), Result((z.shape[-1],), z.dtype)
-    return [matrix, matrix if gated else None, sums if bias else None, sums if bias and gated else None], []
-
-
-COMPOSITE = Composite(hidden_gradient)
-KERNELS = KernelCall(
-    "hidden_gradient",
-    HiddenGradientFunction,
-    HiddenGradientProblem,
-    tensors="dy w_down z z_gate?",
-    saved=(0, 1, 2, 3),
-    arguments=lambda plan: {"plan": plan},
-    results=_results,
-    plain_backward=True,
-)
+HIDDEN_GRADIENT = _HiddenGradient(hidden_gradient)

@@ -1,5 +1,7 @@
-"""The linear layer whose products may split the axis they sum over: the public function and its autograd Function."""
+"""The linear layer whose products may split the axis they sum over: the public function, and its operation."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,20 +11,22 @@ from .. import reference
 from ..kernels import split_k as kernels
 from ..kernels.activations import ACTIVATIONS, canonical_activation
 from ..planning import LinearPlan, LinearProblem, ProductPlan
-from .compiled import Composite, KernelCall, Result, Results
-from .dispatch import (
-    autocast,
+from .call import captured, subclass_of, wants_gradient
+from .custom_ops import Result, Results
+from .operands import (
+    check_given,
+    check_shape,
+    check_tensors,
     compute_dtype,
-    planned,
-    ran_as_kernels,
-    recalled,
+    input_precision,
     rows,
+    said,
     without_autocast,
 )
-from .linear_arguments import check_linear, linear_problem
-from .signatures import signature
-from .tracing import traced
+from .operation import Operation, Prepared, Tensors, formula
 from .weight_gradient import planned_weight_gradient
+
+REDUCTIONS = ("workspace", "atomic")
 
 
 def linear(
@@ -62,39 +66,149 @@ def linear(
         RuntimeError: ``reduction="atomic"`` under ``torch.use_deterministic_algorithms(True)``, or
             ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    if torch.compiler.is_dynamo_compiling():
-        return COMPOSITE(x, weight, bias, activation, split_k, reduction)[0]
-    # Whether atomic addition is allowed is a matter of the moment.
-    call = None if reduction == "atomic" else signature("linear", (x, weight, bias), activation, split_k, reduction)
-    known = None if call is None else recalled(call, x.device)
-    if known is None:
+    y: Tensor = LINEAR(x, weight, bias, activation, split_k, reduction)
+    return y
+
+
+def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, split_k: int | str, reduction: str) -> None:
+    """All arguments of ``functional.linear`` but the activation."""
+    check_given(x=x, weight=weight)
+    check_tensors({"x": x, "weight": weight, "bias": bias})
+    if x.dim() < 1:
+        raise ValueError(f"{said('x', x)}: expected [*B, M, K], at least one dimension")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        hint = " (it looks transposed)" if weight.dim() == 2 and weight.shape[0] == x.shape[-1] else ""
+        raise ValueError(
+            f"{said('weight', weight)}: expected [N, K] with K = {x.shape[-1]}, the last dimension of x "
+            f"{list(x.shape)}{hint}"
+        )
+    check_shape("bias", bias, (weight.shape[0],), "[N]", "as weight has N rows")
+    check_split_k(split_k)
+    check_reduction(reduction)
+    if reduction == "atomic" and torch.are_deterministic_algorithms_enabled():
+        raise RuntimeError(
+            'linear with reduction="atomic" adds in no fixed order, and torch.use_deterministic_algorithms(True) is '
+            'set; reduction="workspace" is deterministic'
+        )
+
+
+def check_split_k(split_k: int | str) -> None:
+    """``"auto"`` or an int from 1 on; more than there are elements to sum over is as many as there are."""
+    if split_k == "auto":
+        return
+    if type(split_k) is not int:
+        raise TypeError(f'split_k must be "auto" or an int from 1 on, got {split_k!r} ({type(split_k).__name__})')
+    if split_k < 1:
+        raise ValueError(f'split_k must be "auto" or an int from 1 on, got {split_k}')
+
+
+def check_reduction(reduction: str) -> None:
+    """``"workspace"`` or ``"atomic"``."""
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+
+
+class _Linear(Operation):
+    """``x Wᵀ + b`` for x ``[M, K]`` and W ``[N, K]``, and its gradients, each product as the plan has it.
+
+    Activations are torch's own while gradients are wanted: they keep their argument ``[M, N]``, as small as the result,
+    and can be differentiated as often as asked.
+    """
+
+    problem_type = LinearProblem
+    operands = "x weight bias?"
+    row_operands = ("x",)
+
+    def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
+        activation, split_k, reduction = options
         activation = canonical_activation(activation)
-        check_linear(x, weight, bias, split_k, reduction)
-        options: dict[str, Any] = {"activation": activation, "split_k": split_k, "reduction": reduction}
-        known = planned(call, linear_problem(x, weight, bias, **options), x.device)
-    problem, plan = known
-    if plan.path == "torch":
-        return reference.linear(x, weight, bias, activation=problem.activation)
-    x_rows, weight, bias = autocast((x, weight, bias), compute_dtype(x))
-    x_rows = rows(x_rows)
-    with without_autocast(x.device):
-        if call is None and traced():
-            y: Tensor = KERNELS((x_rows, weight, bias), problem, plan)
-        elif problem.training or call is None:
-            y = LinearFunction.apply(x_rows, weight, bias, plan)
-        else:
-            y = _forward(x_rows, weight, bias, plan)
-        if problem.training:
-            y = ACTIVATIONS[problem.activation].torch(y)
-    if not problem.training:
-        ran_as_kernels(problem, x.device)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+        check_linear(*tensors, split_k, reduction)
+        return activation, split_k, reduction
 
+    def may_be_repeated(self, options: tuple[Any, ...]) -> bool:
+        # torch.use_deterministic_algorithms, which forbids atomic addition, may change between calls.
+        return options[2] != "atomic"
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-    """``x Wᵀ + b``, activated where no gradient is wanted."""
-    activation = "identity" if plan.problem.training else plan.problem.activation
-    return _product(x, weight, bias, plan, plan.forward, activation)
+    def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> LinearProblem:
+        (x, weight, bias), (activation, split_k, reduction) = tensors, options
+        dtype = compute_dtype(x)
+        return LinearProblem(
+            M=math.prod(x.shape[:-1]),
+            N=weight.shape[0],
+            K=x.shape[-1],
+            dtype=str(dtype).removeprefix("torch."),
+            activation=activation,
+            bias=bias is not None,
+            needs_data_gradient=wants_gradient(x),
+            needs_weight_gradient=wants_gradient(weight),
+            needs_bias_gradient=wants_gradient(bias),
+            split_k=0 if isinstance(split_k, str) else split_k,
+            atomic=reduction == "atomic",
+            input_precision=input_precision(x.device, dtype),
+            captured=captured(x.device),
+            subclass=subclass_of(x, weight, bias),
+        )
+
+    def title(self, problem: LinearProblem, options: tuple[Any, ...]) -> str:
+        product = "x Wᵀ + b" if problem.bias else "x Wᵀ"
+        if problem.activation == "identity":
+            return f"linear: {product}"
+        return f"linear: act({product}), act = {formula(problem.activation)}"
+
+    def through_torch(self, call: Prepared, tensors: Tensors) -> Tensor:
+        x, weight, bias = tensors
+        return reference.linear(x, weight, bias, activation=call.problem.activation)
+
+    def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
+        x, weight, bias = tensors
+        return rows(x), weight, bias
+
+    def finished(self, call: Prepared, tensors: Tensors, results: Tensor) -> Tensor:
+        x, y = tensors[0], results
+        if call.problem.training:
+            with without_autocast(x.device):
+                y = ACTIVATIONS[call.problem.activation].torch(y)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
+        x, weight, bias = operands
+        plan = call.plan
+        activation = "identity" if plan.problem.training else plan.problem.activation
+        return (_product(x, weight, bias, plan, plan.forward, activation),), ()
+
+    def kept(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
+        # Each operand is needed for the gradient of the other one.
+        return wanted[1], wanted[0], False
+
+    def backward(
+        self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
+    ) -> Tensors:
+        (x, weight, _), [dy], plan = operands, upstream, call.plan
+        dx = dw = db = None
+        if wanted[0]:
+            product = plan.data_gradient
+            dx = dy @ weight if product is None else _product(dy, weight.T, None, plan, product, "identity")
+        if wanted[1] and plan.weight_gradient is not None:
+            dw, db = planned_weight_gradient(dy, x, plan.weight_gradient)
+        elif wanted[1]:
+            dw, db = reference.weight_gradient(dy, x, bias=wanted[2])
+        elif wanted[2]:
+            db = dy.sum(0)
+        return dx, dw, db
+
+    def differentiable_gradients(
+        self, call: Prepared, operands: Tensors, wanted: Sequence[bool], upstream: Tensors
+    ) -> Tensors:
+        (x, weight, _), [dy] = operands, upstream
+        with without_autocast(dy.device):
+            dx = dy @ weight if wanted[0] else None
+            dw = dy.mT @ x if wanted[1] else None
+            return dx, dw, dy.sum(0) if wanted[2] else None
+
+    def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
+        # Of a backward pass with a frozen operand the other one is all there is.
+        dtype = next(operand.dtype for operand in operands if operand is not None)
+        return [Result((problem.M, problem.N), dtype)], []
 
 
 def _product(
@@ -103,8 +217,7 @@ def _product(
     """``act(left rightᵀ + bias)``, as this product of the layer is planned."""
     problem = plan.problem
     if product.tiles is None:
-        with without_autocast(left.device):
-            return reference.linear(left, right, bias, activation=activation)
+        return reference.linear(left, right, bias, activation=activation)
     return kernels.product(
         left,
         right,
@@ -119,57 +232,4 @@ def _product(
     )
 
 
-class LinearFunction(torch.autograd.Function):
-    """:func:`_forward` for x ``[M, K]`` and W ``[N, K]``, and its gradients, each as the plan has it.
-
-    Activations are torch's own while gradients are wanted: it keeps their argument ``[M, N]``, as small as the result,
-    and differentiates them as often as asked.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-        ctx.plan = plan
-        # Each operand is needed for the gradient of the other one.
-        wants_x, wants_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
-        return _forward(x, weight, bias, plan)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        dy = dy.resolve_neg()  # kernels read memory as it is
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        plan = ctx.plan
-        dx = dw = db = None
-        # Plain products can be differentiated again.
-        differentiable = torch.is_grad_enabled()
-        with without_autocast(dy.device):
-            if wants_x and (differentiable or plan.data_gradient is None):
-                dx = dy @ weight
-            elif wants_x:
-                dx = _product(dy, weight.T, None, plan, plan.data_gradient, "identity")
-            if wants_weight and not differentiable and plan.weight_gradient is not None:
-                dw, db = planned_weight_gradient(dy, x, plan.weight_gradient)
-            elif wants_weight:
-                dw, db = reference.weight_gradient(dy, x, bias=wants_bias)
-            elif wants_bias:
-                db = dy.sum(0)
-        ran_as_kernels(plan.problem, dy.device)
-        return dx, dw, db, None
-
-
-def _results(tensors: tuple[Any, ...], problem: LinearProblem, path: str, options: Any, saving: bool) -> Results:
-    x, weight, _ = tensors
-    return [Result((x.shape[0], weight.shape[0]), x.dtype)], []
-
-
-COMPOSITE = Composite(linear)
-KERNELS = KernelCall(
-    "linear",
-    LinearFunction,
-    LinearProblem,
-    tensors="x weight bias?",
-    saved=(0, 1),
-    arguments=lambda plan: {"plan": plan},
-    results=_results,
-)
+LINEAR = _Linear(linear)

@@ -1,5 +1,8 @@
-"""Late interaction: the public function and the autograd Function of its fused path."""
+"""Late interaction: the public function, and its operation."""
 
+import math
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -9,19 +12,10 @@ from .. import reference
 from ..kernels import maxsim as kernels
 from ..kernels.maxsim import MaxSimOperands
 from ..planning import MaxSimPlan, MaxSimProblem
-from .arguments import check_maxsim, check_offsets
-from .compiled import Composite, KernelCall, Result, Results
-from .dispatch import (
-    autocast,
-    compute_dtype,
-    maxsim_problem,
-    planned,
-    ran_as_kernels,
-    recalled,
-    without_autocast,
-)
-from .signatures import signature
-from .tracing import traced
+from .call import captured, subclass_of, traced, wants_gradient
+from .custom_ops import Result, Results
+from .operands import check_given, check_shape, check_tensors, compute_dtype, input_precision, said
+from .operation import Operation, Prepared, Tensors
 
 
 def maxsim(
@@ -61,123 +55,160 @@ def maxsim(
             then nobody looks at their values.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    tensors = (queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents)
-    if torch.compiler.is_dynamo_compiling():
-        return COMPOSITE(*tensors)[0]
-    call = signature("maxsim", tensors)
-    reading = call is None and traced()
-    known = None if call is None else recalled(call, queries.device)
-    if known is None:
-        check_maxsim(*tensors)
-        problem = maxsim_problem(
-            queries, documents, query_mask, document_mask,
-            cu_seqlens_queries=cu_seqlens_queries, cu_seqlens_documents=cu_seqlens_documents,
-        )  # fmt: skip
-        known = planned(call, problem, queries.device)
-    problem, plan = known
-    # Their values may be wrong in a call whose shapes were right before.
-    if not (reading or queries.is_meta or problem.captured):
-        check_offsets("cu_seqlens_queries", cu_seqlens_queries, queries)
-        check_offsets("cu_seqlens_documents", cu_seqlens_documents, documents)
-    # How far to pad packed tokens only data knows, which nobody can ask while tracing: that stays inside an operation.
-    opaque = reading and (plan.path != "torch" or not (cu_seqlens_queries is None and cu_seqlens_documents is None))
-    if plan.path == "torch" and not opaque:
-        return _reference(*tensors)
-    operands = autocast(tensors[:2], compute_dtype(queries))
-    if opaque:
-        scores: Tensor = KERNELS((*operands, *tensors[2:]), problem, plan)
-    elif problem.training or call is None:
-        scores = MaxSimFunction.apply(*operands, *tensors[2:], plan)
-    else:
-        scores, _ = _forward(_operands((*operands, *tensors[2:]), plan), plan, indices=False)
-    if not problem.training:
-        ran_as_kernels(problem, queries.device)
+    scores: Tensor = MAXSIM(queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents)
     return scores
 
 
-class MaxSimFunction(torch.autograd.Function):
+def check_maxsim(
+    queries: Tensor,
+    documents: Tensor,
+    query_mask: Tensor | None,
+    document_mask: Tensor | None,
+    cu_seqlens_queries: Tensor | None,
+    cu_seqlens_documents: Tensor | None,
+) -> None:
+    """All arguments of ``functional.maxsim`` but the values of the offsets (:func:`check_offsets`)."""
+    check_given(queries=queries, documents=documents)
+    check_tensors({"queries": queries, "documents": documents})
+    sides = (
+        ("queries", queries, "[Q, Lq, d]", "query_mask", query_mask, "[Q, Lq]", cu_seqlens_queries),
+        ("documents", documents, "[D, Ld, d]", "document_mask", document_mask, "[D, Ld]", cu_seqlens_documents),
+    )
+    for name, tensor, letters, mask_name, mask, mask_letters, offsets in sides:
+        offsets_name = f"cu_seqlens_{name}"
+        for extra_name, extra in ((mask_name, mask), (offsets_name, offsets)):
+            if extra is not None and not isinstance(extra, Tensor):
+                raise TypeError(f"{extra_name} must be a torch.Tensor or None, got {type(extra).__name__}")
+            if extra is not None and extra.device != queries.device:
+                raise ValueError(f"{said(extra_name, extra)}: expected the device of queries, {queries.device}")
+        if offsets is not None:
+            if mask is not None:
+                raise ValueError(f"{said(mask_name, mask)}: expected None, because {offsets_name} packs {name}")
+            if offsets.dtype not in (torch.int32, torch.int64):
+                raise TypeError(f"{said(offsets_name, offsets)}: expected dtype torch.int32 or torch.int64")
+            if offsets.dim() != 1 or offsets.shape[0] < 1:
+                raise ValueError(f"{said(offsets_name, offsets)}: expected one dimension, the offsets 0, …, total")
+        expected, why = (3, "") if offsets is None else (2, f", packed, because of {offsets_name}")
+        if tensor.dim() != expected:
+            layout = letters if offsets is None else "[total, d]"
+            raise ValueError(f"{said(name, tensor)}: expected {layout}{why}")
+        if mask is not None:
+            if mask.dtype != torch.bool:
+                raise TypeError(f"{said(mask_name, mask)}: expected dtype torch.bool, True where a token takes part")
+            check_shape(mask_name, mask, tuple(tensor.shape[:2]), mask_letters, f"as {name} {list(tensor.shape)}")
+    if documents.shape[-1] != queries.shape[-1]:
+        raise ValueError(
+            f"{said('documents', documents)}: expected d = {queries.shape[-1]}, "
+            f"the last dimension of queries {list(queries.shape)}"
+        )
+
+
+def check_offsets(name: str, offsets: Tensor | None, tokens: Tensor) -> None:
+    """The values of ``cu_seqlens``: 0 first, never decreasing, the rows of ``tokens`` last. Waits for a GPU's copy."""
+    if offsets is None:
+        return
+    values, total = offsets.tolist(), tokens.shape[0]
+    if values[0] != 0:
+        raise ValueError(f"{said(name, offsets)}: expected 0 first, got {values[0]}")
+    fall = next((place for place, (one, two) in enumerate(pairwise(values)) if two < one), None)
+    if fall is not None:
+        found = f"{values[fall]}, {values[fall + 1]} at {fall} and {fall + 1}"
+        raise ValueError(f"{said(name, offsets)}: expected values that never decrease, got {found}")
+    if values[-1] != total:
+        raise ValueError(f"{said(name, offsets)}: expected {total} last, the number of packed tokens, got {values[-1]}")
+
+
+class _MaxSim(Operation):
     """The scores of queries and documents, padded or packed; keeps which document token each query token chose."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        queries: Tensor,
-        documents: Tensor,
-        query_mask: Tensor | None,
-        document_mask: Tensor | None,
-        cu_seqlens_queries: Tensor | None,
-        cu_seqlens_documents: Tensor | None,
-        plan: MaxSimPlan,
-    ) -> Tensor:
-        ctx.plan = plan
-        tensors = (queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents)
-        wanted = any(ctx.needs_input_grad[:2])
+    problem_type = MaxSimProblem
+    operands = "queries documents query_mask? document_mask? cu_seqlens_queries? cu_seqlens_documents?"
+    row_operands = ("queries",)
+
+    def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
+        check_maxsim(*tensors)
+        return options
+
+    def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> MaxSimProblem:
+        queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents = tensors
+        dtype = compute_dtype(queries)
+        return MaxSimProblem(
+            queries=queries.shape[0] if cu_seqlens_queries is None else cu_seqlens_queries.shape[0] - 1,
+            documents=documents.shape[0] if cu_seqlens_documents is None else cu_seqlens_documents.shape[0] - 1,
+            query_tokens=math.prod(queries.shape[:-1]),
+            document_tokens=math.prod(documents.shape[:-1]),
+            K=queries.shape[-1],
+            dtype=str(dtype).removeprefix("torch."),
+            query_layout=_layout(query_mask, cu_seqlens_queries),
+            document_layout=_layout(document_mask, cu_seqlens_documents),
+            needs_query_gradient=wants_gradient(queries),
+            needs_document_gradient=wants_gradient(documents),
+            input_precision=input_precision(queries.device, dtype),
+            captured=captured(queries.device),
+            subclass=subclass_of(*tensors),
+        )
+
+    def run(self, call: Prepared, tensors: Tensors) -> Any:
+        queries, documents, *_, cu_seqlens_queries, cu_seqlens_documents = tensors
+        # The values of offsets may be wrong in a call whose shapes were right before.
+        if not (traced() or queries.is_meta or call.problem.captured):
+            check_offsets("cu_seqlens_queries", cu_seqlens_queries, queries)
+            check_offsets("cu_seqlens_documents", cu_seqlens_documents, documents)
+        return super().run(call, tensors)
+
+    def sees_through(self, call: Prepared) -> bool:
+        # How far to pad packed tokens only data knows, which nobody can ask while tracing: that stays in one operation.
+        packed = "packed" in (call.problem.query_layout, call.problem.document_layout)
+        return super().sees_through(call) and not (call.observed and packed)
+
+    def title(self, problem: MaxSimProblem, options: tuple[Any, ...]) -> str:
+        return "maxsim: scores[q, e] = Σ_i max_j queries[q, i] · documents[e, j]"
+
+    def through_torch(self, call: Prepared, tensors: Tensors) -> Tensor:
+        return _reference(*tensors)
+
+    def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
+        plan = call.plan
         if plan.path == "torch":
-            scores, chosen = _reference(*tensors), None
-        else:
-            scores, chosen = _forward(_operands(tensors, plan), plan, indices=wanted)
-        if wanted:
-            ctx.save_for_backward(*tensors, chosen)
-        return scores
+            return (_reference(*operands),), (None,)
+        scores, chosen = kernels.forward(
+            _operands(operands, plan), indices=any(wanted), splits=plan.splits, chunk=plan.chunk,
+            tiles=plan.forward_tiles,
+        )  # fmt: skip
+        return (scores,), (chosen,)
 
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, chosen = ctx.saved_tensors
-        queries, documents = tensors[:2]
-        wanted = ctx.needs_input_grad[:2]
-        gradients: list[Tensor | None] = [None, None]
-        again = torch.is_grad_enabled()
-        if again or ctx.plan.path == "torch":
-            # create_graph=True: through the reference, whose gradients can be differentiated again. One tensor may play
-            # both roles; views, or leaves of a graph of their own, tell them apart.
-            views = [
-                tensor.view_as(tensor) if again else tensor.detach().requires_grad_(want)
-                for tensor, want in zip((queries, documents), wanted, strict=True)
-            ]
-            with torch.enable_grad(), without_autocast(upstream.device):
-                scores = _reference(*views, *tensors[2:])
-                chosen_views = [view for view, want in zip(views, wanted, strict=True) if want]
-                found = iter(torch.autograd.grad(scores, chosen_views, upstream, create_graph=again))
-            gradients = [next(found) if want else None for want in wanted]
-        else:
-            plan, operands = ctx.plan, _operands(tuple(tensors), ctx.plan)
-            upstream = upstream.resolve_neg()  # kernels read memory as it is
-            if wanted[0]:
-                gradients[0] = kernels.query_gradient(
-                    operands, chosen, upstream, plan.query_gradient_splits, plan.query_gradient_tiles
-                ).view(queries.shape)
-            if wanted[1]:
-                gradients[1] = kernels.document_gradient(
-                    operands, chosen, upstream, plan.document_gradient_splits, plan.chunk, plan.document_gradient_tiles
-                )
-            ran_as_kernels(plan.problem, upstream.device)
-        return *gradients, None, None, None, None, None
+    def backward(
+        self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
+    ) -> Tensors:
+        plan, [gradient], [chosen] = call.plan, upstream, made
+        if plan.path == "torch":
+            return self.differentiable_gradients(call, operands, wanted, upstream)
+        given = _operands(operands, plan)
+        d_queries = d_documents = None
+        if wanted[0]:
+            d_queries = kernels.query_gradient(
+                given, chosen, gradient, plan.query_gradient_splits, plan.query_gradient_tiles
+            ).view(operands[0].shape)
+        if wanted[1]:
+            d_documents = kernels.document_gradient(
+                given, chosen, gradient, plan.document_gradient_splits, plan.chunk, plan.document_gradient_tiles
+            )
+        return d_queries, d_documents, None, None, None, None
+
+    def expression(self, call: Prepared, operands: Tensors) -> Tensors:
+        return (_reference(*operands),)
+
+    def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
+        scores = Result((problem.queries, problem.documents), operands[0].dtype)
+        chosen = Result((problem.documents, problem.query_tokens), torch.int32)
+        return [scores], [None if path == "torch" or not saving else chosen]
 
 
-def _forward(operands: MaxSimOperands, plan: MaxSimPlan, *, indices: bool) -> tuple[Tensor, Tensor | None]:
-    assert plan.forward_tiles is not None
-    return kernels.forward(operands, indices=indices, splits=plan.splits, chunk=plan.chunk, tiles=plan.forward_tiles)
+def _layout(mask: Tensor | None, cu_seqlens: Tensor | None) -> str:
+    return "packed" if cu_seqlens is not None else "padded" if mask is None else "masked"
 
 
-def _results(tensors: tuple[Any, ...], problem: MaxSimProblem, path: str, options: Any, saving: bool) -> Results:
-    scores = Result((problem.queries, problem.documents), tensors[0].dtype)
-    chosen = None if path == "torch" else Result((problem.documents, problem.query_tokens), torch.int32)
-    return [scores], [chosen] if saving else []
-
-
-COMPOSITE = Composite(maxsim)
-KERNELS = KernelCall(
-    "maxsim",
-    MaxSimFunction,
-    MaxSimProblem,
-    tensors="queries documents query_mask? document_mask? cu_seqlens_queries? cu_seqlens_documents?",
-    saved=(0, 1, 2, 3, 4, 5),
-    arguments=lambda plan: {"plan": plan},
-    results=_results,
-)
-
-
-def _operands(tensors: tuple[Any, ...], plan: MaxSimPlan) -> MaxSimOperands:
+def _operands(tensors: Tensors, plan: MaxSimPlan) -> MaxSimOperands:
     """The tensors in the order of :func:`maxsim`, their query tokens behind one another: a view where strides allow."""
     queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents = tensors
     return MaxSimOperands(
@@ -204,3 +235,6 @@ def _reference(
         queries, documents, query_mask, document_mask,
         cu_seqlens_queries=cu_seqlens_queries, cu_seqlens_documents=cu_seqlens_documents,
     )  # fmt: skip
+
+
+MAXSIM = _MaxSim(maxsim)

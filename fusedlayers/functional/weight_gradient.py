@@ -1,27 +1,28 @@
-"""Weight and bias gradient of a linear layer: the public function and the autograd Function of its fused path."""
+"""Weight and bias gradient of a linear layer: the public function, and its operation."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import reference
 from ..kernels import weight_gradient as kernels
 from ..planning import WeightGradientPlan, WeightGradientProblem
-from .arguments import check_weight_gradient
-from .compiled import Composite, KernelCall, Result, Results
-from .dispatch import (
+from .call import captured, subclass_of, wants_gradient
+from .custom_ops import Result, Results
+from .operands import (
     autocast,
+    check_bias,
+    check_given,
+    check_tensors,
     compute_dtype,
-    planned,
-    ran_as_kernels,
-    recalled,
+    input_precision,
     rows,
-    weight_gradient_problem,
+    said,
     without_autocast,
 )
-from .signatures import signature
-from .tracing import traced
+from .operation import Operation, Prepared, Tensors
 
 
 def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -42,28 +43,22 @@ def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor
         ValueError: leading dims that differ, tensors without a dimension or on different devices.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    if torch.compiler.is_dynamo_compiling():
-        results = COMPOSITE(dy, x, bias)
-        return results[0], results[1] if bias else None
-    call = signature("weight_gradient", (dy, x), bias)
-    known = None if call is None else recalled(call, dy.device)
-    if known is None:
-        check_weight_gradient(dy, x, bias)
-        known = planned(call, weight_gradient_problem(dy, x, bias=bias), dy.device)
-    problem, plan = known
-    operands = autocast((dy, x), compute_dtype(dy))
-    if plan.path == "torch":
-        with without_autocast(dy.device):
-            return reference.weight_gradient(*operands, bias=bias)
-    dy_rows, x_rows = (rows(tensor) for tensor in operands)
-    if call is None and traced():
-        return KERNELS((dy_rows, x_rows), problem, plan)
-    if not problem.training and call is not None:
-        found = planned_weight_gradient(dy_rows, x_rows, plan)
-    else:
-        found = WeightGradientFunction.apply(dy_rows, x_rows, plan)
-    ran_as_kernels(problem, dy.device)
+    found: tuple[Tensor, Tensor | None] = WEIGHT_GRADIENT(dy, x, bias)
     return found
+
+
+def check_weight_gradient(dy: Tensor, x: Tensor, bias: bool) -> None:
+    """All arguments of ``functional.weight_gradient``."""
+    check_given(dy=dy, x=x)
+    check_tensors({"dy": dy, "x": x})
+    check_bias(bias)
+    for name, tensor, letters in (("dy", dy, "[*B, M, O]"), ("x", x, "[*B, M, K]")):
+        if tensor.dim() < 1:
+            raise ValueError(f"{said(name, tensor)}: expected {letters}, at least one dimension")
+    if x.shape[:-1] != dy.shape[:-1]:
+        raise ValueError(
+            f"{said('x', x)}: expected [*B, M, K] with *B, M = {list(dy.shape[:-1])}, as dy {list(dy.shape)}"
+        )
 
 
 def planned_weight_gradient(dy: Tensor, x: Tensor, plan: WeightGradientPlan) -> tuple[Tensor, Tensor | None]:
@@ -74,53 +69,74 @@ def planned_weight_gradient(dy: Tensor, x: Tensor, plan: WeightGradientPlan) -> 
     return kernels.weight_gradient(dy, x, problem.bias, plan.splits, problem.input_precision, plan.tiles, plan.pipeline)
 
 
-class WeightGradientFunction(torch.autograd.Function):
+class _WeightGradient(Operation):
     """dW and db (or None) of dy ``[M, O]`` and x ``[M, K]``; its gradients are plain products, through torch."""
 
-    @staticmethod
-    def forward(ctx: Any, dy: Tensor, x: Tensor, plan: WeightGradientPlan) -> tuple[Tensor, Tensor | None]:
-        # dy is needed for the gradient of x and the other way round.
-        wants_dy, wants_x = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(dy if wants_x else None, x if wants_dy else None)
-        ctx.set_materialize_grads(False)
-        return planned_weight_gradient(dy, x, plan)
+    problem_type = WeightGradientProblem
+    operands = "dy x"
+    row_operands = ("dy", "x")
+    has_backward = False
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None, bias_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        dy, x = ctx.saved_tensors
+    def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
+        check_weight_gradient(*tensors, *options)
+        return options
+
+    def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> WeightGradientProblem:
+        dy, x = tensors
+        dtype = compute_dtype(dy)
+        return WeightGradientProblem(
+            M=math.prod(dy.shape[:-1]),
+            O=dy.shape[-1],
+            K=x.shape[-1],
+            dtype=str(dtype).removeprefix("torch."),
+            bias=options[0],
+            training=wants_gradient(dy, x),
+            input_precision=input_precision(dy.device, dtype),
+            captured=captured(dy.device),
+            subclass=subclass_of(dy, x),
+        )
+
+    def title(self, problem: WeightGradientProblem, options: tuple[Any, ...]) -> str:
+        return "weight_gradient: dW = dyᵀ x" + (", db = Σ dy" if problem.bias else "")
+
+    def through_torch(self, call: Prepared, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
+        dy, x = autocast(tuple(tensors), compute_dtype(tensors[0]))
+        with without_autocast(dy.device):
+            return reference.weight_gradient(dy, x, bias=call.problem.bias)
+
+    def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
+        return [rows(tensor) for tensor in tensors]
+
+    def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
+        dy, x = operands
+        return planned_weight_gradient(dy, x, call.plan), ()
+
+    def kept(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
+        # Each operand is needed for the gradient of the other one.
+        return wanted[1], wanted[0]
+
+    def differentiable_gradients(
+        self, call: Prepared, operands: Tensors, wanted: Sequence[bool], upstream: Tensors
+    ) -> Tensors:
+        (dy, x), (gradient, bias_gradient) = operands, upstream
         d_dy = d_x = None
         first = gradient if gradient is not None else bias_gradient
-        if first is None:
-            return None, None, None
         with without_autocast(first.device):
-            if x is not None:
-                if gradient is None:
-                    d_dy = first.expand(x.shape[0], -1)
-                elif bias_gradient is None:
-                    d_dy = x @ gradient.T
-                else:
-                    d_dy = torch.addmm(bias_gradient, x, gradient.T)
-            if dy is not None and gradient is not None:
+            if wanted[0] and gradient is not None:
+                d_dy = x @ gradient.T
+            if wanted[0] and bias_gradient is not None:
+                d_dy = bias_gradient.expand(x.shape[0], -1) if d_dy is None else d_dy + bias_gradient
+            if wanted[1] and gradient is not None:
                 d_x = dy @ gradient
-        return d_dy, d_x, None
+        return d_dy, d_x
+
+    def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
+        # Of a backward pass with a frozen operand the other one is all there is.
+        dtype = next(operand.dtype for operand in operands if operand is not None)
+        return [Result((problem.O, problem.K), dtype), Result((problem.O,), dtype) if problem.bias else None], []
+
+    def unpacked(self, found: list[Tensor], options: Sequence[Any], tensors: Tensors) -> Any:
+        return found[0], found[1] if options[0] else None
 
 
-def _results(
-    tensors: tuple[Any, ...], problem: WeightGradientProblem, path: str, options: Any, saving: bool
-) -> Results:
-    dy, x = tensors
-    db = Result((dy.shape[1],), dy.dtype) if problem.bias else None
-    return [Result((dy.shape[1], x.shape[1]), dy.dtype), db], []
-
-
-COMPOSITE = Composite(weight_gradient)
-KERNELS = KernelCall(
-    "weight_gradient",
-    WeightGradientFunction,
-    WeightGradientProblem,
-    tensors="dy x",
-    saved=(0, 1),
-    arguments=lambda plan: {"plan": plan},
-    results=_results,
-    plain_backward=True,
-)
+WEIGHT_GRADIENT = _WeightGradient(weight_gradient)

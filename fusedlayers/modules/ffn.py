@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import functional
-from ..functional.arguments import check_dropout, check_recompute
+from ..functional.ffn.arguments import check_dropout, check_recompute
 from ..kernels.activations import ACTIVATIONS, canonical_activation
 from .children import linear_weight, parameter, say_once, why_not_now, why_not_plain
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import functional
-from ..functional.linear_arguments import check_reduction, check_split_k
+from ..functional.linear import check_reduction, check_split_k
 
 
 class SplitKLinear(nn.Linear):

@@ -17,7 +17,6 @@ class Call:
 
     input_precision: str = "ieee"
     captured: bool = False  # whether the call is being recorded into a CUDA graph, whose replay costs the host nothing
-    cold: bool = False  # whether it is recorded before its kernels ran: compiling them there could break the capture
     subclass: str = ""  # the name of a tensor subclass among the operands, if there is one
 
     def __hash__(self) -> int:
@@ -63,8 +62,6 @@ class Decision:
 # The paths that launch kernels of ours.
 KERNEL_PATHS = ("fused", "epilogue")
 
-COLD = "a CUDA graph capture records only kernels that ran before it: call once with the same shapes to warm up"
-
 
 def no_kernels(problem: Any, device: Device) -> str | None:
     """Why no kernel of the operation runs on this device with these operands, or None."""
@@ -106,7 +103,7 @@ def why_not_kernels(
     if backend == "torch":
         return "the backend is set to torch"
     if backend == "auto":
-        return why_slower(problem, device) or (COLD if problem.cold else None)
+        return why_slower(problem, device)
     return None
 
 

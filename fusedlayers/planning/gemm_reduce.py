@@ -14,7 +14,7 @@ from ..kernels.tuning import (
     reduce_config,
     reduce_gradient_config,
 )
-from .call import COLD, Call, Decision, no_kernels, not_measured, too_small
+from .call import Call, Decision, no_kernels, not_measured, too_small
 from .devices import PARTIALS_LIMIT, Device, floor_seconds
 
 # A split of the reduced axis shorter than this many tiles spends more on its partials than on its products.
@@ -132,8 +132,6 @@ def plan(problem: ReduceProblem, device: Device, backend: str = "auto") -> Reduc
         algebraic = algebraic or "atomic=True asks for the kernels"
     elif fused is None:
         fused = "the sum of a product is the product of a sum" if algebraic is None else why_slower(problem, device)
-        if fused is None and problem.cold:
-            fused = COLD
     reasons = {"fused": fused, "algebraic": algebraic, "torch": None}
     path = next(name for name, reason in reasons.items() if reason is None)
     rejected = [(name, reason) for name, reason in reasons.items() if reason is not None]

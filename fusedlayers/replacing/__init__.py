@@ -19,7 +19,7 @@ from typing import Literal
 
 from torch import nn
 
-from ..functional.arguments import check_recompute
+from ..functional.ffn.arguments import check_recompute
 from ..modules import FFNPieces, FusedFFN, SplitKLinear, class_name, class_path, linear_weight, why_not_plain
 from .blocks import (
     FusedBlock,

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from ..functional.linear_arguments import check_reduction, check_split_k
+from ..functional.linear import check_reduction, check_split_k
 from ..modules import class_path
 
 

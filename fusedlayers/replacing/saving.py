@@ -9,7 +9,8 @@ import torch
 
 from .. import planning
 from ..devices import describe
-from ..functional.dispatch import backend, ffn_problem
+from ..functional.ffn.arguments import ffn_problem
+from ..functional.switches import backend
 from ..modules import FFNPieces, linear_weight
 
 # A training batch: enough that the planner does not call it too small.

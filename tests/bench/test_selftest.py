@@ -201,7 +201,7 @@ for trial in all_trials(device):
     with (
         mock.patch.object(JITFunction, "run", lambda kernel, *arguments, **more: names.add(kernel.__name__)),
         mock.patch.object(dispatch, "describe", return_value=facts),
-        dispatch.switched({**ours.switches, **trial.switches}),
+        switches.switched({**ours.switches, **trial.switches}),
     ):
         Work(inputs, upstream, case.backward).run(ours.call)
     pipelined = sum("Pipeline" in kind or kind == "StoredConfig" for kind in kinds)

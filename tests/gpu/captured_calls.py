@@ -25,7 +25,8 @@ from fusedlayers.bench.contenders import FUSED_SWITCHES, Work
 from fusedlayers.bench.exactness import random_work, reference_results
 from fusedlayers.closeness import compare_all
 from fusedlayers.devices import describe
-from fusedlayers.functional.dispatch import decisions, switched
+from fusedlayers.functional.dispatch import decisions
+from fusedlayers.functional.switches import switched
 from fusedlayers.planning import Device
 
 PLAIN_CALLS, REPLAYS = 3, 3

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fusedlayers import planning
-from fusedlayers.functional.signatures import SWITCHES
+from fusedlayers.functional.switches import SWITCHES
 from tests.gpu.captured_calls import CALLS, MODULES, PLAIN_CALLS
 
 ROOT = Path(__file__).resolve().parents[2]

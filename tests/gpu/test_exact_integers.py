@@ -172,7 +172,7 @@ def test_ffn_of_any_width(width: int) -> None:
 def test_the_dispatcher_has_the_splits_under_test() -> None:
     """What ``repeat`` patches is what the operations read."""
     seen = []
-    launched = import_module("fusedlayers.functional.ffn").kernels.weight_gradients
+    launched = import_module("fusedlayers.functional.ffn.fused").kernels.weight_gradients
     inputs, dy, expected = exact_ffn(300, 32, 64, 32, BFLOAT16, activation="relu")
     with on_path("kernels") as options, pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning.gemm_gemm, "choose_splits", lambda *arguments: 3)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusedlayers import functional, planning, reference
 from fusedlayers.devices import describe
-from fusedlayers.functional.reduce_arguments import gemm_reduce_problem
+from fusedlayers.functional.gemm_reduce.arguments import gemm_reduce_problem
 from fusedlayers.kernels.gemm_reduce import ReduceArithmetic, ReduceOperands, pipelined
 from fusedlayers.kernels.tuning import PipelinedReduceConfig, pipelined_reduce_config
 from tests.gpu.exact import exact_reduction

@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedlayers import FusedFFN, functional, planning, reference
-from fusedlayers.functional import dispatch
-from fusedlayers.kernels import gemm_gemm as kernels
+from fusedlayers import FusedFFN, functional, planning
 from tests.gpu.graphs import assert_replays_like_launched, recorded
 from tests.operands import (
     DEVICE,
@@ -141,36 +139,6 @@ def test_a_cuda_graph_replays_forward_and_backward(gated: bool) -> None:
 
     with on_path("kernels") as options:
         assert_replays_like_launched(step, [*wanted, dy], 100)
-
-
-@pytest.mark.parametrize("warm_up", ["none", "forward", "both"])
-def test_a_capture_compiles_nothing(warm_up: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that ran before, those of the backward pass too, are recorded; otherwise torch's are."""
-    monkeypatch.delenv("FUSEDLAYERS_BACKEND", raising=False)
-    monkeypatch.setattr(dispatch, "_warm", set())
-    launched: list[str] = []
-    data_gradient = kernels.data_gradient
-    monkeypatch.setattr(
-        kernels, "data_gradient", lambda *args, **options: launched.append("kernel") or data_gradient(*args, **options)
-    )
-    inputs = leaves(ffn_inputs(2**18, 64, 512, 64, BFLOAT16))
-    x, dy = inputs["x"], like_result(inputs)
-    assert x is not None
-
-    def step() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(functional.ffn(**inputs), x, dy)
-
-    # torch's own products cannot be recorded before their library has run either.
-    torch.autograd.grad(reference.ffn(**inputs), x, dy)
-    if warm_up == "forward":
-        functional.ffn(**inputs)
-    elif warm_up == "both":
-        step()
-    launched.clear()
-    graph, (dx,) = recorded(step)
-    graph.replay()
-    assert bool(dx.any())
-    assert launched == (["kernel"] if warm_up == "both" else [])
 
 
 def test_each_replay_of_a_cuda_graph_draws_its_own_dropout() -> None:

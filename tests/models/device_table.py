@@ -46,7 +46,8 @@ from fusedlayers.bench.contenders import AUTO_SWITCHES, Contender, Work
 from fusedlayers.bench.memory import peak_bytes, saved_bytes
 from fusedlayers.bench.timing import NotTimed, measure
 from fusedlayers.closeness import compare_all
-from fusedlayers.functional.dispatch import decisions, switched
+from fusedlayers.functional.dispatch import decisions
+from fusedlayers.functional.switches import switched
 from tests.models.small import FAMILIES, Family, Inputs, Results
 
 Row = dict[str, Any]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ...functional.operation import OPERATIONS
 from ...planning import Call
 
 Shape = tuple[int, ...]
@@ -60,11 +61,12 @@ def as_tuple(results: Results) -> tuple[Tensor, ...]:
 class Case:
     """One operation.
 
-    ``ours`` and ``torch_expression`` take the inputs of ``operands`` by name and then ``our_keywords`` or
-    ``torch_keywords`` of the options. ``forward_flops`` counts the products of the forward pass; each product has two
-    of the same size in the backward pass. ``parameters`` are the inputs that a module would own. ``results`` names what
-    the operation returns, a tensor or a tuple, the last of which may be None. Without ``backward`` the forward pass
-    alone is benchmarked. ``rotating`` work takes a few microseconds, and is timed over many inputs in a row.
+    ``operation`` names the public function that plans it. ``ours`` and ``torch_expression`` take the inputs of
+    ``operands`` by name and then ``our_keywords`` or ``torch_keywords`` of the options. ``forward_flops`` counts the
+    products of the forward pass; each product has two of the same size in the backward pass. ``parameters`` are the
+    inputs that a module would own. ``results`` names what the operation returns, a tensor or a tuple, the last of which
+    may be None. Without ``backward`` the forward pass alone is benchmarked. ``rotating`` work takes a few microseconds,
+    and is timed over many inputs in a row.
     """
 
     name: str
@@ -77,13 +79,17 @@ class Case:
     forward_flops: Callable[[Shape, Options], int]
     ours: Callable[..., Results]
     torch_expression: Callable[..., Results]
-    problem: Callable[[Inputs, Options], Call]
+    operation: str
     our_keywords: Callable[[Options], dict[str, object]]
     torch_keywords: Callable[[Options], dict[str, object]]
     results: tuple[str, ...] = ("y",)
     backward: bool = True
     has_activation: bool = True
     rotating: bool = False
+
+    def problem(self, inputs: Inputs, options: Options) -> Call:
+        """The planning problem of a call with these inputs."""
+        return OPERATIONS[self.operation].problem_of(**inputs, **self.our_keywords(options))
 
     def grid(self, gated: bool) -> Grid:
         """The published grid with or without a gate."""

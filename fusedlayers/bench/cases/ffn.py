@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import functional, reference
-from ...functional.dispatch import ffn_problem
-from ...planning import Problem
-from .case import Case, Grid, Inputs, Operand, Options, Shape
+from .case import Case, Grid, Operand, Options, Shape
 
 
 def _ffn_operands(shape: Shape, options: Options) -> dict[str, Operand]:
@@ -32,12 +30,6 @@ def _ffn_operands(shape: Shape, options: Options) -> dict[str, Operand]:
 
 def _ffn_flops(shape: Shape, options: Options) -> int:
     return 2 * math.prod(shape) * (3 if options.gated else 2)
-
-
-def _ffn_problem(inputs: Inputs, options: Options) -> Problem:
-    return ffn_problem(
-        **inputs, activation=options.activation, dropout_p=options.dropout_p, recompute=options.recompute
-    )
 
 
 def _ours(x: Tensor, dropout_p: float = 0.0, **rest: Any) -> Tensor:
@@ -105,7 +97,7 @@ FFN = Case(
     forward_flops=_ffn_flops,
     ours=_ours,
     torch_expression=_theirs,
-    problem=_ffn_problem,
+    operation="ffn",
     our_keywords=lambda options: {**_keywords(options), "recompute": options.recompute},
     torch_keywords=_keywords,
 )

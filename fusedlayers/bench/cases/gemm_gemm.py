@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ... import functional, reference
-from ...functional.dispatch import gemm_gemm_problem
 from .case import Case, Grid, Operand, Options, Shape
 
 
@@ -53,7 +52,7 @@ GEMM_GEMM = Case(
     forward_flops=_gemm_gemm_flops,
     ours=functional.gemm_gemm,
     torch_expression=reference.gemm_gemm,
-    problem=lambda inputs, options: gemm_gemm_problem(**inputs, activation=options.activation),
+    operation="gemm_gemm",
     our_keywords=lambda options: {"activation": options.activation},
     torch_keywords=lambda options: {"activation": options.activation},
 )

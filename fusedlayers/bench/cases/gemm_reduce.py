@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ... import functional, reference
-from ...functional.reduce_arguments import gemm_reduce_problem
 from ...kernels.activations import ACTIVATIONS
 from .case import Case, Grid, Operand, Options, Shape
 
@@ -58,9 +57,7 @@ GEMM_REDUCE = Case(
     forward_flops=_gemm_reduce_flops,
     ours=functional.gemm_reduce,
     torch_expression=_torch_gemm_reduce,
-    problem=lambda inputs, options: gemm_reduce_problem(
-        inputs["a"], inputs["b"], op=options.op, dim=options.dim, activation=options.activation
-    ),
+    operation="gemm_reduce",
     our_keywords=_keywords,
     torch_keywords=_keywords,
 )

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from ... import functional, reference
-from ...functional.dispatch import hidden_gradient_problem
 from .case import Case, Operand, Options, Results, Shape
 
 
@@ -44,7 +43,7 @@ HIDDEN_GRADIENT = Case(
     forward_flops=lambda shape, options: 2 * math.prod(shape),
     ours=_ordered(functional.hidden_gradient),
     torch_expression=_ordered(reference.hidden_gradient),
-    problem=lambda inputs, options: hidden_gradient_problem(**inputs, activation=options.activation, bias=options.bias),
+    operation="hidden_gradient",
     our_keywords=lambda options: {"activation": options.activation, "bias": options.bias},
     torch_keywords=lambda options: {"activation": options.activation, "bias": options.bias},
     results=("dz", "db_up", "dz_gate", "db_gate"),

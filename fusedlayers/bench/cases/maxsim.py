@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ... import functional, reference
-from ...functional.dispatch import maxsim_problem
 from .case import Case, Grid, Operand, Options, Shape
 
 
@@ -49,7 +48,7 @@ MAXSIM = _MaxSimCase(
     forward_flops=_maxsim_flops,
     ours=functional.maxsim,
     torch_expression=reference.maxsim,
-    problem=lambda inputs, options: maxsim_problem(**inputs),
+    operation="maxsim",
     our_keywords=lambda options: {},
     torch_keywords=lambda options: {},
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from ... import functional, reference
-from ...functional.linear_arguments import linear_problem
 from .case import Case, Grid, Operand, Options, Shape
 
 
@@ -45,9 +44,7 @@ SPLIT_K = Case(
     forward_flops=lambda shape, options: 2 * math.prod(shape),
     ours=functional.linear,
     torch_expression=reference.linear,
-    problem=lambda inputs, options: linear_problem(
-        inputs["x"], inputs["weight"], inputs.get("bias"), activation=options.activation
-    ),
+    operation="linear",
     our_keywords=lambda options: {"activation": options.activation},
     torch_keywords=lambda options: {"activation": options.activation},
     rotating=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from ... import functional, reference
-from ...functional.dispatch import weight_gradient_problem
 from .case import Case, Grid, Operand, Options, Shape
 
 
@@ -41,7 +40,7 @@ WEIGHT_GRADIENT = Case(
     forward_flops=lambda shape, options: 2 * math.prod(shape),
     ours=functional.weight_gradient,
     torch_expression=reference.weight_gradient,
-    problem=lambda inputs, options: weight_gradient_problem(**inputs, bias=options.bias),
+    operation="weight_gradient",
     our_keywords=lambda options: {"bias": options.bias},
     torch_keywords=lambda options: {"bias": options.bias},
     results=("dw", "db"),

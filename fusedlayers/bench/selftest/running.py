@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...devices import assumed, describe
-from ...functional.dispatch import switched
+from ...functional.switches import switched
 from ...planning import Decision
 from ..cases import DTYPES
 from ..contenders import FUSED, contender

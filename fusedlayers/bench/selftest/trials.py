@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ... import planning
-from ...functional.dispatch import switched
+from ...functional.switches import switched
 from ...kernels import tuning
 from ...planning import Decision, Device
 from ..cases import CASES, DTYPES, Case, Inputs, Options, Shape

@@ -1,15 +1,15 @@
-"""Calls as registered operations, for everything that cannot look through a kernel launch.
+"""Calls as registered custom operations, for everything that cannot look through a kernel launch.
 
-torch.compile, torch.export and FLOP counters see operations of torch alone. Two kinds are registered here, in the
-namespace ``fusedlayers``:
+torch.compile, torch.export, FLOP counters, selective checkpointing and dispatch modes of users see nothing but
+registered operations. Two kinds are registered here, in the namespace ``fusedlayers``:
 
 A ``Composite`` is a public function as one operation. Dynamo, which cannot follow the choice of a path, writes it down
 unread; what traces the graph next (AOTAutograd, an export's decomposition) runs the public function itself on symbolic
 tensors. Where that chooses torch, plain operations of torch remain, for the compiler to fuse.
 
-A ``KernelCall`` is a path that launches kernels, or loops over chunks, as one opaque operation and another for its
-backward pass. They run the body of the autograd Function that eager calls run. The path is the one chosen for the sizes
-of the traced example, so that no size is guarded; tiles and splits are planned for the sizes of each call.
+A ``KernelOperation`` is a path that launches kernels, or loops over chunks, as one opaque operation and another for its
+backward pass. They run what eager calls run. The path is the one chosen for the sizes of the traced example, so that no
+size is guarded; tiles and splits are planned for the sizes of each call.
 """
 
 import inspect
@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..devices import describe
-from ..planning import Call, Decision, Device
+from ..planning import Call
 from ..sources import stamp
-from .dispatch import backend, plan_on_path, strict
-from .signatures import switches
-from .tracing import with_known_sizes
+from . import dispatch
+from .call import layout_of, with_known_sizes
+from .switches import backend, strict, switches
 
 _LIBRARY = torch.library.Library("fusedlayers", "DEF")
 _SOURCES = stamp()
@@ -87,7 +86,7 @@ class Composite:
 
 
 class Result(NamedTuple):
-    """A tensor that a Function gives or keeps."""
+    """A tensor that an operation gives or keeps."""
 
     shape: Sequence[int]
     dtype: torch.dtype
@@ -100,83 +99,38 @@ class Result(NamedTuple):
         return like.new_empty((*self.shape[:-2], self.shape[-1], self.shape[-2]), dtype=self.dtype).mT
 
 
-# What a Function gives, None for what is not asked for, and what it made itself and saves, None for what is not needed.
+# What an operation gives, None for what is not asked for, and what it makes for its backward pass, likewise.
 Results = tuple[Sequence[Result | None], Sequence[Result | None]]
 
 
-class _Context:
-    """What the body of a Function asks of autograd's context."""
-
-    def __init__(self, wanted: Sequence[bool], arguments: dict[str, Any], saved: Sequence[Tensor | None] = ()) -> None:
-        self.needs_input_grad = tuple(wanted)
-        self.saved_tensors = tuple(saved)
-        self.__dict__.update(arguments)
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-    def set_materialize_grads(self, value: bool) -> None:
-        """None stays None anyway."""
-
-    def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        """Indices are of integers: autograd knows."""
-
-
 class _Described(NamedTuple):
-    """What an operation knows of its call besides the tensors."""
+    """What a custom operation knows of its call besides the tensors."""
 
     problem: Any
     path: str
-    options: dict[str, Any]
-    wanted: list[bool]  # gradients of the tensors
+    extras: dict[str, Any]
+    wanted: list[bool]  # whose gradients
 
 
-class _Prepared(NamedTuple):
-    """What an operation that runs knows of its call, and finds out only once."""
+class _Ready(NamedTuple):
+    """A call of a custom operation that was planned, and which of its results there are."""
 
-    facts: Device  # of the device that it was planned for
+    call: Any
     wanted: list[bool]
-    arguments: dict[str, Any]  # of the Function, behind the tensors
-    given: list[bool]  # which results there are
-    made: list[bool]  # and which of the tensors that the Function made itself
+    given: list[bool]
+    made: list[bool]  # of those for the backward pass
 
 
-class KernelCall:
-    """The autograd Function of a kernel path as the operations ``fusedlayers::<name>_forward`` and ``_backward``.
+class KernelOperation:
+    """The kernels of an operation as ``fusedlayers::<name>_forward`` and ``<name>_backward``."""
 
-    Args:
-        name: of the public function.
-        function: takes the tensors, then what ``arguments`` gives.
-        problem: the class of its planning problems.
-        tensors: names in the order that ``function`` takes them; ``?`` marks those that may be None.
-        saved: the places of the tensors that ``function`` saves, before what it made itself.
-        arguments: (plan, options of the call) -> what follows the tensors, by the names that ``function`` gives them on
-            its context.
-        results: (tensors, problem, path, options, whether a gradient is wanted) -> what there is to give and to save.
-        added: the place of a tensor that is added to the result, so that its gradient is that of the result.
-        plain_backward: whether the backward pass is plain torch, so that there is no operation for it.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        function: type[torch.autograd.Function],
-        problem: type[Call],
-        *,
-        tensors: str,
-        saved: tuple[int, ...],
-        arguments: Callable[..., dict[str, Any]],
-        results: Callable[..., Results],
-        added: int | None = None,
-        plain_backward: bool = False,
-    ) -> None:
-        self.name, self.function, self.problem = name, function, problem
-        self.saved, self.arguments, self.results = saved, arguments, results
-        self.added, self.plain_backward = added, plain_backward
-        self._ready: dict[tuple[object, ...], _Prepared] = {}
-        names = tensors.split()
+    def __init__(self, operation: Any) -> None:
+        self.operation = operation
+        self._ready: dict[tuple[object, ...], _Ready] = {}
+        names = operation.operands.split()
         self.count = len(names)
         typed = [f"Tensor? {each[:-1]}" if each.endswith("?") else f"Tensor {each}" for each in names]
+        name = operation.name
         self.forward = self._register(
             f"{name}_forward",
             ", ".join(typed),
@@ -187,7 +141,7 @@ class KernelCall:
         torch.library.register_autograd(
             f"fusedlayers::{name}_forward", self._differentiate, setup_context=self._keep, lib=_LIBRARY
         )
-        if not plain_backward:
+        if operation.has_backward:
             self.backward = self._register(
                 f"{name}_backward", "Tensor?[] upstream, Tensor?[] tensors, Tensor[] made", self._backward,
                 self._backward_fake, lambda problem: problem.model_flops[1],
@@ -209,131 +163,158 @@ class KernelCall:
         register_flop_formula(packet)(lambda *given, **_: flops(self._described(*given[-2:]).problem))
         return packet.default
 
-    def __call__(self, tensors: Sequence[Any], problem: Call, plan: Decision, **options: Any) -> Any:
-        """The results of the Function for these tensors, a traced call's."""
-        wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors]
-        facts = {each.name: getattr(problem, each.name) for each in fields(problem)}
-        sizes = {name: fact for name, fact in facts.items() if type(fact) in (int, torch.SymInt)}
-        rest = {name: fact for name, fact in facts.items() if name not in sizes}
-        described = {"problem": rest, "path": plan.path, "options": options, "wanted": wanted}
-        found = iter(self.forward(*tensors, list(sizes.values()), json.dumps(described)))
-        given, _ = self.results(tensors, problem, plan.path, options, any(wanted))
+    def __call__(self, operands: Sequence[Any], call: Any) -> Any:
+        """The results of the kernels for these operands, in a call that a dispatch mode observes."""
+        problem, path, extras = call.problem, call.plan.path, call.extras
+        wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in operands]
+        found = iter(self.forward(*operands, *_description(problem, path, extras, wanted)))
+        given, _ = self.operation.results(operands, problem, path, extras, any(wanted))
         results = tuple(None if result is None else next(found) for result in given)
         return results[0] if len(results) == 1 else results
 
+    def gradients(
+        self,
+        call: Any,
+        operands: Sequence[Any],
+        made: Sequence[Any],
+        wanted: Sequence[bool],
+        upstream: Sequence[Any],
+    ) -> list[Tensor | None]:
+        """The backward pass of a plain forward call, which a dispatch mode observes."""
+        if not self.operation.has_backward:
+            found: list[Tensor | None] = self.operation.differentiable_gradients(call, operands, wanted, upstream)
+            return found
+        there = [each for each in made if each is not None]
+        described = _description(call.problem, call.plan.path, call.extras, wanted)
+        given, _ = self.operation.results(operands, call.problem, call.plan.path, call.extras, any(wanted))
+        existing = [gradient for gradient, result in zip(upstream, given, strict=True) if result is not None]
+        results = iter(self.backward(existing, list(operands), there, *described))
+        return [next(results) if want else None for want in wanted]
+
     def _described(self, sizes: Sequence[int], call: str) -> _Described:
         # Symbols cannot be keys of a cache; where an operation runs, there are none.
+        kind = self.operation.problem_type
         symbolic = any(isinstance(size, torch.SymInt) for size in sizes)
-        return _describe(self.problem, tuple(sizes), call) if symbolic else _known(self.problem, tuple(sizes), call)
+        return _describe(kind, tuple(sizes), call) if symbolic else _known(kind, tuple(sizes), call)
 
-    def _results(self, tensors: Sequence[Any], described: _Described) -> Results:
-        return self.results(tensors, described.problem, described.path, described.options, any(described.wanted))
+    def _results(self, operands: Sequence[Any], described: _Described) -> Results:
+        problem, path, extras, wanted = described
+        found: Results = self.operation.results(operands, problem, path, extras, any(wanted))
+        return found
 
-    def _prepared(self, tensors: Sequence[Tensor | None], sizes: Sequence[int], call: str) -> _Prepared:
+    def _prepared(self, tensors: Sequence[Tensor | None], sizes: Sequence[int], call: str) -> _Ready:
         """Remembered, unless a size is a symbol: then a graph is traced, and this is no call that runs."""
         device = next(tensor.device for tensor in tensors if tensor is not None)
-        facts = describe(device)
         if any(type(size) is not int for size in sizes):
-            return self._prepare(tensors, self._described(sizes, call), device, facts)
+            return self._prepare(tensors, self._described(sizes, call), device)
+        layouts = [None if tensor is None else layout_of(tensor) for tensor in tensors]
         # The switches as they are now, which may differ from what they were when the graph was compiled.
-        key = (call, *sizes, *[tensor is None for tensor in tensors], device, *switches())
+        key = (call, *sizes, *layouts, device, *switches())
         known = self._ready.get(key)
         # Described anew while others of the device's facts are assumed, or after a self-test.
-        if known is None or known.facts is not facts:
+        if known is None or known.call.facts is not dispatch.describe(device):
             if len(self._ready) >= _READY_LIMIT:
                 self._ready.clear()
-            known = self._ready[key] = self._prepare(tensors, self._described(sizes, call), device, facts)
+            known = self._ready[key] = self._prepare(tensors, self._described(sizes, call), device)
         return known
 
-    def _prepare(
-        self, tensors: Sequence[Tensor | None], described: _Described, device: torch.device, facts: Device
-    ) -> _Prepared:
+    def _prepare(self, tensors: Sequence[Tensor | None], described: _Described, device: torch.device) -> _Ready:
         described = described._replace(problem=with_known_sizes(described.problem))
         given, made = ([result is not None for result in part] for part in self._results(tensors, described))
-        plan = plan_on_path(described.problem, described.path, device)
-        return _Prepared(facts, described.wanted, self.arguments(plan, **described.options), given, made)
+        plan = dispatch.plan_on_path(described.problem, described.path, device)
+        call = self.operation.planned(described.problem, plan, dispatch.describe(device), described.extras)
+        return _Ready(call, described.wanted, given, made)
 
     def _forward(self, *given: Any) -> list[Tensor]:
-        *tensors, sizes, call = given
-        prepared = self._prepared(tensors, sizes, call)
-        context = _Context(prepared.wanted, prepared.arguments)
+        *operands, sizes, call = given
+        ready = self._prepared(operands, sizes, call)
         with torch.no_grad():
-            found: Any = self.function.forward(context, *tensors, *prepared.arguments.values())
-        results = found if isinstance(found, tuple) else (found,)
-        made = context.saved_tensors[len(self.saved) :]
+            results, made = self.operation.forward(ready.call, operands, ready.wanted)
         return [tensor for tensor in (*results, *made) if tensor is not None]
 
     def _forward_fake(self, *given: Any) -> list[Tensor]:
-        *tensors, sizes, call = given
-        results, made = self._results(tensors, self._described(sizes, call))
-        return [result.empty(tensors[0]) for result in (*results, *made) if result is not None]
+        *operands, sizes, call = given
+        results, made = self._results(operands, self._described(sizes, call))
+        return [result.empty(operands[0]) for result in (*results, *made) if result is not None]
 
     def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-        *tensors, ctx.sizes, ctx.call = inputs
+        *operands, ctx.sizes, ctx.call = inputs
         described = self._described(ctx.sizes, ctx.call)
-        made = [result for result in self._results(tensors, described)[1] if result is not None]
+        made = [result for result in self._results(operands, described)[1] if result is not None]
         ctx.made = len(made)
+        needed = self.operation.kept(described.wanted)
         keeping = [
-            tensor if place != self.added and (place in self.saved or want) else None
-            for place, (tensor, want) in enumerate(zip(tensors, described.wanted, strict=True))
+            operand if place != self.operation.added and (need or want) else None
+            for place, (operand, need, want) in enumerate(zip(operands, needed, described.wanted, strict=True))
         ]
         ctx.save_for_backward(*keeping, *output[len(output) - len(made) :])
         ctx.set_materialize_grads(False)
 
     def _differentiate(self, ctx: Any, upstream: list[Tensor | None]) -> tuple[Any, ...]:
-        tensors, made = ctx.saved_tensors[: self.count], ctx.saved_tensors[self.count :]
+        operands, made = ctx.saved_tensors[: self.count], ctx.saved_tensors[self.count :]
         upstream = upstream[: len(upstream) - ctx.made]
         wanted = list(ctx.needs_input_grad[: self.count])
         gradients: list[Tensor | None] = [None] * self.count
-        if self.added is not None and wanted[self.added]:
-            gradients[self.added], wanted[self.added] = upstream[0], False
+        added = self.operation.added
+        if added is not None and wanted[added]:
+            gradients[added], wanted[added] = upstream[0], False
         if any(wanted) and any(gradient is not None for gradient in upstream):
             call = json.dumps({**json.loads(ctx.call), "wanted": wanted})
-            # The operation has no gradient itself: those who want one see through it.
-            inside = self.plain_backward or torch.is_grad_enabled()
-            run = self._gradients if inside else self.backward
-            found = iter(run(upstream, tensors, made, ctx.sizes, call))
+            if self.operation.has_backward and not torch.is_grad_enabled():
+                found = iter(self.backward(upstream, operands, made, ctx.sizes, call))
+            else:
+                # The custom operation has no gradient itself: those who want one see through it.
+                device = next(operand.device for operand in operands if operand is not None)
+                ready = self._prepare(operands, self._described(ctx.sizes, call), device)
+                found = iter(self._gradients(ready, upstream, operands, made))
             gradients = [next(found) if want else old for want, old in zip(wanted, gradients, strict=True)]
         return *gradients, None, None
 
     def _backward(self, *given: Any) -> list[Tensor]:
-        # Chunks are differentiated by autograd, which is out of reach below an operation.
+        upstream, operands, made, sizes, call = given
+        ready = self._prepared(operands, sizes, call)
+        # Chunks are differentiated by autograd, which is out of reach below a custom operation.
         include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
         with torch._C._ForceDispatchKeyGuard(include, exclude - _AUTOGRAD), torch.no_grad():
-            found = self._gradients(*given)
+            found = self._gradients(ready, upstream, operands, made)
         return _apart([gradient.contiguous() for gradient in found if gradient is not None])
 
     def _gradients(
         self,
+        ready: _Ready,
         upstream: Sequence[Tensor | None],
-        tensors: Sequence[Tensor | None],
+        operands: Sequence[Tensor | None],
         made: Sequence[Tensor],
-        sizes: Sequence[int],
-        call: str,
     ) -> list[Tensor | None]:
-        """The wanted gradients, by the Function's own backward pass."""
-        prepared = self._prepared(tensors, sizes, call)
+        """The wanted gradients, as the operation computes them."""
         of_results, of_made = iter(upstream), iter(made)
-        kept = [tensors[place] for place in self.saved]
-        saved = [next(of_made) if there else None for there in prepared.made]
-        context = _Context(prepared.wanted, prepared.arguments, (*kept, *saved))
-        found: Any = self.function.backward(context, *[next(of_results) if there else None for there in prepared.given])
-        return [gradient for gradient, want in zip(found, prepared.wanted, strict=False) if want]
+        upstream = [next(of_results) if there else None for there in ready.given]
+        saved = [*operands, *[next(of_made) if there else None for there in ready.made]]
+        found = self.operation.gradients(ready.call, saved, ready.wanted, upstream, inside=True)
+        return [gradient for gradient, want in zip(found, ready.wanted, strict=True) if want]
 
     def _backward_fake(
         self,
         upstream: Sequence[Tensor | None],
-        tensors: Sequence[Any],
+        operands: Sequence[Any],
         made: Sequence[Tensor],
         sizes: Sequence[int],
         call: str,
     ) -> list[Tensor]:
         wanted = self._described(sizes, call).wanted
-        return [t.new_empty(t.shape) for t, want in zip(tensors, wanted, strict=True) if want]
+        return [t.new_empty(t.shape) for t, want in zip(operands, wanted, strict=True) if want]
+
+
+def _description(problem: Call, path: str, extras: dict[str, Any], wanted: Sequence[bool]) -> tuple[list[int], str]:
+    """The sizes of a problem, which may be symbols, and all else as one string."""
+    facts = {each.name: getattr(problem, each.name) for each in fields(problem)}
+    sizes = {name: fact for name, fact in facts.items() if type(fact) in (int, torch.SymInt)}
+    rest = {name: fact for name, fact in facts.items() if name not in sizes}
+    return list(sizes.values()), json.dumps({"problem": rest, "path": path, "extras": extras, "wanted": list(wanted)})
 
 
 def _apart(results: Sequence[Tensor]) -> list[Tensor]:
-    """Results of an operation have no memory in common: halves of one product are copied, all but the first."""
+    """Results of a custom operation have no memory in common: halves of one product are copied, all but the first."""
     taken: set[int] = set()
     found = []
     for result in results:
@@ -350,7 +331,7 @@ def _describe(problem: type[Call], sizes: tuple[int, ...], call: str) -> _Descri
     facts = json.loads(call)
     names = [each.name for each in fields(problem) if each.name not in facts["problem"]]
     given: dict[str, Any] = facts["problem"] | dict(zip(names, sizes, strict=True))
-    return _Described(problem(**given), facts["path"], facts["options"], facts["wanted"])
+    return _Described(problem(**given), facts["path"], facts["extras"], facts["wanted"])
 
 
 _known: Callable[..., _Described] = lru_cache(maxsize=4096)(_describe)

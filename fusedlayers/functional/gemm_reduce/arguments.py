@@ -5,10 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from ..planning import ReduceProblem
-from .arguments import check_tensors, said
-from .dispatch import captured, compute_dtype, leading_dims, subclass_of, wants_gradient
-from .signatures import input_precision
+from ...planning import ReduceProblem
+from ..call import captured, subclass_of, wants_gradient
+from ..operands import check_given, check_tensors, compute_dtype, input_precision, leading_dims, said
 
 # Of each operation the one that the kernels compute; an argmax is the index of a maximum.
 OPERATIONS = {
@@ -34,9 +33,7 @@ def check_gemm_reduce(
     atomic: bool,
 ) -> None:
     """All arguments of ``functional.gemm_reduce`` but the activation."""
-    for name, tensor in (("a", a), ("b", b)):
-        if tensor is None:
-            raise TypeError(f"{name} must be a torch.Tensor, got None")
+    check_given(a=a, b=b)
     check_tensors({"a": a, "b": b, "bias": bias})
     for name, tensor, letters in (("a", a, "[*B, M, K]"), ("b", b, "[*B, K, N]")):
         if tensor.dim() < 2:

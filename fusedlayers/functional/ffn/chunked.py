@@ -5,17 +5,19 @@ backward pass computes the pre-activations of a chunk, and the hidden in slices 
 w_down needs it; the gradients of the pre-activations take their place, so that each of the other products has one sum.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import reference
-from ..kernels import gemm_epilogue as kernels
-from ..kernels.dropout import Dropout
-from ..kernels.gemm_gemm import Arithmetic
-from ..planning import ChunkPass, Plan
+from ... import reference
+from ...kernels import gemm_epilogue as kernels
+from ...kernels.dropout import Dropout
+from ...kernels.gemm_gemm import Arithmetic
+from ...planning import ChunkPass, Plan
+from ..operands import rows as rows_of
+from ..operation import Prepared, Tensors
 from .sums import accumulated, summed_rows
 
 Gradients = list[Tensor | None]
@@ -43,11 +45,12 @@ class Weights(NamedTuple):
 Slices = list[tuple[slice, Weights]]
 
 
-def forward(
-    x: Tensor, weights: Weights, residual: Tensor | None, seed: Tensor | None, arithmetic: Arithmetic, plan: Plan
-) -> Tensor:
-    """y ``[M, O]``."""
-    assert plan.chunks is not None
+def forward(call: Prepared, operands: Tensors) -> Tensor:
+    """y ``[M, O]`` of (x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, seed)."""
+    x, *given, residual, seed = operands
+    x, weights = rows_of(x), Weights(*given)
+    residual = None if residual is None else rows_of(residual)
+    plan, arithmetic = call.plan, call.details
     y = x.new_empty(x.shape[0], weights.w_down.shape[0])
     for rows in _ranges(x.shape[0], plan.chunks.rows):
         hidden = _hidden(x[rows], weights, rows.start, seed, arithmetic, plan)
@@ -55,7 +58,7 @@ def forward(
             torch.mm(hidden, weights.w_down.T, out=y[rows])
         else:
             torch.addmm(weights.b_down, hidden, weights.w_down.T, out=y[rows])
-        # Before the next chunk has one.
+        # Free this chunk's hidden before the next chunk allocates its own.
         del hidden
         if residual is not None:
             y[rows] += residual[rows]
@@ -78,29 +81,27 @@ def _hidden(
 
 
 @torch.no_grad()
-def gradients(
-    x: Tensor, weights: Weights, seed: Tensor | None, wanted: tuple[bool, ...], dy: Tensor,
-    arithmetic: Arithmetic, plan: Plan,
-) -> Gradients:  # fmt: skip
+def gradients(call: Prepared, operands: Tensors, wanted: Sequence[bool], dy: Tensor) -> Gradients:
     """The wanted gradients of (x, w_up, w_down, b_up, b_down, w_gate, b_gate); not that of b_down.
 
     Each is rounded once, but dx where it is added up over groups of hidden units and not carried by a kernel: that is
     rounded once for each group, gated twice.
     """
-    assert plan.chunks is not None
-    operands = (x, weights.w_up, weights.w_down, weights.b_up, None, weights.w_gate, weights.b_gate)
+    x, w_up, w_down, b_up, _, w_gate, b_gate, _, seed = operands
+    x, weights = rows_of(x), Weights(w_up, w_down, b_up, None, w_gate, b_gate)
+    plan = call.plan
     found: Gradients = [
         None if tensor is None or not want else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        for tensor, want in zip(operands, wanted, strict=True)
+        for tensor, want in zip((x, *weights[:6]), wanted[:7], strict=True)
     ]
-    call = _Call(x, dy, seed, arithmetic, plan)
+    step_call = _Call(x, dy, seed, call.details, plan)
     hidden_units = weights.w_up.shape[0]
     for step in plan.chunks.passes:
         dx = found[0] if step.data else None
         rest = x.new_empty(x.shape[0], -(-x.shape[1] // 2), dtype=torch.int8) if step.carried else None
         for units in _ranges(hidden_units, step.columns):
             data = None if dx is None else _DataSum(dx, rest, units.start == 0, units.stop == hidden_units)
-            _one_group(call, weights.group(units), step, data, found)
+            _one_group(step_call, weights.group(units), step, data, found)
     return found
 
 

@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import reference
-from ..kernels import dropout as kernels
-from ..kernels.device import HAS_TRITON, interpreted
-from .dispatch import rows
-from .signatures import PLAIN_TENSORS, transformed
-from .tracing import traced
+from ... import reference
+from ...kernels import dropout as kernels
+from ...kernels.device import HAS_TRITON, interpreted
+from ..call import PLAIN_TENSORS, observed, transformed
+from ..operands import rows
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -67,8 +66,7 @@ def _has_kernel(values: Tensor) -> bool:
 def _nobody_reads(values: Tensor, seed: Tensor) -> bool:
     """Whether nothing traces, transforms or batches the operations of this call, in which a launch would be lost."""
     plain = type(values) in PLAIN_TENSORS and type(seed) in PLAIN_TENSORS and not values.is_neg()
-    batched = torch._C._functorch.is_legacy_batchedtensor(values)  # by autograd's is_grads_batched
-    return plain and not (batched or traced() or transformed())
+    return plain and not (observed() or transformed(values))
 
 
 def _launched(values: Tensor, seed: Tensor, dropout_p: float) -> Tensor:

@@ -1,0 +1,146 @@
+"""What surrounds a call and decides how it runs, read as cheaply as can be: small calls wait for the host.
+
+A call that torch runs should cost the host little more than torch's own. So everything that a choice of path depends on
+is gathered once into a key, and whoever meets the key again skips the checks, the planning, and all that follows from
+shapes and layouts.
+"""
+
+import sys
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from .operands import autocast_dtype, input_precision
+from .switches import switches
+
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+# The tensors that stand for plain ones while a call is traced, and the modes that do so.
+_TRACED_TENSORS = (FakeTensor, FunctionalTensor)
+_TRACERS = (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode)
+_PLAIN_OPTIONS = frozenset({str, bool, int, float, type(None)})
+# Kernels rely on this alignment of addresses, and so does the key of a call.
+_ALIGNMENT_MASK = 15
+
+
+def observed() -> bool:
+    """Whether a dispatch mode sees the operations of this call.
+
+    torch.compile, torch.export, make_fx, FLOP counters, selective checkpointing and modes of the user's: a kernel that
+    is launched past torch's dispatcher would be lost to all of them.
+    """
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def traced() -> bool:
+    """Whether the operations of this call are written down for later, and its tensors hold no numbers yet."""
+    return observed() and any(isinstance(mode, _TRACERS) for mode in _get_current_dispatch_mode_stack())
+
+
+def recorded_later() -> bool:
+    """Whether torch.compile records what it compiles now into CUDA graphs (``mode="reduce-overhead"``)."""
+    config = sys.modules.get("torch._inductor.config")
+    return config is not None and bool(config.triton.cudagraphs)
+
+
+def captured(device: torch.device) -> bool:
+    """Whether this call is being recorded into a CUDA graph, or compiled to be."""
+    if device.type != "cuda":
+        return False
+    return recorded_later() if observed() else torch.cuda.is_current_stream_capturing()
+
+
+def transformed(*tensors: Tensor | None) -> bool:
+    """Whether this call happens inside a transform of torch.func, or while forward-mode derivatives are taken.
+
+    Also whether one of ``tensors`` is a batch of upstream gradients, of autograd's ``is_grads_batched``.
+    """
+    # Dual tensors are plain by their type, and need not want a gradient.
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return True
+    return any(tensor is not None and torch._C._functorch.is_legacy_batchedtensor(tensor) for tensor in tensors)
+
+
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd will ask for the gradient of any of these."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def subclass_of(*tensors: Tensor | None) -> str:
+    """The name of the first tensor subclass among these (DTensor, quantised, ...), or an empty string.
+
+    The tensors of torch.func's transforms are plain by their type alone, and so are those whose memory holds their
+    negatives, as the imaginary part of a conjugate does.
+    """
+    if transformed():
+        return "tensor of a torch.func transform, or of forward-mode differentiation"
+    plain = (*PLAIN_TENSORS, *_TRACED_TENSORS) if observed() else PLAIN_TENSORS
+    for tensor in tensors:
+        if tensor is not None and type(tensor) not in plain:
+            return type(tensor).__name__
+        if tensor is not None and tensor.is_neg():
+            return "negated view"
+    return ""
+
+
+def with_known_sizes(problem: Any) -> Any:
+    """``problem`` with the sizes of the example that is traced in place of symbols, which stay free of guards.
+
+    A size that only data knows has no example: the problem is then one for torch.
+    """
+    symbols = {f.name: getattr(problem, f.name) for f in fields(problem)}
+    sizes = {name: value.node for name, value in symbols.items() if isinstance(value, torch.SymInt)}
+    if not sizes:
+        return problem
+    if not all(node.has_hint() for node in sizes.values()):
+        return replace(problem, **dict.fromkeys(sizes, 1), subclass="tensor whose size depends on data")
+    return replace(problem, **{name: node.hint for name, node in sizes.items()})
+
+
+def layout_of(tensor: Tensor) -> tuple[object, ...]:
+    """How a tensor lies in memory, as far as kernels mind: its strides, and its address modulo their alignment."""
+    return tensor.stride(), tensor.data_ptr() & _ALIGNMENT_MASK
+
+
+def signature(
+    operation: str, tensors: tuple[Tensor | None, ...], options: tuple[object, ...]
+) -> tuple[object, ...] | None:
+    """All that the checks, the plan and the launches of a call depend on, besides the device's facts and addresses.
+
+    None where a call cannot be recognised by that: tensor subclasses, torch.func's and negated tensors, layouts without
+    strides, options of unusual types, calls that a dispatch mode observes.
+    """
+    first = tensors[0]
+    if first is None or torch._C._len_torch_dispatch_stack() or transformed():
+        return None
+    found: list[Any] = [operation]
+    for tensor in tensors:
+        if tensor is None:
+            found.append(None)
+            continue
+        if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided or tensor.is_neg():
+            return None
+        if tensor.is_nested:
+            return None
+        found += (
+            tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad,
+            tensor.data_ptr() & _ALIGNMENT_MASK,
+        )  # fmt: skip
+    # Types too: True equals 1 and 1.0, but not all of them are right.
+    types = tuple(map(type, options))
+    if not _PLAIN_OPTIONS.issuperset(types):
+        return None
+    device = first.device
+    dtype = autocast_dtype(device)
+    products = dtype or first.dtype
+    on_gpu = first.is_cuda
+    precision = input_precision(device, products) if products is torch.float32 and on_gpu else None
+    recording = on_gpu and torch.cuda.is_current_stream_capturing()
+    found += (options, types, torch.is_grad_enabled(), dtype, precision, recording, *switches())
+    return tuple(found)

@@ -1,0 +1,230 @@
+"""The feed-forward block: the public function, and its operation, which takes one of several paths."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ... import reference
+from ...kernels.activations import canonical_activation
+from ...kernels.column_sums import column_sums
+from ...kernels.gemm_gemm import Arithmetic
+from ...kernels.tuning import COLUMN_SUM_TILES
+from ...planning import KERNEL_PATHS, Plan, Problem
+from ..custom_ops import Result, Results
+from ..operands import rows, with_leading_dims, without_autocast
+from ..operation import Operation, Prepared, Tensors, formula
+from . import chunked, dropping, epilogue, fused
+from .arguments import check_dropout_seed, check_ffn, ffn_problem
+from .sums import summed_rows
+
+
+def ffn(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    w_gate: Tensor | None = None,
+    b_gate: Tensor | None = None,
+    *,
+    activation: str = "gelu",
+    dropout_p: float = 0.0,
+    recompute: bool | int | str = "auto",
+    residual: Tensor | None = None,
+    dropout_seed: Tensor | None = None,
+) -> Tensor:
+    """Feed-forward block: ``dropout(act(x W_upᵀ + b_up)) W_downᵀ + b_down + residual``.
+
+    With ``w_gate`` the hidden is ``act(x W_gateᵀ + b_gate) ⊙ (x W_upᵀ + b_up)`` (Shazeer, "GLU variants improve
+    Transformer", 2020); any activation can gate.
+
+    Args:
+        x: ``[*B, M, K]`` or ``[K]``: any leading dims, any strides.
+        w_up: ``[N, K]``, ``nn.Linear``'s layout.
+        w_down: ``[O, N]``.
+        b_up: ``[N]`` or None.
+        b_down: ``[O]`` or None.
+        w_gate: ``[N, K]`` or None (no gate).
+        b_gate: ``[N]`` or None.
+        activation: a name of ``fusedlayers.kernels.activations.ACTIVATIONS``, or Hugging Face's name of one.
+        dropout_p: probability of dropping an element of the hidden, in [0, 1); pass 0 in inference. The nearest
+            multiple of 2⁻¹⁶ is taken, and what is kept is scaled by that. The mask follows from one seed, the same on
+            every path, with and without gradients.
+        recompute: ``True`` guarantees that no tensor of size tokens × N is allocated, forward or backward, and at most
+            64 MiB (``FUSEDLAYERS_WORKSPACE_MIB``) beside results, gradients and one copy of operands that are not laid
+            out in rows; x alone is kept, of frozen layers too. dx is rounded twice at most, gradients of weights once.
+            Tensor subclasses, ``torch.func`` and forward-mode derivatives are excepted: torch's expression runs.
+            ``"auto"`` and ``False`` take the fastest path, whose backward pass may need such tensors while it runs. An
+            int above 1 is a budget: the bytes that this call may keep for its backward pass (``saved bytes`` of
+            ``explain``, x included); where the fastest path keeps more, the call runs as with ``True``.
+        residual: ``[*B, M, O]`` or None, added to the result.
+        dropout_seed: int64 ``[1]`` on the device of x, from which alone the mask of the dropout follows; None draws one
+            from the default generator. A DTensor's mask is drawn by DTensor itself instead.
+
+    Returns:
+        ``[*B, M, O]`` in the dtype of x (under autocast: in autocast's dtype). float16, bfloat16 and float32 can run in
+        Triton kernels; every floating dtype runs through torch.
+
+    Raises:
+        TypeError: an argument of the wrong type, a dtype that is not real floating or differs from that of x.
+        ValueError: shapes that do not fit together, tensors on different devices, an unknown activation or
+            ``recompute``, ``dropout_p`` outside [0, 1).
+        RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
+    """
+    y: Tensor = FFN(
+        x, w_up, w_down, b_up, b_down, w_gate, b_gate, activation, dropout_p, recompute, residual, dropout_seed
+    )
+    return y
+
+
+# Of the operands those whose gradients need the hidden, and those that the kernels' backward passes read.
+_THROUGH_HIDDEN = (0, 1, 2, 3, 5, 6)
+_B_DOWN, _RESIDUAL = 4, 7
+_READ = (True, True, True, True, False, True, True, False, True)
+
+
+class _FFN(Operation):
+    """The FFN of x ``[*B, M, K]``.
+
+    It keeps its inputs alone, and computes the hidden again in the backward pass; on the epilogue path it keeps the
+    pre-activations, too.
+    """
+
+    problem_type = Problem
+    operands = "x w_up w_down b_up? b_down? w_gate? b_gate? residual? seed?"
+    row_operands = ("x",)
+    added = _RESIDUAL
+
+    def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
+        *operands, residual, seed = tensors
+        activation, dropout_p, recompute = options
+        check_dropout_seed(operands[0], seed)
+        activation = canonical_activation(activation)
+        check_ffn(*operands, dropout_p, recompute, residual)
+        return activation, dropout_p, recompute
+
+    def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> Problem:
+        *operands, residual, _ = tensors
+        activation, dropout_p, recompute = options
+        return ffn_problem(
+            *operands, activation=activation, dropout_p=dropout_p, recompute=recompute, residual=residual
+        )
+
+    def title(self, problem: Problem, options: tuple[Any, ...]) -> str:
+        hidden = "act(x W_gateᵀ) ⊙ (x W_upᵀ)" if problem.gated else "act(x W_upᵀ)"
+        return f"ffn: {hidden} W_downᵀ, act = {formula(problem.activation)}"
+
+    def through_torch(self, call: Prepared, tensors: Tensors) -> Tensor:
+        *operands, residual, _ = tensors
+        activation, dropout_p, _ = call.options
+        if (seed := self._seed(call, tensors)) is not None:
+            return dropping.ffn(*operands, residual, activation, dropout_p, seed)
+        return reference.ffn(*operands, activation=activation, dropout_p=dropout_p, residual=residual)
+
+    def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
+        residual = tensors[_RESIDUAL]
+        operands = list(super().cast(call, tensors))
+        # Autocast casts products, not sums: a residual of another dtype is added as it is, outside the kernel.
+        operands[_RESIDUAL] = None if residual is None or residual.dtype != call.dtype else residual
+        return operands
+
+    def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
+        return *tensors[:-1], self._seed(call, tensors)
+
+    def _seed(self, call: Prepared, tensors: Tensors) -> Tensor | None:
+        """The seed of the mask, the same whatever path runs.
+
+        A checkpoint may run one path without gradients and another one with them, and both must drop the same elements
+        and leave the generator alike.
+        """
+        if not call.extras["dropout_p"]:
+            return None
+        given: Tensor | None = tensors[-1]
+        return dropping.draw_seed(*tensors) if given is None else given
+
+    def finished(self, call: Prepared, tensors: Tensors, results: Tensor) -> Tensor:
+        residual = tensors[_RESIDUAL]
+        apart = residual is not None and call.dtype is not None and residual.dtype != call.dtype
+        return results + residual if apart else results
+
+    def extras(self, options: tuple[Any, ...]) -> dict[str, Any]:
+        return {"dropout_p": float(options[1])}
+
+    def details(self, plan: Plan, extras: dict[str, Any]) -> Arithmetic:
+        problem = plan.problem
+        return Arithmetic(problem.activation, extras["dropout_p"], problem.input_precision, plan.accuracy)
+
+    def kept(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
+        # Without a gradient that goes through the hidden there is nothing to compute again.
+        return _READ if _through_hidden(wanted) else (False,) * len(_READ)
+
+    def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
+        z = z_gate = None
+        if call.plan.path == "epilogue":
+            y, z, z_gate = epilogue.forward(call, operands, bool(wanted) and _through_hidden(wanted))
+        elif call.plan.path == "chunked":
+            y = chunked.forward(call, operands)
+        else:
+            y = fused.forward(call, operands)
+        return (with_leading_dims(y, operands[0]),), (z, z_gate)
+
+    def backward(
+        self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
+    ) -> Tensors:
+        [dy], plan = upstream, call.plan
+        dy_rows = rows(dy)
+        gradients: list[Tensor | None] = [None] * 7
+        through_hidden = _through_hidden(wanted)
+        if through_hidden:
+            path: Any = {"epilogue": epilogue, "chunked": chunked}.get(plan.path, fused)
+            if path is epilogue:
+                gradients = epilogue.gradients(call, operands, made, wanted, dy_rows)
+            else:
+                gradients = path.gradients(call, operands, wanted, dy_rows)
+            x = operands[0]
+            if gradients[0] is not None and x.dim() != 2:
+                gradients[0] = gradients[0].view(x.shape)
+        if wanted[_B_DOWN] and gradients[_B_DOWN] is None:
+            launches = through_hidden and (plan.path in KERNEL_PATHS or plan.epilogue is not None)
+            summed = column_sums(dy_rows, COLUMN_SUM_TILES, call.ready) if launches else summed_rows(dy_rows)
+            gradients[_B_DOWN] = summed.to(dy.dtype)
+        return *gradients, dy if wanted[_RESIDUAL] else None, None
+
+    def differentiable_gradients(
+        self, call: Prepared, operands: Tensors, wanted: Sequence[bool], upstream: Tensors
+    ) -> Tensors:
+        [dy] = upstream
+        through = [want and place in _THROUGH_HIDDEN for place, want in enumerate(wanted)]
+        found = list(
+            super().differentiable_gradients(call, operands, through, upstream) if any(through) else [None] * 9
+        )
+        # Neither is kept for the backward pass, nor needed for these.
+        if wanted[_B_DOWN]:
+            with without_autocast(dy.device):
+                found[_B_DOWN] = dy.sum(tuple(range(dy.dim() - 1))) if dy.dim() > 1 else dy
+        if wanted[_RESIDUAL]:
+            found[_RESIDUAL] = dy
+        return found
+
+    def expression(self, call: Prepared, operands: Tensors) -> Tensors:
+        *given, residual, seed = operands
+        details = call.details
+        return (
+            reference.ffn(
+                *given, activation=details.activation, dropout_p=details.dropout_p, residual=residual, seed=seed
+            ),
+        )
+
+    def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
+        x = operands[0]
+        kept = Result((problem.M, problem.N), x.dtype) if path == "epilogue" and problem.training else None
+        return [Result((*x.shape[:-1], problem.O), x.dtype)], [kept, kept if problem.gated else None]
+
+
+def _through_hidden(wanted: Sequence[bool]) -> bool:
+    """Whether any wanted gradient needs the hidden."""
+    return any(wanted[place] for place in _THROUGH_HIDDEN)
+
+
+FFN = _FFN(ffn)

@@ -1,0 +1,124 @@
+"""Operands of a call: checks that name the argument, the dtype that products run in, and layouts."""
+
+import functools
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NOTHING = nullcontext()
+
+
+def said(name: str, tensor: Tensor) -> str:
+    """How an error speaks of a tensor argument."""
+    return f"{name} of shape {list(tensor.shape)} and dtype {tensor.dtype} on {tensor.device}"
+
+
+def check_given(**tensors: Tensor | None) -> None:
+    """Operands that every call needs are not None."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            raise TypeError(f"{name} must be a torch.Tensor, got None")
+
+
+def check_tensors(tensors: dict[str, Tensor | None]) -> None:
+    """Floating tensors on one device, of one dtype unless autocast decides it; the first of them sets both.
+
+    Raises:
+        TypeError: not a tensor, not a real floating dtype, or dtypes that differ outside autocast.
+        ValueError: different devices.
+    """
+    first_name, first = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        if tensor is None or first is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if not tensor.is_floating_point():
+            raise TypeError(f"{said(name, tensor)}: expected a real floating-point dtype")
+        if tensor.device != first.device:
+            raise ValueError(f"{said(name, tensor)}: expected the device of {first_name}, {first.device}")
+        mixed = tensor.dtype != first.dtype
+        if mixed and not (autocast_dtype(first.device) and torch.float64 not in (tensor.dtype, first.dtype)):
+            raise TypeError(f"{said(name, tensor)}: expected the dtype of {first_name}, {first.dtype}")
+
+
+def check_shape(name: str, tensor: Tensor | None, expected: tuple[int, ...], letters: str, because: str) -> None:
+    """``tensor`` has the expected shape (None passes)."""
+    if tensor is not None and tuple(tensor.shape) != expected:
+        raise ValueError(f"{said(name, tensor)}: expected {letters} = {list(expected)} {because}")
+
+
+def check_bias(bias: bool) -> None:
+    """Whether the sum over the rows is asked for: ``True`` or ``False``, not a tensor."""
+    if not isinstance(bias, bool):
+        raise TypeError(f"bias must be True or False, got {type(bias).__name__}")
+
+
+@functools.cache
+def _autocast_kind(device: torch.device) -> str | None:
+    # Asking a device for its type takes time, and the answer never changes; some types (meta) know no autocast.
+    return device.type if torch.amp.is_autocast_available(device.type) else None
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast gives to products on ``device``, or None where it leaves them alone."""
+    kind = _autocast_kind(device)
+    if kind is None or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype that products of ``tensor`` run in: autocast's where it applies (never to float64), else its own."""
+    own = tensor.dtype
+    return own if own is torch.float64 else autocast_dtype(tensor.device) or own
+
+
+def autocast(tensors: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    """The tensors in the dtype products run in; gradients flow back to each in its own dtype."""
+    return tuple([tensor if tensor is None or tensor.dtype == dtype else tensor.to(dtype) for tensor in tensors])
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Operands are cast once, before a Function; nothing inside it, forward or backward, may cast them again."""
+    return _NOTHING if autocast_dtype(device) is None else torch.autocast(device.type, enabled=False)
+
+
+def input_precision(device: torch.device, dtype: torch.dtype) -> str:
+    """``tl.dot``'s precision for these operands: float32 is IEEE unless torch's own matmuls are allowed TF32."""
+    if dtype != torch.float32 or device.type != "cuda" or torch.version.hip:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def rows(tensor: Tensor) -> Tensor:
+    """``[*B, M, K]`` as a matrix of rows: a view where the strides allow it, else a copy."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+
+
+def with_leading_dims(matrix: Tensor, tensor: Tensor) -> Tensor:
+    """A new matrix of rows ``[rows, N]`` as ``[*B, M, N]``, with the leading dims of ``tensor``, and no view.
+
+    Autograd refuses to change a view that was made inside of an autograd Function in place.
+    """
+    if tensor.dim() == 2:
+        return matrix
+    return torch.ops.aten._unsafe_view.default(matrix, (*tensor.shape[:-1], matrix.shape[-1]))
+
+
+def leading_dims(*tensors: Tensor) -> torch.Size:
+    """The leading dims ``*batch`` of ``[*batch, rows, columns]`` tensors, which broadcast."""
+    first, *others = [tensor.shape[:-2] for tensor in tensors]
+    return first if all(each == first for each in others) else torch.broadcast_shapes(first, *others)
+
+
+def flat_batch(tensor: Tensor, batch: torch.Size) -> Tensor:
+    """``[*batch, rows, columns]`` as ``[Z, rows, columns]``, without a copy where one matrix serves every entry."""
+    if tensor.dim() == 3 and tensor.shape[:1] == batch:
+        return tensor
+    if all(size == 1 for size in tensor.shape[:-2]):
+        return tensor.reshape(1, *tensor.shape[-2:]).expand(math.prod(batch), -1, -1)
+    return tensor.expand(*batch, -1, -1).reshape(-1, *tensor.shape[-2:])

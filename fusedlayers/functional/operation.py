@@ -1,0 +1,374 @@
+"""The one way of a call: recognised, or checked and planned; then run by kernels, by torch, or as a custom operation.
+
+An operation is one object, registered under the name of its public function. What is the same for all of them is
+written here, once: calls that were made before, autocast, dispatch modes and compilers, the choice between a plain run
+and autograd, upstream gradients of any layout, and gradients that are to be differentiated again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..kernels.activations import ACTIVATIONS
+from ..planning import Call, Device
+from . import dispatch
+from .call import layout_of, observed, signature, transformed, wants_gradient
+from .custom_ops import Composite, KernelOperation, Results
+from .operands import autocast, autocast_dtype, compute_dtype, without_autocast
+
+Tensors = Sequence[Any]  # tensors, or None for those that are not given
+
+# Every operation by the name of its public function.
+OPERATIONS: dict[str, Operation] = {}
+
+# Calls that were checked and planned before, by their signature. Forgetting all of them when they become many costs no
+# more than planning them again.
+_prepared: dict[tuple[object, ...], Prepared] = {}
+_PREPARED_LIMIT = 4096
+
+
+class Prepared:
+    """A call that was checked and planned: everything that the next one like it need not find out again.
+
+    ``ready`` belongs to the kernels: launches that are complete but for addresses. All calls that share it have
+    operands of the same shapes, dtypes and layouts.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        options: tuple[Any, ...],
+        problem: Any,
+        plan: Any,
+        facts: Device,
+        extras: dict[str, Any],
+        tensors: Tensors = (),
+        observed: bool = False,
+    ) -> None:
+        self.operation, self.options, self.problem, self.plan, self.facts = operation, options, problem, plan, facts
+        self.extras, self.observed = extras, observed
+        self.wants_gradient = wants_gradient(*tensors)
+        self.dtype: torch.dtype | None = None
+        if tensors and autocast_dtype(tensors[0].device) is not None:
+            self.dtype = compute_dtype(tensors[0])  # what autocast casts operands to
+        self.ready: dict[Any, Any] = {}
+        self.details = operation.details(plan, extras)
+        self.wanted: tuple[bool, ...] = ()
+        self.kept: tuple[bool, ...] = ()
+        self.layouts: list[Any] = []
+
+    def apart(self) -> Prepared:
+        """The same call for operands of other layouts."""
+        other = object.__new__(Prepared)
+        other.__dict__ = {**self.__dict__, "ready": {}}
+        return other
+
+
+class Operation:
+    """What the way of a call asks of an operation; a subclass answers, and is created with its public function.
+
+    The arguments of the public function are its ``tensors`` and its ``options``, both in the function's order.
+    """
+
+    problem_type: ClassVar[type[Call]]
+    # What kernels take, in order, after autocast and with the batch flattened; "?" marks operands that may be None.
+    operands: ClassVar[str]
+    # The tensors that kernels see as matrices of rows, which takes a copy where the rows are not evenly spaced.
+    row_operands: ClassVar[tuple[str, ...]] = ()
+    # The operand that is added to the result, so that its gradient is that of the result.
+    added: ClassVar[int | None] = None
+    # Paths that run torch's own expression.
+    torch_paths: ClassVar[tuple[str, ...]] = ("torch",)
+    # Whether kernels compute the backward pass, which is a custom operation of its own then; else torch does.
+    has_backward: ClassVar[bool] = True
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.name = function, function.__name__
+        self._signature = inspect.signature(function)
+        parameters = self._signature.parameters
+        kinds = {Tensor, Tensor | None}
+        tensors = [place for place, each in enumerate(parameters.values()) if each.annotation in kinds]
+        options = [place for place in range(len(parameters)) if place not in tensors]
+        names = list(parameters)
+        self.tensor_names = tuple(names[place] for place in tensors)
+        self.option_names = tuple(names[place] for place in options)
+        self._places = tuple(tensors), tuple(options)
+        self._tensors: Callable[..., Any] = itemgetter(*tensors)
+        self._options: Callable[..., Any] = _all_of(options)
+        self.composite = Composite(function)
+        self.kernel_operation = KernelOperation(self)
+        OPERATIONS[self.name] = self
+
+    # What a subclass answers.
+
+    def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Raises an error that names the argument that is wrong; returns the options with canonical names."""
+        raise NotImplementedError
+
+    def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> Call:
+        """The planning problem of a call that is right."""
+        raise NotImplementedError
+
+    def title(self, problem: Any, options: tuple[Any, ...]) -> str:
+        """What a call computes, in one line of formulas."""
+        raise NotImplementedError
+
+    def through_torch(self, call: Prepared, tensors: Tensors) -> Any:
+        """The result of the public function in torch's own operations."""
+        raise NotImplementedError
+
+    def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
+        """The operands of the kernels, from the tensors in the dtype of their products."""
+        return tensors
+
+    def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
+        """The results, and what is made for the backward pass, given whose gradients are wanted."""
+        raise NotImplementedError
+
+    def backward(
+        self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
+    ) -> Tensors:
+        """The wanted gradients of the operands by kernels, of contiguous upstream gradients."""
+        raise NotImplementedError
+
+    def expression(self, call: Prepared, operands: Tensors) -> Tensors:
+        """The results of :meth:`forward` in torch's own operations, for everything that differentiates them."""
+        raise NotImplementedError
+
+    def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
+        """What :meth:`forward` gives and makes, described; ``saving``: whether any gradient is wanted."""
+        raise NotImplementedError
+
+    def extras(self, options: tuple[Any, ...]) -> dict[str, Any]:
+        """What kernels need of the options beyond the problem: numbers and words by name."""
+        return {}
+
+    def details(self, plan: Any, extras: dict[str, Any]) -> Any:
+        """What :meth:`forward` and :meth:`backward` derive from a plan and from the extras."""
+        return plan
+
+    def kept(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
+        """Which operands the backward pass needs, given whose gradients are wanted."""
+        return (True,) * len(wanted)
+
+    def finished(self, call: Prepared, tensors: Tensors, results: Any) -> Any:
+        """The public result, from the results of the kernels."""
+        return results
+
+    def unpacked(self, found: list[Tensor], options: Sequence[Any], tensors: Tensors) -> Any:
+        """The public result, from those of its tensors that are not None."""
+        return found[0] if len(found) == 1 else tuple(found)
+
+    # The way of a call.
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The public function, called with all of its arguments in order."""
+        if torch.compiler.is_dynamo_compiling():
+            tensors, options = ([arguments[place] for place in places] for places in self._places)
+            return self.unpacked(self.composite(*arguments), options, tensors)
+        tensors, options = self._tensors(arguments), self._options(arguments)
+        return self.run(self.prepared(tensors, options), tensors)
+
+    def prepared(self, tensors: Tensors, options: tuple[Any, ...]) -> Prepared:
+        """The call, as it was prepared before or as it is now checked and planned.
+
+        Raises:
+            TypeError, ValueError: as the public function.
+            RuntimeError: as :func:`.dispatch.dispatch`.
+        """
+        key = signature(self.name, tensors, options)  # type: ignore[arg-type]
+        if key is not None:
+            known = _prepared.get(key)
+            # The device is described anew while others of its facts are assumed, or after a self-test.
+            if known is not None and dispatch.describe(tensors[0].device) is known.facts:
+                return known
+        options = self.check(tensors, options)
+        problem = self.problem(tensors, options)
+        device = tensors[0].device
+        plan = dispatch.dispatch(problem, device)
+        facts, extras = dispatch.describe(device), self.extras(options)
+        call = Prepared(self, options, problem, plan, facts, extras, tensors, key is None and observed())
+        if key is None:
+            # Subclasses and tensors of transforms tell autograd themselves what they want.
+            call.wants_gradient = True
+        elif self.may_be_repeated(options):
+            if len(_prepared) >= _PREPARED_LIMIT:
+                _prepared.clear()
+            _prepared[key] = call
+        return call
+
+    def problem_of(self, **arguments: Any) -> Call:
+        """The planning problem of a call with these arguments by name, those left out at their defaults.
+
+        Raises:
+            TypeError, ValueError: as the public function.
+        """
+        tensors, options = self.bound(**arguments)
+        return self.problem(tensors, self.check(tensors, options))
+
+    def bound(self, *inputs: Any, **arguments: Any) -> tuple[Tensors, tuple[Any, ...]]:
+        """The tensors and the options of a call of the public function, those left out at their defaults."""
+        given = self._signature.bind(*inputs, **arguments)
+        given.apply_defaults()
+        values = tuple(given.arguments.values())
+        return self._tensors(values), self._options(values)
+
+    def planned(self, problem: Any, plan: Any, facts: Device, extras: dict[str, Any]) -> Prepared:
+        """A call of which only this is known, as a custom operation knows it."""
+        return Prepared(self, (), problem, plan, facts, extras)
+
+    def may_be_repeated(self, options: tuple[Any, ...]) -> bool:
+        """Whether the checks of a call would find the same the next time."""
+        return True
+
+    def run(self, call: Prepared, tensors: Tensors) -> Any:
+        """The public result of a prepared call."""
+        if dispatch._counted is not None:
+            dispatch.count(call.plan)
+        if self.sees_through(call):
+            return self.through_torch(call, tensors)
+        operands = self.flattened(call, tensors if call.dtype is None else self.cast(call, tensors))
+        if call.observed:
+            results = self.kernel_operation(operands, call)
+        elif call.wants_gradient:
+            results = _apply(call, *operands)
+        else:
+            found, _ = self._forward(call, operands, ())
+            results = found[0] if len(found) == 1 else found
+        return self.finished(call, tensors, results)
+
+    def sees_through(self, call: Prepared) -> bool:
+        """Whether torch's own expression runs, which autograd, dispatch modes and compilers see through."""
+        return call.plan.path in self.torch_paths
+
+    def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
+        """The floating-point tensors in the dtype that autocast gives to products."""
+        assert call.dtype is not None
+        floating = [None if t is None or not t.is_floating_point() else t for t in tensors]
+        cast = autocast(tuple(floating), call.dtype)
+        return [old if new is None else new for old, new in zip(tensors, cast, strict=True)]
+
+    def _forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
+        if call.dtype is None:
+            return self.forward(call, operands, wanted)
+        with torch.autocast(operands[0].device.type, enabled=False):
+            return self.forward(call, operands, wanted)
+
+    def gradients(
+        self, call: Prepared, saved: Tensors, wanted: Sequence[bool], upstream: Tensors, inside: bool = False
+    ) -> Tensors:
+        """The wanted gradients of the operands; ``saved`` are the operands, and what the forward pass made.
+
+        ``inside``: of the custom operation, past the dispatch modes that observe it.
+        """
+        first = next((each for each in upstream if each is not None), None)
+        if first is None:
+            return [None] * len(wanted)
+        operands, made = saved[: len(wanted)], saved[len(wanted) :]
+        if torch.is_grad_enabled() or transformed(*upstream) or not self.has_backward:
+            # create_graph=True, batched upstream gradients, forward-mode derivatives of a backward pass: torch's own
+            # operations can be differentiated and transformed again.
+            return self.differentiable_gradients(call, operands, wanted, upstream)
+        if observed() and not inside:
+            return self.kernel_operation.gradients(call, operands, made, wanted, upstream)
+        upstream = [_contiguous(each) for each in upstream]
+        if autocast_dtype(first.device) is None:
+            return self.backward(call, operands, made, wanted, upstream)
+        with torch.autocast(first.device.type, enabled=False):
+            return self.backward(call, operands, made, wanted, upstream)
+
+    def differentiable_gradients(
+        self, call: Prepared, operands: Tensors, wanted: Sequence[bool], upstream: Tensors
+    ) -> Tensors:
+        """The wanted gradients through :meth:`expression`, to be differentiated again with ``create_graph=True``."""
+        again = torch.is_grad_enabled()
+        # One tensor may play several roles; views, or leaves of a graph of their own, tell them apart.
+        views = [
+            t if t is None else t.view_as(t) if again else t.detach().requires_grad_(want)
+            for t, want in zip(operands, wanted, strict=True)
+        ]
+        device = next(view.device for view in views if view is not None)
+        with torch.enable_grad(), without_autocast(device):
+            results = self.expression(call, views)
+            # A result may depend on nothing that a gradient is wanted of, or have no gradient of its own.
+            pairs = [
+                (result, gradient)
+                for result, gradient in zip(results, upstream, strict=True)
+                if result is not None and gradient is not None and result.requires_grad
+            ]
+            chosen = [view for view, want in zip(views, wanted, strict=True) if want and view is not None]
+            if not pairs or not chosen:
+                return [None] * len(wanted)
+            given, gradients = zip(*pairs, strict=True)
+            found = iter(torch.autograd.grad(given, chosen, gradients, create_graph=again, allow_unused=True))
+        return [next(found) if want and view is not None else None for view, want in zip(views, wanted, strict=True)]
+
+
+def operation_of(function: Callable[..., Any]) -> Operation | None:
+    """The operation of a public function, or None."""
+    found = OPERATIONS.get(getattr(function, "__name__", ""))
+    return found if found is not None and found.function is function else None
+
+
+def formula(activation: str) -> str:
+    """An activation as titles name it."""
+    return f"{activation}: {ACTIVATIONS[activation].formula}"
+
+
+def _all_of(places: list[int]) -> Callable[..., tuple[Any, ...]]:
+    """The arguments at these places, always as a tuple."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    [place] = places or [None]
+    return (lambda arguments: ()) if place is None else (lambda arguments: (arguments[place],))
+
+
+def _contiguous(gradient: Tensor | None) -> Tensor | None:
+    """An upstream gradient as kernels read it: expanded, transposed and negated ones take one copy."""
+    if gradient is None:
+        return None
+    if gradient.is_neg():
+        gradient = gradient.resolve_neg()
+    if not gradient.is_contiguous():
+        return gradient.contiguous()
+    # A part of a larger tensor may start anywhere; what is copied starts aligned.
+    return gradient.clone() if gradient.data_ptr() & 15 else gradient
+
+
+class _Function(torch.autograd.Function):
+    """The kernels of any operation under autograd: the operands follow the prepared call."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Prepared, *operands: Any) -> Any:
+        ctx.call = call
+        if not call.wanted:
+            # Both follow from what the call was recognised by.
+            call.wanted = ctx.needs_input_grad[1:]
+            call.kept = call.operation.kept(call.wanted)
+        wanted = call.wanted
+        results, made = call.operation._forward(call, operands, wanted)
+        saved = [operand if keep else None for operand, keep in zip(operands, call.kept, strict=True)]
+        ctx.save_for_backward(*saved, *made)
+        ctx.set_materialize_grads(False)
+        if not call.layouts:
+            call.layouts = [None if each is None else layout_of(each) for each in (*saved, *made)]
+        return results[0] if len(results) == 1 else tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        call, saved = ctx.call, ctx.saved_tensors
+        # Hooks of saved tensors may have brought back tensors that lie otherwise, and so may an assignment to .data.
+        if [None if each is None else layout_of(each) for each in saved] != call.layouts:
+            call = call.apart()
+        return None, *call.operation.gradients(call, saved, ctx.needs_input_grad[1:], upstream)
+
+
+# Function.apply itself looks through its arguments for wrappers that an ended transform of torch.func has left behind;
+# operands under a transform never come here.
+_apply: Callable[..., Any] = super(torch.autograd.Function, _Function).apply

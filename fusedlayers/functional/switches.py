@@ -1,0 +1,73 @@
+"""The user's switches: environment variables that are read at every call."""
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ..planning import BACKENDS, WORKSPACE_LIMIT
+
+SWITCHES = ("FUSEDLAYERS_BACKEND", "FUSEDLAYERS_STRICT", "FUSEDLAYERS_WORKSPACE_MIB")
+
+# os.environ decodes a variable whenever it is read and raises an error internally where it is not set: half a
+# microsecond each. Beneath it lies a dictionary, of bytes on POSIX systems.
+_environment = os.environ
+_beneath: Any = getattr(os.environ, "_data", None)
+_keys = tuple(os.fsencode(name) for name in SWITCHES)
+if os.name != "posix" or type(_beneath) is not dict or not all(type(key) is bytes for key in _beneath):
+    _beneath = None
+
+
+def switches() -> tuple[object, object, object]:
+    """The raw values of the :data:`SWITCHES`, None for those that are not set: what a call is recognised by."""
+    # Somebody may have put another mapping in the place of os.environ.
+    if _beneath is not None and os.environ is _environment:
+        backend, strict, workspace = _keys
+        return _beneath.get(backend), _beneath.get(strict), _beneath.get(workspace)
+    return os.environ.get(SWITCHES[0]), os.environ.get(SWITCHES[1]), os.environ.get(SWITCHES[2])
+
+
+def backend() -> str:
+    """The user's wish, from ``FUSEDLAYERS_BACKEND``: ``auto`` (default), ``triton`` or ``torch``."""
+    value = os.environ.get("FUSEDLAYERS_BACKEND", "auto")
+    if value not in BACKENDS:
+        raise ValueError(f"FUSEDLAYERS_BACKEND is {value!r}; expected one of {', '.join(BACKENDS)}")
+    return value
+
+
+def strict() -> bool:
+    """Whether ``FUSEDLAYERS_STRICT`` asks for an error where kernels cannot run, instead of torch."""
+    value = os.environ.get("FUSEDLAYERS_STRICT", "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"FUSEDLAYERS_STRICT is {value!r}; expected 0 or 1")
+    return value == "1"
+
+
+def workspace_limit() -> int:
+    """Bytes of temporary memory of a call with ``recompute=True``, from ``FUSEDLAYERS_WORKSPACE_MIB`` (default: 64)."""
+    value = os.environ.get("FUSEDLAYERS_WORKSPACE_MIB")
+    if value is None:
+        return WORKSPACE_LIMIT
+    try:
+        limit = float(value) * 2**20
+    except ValueError:
+        limit = math.nan
+    if not 1 <= limit < math.inf:
+        raise ValueError(f"FUSEDLAYERS_WORKSPACE_MIB is {value!r}; expected a positive number of MiB")
+    return int(limit)
+
+
+@contextmanager
+def switched(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables (``FUSEDLAYERS_BACKEND`` ...) for a while."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
