@@ -119,7 +119,7 @@ def test_widths_that_no_fused_kernel_holds(
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     inputs = ffn_inputs(*WIDE, gated=gated, residual=True)
     assert_ffn_close(functional.ffn, inputs, options={}, manual_seed=8, activation="silu", dropout_p=dropout_p)
-    products = ["dw", "dx", "dw", "dw" if gated else "dw"]
+    products = ["dw", "dx", "dw", *["dw"] * gated]
     assert launched == ["hidden and pre-activations", "gradient and sums and hidden and db", *products]
 
 
