@@ -15,7 +15,16 @@ from fusedlayers.kernels.column_sums import column_sums
 from fusedlayers.kernels.device import HAS_TRITON
 from fusedlayers.kernels.dropout import Dropout
 from fusedlayers.kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
-from fusedlayers.kernels.tuning import COLUMN_SUM_TILES, ColumnSumTiles, EpilogueTiles, TileConfig
+from fusedlayers.kernels.split_k import product
+from fusedlayers.kernels.tuning import (
+    COLUMN_SUM_TILES,
+    ColumnSumTiles,
+    EpilogueTiles,
+    SplitTiles,
+    TileConfig,
+    WeightGradientTiles,
+)
+from fusedlayers.kernels.weight_gradient import weight_gradient
 from tests.operands import needs_kernels
 from tests.stand_in_launchers import Compiled, stand_in_driver
 
@@ -112,6 +121,35 @@ def test_column_sums() -> None:
     ready: dict[Any, Any] = {}
     for dy in (drawn(50, 20), drawn(50, 20), drawn(20, 50).T, drawn(50, 20)):
         assert_same(column_sums(dy, COLUMN_SUM_TILES, ready), column_sums(dy, COLUMN_SUM_TILES))
+
+
+@needs_kernels
+@pytest.mark.parametrize("splits", [1, 3])
+def test_the_gradients_of_a_linear_layer(splits: int) -> None:
+    ready: dict[Any, Any] = {}
+    tiles = WeightGradientTiles(16, 16, 16, 4, 1)
+    for turn in range(4):
+        x, dy = drawn(100, K), drawn(100, N) if turn != 1 else drawn(1, N).expand(100, N)
+        ours, theirs = (
+            weight_gradient(dy, x, turn != 2, splits, "ieee", tiles, ready=given) for given in (ready, None)
+        )
+        assert_same(ours, theirs)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("splits", "atomic"), [(1, False), (3, False), (3, True)])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_split_products(rows: int, splits: int, atomic: bool) -> None:
+    ready: dict[Any, Any] = {}
+    tiles = SplitTiles(1 if rows == 1 else 16, 16, 16, 4, 1)
+    for turn in range(4):
+        left = drawn(rows, 64) if turn != 1 else drawn(64, rows).T
+        right, bias = drawn(N, 64), drawn(N)
+        ours, theirs = (
+            product(left, right, bias, splits, tiles, activation="silu", atomic=atomic, ready=given)
+            for given in (ready, None)
+        )
+        assert_same(ours, theirs)
 
 
 class Watched:

@@ -1,8 +1,10 @@
 """The choice between the two kernels, the workspace, and what is launched behind them."""
 
+from typing import Any, NamedTuple
+
 import torch
 
-from ..launching import ceil_div, launch
+from ..launching import Launch, ceil_div, layout, prepare
 from ..partials import Epilogue, ReduceBlocks, reduce_partials
 from ..tuning import SplitTiles, reduce_blocks
 from .row_product import row_product_kernel
@@ -21,34 +23,72 @@ def product(
     input_precision: str = "ieee",
     atomic: bool = False,
     dependent: bool = False,
+    ready: dict[Any, Any] | None = None,
 ) -> torch.Tensor:
     """``act(left rightᵀ + bias)`` ``[M, N]``, contiguous, in the dtype of its operands.
 
     left ``[M, K]``, right ``[N, K]`` and bias ``[N]`` have any strides. K is cut into ``splits`` ranges of whole
     blocks; a range that would be empty is not launched. ``atomic`` adds the float32 partials of the ranges in whatever
-    order they arrive. ``dependent``: the GPU starts a kernel while the one before it still runs.
+    order they arrive. ``dependent``: the GPU starts a kernel while the one before it still runs. ``ready`` belongs to
+    this product of one prepared call (see ``gemm_gemm.Operands``); left may lie differently from call to call.
     """
+    name = layout(left)
+    prepared = None if ready is None else ready.get(name)
+    if prepared is None:
+        prepared = _prepare(
+            left, right, bias, splits, tiles, activation, accuracy, input_precision, atomic, dependent
+        )  # fmt: skip
+        if ready is not None:
+            ready[name] = prepared
+    dtype, device = left.dtype, left.device
+    out = torch.empty(prepared.shape, dtype=dtype, device=device)
+    if prepared.partials is None:
+        prepared.launch((left, right, bias, out))
+        return out
+    rows, columns = prepared.shape
+    if atomic:
+        target = torch.zeros(rows, columns, dtype=torch.float32, device=device).view(1, -1)
+    else:
+        target = torch.empty(prepared.partials, dtype=torch.float32, device=device)
+    prepared.launch((left, right, None, target))
+    epilogue = Epilogue(bias, columns, activation, accuracy)
+    reduce_partials(target, [out], epilogue, prepared.blocks, dependent, ready=prepared.ready)
+    return out
+
+
+class _Prepared(NamedTuple):
+    """What all executions of one prepared call share; without partials the product is the result."""
+
+    shape: tuple[int, int]
+    partials: tuple[int, int] | None
+    launch: Launch
+    blocks: ReduceBlocks
+    ready: dict[Any, Any]
+
+
+def _prepare(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    bias: torch.Tensor | None,
+    splits: int,
+    tiles: SplitTiles,
+    activation: str,
+    accuracy: str,
+    input_precision: str,
+    atomic: bool,
+    dependent: bool,
+) -> _Prepared:
     (rows, inner), columns = left.shape, right.shape[0]
     blocks = ceil_div(inner, tiles.block_k)
     splits = ceil_div(blocks, ceil_div(blocks, splits))
-    out = torch.empty(rows, columns, dtype=left.dtype, device=left.device)
-    epilogue = Epilogue(bias, columns, activation, accuracy)
-    if atomic:
-        target = torch.zeros(rows, columns, dtype=torch.float32, device=left.device)
-    elif splits > 1:
-        target = torch.empty(splits, rows, columns, dtype=torch.float32, device=left.device)
-    else:
-        target = out
-    apart = target is not out
+    partials = (1 if atomic else splits, rows * columns) if atomic or splits > 1 else None
+    apart = partials is not None
     end = (apart, atomic, "identity" if apart else activation, accuracy)
-    inside = None if apart else bias
-    stride_b = 0 if inside is None else inside.stride(0)
-    pointers = (left, right, inside, target)
+    stride_b = 0 if apart or bias is None else bias.stride(0)
     if tiles.block_m == 1:
-        launch(
+        launch = prepare(
             row_product_kernel,
             ceil_div(columns, tiles.block_n) * splits,
-            pointers,
             (left.stride(1), *right.stride(), stride_b, columns, inner),
             (splits,),
             (tiles.block_n, tiles.block_k, *end, dependent),
@@ -56,10 +96,9 @@ def product(
             dependent=dependent,
         )
     else:
-        launch(
+        launch = prepare(
             tiles_product_kernel,
             ceil_div(rows, tiles.block_m) * ceil_div(columns, tiles.block_n) * splits,
-            pointers,
             (*left.stride(), *right.stride(), stride_b, columns, inner),
             (rows, splits, 0.0),
             (tiles.block_m, tiles.block_n, tiles.block_k, tiles.swapped, *end, input_precision, dependent),
@@ -67,8 +106,5 @@ def product(
             tiles.num_stages,
             dependent=dependent,
         )
-    if apart:
-        partials = 1 if atomic else splits
-        blocks_of_sum = ReduceBlocks(*reduce_blocks(rows * columns, partials))
-        reduce_partials(target.view(partials, -1), [out], epilogue, blocks_of_sum, dependent)
-    return out
+    blocks_of_sum = ReduceBlocks() if partials is None else ReduceBlocks(*reduce_blocks(rows * columns, partials[0]))
+    return _Prepared((rows, columns), partials, launch, blocks_of_sum, {})

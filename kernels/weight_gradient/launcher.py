@@ -1,12 +1,15 @@
 """The choice between the two kernels, and the sum of the splits."""
 
+from typing import Any, NamedTuple
+
 import torch
 
 from ..hopper import Matrix, untransposed
-from ..partials import summed_over_splits
+from ..launching import Launch, layout
+from ..partials import split_size, summed_over_splits
 from ..tuning import WeightGradientPipeline, WeightGradientTiles
 from . import pipelined
-from .portable import launch_weight_gradient
+from .portable import launch_weight_gradient, prepare_weight_gradient
 
 
 def weight_gradient(
@@ -17,20 +20,52 @@ def weight_gradient(
     input_precision: str,
     tiles: WeightGradientTiles,
     pipeline: WeightGradientPipeline | None = None,
+    ready: dict[Any, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """dW ``[O, K]`` and db ``[O]``, or None without ``bias``, from dy ``[M, O]`` and x ``[M, K]`` of any strides."""
-    matrices = None if pipeline is None else _matrices(dy, x)
+    """dW ``[O, K]`` and db ``[O]``, or None without ``bias``, from dy ``[M, O]`` and x ``[M, K]`` of any strides.
 
-    def fill(targets: list[torch.Tensor | None], split_size: int) -> None:
-        if pipeline is not None and matrices is not None:
-            pipelined.launch_weight_gradient(*matrices, targets, split_size, splits, pipeline)
-        else:
-            launch_weight_gradient(dy, x, targets, split_size, splits, input_precision, tiles)
+    ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``); dy may lie differently from call to call.
+    """
+    name = ("weight gradient", bias, *layout(dy))
+    prepared = None if ready is None else ready.get(name)
+    if prepared is None:
+        prepared = _prepare(dy, x, bias, splits, input_precision, tiles, pipeline)
+        if ready is not None:
+            ready[name] = prepared
 
-    shapes = ((dy.shape[1], x.shape[1]), (dy.shape[1],) if bias else None)
-    dw, db = summed_over_splits(dy, shapes, splits, fill)
+    def fill(targets: list[torch.Tensor | None], _: int) -> None:
+        run = pipelined.launch_weight_gradient if prepared.pipelined else launch_weight_gradient
+        run(dy, x, targets, prepared.launch)
+
+    dw, db = summed_over_splits(dy, prepared.shapes, splits, fill, prepared.ready)
     assert dw is not None
     return dw, db
+
+
+class _Prepared(NamedTuple):
+    """What all executions of one prepared call share."""
+
+    shapes: tuple[tuple[int, int], tuple[int] | None]
+    launch: Launch
+    pipelined: bool
+    ready: dict[Any, Any]
+
+
+def _prepare(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    bias: bool,
+    splits: int,
+    input_precision: str,
+    tiles: WeightGradientTiles,
+    pipeline: WeightGradientPipeline | None,
+) -> _Prepared:
+    shapes = ((dy.shape[1], x.shape[1]), (dy.shape[1],) if bias else None)
+    size = split_size(shapes, splits)
+    matrices = None if pipeline is None else _matrices(dy, x)
+    if pipeline is not None and matrices is not None:
+        return _Prepared(shapes, pipelined.prepare_weight_gradient(*matrices, size, splits, pipeline), True, {})
+    return _Prepared(shapes, prepare_weight_gradient(dy, x, size, splits, input_precision, tiles), False, {})
 
 
 def _matrices(dy: torch.Tensor, x: torch.Tensor) -> tuple[Matrix, Matrix] | None:

@@ -3,7 +3,7 @@
 import torch
 
 from ..device import tl, triton
-from ..launching import ceil_div, launch
+from ..launching import Launch, ceil_div, prepare
 from ..tiles import add_product, grouped_tile, load_tile, store_tile
 from ..tuning import WeightGradientTiles
 
@@ -51,24 +51,29 @@ def _weight_and_bias_gradient_kernel(
         tl.store(db_ptr + partial + outer, total, mask=(outer < O) & (tile_k == 0))
 
 
-def launch_weight_gradient(
+def prepare_weight_gradient(
     dy: torch.Tensor,
     x: torch.Tensor,
-    targets: list[torch.Tensor | None],
     split_size: int,
     splits: int,
     input_precision: str,
     tiles: WeightGradientTiles,
-) -> None:
-    """Fills ``targets``, dW and db (or None), or the first split's partials of them."""
+) -> Launch:
+    """The launch for operands of these layouts."""
     (rows, units), columns = dy.shape, x.shape[1]
-    launch(
+    return prepare(
         _weight_and_bias_gradient_kernel,
         ceil_div(units, tiles.block_o) * ceil_div(columns, tiles.block_k) * splits,
-        (dy, x, *targets),
         (*dy.stride(), *x.stride(), split_size, units, columns),
         (rows, splits, 0.0),
         (tiles.block_m, tiles.block_o, tiles.block_k, _GROUP, input_precision),
         tiles.num_warps,
         tiles.num_stages,
     )
+
+
+def launch_weight_gradient(
+    dy: torch.Tensor, x: torch.Tensor, targets: list[torch.Tensor | None], prepared: Launch
+) -> None:
+    """Fills ``targets``, dW and db (or None), or the first split's partials of them."""
+    prepared((dy, x, *targets))

@@ -3,6 +3,6 @@
 It takes 16-bit operands whose rows lie as the copy engine wants them; anything else runs in the portable kernel.
 """
 
-from .both_gradients import launch_weight_gradient
+from .both_gradients import launch_weight_gradient, prepare_weight_gradient
 
-__all__ = ["launch_weight_gradient"]
+__all__ = ["launch_weight_gradient", "prepare_weight_gradient"]

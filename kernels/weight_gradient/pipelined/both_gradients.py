@@ -16,7 +16,7 @@ from ...hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ...launching import launch
+from ...launching import Launch, prepare
 from ...pipeline import init_barriers, release_after_load, stage_of
 from ...tuning import WeightGradientPipeline
 
@@ -197,27 +197,28 @@ def _pipelined_weight_and_bias_gradient_kernel(
         ], [4, SUM_WARPS, 1], [CONSUMER_REGISTERS, SUM_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-def launch_weight_gradient(
-    dy: Matrix,
-    x: Matrix,
-    targets: list[torch.Tensor | None],
-    split_size: int,
-    splits: int,
-    config: WeightGradientPipeline,
-) -> None:
-    """Fills ``targets``, dW and db (or None), or the first split's partials of them."""
+def prepare_weight_gradient(
+    dy: Matrix, x: Matrix, split_size: int, splits: int, config: WeightGradientPipeline
+) -> Launch:
+    """The launch for operands of these layouts."""
     units, width = dy.columns, x.columns
     tile_units, tile_columns = config.tile
     work = -(-units // tile_units) * -(-width // tile_columns) * splits
-    launch(
+    return prepare(
         _pipelined_weight_and_bias_gradient_kernel,
         min(work, config.programs),
-        tuple(targets),
         (units, width, split_size),
         (dy.rows, splits, work),
         (config.units, config.consumers, config.columns, config.rows, config.stages, config.group, config.sum_warps),
-        descriptors=(
-            dy.descriptor(config.rows, config.units),
-            x.descriptor(config.rows, config.columns),
+        geometries=(
+            dy.geometry(config.rows, config.units),
+            x.geometry(config.rows, config.columns),
         ),
     )
+
+
+def launch_weight_gradient(
+    dy: torch.Tensor, x: torch.Tensor, targets: list[torch.Tensor | None], prepared: Launch
+) -> None:
+    """Fills ``targets``, dW and db (or None), or the first split's partials of them."""
+    prepared(tuple(targets), (dy, x))
