@@ -174,7 +174,7 @@ class _Linear(Operation):
         x, weight, bias = operands
         plan = call.plan
         activation = "identity" if plan.problem.training else plan.problem.activation
-        return (_product(x, weight, bias, plan, plan.forward, activation),), ()
+        return (_product("forward", call, x, weight, bias, plan.forward, activation),), ()
 
     def kept(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
         # Each operand is needed for the gradient of the other one.
@@ -187,9 +187,9 @@ class _Linear(Operation):
         dx = dw = db = None
         if wanted[0]:
             product = plan.data_gradient
-            dx = dy @ weight if product is None else _product(dy, weight.T, None, plan, product, "identity")
+            dx = dy @ weight if product is None else _product("data gradient", call, dy, weight.T, None, product, "identity")
         if wanted[1] and plan.weight_gradient is not None:
-            dw, db = planned_weight_gradient(dy, x, plan.weight_gradient)
+            dw, db = planned_weight_gradient(dy, x, plan.weight_gradient, call.ready)
         elif wanted[1]:
             dw, db = reference.weight_gradient(dy, x, bias=wanted[2])
         elif wanted[2]:
@@ -212,9 +212,16 @@ class _Linear(Operation):
 
 
 def _product(
-    left: Tensor, right: Tensor, bias: Tensor | None, plan: LinearPlan, product: ProductPlan, activation: str
+    name: str,
+    call: Prepared,
+    left: Tensor,
+    right: Tensor,
+    bias: Tensor | None,
+    product: ProductPlan,
+    activation: str,
 ) -> Tensor:
-    """``act(left rightᵀ + bias)``, as this product of the layer is planned."""
+    """``act(left rightᵀ + bias)``, as this product of the layer is planned under its ``name``."""
+    plan: LinearPlan = call.plan
     problem = plan.problem
     if product.tiles is None:
         return reference.linear(left, right, bias, activation=activation)
@@ -229,6 +236,7 @@ def _product(
         input_precision=problem.input_precision,
         atomic=problem.atomic,
         dependent=plan.dependent,
+        ready=call.ready.setdefault(name, {}),
     )
 
 

@@ -61,12 +61,16 @@ def check_weight_gradient(dy: Tensor, x: Tensor, bias: bool) -> None:
         )
 
 
-def planned_weight_gradient(dy: Tensor, x: Tensor, plan: WeightGradientPlan) -> tuple[Tensor, Tensor | None]:
-    """dW and db, or None, of dy ``[M, O]`` and x ``[M, K]``, as ``plan`` says."""
+def planned_weight_gradient(
+    dy: Tensor, x: Tensor, plan: WeightGradientPlan, ready: dict[Any, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """dW and db, or None, of dy ``[M, O]`` and x ``[M, K]``, as ``plan`` says; ``ready`` as of a prepared call."""
     problem = plan.problem
     if plan.tiles is None:
         return reference.weight_gradient(dy, x, bias=problem.bias)
-    return kernels.weight_gradient(dy, x, problem.bias, plan.splits, problem.input_precision, plan.tiles, plan.pipeline)
+    return kernels.weight_gradient(
+        dy, x, problem.bias, plan.splits, problem.input_precision, plan.tiles, plan.pipeline, ready
+    )
 
 
 class _WeightGradient(Operation):
@@ -109,7 +113,7 @@ class _WeightGradient(Operation):
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         dy, x = operands
-        return planned_weight_gradient(dy, x, call.plan), ()
+        return planned_weight_gradient(dy, x, call.plan, call.ready), ()
 
     def kept(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
         # Each operand is needed for the gradient of the other one.
