@@ -329,3 +329,44 @@ def test_explain_names_tiles_and_splits() -> None:
         text = explain(functional.gemm_reduce, torch.zeros(3000, 8, device=DEVICE), torch.zeros(8, 5, device=DEVICE))
     assert "64 kept × 64 reduced × 16 inner" in text
     assert "12 ranges of the reduced axis, combined in a fixed order" in text
+
+
+GRADIENTS_OF = [(), ("a",), ("b",), ("bias",), ("a", "b", "bias")]
+RESULTS = [
+    *({"op": op, "return_product": product} for op in ("argmax", "argmin", "sum") for product in (False, True)),
+    *({"op": "max", "return_indices": True, "return_product": product} for product in (False, True)),
+]
+
+
+def differentiated(call: Any, inputs: Tensors, wanted: tuple[str, ...], options: dict[str, Any]) -> list[Any]:
+    """Which results require a gradient, and the gradients of all that do, as their sum of squares has them."""
+    given = leaves(inputs, tuple(name for name in inputs if name not in wanted))
+    found = call(**given, **options)
+    found = found if isinstance(found, tuple) else (found,)
+    flags = [tensor.requires_grad for tensor in found]
+    if any(flags):
+        sum(tensor.square().sum() for tensor in found if tensor.requires_grad).backward()
+    return [flags, *(given[name].grad for name in wanted)]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dim", [-2, -1])
+@pytest.mark.parametrize("options", RESULTS, ids=lambda options: "-".join(map(str, options.values())))
+@needs_kernels
+def test_what_can_be_differentiated_is(
+    options: dict[str, Any], dim: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The product beside indices has its gradient, on every path; the indices have none."""
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    call: Any = functional.gemm_reduce
+    if compiled:
+        torch.compiler.reset()
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    inputs = reduce_inputs(7, 6, 5, bias=True)
+    for wanted in GRADIENTS_OF if not compiled else GRADIENTS_OF[-1:]:
+        options = options | {"dim": dim}
+        flags, *gradients = differentiated(call, inputs, wanted, options)
+        expected, *theirs = differentiated(reference.gemm_reduce, inputs, wanted, options)
+        assert flags == expected
+        for one, other in zip(gradients, theirs, strict=True):
+            torch.testing.assert_close(one, other)

@@ -117,7 +117,9 @@ def gemm_reduce_problem(
     """The planning problem of one ``gemm_reduce`` call, its leading dims broadcast and flattened into the batch."""
     dtype = compute_dtype(a)
     kept, reduced = (b.shape[-1], a.shape[-2]) if dim == -2 else (a.shape[-2], b.shape[-1])
-    differentiable = not op.startswith("arg")
+    # Indices have no gradient; the product beside them has one.
+    index_alone = op.startswith("arg")
+    differentiable = return_product or not index_alone
     wants_a, wants_b = (differentiable and wants_gradient(tensor) for tensor in (a, b))
     return ReduceProblem(
         batch=math.prod(leading_dims(a, b)),
@@ -129,7 +131,7 @@ def gemm_reduce_problem(
         activation=activation,
         masked=mask is not None or lengths is not None,
         biased=bias is not None,
-        indices=return_indices or not differentiable,
+        indices=return_indices or index_alone,
         product=return_product,
         atomic=atomic,
         needs_kept_gradient=wants_b if dim == -2 else wants_a,
