@@ -153,9 +153,10 @@ def _self_gated(z, u, u_slope, ACCURACY: tl.constexpr):
 
     Coarsely they come out doubled, without the factors of σ(2u) = (1 + tanh(u)) / 2.
     """
+    # z times the slope of u may overflow where the slope of the gate is 0, so z meets the gate's slope first.
     if ACCURACY == "coarse":
         tanh = _hardware_tanh(u)
-        return z * tanh + z, (tanh + 1.0) + (z * u_slope) * (1.0 - tanh * tanh)
+        return z * tanh + z, (tanh + 1.0) + (z * (1.0 - tanh * tanh)) * u_slope
     else:
         gate = _sigmoid(2.0 * u, ACCURACY)
         if ACCURACY == "exact":
@@ -163,7 +164,7 @@ def _self_gated(z, u, u_slope, ACCURACY: tl.constexpr):
             complement = _sigmoid(-2.0 * u, ACCURACY)
         else:
             complement = 1.0 - gate
-        return z * gate, gate * (1.0 + z * (2.0 * u_slope) * complement)
+        return z * gate, gate + (z * (gate * complement)) * (2.0 * u_slope)
 
 
 @triton.constexpr_function
