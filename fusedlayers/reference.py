@@ -190,17 +190,11 @@ def hidden_gradient(
 
     dy ``[*B, M, O]``, w_down ``[O, N]``, z and z_gate ``[*B, M, N]`` -> dz, dz_gate like z, db_up, db_gate ``[N]``.
     """
-    act = ACTIVATIONS[canonical_activation(activation)].torch
+    act = ACTIVATIONS[canonical_activation(activation)]
     d_hidden = dy @ w_down
     if z_gate is None:
-        return _summed(_through(act, z, d_hidden), None, bias)
-    return _summed(d_hidden * act(z_gate), _through(act, z_gate, d_hidden * z), bias)
-
-
-def _through(act: Any, z: Tensor, gradient: Tensor) -> Tensor:
-    """``gradient ⊙ act'(z)``, as autograd has it, and to be differentiated again."""
-    pull: Any = torch.func.vjp(act, z)[1]
-    return pull(gradient)[0]
+        return _summed(act.gradient(d_hidden, z), None, bias)
+    return _summed(d_hidden * act.torch(z_gate), act.gradient(d_hidden * z, z_gate), bias)
 
 
 def _summed(

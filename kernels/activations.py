@@ -22,32 +22,69 @@ LEAKY_SLOPE = 0.01
 ACCURACIES: dict[str, float | None] = {"exact": None, "half": 2.0**-13, "coarse": 2.0**-8}
 
 
+# The backward passes of torch's own functions, where they can be differentiated again.
+_aten = torch.ops.aten
+
+
+def _silu_gradient(gradient: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    if not torch.is_grad_enabled():
+        return _aten.silu_backward(gradient, z)
+    gate = torch.sigmoid(z)
+    return gradient * gate * (1 + z * (1 - gate))
+
+
+def _quick_gelu_gradient(gradient: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    gate = torch.sigmoid(1.702 * z)
+    return gradient * gate + 1.702 * _aten.sigmoid_backward(gradient * z, gate)
+
+
 @dataclass(frozen=True)
 class Activation:
-    """One activation: its name, its formula in plain text, and the torch function that defines its values."""
+    """One activation: its name, its formula in plain text, and the torch function that defines its values.
+
+    ``gradient`` is ``(g, z) -> g ⊙ act'(z)`` as autograd computes it. It can be differentiated again, and it works
+    where hooks pack what autograd saves, as in a checkpoint: torch.func.vjp does not.
+    """
 
     name: str
     formula: str
     torch: Callable[[torch.Tensor], torch.Tensor]
+    gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 ACTIVATIONS: dict[str, Activation] = {
     activation.name: activation
     for activation in (
-        Activation("identity", "z", lambda z: z),
-        Activation("relu", "max(z, 0)", F.relu),
-        Activation("relu2", "max(z, 0)²", lambda z: F.relu(z).square()),
-        Activation("gelu", "z Φ(z) = z (1 + erf(z / √2)) / 2", F.gelu),
+        Activation("identity", "z", lambda z: z, lambda g, z: g),
+        Activation("relu", "max(z, 0)", F.relu, lambda g, z: _aten.threshold_backward(g, z, 0)),
+        Activation(
+            "relu2",
+            "max(z, 0)²",
+            lambda z: F.relu(z).square(),
+            lambda g, z: _aten.threshold_backward(g * (2 * F.relu(z)), z, 0),
+        ),
+        Activation("gelu", "z Φ(z) = z (1 + erf(z / √2)) / 2", F.gelu, _aten.gelu_backward),
         Activation(
             "gelu_tanh",
             "z (1 + tanh(√(2/π) (z + 0.044715 z³))) / 2",
             lambda z: F.gelu(z, approximate="tanh"),
+            lambda g, z: _aten.gelu_backward(g, z, approximate="tanh"),
         ),
-        Activation("silu", "z σ(z)", F.silu),
-        Activation("quick_gelu", "z σ(1.702 z)", lambda z: z * torch.sigmoid(1.702 * z)),
-        Activation("tanh", "tanh(z)", torch.tanh),
-        Activation("sigmoid", "σ(z) = 1 / (1 + exp(-z))", torch.sigmoid),
-        Activation("leaky_relu", f"z if z > 0 else {LEAKY_SLOPE} z", lambda z: F.leaky_relu(z, LEAKY_SLOPE)),
+        Activation("silu", "z σ(z)", F.silu, _silu_gradient),
+        Activation("quick_gelu", "z σ(1.702 z)", lambda z: z * torch.sigmoid(1.702 * z), _quick_gelu_gradient),
+        Activation("tanh", "tanh(z)", torch.tanh, lambda g, z: _aten.tanh_backward(g, torch.tanh(z))),
+        Activation(
+            "sigmoid",
+            "σ(z) = 1 / (1 + exp(-z))",
+            torch.sigmoid,
+            lambda g, z: _aten.sigmoid_backward(g, torch.sigmoid(z)),
+        ),
+        Activation(
+            "leaky_relu",
+            f"z if z > 0 else {LEAKY_SLOPE} z",
+            lambda z: F.leaky_relu(z, LEAKY_SLOPE),
+            lambda g, z: _aten.leaky_relu_backward(g, z, LEAKY_SLOPE, False),
+        ),
     )
 }
 

@@ -83,6 +83,28 @@ def test_special_values_are_torchs(activation: str, accuracy: str) -> None:
         assert torch.equal(ours.nan_to_num(), truth.float().nan_to_num()), (ours, truth)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_gradient_is_autograds(activation: str, dtype: torch.dtype) -> None:
+    """Bit for bit, with and without a graph, and so are its derivatives, but for their rounding."""
+    act = ACTIVATIONS[activation]
+    z = torch.cat((torch.tensor(SPECIAL), 4 * torch.randn(500))).to(DEVICE, dtype).requires_grad_()
+    g = torch.randn(z.shape, device=DEVICE).to(dtype).requires_grad_()
+    (theirs,) = torch.autograd.grad(act.torch(z), z, g, create_graph=True)
+    ours = act.gradient(g, z)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    (theirs_alone,) = torch.autograd.grad(act.torch(z), z, g)
+    with torch.no_grad():
+        torch.testing.assert_close(act.gradient(g, z), theirs_alone, rtol=0, atol=0, equal_nan=True)
+    for tensor in (z, g):
+        one, other = (
+            torch.autograd.grad(found[len(SPECIAL) :].square().sum(), tensor, retain_graph=True, allow_unused=True)[0]
+            for found in (ours, theirs)
+        )
+        assert (one is None) == (other is None)
+        assert one is None or torch.allclose(one, other, equal_nan=True)
+
+
 HUGE = [sign * size for size in (1e4, 65504.0, 1e10, 1e13, 1e15, 1e19, 3e19, 1e30, 3e38) for sign in (1, -1)]
 
 
