@@ -56,6 +56,7 @@ class Closeness:
     factor for few elements). ``worst_fraction`` is the largest share of a limit that the whole or a tile used: at most
     1.0 passes. ``worst_tile`` is the index of the tile that used most of its limit: leading dimensions, then tile row
     and tile column (the column alone for one dimension); empty for a scalar, an empty tensor, or another kind of fault.
+    ``judged`` is False where the elements are too few to tell a right result from zeros; ``ok`` then says nothing.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Closeness:
     worst_fraction: float
     worst_tile: tuple[int, ...]
     message: str
+    judged: bool = True
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def compare(
         ("dtype", actual.dtype, torch_result.dtype),
     ):
         if ours != theirs:
-            return _red(name, f"{what} {ours}, torch has {theirs}")
+            return red(name, f"{what} {ours}, torch has {theirs}")
     if actual.numel() == 0:
         return Closeness(name, True, 0.0, 0.0, 0.0, (), f"{name}: empty, as torch's")
 
@@ -153,7 +155,7 @@ def compare(
         outer = actual.shape[: actual.dim() - min(len(inner), 2)]
         index = _index(batch, outer) + (row, column)[2 - min(len(inner), 2) :]
         value, torch_value = (float(view[batch, row, column]) for view in views[:2])
-        return _red(
+        return red(
             name,
             f"NaN/Inf pattern differs from torch's at {count} of {actual.numel()} elements, "
             f"first at {index}: {value}, torch has {torch_value}",
@@ -229,7 +231,7 @@ def compare_all(
         if ours is None and theirs is None:
             continue
         if ours is None or theirs is None or truth is None:
-            verdicts[name] = _red(
+            verdicts[name] = red(
                 name, f"{'None' if ours is None else 'a tensor'}, torch has {'None' if theirs is None else 'a tensor'}"
             )
         else:
@@ -255,7 +257,8 @@ def assert_all_close(
     return verdicts
 
 
-def _red(name: str, reason: str) -> Closeness:
+def red(name: str, reason: str) -> Closeness:
+    """A red verdict for another reason than the size of an error."""
     return Closeness(name, False, math.inf, math.inf, math.inf, (), f"{name}: NOT close; {reason}")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -179,6 +181,108 @@ def test_dropout_in_training_is_refused_and_nothing_is_drawn() -> None:
         fl.verify(functional.ffn, x, w_up, w_down, dropout_p=0.5)
     assert torch.equal(torch.get_rng_state(), generator)
     assert fl.verify(layer.eval(), normal(5, 6)).ok
+
+
+def _times(factor: float) -> Callable[..., Any]:
+    return lambda forward, operands, *rest: forward(operands, *rest) * factor
+
+
+def _other_mask(forward: Callable[..., Any], operands: Any, *rest: Any) -> Any:
+    return forward(replace(operands, seed=operands.seed + 1), *rest)
+
+
+def _no_dropout(forward: Callable[..., Any], operands: Any, *rest: Any) -> Any:
+    return forward(replace(operands, seed=None, arithmetic=replace(operands.arithmetic, dropout_p=0.0)), *rest)
+
+
+# What a wrong kernel may make of a forward pass with dropout.
+WRONG: dict[str, Callable[..., Any]] = {
+    "zero": _times(0.0),
+    "a hundredth more": _times(1.01),
+    "another mask": _other_mask,
+    "no dropout": _no_dropout,
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("wrong", [None, *WRONG])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_dropout_with_a_seed_is_judged_as_strictly(
+    wrong: str | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    forward = gemm_gemm.forward
+    if wrong is not None:
+        monkeypatch.setattr(gemm_gemm, "forward", lambda *arguments: WRONG[wrong](forward, *arguments))
+    shapes = (80, 24), (64, 24), (24, 64)
+    inputs = [(normal(*shape) / shape[1] ** 0.5).to(DEVICE, dtype) for shape in shapes]
+    seed = torch.tensor([7], device=DEVICE)
+    found = fl.verify(functional.ffn, *inputs, dropout_p=0.5, dropout_seed=seed)
+    assert found.paths == {"ffn fused": 1}
+    assert found.ok is (wrong is None), found
+    assert [verdict.name for verdict in found.verdicts if not verdict.ok] == (["y"] if wrong else [])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_dropout_with_a_seed_is_green_on_the_path_here(recompute: bool) -> None:
+    inputs, seed = (normal(80, 24), normal(64, 24) / 5, normal(24, 64) / 8), torch.tensor([7])
+    assert fl.verify(functional.ffn, *inputs, dropout_p=0.5, dropout_seed=seed, recompute=recompute).ok
+
+
+class Private(nn.Module):
+    """Dropout with a generator that nobody sees."""
+
+    count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Private.count += 1
+        return x * (torch.rand(x.shape, generator=torch.Generator().manual_seed(Private.count)) < 0.9)
+
+
+def test_torch_that_draws_for_itself_is_no_yardstick(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = fl.verify(Private(), normal(40, 24))
+    assert not found.ok
+    assert "y: NOT close; y differs between torch and float64 by" in str(found)
+    assert "far beyond rounding: they do not compute the same" in str(found)
+    expression = fl.reference.ffn
+
+    @functools.wraps(expression)
+    def drawing(*inputs: Any, seed: Tensor, **options: Any) -> Tensor:
+        return expression(*inputs, seed=None, **options)
+
+    inputs = normal(80, 24), normal(64, 24) / 5, normal(24, 64) / 8
+    chunks = {"dropout_p": 0.1, "recompute": True, "dropout_seed": torch.tensor([7])}
+    assert fl.verify(functional.ffn, *inputs, **chunks).ok
+    monkeypatch.setattr(fl.reference, "ffn", drawing)
+    found = fl.verify(functional.ffn, *inputs, **chunks)
+    assert not found.ok
+    assert all("torch's own computation draws random numbers" in verdict.message for verdict in found.verdicts)
+
+
+def test_a_gradient_that_cancels_is_no_difference() -> None:
+    class Keys(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(normal(40, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + self.bias).softmax(-1)
+
+    assert fl.verify(Keys(), normal(40, 24)).ok
+
+
+def test_tensors_too_small_to_judge_are_named() -> None:
+    """Of four numbers in 16 bits the rule believes anything."""
+    x, weight = normal(2, 40).bfloat16(), normal(2, 40).bfloat16()
+    found = fl.verify(functional.linear, x, weight)
+    assert found.ok
+    assert {verdict.name for verdict in found.verdicts if not verdict.judged} == {"y"}
+    assert "1 of 3 tensors are too small to judge, and the others are close" in str(found)
+    assert "y: not judged; 4 elements in torch.bfloat16 are too few: zeros would pass, too" in str(found)
+    alone = fl.verify(functional.linear, normal(2, 2).bfloat16(), normal(2, 2).bfloat16())
+    assert not alone.ok
+    assert "3 of 3 tensors are too small to judge\n" in str(alone)
+    assert fl.verify(functional.linear, normal(2, 2), normal(2, 2)).ok
 
 
 def test_frozen_parameters_masks_and_nested_inputs_and_results() -> None:
