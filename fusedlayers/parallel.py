@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from . import functional
-from .modules import FusedFFN, class_name, say_once, why_must_be_called, why_not_now, why_not_plain
+from .modules import FusedFFN, class_name, say_once, why_not_now, why_not_plain, why_not_read_past
 
 __all__ = ["FusedFFNParallel", "TensorParallelFFN"]
 
@@ -216,7 +216,7 @@ def _why_not_local(linear: nn.Module, placements: dict[str, Placement]) -> str |
     """Why the local shards of ``linear`` may not be read past its call, or None."""
     if type(linear) is not nn.Linear:
         return why_not_plain(linear)
-    if reason := why_must_be_called(linear):
+    if reason := why_not_read_past(linear):
         return reason
     for name, placement in placements.items():
         parameter = getattr(linear, name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import logging
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -76,6 +78,103 @@ def test_linears_of_a_patched_class_are_called(fused_calls: list[float], monkeyp
     assert not fused_calls
     fl.restore(model)
     assert torch.equal(patched, model(x))
+
+
+class Norm(nn.Module):
+    """A block whose FFN is inside its method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.act, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+INSIDE_RULE = FFNRule(Norm, up="up", down="down", activation="act", inside="forward")
+
+# A block, the class that is patched after replace, and its method.
+PATCHED: dict[str, tuple[Callable[[], nn.Module], type[nn.Module], str]] = {
+    "sequential": (mlp, nn.Sequential, "forward"),
+    "encoder": (lambda: encoder("relu", True, True), nn.TransformerEncoderLayer, "_ff_block"),
+    "encoder's forward": (lambda: encoder("relu", True, True), nn.TransformerEncoderLayer, "forward"),
+    "whole block": (GatedBlock, GatedBlock, "forward"),
+    "inside": (Norm, Norm, "forward"),
+    "activation": (mlp, nn.GELU, "forward"),
+    "activation inside": (Norm, nn.GELU, "forward"),
+    "dropout": (lambda: mlp(p=0.5), nn.Dropout, "forward"),
+    "linear": (mlp, nn.Linear, "forward"),
+    "split-k linear": (lambda: nn.ModuleDict({"head": nn.Linear(6, 5)}), nn.Linear, "forward"),
+}
+
+
+@pytest.mark.parametrize("name", PATCHED)
+def test_a_class_that_is_patched_after_replace_runs_as_it_is_now(
+    name: str, fused_calls: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    build, kind, method = PATCHED[name]
+    monkeypatch.setattr("fusedlayers.modules.children._said", set())
+    model, x = nn.ModuleList([build()]), torch.randn(2, 3, 6)
+    fl.replace(model, rules=[rule_for(GatedBlock), INSIDE_RULE, LinearRule(names="*head")])
+    block = model[0]["head"] if name == "split-k linear" else model[0]
+    before, classes = block.eval()(x), [type(module) for module in model.modules()]
+    count, own = len(fused_calls), getattr(kind, method)
+    twin = copy.deepcopy(block)
+    with monkeypatch.context() as patch, caplog.at_level(logging.INFO, "fusedlayers"):
+
+        def patched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return 2 * own(self, *args, **kwargs)
+
+        patch.setattr(kind, method, patched)
+        ours = results(block, x)
+        # encoder's forward is the patched one anyway, with the FFN inside.
+        assert len(fused_calls) == count + (name == "encoder's forward")
+        assert torch.equal(ours["y"], copy.deepcopy(block)(x))
+        assert torch.equal(ours["y"], twin(x))
+        if name != "encoder's forward":
+            assert len(caplog.records) == 1
+            assert "forward" in caplog.text or "_ff_block" in caplog.text
+            assert "forward" in fl.explain(block, x) or "_ff_block" in fl.explain(block, x)
+        if name in ("whole block", "inside", "sequential"):
+            skipped = fl.replace(model, rules=[INSIDE_RULE, rule_for(GatedBlock)]).skipped
+            assert f"the {method} of {kind.__name__} was changed after replace" in skipped[0].reason
+        fl.restore(model)
+        assert type(block) is type(build()) or name == "split-k linear"
+        assert_same(results(block, x), ours)
+        for module, fused in zip(model.modules(), classes, strict=True):
+            module.__class__ = fused
+    count = len(fused_calls)
+    assert torch.equal(block(x), before)
+    assert name == "split-k linear" or len(fused_calls) == count + 1
+
+
+def test_a_rule_of_the_user_is_believed_of_a_class_that_was_patched_before(
+    fused_calls: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, x = GatedBlock(), GatedBlock(), torch.randn(3, 6)
+    fl.replace(first, rules=RULES[:1])
+    own = GatedBlock.forward
+    monkeypatch.setattr(GatedBlock, "forward", lambda self, x: own(self, x))
+    fl.replace(second, rules=RULES[:1])
+    first(x)
+    assert not fused_calls
+    second(x)
+    copy.deepcopy(second)(x)
+    assert len(fused_calls) == 2
+
+
+def test_a_compiled_block_runs_the_patched_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    for block, rule in ((GatedBlock(), rule_for(GatedBlock)), (Norm(), INSIDE_RULE), (mlp(), None)):
+        x = torch.randn(3, 6)
+        fl.replace(block, rules=[] if rule is None else [rule])
+        kind, own = block.fused_from, block.fused_from.forward
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "forward", lambda self, x, own=own: 2 * own(self, x))
+            torch._dynamo.reset()
+            y = torch.compile(block, backend="eager", fullgraph=True)(x)
+            torch.testing.assert_close(y, block(x))
+            fl.restore(block)
+            torch.testing.assert_close(y, block(x))
 
 
 @pytest.mark.parametrize("position", [0, 2])

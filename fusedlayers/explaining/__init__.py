@@ -37,7 +37,9 @@ def explain(target: nn.Module | Callable[..., Any], *inputs: Tensor, **options: 
         given = (*inputs, *(value for value in options.values() if isinstance(value, Tensor)))
         reason = fused.why_called(*given) if hasattr(fused, "why_called") else None
         if reason is not None:
-            return f"{type(target).__name__} calls its children instead of fusing them: {reason}"
+            linear = isinstance(target, nn.Linear)
+            instead = "runs the forward of nn.Linear" if linear else "calls its children instead of fusing them"
+            return f"{type(target).__name__} {instead}: {reason}"
         function = getattr(target, "function", functional.ffn)
         inputs, options = (), fused.call_arguments(*inputs, **options)
     operation = operation_of(function)

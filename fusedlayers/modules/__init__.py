@@ -4,11 +4,14 @@ from .children import (
     class_name,
     class_path,
     linear_weight,
+    patched_method,
     say_once,
     why_must_be_called,
     why_not_now,
     why_not_plain,
     why_not_plain_tensor,
+    why_not_read_past,
+    why_patched,
 )
 from .ffn import FFNPieces, FusedFFN
 from .linear import SplitKLinear
@@ -22,9 +25,12 @@ __all__ = [
     "class_name",
     "class_path",
     "linear_weight",
+    "patched_method",
     "say_once",
     "why_must_be_called",
     "why_not_now",
     "why_not_plain",
     "why_not_plain_tensor",
+    "why_not_read_past",
+    "why_patched",
 ]

@@ -8,7 +8,8 @@ quantisation, parametrization and sharding all live in that call, so any other c
 from __future__ import annotations
 
 import logging
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,11 @@ _HOOKS = {
 # GPT-2's linear layer in transformers, known by name so that nothing is imported for it; its weight is [in, out].
 _TRANSPOSED = "transformers.pytorch_utils.Conv1D"
 
-_LINEAR_FORWARD = nn.Linear.forward
+# Classes whose calls are read past -> their forward as it was when it was seen first: torch's own before anybody else.
+_FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
+    kind: kind.forward
+    for kind in (nn.Linear, nn.Dropout, nn.Identity, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU)
+}
 
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
@@ -67,6 +72,33 @@ def why_must_be_called(module: nn.Module) -> str | None:
     return None
 
 
+def why_not_read_past(module: nn.Module) -> str | None:
+    """Why a module of a known class must be called all the same: what is attached to it, or to its class; or None."""
+    return why_must_be_called(module) or why_patched(type(module))
+
+
+def patched_method(kind: type[nn.Module], method: str) -> str | None:
+    """What was put in the place of a method of the class, or of the base that it has it from; None: nothing."""
+    owner = next((base for base in kind.__mro__ if method in vars(base)), None)
+    function = None if owner is None else vars(owner)[method]
+    names = [getattr(function, name, None) for name in ("__module__", "__qualname__")]
+    if owner is None or names == [owner.__module__, f"{owner.__qualname__}.{method}"]:
+        return None
+    return ".".join(map(str, names))
+
+
+def why_patched(kind: type[nn.Module]) -> str | None:
+    """Why the forward of the class is not the one that its author wrote, or None."""
+    own = _FORWARDS.get(kind)
+    if own is None:
+        if torch.compiler.is_compiling():
+            return None
+        if patch := patched_method(kind, "forward"):
+            return f"has another forward than its class was written with: {patch}"
+        own = _FORWARDS[kind] = kind.forward
+    return None if kind.forward is own else "has another forward than its class was written with"
+
+
 def why_not_plain_tensor(tensor: Tensor) -> str | None:
     """Why ``tensor`` is more than an ordinary dense tensor (a DTensor, a quantised or nested one), or None."""
     if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
@@ -84,9 +116,7 @@ def why_not_plain(linear: nn.Module) -> str | None:
         # torch's parametrization changes the class, too.
         parametrized = parametrize.is_parametrized(linear)
         return "is parametrized" if parametrized else f"is a {class_name(linear)}, not exactly nn.Linear"
-    if nn.Linear.forward is not _LINEAR_FORWARD:
-        return "has another forward than torch gave its class"
-    if reason := why_must_be_called(linear):
+    if reason := why_not_read_past(linear):
         return reason
     weight, bias = cast(Tensor, parameter(linear, "weight")), parameter(linear, "bias")
     if reason := why_not_plain_tensor(weight):
@@ -125,11 +155,11 @@ def why_not_now(*tensors: Tensor | None) -> str | None:
     return None
 
 
-def say_once(module: nn.Module, reason: str) -> None:
-    """One INFO line per class and reason: this FFN calls its children instead of running fused."""
+def say_once(module: nn.Module, reason: str, instead: str = "calls its children") -> None:
+    """One INFO line per class and reason: what this module does ``instead`` of running fused."""
     if torch.compiler.is_compiling():
         return
-    line = f"{class_name(module)} calls its children: {reason}"
+    line = f"{class_name(module)} {instead}: {reason}"
     if line not in _said:
         _said.add(line)
         _log.info(line)

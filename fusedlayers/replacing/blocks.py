@@ -18,6 +18,9 @@ from .finding import attribute, find_by_rule, find_ffn, find_runs, output_dropou
 from .rules import FFNRule
 from .stand_ins import InsideFFN, computed, stand_in
 
+# What a block does instead of running fused where its class was patched.
+OWN_FORWARD = "runs the forward of its own class"
+
 # Its subclasses get gradient checkpointing from its __init_subclass__, around their forward.
 _CHECKPOINTED = "transformers.modeling_layers.GradientCheckpointingLayer"
 
@@ -54,6 +57,16 @@ class FusedBlock(ReplacedModule):
     """Mixin of the classes of modules that hold FFNs."""
 
     fused_recompute: ClassVar[Literal["auto"] | bool | int] = "auto"
+    # The methods of the original class that this one runs in its own way, as they were when it was made.
+    fused_methods: ClassVar[dict[str, Callable[..., Any]]] = {}
+
+    @classmethod
+    def why_fused_class_changed(cls) -> str | None:
+        """Which method of the original class somebody has changed since, or None: it runs as it is now, not fused."""
+        for name, method in cls.fused_methods.items():
+            if getattr(cls.fused_from, name) is not method:
+                return f"the {name} of {cls.fused_from.__qualname__} was changed after replace"
+        return None
 
     @classmethod
     def find_ffn_pieces(cls, module: nn.Module) -> dict[str, FFNPieces | str]:
@@ -62,6 +75,8 @@ class FusedBlock(ReplacedModule):
 
     def why_called(self, *tensors: Tensor | None) -> str | None:
         """Why a call with these tensors would run the original forward, or None if it would run ``functional.ffn``."""
+        if reason := self.why_fused_class_changed():
+            return reason
         found = self.find_ffn_pieces(self)
         if any(isinstance(pieces, FFNPieces) for pieces in found.values()):
             return why_not_now(*tensors)
@@ -89,6 +104,7 @@ class FusedSequentialFFN(FusedBlock, nn.Sequential):
     """An ``nn.Sequential`` in which every run of linear, activation, [dropout,] linear is one FFN."""
 
     fused_from = nn.Sequential
+    fused_methods: ClassVar = {"forward": nn.Sequential.forward}
 
     @classmethod
     def find_ffn_pieces(cls, module: nn.Module) -> dict[str, FFNPieces | str]:
@@ -103,9 +119,17 @@ class FusedSequentialFFN(FusedBlock, nn.Sequential):
             raise ValueError(f"the FFNs of this nn.Sequential are its slices {slices}: explain one with its own input")
         return super().call_arguments(x)
 
-    def forward(self, input: Tensor) -> Tensor:
+    @functools.wraps(nn.Sequential.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, FusedSequentialFFN):
-            return restored_method(self, "forward")(input)
+            return restored_method(self, "forward")(*args, **kwargs)
+        if reason := self.why_fused_class_changed():
+            say_once(self, reason, OWN_FORWARD)
+            return super().forward(*args, **kwargs)
+        return self.run_with_fused_ffns(*args, **kwargs)
+
+    def run_with_fused_ffns(self, input: Tensor) -> Tensor:
+        """All modules, one after the other, and every FFN among them in one piece."""
         modules = list(self)
         runs = {start: (stop, found) for start, stop, found in find_runs(modules)}
         position = 0
@@ -125,7 +149,7 @@ class FusedTransformerLayer(FusedBlock):
     def find_ffn_pieces(cls, module: nn.Module) -> dict[str, FFNPieces | str]:
         layer = cast(nn.TransformerEncoderLayer, module)
         found = find_ffn(layer.linear1, layer.linear2, None, layer.activation, layer.dropout, layer.training)
-        return {"linear1, linear2": found}
+        return {"linear1, linear2": cls.why_fused_class_changed() or found}
 
 
 class FusedTransformerEncoderLayer(FusedTransformerLayer, nn.TransformerEncoderLayer):
@@ -136,6 +160,7 @@ class FusedTransformerEncoderLayer(FusedTransformerLayer, nn.TransformerEncoderL
     """
 
     fused_from = nn.TransformerEncoderLayer
+    fused_methods: ClassVar = {"_ff_block": cast(Any, nn.TransformerEncoderLayer)._ff_block}
 
     def _ff_block(self, x: Tensor) -> Tensor:
         [found] = self.find_ffn_pieces(self).values()
@@ -147,6 +172,7 @@ class FusedTransformerDecoderLayer(FusedTransformerLayer, nn.TransformerDecoderL
     """An ``nn.TransformerDecoderLayer`` whose feed-forward block is one FFN."""
 
     fused_from = nn.TransformerDecoderLayer
+    fused_methods: ClassVar = {"_ff_block": cast(Any, nn.TransformerDecoderLayer)._ff_block}
 
     def _ff_block(self, x: Tensor) -> Tensor:
         [found] = self.find_ffn_pieces(self).values()
@@ -220,6 +246,9 @@ def _forward_as_one_ffn(original: type[nn.Module]) -> Callable[..., Any]:
     def forward(self: FusedWholeBlock, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, FusedWholeBlock):
             return restored_method(self, "forward")(*args, **kwargs)
+        if reason := self.why_fused_class_changed():
+            say_once(self, reason, OWN_FORWARD)
+            return original.forward(self, *args, **kwargs)
         if len(args) + len(kwargs) == 1 and (args or names[0] in kwargs):
             y = self.run_as_one_ffn(args[0] if args else kwargs[names[0]])
             if y is not None:
@@ -236,6 +265,9 @@ def _method_on_stand_in(original: type[nn.Module], name: str) -> Callable[..., A
     def on_stand_in(self: FusedInside, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, FusedInside):
             return restored_method(self, name)(*args, **kwargs)
+        if reason := self.why_fused_class_changed():
+            say_once(self, reason, OWN_FORWARD)
+            return getattr(original, name)(self, *args, **kwargs)
         return self.run_with_fused_ffn(method, args, kwargs)
 
     return on_stand_in
@@ -250,9 +282,18 @@ class Recipe(NamedTuple):
     recompute: Literal["auto"] | bool | int
 
 
-@functools.cache
+_made: dict[Recipe, type[FusedBlock]] = {}
+
+
 def fused_class(recipe: Recipe) -> type[FusedBlock]:
-    """The class that `replace` gives to modules; the same for equal recipes."""
+    """The class that `replace` gives to modules; the same for equal recipes, while the original's methods stay."""
+    made = _made.get(recipe)
+    if made is None or made.why_fused_class_changed():
+        made = _made[recipe] = _fused_class(recipe)
+    return made
+
+
+def _fused_class(recipe: Recipe) -> type[FusedBlock]:
     kind, original, rule, recompute = recipe
     if rule is None and recompute == kind.fused_recompute:
         return kind
@@ -262,13 +303,14 @@ def fused_class(recipe: Recipe) -> type[FusedBlock]:
     if rule is None:
         return type(kind.__name__, (kind,), names)
     names["fused_rule"] = rule
-    if rule.inside is None:
-        names["forward"] = _forward_as_one_ffn(original)
-    elif hasattr(original, rule.inside):
-        names[rule.inside] = _method_on_stand_in(original, rule.inside)
+    method = "forward" if rule.inside is None else rule.inside
+    if hasattr(original, method):
+        names["fused_methods"] = {method: getattr(original, method)}
+        names[method] = _forward_as_one_ffn(original) if rule.inside is None else _method_on_stand_in(original, method)
     return type(f"Fused{original.__name__}", (kind, original), names)
 
 
 def _new_fused(recipe: Recipe, *arguments: Any) -> nn.Module:
-    fused = fused_class(recipe)
+    # A copy is what the module is: fused for the methods that replace saw, whatever they are now.
+    fused = _made.get(recipe) or fused_class(recipe)
     return fused.__new__(fused, *arguments)

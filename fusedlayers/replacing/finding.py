@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..kernels.activations import ACTIVATIONS, ALIASES, LEAKY_SLOPE, canonical_activation
-from ..modules import FFNPieces, class_name, class_path, linear_weight, why_must_be_called
+from ..modules import FFNPieces, class_name, class_path, linear_weight, why_must_be_called, why_not_read_past
 from .rules import FFNRule
 
 _ACTIVATION_CLASSES: dict[type[nn.Module], str] = {
@@ -106,7 +106,7 @@ def dropout_p(name: str, dropout: object, training: bool) -> float | str:
     if dropout is None:
         return 0.0
     if type(dropout) is nn.Dropout:
-        if reason := why_must_be_called(dropout):
+        if reason := why_not_read_past(dropout):
             return f"the {name} {reason}"
         p, active = dropout.p, dropout.training
     elif isinstance(dropout, (int, float)) and not isinstance(dropout, bool):
@@ -126,7 +126,7 @@ def find_ffn(
     if name is None:
         given = repr(activation) if isinstance(activation, (str, nn.Module)) else getattr(activation, "__name__", "")
         return f"the activation {given or class_name(activation)} is not a known one"
-    if isinstance(activation, nn.Module) and (reason := why_must_be_called(activation)):
+    if isinstance(activation, nn.Module) and (reason := why_not_read_past(activation)):
         return f"the activation {reason}"
     p = dropout_p("dropout", dropout, training)
     if isinstance(p, str):

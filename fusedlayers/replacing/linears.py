@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..modules import SplitKLinear
-from .blocks import ReplacedModule, restored_method
+from ..modules import SplitKLinear, say_once, why_patched
+from .blocks import OWN_FORWARD, ReplacedModule, restored_method
 
 
 class FusedSplitKLinear(ReplacedModule, SplitKLinear):
@@ -22,7 +22,14 @@ class FusedSplitKLinear(ReplacedModule, SplitKLinear):
         if not isinstance(self, FusedSplitKLinear):
             found: Tensor = restored_method(self, "forward")(input)
             return found
+        if reason := why_patched(nn.Linear):
+            say_once(self, reason, OWN_FORWARD)
+            return nn.Linear.forward(self, input)
         return super().forward(input)
+
+    def why_called(self, *tensors: Tensor | None) -> str | None:
+        """Why a call would run the forward of ``nn.Linear``, or None if it would run ``functional.linear``."""
+        return why_patched(nn.Linear)
 
 
 @functools.cache

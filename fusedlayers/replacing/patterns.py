@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from ..modules import FusedFFN, class_path
+from ..modules import FusedFFN, class_path, patched_method
 from .blocks import (
     FusedBlock,
     FusedInside,
@@ -36,16 +36,6 @@ def _are_of_one_class(rule: FFNRule, other: FFNRule) -> bool:
     if isinstance(rule.module_class, type) and isinstance(other.module_class, type):
         return rule.module_class is other.module_class
     return rule.class_path == other.class_path
-
-
-def _patch(kind: type[nn.Module], method: str) -> str | None:
-    """What was put in the place of a method of the class, or of the base that it has it from; None: nothing."""
-    owner = next((base for base in kind.__mro__ if method in vars(base)), None)
-    function = None if owner is None else vars(owner)[method]
-    names = [getattr(function, name, None) for name in ("__module__", "__qualname__")]
-    if owner is None or names == [owner.__module__, f"{owner.__qualname__}.{method}"]:
-        return None
-    return ".".join(map(str, names))
 
 
 class Patterns:
@@ -102,7 +92,7 @@ class Patterns:
         for method in methods:
             if method in vars(block):
                 return f"has a {method} of its own, set on the instance"
-            if not believed and (patch := _patch(type(block), method)) is not None:
+            if not believed and (patch := patched_method(type(block), method)) is not None:
                 return f"has another {method} than its class was written with: {patch}"
         if issubclass(fused, FusedWholeBlock):
             _, *parameters = inspect.signature(type(block).forward).parameters.values()
@@ -115,6 +105,8 @@ class Patterns:
         """Why a module to which no class is given deserves a line in the report, or None."""
         if isinstance(module, FusedBlock) and module.fused_recompute != self.recompute:
             return f"already fused, with recompute={module.fused_recompute!r}; restore it first to change that"
+        if isinstance(module, FusedBlock) and (reason := module.why_fused_class_changed()):
+            return f"already fused, but calls its own forward: {reason}"
         if isinstance(module, FusedInside) and (reason := module.used_otherwise()):
             return f"already fused, but not in its last calls: {reason}"
         if isinstance(module, (FusedBlock, FusedFFN)):
