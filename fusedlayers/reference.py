@@ -53,7 +53,7 @@ def maxsim(
         queries, query_mask = _padded(queries, cu_seqlens_queries)
     if cu_seqlens_documents is not None:
         documents, document_mask = _padded(documents, cu_seqlens_documents)
-    if documents.shape[1] == 0:
+    if not _jit_tracing() and documents.shape[1] == 0:
         # A maximum needs something to choose from: one token that is masked.
         documents = F.pad(documents, (0, 0, 0, 1))
         document_mask = torch.zeros(documents.shape[:2], dtype=torch.bool, device=documents.device)
@@ -75,15 +75,20 @@ def maxsim(
 def _padded(packed: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """``[total, d]`` as ``[n, longest, d]`` with zeros behind each sequence, and the mask of what is no padding."""
     lengths = cu_seqlens.diff()
-    # A meta tensor has no lengths: none is longer than all of them together.
-    longest = packed.shape[0] if packed.is_meta else int(lengths.max()) if lengths.numel() else 0
+    # A meta tensor has no lengths, and torch.jit's graph will get others: none is longer than all of them together.
+    longest = packed.shape[0] if packed.is_meta or _jit_tracing() else int(lengths.max()) if lengths.numel() else 0
     mask = torch.arange(longest, device=packed.device) < lengths[:, None]
     return packed.new_zeros(*mask.shape, packed.shape[-1]).index_put((mask,), packed), mask
 
 
+def _jit_tracing() -> bool:
+    return torch._C._get_tracing_state() is not None
+
+
 def _batched_product(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right``, which broadcasts: views that cost the host more than a small product costs the device."""
-    alike = left.dim() == right.dim() == 3 and left.shape[0] == right.shape[0]
+    # torch.jit would write the comparison down, and warn.
+    alike = left.dim() == right.dim() == 3 and not _jit_tracing() and left.shape[0] == right.shape[0]
     return torch.bmm(left, right) if alike else left @ right
 
 

@@ -174,7 +174,8 @@ def keep_mask(
     which must find every operation, and none in place.
     """
     limit, _ = limit_and_scale(dropout_p)
-    read = _read_by_torch(seed)
+    # The graph of torch.jit holds torch's operations alone, and its sizes are tensors.
+    read = _read_by_torch(seed) or torch._C._get_tracing_state() is not None
     if not read and seed.is_cuda and HAS_TRITON and not interpreted():
         out = torch.empty(rows, columns, dtype=dtype, device=seed.device)
         launch(
@@ -187,9 +188,11 @@ def keep_mask(
         )
         return out
     # A quarter at a time, of few columns less: of whole blocks, most of what is drawn is not needed then.
-    whole = BLOCK_COLUMNS * max(1, _blocks(first_column, columns))
-    step = rows if read else max(1, rows * columns // (4 * whole))
-    if step >= rows:
+    step = rows
+    if not read:
+        whole = BLOCK_COLUMNS * max(1, _blocks(first_column, columns))
+        step = max(1, rows * columns // (4 * whole))
+    if step is rows or step >= rows:
         return (_drawn(seed, first_row, rows, first_column, columns) >= limit).to(dtype)
     out = torch.empty(rows, columns, dtype=dtype, device=seed.device)
     for start in range(0, rows, step):

@@ -187,7 +187,11 @@ class _Linear(Operation):
         dx = dw = db = None
         if wanted[0]:
             product = plan.data_gradient
-            dx = dy @ weight if product is None else _product("data gradient", call, dy, weight.T, None, product, "identity")
+            dx = (
+                dy @ weight
+                if product is None
+                else _product("data gradient", call, dy, weight.T, None, product, "identity")
+            )
         if wanted[1] and plan.weight_gradient is not None:
             dw, db = planned_weight_gradient(dy, x, plan.weight_gradient, call.ready)
         elif wanted[1]:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .. import reference
 from ..kernels.activations import ACTIVATIONS
 from ..planning import Call, Device
 from . import dispatch
@@ -115,6 +116,12 @@ class Operation:
         """The planning problem of a call that is right."""
         raise NotImplementedError
 
+    def reference(self, **arguments: Any) -> Any:
+        """The oracle of ``reference.py``, called with all arguments of the public function by name."""
+        oracle: Callable[..., Any] = getattr(reference, self.name)
+        known = inspect.signature(oracle).parameters
+        return oracle(**{name: value for name, value in arguments.items() if name in known})
+
     def title(self, problem: Any, options: tuple[Any, ...]) -> str:
         """What a call computes, in one line of formulas."""
         raise NotImplementedError
@@ -172,6 +179,9 @@ class Operation:
         if torch.compiler.is_dynamo_compiling():
             tensors, options = ([arguments[place] for place in places] for places in self._places)
             return self.unpacked(self.composite(*arguments), options, tensors)
+        if torch._C._get_tracing_state() is not None:
+            # The graph of torch.jit holds nothing but torch's own operations, and its sizes are tensors.
+            return self.reference(**dict(zip(self._signature.parameters, arguments, strict=True)))
         tensors, options = self._tensors(arguments), self._options(arguments)
         return self.run(self.prepared(tensors, options), tensors)
 

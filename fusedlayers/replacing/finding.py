@@ -134,6 +134,9 @@ def find_ffn(
     pieces = FFNPieces(up, down, gate, name, p)
     if reason := pieces.why_not_plain():
         return reason
+    # torch.jit would write the comparisons down, and warn; it calls the children anyway.
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return pieces
     w_up, w_down, w_gate = (linear_weight(linear) for linear in (up, down, gate or up))
     if w_down.shape[1] != w_up.shape[0] or w_gate.shape != w_up.shape:
         gated = "" if gate is None else f", gate {tuple(w_gate.shape)}"

@@ -111,6 +111,10 @@ class _FFN(Operation):
             *operands, activation=activation, dropout_p=dropout_p, recompute=recompute, residual=residual
         )
 
+    def reference(self, **arguments: Any) -> Tensor:
+        y: Tensor = super().reference(**arguments, seed=arguments["dropout_seed"])
+        return y
+
     def title(self, problem: Problem, options: tuple[Any, ...]) -> str:
         hidden = "act(x W_gateᵀ) ⊙ (x W_upᵀ)" if problem.gated else "act(x W_upᵀ)"
         return f"ffn: {hidden} W_downᵀ, act = {formula(problem.activation)}"
