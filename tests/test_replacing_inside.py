@@ -263,6 +263,53 @@ def test_an_input_that_is_overwritten_is_refused() -> None:
         assert replaced(DropoutForAll, 0.0)[1](torch.randn(3, 6)).shape == (3, 6)
 
 
+class Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class WithFunction(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(Doubling.apply(self.act(self.up(x))))
+
+
+class Peeking(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act(self.up(x))
+        with torch.no_grad() if x.shape[0] == 3 else torch.inference_mode():
+            self.largest = hidden.amax()
+        return self.down(hidden)
+
+
+def test_no_gradient_is_lost_in_a_function_of_the_users() -> None:
+    _, twin = replaced(WithFunction, 0.0)
+    with pytest.raises(RuntimeError, match=r"a torch\.autograd\.Function was given the hidden"):
+        twin(torch.randn(3, 6))
+    own, twin = replaced(Peeking, 0.0)
+    x = torch.randn(3, 6)
+    assert_same(results(twin, x), results(own, x))
+    with torch.no_grad():
+        assert torch.equal(twin(x.repeat(2, 1)), own(x.repeat(2, 1)))
+
+
+class Inherited(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def test_a_method_that_uses_super_is_left() -> None:
+    layer, x = Inherited(), torch.randn(3, 6)
+    expected = layer(x)
+    with pytest.warns(UserWarning, match=r"its forward uses super\(\), which the stand-in"):
+        fl.replace(layer, rules=[rule(Inherited)])
+    assert torch.equal(layer(x), expected)
+
+
 class ReturnsHidden(Layer):
     def forward(self, x: Tensor) -> dict[str, Any]:
         hidden = self.act(self.up(x))

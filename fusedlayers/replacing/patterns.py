@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 from torch import nn
 
@@ -36,6 +36,12 @@ def _are_of_one_class(rule: FFNRule, other: FFNRule) -> bool:
     if isinstance(rule.module_class, type) and isinstance(other.module_class, type):
         return rule.module_class is other.module_class
     return rule.class_path == other.class_path
+
+
+def _uses_super(function: Callable[..., Any]) -> bool:
+    """Whether a method, or what a decorator wraps, refers to its class without a name, as ``super()`` does."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is not None and "__class__" in code.co_freevars
 
 
 class Patterns:
@@ -87,6 +93,12 @@ class Patterns:
             if not callable(getattr(type(block), rule.inside, None)):
                 return f"has no method {rule.inside!r}, which the rule names"
             methods.append(rule.inside)
+            functions = [(rule.inside, getattr(type(block), rule.inside))]
+            holders = [(name, type(attribute(block, name)), path) for name, path in rule.holder_paths]
+            functions += [(f"{name}.forward", kind.forward) for name, kind, path in holders if class_path(kind) == path]
+            for name, function in functions:
+                if _uses_super(function):
+                    return f"its {name} uses super(), which the stand-in for a module does not have"
         # A rule of the user is believed, whatever the methods are made of.
         believed = self._rule_of_the_user(type(block)) is not None
         for method in methods:

@@ -74,6 +74,13 @@ class Pending:
                     f"the hidden was dropped out inside of the FFN and is used again ({use}), which no FFNRule "
                     "describes: leave this class out of the rules"
                 )
+            off = not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
+            if self._modes[0] and off:
+                # Both are off in the forward pass of an autograd Function, which took this for no tensor.
+                raise RuntimeError(
+                    f"a torch.autograd.Function was given the hidden ({use}), whose gradient would be lost: leave this "
+                    "class out of the rules"
+                )
             self._ffn.say(f"the method uses the hidden otherwise than its rule says ({use})")
             grad, dtype = self._modes
             if _modes(self._x)[1] == dtype:
