@@ -120,7 +120,7 @@ class FusedSequentialFFN(FusedBlock, nn.Sequential):
         return super().call_arguments(x)
 
     @functools.wraps(nn.Sequential.forward)
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         if not isinstance(self, FusedSequentialFFN):
             return restored_method(self, "forward")(*args, **kwargs)
         if reason := self.why_fused_class_changed():
