@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusedlayers import planning, reference
+import fusedlayers as fl
+from fusedlayers import functional, planning
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.planning import Problem, plan
 from tests.test_planning import A100, CPU, H200, INFERENCE, TRAINING
@@ -78,9 +79,10 @@ def test_recompute_saves_x_alone(gated: bool) -> None:
     assert plan(replace(problem, needs_data_gradient=False, needs_weight_gradient=False), H200).saved_bytes == 0
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_torch_saves_what_the_plan_says(activation: str, gated: bool) -> None:
+def test_torch_saves_what_the_plan_says(activation: str, gated: bool, dropout_p: float) -> None:
     tokens, width, hidden = 64, 16, 48
     weights = {"w_up": (hidden, width), "w_down": (width, hidden), "b_up": (hidden,), "b_down": (width,)}
     weights |= {"w_gate": (hidden, width), "b_gate": (hidden,)} if gated else {}
@@ -88,9 +90,26 @@ def test_torch_saves_what_the_plan_says(activation: str, gated: bool) -> None:
     x = torch.randn(tokens, width, requires_grad=True)
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
-        reference.ffn(x, **tensors, activation=activation)
+        functional.ffn(x, **tensors, activation=activation, dropout_p=dropout_p)
     for tensor in tensors.values():
         kept.pop(tensor.data_ptr(), None)
-    problem = Problem("ffn", 1, tokens, width, hidden, width, "float32", activation, gated)
-    made = plan(replace(problem, needs_data_gradient=True, needs_weight_gradient=True), CPU)
-    assert made.saved_bytes == sum(tensor.nbytes for tensor in kept.values())
+    problem = Problem("ffn", 1, tokens, width, hidden, width, "float32", activation, gated, dropout_p > 0)
+    problem = replace(problem, needs_data_gradient=True, needs_weight_gradient=True)
+    found = sum(tensor.nbytes for tensor in kept.values())
+    assert plan(problem, CPU).saved_bytes == found
+    # There the mask is drawn again.
+    mask = problem.hidden_bytes if dropout_p else 0
+    assert plan(problem, H200, "torch").saved_bytes == found - mask
+    assert plan(replace(problem, dtype="float64"), H200, "torch").saved_bytes == 2 * found
+
+
+def test_a_budget_is_kept_with_dropout() -> None:
+    """Of relu, whose value and what is left of it are both kept."""
+    tokens = 64
+    layer = fl.FusedFFN(64, 256, "relu", dropout=0.5, recompute=tokens * 2304)
+    x = torch.randn(tokens, 64, requires_grad=True)
+    known = {parameter.data_ptr() for parameter in layer.parameters()}
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
+        layer(x)
+    assert sum(tensor.nbytes for place, tensor in kept.items() if place not in known) <= tokens * 2304

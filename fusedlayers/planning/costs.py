@@ -2,8 +2,12 @@
 
 from typing import Any
 
+from .devices import Device
+
 # Hidden-sized tensors that torch keeps for the slope of an activation, besides its value.
 SAVED_FOR_SLOPE = {"relu2": 1, "leaky_relu": 1, "gelu": 1, "gelu_tanh": 1, "silu": 1, "quick_gelu": 2}
+# Activations whose slope torch takes from their value: dropout makes another tensor of that, and both are kept.
+SLOPE_FROM_VALUE = ("relu", "tanh", "sigmoid")
 
 
 def gemm_units(problem: Any, path: str, passes: int = 1, stored: bool = False) -> tuple[float, float]:
@@ -31,12 +35,20 @@ def gemm_units(problem: Any, path: str, passes: int = 1, stored: bool = False) -
     return forward, data + (weights if problem.needs_weight_gradient else 0.0)
 
 
-def saved_bytes(problem: Any, path: str) -> int:
+def saved_bytes(problem: Any, path: str, device: Device) -> int:
     """What a path keeps for the backward pass beside the weights: x, and what is hidden."""
     if not problem.training:
         return 0
+    x: int = problem.element_bytes * problem.batch * problem.M * problem.K
     copies = {"torch": 3 if problem.gated else 1, "epilogue": 2 if problem.gated else 1}.get(path, 0)
     if path == "torch":
-        copies += SAVED_FOR_SLOPE.get(problem.activation, 0) + problem.dropout
-    x: int = problem.element_bytes * problem.batch * problem.M * problem.K
+        copies += SAVED_FOR_SLOPE.get(problem.activation, 0)
+        if problem.dropout:
+            copies += problem.activation in SLOPE_FROM_VALUE and not problem.gated
+            copies += keeps_mask(problem, device)
     return x + copies * problem.hidden_bytes
+
+
+def keeps_mask(problem: Any, device: Device) -> bool:
+    """Whether torch's path keeps the mask of a dropout, as large as the hidden: one kernel draws it again."""
+    return not (device.kind == "cuda" and device.triton and problem.element_bytes <= 4)

@@ -337,7 +337,7 @@ def plan_on(
         backward_units=backward_units,
         flops=flops,
         bytes=io_bytes,
-        saved_bytes=saved_bytes(problem, path),
+        saved_bytes=saved_bytes(problem, path, device),
         floor_seconds=floor_seconds(flops, io_bytes, problem.dtype, device),
         unsupported=unsupported,
         **options,
