@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers.kernels.activations import ACTIVATIONS
-from fusedlayers.replacing import FFNRule, torch_module_activation
+from fusedlayers.replacing import FFNRule, finding, torch_module_activation
 from tests.ffn_blocks import GatedBlock, encoder, long_sequence, mlp, rule_for
 
 RULE = rule_for(GatedBlock)
@@ -138,11 +138,11 @@ def test_the_report_is_a_table(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="fusedlayers"):
         report = fl.replace(model, rules=[RULE])
     assert str(report).splitlines() == [
-        "fusedlayers.replace: 2 replaced, 2 skipped; keeps 208 bytes a token for backward",
+        "fusedlayers.replace: 2 replaced, 2 skipped; keeps 272 bytes a token for backward",
         "  replaced  ffn      Sequential -> FusedSequentialFFN                         "
         "0..2: gelu, 6 -> 10 -> 6, keeps 104 bytes a token for backward",
         "  replaced  layer    TransformerEncoderLayer -> FusedTransformerEncoderLayer  "
-        "linear1, linear2: relu, 6 -> 10 -> 6, keeps 104 bytes a token for backward",
+        "linear1, linear2: relu, 6 -> 10 -> 6, keeps 168 bytes a token for backward",
         "  skipped   odd      Sequential                                               "
         "0..2: the activation Softplus(beta=1.0, threshold=20.0) is not a known one",
         "  skipped   (rules)  GatedBlock                                               "
@@ -257,3 +257,53 @@ def test_a_rule_may_name_the_activation() -> None:
 def test_bad_arguments(build: Callable[[], object], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         build()
+
+
+def _kept(block: nn.Module, tokens: int, width: int) -> int:
+    """Bytes a token that a block keeps for its backward pass beside its parameters, its input included."""
+    x = torch.randn(1, tokens, width, requires_grad=True)
+    known = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        # Scalars and views of no more than one number are no activations.
+        kept[storage.data_ptr()] = storage.nbytes() if tensor.numel() >= tokens else 0
+        held.append(tensor)
+        return tensor
+
+    held: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        getattr(block, "_ff_block", block)(x)
+    found, rest = divmod(sum(size for place, size in kept.items() if place not in known), tokens)
+    assert not rest
+    return found
+
+
+class NewGELU(nn.Module):
+    """GPT-2's, as transformers writes it."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        return 0.5 * z * (1.0 + torch.tanh(0.7978845608028654 * (z + 0.044715 * torch.pow(z, 3.0))))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("kind", ["tanh", "relu", "gelu", "new gelu"])
+@pytest.mark.parametrize("make", ["gated", "encoder", "decoder", "sequence"])
+def test_the_bytes_of_a_report_are_what_is_kept(
+    make: str, kind: str, p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted before and after, with the masks of both dropouts."""
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
+    monkeypatch.setitem(finding._ACTIVATION_PATHS, f"{__name__}.NewGELU", "gelu_tanh")
+    act = {"tanh": nn.Tanh(), "relu": nn.ReLU(), "gelu": nn.GELU(), "new gelu": NewGELU()}[kind]
+    layer = {"encoder": nn.TransformerEncoderLayer, "decoder": nn.TransformerDecoderLayer}.get(make)
+    if make == "gated":
+        block = GatedBlock(act, p)
+    elif layer is None:
+        block = nn.Sequential(nn.Linear(6, 10), act, nn.Dropout(p), nn.Linear(10, 6))
+    else:
+        block = layer(6, 2, 10, p, act, batch_first=True)
+    theirs = _kept(block, 64, 6)
+    [entry] = fl.replace(block, rules=[RULE] if make == "gated" else []).replaced
+    assert entry.saved_bytes == (theirs, _kept(block, 64, 6))

@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers import functional
-from fusedlayers.functional import ffn
 from fusedlayers.kernels import gemm_gemm
 from fusedlayers.replacing import FFNRule
 from tests.ffn_blocks import BLOCKS, GatedBlock, mlp, rule_for
@@ -340,7 +340,7 @@ def test_recompute_is_compared_with_a_computation_in_one_piece(monkeypatch: pyte
     assert found.ok
     assert found.paths == {"ffn chunked": 1}
     assert layer.recompute is True
-    chunks = ffn.__globals__["ffn_chunked"]
+    chunks = import_module("fusedlayers.functional.ffn.chunked")
     forward = chunks.forward
     monkeypatch.setattr(chunks, "forward", lambda *arguments: forward(*arguments) * 1.001)
     assert not fl.verify(layer, normal(80, 32)).ok

@@ -16,13 +16,19 @@ from .children import linear_weight, parameter, say_once, why_not_now, why_not_p
 
 
 class FFNPieces(NamedTuple):
-    """One FFN as it stands in a module: its linear children, and how the hidden is made from them."""
+    """One FFN as it stands in a module: its linear children, and how the hidden is made from them.
+
+    ``original`` is the activation as the module has it, where that is not ours, and ``output_dropout_p`` the
+    probability of a dropout that the module applies to the result.
+    """
 
     up: nn.Module
     down: nn.Module
     gate: nn.Module | None
     activation: str
     dropout_p: float
+    original: object = None
+    output_dropout_p: float = 0.0
 
     def why_not_plain(self) -> str | None:
         """The first linear child that must be called, and why; None if all are plain."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..modules import FFNPieces, class_path, say_once, why_not_now
-from .finding import attribute, find_by_rule, find_ffn, find_runs, output_dropout_p
+from .finding import attribute, dropout_p, find_by_rule, find_ffn, find_runs
 from .rules import FFNRule
 from .stand_ins import InsideFFN, computed, stand_in
 
@@ -145,10 +145,15 @@ class FusedSequentialFFN(FusedBlock, nn.Sequential):
 class FusedTransformerLayer(FusedBlock):
     """What both Transformer layers share."""
 
+    fused_output_dropout: ClassVar[str]
+
     @classmethod
     def find_ffn_pieces(cls, module: nn.Module) -> dict[str, FFNPieces | str]:
         layer = cast(nn.TransformerEncoderLayer, module)
-        found = find_ffn(layer.linear1, layer.linear2, None, layer.activation, layer.dropout, layer.training)
+        # Called as it is, whatever it is: its probability is for the report.
+        after = dropout_p("output dropout", getattr(layer, cls.fused_output_dropout), layer.training)
+        p = after if isinstance(after, float) else 0.0
+        found = find_ffn(layer.linear1, layer.linear2, None, layer.activation, layer.dropout, layer.training, p)
         return {"linear1, linear2": cls.why_fused_class_changed() or found}
 
 
@@ -161,6 +166,7 @@ class FusedTransformerEncoderLayer(FusedTransformerLayer, nn.TransformerEncoderL
 
     fused_from = nn.TransformerEncoderLayer
     fused_methods: ClassVar = {"_ff_block": cast(Any, nn.TransformerEncoderLayer)._ff_block}
+    fused_output_dropout = "dropout2"
 
     def _ff_block(self, x: Tensor) -> Tensor:
         [found] = self.find_ffn_pieces(self).values()
@@ -173,6 +179,7 @@ class FusedTransformerDecoderLayer(FusedTransformerLayer, nn.TransformerDecoderL
 
     fused_from = nn.TransformerDecoderLayer
     fused_methods: ClassVar = {"_ff_block": cast(Any, nn.TransformerDecoderLayer)._ff_block}
+    fused_output_dropout = "dropout3"
 
     def _ff_block(self, x: Tensor) -> Tensor:
         [found] = self.find_ffn_pieces(self).values()
@@ -198,10 +205,11 @@ class FusedWholeBlock(FusedByRule):
 
     def run_as_one_ffn(self, x: Any) -> Tensor | None:
         """The whole block for x, or None where the original forward must run."""
-        y = _try_fused(self, find_by_rule(self, self.fused_rule), x)
+        found = find_by_rule(self, self.fused_rule)
+        y = _try_fused(self, found, x)
         if y is None:
             return None
-        p = cast(float, output_dropout_p(self, self.fused_rule))
+        p = cast(FFNPieces, found).output_dropout_p
         return F.dropout(y, p) if p else y
 
 

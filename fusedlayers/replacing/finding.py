@@ -119,7 +119,13 @@ def dropout_p(name: str, dropout: object, training: bool) -> float | str:
 
 
 def find_ffn(
-    up: nn.Module, down: nn.Module, gate: nn.Module | None, activation: object, dropout: object, training: bool
+    up: nn.Module,
+    down: nn.Module,
+    gate: nn.Module | None,
+    activation: object,
+    dropout: object,
+    training: bool,
+    output_dropout_p: float = 0.0,
 ) -> FFNPieces | str:
     """The FFN made of these parts as they are now, or why it cannot be fused."""
     name = torch_module_activation(activation)
@@ -131,7 +137,7 @@ def find_ffn(
     p = dropout_p("dropout", dropout, training)
     if isinstance(p, str):
         return p
-    pieces = FFNPieces(up, down, gate, name, p)
+    pieces = FFNPieces(up, down, gate, name, p, activation, output_dropout_p)
     if reason := pieces.why_not_plain():
         return reason
     # torch.jit would write the comparisons down, and warn; it calls the children anyway.
@@ -199,7 +205,7 @@ def find_by_rule(block: nn.Module, rule: FFNRule) -> FFNPieces | str:
     if reason is not None:
         return reason
     p = output_dropout_p(block, rule)
-    return p if isinstance(p, str) else find_ffn(up, down, gate, activation, dropout, block.training)
+    return p if isinstance(p, str) else find_ffn(up, down, gate, activation, dropout, block.training, p)
 
 
 def _why_not_whole(block: nn.Module, parts: tuple[object, ...]) -> str | None:

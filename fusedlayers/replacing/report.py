@@ -10,7 +10,8 @@ class Entry:
     """One block: its path in the model ("": the model itself), its class, the class it became or None, what or why.
 
     ``saved_bytes`` is what (torch, this library) keep per token for the backward pass of an FFN in a batch of 65,536
-    tokens, its input included: as planned, on the device and with the weights' dtype, without autocast.
+    tokens, its input and the mask of a dropout of its result included: as planned, on the device and with the weights'
+    dtype, without autocast.
     """
 
     path: str
