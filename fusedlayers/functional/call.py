@@ -86,6 +86,8 @@ def subclass_of(*tensors: Tensor | None) -> str:
             return type(tensor).__name__
         if tensor is not None and tensor.is_neg():
             return "negated view"
+        if tensor is not None and tensor.layout is not torch.strided:
+            return f"tensor of layout {tensor.layout}"
     return ""
 
 

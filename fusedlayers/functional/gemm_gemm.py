@@ -43,7 +43,7 @@ def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None)
 def check_gemm_gemm(a: Tensor, b: Tensor, c: Tensor) -> None:
     """All arguments of ``functional.gemm_gemm`` but the activation."""
     check_given(a=a, b=b, c=c)
-    check_tensors({"a": a, "b": b, "c": c})
+    check_tensors({"a": a, "b": b, "c": c}, sparse=("a", "b", "c"))
     for name, tensor, letters in (("a", a, "[*B, M, K]"), ("b", b, "[*B, K, N]"), ("c", c, "[*B, N, O]")):
         if tensor.dim() < 2:
             raise ValueError(f"{said(name, tensor)}: expected {letters}, at least two dimensions")

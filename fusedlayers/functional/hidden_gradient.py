@@ -69,7 +69,7 @@ def hidden_gradient(
 def check_hidden_gradient(dy: Tensor, w_down: Tensor, z: Tensor, z_gate: Tensor | None, bias: bool) -> None:
     """All arguments of ``functional.hidden_gradient`` but the activation."""
     check_given(dy=dy, w_down=w_down, z=z)
-    check_tensors({"dy": dy, "w_down": w_down, "z": z, "z_gate": z_gate})
+    check_tensors({"dy": dy, "w_down": w_down, "z": z, "z_gate": z_gate}, sparse=("dy", "w_down"))
     check_bias(bias)
     if dy.dim() < 1:
         raise ValueError(f"{said('dy', dy)}: expected [*B, M, O], at least one dimension")

@@ -73,7 +73,7 @@ def linear(
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, split_k: int | str, reduction: str) -> None:
     """All arguments of ``functional.linear`` but the activation."""
     check_given(x=x, weight=weight)
-    check_tensors({"x": x, "weight": weight, "bias": bias})
+    check_tensors({"x": x, "weight": weight, "bias": bias}, sparse=("x", "weight"))
     if x.dim() < 1:
         raise ValueError(f"{said('x', x)}: expected [*B, M, K], at least one dimension")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:

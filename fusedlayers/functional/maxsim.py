@@ -14,7 +14,7 @@ from ..kernels.maxsim import MaxSimOperands
 from ..planning import MaxSimPlan, MaxSimProblem
 from .call import captured, subclass_of, traced, wants_gradient
 from .custom_ops import Result, Results
-from .operands import check_given, check_shape, check_tensors, compute_dtype, input_precision, said
+from .operands import check_given, check_layout, check_shape, check_tensors, compute_dtype, input_precision, said
 from .operation import Operation, Prepared, Tensors
 
 
@@ -79,6 +79,8 @@ def check_maxsim(
         for extra_name, extra in ((mask_name, mask), (offsets_name, offsets)):
             if extra is not None and not isinstance(extra, Tensor):
                 raise TypeError(f"{extra_name} must be a torch.Tensor or None, got {type(extra).__name__}")
+            if extra is not None:
+                check_layout(extra_name, extra)
             if extra is not None and extra.device != queries.device:
                 raise ValueError(f"{said(extra_name, extra)}: expected the device of queries, {queries.device}")
         if offsets is not None:

@@ -2,7 +2,8 @@
 
 import functools
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,11 +24,45 @@ def check_given(**tensors: Tensor | None) -> None:
             raise TypeError(f"{name} must be a torch.Tensor, got None")
 
 
-def check_tensors(tensors: dict[str, Tensor | None]) -> None:
-    """Floating tensors on one device, of one dtype unless autocast decides it; the first of them sets both.
+def check_layout(name: str, tensor: Tensor) -> None:
+    """Neither nested nor sparse.
 
     Raises:
-        TypeError: not a tensor, not a real floating dtype, or dtypes that differ outside autocast.
+        TypeError: it is.
+    """
+    # A nested tensor has no sizes to speak of.
+    if tensor.is_nested:
+        raise TypeError(f"{name} is a nested tensor ({tensor.layout}): expected a plain tensor, padded or packed")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{said(name, tensor)} has the layout {tensor.layout}: expected torch.strided")
+
+
+@contextmanager
+def naming_layouts(names: Sequence[str], tensors: Sequence[Any]) -> Iterator[None]:
+    """Inside, what torch refuses to compute with a sparse tensor becomes an error that names it.
+
+    Raises:
+        TypeError: torch has no such operation for the layout of one of these.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        for name, tensor in zip(names, tensors, strict=True):
+            if tensor is not None and tensor.layout not in (torch.strided, torch.jagged):
+                raise TypeError(
+                    f"{said(name, tensor)} has the layout {tensor.layout}: expected torch.strided, because torch "
+                    f"cannot compute this with it"
+                ) from error
+        raise
+
+
+def check_tensors(tensors: dict[str, Tensor | None], sparse: tuple[str, ...] = ()) -> None:
+    """Floating tensors on one device, of one dtype unless autocast decides it; the first of them sets both.
+
+    ``sparse`` names those whose layout is for torch to judge, in :func:`naming_layouts`.
+
+    Raises:
+        TypeError: not a tensor, nested or sparse, not a real floating dtype, or dtypes that differ outside autocast.
         ValueError: different devices.
     """
     first_name, first = next(iter(tensors.items()))
@@ -36,6 +71,8 @@ def check_tensors(tensors: dict[str, Tensor | None]) -> None:
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.is_nested or name not in sparse:
+            check_layout(name, tensor)
         if not tensor.is_floating_point():
             raise TypeError(f"{said(name, tensor)}: expected a real floating-point dtype")
         if tensor.device != first.device:

@@ -21,7 +21,7 @@ from ..planning import Call, Device
 from . import dispatch
 from .call import layout_of, observed, signature, transformed, wants_gradient
 from .custom_ops import Composite, KernelOperation, Results
-from .operands import autocast, autocast_dtype, compute_dtype, without_autocast
+from .operands import autocast, autocast_dtype, compute_dtype, naming_layouts, without_autocast
 
 Tensors = Sequence[Any]  # tensors, or None for those that are not given
 
@@ -242,7 +242,10 @@ class Operation:
         if dispatch._counted is not None:
             dispatch.count(call.plan)
         if self.sees_through(call):
-            return self.through_torch(call, tensors)
+            if not call.problem.subclass:
+                return self.through_torch(call, tensors)
+            with naming_layouts(self.tensor_names, tensors):
+                return self.through_torch(call, tensors)
         operands = self.flattened(call, tensors if call.dtype is None else self.cast(call, tensors))
         if call.observed:
             results = self.kernel_operation(operands, call)

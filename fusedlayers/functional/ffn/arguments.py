@@ -9,7 +9,7 @@ from ...kernels.hopper import ALIGNMENT, matrix, untransposed
 from ...planning import Problem
 from ...planning.ffn_epilogue import LEAST_CHUNK_WIDTH
 from ..call import PLAIN_TENSORS, captured, observed, subclass_of, transformed, wants_gradient
-from ..operands import check_given, check_shape, check_tensors, compute_dtype, input_precision, said
+from ..operands import check_given, check_layout, check_shape, check_tensors, compute_dtype, input_precision, said
 from ..switches import workspace_limit
 
 _PLAIN = frozenset({*PLAIN_TENSORS, type(None)})
@@ -35,7 +35,8 @@ def check_ffn(
         {
             "x": x, "w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down,
             "w_gate": w_gate, "b_gate": b_gate, "residual": residual,
-        }
+        },
+        sparse=("x", "w_up", "w_down", "w_gate", "residual"),
     )  # fmt: skip
     if x.dim() < 1:
         raise ValueError(f"{said('x', x)}: expected [*B, M, K], at least one dimension")
@@ -79,6 +80,7 @@ def check_dropout_seed(x: Tensor, seed: Tensor | None) -> None:
         return
     if not isinstance(seed, Tensor):
         raise TypeError(f"dropout_seed must be a torch.Tensor or None, got {type(seed).__name__}")
+    check_layout("dropout_seed", seed)
     if seed.dtype != torch.int64:
         raise TypeError(f"{said('dropout_seed', seed)}: expected dtype torch.int64")
     if seed.shape != (1,):
@@ -150,7 +152,7 @@ def portable_operand(
 
     Narrow layers are not asked, nor is anything but plain tensors: what is traced has no address.
     """
-    if type(x) not in PLAIN_TENSORS or not (sizes := x.shape) or sizes[-1] < LEAST_CHUNK_WIDTH:
+    if type(x) not in PLAIN_TENSORS or x.is_nested or not (sizes := x.shape) or sizes[-1] < LEAST_CHUNK_WIDTH:
         return ""
     if observed() or transformed():
         return ""
@@ -159,7 +161,7 @@ def portable_operand(
         return ""
     for position, tensor in enumerate(operands):
         # What is no matrix at all is not for here to judge.
-        if tensor is None or tensor.layout is not torch.strided or not tensor.dim():
+        if tensor is None or tensor.layout is not torch.strided or tensor.is_nested or not tensor.dim():
             continue
         if tensor.is_contiguous() and (position >= _MATRICES or tensor.data_ptr() % ALIGNMENT == 0):
             continue

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...planning import ReduceProblem
 from ..call import captured, subclass_of, wants_gradient
-from ..operands import check_given, check_tensors, compute_dtype, input_precision, leading_dims, said
+from ..operands import check_given, check_layout, check_tensors, compute_dtype, input_precision, leading_dims, said
 
 # Of each operation the one that the kernels compute; an argmax is the index of a maximum.
 OPERATIONS = {
@@ -34,7 +34,7 @@ def check_gemm_reduce(
 ) -> None:
     """All arguments of ``functional.gemm_reduce`` but the activation."""
     check_given(a=a, b=b)
-    check_tensors({"a": a, "b": b, "bias": bias})
+    check_tensors({"a": a, "b": b, "bias": bias}, sparse=("a", "b"))
     for name, tensor, letters in (("a", a, "[*B, M, K]"), ("b", b, "[*B, K, N]")):
         if tensor.dim() < 2:
             raise ValueError(f"{said(name, tensor)}: expected {letters}, at least two dimensions")
@@ -91,6 +91,7 @@ def _check_rows(
         return
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    check_layout(name, tensor)
     if tensor.dtype not in dtypes:
         raise TypeError(f"{said(name, tensor)}: expected {expected_dtype}")
     if tensor.device != a.device:
