@@ -38,6 +38,10 @@ def _quick_gelu_gradient(gradient: torch.Tensor, z: torch.Tensor) -> torch.Tenso
     return gradient * gate + 1.702 * _aten.sigmoid_backward(gradient * z, gate)
 
 
+# Outside of the class, whose field ``torch`` hides the module.
+_Gradient = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Activation:
     """One activation: its name, its formula in plain text, and the torch function that defines its values.
@@ -49,7 +53,7 @@ class Activation:
     name: str
     formula: str
     torch: Callable[[torch.Tensor], torch.Tensor]
-    gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    gradient: _Gradient
 
 
 ACTIVATIONS: dict[str, Activation] = {
