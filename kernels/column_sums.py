@@ -44,7 +44,7 @@ def column_partials(dy: torch.Tensor, tiles: ColumnSumTiles, ready: dict[Any, An
         if ready is not None:
             ready["bands"] = prepared
     shape, launch = prepared
-    partials = torch.empty(shape, dtype=torch.float32, device=dy.device)
+    partials = dy.new_empty(shape, dtype=torch.float32)
     launch((dy, partials))
     return partials
 
@@ -70,7 +70,7 @@ def column_sums(dy: torch.Tensor, tiles: ColumnSumTiles, ready: dict[Any, Any] |
 
     ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``); dy may lie differently from call to call.
     """
-    sums = torch.empty(dy.shape[1], dtype=dy.dtype, device=dy.device)
+    sums = dy.new_empty(dy.shape[1])
     if not dy.shape[1]:
         return sums
     if ready is not None:

@@ -161,14 +161,13 @@ def summed_over_splits(
     ``split_size`` elements further lie those of the next split. ``ready`` keeps what is prepared, for calls that differ
     in addresses alone.
     """
-    dtype, device = like.dtype, like.device
-    outputs = [None if shape is None else torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+    outputs = [None if shape is None else like.new_empty(shape) for shape in shapes]
     if splits == 1:
         fill(outputs, 0)
         return outputs
     sizes, total = [math.prod(shape) for shape in shapes if shape is not None], split_size(shapes, splits)
     # One dimension, so that one operation yields the first split's pieces.
-    partials = torch.empty(splits * total, dtype=torch.float32, device=device)
+    partials = like.new_empty(splits * total, dtype=torch.float32)
     pieces = iter(partials.split_with_sizes([*sizes, (splits - 1) * total]))
     fill([None if shape is None else next(pieces) for shape in shapes], total)
     found = [output for output in outputs if output is not None]

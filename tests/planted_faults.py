@@ -90,7 +90,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "partial sums rounded to 16 bits", _PARTIALS,
-        "torch.empty(splits * total, dtype=torch.float32", "torch.empty(splits * total, dtype=like.dtype",
+        "like.new_empty(splits * total, dtype=torch.float32)", "like.new_empty(splits * total)",
         "test_ffn partial_sums_are_rounded_once",
     ),
     _fault(

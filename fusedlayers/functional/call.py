@@ -138,11 +138,16 @@ def signature(
     types = tuple(map(type, options))
     if not _PLAIN_OPTIONS.issuperset(types):
         return None
+    found += (options, types, *surroundings(first))
+    return tuple(found)
+
+
+def surroundings(first: Tensor) -> tuple[object, ...]:
+    """What a call depends on besides its arguments: grad mode, autocast, precision, a capture, the user's switches."""
     device = first.device
     dtype = autocast_dtype(device)
     products = dtype or first.dtype
     on_gpu = first.is_cuda
     precision = input_precision(device, products) if products is torch.float32 and on_gpu else None
     recording = on_gpu and torch.cuda.is_current_stream_capturing()
-    found += (options, types, torch.is_grad_enabled(), dtype, precision, recording, *switches())
-    return tuple(found)
+    return (torch.is_grad_enabled(), dtype, precision, recording, *switches())

@@ -21,6 +21,7 @@ from ..planning import Call, Device
 from . import dispatch
 from .call import layout_of, observed, signature, transformed, wants_gradient
 from .custom_ops import Composite, KernelOperation, Results
+from .last_call import LastCall
 from .operands import autocast, autocast_dtype, compute_dtype, naming_layouts, without_autocast
 
 Tensors = Sequence[Any]  # tensors, or None for those that are not given
@@ -54,6 +55,7 @@ class Prepared:
     ) -> None:
         self.operation, self.options, self.problem, self.plan, self.facts = operation, options, problem, plan, facts
         self.extras, self.observed = extras, observed
+        self.repeatable = False
         self.wants_gradient = wants_gradient(*tensors)
         self.dtype: torch.dtype | None = None
         if tensors and autocast_dtype(tensors[0].device) is not None:
@@ -185,6 +187,24 @@ class Operation:
         tensors, options = self._tensors(arguments), self._options(arguments)
         return self.run(self.prepared(tensors, options), tensors)
 
+    def repeat(self, last: LastCall, tensors: Tensors, options: tuple[Any, ...]) -> Any:
+        """The public function, called by a module that keeps its ``last`` call."""
+        if torch._C._get_tracing_state() is not None:
+            return self(*self._joined(tensors, options))
+        call = last.again(tensors, options)
+        if call is None or dispatch.describe(tensors[0].device) is not call.facts:
+            call = self.prepared(tensors, options)
+            if call.repeatable:
+                last.keep(call, tensors, options, parameters=call.plan.path not in self.torch_paths)
+            else:
+                last.forget()
+        return self.run(call, tensors)
+
+    def _joined(self, tensors: Tensors, options: tuple[Any, ...]) -> list[Any]:
+        """All arguments in the order of the public function."""
+        given = dict(zip((*self._places[0], *self._places[1]), (*tensors, *options), strict=True))
+        return [given[place] for place in range(len(given))]
+
     def prepared(self, tensors: Tensors, options: tuple[Any, ...]) -> Prepared:
         """The call, as it was prepared before or as it is now checked and planned.
 
@@ -211,6 +231,7 @@ class Operation:
             if len(_prepared) >= _PREPARED_LIMIT:
                 _prepared.clear()
             _prepared[key] = call
+            call.repeatable = True
         return call
 
     def problem_of(self, **arguments: Any) -> Call:

@@ -85,10 +85,9 @@ def hidden(
         if ready is not None:
             ready["hidden", keep] = prepared
     shape, launch, is_pipelined = prepared
-    dtype, device = x.dtype, x.device
-    found = torch.empty(shape, dtype=dtype, device=device)
-    z = torch.empty(shape, dtype=dtype, device=device) if keep else None
-    z_gate = torch.empty(shape, dtype=dtype, device=device) if keep and w_gate is not None else None
+    found = x.new_empty(shape)
+    z = torch.empty_like(found) if keep else None
+    z_gate = torch.empty_like(found) if keep and w_gate is not None else None
     if is_pipelined:
         pipelined.launch_hidden(launch, (x, w_up, w_gate, found, z, z_gate), (b_up, b_gate, dropout.seed))
     else:

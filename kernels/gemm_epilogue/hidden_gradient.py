@@ -139,18 +139,18 @@ def hidden_gradient(
         )  # fmt: skip
         if ready is not None:
             ready[name] = prepared
-    shape, dtype, device = prepared.shape, dy.dtype, dy.device
+    shape = prepared.shape
     columns = shape[1]
     d_gate: torch.Tensor | None = None
     if in_place:
         dz, d_gate = z, z_gate
     elif prepared.side_by_side:
-        dz, d_gate = torch.empty(shape[0], 2 * columns, dtype=dtype, device=device).split(columns, 1)
+        dz, d_gate = dy.new_empty(shape[0], 2 * columns).split(columns, 1)
     else:
-        dz = torch.empty(shape, dtype=dtype, device=device)
-        d_gate = None if z_gate is None else torch.empty(shape, dtype=dtype, device=device)
-    hidden = torch.empty(shape, dtype=dtype, device=device) if keep_hidden else None
-    sums = None if prepared.sums is None else torch.empty(prepared.sums, dtype=torch.float32, device=device)
+        dz = dy.new_empty(shape)
+        d_gate = None if z_gate is None else dy.new_empty(shape)
+    hidden = dy.new_empty(shape) if keep_hidden else None
+    sums = None if prepared.sums is None else dy.new_empty(prepared.sums, dtype=torch.float32)
     # First, so that the kernel behind it finds dy in the cache.
     dy_sums = None if column_sums is None else column_partials(dy, column_sums, prepared.ready)
     if prepared.pipelined:
@@ -159,14 +159,14 @@ def hidden_gradient(
         )
     else:
         prepared.launch((dy, w_down, z, z_gate, dz, d_gate, hidden, sums, dropout.seed))
-    other = None if dy_sums is None else (dy_sums, torch.empty(dy_sums.shape[1], dtype=dtype, device=device))
+    other = None if dy_sums is None else (dy_sums, dy.new_empty(dy_sums.shape[1]))
     db_down = None if other is None else other[1]
     if sums is None:
         if other is not None:
             reduce_partials(other[0], [other[1]], blocks=_BAND_BLOCKS, ready=prepared.ready)
         return HiddenGradients(dz, d_gate, None, None, hidden, db_down)
     parts = 1 if z_gate is None else 2
-    found = list(sums_into) or [torch.empty(columns, dtype=dtype, device=device) for _ in range(parts)]
+    found = list(sums_into) or [dy.new_empty(columns) for _ in range(parts)]
     reduce_partials(sums, found, blocks=_BAND_BLOCKS, other=other, ready=prepared.ready)
     return HiddenGradients(dz, d_gate, found[0], found[1] if parts == 2 else None, hidden, db_down)
 

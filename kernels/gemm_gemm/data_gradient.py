@@ -91,7 +91,7 @@ def data_gradient(
     if not isinstance(prepared, Launch):
         return pipelined.data_gradient(operands, dy, prepared)
     x = operands.x
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = x.new_empty(x.shape)
     prepared((*operands.pointers(), dy, dx))
     return dx, None
 

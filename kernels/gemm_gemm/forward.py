@@ -88,7 +88,7 @@ def forward(
     if prepared.pipelined:
         return pipelined.forward(operands, down_bias, residual, prepared.shape, prepared.launch)
     x = operands.x
-    y = torch.empty(prepared.shape, dtype=x.dtype, device=x.device)
+    y = x.new_empty(prepared.shape)
     prepared.launch((*operands.pointers(), down_bias, residual, y))
     return y
 

@@ -88,8 +88,8 @@ def _prepare(
 
 def _data_gradient(operands: Operands, stored: torch.Tensor) -> torch.Tensor:
     unit = activation_unit(operands.arithmetic.activation, operands.arithmetic.accuracy)
-    dx = torch.empty(operands.x.shape, dtype=operands.x.dtype, device=operands.x.device)
     # One product for both projections, so that dx is rounded once; only a gated N of no whole blocks is copied for it.
     dz = stored[:, :-1, : operands.up.shape[0]].reshape(stored.shape[0], -1)
     weight = operands.up if operands.gate is None else torch.cat((operands.up, operands.gate))
-    return torch.addmm(dx, dz, weight, beta=0, alpha=unit, out=dx)
+    # With beta=0 the first operand gives nothing but its shape.
+    return torch.addmm(operands.x, dz, weight, beta=0, alpha=unit)

@@ -80,13 +80,13 @@ def _side_by_side(dz: Tensor) -> Tensor | None:
 
 def _data_gradient(dz: Tensor, dz_gate: Tensor | None, w_up: Tensor, w_gate: Tensor | None) -> Tensor:
     if dz_gate is None or w_gate is None:
-        return dz @ w_up
+        return torch.mm(dz, w_up)
     if 2 * dz.shape[1] < dz.shape[0] and (both := _side_by_side(dz)) is not None:
         # One product of both, so that dx is rounded once and not read again. The weights are copied for it, which takes
         # less than reading dx where they have fewer rows.
-        return both @ torch.cat((w_up, w_gate))
-    return torch.addmm(dz @ w_up, dz_gate, w_gate)
+        return torch.mm(both, torch.cat((w_up, w_gate)))
+    return torch.addmm(torch.mm(dz, w_up), dz_gate, w_gate)
 
 
 def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    return dy.T @ x
+    return torch.mm(dy.t(), x)

@@ -297,16 +297,15 @@ def prepare_data_gradient(
 def data_gradient(operands: Operands, dy: torch.Tensor, prepared: Prepared) -> tuple[torch.Tensor, torch.Tensor | None]:
     """dx, contiguous, and the sums of dy over all rows where they are prepared."""
     x = operands.x
-    dtype, device = x.dtype, x.device
-    dx = torch.empty(prepared.shape, dtype=dtype, device=device)
+    dx = x.new_empty(prepared.shape)
     partials = None
     if prepared.partials is not None:
-        partials = torch.empty(prepared.partials, dtype=torch.float32, device=device)
+        partials = x.new_empty(prepared.partials, dtype=torch.float32)
     prepared.launch(
         (operands.up_bias, operands.gate_bias, partials), (x, dy, operands.up, operands.gate, operands.down, dx)
     )
     if partials is None:
         return dx, None
-    sums = torch.empty(partials.shape[1], dtype=dtype, device=device)
+    sums = x.new_empty(partials.shape[1])
     reduce_partials(partials, [sums], ready=prepared.sums)
     return dx, sums

@@ -266,7 +266,7 @@ def forward(
 ) -> torch.Tensor:
     """y of this shape, contiguous, by the launch that :func:`prepare_forward` has prepared."""
     x = operands.x
-    y = torch.empty(shape, dtype=x.dtype, device=x.device)
+    y = x.new_empty(shape)
     prepared(
         (operands.up_bias, operands.gate_bias, down_bias, residual), (x, operands.up, operands.gate, operands.down, y)
     )

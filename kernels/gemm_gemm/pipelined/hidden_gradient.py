@@ -269,6 +269,6 @@ def hidden_gradient(
     ``N'`` is N up to whole blocks; what lies beyond N is not defined.
     """
     x = operands.x
-    stored = torch.empty(shape, dtype=x.dtype, device=x.device)
+    stored = x.new_empty(shape)
     prepared((operands.up_bias, operands.gate_bias), (x, dy, operands.up, operands.gate, operands.down, stored))
     return stored

@@ -1,0 +1,114 @@
+"""The last call of a module, kept so that the next one like it is recognised at a glance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .call import _ALIGNMENT_MASK, layout_of, surroundings
+
+# torch.compile's own comparison of tensors, in C++: class, dispatch keys (which tell autocast, transforms and dispatch
+# modes, too), dtype, device, requires_grad, sizes and strides. Ours below is the same in Python, several times slower.
+_Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
+
+
+class LastCall:
+    """Tells whether a call is the same as the one before, but for addresses.
+
+    It keeps no tensor. A copy of a module, or a module that was stored, begins without one.
+    """
+
+    __slots__ = ("_absent", "_alike", "_call", "_facts", "_options", "_present")
+
+    def __init__(self) -> None:
+        self._call: Any = None
+
+    def again(self, tensors: Sequence[Any], options: tuple[Any, ...]) -> Any:
+        """The prepared call, if this one is like it; else None."""
+        call = self._call
+        # A dual tensor looks like a plain one.
+        if call is None or forward_ad._current_level >= 0:
+            return None
+        for place in self._absent:
+            if tensors[place] is not None:
+                return None
+        # By identity: True equals 1, but not all that equals is right.
+        for one, other in zip(options, self._options, strict=True):
+            if one is not other:
+                return None
+        if not self._alike(*self._present(tensors)) or surroundings(tensors[0]) != self._facts:
+            return None
+        return call
+
+    def keep(self, call: Any, tensors: Sequence[Any], options: tuple[Any, ...], parameters: bool) -> None:
+        """Remember a call that may be repeated.
+
+        Parameters count only where ``parameters`` says so: torch's own expression takes whatever they have become.
+        """
+        skipped = () if parameters else (torch.nn.Parameter,)
+        places = [place for place, tensor in enumerate(tensors) if tensor is not None]
+        self._absent = tuple(place for place, tensor in enumerate(tensors) if tensor is None)
+        chosen = [place for place in places if not isinstance(tensors[place], skipped)]
+        self._present = _several(chosen)
+        self._alike = _same_as(*self._present(tensors), layouts=parameters)
+        self._facts, self._options, self._call = surroundings(tensors[0]), options, call
+
+    def forget(self) -> None:
+        """Of a call that is not like any other."""
+        self._call = None
+
+    def __reduce__(self) -> tuple[type[LastCall], tuple[()]]:
+        return LastCall, ()
+
+
+def _several(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    if len(places) > 1:
+        return itemgetter(*places)
+    [place] = places
+    return lambda tensors: (tensors[place],)
+
+
+def _same_as(*tensors: Tensor, layouts: bool) -> Callable[..., bool]:
+    """Whether other tensors are the same but for their addresses, which kernels read modulo their alignment."""
+    check = _guards(*tensors)
+    if not layouts:
+        return check
+    aligned = tuple(tensor.data_ptr() & _ALIGNMENT_MASK for tensor in tensors)
+    if any(aligned):
+        # Rare, so that nobody waits for it.
+        return lambda *others: check(*others) and aligned == tuple(each.data_ptr() & _ALIGNMENT_MASK for each in others)
+
+    def same(*others: Tensor) -> bool:
+        if not check(*others):
+            return False
+        addresses = 0
+        for other in others:
+            addresses |= other.data_ptr()
+        return not addresses & _ALIGNMENT_MASK
+
+    return same
+
+
+def _guards(*tensors: Tensor) -> Callable[..., bool]:
+    try:
+        check: Callable[..., bool] = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        if check(*tensors):
+            return check
+    except Exception:
+        # Another release of torch: the comparison below needs nothing of it.
+        pass
+    facts = [_facts(tensor) for tensor in tensors]
+    return lambda *others: facts == [_facts(other) for other in others]
+
+
+def _facts(tensor: Tensor | None) -> tuple[object, ...] | None:
+    if tensor is None or tensor.layout is not torch.strided:
+        return None
+    keys = torch._C._dispatch_keys(tensor).raw_repr()
+    local = torch._C._dispatch_tls_local_include_set().raw_repr(), torch._C._dispatch_tls_local_exclude_set().raw_repr()
+    return type(tensor), keys, local, tensor.dtype, tensor.device, tensor.requires_grad, tensor.shape, layout_of(tensor)
