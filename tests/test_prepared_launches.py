@@ -213,17 +213,22 @@ def buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Results lie where they lay since the last call of what this gives, so that executions can be compared."""
     kept: list[Tensor] = []
     place = [0]
-    empty = torch.empty
 
-    def again(*arguments: Any, **options: Any) -> Tensor:
-        if place[0] == len(kept):
-            kept.append(empty(*arguments, **options))
-        found = kept[place[0]]
-        place[0] += 1
-        assert found.shape == empty(*arguments, **options, memory_format=torch.contiguous_format).shape
-        return found
+    def again(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*arguments: Any, **options: Any) -> Tensor:
+            fresh = allocate(*arguments, **options)
+            if place[0] == len(kept):
+                kept.append(fresh)
+            found = kept[place[0]]
+            place[0] += 1
+            assert (found.shape, found.dtype) == (fresh.shape, fresh.dtype)
+            return found
 
-    monkeypatch.setattr(torch, "empty", again)
+        return run
+
+    monkeypatch.setattr(torch, "empty", again(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", again(torch.empty_like))
+    monkeypatch.setattr(Tensor, "new_empty", again(Tensor.new_empty))
     return lambda: place.__setitem__(0, 0)  # type: ignore[return-value]
 
 

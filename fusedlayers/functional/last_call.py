@@ -102,13 +102,19 @@ def _guards(*tensors: Tensor) -> Callable[..., bool]:
     except Exception:
         # Another release of torch: the comparison below needs nothing of it.
         pass
-    facts = [_facts(tensor) for tensor in tensors]
-    return lambda *others: facts == [_facts(other) for other in others]
+    local, facts = _local_keys(), [_facts(tensor) for tensor in tensors]
+    # The tensors of a transform, which the thread's keys tell, have no address to ask for.
+    return lambda *others: _local_keys() == local and facts == [_facts(other) for other in others]
 
 
 def _facts(tensor: Tensor | None) -> tuple[object, ...] | None:
     if tensor is None or tensor.layout is not torch.strided:
         return None
     keys = torch._C._dispatch_keys(tensor).raw_repr()
-    local = torch._C._dispatch_tls_local_include_set().raw_repr(), torch._C._dispatch_tls_local_exclude_set().raw_repr()
-    return type(tensor), keys, local, tensor.dtype, tensor.device, tensor.requires_grad, tensor.shape, layout_of(tensor)
+    return type(tensor), keys, tensor.dtype, tensor.device, tensor.requires_grad, tensor.shape, layout_of(tensor)
+
+
+def _local_keys() -> tuple[int, int]:
+    """The dispatch keys that this thread adds and leaves out: autocast, transforms, modes."""
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    return included.raw_repr(), excluded.raw_repr()
