@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import reference
@@ -126,10 +127,12 @@ class _WeightGradient(Operation):
         d_dy = d_x = None
         first = gradient if gradient is not None else bias_gradient
         with without_autocast(first.device):
-            if wanted[0] and gradient is not None:
+            if wanted[0] and gradient is None:
+                d_dy = bias_gradient.expand(x.shape[0], -1)
+            elif wanted[0] and bias_gradient is None:
                 d_dy = x @ gradient.T
-            if wanted[0] and bias_gradient is not None:
-                d_dy = bias_gradient.expand(x.shape[0], -1) if d_dy is None else d_dy + bias_gradient
+            elif wanted[0]:
+                d_dy = torch.addmm(bias_gradient, x, gradient.T)
             if wanted[1] and gradient is not None:
                 d_x = dy @ gradient
         return d_dy, d_x
