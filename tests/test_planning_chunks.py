@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from fusedlayers import planning
-from fusedlayers.planning import plan
+from fusedlayers.planning import ChunkPass, plan
+from fusedlayers.planning.ffn_chunk_costs import Layer, chunk_cost
+from fusedlayers.planning.ffn_chunked import _cuts, _memory, _rows, _search
 from tests.test_planning import DEVICES, H200, NO_TRITON, PIPELINED, TRAINING
 
 
@@ -69,3 +73,40 @@ def test_chunks_of_the_widest_layers_keep_the_limit(size: tuple[int, int, int], 
         made = plan(problem, device)
         assert made.path == "chunked"
         assert 0 < made.workspace_bytes <= 64 * 2**20
+
+
+@pytest.mark.parametrize("size", [(1024, 4096, 1024), (512, 1376, 384), (4096, 14_336, 4096), (64, 2**18, 64)], ids=str)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
+def test_no_cut_costs_less_than_the_one_that_is_found(kernels: bool, gated: bool, size: tuple[int, int, int]) -> None:
+    """The search leaves out cuts by bounds of their costs; here all of them are tried."""
+    layer = Layer(*size, "bfloat16", 2, gated, False, 2**26, kernels, "cuda", 132)
+    for data, weights in ((True, True), (True, False), (False, True)):
+        search = _search(layer, data, weights)
+        for tokens in (2, 100, 1000, 8192, 16_384, 24_577, 50_000, 131_072, 10**6):
+            costs = dict(_every_cost(layer, data, weights, tokens))
+            best = min(costs.values(), default=math.inf)
+            cost, found = search.cheapest(tokens)
+            assert cost == pytest.approx(best, rel=1e-12)
+            if found is None:
+                assert not costs
+                continue
+            assert costs[found] == pytest.approx(best, rel=1e-12)
+            assert search.memory.bytes(found, tokens) <= layer.workspace_limit
+            assert search.cheapest(tokens, cost * 1.001) == (cost, found)
+            assert search.cheapest(tokens, cost * 0.999) == (cost * 0.999, None)
+
+
+def _every_cost(layer: Layer, data: bool, weights: bool, tokens: int) -> Iterator[tuple[ChunkPass, float]]:
+    """Every pass that fits, and its cost."""
+    memory = _memory(layer, weights)
+    for cut in _cuts(layer, data, weights):
+        step = ChunkPass(tokens, *cut)
+        if cut.columns == layer.N or memory.bytes(step, tokens) > layer.workspace_limit:
+            taken = cut.columns * (memory.unit + memory.sums) + memory.carried * tokens * cut.carried
+            most = int((layer.workspace_limit - taken) / memory.token_bytes(cut.columns, cut.slice_columns))
+            if most < 1:
+                continue
+            step = ChunkPass(_rows(tokens, most), *cut)
+        chunks = math.ceil(tokens / step.rows) * math.ceil(layer.N / cut.columns)
+        yield step, chunks * chunk_cost(layer, cut, step.rows == tokens).of(step.rows)

@@ -11,9 +11,11 @@ weights, adds to sums, launches its products, and leaves processors idle where t
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from .devices import SIXTEEN_BITS, Device
+from .ffn_chunk_costs import FLOPS_FOR_A_BYTE, ChunkCost, Cut, Layer, chunk_cost
 
 # Bytes of temporary memory that a call with recompute=True may take, forward or backward, unless the user names others.
 WORKSPACE_LIMIT = 64 * 2**20
@@ -24,15 +26,6 @@ WORKSPACE_LIMIT = 64 * 2**20
 MOST_GROUPS = {False: 2, True: 1}
 # Into how many slices the hidden of a chunk is cut.
 SLICES = (1, 2, 4, 8)
-# What a launch costs, in bytes that could be moved meanwhile: the device fills and drains. On an H200 (16,384 tokens ×
-# 1024 × 4096) two slices instead of one, 12 launches more, took 131 µs, in which it moves 48 MiB for each of them.
-LAUNCH_BYTES = 48 * 2**20
-# Rows and columns of tiles: those of cuBLAS's large products, and those of the kernels and of what is added to float32
-# sums, which were not seen to be computed in larger ones, nor in ranges of the tokens.
-LARGE_TILES = ((128, 256), (256, 128))
-SMALL_TILES = ((128, 128),)
-# What an H200 computes in the time in which it moves a byte.
-FLOPS_FOR_A_BYTE = 184
 # Costs are rough, within a factor of two of what was measured: by so much two passes must be cheaper to be taken where
 # one is possible. Tiny groups, all that fits beside the bits of a large dx, cost several times as much.
 APART_FROM = 2
@@ -71,8 +64,7 @@ class ChunkPlan:
     workspace_bytes: int
 
 
-@dataclass(frozen=True)
-class _Costs:
+class _Memory(NamedTuple):
     """Bytes of temporary memory in the backward pass: for each element, token and hidden unit of a chunk."""
 
     element: float
@@ -80,164 +72,194 @@ class _Costs:
     token: int
     unit: int
     sums: int  # for each hidden unit, where chunks of tokens are added up in float32
+    carried: int  # for each token of the call, where the bits of dx that groups would round away are kept
 
-    def bytes(self, rows: int, columns: int, slice_columns: int, tokens: int) -> int:
-        """What a chunk takes, one of several if it has fewer rows than there are tokens."""
-        units = columns * (self.unit + self.sums * (rows < tokens))
-        return math.ceil(rows * self._token_bytes(columns, slice_columns)) + units
+    def bytes(self, step: ChunkPass, tokens: int) -> int:
+        """What a pass takes; its chunks are some of several if they have fewer rows than there are tokens."""
+        units = step.columns * (self.unit + self.sums * (step.rows < tokens))
+        chunk = math.ceil(step.rows * self.token_bytes(step.columns, step.slice_columns)) + units
+        return chunk + self.carried * tokens * step.carried
 
-    def most_rows(self, columns: int, slice_columns: int, limit: int) -> int:
-        """The rows of the largest chunk within so many bytes, one of several."""
-        left = limit - columns * (self.unit + self.sums)
-        return int(left / self._token_bytes(columns, slice_columns))
-
-    def _token_bytes(self, columns: int, slice_columns: int) -> float:
+    def token_bytes(self, columns: int, slice_columns: int) -> float:
+        """What each row of a chunk takes."""
         return columns * self.element + slice_columns * self.slice_element + self.token
+
+
+class _Whole(NamedTuple):
+    """A cut whose chunks have all tokens, as long as there are at most ``most_tokens``.
+
+    All groups together cost ``fixed + tokens * each_token`` or more.
+    """
+
+    fixed: float
+    each_token: float
+    most_tokens: int
+    cut: Cut
+    groups: int
+    cost: ChunkCost
+
+
+class _Parted(NamedTuple):
+    """A cut whose chunks have some of the tokens, from ``least_tokens`` on.
+
+    All chunks together cost ``tokens * each_token`` or more. Each row of a chunk needs ``row`` bytes; there are
+    ``room``, less ``carried`` for each token of the call.
+    """
+
+    each_token: float
+    least_tokens: int
+    room: int
+    carried: int
+    row: float
+    cut: Cut
+    groups: int
+    cost: ChunkCost
+
+
+class _Search:
+    """Every cut of a layer's hidden for a pass, from the one that may cost least.
+
+    A cut whose least possible cost is above that of one already found is not looked at, nor are those behind it.
+    """
+
+    def __init__(self, layer: Layer, data: bool, weights: bool) -> None:
+        self.memory = memory = _memory(layer, weights)
+        self._whole: list[_Whole] = []
+        self._parted: list[_Parted] = []
+        for cut in _cuts(layer, data, weights):
+            columns, groups = cut.columns, math.ceil(layer.N / cut.columns)
+            row, carried = memory.token_bytes(columns, cut.slice_columns), memory.carried * cut.carried
+            most_tokens = 0
+            if columns < layer.N and (room := layer.workspace_limit - columns * memory.unit) >= 0:
+                most_tokens = int(room // (row + carried))
+                cost = chunk_cost(layer, cut, True)
+                bounds = groups * cost.fixed, groups * cost.each_row
+                self._whole.append(_Whole(*bounds, most_tokens, cut, groups, cost))
+            room = layer.workspace_limit - columns * (memory.unit + memory.sums)
+            most_rows = int((room - carried * (most_tokens + 1)) / row)
+            if most_rows >= 1:
+                cost = chunk_cost(layer, cut, False)
+                bound = groups * (cost.fixed / most_rows + cost.each_row)
+                self._parted.append(_Parted(bound, most_tokens + 1, room, carried, row, cut, groups, cost))
+        self._whole.sort(key=lambda each: each.fixed)
+        self._parted.sort(key=lambda each: each.each_token)
+        self._most_whole = max((each.most_tokens for each in self._whole), default=0)
+        self._least_each = min((each.each_token for each in self._whole), default=0.0)
+
+    def cheapest(self, tokens: int, below: float = math.inf) -> tuple[float, ChunkPass | None]:
+        """The cheapest pass that fits, and its cost, if that is ``below`` so much; else None."""
+        best, found, found_rows = below, None, tokens
+        if tokens <= self._most_whole:
+            least = tokens * self._least_each
+            for fixed, each_token, most_tokens, cut, groups, chunk in self._whole:
+                if fixed + least >= best:
+                    break
+                if tokens <= most_tokens and fixed + tokens * each_token < best:
+                    cost = groups * chunk.of(tokens)
+                    if cost < best:
+                        best, found = cost, cut
+        for bound, least_tokens, room, carried, row, cut, groups, chunk in self._parted:
+            if tokens * bound >= best:
+                break
+            if tokens < least_tokens or (most := int((room - carried * tokens) / row)) < 1:
+                continue
+            rows = _rows(tokens, most)
+            cost = math.ceil(tokens / rows) * groups * chunk.of(rows)
+            if cost < best:
+                best, found, found_rows = cost, cut, rows
+        if found is None:
+            return best, None
+        return best, ChunkPass(found_rows, *found)
+
+
+# As many layers as a model may have of different shapes, each with up to three passes.
+@lru_cache(maxsize=64)
+def _search(layer: Layer, data: bool, weights: bool) -> _Search:
+    return _Search(layer, data, weights)
 
 
 def plan(problem: Any, device: Device, kernels: bool) -> ChunkPlan:
     """The chunks of ``problem``, a ``planning.Problem`` of an FFN; ``kernels`` says what computes them."""
     p = problem
-    forward = p.N * _forward_bytes(p, device, kernels)
+    layer = Layer(
+        p.K, p.N, p.O, p.dtype, p.element_bytes, p.gated, p.dropout, p.workspace_limit, kernels, device.kind,
+        device.processors,
+    )  # fmt: skip
+    forward = p.N * _forward_bytes(layer)
     rows = _rows(p.M, p.workspace_limit // forward)
-    passes = _passes(p, device, kernels)
-    used = [rows * forward]
-    for each in passes:
-        costs = _costs(p, device, kernels, each.weights)
-        used.append(costs.bytes(each.rows, each.columns, each.slice_columns, p.M) + _carried_bytes(p) * each.carried)
-    return ChunkPlan(rows, passes, max(used))
+    passes = _passes(layer, p.M, p.needs_data_gradient, p.needs_weight_gradient)
+    used = [_search(layer, each.data, each.weights).memory.bytes(each, p.M) for each in passes]
+    return ChunkPlan(rows, passes, max([rows * forward, *used]))
 
 
-def _passes(problem: Any, device: Device, kernels: bool) -> tuple[ChunkPass, ...]:
-    p = problem
-    data, weights = p.needs_data_gradient, p.needs_weight_gradient
-    if not p.training:
+def _passes(layer: Layer, tokens: int, data: bool, weights: bool) -> tuple[ChunkPass, ...]:
+    if not (data or weights):
         return ()
-    together = _fit(p, device, kernels, data, weights)
+    cost, together = _search(layer, data, weights).cheapest(tokens)
     if not (data and weights):
         return (together or ChunkPass(1, 1, 1, data, weights),)
     # Each with a pass of its own, which computes the hidden and its gradient once more.
-    yields = ((True, False), (False, True))
-    apart = tuple(_fit(p, device, kernels, *each) or ChunkPass(1, 1, 1, *each) for each in yields)
     if together is None:
-        return apart
-    again = 2.0 * p.M * p.N * (p.K * (2 if p.gated else 1) + p.O) / FLOPS_FOR_A_BYTE
-    apart_cost = again + sum(_cost(p, device, each) for each in apart)
-    return (together,) if _cost(p, device, together) < APART_FROM * apart_cost else apart
+        _, first = _search(layer, True, False).cheapest(tokens)
+        _, second = _search(layer, False, True).cheapest(tokens)
+        return first or ChunkPass(1, 1, 1, True, False), second or ChunkPass(1, 1, 1, False, True)
+    again = 2.0 * tokens * layer.N * (layer.parts * layer.K + layer.O) / FLOPS_FOR_A_BYTE
+    # What both may cost; often one pass alone costs more, and the other is not looked for.
+    left = cost / APART_FROM - again
+    cost, first = _search(layer, True, False).cheapest(tokens, left)
+    if first is None:
+        return (together,)
+    _, second = _search(layer, False, True).cheapest(tokens, left - cost)
+    return (together,) if second is None else (first, second)
 
 
-def _fit(problem: Any, device: Device, kernels: bool, data: bool, weights: bool) -> ChunkPass | None:
-    """The cheapest pass that fits and yields these gradients, or None."""
-    p = problem
-    costs = _costs(p, device, kernels, weights)
+def _cuts(layer: Layer, data: bool, weights: bool) -> list[Cut]:
+    """Every cut that is tried."""
     # dx alone needs no groups: there are no sums whose memory they would share out.
-    most_rounded = p.N if not data else MOST_GROUPS[p.gated] if weights else 1
+    most_rounded = layer.N if not data else MOST_GROUPS[layer.gated] if weights else 1
     ways = [(most_rounded, False)]
-    if kernels and data and weights and p.dtype in SIXTEEN_BITS:
-        ways.append((p.N, True))
-    fitting: list[ChunkPass] = []
+    if layer.kernels and data and weights and layer.dtype in SIXTEEN_BITS:
+        ways.append((layer.N, True))
     # Every number of groups up to 64, then those that double: a very wide layer has too many to try.
-    numbers = [*range(1, 65), *(2**power for power in range(7, p.N.bit_length()))]
-    for most_groups, carried in ways:
-        limit = p.workspace_limit - _carried_bytes(p) * carried
-        for columns in sorted({_columns(p.N, groups) for groups in numbers if groups <= most_groups}, reverse=True):
-            if carried and columns == p.N:
-                continue
-            for slice_columns in sorted({_columns(columns, slices) for slices in SLICES}, reverse=True):
-                if columns < p.N and costs.bytes(p.M, columns, slice_columns, p.M) <= limit:
-                    fitting.append(ChunkPass(p.M, columns, slice_columns, data, weights, carried))
-                elif (most := costs.most_rows(columns, slice_columns, limit)) >= 1:
-                    fitting.append(ChunkPass(_rows(p.M, most), columns, slice_columns, data, weights, carried))
-    return min(fitting, key=lambda each: _cost(p, device, each), default=None)
+    numbers = [*range(1, 65), *(2**power for power in range(7, layer.N.bit_length()))]
+    return [
+        Cut(columns, slice_columns, data, weights, carried)
+        for most_groups, carried in ways
+        for columns in sorted({_columns(layer.N, groups) for groups in numbers if groups <= most_groups}, reverse=True)
+        for slice_columns in sorted({_columns(columns, slices) for slices in SLICES}, reverse=True)
+        if not (carried and columns == layer.N)
+    ]
 
 
-def _carried_bytes(problem: Any) -> int:
-    """Four bits for each element of dx, whole bytes in a row."""
-    return problem.M * math.ceil(problem.K / 2)
-
-
-def _cost(problem: Any, device: Device, step: ChunkPass) -> float:
-    """Roughly, in bytes that the device could move meanwhile, but for what is the same however the hidden is cut."""
-    p = problem
-    parts = 2 if p.gated else 1
-    rows, columns, part = step.rows, step.columns, step.slice_columns
-    slices = math.ceil(columns / part)
-    x, dy, first, down = rows * p.K, rows * p.O, parts * columns * p.K, columns * p.O
-    # The pre-activations; their gradients.
-    launches = parts + slices
-    elements = x + first + slices * dy + down
-    idle = parts * _idle_flops(rows, columns, p.K, device, LARGE_TILES)
-    idle += slices * _idle_flops(rows, part, p.O, device, SMALL_TILES)
-    sums: float = 0
-    if step.data:
-        rounded = 1 if step.carried else parts
-        launches += rounded
-        elements += rounded * 2 * x + first
-        sums += x * step.carried
-        idle += parts * _idle_flops(rows, p.K, columns, device, SMALL_TILES if step.carried else LARGE_TILES)
-    if step.weights:
-        launches += parts + slices
-        elements += parts * x + slices * dy
-        whole = rows >= p.M
-        sums += 2 * (first + down) * (p.element_bytes if whole else max(4, p.element_bytes))
-        for count, height, width in ((parts, columns, p.K), (slices, p.O, part)):
-            ranges = _ranges(height, width, device) if whole else 1
-            sums += count * 2 * 4 * height * width * (ranges if ranges > 1 else 0)
-            idle += count * _idle_flops(height, width, rows, device, LARGE_TILES if whole else SMALL_TILES, ranges)
-    chunks = math.ceil(p.M / rows) * math.ceil(p.N / columns)
-    return chunks * (launches * LAUNCH_BYTES + elements * p.element_bytes + sums + idle / FLOPS_FOR_A_BYTE)
-
-
-def _ranges(rows: int, columns: int, device: Device) -> int:
-    """Ranges of the inner axis that together fill the processors, where the large tiles of a product do not."""
-    return max(1, device.processors // min(_tiles(rows, columns, tile) for tile in LARGE_TILES))
-
-
-def _tiles(rows: int, columns: int, tile: tuple[int, int]) -> int:
-    return math.ceil(rows / tile[0]) * math.ceil(columns / tile[1])
-
-
-def _idle_flops(
-    rows: int, columns: int, inner: int, device: Device, tiles: tuple[tuple[int, int], ...], ranges: int = 1
-) -> float:
-    """What the processors without a tile could compute, while those that have one finish a product."""
-    idle = []
-    for tile in tiles:
-        waves = math.ceil(_tiles(rows, columns, tile) * ranges / device.processors)
-        idle.append(waves * device.processors * tile[0] * tile[1] / ranges - rows * columns)
-    return 2 * inner * max(0, min(idle))
-
-
-def _costs(problem: Any, device: Device, kernels: bool, weights: bool) -> _Costs:
-    p = problem
-    narrow = p.dtype in SIXTEEN_BITS
-    parts = 2 if p.gated else 1
-    element = parts * p.element_bytes
-    sums = 4 * (parts * p.K + p.O) if weights and narrow else 0
+def _memory(layer: Layer, weights: bool) -> _Memory:
+    narrow, parts = layer.dtype in SIXTEEN_BITS, layer.parts
+    element = parts * layer.element_bytes
+    sums = 4 * (parts * layer.K + layer.O) if weights and narrow else 0
     # float32, of all hidden units and of a slice.
     biases = 8 * parts * weights
-    if kernels:
+    # Four bits for each element of dx, whole bytes in a row.
+    carried = math.ceil(layer.K / 2)
+    if layer.kernels:
         # The hidden, and partial sums of every 64 rows or more, in 32 bits every 32.
-        return _Costs(element, (p.element_bytes + parts / (16 if narrow else 8)) * weights, 0, biases, sums)
-    of_slice = _torch_bytes(p, device, BACKWARD_COPIES)
-    if not (narrow and weights and device.kind != "cuda"):
-        return _Costs(element, of_slice, 0, biases, sums)
+        of_slice = (layer.element_bytes + parts / (16 if narrow else 8)) * weights
+        return _Memory(element, of_slice, 0, biases, sums, carried)
+    of_slice = _torch_bytes(layer, BACKWARD_COPIES)
+    if not (narrow and weights and layer.device_kind != "cuda"):
+        return _Memory(element, of_slice, 0, biases, sums, carried)
     # Without a product of 16-bit operands that adds to float32, both operands and the product are float32.
-    widest = 4 * max(p.K, p.O)
-    return _Costs(element + 4, of_slice + 4, widest, biases, sums + widest)
+    widest = 4 * max(layer.K, layer.O)
+    return _Memory(element + 4, of_slice + 4, widest, biases, sums + widest, carried)
 
 
-def _forward_bytes(problem: Any, device: Device, kernels: bool) -> int:
+def _forward_bytes(layer: Layer) -> int:
     """Temporary memory of the forward pass for each element of the hidden."""
-    element: int = problem.element_bytes
-    return element if kernels else _torch_bytes(problem, device, FORWARD_COPIES)
+    return layer.element_bytes if layer.kernels else _torch_bytes(layer, FORWARD_COPIES)
 
 
-def _torch_bytes(problem: Any, device: Device, copies: dict[bool, int]) -> int:
+def _torch_bytes(layer: Layer, copies: dict[bool, int]) -> int:
     """The same where torch's operations compute a chunk, forward or backward."""
-    dropout = DROPOUT_COPIES * problem.element_bytes if device.kind == "cuda" else MASK_BYTES
-    found: int = copies[problem.gated] * problem.element_bytes + dropout * problem.dropout
-    return found
+    dropout = DROPOUT_COPIES * layer.element_bytes if layer.device_kind == "cuda" else MASK_BYTES
+    return copies[layer.gated] * layer.element_bytes + dropout * layer.dropout
 
 
 def _rows(tokens: int, most: int) -> int:
