@@ -75,11 +75,12 @@ def decisions() -> Iterator[Counter[str]]:
 @functools.lru_cache(maxsize=4096)
 def _cached_plan(problem: Any, device: Device, wish: str) -> Any:
     plan: Decision = planning.plan(problem, device, wish)
-    reasons = dict(plan.rejected)
-    told = planning.KERNEL_PATHS if plan.path == "torch" else ("fused",)
-    # Drop the sizes, or every sequence length would log its own line; give each reason once.
-    said = "; ".join(dict.fromkeys(reasons[path].split(":")[0] for path in told if path in reasons))
-    _log_once(problem.operation, plan.path, said or plan.reason)
+    if logger.isEnabledFor(logging.INFO):
+        reasons = dict(plan.rejected)
+        told = planning.KERNEL_PATHS if plan.path == "torch" else ("fused",)
+        # Drop the sizes, or every sequence length would log its own line; give each reason once.
+        said = "; ".join(dict.fromkeys(reasons[path].split(":")[0] for path in told if path in reasons))
+        _log_once(problem.operation, plan.path, said or plan.reason)
     return plan
 
 

@@ -39,7 +39,7 @@ class Call:
     @cached_property
     def _hash(self) -> int:
         # Looked up at every call: computed once, as a problem never changes.
-        return hash(tuple([getattr(self, name) for name in self.__dataclass_fields__]))
+        return hash(tuple(map(vars(self).get, self.__dataclass_fields__)))
 
 
 @dataclass(frozen=True, kw_only=True)

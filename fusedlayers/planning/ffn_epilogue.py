@@ -43,12 +43,12 @@ class EpiloguePlan:
     data_gradient_pipeline: EpiloguePipeline | None = None
 
 
-def plan(problem: Any, device: Device, carried: bool = False) -> EpiloguePlan:
-    """The tiles for ``problem``, a ``planning.Problem`` of an FFN; ``carried``: whether dx is."""
+def plan(problem: Any, device: Device, rows: int, carried: bool = False) -> EpiloguePlan:
+    """The tiles for at most so many ``rows`` of ``problem``, a ``planning.Problem`` of an FFN; ``carried``: dx is."""
     p = problem
     gradient = None
     if p.training:
-        gradient = hidden_gradient.plan(_gradient_problem(p), device, "triton")
+        gradient = hidden_gradient.plan(_gradient_problem(p, rows), device, "triton")
     pipeline = hidden_gradient.epilogue_pipeline("hidden", p, device)
     tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
     if not carried:
@@ -57,9 +57,9 @@ def plan(problem: Any, device: Device, carried: bool = False) -> EpiloguePlan:
     return EpiloguePlan(tiles, pipeline, gradient, data_gradient_tiles(device.architecture), data_pipeline)
 
 
-def _gradient_problem(p: Any) -> HiddenGradientProblem:
+def _gradient_problem(p: Any, rows: int) -> HiddenGradientProblem:
     return HiddenGradientProblem(
-        M=p.M, N=p.N, O=p.O, dtype=p.dtype, activation=p.activation, gated=p.gated, dropout=p.dropout
+        M=rows, N=p.N, O=p.O, dtype=p.dtype, activation=p.activation, gated=p.gated, dropout=p.dropout
     )
 
 
@@ -84,7 +84,7 @@ def why_slower(problem: Any, device: Device) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
     if (reason := not_measured(problem, device) or _why_portable(problem, device, LEAST_WIDTH)) is not None:
         return reason
-    if problem.training and hidden_gradient.choose_pipeline(_gradient_problem(problem), device) is None:
+    if problem.training and hidden_gradient.choose_pipeline(_gradient_problem(problem, problem.M), device) is None:
         return "the sums of so many rows pass their limit in the kernel that was measured faster than torch"
     if problem.M < LEAST_ROWS:
         return f"{problem.M} tokens: torch was as fast or faster below {LEAST_ROWS:,}"

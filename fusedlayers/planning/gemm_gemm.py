@@ -10,6 +10,7 @@ from typing import Any
 from ..kernels.tuning import (
     CONSUMER_ROWS,
     SHORTEST_SPLIT,
+    PipelinedConfig,
     StoredConfig,
     TileConfig,
     padded_width,
@@ -137,10 +138,10 @@ def plan(problem: Problem, device: Device, backend: str = "auto") -> Plan:
     """
     if problem.saved_limit is None:
         return _plan(problem, device, backend)
-    fastest = _plan(replace(problem, saved_limit=None), device, backend)
+    fastest = _plan(problem, device, backend)
     if fastest.saved_bytes <= problem.saved_limit:
-        return replace(fastest, problem=problem)
-    made = _plan(replace(problem, saved_limit=None, recompute=True), device, backend)
+        return fastest
+    made = _plan(replace(problem, recompute=True), device, backend)
     kept = f"the {fastest.path} path would save {fastest.saved_bytes:,} bytes of {problem.saved_limit:,} allowed"
     return replace(made, problem=problem, reason=f"{made.reason}; {kept}")
 
@@ -183,7 +184,7 @@ def why_unsupported(problem: Problem, device: Device) -> str | None:
         return reason
     width = max(problem.K, problem.O)
     for kernel in problem.kernels:
-        if _tiles(kernel, problem, device) is None:
+        if _portable_tiles(kernel, problem, device) is None:
             return f"width {width} (padded {padded_width(width)}) of {problem.dtype} does not fit on chip in {kernel}"
     return None
 
@@ -206,17 +207,25 @@ def why_slower(problem: Problem, device: Device) -> str | None:
 
 
 def _tiles(kernel: str, problem: Problem, device: Device) -> TileConfig | None:
+    tiles = _portable_tiles(kernel, problem, device)
+    pipelined = None if tiles is None else _pipelined(kernel, problem, device)
+    return tiles if tiles is None or pipelined is None else replace(tiles, pipelined=pipelined)
+
+
+def _portable_tiles(kernel: str, problem: Problem, device: Device) -> TileConfig | None:
     width = max(problem.K, problem.O)
-    tiles = tile_config(kernel, device.architecture, 8 * problem.element_bytes, problem.gated, width)
-    if tiles is None or not device.pipelined or problem.element_bytes != 2 or problem.dropout:
-        return tiles
+    return tile_config(kernel, device.architecture, 8 * problem.element_bytes, problem.gated, width)
+
+
+def _pipelined(kernel: str, problem: Problem, device: Device) -> PipelinedConfig | None:
+    if not device.pipelined or problem.element_bytes != 2 or problem.dropout:
+        return None
     sizes = (problem.batch, problem.M, problem.K, problem.N, problem.O)
-    return replace(tiles, pipelined=pipelined_config(kernel, problem.gated, *sizes, device.processors))
+    return pipelined_config(kernel, problem.gated, *sizes, device.processors)
 
 
 def _all_pipelined(problem: Problem, device: Device) -> bool:
-    chosen = [_tiles(kernel, problem, device) for kernel in problem.kernels]
-    return all(tiles is not None and tiles.pipelined is not None for tiles in chosen)
+    return all(_pipelined(kernel, problem, device) is not None for kernel in problem.kernels)
 
 
 def _stored(problem: Problem, device: Device) -> StoredConfig | None:
@@ -305,7 +314,7 @@ def plan_on(
                 "workspace_bytes": hidden_bytes + partial_bytes,
             }
     elif path == "epilogue":
-        epilogue = ffn_epilogue.plan(problem, device)
+        epilogue = ffn_epilogue.plan(problem, device, problem.M)
         workspace = problem.hidden_bytes
         if epilogue.gradient is not None:
             # The gradients of the pre-activations, the hidden for that of w_down, and sums over rows.
@@ -318,9 +327,9 @@ def plan_on(
     elif chunks is not None:
         options = {"chunks": chunks, "workspace_bytes": chunks.workspace_bytes}
         if chunk_kernels:
-            part = replace(problem, M=max([chunks.rows, *(each.rows for each in chunks.passes)]))
+            largest = max([chunks.rows, *(each.rows for each in chunks.passes)])
             carried = any(each.carried for each in chunks.passes)
-            epilogue = ffn_epilogue.plan(part, device, carried)
+            epilogue = ffn_epilogue.plan(problem, device, largest, carried)
             options |= {"epilogue": epilogue, "accuracy": activation_accuracy(problem, device)}
     reason = {
         "fused": "the kernels cover the problem and keep no hidden",
