@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import reference
@@ -55,10 +54,10 @@ def check_gemm_gemm(a: Tensor, b: Tensor, c: Tensor) -> None:
         raise ValueError(
             f"{said('c', c)}: expected [*B, N, O] with N = {b.shape[-1]}, the last dimension of b {list(b.shape)}"
         )
-    batches = [tuple(tensor.shape[:-2]) for tensor in (a, b, c)]
     try:
-        torch.broadcast_shapes(*batches)
+        leading_dims(a, b, c)
     except RuntimeError as error:
+        batches = [tuple(tensor.shape[:-2]) for tensor in (a, b, c)]
         raise ValueError(
             f"{said('a', a)}, {said('b', b)}, {said('c', c)}: expected leading dimensions *B that broadcast, "
             f"got {', '.join(str(list(batch)) for batch in batches)}"

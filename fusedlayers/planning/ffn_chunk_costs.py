@@ -10,9 +10,9 @@ from typing import NamedTuple
 # 1024 × 4096) two slices instead of one, 12 launches more, took 131 µs, in which it moves 48 MiB for each of them.
 LAUNCH_BYTES = 48 * 2**20
 # Rows and columns of tiles: those of cuBLAS's large products, and those of the kernels and of what is added to float32
-# sums, which were not seen to be computed in larger ones, nor in ranges of the tokens.
+# sums, which were not seen to be computed in larger ones, nor in ranges of the tokens. Two shapes of the same size.
 LARGE_TILES = ((128, 256), (256, 128))
-SMALL_TILES = ((128, 128),)
+SMALL_TILES = ((128, 128), (128, 128))
 # What an H200 computes in the time in which it moves a byte.
 FLOPS_FOR_A_BYTE = 184
 
@@ -51,22 +51,24 @@ class Cut(NamedTuple):
 class ChunkCost(NamedTuple):
     """What a chunk costs, roughly, in bytes that the device could move meanwhile.
 
-    Of the products whose tiles depend on the rows, ``waves`` has for each tile shape its height, the tiles beside one
-    another, and what a wave of tiles computes; ``computed`` is what each row needs of that. The rest of the waves is
-    computed by processors that would be idle, so that ``fixed + rows * each_row`` is less than the whole cost.
+    Of the products whose tiles depend on the rows, ``waves`` has what a wave of tiles computes, and for either of two
+    tile shapes its height and how many tiles lie beside one another; ``computed`` is what each row needs of the waves.
+    The rest of them is computed by processors that would be idle: ``fixed + rows * each_row`` is not above the cost.
     """
 
     fixed: float
     each_row: float
     computed: float
-    waves: tuple[tuple[tuple[int, int, float], ...], ...]
+    waves: tuple[tuple[float, int, int, int, int], ...]
     processors: int
 
     def of(self, rows: int) -> float:
         """The cost of a chunk of so many rows."""
         total, processors = self.fixed + rows * (self.each_row - self.computed), self.processors
-        for tiles in self.waves:
-            total += min([-(-(-(-rows // height) * beside) // processors) * cost for height, beside, cost in tiles])
+        # Written out, as this is computed for several cuts whenever there is a new number of tokens.
+        for wave, height, beside, other_height, other_beside in self.waves:
+            tiles, others = -(-rows // height) * beside, -(-rows // other_height) * other_beside
+            total += wave * -(-(tiles if tiles < others else others) // processors)
         return total
 
 
@@ -98,13 +100,11 @@ def chunk_cost(layer: Layer, cut: Cut, whole: bool) -> ChunkCost:
             sums += count * 2 * 4 * height * width * (ranges if ranges > 1 else 0)
             idle = _idle_elements(height, width, processors, LARGE_TILES if whole else SMALL_TILES, ranges)
             row_sums += count * 2 * idle / FLOPS_FOR_A_BYTE
-    waves = [
-        tuple(
-            (height, math.ceil(width / across), 2 * count * inner * processors * height * across / FLOPS_FOR_A_BYTE)
-            for height, across in tiles
-        )
-        for count, width, inner, tiles in products
-    ]
+    waves = []
+    for count, width, inner, tiles in products:
+        (height, across), (other_height, other_across) = tiles
+        wave = 2 * count * inner * processors * height * across / FLOPS_FOR_A_BYTE
+        waves.append((wave, height, math.ceil(width / across), other_height, math.ceil(width / other_across)))
     computed = sum(2 * count * width * inner for count, width, inner, _ in products) / FLOPS_FOR_A_BYTE
     fixed = launches * LAUNCH_BYTES + elements * element + sums
     return ChunkCost(fixed, row_elements * element + row_sums, computed, tuple(waves), processors)

@@ -10,8 +10,10 @@ weights, adds to sums, launches its products, and leaves processors idle where t
 """
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from .devices import SIXTEEN_BITS, Device
@@ -143,21 +145,21 @@ class _Search:
                 self._parted.append(_Parted(bound, most_tokens + 1, room, carried, row, cut, groups, cost))
         self._whole.sort(key=lambda each: each.fixed)
         self._parted.sort(key=lambda each: each.each_token)
-        self._most_whole = max((each.most_tokens for each in self._whole), default=0)
+        # The most tokens that any of the first cuts takes: those before the first that may fit are skipped at once.
+        self._reach = list(accumulate((each.most_tokens for each in self._whole), max))
         self._least_each = min((each.each_token for each in self._whole), default=0.0)
 
     def cheapest(self, tokens: int, below: float = math.inf) -> tuple[float, ChunkPass | None]:
         """The cheapest pass that fits, and its cost, if that is ``below`` so much; else None."""
         best, found, found_rows = below, None, tokens
-        if tokens <= self._most_whole:
-            least = tokens * self._least_each
-            for fixed, each_token, most_tokens, cut, groups, chunk in self._whole:
-                if fixed + least >= best:
-                    break
-                if tokens <= most_tokens and fixed + tokens * each_token < best:
-                    cost = groups * chunk.of(tokens)
-                    if cost < best:
-                        best, found = cost, cut
+        least = tokens * self._least_each
+        for fixed, each_token, most_tokens, cut, groups, chunk in self._whole[bisect_left(self._reach, tokens) :]:
+            if fixed + least >= best:
+                break
+            if tokens <= most_tokens and fixed + tokens * each_token < best:
+                cost = groups * chunk.of(tokens)
+                if cost < best:
+                    best, found = cost, cut
         for bound, least_tokens, room, carried, row, cut, groups, chunk in self._parted:
             if tokens * bound >= best:
                 break

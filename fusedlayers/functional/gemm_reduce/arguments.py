@@ -43,7 +43,7 @@ def check_gemm_reduce(
             f"{said('b', b)}: expected [*B, K, N] with K = {a.shape[-1]}, the last dimension of a {list(a.shape)}"
         )
     try:
-        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        batch = leading_dims(a, b)
     except RuntimeError as error:
         raise ValueError(
             f"{said('a', a)}, {said('b', b)}: expected leading dimensions *B that broadcast, "
