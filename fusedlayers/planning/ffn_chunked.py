@@ -163,7 +163,10 @@ class _Search:
         for bound, least_tokens, room, carried, row, cut, groups, chunk in self._parted:
             if tokens * bound >= best:
                 break
-            if tokens < least_tokens or (most := int((room - carried * tokens) / row)) < 1:
+            # There are at least two chunks, of more than one token.
+            if tokens < least_tokens or min(tokens, 2) * groups * chunk.fixed >= best:
+                continue
+            if (most := int((room - carried * tokens) / row)) < 1:
                 continue
             rows = _rows(tokens, most)
             cost = math.ceil(tokens / rows) * groups * chunk.of(rows)
