@@ -195,17 +195,12 @@ class _GemmReduce(Operation):
         saved = d if exact else index if saving else None
         return (d.to(kept.dtype), wide, product), (saved if shares is None else shares,)
 
-    def gradients(
-        self, call: Prepared, saved: Tensors, wanted: Sequence[bool], upstream: Tensors, inside: bool = False
-    ) -> Tensors:
-        if upstream[2] is not None:
-            # The product has a gradient, too, which only torch's operations give.
-            return self.differentiable_gradients(call, saved[: len(wanted)], wanted, upstream)
-        return super().gradients(call, saved, wanted, upstream, inside)
-
     def backward(
         self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
     ) -> Tensors:
+        if upstream[2] is not None:
+            # The product has a gradient, too, which only torch's operations give.
+            return self.differentiable_gradients(call, operands, wanted, upstream)
         reduction, [saved], dd = call.details, made, upstream[0]
         given = reduction.operands(*operands)
         return *_gradients(reduction, given, wanted, dd, saved), None, None
@@ -288,7 +283,8 @@ def _linear_gradients(
     if wanted[1]:
         total = torch.bmm(g.to(dtype).unsqueeze(1), kept)
         total = total if taking is None else torch.where(taking.unsqueeze(-1), total, 0)
-        d_reduced = total.expand(reduced.shape)
+        # In memory of its own size, as torch's product gives it, so that it may be changed in place.
+        d_reduced = total.expand(reduced.shape).contiguous()
     if wanted[2]:
         if bias_of_kept:
             d_bias = (g * operands.counts().unsqueeze(-1)).sum(0)
