@@ -146,6 +146,7 @@ class KernelOperation:
                 f"{name}_backward", "Tensor?[] upstream, Tensor?[] tensors, Tensor[] made", self._backward,
                 self._backward_fake, lambda problem: problem.model_flops[1],
             )  # fmt: skip
+            _LIBRARY.impl(f"{name}_backward", self._backward_batched, "Batched")
 
     def _register(
         self,
@@ -251,7 +252,9 @@ class KernelOperation:
         ctx.set_materialize_grads(False)
 
     def _differentiate(self, ctx: Any, upstream: list[Tensor | None]) -> tuple[Any, ...]:
-        operands, made = ctx.saved_tensors[: self.count], ctx.saved_tensors[self.count :]
+        # Once: a checkpoint computes what was saved anew for the first reader, and refuses another one.
+        saved = ctx.saved_tensors
+        operands, made = saved[: self.count], saved[self.count :]
         upstream = upstream[: len(upstream) - ctx.made]
         wanted = list(ctx.needs_input_grad[: self.count])
         gradients: list[Tensor | None] = [None] * self.count
@@ -278,6 +281,12 @@ class KernelOperation:
         with torch._C._ForceDispatchKeyGuard(include, exclude - _AUTOGRAD), torch.no_grad():
             found = self._gradients(ready, upstream, operands, made)
         return _apart([gradient.contiguous() for gradient in found if gradient is not None])
+
+    def _backward_batched(self, *given: Any) -> list[Tensor | None]:
+        """Of a batch of upstream gradients, autograd's ``is_grads_batched``: in torch's own operations."""
+        upstream, operands, made, sizes, call = given
+        device = next(operand.device for operand in operands if operand is not None)
+        return self._gradients(self._prepare(operands, self._described(sizes, call), device), upstream, operands, made)
 
     def _gradients(
         self,

@@ -309,7 +309,8 @@ class Operation:
             # create_graph=True, batched upstream gradients, forward-mode derivatives of a backward pass: torch's own
             # operations can be differentiated and transformed again.
             return self.differentiable_gradients(call, operands, wanted, upstream)
-        if observed() and not inside:
+        # Without operands to read, as for a bias alone, there is nothing for kernels to do.
+        if observed() and not inside and any(each is not None for each in saved):
             return self.kernel_operation.gradients(call, operands, made, wanted, upstream)
         upstream = [_contiguous(each) for each in upstream]
         if autocast_dtype(first.device) is None:

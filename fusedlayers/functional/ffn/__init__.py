@@ -221,9 +221,11 @@ class _FFN(Operation):
         )
 
     def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
-        x = operands[0]
-        kept = Result((problem.M, problem.N), x.dtype) if path == "epilogue" and problem.training else None
-        return [Result((*x.shape[:-1], problem.O), x.dtype)], [kept, kept if problem.gated else None]
+        # Of a backward pass for b_down alone it is all there is.
+        first = next(operand for operand in operands if operand is not None)
+        leading = (problem.M,) if operands[0] is None else operands[0].shape[:-1]
+        kept = Result((problem.M, problem.N), first.dtype) if path == "epilogue" and problem.training else None
+        return [Result((*leading, problem.O), first.dtype)], [kept, kept if problem.gated else None]
 
 
 def _through_hidden(wanted: Sequence[bool]) -> bool:
