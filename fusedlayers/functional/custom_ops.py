@@ -241,8 +241,12 @@ class KernelOperation:
     def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
         *operands, ctx.sizes, ctx.call = inputs
         described = self._described(ctx.sizes, ctx.call)
-        made = [result for result in self._results(operands, described)[1] if result is not None]
+        results, possible = self._results(operands, described)
+        made = [result for result in possible if result is not None]
         ctx.made = len(made)
+        given = dict(zip([place for place, result in enumerate(results) if result is not None], output, strict=False))
+        constant = self.operation.constant(described.problem, described.wanted)
+        ctx.mark_non_differentiable(*[given[place] for place in constant if place in given])
         needed = self.operation.kept(described.wanted)
         keeping = [
             operand if place != self.operation.added and (need or want) else None

@@ -135,6 +135,16 @@ class _HiddenGradient(Operation):
         dz_gate = None if dz_gate is None else with_leading_dims(dz_gate, z)
         return (with_leading_dims(dz, z), dz_gate, db_up, db_gate), ()
 
+    def constant(self, problem: Any, wanted: Sequence[bool]) -> Sequence[int]:
+        dy, w_down, z, z_gate = wanted
+        if dy or w_down:
+            return ()
+        # The slope of the identity depends on nothing, and a product is the gradient of its factor by the other one.
+        curved = problem.activation != "identity"
+        if not problem.gated:
+            return () if curved else (0, 2)
+        return (*(() if z_gate else (0, 2)), *(() if z or curved else (1, 3)))
+
     def expression(self, call: Prepared, operands: Tensors) -> _Gradients:
         dy, w_down, z, z_gate = operands
         problem = call.problem

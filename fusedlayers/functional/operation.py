@@ -64,6 +64,7 @@ class Prepared:
         self.details = operation.details(plan, extras)
         self.wanted: tuple[bool, ...] = ()
         self.kept: tuple[bool, ...] = ()
+        self.constant: Sequence[int] = ()
         self.layouts: list[Any] = []
 
     def apart(self) -> Prepared:
@@ -165,6 +166,10 @@ class Operation:
     def kept(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
         """Which operands the backward pass needs, given whose gradients are wanted."""
         return (True,) * len(wanted)
+
+    def constant(self, problem: Any, wanted: Sequence[bool]) -> Sequence[int]:
+        """The places of the results that depend on no operand whose gradient is wanted: they require none."""
+        return ()
 
     def finished(self, call: Prepared, tensors: Tensors, results: Any) -> Any:
         """The public result, from the results of the kernels."""
@@ -383,14 +388,17 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, call: Prepared, *operands: Any) -> Any:
         ctx.call = call
         if not call.wanted:
-            # Both follow from what the call was recognised by.
+            # All follow from what the call was recognised by.
             call.wanted = ctx.needs_input_grad[1:]
             call.kept = call.operation.kept(call.wanted)
+            call.constant = call.operation.constant(call.problem, call.wanted)
         wanted = call.wanted
         results, made = call.operation._forward(call, operands, wanted)
         saved = [operand if keep else None for operand, keep in zip(operands, call.kept, strict=True)]
         ctx.save_for_backward(*saved, *made)
         ctx.set_materialize_grads(False)
+        if call.constant:
+            ctx.mark_non_differentiable(*[each for place in call.constant if (each := results[place]) is not None])
         if not call.layouts:
             call.layouts = [None if each is None else layout_of(each) for each in (*saved, *made)]
         return results[0] if len(results) == 1 else tuple(results)

@@ -120,6 +120,10 @@ class _WeightGradient(Operation):
         # Each operand is needed for the gradient of the other one.
         return wanted[1], wanted[0]
 
+    def constant(self, problem: Any, wanted: Sequence[bool]) -> Sequence[int]:
+        # db is a sum of dy alone.
+        return () if wanted[0] else (1,)
+
     def differentiable_gradients(
         self, call: Prepared, operands: Tensors, wanted: Sequence[bool], upstream: Tensors
     ) -> Tensors:
