@@ -109,5 +109,5 @@ def planned(**changes: Any) -> Iterator[None]:
         return replace(made(problem, device, wish), **changes)
 
     with pytest.MonkeyPatch.context() as patch, on_path("kernels"):
-        patch.setitem(planning._PLANNERS, planning.MaxSimProblem, changed)
+        patch.setattr(planning.maxsim, "plan", changed)
         yield

@@ -155,6 +155,11 @@ class Operation:
         """What :meth:`forward` gives and makes, described; ``saving``: whether any gradient is wanted."""
         raise NotImplementedError
 
+    def facts(self, plan: Any, device: Device) -> list[tuple[str, str]]:
+        """What ``explain`` prints of a plan: (what, text) rows."""
+        rows: list[tuple[str, str]] = plan.facts(device)
+        return rows
+
     def extras(self, options: tuple[Any, ...]) -> dict[str, Any]:
         """What kernels need of the options beyond the problem: numbers and words by name."""
         return {}

@@ -10,8 +10,6 @@ from .devices import Device
 
 # Of a pipelined configuration: the number of processors, which changes nothing that is compiled.
 _UNNAMED = ("pipelined", "programs")
-# An FFN and a batched GEMM-GEMM are the same kernels.
-_FAMILIES = {"ffn": "gemm_gemm"}
 WHY_AVOIDED = "gave wrong numbers here in the self-test"
 
 
@@ -41,7 +39,7 @@ def _found(plan: Any, problem: Any, inside: str = "") -> Iterator[tuple[str, tup
 
 
 def _name(problem: Any, field: str, config: Any) -> str:
-    kernel = f"{_FAMILIES.get(problem.operation, problem.operation)} {field.removesuffix('_tiles')}"
+    kernel = f"{problem.family or problem.operation} {field.removesuffix('_tiles')}"
     gated = ", gated" if getattr(problem, "gated", False) else ""
     numbers = [f"{part.name}={getattr(config, part.name)}" for part in fields(config) if part.name not in _UNNAMED]
     return f"{kernel}{gated}, {8 * problem.element_bytes} bits: {type(config).__name__}({', '.join(numbers)})"

@@ -1,11 +1,16 @@
 """What every problem and every plan have, whatever the operation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from .devices import DTYPE_BYTES, KERNEL_DTYPES, Device
+
+# Rows of what ``explain`` prints: (what, text).
+Facts = list[tuple[str, str]]
+# Field of a plan -> the results that are computed by it.
+Yields = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +19,8 @@ class Call:
 
     A subclass sets ``__hash__ = Call.__hash__``, as ``dataclass`` would give it one of its own.
     """
+
+    family: ClassVar[str] = ""  # by what name its kernels' configurations go, where it is not the operation's
 
     input_precision: str = "ieee"
     captured: bool = False  # whether the call is being recorded into a CUDA graph, whose replay costs the host nothing
@@ -32,6 +39,15 @@ class Call:
         raise NotImplementedError
 
     @property
+    def described(self) -> str:
+        """The sizes by their letters, the dtype and the passes, as ``explain`` prints them."""
+        raise NotImplementedError
+
+    def plan(self, device: Device, backend: str) -> "Decision":
+        """The path that runs this call on ``device``, whatever the device avoids; see ``planning.plan``."""
+        raise NotImplementedError
+
+    @property
     def element_bytes(self) -> int:
         """The size of an operand's elements; every operation has their ``dtype``, at its own place among its sizes."""
         return DTYPE_BYTES.get(vars(self)["dtype"], 4)
@@ -44,7 +60,13 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """A plan: the path, why it was taken, what it costs, and why each other path was rejected."""
+    """A plan: the path, why it was taken, what it costs, and why each other path was rejected.
+
+    ``yields`` says by which field which results are computed, "y" and the gradients "dx" of arguments, where kernels
+    differ in that; those of the other fields compute the rest. What fails the self-test is blamed by it.
+    """
+
+    yields: ClassVar[Yields] = {}
 
     problem: Any
     path: str
@@ -57,6 +79,26 @@ class Decision:
     floor_seconds: float | None = None
     unsupported: str | None = field(default=None, compare=False)  # why the kernels cannot run, if they cannot
     avoided: tuple[str, ...] = ()  # configurations it would have, had they not failed the self-test on this device
+
+    def facts(self, device: Device) -> Facts:
+        """The plan as ``explain`` prints it."""
+        kept = f"{self.saved_bytes:,} for the backward pass" if self.problem.training else "0 (no gradient is wanted)"
+        seconds = self.floor_seconds
+        return [
+            ("problem", self.problem.described),
+            ("device", " ".join(filter(None, (device.name, device.architecture)))),
+            ("path", f"{self.path}: {self.reason}"),
+            *self.kernel_facts(),
+            ("FLOPs", f"{self.flops:,}"),
+            ("bytes moved", f"at least {self.bytes:,}"),
+            ("saved bytes", kept),
+            ("workspace", f"{self.workspace_bytes:,} bytes"),
+            ("floor", "unknown peak rates" if seconds is None else f"{seconds * 1e6:.1f} µs"),
+        ]
+
+    def kernel_facts(self) -> Facts:
+        """What an operation's own fields say of its kernels: tiles, splits."""
+        return []
 
 
 # The paths that launch kernels of ours.
@@ -105,6 +147,11 @@ def why_not_kernels(
     if backend == "auto":
         return why_slower(problem, device)
     return None
+
+
+def direction(problem: Any) -> str:
+    """The passes of a call, in words."""
+    return "forward and backward" if problem.training else "forward"
 
 
 def activation_accuracy(problem: Any, device: Device) -> str:

@@ -5,7 +5,7 @@ through device memory.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ..kernels.tuning import (
     CONSUMER_ROWS,
@@ -18,8 +18,19 @@ from ..kernels.tuning import (
     stored_config,
     tile_config,
 )
-from . import ffn_chunked, ffn_epilogue
-from .call import Call, Decision, activation_accuracy, no_kernels, not_measured, too_small, why_not_kernels
+from . import ffn_chunked, ffn_epilogue, gemm_gemm_facts
+from .call import (
+    Call,
+    Decision,
+    Facts,
+    Yields,
+    activation_accuracy,
+    direction,
+    no_kernels,
+    not_measured,
+    too_small,
+    why_not_kernels,
+)
 from .costs import gemm_units, saved_bytes
 from .devices import PARTIALS_LIMIT, Device, floor_seconds
 from .ffn_chunked import WORKSPACE_LIMIT, ChunkPlan
@@ -75,6 +86,8 @@ class Problem(Call):
     workspace_limit: int = WORKSPACE_LIMIT
     portable: str = ""  # the name of an operand of a wide FFN that only portable kernels can read, if there is one
 
+    family: ClassVar[str] = "gemm_gemm"  # an FFN and a batched GEMM-GEMM are the same kernels
+
     __hash__ = Call.__hash__
 
     @property
@@ -112,10 +125,27 @@ class Problem(Call):
         """Float32 weight and bias gradients of one split."""
         return 4 * (self.weight_elements + 2 * self.N * self.batch)
 
+    @property
+    def described(self) -> str:
+        if self.operation == "gemm_gemm":
+            sizes = f"B={self.batch} M={self.M} K={self.K} N={self.N} O={self.O}"
+        else:
+            sizes = f"M={self.M} (tokens) K={self.K} (d_model) N={self.N} (d_ff) O={self.O}"
+        return f"{sizes}, {self.dtype}, {direction(self)}"
+
+    def plan(self, device: Device, backend: str) -> "Plan":
+        return plan(self, device, backend)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Decision):
     """The path is "fused", "epilogue", "chunked" or "torch"; with ``epilogue``, its kernels compute the chunks, too."""
+
+    yields: ClassVar[Yields] = {
+        **dict.fromkeys(("forward_tiles", "epilogue hidden_tiles", "epilogue hidden_pipeline"), ("y",)),
+        **dict.fromkeys(("epilogue data_gradient_tiles", "epilogue data_gradient_pipeline"), ("dx",)),
+        "data_gradient_tiles": ("dx", "da", "db_down"),
+    }
 
     forward_tiles: Any = None  # TileConfig of each kernel that will run, else None
     data_gradient_tiles: Any = None
@@ -128,6 +158,9 @@ class Plan(Decision):
     accuracy: str = "exact"  # of activations in kernels: one of kernels.activations.ACCURACIES
     forward_units: float = 0.0
     backward_units: float = 0.0
+
+    def kernel_facts(self) -> Facts:
+        return gemm_gemm_facts.kernel_facts(self)
 
 
 def plan(problem: Problem, device: Device, backend: str = "auto") -> Plan:

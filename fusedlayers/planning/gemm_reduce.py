@@ -5,7 +5,7 @@ A sum or a mean of a product without an activation needs no product of matrices:
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ..kernels.tuning import (
     CONSUMER_ROWS,
@@ -14,7 +14,7 @@ from ..kernels.tuning import (
     reduce_config,
     reduce_gradient_config,
 )
-from .call import Call, Decision, no_kernels, not_measured, too_small
+from .call import Call, Decision, Facts, Yields, direction, no_kernels, not_measured, too_small
 from .devices import PARTIALS_LIMIT, Device, floor_seconds
 
 # A split of the reduced axis shorter than this many tiles spends more on its partials than on its products.
@@ -105,15 +105,34 @@ class ReduceProblem(Call):
         """Whether the reduction can be taken before the product, and its gradients in closed form."""
         return self.op in ("sum", "mean") and self.activation == "identity"
 
+    @property
+    def described(self) -> str:
+        sizes = f"B={self.batch} kept {self.kept} reduced {self.reduced} K={self.K}"
+        return f"{sizes}, {self.dtype}, {direction(self)}"
+
+    def plan(self, device: Device, backend: str) -> "ReducePlan":
+        return plan(self, device, backend)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReducePlan(Decision):
     """The path is "fused", "algebraic" or "torch"."""
 
+    yields: ClassVar[Yields] = {"forward_tiles": ("y",)}
+
     forward_tiles: ReduceConfig | None = None
     gradient_tiles: ReduceConfig | None = None
     splits: int = 1
     accuracy: str = "exact"  # of activations in kernels: one of kernels.activations.ACCURACIES
+
+    def kernel_facts(self) -> Facts:
+        if self.forward_tiles is None:
+            return []
+        how = "added in any order (atomic=True)" if self.problem.atomic else "combined in a fixed order"
+        return [
+            ("tiles", reduce_text(self.forward_tiles, "kept", "reduced")),
+            ("splits", f"{self.splits} ranges of the reduced axis, {how}"),
+        ]
 
 
 def plan(problem: ReduceProblem, device: Device, backend: str = "auto") -> ReducePlan:
@@ -271,3 +290,13 @@ def _costed(
         unsupported=unsupported,
         **options,
     )
+
+
+def reduce_text(tiles: ReduceConfig, kept: str, reduced: str) -> str:
+    """The tiles of a product that is reduced, in words; ``kept`` and ``reduced`` name its axes."""
+    config = tiles.pipelined
+    if config is None:
+        size = f"{tiles.block_p} {kept} × {tiles.block_r} {reduced} × {tiles.block_k} inner"
+        return f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages"
+    size = f"{config.consumers * CONSUMER_ROWS} {kept} × {config.block} {reduced} × {config.width} inner"
+    return f"pipelined: {size}, consumers {config.consumers}, stages {config.stages}"

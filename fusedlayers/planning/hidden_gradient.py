@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from ..kernels.tuning import CONSUMER_ROWS, EPILOGUE_PIPELINES, EpiloguePipeline, EpilogueTiles, epilogue_tiles
-from .call import Call, Decision, activation_accuracy, no_kernels, not_measured, too_small, why_not_kernels
+from .call import Call, Decision, Facts, activation_accuracy, no_kernels, not_measured, too_small, why_not_kernels
 from .devices import PARTIALS_LIMIT, SIXTEEN_BITS, Device, floor_seconds
 
 # From how many floating-point operations on the kernel was faster than torch on an H200, bfloat16: (launched one by
@@ -55,6 +55,13 @@ class HiddenGradientProblem(Call):
     def model_flops(self) -> tuple[int, int]:
         return self.flops, 2 * self.flops * self.training
 
+    @property
+    def described(self) -> str:
+        return f"M={self.M} (rows) N={self.N} (d_ff) O={self.O}, {self.dtype}"
+
+    def plan(self, device: Device, backend: str) -> "HiddenGradientPlan":
+        return plan(self, device, backend)
+
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenGradientPlan(Decision):
@@ -64,6 +71,9 @@ class HiddenGradientPlan(Decision):
     pipeline: EpiloguePipeline | None = None  # what runs instead, where the operands lie as its copies need them
     row_tiles: int = 1  # that a program of the portable kernel computes
     accuracy: str = "exact"  # of activations: one of kernels.activations.ACCURACIES
+
+    def kernel_facts(self) -> Facts:
+        return [] if self.tiles is None else [("tiles", epilogue_text(self.tiles, self.pipeline))]
 
 
 def plan(problem: HiddenGradientProblem, device: Device, backend: str = "auto") -> HiddenGradientPlan:
@@ -162,3 +172,13 @@ def _partial_bytes(problem: HiddenGradientProblem, bands: int) -> int:
 
 def _pipelined_partial_bytes(problem: HiddenGradientProblem, pipeline: EpiloguePipeline) -> int:
     return _partial_bytes(problem, pipeline.bands(problem.M, problem.N, problem.gated))
+
+
+def epilogue_text(tiles: EpilogueTiles, pipeline: EpiloguePipeline | None) -> str:
+    """The tiles of a product with an epilogue, in words."""
+    if pipeline is not None:
+        size = f"{2 * CONSUMER_ROWS} × {2 * CONSUMER_ROWS} of the product"
+        order = ", each program in one column of them" if pipeline.stays else ""
+        return f"pipelined: {size}, {pipeline.step} inner, consumers 2 in turn, stages {pipeline.stages}{order}"
+    size = f"{tiles.block_m} × {tiles.block_n} of the product, {tiles.block_inner} inner"
+    return f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages"

@@ -1,11 +1,22 @@
 """How the three products of a linear layer run: torch or split kernels, with which tiles and splits each, and why."""
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ..kernels.tuning import SplitTiles, split_tiles
 from . import weight_gradient
-from .call import Call, Decision, activation_accuracy, no_kernels, not_measured, too_small, why_not_kernels
+from .call import (
+    Call,
+    Decision,
+    Facts,
+    Yields,
+    activation_accuracy,
+    direction,
+    no_kernels,
+    not_measured,
+    too_small,
+    why_not_kernels,
+)
 from .devices import PARTIALS_LIMIT, Device, floor_seconds
 from .weight_gradient import WeightGradientPlan, WeightGradientProblem
 
@@ -82,6 +93,13 @@ class LinearProblem(Call):
             input_precision=self.input_precision, captured=self.captured, subclass=self.subclass,
         )  # fmt: skip
 
+    @property
+    def described(self) -> str:
+        return f"M={self.M} (rows) N={self.N} K={self.K}, {self.dtype}, {direction(self)}"
+
+    def plan(self, device: Device, backend: str) -> "LinearPlan":
+        return plan(self, device, backend)
+
 
 class Product(NamedTuple):
     """``[M, K] [N, K]ᵀ`` of one layer; ``name`` says which one it is."""
@@ -105,6 +123,16 @@ class ProductPlan:
     tiles: SplitTiles | None = None
     splits: int = 1
 
+    def text(self, inner: int, letter: str, atomic: bool) -> str:
+        """The tiles and splits in words; ``letter`` names the ``inner`` axis."""
+        t = self.tiles
+        if t is None:
+            return "torch"
+        size = f"{t.block_m} × {t.block_n} of the result, {t.block_k} of {letter} at a time"
+        how = "added in any order" if atomic else "added in a fixed order"
+        splits = f"{self.splits} ranges of {letter} = {inner}" + (f", {how}" if self.splits > 1 or atomic else "")
+        return f"{splits}; {size}, {t.num_warps} warps, {t.num_stages} stages"
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinearPlan(Decision):
@@ -113,11 +141,24 @@ class LinearPlan(Decision):
     ``data_gradient`` and ``weight_gradient`` are None where they are not wanted.
     """
 
+    yields: ClassVar[Yields] = {"forward tiles": ("y",), "data_gradient tiles": ("dx",)}
+
     forward: ProductPlan
     data_gradient: ProductPlan | None = None
     weight_gradient: WeightGradientPlan | None = None
     accuracy: str = "exact"  # of activations in kernels: one of kernels.activations.ACCURACIES
     dependent: bool = False  # whether a kernel is started while the one before it still runs
+
+    def kernel_facts(self) -> Facts:
+        p = self.problem
+        rows = [("forward", self.forward.text(p.K, "K", p.atomic))]
+        if self.data_gradient is not None:
+            rows.append(("data gradient", self.data_gradient.text(p.N, "N", p.atomic)))
+        if (made := self.weight_gradient) is not None:
+            rows.append(
+                ("weight gradient", f"{made.splits} ranges of the {p.M} rows" if made.path == "fused" else "torch")
+            )
+        return rows
 
 
 def plan(problem: LinearProblem, device: Device, backend: str = "auto") -> LinearPlan:

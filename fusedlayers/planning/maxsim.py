@@ -1,7 +1,7 @@
 """Which path a late-interaction score takes, with which tiles, chunks and splits, and why."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ..kernels.tuning import (
     CONSUMER_ROWS,
@@ -14,8 +14,9 @@ from ..kernels.tuning import (
     pipelined_reduce_config,
     reduce_config,
 )
-from .call import Call, Decision, no_kernels, not_measured, too_small, why_not_kernels
+from .call import Call, Decision, Facts, Yields, direction, no_kernels, not_measured, too_small, why_not_kernels
 from .devices import PARTIALS_LIMIT, Device, floor_seconds
+from .gemm_reduce import reduce_text
 
 # From how many similarities (query tokens × document tokens) on the kernels were faster than torch on an H200, in
 # bfloat16, d = 128: (launched one by one, inside a CUDA graph), without and with a backward pass. Launched, the host
@@ -67,10 +68,25 @@ class MaxSimProblem(Call):
         """Tokens of a document, of packed ones on average."""
         return -(-self.document_tokens // max(self.documents, 1))
 
+    @property
+    def described(self) -> str:
+        queries = f"Q={self.queries} ({self.query_tokens} tokens, {self.query_layout})"
+        documents = f"D={self.documents} ({self.document_tokens} tokens, {self.document_layout})"
+        return f"{queries} {documents} d={self.K}, {self.dtype}, {direction(self)}"
+
+    def plan(self, device: Device, backend: str) -> "MaxSimPlan":
+        return plan(self, device, backend)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MaxSimPlan(Decision):
     """The path is "fused" or "torch"."""
+
+    yields: ClassVar[Yields] = {
+        "forward_tiles": ("y",),
+        "query_gradient_tiles": ("dqueries",),
+        "document_gradient_tiles": ("ddocuments",),
+    }
 
     forward_tiles: ReduceConfig | None = None
     query_gradient_tiles: GatherConfig | None = None
@@ -79,6 +95,19 @@ class MaxSimPlan(Decision):
     splits: int = 1  # of the tokens of each document, in the forward pass
     query_gradient_splits: int = 1  # of the documents
     document_gradient_splits: int = 1  # of the query tokens
+
+    def kernel_facts(self) -> Facts:
+        rows = []
+        if self.forward_tiles is not None:
+            rows.append(("forward tiles", reduce_text(self.forward_tiles, "query tokens", "document tokens")))
+            rows.append(("splits", f"{self.splits} ranges of a document's tokens, {self.chunk} documents at a time"))
+        if (gather := self.query_gradient_tiles) is not None:
+            size = f"{gather.block_p} query tokens × {gather.block_k} columns, {gather.num_warps} warps"
+            rows.append(("query gradient", f"{size}, {self.query_gradient_splits} ranges of documents"))
+        if (one_hot := self.document_gradient_tiles) is not None:
+            size = f"{one_hot.block_l} document tokens × {one_hot.block_k} columns, {one_hot.num_warps} warps"
+            rows.append(("document gradient", f"{size}, {self.document_gradient_splits} ranges of query tokens"))
+        return rows
 
 
 def plan(problem: MaxSimProblem, device: Device, backend: str = "auto") -> MaxSimPlan:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from . import ffn_epilogue
+from .call import Facts
 from .costs import gemm_units
 from .devices import Device
 from .gemm_gemm import Plan, Problem, plan_on, why_unsupported
@@ -42,3 +43,19 @@ def choices(problem: Problem, device: Device, chosen: Plan) -> tuple[Choice, ...
         extra = made.forward_units + made.backward_units - sum(gemm_units(problem, "torch"))
         found.append(Choice(name, path, made.saved_bytes, made.workspace_bytes, extra))
     return tuple(found)
+
+
+def facts(plan: Plan, device: Device) -> Facts:
+    """The plan of an FFN as ``explain`` prints it, with what its backward pass could keep or compute again."""
+    rows = plan.facts(device)
+    if not plan.problem.training or plan.problem.empty:
+        return rows
+    for choice in choices(plan.problem, device, plan):
+        text = choice.why_not
+        if text is None:
+            extra = f"{choice.extra_units:g} extra GEMM units"
+            text = f"saves {choice.saved_bytes:,} bytes, {extra}, workspace {choice.workspace_bytes:,} bytes"
+        # A name with its path where that says more.
+        name = choice.name if choice.name == choice.path else f"{choice.name}, {choice.path}"
+        rows.append((f"if {name}", text + (" (chosen)" if choice.path == plan.path else "")))
+    return rows

@@ -10,7 +10,7 @@ from ..kernels.tuning import (
     WeightGradientTiles,
     weight_gradient_tiles,
 )
-from .call import Call, Decision, no_kernels, not_measured, too_small, why_not_kernels
+from .call import Call, Decision, Facts, no_kernels, not_measured, too_small, why_not_kernels
 from .devices import CEILINGS, PARTIALS_LIMIT, Device, floor_seconds
 
 # From how many floating-point operations on the kernels were faster than torch on an H200, bfloat16: (launched one by
@@ -68,6 +68,13 @@ class WeightGradientProblem(Call):
         """Float32 gradients of one split."""
         return 4 * (self.O * self.K + self.O * self.bias)
 
+    @property
+    def described(self) -> str:
+        return f"M={self.M} (rows) O={self.O} K={self.K}, {self.dtype}"
+
+    def plan(self, device: Device, backend: str) -> "WeightGradientPlan":
+        return plan(self, device, backend)
+
 
 @dataclass(frozen=True, kw_only=True)
 class WeightGradientPlan(Decision):
@@ -76,6 +83,20 @@ class WeightGradientPlan(Decision):
     tiles: WeightGradientTiles | None = None
     pipeline: WeightGradientPipeline | None = None  # what runs instead, where the operands lie as its copies need them
     splits: int = 1
+
+    def kernel_facts(self) -> Facts:
+        rows = []
+        if self.pipeline is not None:
+            units, columns = self.pipeline.tile
+            size = f"{units} × {columns} of dW, {self.pipeline.rows} rows in each of {self.pipeline.stages} stages"
+            rows.append(("tiles", f"pipelined: {size}, consumers {self.pipeline.consumers}"))
+        elif self.tiles is not None:
+            t = self.tiles
+            size = f"{t.block_o} × {t.block_k} of dW, {t.block_m} rows at a time"
+            rows.append(("tiles", f"{size}, {t.num_warps} warps, {t.num_stages} stages"))
+        if self.path == "fused":
+            rows.append(("splits", f"{self.splits} row ranges"))
+        return rows
 
 
 def plan(problem: WeightGradientProblem, device: Device, backend: str = "auto") -> WeightGradientPlan:

@@ -10,7 +10,7 @@ from ...kernels.activations import canonical_activation
 from ...kernels.column_sums import column_sums
 from ...kernels.gemm_gemm import Arithmetic
 from ...kernels.tuning import COLUMN_SUM_TILES
-from ...planning import KERNEL_PATHS, Plan, Problem
+from ...planning import KERNEL_PATHS, Device, Plan, Problem, recomputing
 from ..custom_ops import Result, Results
 from ..operands import rows, with_leading_dims, without_autocast
 from ..operation import Operation, Prepared, Tensors, formula
@@ -118,6 +118,9 @@ class _FFN(Operation):
     def title(self, problem: Problem, options: tuple[Any, ...]) -> str:
         hidden = "act(x W_gateᵀ) ⊙ (x W_upᵀ)" if problem.gated else "act(x W_upᵀ)"
         return f"ffn: {hidden} W_downᵀ, act = {formula(problem.activation)}"
+
+    def facts(self, plan: Plan, device: Device) -> list[tuple[str, str]]:
+        return recomputing.facts(plan, device)
 
     def through_torch(self, call: Prepared, tensors: Tensors) -> Tensor:
         *operands, residual, _ = tensors

@@ -5,13 +5,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import functional
-from ..devices import describe
-from ..functional.dispatch import dispatch
-from ..functional.operation import Operation, operation_of
-from ..planning import Decision
-from ..planning.avoiding import WHY_AVOIDED
-from .facts import facts
+from . import functional
+from .devices import describe
+from .functional.dispatch import dispatch
+from .functional.operation import Operation, operation_of
+from .planning import Decision
+from .planning.avoiding import WHY_AVOIDED
 
 
 def explain(target: nn.Module | Callable[..., Any], *inputs: Tensor, **options: object) -> str:
@@ -52,7 +51,7 @@ def explain(target: nn.Module | Callable[..., Any], *inputs: Tensor, **options: 
     given = operation.check(tensors, given)
     problem, device = operation.problem(tensors, given), tensors[0].device
     plan = dispatch(problem, device)
-    rows = [*facts(problem, plan, describe(device)), *_copies(operation, plan, tensors)]
+    rows = [*operation.facts(plan, describe(device)), *_copies(operation, plan, tensors)]
     rows += [("avoided", f"{name}: {WHY_AVOIDED} (python -m fusedlayers.bench selftest)") for name in plan.avoided]
     rows += [(f"not {path}", reason) for path, reason in plan.rejected]
     width = max(len(name) for name, _ in rows)
