@@ -14,6 +14,7 @@ import fusedlayers as fl
 from fusedlayers import explaining, functional, planning
 from fusedlayers.functional import dispatch
 from fusedlayers.functional.ffn.arguments import ffn_problem
+from fusedlayers.functional.operation import OPERATIONS
 from fusedlayers.planning import (
     Call,
     Device,
@@ -176,10 +177,13 @@ def every_problem() -> Iterator[Call]:
 def test_the_selftest_covers_whatever_can_be_planned(device: Device) -> None:
     from fusedlayers.bench.selftest.trials import all_trials, covered, launched
 
-    assert {type(problem) for problem in PROBLEMS.values()} == set(planning._PLANNERS), "an operation has no trials"
     trials = all_trials(device)
+    tried = {type(trial.plan(device).problem) for trial in trials}
+    assert tried == {operation.problem_type for operation in OPERATIONS.values()}, "an operation has no trials"
     assert [str(trial) for trial in trials if not launched(trial.plan(device))] == [], "no kernel runs"
     tested = covered(trials, device)
     planned = {name for problem in every_problem() for name in names(planning.plan(problem, device, "triton"))}
     assert planned - tested == set()
-    assert tested - planned == set(), "a configuration that nobody can get need not be tested"
+    families = {name.split()[0] for name in planned}
+    unplanned = {name for name in tested - planned if name.split()[0] in families}
+    assert unplanned == set(), "a configuration that nobody can get need not be tested"

@@ -14,8 +14,9 @@ import fusedlayers as fl
 from fusedlayers import devices, planning
 from fusedlayers.bench import __main__ as command
 from fusedlayers.bench import selftest
+from fusedlayers.bench.cases.trial import Trial
 from fusedlayers.bench.selftest import processes, running
-from fusedlayers.bench.selftest.trials import Trial, few_trials
+from fusedlayers.bench.selftest.trials import few_trials
 from fusedlayers.functional import dispatch
 from fusedlayers.kernels import gemm_epilogue, gemm_gemm, weight_gradient
 from fusedlayers.kernels.device import HAS_TRITON
@@ -181,7 +182,7 @@ from triton.runtime.jit import JITFunction
 from fusedlayers.bench.cases import DTYPES
 from fusedlayers.bench.contenders import FUSED, Work, contender
 from fusedlayers.bench.selftest.trials import all_trials, launched
-from fusedlayers.functional import dispatch
+from fusedlayers.functional import dispatch, switches
 from fusedlayers.planning import Device
 
 device = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)

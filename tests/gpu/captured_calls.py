@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedlayers import FusedFFN, MaxSim, SplitKLinear, planning
-from fusedlayers.bench.cases import CASES, Case, Options, Shape
-from fusedlayers.bench.cases.hidden_gradient import HIDDEN_GRADIENT
+from fusedlayers.bench.cases import ALL, CASES, Case, Options, Shape
 from fusedlayers.bench.contenders import FUSED_SWITCHES, Work
 from fusedlayers.bench.exactness import random_work, reference_results
 from fusedlayers.closeness import compare_all
@@ -85,7 +84,7 @@ CALLS: dict[str, dict[str, CapturedCall]] = {
         "maxsim": CapturedCall(CASES["maxsim"], Options(), tuple((16, 2**n, 32, 256, 128) for n in range(2, 10)), True),
         "linear": CapturedCall(CASES["split_k"], Options(bias=True), ((16, 1024, 4096), (16, 2048, 4096))),
         "weight_gradient": CapturedCall(CASES["weight_gradient"], Options(bias=True), _rows(512, 256)),
-        "hidden_gradient": CapturedCall(HIDDEN_GRADIENT, Options("gelu_tanh", bias=True), _rows(4096, 1024)),
+        "hidden_gradient": CapturedCall(ALL["hidden_gradient"], Options("gelu_tanh", bias=True), _rows(4096, 1024)),
     },
     "wide": {"ffn": CapturedCall(CASES["ffn"], _FFN, _rows(1024, 4096))},
     "wide gated": {"gated ffn": CapturedCall(CASES["ffn"], _GATED, _rows(1024, 2816))},

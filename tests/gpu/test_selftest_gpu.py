@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from fusedlayers.bench.cases.trial import Trial
 from fusedlayers.bench.selftest import running
-from fusedlayers.bench.selftest.trials import Trial, all_trials, launched
+from fusedlayers.bench.selftest.trials import all_trials, launched
 from fusedlayers.devices import describe
 from fusedlayers.kernels.gemm_gemm import pipelined
 from tests.operands import DEVICE

@@ -1,19 +1,22 @@
-"""What can be benchmarked: a new operation is one more file with its ``Case``, and its name here.
+"""What can be benchmarked and tested by the self-test: a new operation is one more file here, with its ``CASE``.
 
 Everything else in this package works on any case.
 """
 
-from .case import DTYPES, INITS, Case, Grid, Inputs, Operand, Options, Results, Shape, as_tuple, draw
-from .ffn import FFN
-from .gemm_gemm import GEMM_GEMM
-from .gemm_reduce import GEMM_REDUCE
-from .maxsim import MAXSIM
-from .split_k import SPLIT_K
-from .weight_gradient import WEIGHT_GRADIENT
+from importlib import import_module
+from pkgutil import iter_modules
 
-CASES: dict[str, Case] = {case.name: case for case in (GEMM_GEMM, GEMM_REDUCE, MAXSIM, FFN, WEIGHT_GRADIENT, SPLIT_K)}
+from .case import ALL, DTYPES, INITS, Case, Grid, Inputs, Operand, Options, Results, Shape, as_tuple, draw
+
+# What the files of the cases share.
+_SHARED = ("case", "trial")
+_found = [import_module(f"{__name__}.{file.name}").CASE for file in iter_modules(__path__) if file.name not in _SHARED]
+ALL.update({case.name: case for case in sorted(_found, key=lambda case: case.place)})
+# Those that are benchmarked.
+CASES: dict[str, Case] = {name: case for name, case in ALL.items() if case.grids}
 
 __all__ = [
+    "ALL",
     "CASES",
     "DTYPES",
     "INITS",

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...functional.operation import OPERATIONS
-from ...planning import Call
+from ...planning import Call, Device
+
+if TYPE_CHECKING:
+    from .trial import Trial
 
 Shape = tuple[int, ...]
 Inputs = Mapping[str, Tensor]
 Results = Tensor | tuple[Tensor | None, ...]
 INITS = ("normal", "uniform", "integer", "zeros")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+# Every case by its name, in the order of ``place``: the package fills it with the CASE of each of its files.
+ALL: dict[str, Case] = {}
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,9 @@ class Case:
     products of the forward pass; each product has two of the same size in the backward pass. ``parameters`` are the
     inputs that a module would own. ``results`` names what the operation returns, a tensor or a tuple, the last of which
     may be None. Without ``backward`` the forward pass alone is benchmarked. ``rotating`` work takes a few microseconds,
-    and is timed over many inputs in a row.
+    and is timed over many inputs in a row. Without ``grids`` the self-test alone runs the case. ``trials`` are those of
+    the self-test on a GPU, one at least for every tile configuration that the planner can choose there; ``few_trials``
+    those for Triton's interpreter. ``place`` says where the case stands among the others, in commands and in tables.
     """
 
     name: str
@@ -82,6 +91,9 @@ class Case:
     operation: str
     our_keywords: Callable[[Options], dict[str, object]]
     torch_keywords: Callable[[Options], dict[str, object]]
+    trials: Callable[[Device], Iterable[Trial]]
+    few_trials: tuple[Trial, ...]
+    place: int
     results: tuple[str, ...] = ("y",)
     backward: bool = True
     has_activation: bool = True

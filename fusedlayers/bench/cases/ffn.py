@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import functional, reference
-from .case import Case, Grid, Operand, Options, Shape
+from ... import functional, planning, reference
+from ...kernels import tuning
+from ...planning import Device
+from .case import DTYPES, Case, Grid, Operand, Options, Shape
+from .trial import MACHINES, RAGGED, WHOLE, Trial
+
+_PIPELINED_WIDTHS = (64, 128, 256)
+# Widths of a block that no fused kernel holds: whole tiles, and tails.
+_WIDE = (512, 520)
+# The same of one whose groups of hidden units take less than the memory of the machines of the trials.
+_GROUPED = ((2048, 512, 1024), (2077, 544, 1000))
 
 
 def _ffn_operands(shape: Shape, options: Options) -> dict[str, Operand]:
@@ -49,7 +60,80 @@ def _keywords(options: Options) -> dict[str, object]:
     return {"activation": options.activation, **dropped}
 
 
-FFN = Case(
+def supported(dtype: torch.dtype, width: int, gated: bool, device: Device) -> bool:
+    """Whether all kernels of a feed-forward block have tiles for this width."""
+    name = str(dtype).removeprefix("torch.")
+    problem = planning.Problem(
+        "ffn", 1, 1, width, 1, width, name, gated=gated, needs_data_gradient=True, needs_weight_gradient=True
+    )
+    return planning.gemm_gemm.why_unsupported(problem, device) is None
+
+
+def widths_of_rows(bits: int, device: Device) -> list[int]:
+    """The widest width of every row of the tables for this device: with it, the row is at its limits."""
+    tables = [tuning.rows(kernel, device.architecture, bits, gated)
+              for kernel in ("forward", "data_gradient", "weight_gradient") for gated in (False, True)]  # fmt: skip
+    return sorted({width for rows in tables for width, _ in rows})
+
+
+def _trials(device: Device) -> Iterator[Trial]:
+    for gated in (False, True):
+        relu, plain = (Options(activation, gated=gated, bias=True) for activation in ("relu", "identity"))
+        yield from _fused_trials(relu, plain, device)
+        yield from _wide_trials(relu, plain, device)
+        yield from _grouped_trials(relu, plain, device)
+
+
+def _fused_trials(relu: Options, plain: Options, device: Device) -> Iterator[Trial]:
+    """Blocks that are one kernel."""
+    if device.pipelined:
+        for machine in ("few", "all", "recomputing", "recomputing, all"):
+            for width in _PIPELINED_WIDTHS:
+                if "recompute" in MACHINES[machine] and width < 256:
+                    continue
+                for M, N in (WHOLE, RAGGED):
+                    yield Trial("ffn", relu, (M, width, N), "bf16", machine)
+                    yield Trial("ffn", plain, (M, width, N), "fp16", machine)
+    for dtype, bits in (("bf16", 16), ("fp32", 32)):
+        for width in widths_of_rows(bits, device):
+            if not supported(DTYPES[dtype], width, relu.gated, device):
+                continue
+            yield Trial("ffn", relu, (RAGGED[0], width, RAGGED[1]), dtype, "portable")
+            yield Trial("ffn", plain, (WHOLE[0], width, WHOLE[1]), "fp16" if dtype == "bf16" else dtype, "portable")
+
+
+def _wide_trials(relu: Options, plain: Options, device: Device) -> Iterator[Trial]:
+    """Blocks that are too wide to be one kernel: activations in the epilogues of products."""
+    for width, (M, N) in zip(_WIDE, (WHOLE, RAGGED), strict=True):
+        if device.pipelined:
+            for backward in (False, True):
+                yield Trial("ffn", relu, (M, width, N), "bf16", "few", backward)
+                yield Trial("ffn", plain, (M, width, N), "fp16", "few", backward)
+            if (M, N) == RAGGED:
+                yield Trial("ffn", relu, (M, width, N), "bf16", "few, transposed")
+                yield Trial("ffn", plain, (M, width, N), "fp16", "few, transposed")
+        for dtype in DTYPES:
+            yield Trial("ffn", relu, (M, width, N), dtype, "portable")
+            yield Trial("ffn", plain, (M, width, N), dtype, "portable")
+    # Half of the hidden: what is left is doubled.
+    dropping = replace(relu, dropout_p=0.5)
+    for machine in ("few", "portable") if device.pipelined else ("portable",):
+        for dtype in ("bf16", "fp16") if machine == "few" else DTYPES:
+            yield Trial("ffn", dropping, (RAGGED[0], _WIDE[1], RAGGED[1]), dtype, machine)
+
+
+def _grouped_trials(relu: Options, plain: Options, device: Device) -> Iterator[Trial]:
+    """Blocks whose gradient of x is carried from one group of hidden units to the next."""
+    for machine in ("in groups", "in groups, portable") if device.pipelined else ("in groups, portable",):
+        for shape in _GROUPED:
+            yield Trial("ffn", relu, shape, "bf16", machine)
+            yield Trial("ffn", plain, shape, "fp16", machine)
+    if device.pipelined:
+        yield Trial("ffn", relu, _GROUPED[1], "bf16", "in groups, transposed")
+        yield Trial("ffn", plain, _GROUPED[0], "fp16", "in groups, transposed")
+
+
+CASE = Case(
     name="ffn",
     letters=("M", "K", "N"),
     meaning="tokens × d_model × d_ff",
@@ -100,4 +184,11 @@ FFN = Case(
     operation="ffn",
     our_keywords=lambda options: {**_keywords(options), "recompute": options.recompute},
     torch_keywords=_keywords,
+    trials=_trials,
+    few_trials=(
+        Trial("ffn", Options("relu", bias=True), (37, 24, 40), "fp16"),
+        Trial("ffn", Options("relu", gated=True, bias=True), (37, 24, 40), "fp32"),
+        Trial("ffn", Options("relu", bias=True), (37, 144, 40), "fp32"),
+    ),
+    place=4,
 )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ... import functional, reference
+from ...planning import Device
 from .case import Case, Grid, Operand, Options, Shape
+from .trial import RAGGED, WHOLE, Trial
 
 
 def _gemm_gemm_operands(shape: Shape, options: Options) -> dict[str, Operand]:
@@ -20,7 +24,22 @@ def _gemm_gemm_flops(shape: Shape, options: Options) -> int:
     return 2 * batch * rows * hidden * (width + columns)
 
 
-GEMM_GEMM = Case(
+def _trials(device: Device) -> Iterator[Trial]:
+    # The kernels are those of a feed-forward block, whose trials have as many columns out as in.
+    if device.pipelined:
+        for machine in ("few", "all"):
+            for K, O in ((64, 128), (128, 64)):
+                for M, N in (WHOLE, RAGGED):
+                    yield Trial("gemm_gemm", Options("relu"), (1, M, N, K, O), "bf16", machine)
+                    yield Trial("gemm_gemm", Options(), (1, M, N, K, O), "fp16", machine)
+    for width in (64, 128):
+        yield Trial("gemm_gemm", Options(), (3, *WHOLE, width, width), "bf16")
+    # Widths that no tile fits.
+    for K, O in ((16, 61), (203, 200), (101, 80)):
+        yield Trial("gemm_gemm", Options(), (2, *RAGGED, K, O), "bf16")
+
+
+CASE = Case(
     name="gemm_gemm",
     letters=("B", "M", "N", "K", "O"),
     meaning="batch × rows × hidden × inner × output columns",
@@ -55,4 +74,7 @@ GEMM_GEMM = Case(
     operation="gemm_gemm",
     our_keywords=lambda options: {"activation": options.activation},
     torch_keywords=lambda options: {"activation": options.activation},
+    trials=_trials,
+    few_trials=(Trial("gemm_gemm", Options(), (2, 37, 40, 24, 16), "fp16"),),
+    place=1,
 )

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from ... import functional, reference
 from ...kernels.activations import ACTIVATIONS
+from ...planning import Device
 from .case import Case, Grid, Operand, Options, Shape
+from .trial import Trial
+
+# (kept rows, reduced rows) of the trials: every number of consumers, both blocks; and their inner widths.
+_REDUCED = ((40, 16), (128, 304), (200, 64), (120, 600), (264, 1024))
+_PORTABLE_WIDTHS = (16, 24, 64, 128, 256, 1000)
 
 _SHAPES = ((64, 1024, 1024, 128), (64, 2048, 2048, 64), (1024, 32, 4096, 128))
 _WITHOUT_GPU = ((4, 96, 160, 32), (2, 70, 33, 24))
@@ -41,7 +49,22 @@ def _grid(name: str, title: str, op: str, dim: int, shapes: tuple[Shape, ...]) -
     return Grid(name, title, Options(op=op, dim=dim), shapes, _WITHOUT_GPU)
 
 
-GEMM_REDUCE = Case(
+def _trials(device: Device) -> Iterator[Trial]:
+    # Indices are found for the gradients of a maximum alone, and a sum of squares stays exact in float16 alone.
+    kinds = (("max", "bf16"), ("sumsq", "fp16"))
+    if device.pipelined:
+        for kept, reduced in _REDUCED:
+            for width in (64, 128):
+                for op, dtype in kinds:
+                    yield Trial("gemm_reduce", Options(op=op, dim=-1), (2, kept, reduced, width), dtype, "few")
+                    yield Trial("gemm_reduce", Options(op=op, dim=-2), (2, reduced, kept, width), dtype, "few")
+    for width in _PORTABLE_WIDTHS:
+        for op, dtype in kinds:
+            yield Trial("gemm_reduce", Options("relu", op=op), (2, 127, 129, width), dtype, "portable")
+            yield Trial("gemm_reduce", Options(op=op, dim=-1), (2, 127, 129, width), "fp32", "portable")
+
+
+CASE = Case(
     name="gemm_reduce",
     letters=("B", "M", "N", "K"),
     meaning="batch × rows × columns × inner",
@@ -60,4 +83,10 @@ GEMM_REDUCE = Case(
     operation="gemm_reduce",
     our_keywords=_keywords,
     torch_keywords=_keywords,
+    trials=_trials,
+    few_trials=(
+        Trial("gemm_reduce", Options("relu", op="max"), (2, 37, 33, 24), "fp16"),
+        Trial("gemm_reduce", Options(op="sumsq", dim=-1), (2, 37, 33, 24), "fp32"),
+    ),
+    place=2,
 )

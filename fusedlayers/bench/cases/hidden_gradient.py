@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 from ... import functional, reference
-from .case import Case, Operand, Options, Results, Shape
+from ...planning import Device
+from .case import DTYPES, Case, Operand, Options, Results, Shape
+from .trial import Trial
 
 
 def _operands(shape: Shape, options: Options) -> dict[str, Operand]:
@@ -32,7 +34,20 @@ def _ordered(call: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Re
     return ordered
 
 
-HIDDEN_GRADIENT = Case(
+def _trials(device: Device) -> Iterator[Trial]:
+    for gated in (False, True):
+        relu, plain = (Options(activation, gated=gated, bias=True) for activation in ("relu", "identity"))
+        if device.pipelined:
+            for dtype in ("bf16", "fp16"):
+                yield Trial("hidden_gradient", relu, (1000, 392, 200), dtype, "few")
+                yield Trial("hidden_gradient", plain, (1024, 384, 512), dtype, "few")
+        for dtype in DTYPES:
+            # Rows of odd length, as the pipelined kernel cannot copy them.
+            yield Trial("hidden_gradient", relu, (300, 127, 72), dtype, "portable")
+            yield Trial("hidden_gradient", plain, (256, 256, 128), dtype, "portable")
+
+
+CASE = Case(
     name="hidden_gradient",
     letters=("M", "N", "O"),
     meaning="tokens × hidden columns × output columns",
@@ -48,4 +63,7 @@ HIDDEN_GRADIENT = Case(
     torch_keywords=lambda options: {"activation": options.activation, "bias": options.bias},
     results=("dz", "db_up", "dz_gate", "db_gate"),
     backward=False,
+    trials=_trials,
+    few_trials=(Trial("hidden_gradient", Options("relu", bias=True), (37, 24, 40), "fp16"),),
+    place=7,
 )

@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ... import functional, reference
+from ...planning import Device
 from .case import Case, Grid, Operand, Options, Shape
+from .trial import Trial
+
+# (queries, documents, query tokens, document tokens) of the trials, and their widths.
+_PAIRS = (
+    (1, 9, 32, 40),
+    (4, 9, 32, 40),
+    (2, 5, 50, 300),
+    (20, 3, 30, 72),
+    (5, 3, 32, 600),
+    (1, 9, 56, 600),
+    (1, 9, 32, 72),
+)
+_PORTABLE_WIDTHS = (16, 24, 64, 128, 256, 1000)
 
 
 def _maxsim_operands(shape: Shape, options: Options) -> dict[str, Operand]:
@@ -28,7 +44,18 @@ class _MaxSimCase(Case):
         return self.forward_flops(shape, options) + (2 * chosen if backward else 0)
 
 
-MAXSIM = _MaxSimCase(
+def _trials(device: Device) -> Iterator[Trial]:
+    if device.pipelined:
+        for sizes in _PAIRS:
+            for width in (64, 128):
+                for backward in (False, True):
+                    yield Trial("maxsim", Options(), (*sizes, width), "fp16", "few", backward)
+    for width in _PORTABLE_WIDTHS:
+        for dtype in ("fp16", "fp32"):
+            yield Trial("maxsim", Options(), (7, 13, 31, 130, width), dtype, "portable")
+
+
+CASE = _MaxSimCase(
     name="maxsim",
     letters=("Q", "D", "Lq", "Ld", "d"),
     has_activation=False,
@@ -51,4 +78,7 @@ MAXSIM = _MaxSimCase(
     operation="maxsim",
     our_keywords=lambda options: {},
     torch_keywords=lambda options: {},
+    trials=_trials,
+    few_trials=(Trial("maxsim", Options(), (3, 4, 5, 33, 24), "fp16"),),
+    place=3,
 )

@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from ... import functional, reference
-from .case import Case, Grid, Operand, Options, Shape
+from ...planning import Device
+from .case import DTYPES, Case, Grid, Operand, Options, Shape
+from .trial import Trial
+
+# (rows, columns, inner width) of the trials: every tile of the product and of its data gradient, each split.
+_SHAPES = (
+    (1, 16, 8192),
+    (1, 2048, 2048),
+    (1, 4096, 1032),
+    (16, 16, 4096),
+    (16, 32, 4096),
+    (16, 200, 2056),
+    (40, 16, 2056),
+    (32, 64, 2056),
+    (64, 32, 4104),
+    (64, 200, 2056),
+    (64, 4096, 1032),
+    (200, 64, 1032),
+    (200, 1024, 64),
+    (200, 200, 2056),
+)
+_ODD_SHAPES = ((1, 15, 1001), (16, 61, 1001), (65, 127, 1001))
 
 
 def _operands(shape: Shape, options: Options) -> dict[str, Operand]:
@@ -14,7 +36,19 @@ def _operands(shape: Shape, options: Options) -> dict[str, Operand]:
     return operands | ({"bias": Operand((columns,))} if options.bias else {})
 
 
-SPLIT_K = Case(
+def _trials(device: Device) -> Iterator[Trial]:
+    plain, biased = Options(), Options(bias=True)
+    for shape in _SHAPES:
+        yield Trial("split_k", biased, shape, "bf16")
+        yield Trial("split_k", plain, shape, "fp16")
+        # While gradients are wanted the activation is torch's.
+        yield Trial("split_k", Options("relu", bias=True), shape, "bf16", backward=False)
+    for shape in _ODD_SHAPES:
+        for dtype in DTYPES:
+            yield Trial("split_k", biased, shape, dtype, "portable")
+
+
+CASE = Case(
     name="split_k",
     letters=("M", "N", "K"),
     meaning="rows × output columns × input columns",
@@ -48,4 +82,10 @@ SPLIT_K = Case(
     our_keywords=lambda options: {"activation": options.activation},
     torch_keywords=lambda options: {"activation": options.activation},
     rotating=True,
+    trials=_trials,
+    few_trials=(
+        Trial("split_k", Options(bias=True), (1, 40, 700), "fp16"),
+        Trial("split_k", Options("relu", bias=True), (5, 24, 300), "fp32", backward=False),
+    ),
+    place=6,
 )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from ... import functional, reference
-from .case import Case, Grid, Operand, Options, Shape
+from ...planning import Device
+from .case import DTYPES, Case, Grid, Operand, Options, Shape
+from .trial import Trial
 
 
 def _operands(shape: Shape, options: Options) -> dict[str, Operand]:
@@ -13,7 +16,17 @@ def _operands(shape: Shape, options: Options) -> dict[str, Operand]:
     return {"dy": Operand((rows, out)), "x": Operand((rows, width))}
 
 
-WEIGHT_GRADIENT = Case(
+def _trials(device: Device) -> Iterator[Trial]:
+    for bias in (False, True):
+        if device.pipelined:
+            for shape in ((1000, 64, 136), (1024, 128, 64), (1000, 136, 264), (512, 128, 1024), (1000, 520, 128)):
+                for dtype in ("bf16", "fp16"):
+                    yield Trial("weight_gradient", Options(bias=bias), shape, dtype, "few")
+        for dtype in DTYPES:
+            yield Trial("weight_gradient", Options(bias=bias), (1000, 127, 200), dtype, "portable")
+
+
+CASE = Case(
     name="weight_gradient",
     letters=("M", "O", "K"),
     meaning="tokens × output columns × input columns",
@@ -46,4 +59,7 @@ WEIGHT_GRADIENT = Case(
     results=("dw", "db"),
     backward=False,
     has_activation=False,
+    trials=_trials,
+    few_trials=(Trial("weight_gradient", Options(bias=True), (37, 24, 40), "fp16"),),
+    place=5,
 )

@@ -14,9 +14,10 @@ import torch
 
 from ...devices import describe, record_failures
 from ...kernels.device import HAS_TRITON, interpreted, toolchain
+from ..cases.trial import Trial
 from .processes import process_count, run_in_processes
 from .running import Outcome, run
-from .trials import Trial, all_trials, covered, few_trials
+from .trials import all_trials, covered, few_trials
 
 
 def main(device: torch.device, say: Callable[[str], None] = print) -> int:

@@ -13,8 +13,8 @@ from typing import cast
 import torch
 
 from ...devices import describe
+from ..cases.trial import Trial
 from .running import Outcome, blamed, run
-from .trials import Trial
 
 # A process needs about half a GiB on the device for itself.
 BYTES_PER_PROCESS = 2**30

@@ -10,25 +10,13 @@ from ...devices import assumed, describe
 from ...functional.switches import switched
 from ...planning import Decision
 from ..cases import DTYPES
+from ..cases.trial import Trial
 from ..contenders import FUSED, contender
 from ..exactness import exact_work, inequality
-from .trials import Trial, launched
+from .trials import launched
 
 # Some compilers get a configuration wrong only now and then.
 REPEATS = 20
-
-# The fields of plans whose kernels compute y.
-_FORWARD = ("forward_tiles", "forward tiles", "epilogue hidden_tiles", "epilogue hidden_pipeline")
-# Field of a plan -> the results that its kernel computes; the others' kernels compute what remains.
-_RESULTS = {
-    **dict.fromkeys(_FORWARD, ("y",)),
-    **dict.fromkeys(
-        ("data_gradient tiles", "epilogue data_gradient_tiles", "epilogue data_gradient_pipeline"), ("dx",)
-    ),
-    "data_gradient_tiles": ("dx", "da", "db_down"),
-    "query_gradient_tiles": ("dqueries",),
-    "document_gradient_tiles": ("ddocuments",),
-}
 
 
 @dataclass(frozen=True)
@@ -63,19 +51,22 @@ def run(trial: Trial, device: torch.device) -> Outcome:
                 except Exception as error:
                     reason = f"{trial}: {type(error).__name__}: {error}"
                     # A gradient that cannot be computed says nothing about the forward pass.
-                    without = _FORWARD if results else ()
-                    return Outcome(failures | blamed(plan, None, reason, without), _is_broken(device))
+                    computed = case.results if results else ()
+                    return Outcome(failures | blamed(plan, None, reason, computed), _is_broken(device))
                 for name, fault in zip(names, faults, strict=False):
                     if fault is not None:
                         failures = blamed(plan, name, f"{trial}: {fault}") | failures
         return Outcome(failures)
 
 
-def blamed(plan: Decision, result: str | None, reason: str, without: tuple[str, ...] = ()) -> dict[str, str]:
-    """The configurations that computed ``result``, or all but those of the fields ``without``; and the reason."""
-    found = {field: name for field, name in launched(plan).items() if field not in without}
-    owners = [field for field in found if result in _RESULTS.get(field, ())]
-    rest = [field for field in found if field not in _RESULTS]
+def blamed(plan: Decision, result: str | None, reason: str, computed: tuple[str, ...] = ()) -> dict[str, str]:
+    """The configurations that computed ``result``, or all but those of what was ``computed``; and the reason."""
+    yields = plan.yields
+    found = {
+        field: name for field, name in launched(plan).items() if not set(yields.get(field, ())).intersection(computed)
+    }
+    owners = [field for field in found if result in yields.get(field, ())]
+    rest = [field for field in found if field not in yields]
     fields = found if result is None else owners or rest or found
     return {found[field]: reason for field in fields}
 

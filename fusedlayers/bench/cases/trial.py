@@ -1,0 +1,95 @@
+"""One call of the self-test, and as if it were which machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ... import planning
+from ...functional.switches import switched
+from ...planning import Decision, Device
+from .case import ALL, DTYPES, Case, Inputs, Options, Shape
+
+# (tokens, hidden) of a feed-forward block: whole tiles, and tails in both.
+WHOLE, RAGGED = (1024, 512), (1061, 488)
+# Few processors, so that each program of a pipelined kernel takes many tiles, with two consumers; as many as there are,
+# with one consumer; the portable kernels, where the pipelined ones would run; recomputing, where a backward pass would
+# store what is hidden; recomputing in little memory, so that there are several groups of hidden units; and weights that
+# lie transposed, which the pipelined kernels read as they are.
+MACHINES: dict[str, dict[str, Any]] = {
+    "few": {"processors": 4},
+    "all": {},
+    "portable": {"pipelined": False},
+    "recomputing": {"processors": 4, "recompute": True},
+    "recomputing, all": {"recompute": True},
+    "in groups": {"processors": 4, "recompute": True, "workspace": 2},
+    "in groups, portable": {"pipelined": False, "recompute": True, "workspace": 2},
+    "few, transposed": {"processors": 4, "transposed": True},
+    "in groups, transposed": {"processors": 4, "recompute": True, "workspace": 2, "transposed": True},
+}
+# What is no fact of the device: an argument of the call, MiB of temporary memory, and how weights lie.
+_NO_FACTS = ("recompute", "workspace", "transposed")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One call of a benchmark case on integers, on ``device`` or as if it were this ``machine``; plain data."""
+
+    case: str
+    options: Options
+    shape: Shape
+    dtype: str
+    machine: str = "all"
+    backward: bool = True
+
+    def __str__(self) -> str:
+        dropping = " with dropout" if self.options.dropout_p else ""
+        kind = ("gated " if self.options.gated else "") + self.case + dropping
+        passes = "" if self.backward else ", forward alone"
+        shape = "x".join(map(str, self.shape))
+        return f"{kind} {shape} {self.options.activation} {self.dtype} ({self.machine}{passes})"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is assumed of the device; nothing is avoided, as that is what is tested."""
+        assumed = {name: value for name, value in MACHINES[self.machine].items() if name not in _NO_FACTS}
+        return assumed | {"avoided": frozenset()}
+
+    @property
+    def switches(self) -> dict[str, str]:
+        """What the user's switches must say."""
+        workspace = MACHINES[self.machine].get("workspace")
+        return {} if workspace is None else {"FUSEDLAYERS_WORKSPACE_MIB": str(workspace)}
+
+    def prepared(self) -> tuple[Case, Options]:
+        """The case and its options."""
+        case = ALL[self.case]
+        recompute = MACHINES[self.machine].get("recompute", "auto")
+        return replace(case, backward=case.backward and self.backward), replace(self.options, recompute=recompute)
+
+    def laid_out(self, inputs: Inputs) -> Inputs:
+        """The inputs, and the weights among them as they lie in memory."""
+        if not MACHINES[self.machine].get("transposed"):
+            return inputs
+        parameters = ALL[self.case].parameters
+        return {
+            name: tensor.detach().T.contiguous().T.requires_grad_(tensor.requires_grad)
+            if name in parameters and tensor.dim() == 2
+            else tensor
+            for name, tensor in inputs.items()
+        }
+
+    def plan(self, device: Device) -> Decision:
+        """What runs on ``device`` if kernels are forced; planned without data."""
+        case, options = self.prepared()
+        operands = case.operands(self.shape, options)
+        blank = {
+            name: torch.empty(operand.shape, dtype=DTYPES[self.dtype], device="meta", requires_grad=case.backward)
+            for name, operand in operands.items()
+        }
+        with torch.set_grad_enabled(case.backward), switched(self.switches):
+            problem = case.problem(blank, options)
+        plan: Decision = planning.plan(problem, replace(device, **self.facts), "triton")
+        return plan
