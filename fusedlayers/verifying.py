@@ -12,15 +12,16 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from . import functional, reference
 from .closeness import MAX_ERROR_LIMIT, RMS_LIMIT, TILE, Closeness, compare, compare_all, red
 from .functional.dispatch import decisions
+from .functional.operation import Operation, operation_of
 from .functional.switches import switched
 from .modules import FusedFFN
 from .replacing import restore
@@ -109,11 +110,11 @@ def verify(target: nn.Module | Callable[..., Any], *inputs: Any, **options: Any)
                         layer.recompute = "auto"  # in one piece, not in chunks
             return twin.double() if double else twin, twin
 
-    elif any(target is getattr(functional, public) for public in functional.__all__):
-        name, signature = target.__name__, inspect.signature(target)
+    elif (operation := operation_of(target)) is not None:
+        name, signature = operation.name, inspect.signature(target)
 
         def prepared(plain: bool, double: bool) -> tuple[Callable[..., Any], nn.Module | None]:
-            return _reference_of(target) if plain else target, None
+            return partial(_reference, operation, signature) if plain else target, None
 
     else:
         known = "an nn.Module or a function of fusedlayers.functional"
@@ -254,24 +255,11 @@ def _copied(module: nn.Module) -> nn.Module:
         raise TypeError(f"target: {type(module).__name__} cannot be copied, which verify needs: {error}") from error
 
 
-# Arguments that the reference calls otherwise.
-_RENAMED = {"dropout_seed": "seed"}
-
-
-def _reference_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of ``reference`` with the same name; options that say how, not what, are left out.
-
-    The seed of a dropout says what: the reference replays its mask.
-    """
-    expression = getattr(reference, function.__name__)
-    ours, known = inspect.signature(function), inspect.signature(expression).parameters
-
-    def plain(*inputs: Any, **options: Any) -> Any:
-        arguments = ours.bind(*inputs, **options).arguments
-        arguments = {_RENAMED.get(name, name): value for name, value in arguments.items()}
-        return expression(**{name: value for name, value in arguments.items() if name in known})
-
-    return plain
+def _reference(operation: Operation, signature: inspect.Signature, *inputs: Any, **options: Any) -> Any:
+    """What the operation's oracle makes of a call of its public function."""
+    given = signature.bind(*inputs, **options)
+    given.apply_defaults()
+    return operation.reference(**given.arguments)
 
 
 def _random_states(devices: list[int]) -> list[Tensor]:

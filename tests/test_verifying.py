@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers import functional
+from fusedlayers.bench.cases import ALL, Case
+from fusedlayers.functional.operation import OPERATIONS
 from fusedlayers.kernels import gemm_gemm
 from fusedlayers.replacing import FFNRule
 from tests.ffn_blocks import BLOCKS, GatedBlock, mlp, rule_for
@@ -70,12 +72,25 @@ def test_every_public_function_is_green_on_its_path_here(name: str) -> None:
     assert sum(found.paths.values()) == 1
 
 
-def test_linear_is_green_and_no_public_function_is_left_out() -> None:
+def test_linear_is_green() -> None:
     found = fl.verify(functional.linear, normal(40, 24), normal(33, 24), normal(33), activation="relu")
     assert found.ok, found
     assert {verdict.name for verdict in found.verdicts} == {"y", "d x", "d weight", "d bias"}
     assert fl.verify(fl.SplitKLinear(24, 33), normal(40, 24)).ok
-    assert {*CALLS, "linear"} == set(functional.__all__)
+
+
+@pytest.mark.parametrize("case", ALL.values(), ids=lambda case: case.name)
+def test_every_operation_is_green_on_the_inputs_of_its_benchmark_case(case: Case) -> None:
+    trial = case.few_trials[0]
+    inputs = case.inputs(
+        trial.shape, trial.options, init="normal", dtype=torch.float32, device=torch.device(DEVICE), seed=0
+    )
+    found = fl.verify(getattr(functional, case.operation), **inputs, **case.our_keywords(trial.options))
+    assert found.ok, found
+
+
+def test_every_public_function_is_an_operation_with_a_benchmark_case() -> None:
+    assert set(OPERATIONS) == set(functional.__all__) == {case.operation for case in ALL.values()}
 
 
 @needs_kernels
