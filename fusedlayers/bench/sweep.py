@@ -21,7 +21,7 @@ from ..functional.switches import switched
 from . import record as records
 from .arguments import parse_shape
 from .cases import DTYPES, Shape
-from .cases.split_k import SPLIT_K
+from .cases.split_k import CASE as SPLIT_K
 from .contenders import EAGER, FUSED_SWITCHES, Contender, contender
 from .exactness import random_work, reference_results, rotating_work
 from .plots import MatplotlibMissingError

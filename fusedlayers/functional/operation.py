@@ -103,7 +103,7 @@ class Operation:
         self.tensor_names = tuple(names[place] for place in tensors)
         self.option_names = tuple(names[place] for place in options)
         self._places = tuple(tensors), tuple(options)
-        self._tensors: Callable[..., Any] = itemgetter(*tensors)
+        self._tensors: Callable[..., Any] = _all_of(tensors)
         self._options: Callable[..., Any] = _all_of(options)
         self.composite = Composite(function)
         self.kernel_operation = KernelOperation(self)

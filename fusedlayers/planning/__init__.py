@@ -1,7 +1,7 @@
 """Pure functions from a problem and a device to a plan: which path runs, with which tiles and splits, and why.
 
 No tensors and no device queries here, so every decision is covered by tests on any machine. One file per operation
-holds its problem, its plan and its planner.
+holds its problem, its planner, and its plan with what ``explain`` prints of it.
 """
 
 from typing import Any

@@ -1,0 +1,69 @@
+"""How the sums of rows run: torch or one kernel, and why."""
+
+from dataclasses import dataclass
+
+from ..kernels.tuning.row_sums import RowSumTiles
+from .call import Call, Decision, Facts, direction, no_kernels, not_measured, why_not_kernels
+from .devices import Device, floor_seconds
+
+
+@dataclass(frozen=True)
+class RowSumsProblem(Call):
+    """One call for x ``[M, N]``."""
+
+    M: int
+    N: int
+    dtype: str
+    training: bool = False
+    operation: str = "row_sums"
+
+    __hash__ = Call.__hash__
+
+    @property
+    def empty(self) -> bool:
+        return 0 in (self.M, self.N)
+
+    @property
+    def model_flops(self) -> tuple[int, int]:
+        return self.M * self.N, 0
+
+    @property
+    def described(self) -> str:
+        return f"M={self.M} (rows) N={self.N}, {self.dtype}, {direction(self)}"
+
+    def plan(self, device: Device, backend: str) -> "RowSumsPlan":
+        return plan(self, device, backend)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSumsPlan(Decision):
+    """The path is "fused" or "torch"."""
+
+    tiles: RowSumTiles | None = None
+
+    def kernel_facts(self) -> Facts:
+        return [] if self.tiles is None else [("tiles", f"{self.tiles.block_m} rows × {self.tiles.block_n} columns")]
+
+
+def plan(problem: RowSumsProblem, device: Device, backend: str = "auto") -> RowSumsPlan:
+    """The path that runs ``problem`` on ``device``."""
+    unsupported = no_kernels(problem, device)
+    fused = why_not_kernels(problem, device, backend, unsupported, why_slower)
+    flops, io_bytes = problem.M * problem.N, problem.element_bytes * problem.M * (problem.N + 1)
+    return RowSumsPlan(
+        problem=problem,
+        path="torch" if fused else "fused",
+        reason="no other path is both possible and faster" if fused else "the kernel covers the problem",
+        rejected=(("fused", fused),) if fused else (("torch", "the kernel covers the problem"),),
+        flops=flops,
+        bytes=io_bytes,
+        saved_bytes=problem.element_bytes * problem.M * problem.N if problem.training else 0,
+        floor_seconds=floor_seconds(flops, io_bytes, problem.dtype, device),
+        unsupported=unsupported,
+        tiles=None if fused else RowSumTiles(),
+    )
+
+
+def why_slower(problem: RowSumsProblem, device: Device) -> str | None:
+    """Why torch is expected to be faster."""
+    return not_measured(problem, device) or "torch was as fast"
