@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,50 +17,62 @@ from .call import _ALIGNMENT_MASK, layout_of, surroundings
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 
 
+class _Record(NamedTuple):
+    """A call, and what tells another one like it."""
+
+    call: Any
+    absent: tuple[int, ...]  # places of the tensors that are None
+    present: Callable[[Sequence[Any]], tuple[Any, ...]]  # those that are compared
+    alike: Callable[..., bool]
+    facts: tuple[object, ...]
+    options: tuple[Any, ...]
+
+
 class LastCall:
     """Tells whether a call is the same as the one before, but for addresses.
 
     It keeps no tensor. A copy of a module, or a module that was stored, begins without one.
     """
 
-    __slots__ = ("_absent", "_alike", "_call", "_facts", "_options", "_present")
+    __slots__ = ("_record",)
 
     def __init__(self) -> None:
-        self._call: Any = None
+        # One object that is never changed, so that threads do not mix what belongs to several calls.
+        self._record: _Record | None = None
 
     def again(self, tensors: Sequence[Any], options: tuple[Any, ...]) -> Any:
         """The prepared call, if this one is like it; else None."""
-        call = self._call
+        record = self._record
         # A dual tensor looks like a plain one.
-        if call is None or forward_ad._current_level >= 0:
+        if record is None or forward_ad._current_level >= 0:
             return None
-        for place in self._absent:
+        call, absent, present, alike, facts, known = record
+        for place in absent:
             if tensors[place] is not None:
                 return None
         # By identity: True equals 1, but not all that equals is right.
-        for one, other in zip(options, self._options, strict=True):
+        for one, other in zip(options, known, strict=True):
             if one is not other:
                 return None
-        if not self._alike(*self._present(tensors)) or surroundings(tensors[0]) != self._facts:
-            return None
-        return call
+        return call if alike(*present(tensors)) and surroundings(tensors[0]) == facts else None
 
     def keep(self, call: Any, tensors: Sequence[Any], options: tuple[Any, ...], parameters: bool) -> None:
         """Remember a call that may be repeated.
 
         Parameters count only where ``parameters`` says so: torch's own expression takes whatever they have become.
         """
+        absent = tuple(place for place, tensor in enumerate(tensors) if tensor is None)
         skipped = () if parameters else (torch.nn.Parameter,)
-        places = [place for place, tensor in enumerate(tensors) if tensor is not None]
-        self._absent = tuple(place for place, tensor in enumerate(tensors) if tensor is None)
-        chosen = [place for place in places if not isinstance(tensors[place], skipped)]
-        self._present = _several(chosen)
-        self._alike = _same_as(*self._present(tensors), layouts=parameters)
-        self._facts, self._options, self._call = surroundings(tensors[0]), options, call
+        compared = [
+            place for place, tensor in enumerate(tensors) if tensor is not None and not isinstance(tensor, skipped)
+        ]
+        present = _several(compared)
+        alike = _same_as(*present(tensors), layouts=parameters)
+        self._record = _Record(call, absent, present, alike, surroundings(tensors[0]), options)
 
     def forget(self) -> None:
         """Of a call that is not like any other."""
-        self._call = None
+        self._record = None
 
     def __reduce__(self) -> tuple[type[LastCall], tuple[()]]:
         return LastCall, ()
