@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers import functional, reference
-from fusedlayers.functional import dropping
+from fusedlayers.functional.ffn import dropping
 from fusedlayers.kernels.dropout import draw_seed, drop, keep_mask
 from tests.ffn_blocks import GatedBlock, mlp, rule_for
 from tests.operands import (
