@@ -300,7 +300,8 @@ class KernelOperation:
         made: Sequence[Tensor],
     ) -> list[Tensor | None]:
         """The wanted gradients, as the operation computes them."""
-        of_results, of_made = iter(upstream), iter(made)
+        # Hooks of saved tensors may have brought back what kernels made for themselves in another layout.
+        of_results, of_made = iter(upstream), (each.contiguous() for each in made)
         upstream = [next(of_results) if there else None for there in ready.given]
         saved = [*operands, *[next(of_made) if there else None for there in ready.made]]
         found = self.operation.gradients(ready.call, saved, ready.wanted, upstream, inside=True)

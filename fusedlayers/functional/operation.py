@@ -378,10 +378,11 @@ def _contiguous(gradient: Tensor | None) -> Tensor | None:
     """An upstream gradient as kernels read it: expanded, transposed and negated ones take one copy."""
     if gradient is None:
         return None
-    if gradient.is_neg():
-        gradient = gradient.resolve_neg()
+    gradient = gradient.resolve_neg()
     if not gradient.is_contiguous():
         return gradient.contiguous()
+    if 1 in gradient.shape:
+        gradient = gradient.view(-1).view(gradient.shape)  # an axis of one element may have had any stride
     # A part of a larger tensor may start anywhere; what is copied starts aligned.
     return gradient.clone() if gradient.data_ptr() & 15 else gradient
 
@@ -412,8 +413,10 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         call, saved = ctx.call, ctx.saved_tensors
         # Hooks of saved tensors may have brought back tensors that lie otherwise, and so may an assignment to .data.
+        # What kernels made for themselves they read as they made it.
         if [None if each is None else layout_of(each) for each in saved] != call.layouts:
-            call = call.apart()
+            call, count = call.apart(), len(call.kept)
+            saved = *saved[:count], *[each if each is None else each.contiguous() for each in saved[count:]]
         return None, *call.operation.gradients(call, saved, ctx.needs_input_grad[1:], upstream)
 
 
