@@ -16,6 +16,7 @@ from fusedlayers import planning, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.devices import describe
 from fusedlayers.functional import dispatch, operation
+from fusedlayers.functional.last_call import LastCall
 from fusedlayers.kernels.device import interpreted
 from fusedlayers.kernels.dropout import draw_seed
 
@@ -62,9 +63,17 @@ def on_path(
         # Without the caches: no plan made here outlives the test, and none made before or under another patch is used.
         patch.setattr(dispatch, "_cached_plan", plan)
         patch.setattr(operation, "_prepared", _Forgetful())
+        patch.setattr(LastCall, "again", lambda *arguments: None)
         if chunk_rows is not None:
             patch.setattr(planning.ffn_chunked, "plan", lambda problem, *rest: small_chunks(problem, chunk_rows))
         yield {"recompute": recompute or path == "chunked"}
+
+
+def forget_calls() -> None:
+    """Forgets all calls that were prepared, those of modules excepted."""
+    operation._prepared.clear()
+    for each in operation.OPERATIONS.values():
+        each._last = LastCall(of_module=False)
 
 
 class _Forgetful(dict[Any, Any]):

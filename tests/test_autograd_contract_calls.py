@@ -23,7 +23,7 @@ from fusedlayers.functional.operation import OPERATIONS, Operation, Prepared
 from fusedlayers.functional.switches import switched
 from tests.contract_cases import BACKENDS, CONTRACT, NAMES, Made, Recorder, made, upstream
 from tests.ffn_blocks import mlp
-from tests.operands import DEVICE, infinities, needs_kernels
+from tests.operands import DEVICE, forget_calls, infinities, needs_kernels
 
 pytestmark = infinities
 DIFFERENTIABLE = [name for name in NAMES if name not in ("argmax", "linear hidden_gradient")]
@@ -135,7 +135,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_the_layout_of_an_upstream_gradient(name: str, layout: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes the kernels of a contiguous one, in the variant that was prepared for that, and gives the same bits."""
     monkeypatch.setattr("tests.contract_cases.ROWS", rows)
-    monkeypatch.setattr(operation, "_prepared", {})
+    forget_calls()
     read: list[tuple[Any, ...]] = []
     own = operation_of(name)
     backward = own.backward

@@ -18,6 +18,7 @@ from fusedlayers.functional import dispatch, operation
 from fusedlayers.functional.call import signature
 from fusedlayers.functional.operands import input_precision
 from fusedlayers.planning import Device
+from tests.operands import forget_calls
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
 A100 = Device("cuda", "NVIDIA A100", "sm_80", processors=108, triton=True)
@@ -30,7 +31,7 @@ def nothing_is_remembered() -> Iterator[None]:
     """No plan, and no line already said, from another test."""
     for remembered in (dispatch._cached_plan, dispatch._log_once):
         remembered.cache_clear()
-    operation._prepared.clear()
+    forget_calls()
     yield
     for remembered in (dispatch._cached_plan, dispatch._log_once):
         remembered.cache_clear()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedlayers import functional, planning, reference
-from fusedlayers.functional import dispatch, operation
+from fusedlayers.functional import dispatch
 from fusedlayers.functional.ffn.arguments import ffn_problem
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.kernels.dropout import draw_seed
@@ -24,6 +24,7 @@ from tests.operands import (
     assert_equal,
     assert_ffn_close,
     ffn_inputs,
+    forget_calls,
     in_float64,
     leaves,
     like_result,
@@ -61,7 +62,7 @@ def force_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning.gemm_gemm, "why_unsupported", lambda problem, device: "too wide")
     # Without the caches: no plan made here outlives the test, and none made before is used.
     monkeypatch.setattr(functional.dispatch, "_cached_plan", planning.plan)
-    monkeypatch.setattr(operation, "_prepared", {})
+    forget_calls()
 
 
 @GATED

@@ -42,7 +42,7 @@ def tensors() -> list[Tensor | None]:
 def kept(tensors: list[Tensor | None], *, parameters: bool = True) -> LastCall:
     last = LastCall()
     call = LINEAR.prepared(tuple(tensors), OPTIONS)
-    last.keep(call, tensors, OPTIONS, parameters=parameters)
+    last._keep(call, tensors, OPTIONS, parameters=parameters)
     assert last.again(tensors, OPTIONS) is call
     return last
 
@@ -173,6 +173,7 @@ def test_one_tensor_twice(tensors: list[Tensor | None]) -> None:
     given = (x, torch.randn(6, 8, device=DEVICE), torch.randn(8, 6, device=DEVICE), None, None, None, None, x, None)
     last, options = LastCall(), ("relu", 0.0, "auto")
     y = ffn.repeat(last, given, options)
+    assert last.again(given, options) is None, "once is not yet a habit"
     assert torch.equal(ffn.repeat(last, given, options), y)
     assert last.again(given, options) is not None
 

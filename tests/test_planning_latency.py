@@ -24,6 +24,7 @@ from fusedlayers.planning import (
     Problem,
     ReduceProblem,
 )
+from tests.operands import forget_calls
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
 LAYERS = ((128, 512), (256, 1024), (512, 2048), (1024, 4096), (2048, 5632), (4096, 14_336), (8192, 28_672))
@@ -93,7 +94,7 @@ def test_a_new_number_of_tokens_of_the_others(tokens: int, training: bool) -> No
 def test_the_whole_call_with_a_new_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the tensors to the plan, as a GPU would do it; a repeated call takes a tenth of that."""
     monkeypatch.setattr(dispatch, "describe", lambda device: H200)
-    monkeypatch.setattr(operation, "_prepared", {})
+    forget_calls()
     up, down = _tensor(2048, 512), _tensor(512, 2048)
     bias = _tensor(2048)
     nothing = (None,) * 5

@@ -20,6 +20,7 @@ from fusedlayers import SplitKLinear, functional, planning
 from fusedlayers.functional import call, dispatch, operation, switches
 from fusedlayers.functional.call import signature
 from fusedlayers.functional.dispatch import decisions
+from tests.operands import forget_calls
 
 H200 = planning.Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
 CHECKS = {
@@ -33,9 +34,9 @@ def nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Auto mode, and no call from another test."""
     for name in switches.SWITCHES:
         monkeypatch.delenv(name, raising=False)
-    operation._prepared.clear()
+    forget_calls()
     yield
-    operation._prepared.clear()
+    forget_calls()
 
 
 @pytest.fixture

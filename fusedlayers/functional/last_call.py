@@ -34,9 +34,11 @@ class LastCall:
     It keeps no tensor. A copy of a module, or a module that was stored, begins without one.
     """
 
-    __slots__ = ("_record",)
+    __slots__ = ("_of_module", "_record", "_seen")
 
-    def __init__(self) -> None:
+    def __init__(self, of_module: bool = True) -> None:
+        self._of_module = of_module
+        self._seen: Any = None
         # One object that is never changed, so that threads do not mix what belongs to several calls.
         self._record: _Record | None = None
 
@@ -56,11 +58,15 @@ class LastCall:
                 return None
         return call if alike(*present(tensors)) and surroundings(tensors[0]) == facts else None
 
-    def keep(self, call: Any, tensors: Sequence[Any], options: tuple[Any, ...], parameters: bool) -> None:
-        """Remember a call that may be repeated.
+    def note(self, call: Any, tensors: Sequence[Any], options: tuple[Any, ...]) -> None:
+        """A call that :meth:`again` did not know: remembered when it comes twice in a row, and may be repeated."""
+        if call is self._seen:
+            # torch's own expression takes whatever a module's parameters have become.
+            through_torch = call.plan.path in call.operation.torch_paths
+            self._keep(call, tensors, options, parameters=not (self._of_module and through_torch))
+        self._seen = call if call.repeatable else None
 
-        Parameters count only where ``parameters`` says so: torch's own expression takes whatever they have become.
-        """
+    def _keep(self, call: Any, tensors: Sequence[Any], options: tuple[Any, ...], parameters: bool) -> None:
         absent = tuple(place for place, tensor in enumerate(tensors) if tensor is None)
         skipped = () if parameters else (torch.nn.Parameter,)
         compared = [
@@ -69,10 +75,6 @@ class LastCall:
         present = _several(compared)
         alike = _same_as(*present(tensors), layouts=parameters)
         self._record = _Record(call, absent, present, alike, surroundings(tensors[0]), options)
-
-    def forget(self) -> None:
-        """Of a call that is not like any other."""
-        self._record = None
 
     def __reduce__(self) -> tuple[type[LastCall], tuple[()]]:
         return LastCall, ()

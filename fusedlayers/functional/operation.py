@@ -19,10 +19,12 @@ from .. import reference
 from ..kernels.activations import ACTIVATIONS
 from ..planning import Call, Device
 from . import dispatch
-from .call import layout_of, observed, signature, transformed, wants_gradient
+from .autograd import apply, contiguous
+from .call import observed, signature, transformed
 from .custom_ops import Composite, KernelOperation, Results
 from .last_call import LastCall
-from .operands import autocast, autocast_dtype, compute_dtype, naming_layouts, without_autocast
+from .operands import autocast, autocast_dtype, naming_layouts, without_autocast
+from .prepared import Prepared
 
 Tensors = Sequence[Any]  # tensors, or None for those that are not given
 
@@ -33,45 +35,6 @@ OPERATIONS: dict[str, Operation] = {}
 # more than planning them again.
 _prepared: dict[tuple[object, ...], Prepared] = {}
 _PREPARED_LIMIT = 4096
-
-
-class Prepared:
-    """A call that was checked and planned: everything that the next one like it need not find out again.
-
-    ``ready`` belongs to the kernels: launches that are complete but for addresses. All calls that share it have
-    operands of the same shapes, dtypes and layouts.
-    """
-
-    def __init__(
-        self,
-        operation: Operation,
-        options: tuple[Any, ...],
-        problem: Any,
-        plan: Any,
-        facts: Device,
-        extras: dict[str, Any],
-        tensors: Tensors = (),
-        observed: bool = False,
-    ) -> None:
-        self.operation, self.options, self.problem, self.plan, self.facts = operation, options, problem, plan, facts
-        self.extras, self.observed = extras, observed
-        self.repeatable = False
-        self.wants_gradient = wants_gradient(*tensors)
-        self.dtype: torch.dtype | None = None
-        if tensors and autocast_dtype(tensors[0].device) is not None:
-            self.dtype = compute_dtype(tensors[0])  # what autocast casts operands to
-        self.ready: dict[Any, Any] = {}
-        self.details = operation.details(plan, extras)
-        self.wanted: tuple[bool, ...] = ()
-        self.kept: tuple[bool, ...] = ()
-        self.constant: Sequence[int] = ()
-        self.layouts: list[Any] = []
-
-    def apart(self) -> Prepared:
-        """The same call for operands of other layouts."""
-        other = object.__new__(Prepared)
-        other.__dict__ = {**self.__dict__, "ready": {}}
-        return other
 
 
 class Operation:
@@ -105,6 +68,8 @@ class Operation:
         self._places = tuple(tensors), tuple(options)
         self._tensors: Callable[..., Any] = _all_of(tensors)
         self._options: Callable[..., Any] = _all_of(options)
+        # Of calls of the public function itself, whose layers are often alike.
+        self._last = LastCall(of_module=False)
         self.composite = Composite(function)
         self.kernel_operation = KernelOperation(self)
         OPERATIONS[self.name] = self
@@ -191,29 +156,19 @@ class Operation:
         if torch.compiler.is_dynamo_compiling():
             tensors, options = ([arguments[place] for place in places] for places in self._places)
             return self.unpacked(self.composite(*arguments), options, tensors)
-        if torch._C._get_tracing_state() is not None:
-            # The graph of torch.jit holds nothing but torch's own operations, and its sizes are tensors.
-            return self.reference(**dict(zip(self._signature.parameters, arguments, strict=True)))
-        tensors, options = self._tensors(arguments), self._options(arguments)
-        return self.run(self.prepared(tensors, options), tensors)
+        return self.repeat(self._last, self._tensors(arguments), self._options(arguments))
 
     def repeat(self, last: LastCall, tensors: Tensors, options: tuple[Any, ...]) -> Any:
         """The public function, called by a module that keeps its ``last`` call."""
         if torch._C._get_tracing_state() is not None:
-            return self(*self._joined(tensors, options))
+            # The graph of torch.jit holds nothing but torch's own operations, and its sizes are tensors.
+            names = (*self.tensor_names, *self.option_names)
+            return self.reference(**dict(zip(names, (*tensors, *options), strict=True)))
         call = last.again(tensors, options)
         if call is None or dispatch.describe(tensors[0].device) is not call.facts:
             call = self.prepared(tensors, options)
-            if call.repeatable:
-                last.keep(call, tensors, options, parameters=call.plan.path not in self.torch_paths)
-            else:
-                last.forget()
+            last.note(call, tensors, options)
         return self.run(call, tensors)
-
-    def _joined(self, tensors: Tensors, options: tuple[Any, ...]) -> list[Any]:
-        """All arguments in the order of the public function."""
-        given = dict(zip((*self._places[0], *self._places[1]), (*tensors, *options), strict=True))
-        return [given[place] for place in range(len(given))]
 
     def prepared(self, tensors: Tensors, options: tuple[Any, ...]) -> Prepared:
         """The call, as it was prepared before or as it is now checked and planned.
@@ -281,7 +236,7 @@ class Operation:
         if call.observed:
             results = self.kernel_operation(operands, call)
         elif call.wants_gradient:
-            results = _apply(call, *operands)
+            results = apply(call, *operands)
         else:
             found, _ = self._forward(call, operands, ())
             results = found[0] if len(found) == 1 else found
@@ -322,7 +277,7 @@ class Operation:
         # Without operands to read, as for a bias alone, there is nothing for kernels to do.
         if observed() and not inside and any(each is not None for each in saved):
             return self.kernel_operation.gradients(call, operands, made, wanted, upstream)
-        upstream = [_contiguous(each) for each in upstream]
+        upstream = [contiguous(each) for each in upstream]
         if autocast_dtype(first.device) is None:
             return self.backward(call, operands, made, wanted, upstream)
         with torch.autocast(first.device.type, enabled=False):
@@ -372,54 +327,3 @@ def _all_of(places: list[int]) -> Callable[..., tuple[Any, ...]]:
         return itemgetter(*places)
     [place] = places or [None]
     return (lambda arguments: ()) if place is None else (lambda arguments: (arguments[place],))
-
-
-def _contiguous(gradient: Tensor | None) -> Tensor | None:
-    """An upstream gradient as kernels read it: expanded, transposed and negated ones take one copy."""
-    if gradient is None:
-        return None
-    gradient = gradient.resolve_neg()
-    if not gradient.is_contiguous():
-        return gradient.contiguous()
-    if 1 in gradient.shape:
-        gradient = gradient.view(-1).view(gradient.shape)  # an axis of one element may have had any stride
-    # A part of a larger tensor may start anywhere; what is copied starts aligned.
-    return gradient.clone() if gradient.data_ptr() & 15 else gradient
-
-
-class _Function(torch.autograd.Function):
-    """The kernels of any operation under autograd: the operands follow the prepared call."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Prepared, *operands: Any) -> Any:
-        ctx.call = call
-        if not call.wanted:
-            # All follow from what the call was recognised by.
-            call.wanted = ctx.needs_input_grad[1:]
-            call.kept = call.operation.kept(call.wanted)
-            call.constant = call.operation.constant(call.problem, call.wanted)
-        wanted = call.wanted
-        results, made = call.operation._forward(call, operands, wanted)
-        saved = [operand if keep else None for operand, keep in zip(operands, call.kept, strict=True)]
-        ctx.save_for_backward(*saved, *made)
-        ctx.set_materialize_grads(False)
-        if call.constant:
-            ctx.mark_non_differentiable(*[each for place in call.constant if (each := results[place]) is not None])
-        if not call.layouts:
-            call.layouts = [None if each is None else layout_of(each) for each in (*saved, *made)]
-        return results[0] if len(results) == 1 else tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-        call, saved = ctx.call, ctx.saved_tensors
-        # Hooks of saved tensors may have brought back tensors that lie otherwise, and so may an assignment to .data.
-        # What kernels made for themselves they read as they made it.
-        if [None if each is None else layout_of(each) for each in saved] != call.layouts:
-            call, count = call.apart(), len(call.kept)
-            saved = *saved[:count], *[each if each is None else each.contiguous() for each in saved[count:]]
-        return None, *call.operation.gradients(call, saved, ctx.needs_input_grad[1:], upstream)
-
-
-# Function.apply itself looks through its arguments for wrappers that an ended transform of torch.func has left behind;
-# operands under a transform never come here.
-_apply: Callable[..., Any] = super(torch.autograd.Function, _Function).apply

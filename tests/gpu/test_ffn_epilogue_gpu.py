@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusedlayers import functional, planning, reference
 from fusedlayers.devices import describe
-from fusedlayers.functional import dispatch, operation
+from fusedlayers.functional import dispatch
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.kernels.dropout import draw_seed, keep_mask
 from fusedlayers.kernels.gemm_epilogue import pipelined
@@ -23,6 +23,7 @@ from tests.operands import (
     assert_equal,
     assert_ffn_close,
     ffn_inputs,
+    forget_calls,
     leaves,
     like_result,
     on_path,
@@ -235,7 +236,7 @@ def test_chunks_have_the_mask_of_the_whole_hidden(
     arithmetic = {"activation": "identity", "dropout_p": 0.5, "dropout_seed": seed}
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     monkeypatch.setattr(dispatch, "_cached_plan", planning.plan)
-    monkeypatch.setattr(operation, "_prepared", {})
+    forget_calls()
     cut(monkeypatch, 384, -(-width // 16) * 8, slice_columns)
     y = functional.ffn(x, identity, identity, recompute=True, **arithmetic)
     [dx] = torch.autograd.grad(y.sum(), x)

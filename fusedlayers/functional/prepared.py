@@ -1,0 +1,51 @@
+"""A call that was checked and planned, to be run any number of times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..planning import Device
+from .call import wants_gradient
+from .operands import autocast_dtype, compute_dtype
+
+
+class Prepared:
+    """A call that was checked and planned: everything that the next one like it need not find out again.
+
+    ``ready`` belongs to the kernels: launches that are complete but for addresses. All calls that share it have
+    operands of the same shapes, dtypes and layouts.
+    """
+
+    def __init__(
+        self,
+        operation: Any,
+        options: tuple[Any, ...],
+        problem: Any,
+        plan: Any,
+        facts: Device,
+        extras: dict[str, Any],
+        tensors: Sequence[Any] = (),
+        observed: bool = False,
+    ) -> None:
+        self.operation, self.options, self.problem, self.plan, self.facts = operation, options, problem, plan, facts
+        self.extras, self.observed = extras, observed
+        self.repeatable = False
+        self.wants_gradient = wants_gradient(*tensors)
+        self.dtype: torch.dtype | None = None
+        if tensors and autocast_dtype(tensors[0].device) is not None:
+            self.dtype = compute_dtype(tensors[0])  # what autocast casts operands to
+        self.ready: dict[Any, Any] = {}
+        self.details = operation.details(plan, extras)
+        self.wanted: tuple[bool, ...] = ()
+        self.kept: tuple[bool, ...] = ()
+        self.constant: Sequence[int] = ()
+        self.layouts: list[Any] = []
+
+    def apart(self) -> Prepared:
+        """The same call for operands of other layouts."""
+        other = object.__new__(Prepared)
+        other.__dict__ = {**self.__dict__, "ready": {}}
+        return other
