@@ -215,13 +215,18 @@ def test_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_equal(outcome(compiled, arguments), outcome(function, arguments))
 
 
-def test_the_switches_are_read_again(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_switches_are_read_when_a_call_is_traced(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, without guards: a compiled call that asked the environment each time would pay for it each time."""
     compiled = graphs.compiled(functional.ffn)
     _, arguments = ffn(5, recompute=True)
     for backend in ("auto", "torch", "auto"):
         monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
         compiled(**arguments)
-    assert counters["stats"]["unique_graphs"] == 2
+    assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "wrong")
+    with pytest.raises(Exception, match="FUSEDLAYERS_BACKEND is 'wrong'"):
+        graphs.compiled(functional.ffn)(**arguments)
 
 
 def test_what_dynamo_writes_down_names_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +242,7 @@ def test_what_dynamo_writes_down_names_the_sources(monkeypatch: pytest.MonkeyPat
     _, arguments = ffn(5, recompute=True)
     torch.compile(functional.ffn, fullgraph=True, backend=keep)(**arguments)
     monkeypatch.setattr("fusedlayers.functional.custom_ops._SOURCES", "others")
+    torch._dynamo.reset()
     torch.compile(functional.ffn, fullgraph=True, backend=keep)(**arguments)
     assert seen == [f"auto False {ours}", "auto False others"]
 

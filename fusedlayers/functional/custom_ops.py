@@ -80,9 +80,23 @@ class Composite:
 
     def __call__(self, *arguments: Any) -> list[Tensor]:
         """The results for all arguments, in the order of the function's signature."""
-        named = zip(self.parameters, arguments, strict=True)
-        words = [_word(argument) if name in self.words else argument for name, argument in named]
-        return self.operation(*words, f"{backend()} {strict()} {_SOURCES}")
+        given = list(arguments)
+        places, said = self.constants()
+        for place in places:
+            given[place] = _word(given[place])
+        return self.operation(*given, said)
+
+    def constants(self) -> tuple[tuple[int, ...], str]:
+        """Which arguments are written as words, and what the switches say while Dynamo traces, without guards."""
+        places = tuple(place for place, name in enumerate(self.parameters) if name in self.words)
+        return places, self.switches()
+
+    # As torch.compiler.assume_constant_result, which would import Dynamo here and now: that takes seconds.
+    constants._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def switches(self) -> str:
+        """The last argument of the operation: what the user's switches say now, and which sources run."""
+        return f"{backend()} {strict()} {_SOURCES}"
 
 
 class Result(NamedTuple):
