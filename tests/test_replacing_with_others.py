@@ -168,10 +168,15 @@ def test_a_compiled_block_runs_the_patched_class(monkeypatch: pytest.MonkeyPatch
         x = torch.randn(3, 6)
         fl.replace(block, rules=[] if rule is None else [rule])
         kind, own = block.fused_from, block.fused_from.forward
+        torch._dynamo.reset()
+        compiled = torch.compile(block.eval(), backend="eager", fullgraph=True)
+        before = compiled(x)
         with monkeypatch.context() as patch:
             patch.setattr(kind, "forward", lambda self, x, own=own: 2 * own(self, x))
+            # The graph that was compiled before does not serve any more.
+            torch.testing.assert_close(compiled(x), 2 * before)
             torch._dynamo.reset()
-            y = torch.compile(block, backend="eager", fullgraph=True)(x)
+            y = compiled(x)
             torch.testing.assert_close(y, block(x))
             fl.restore(block)
             torch.testing.assert_close(y, block(x))

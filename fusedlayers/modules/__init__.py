@@ -3,6 +3,7 @@
 from .children import (
     class_name,
     class_path,
+    is_plain_now,
     linear_weight,
     patched_method,
     say_once,
@@ -13,9 +14,12 @@ from .children import (
     why_not_read_past,
     why_patched,
 )
-from .ffn import FFNPieces, FusedFFN
+from .ffn import FusedFFN
+from .keeping import forget, keep, kept
 from .linear import SplitKLinear
 from .maxsim import MaxSim
+from .pieces import FFNPieces
+from .traced import outside_of_traces, traceable, traced_dropout_p, traced_ffn
 
 __all__ = [
     "FFNPieces",
@@ -24,9 +28,17 @@ __all__ = [
     "SplitKLinear",
     "class_name",
     "class_path",
+    "forget",
+    "is_plain_now",
+    "keep",
+    "kept",
     "linear_weight",
+    "outside_of_traces",
     "patched_method",
     "say_once",
+    "traceable",
+    "traced_dropout_p",
+    "traced_ffn",
     "why_must_be_called",
     "why_not_now",
     "why_not_plain",

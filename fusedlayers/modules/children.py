@@ -155,6 +155,17 @@ def why_not_now(*tensors: Tensor | None) -> str | None:
     return None
 
 
+def is_plain_now(tensor: object) -> bool:
+    """Whether :func:`why_not_now` has nothing to say of this input, asked as cheaply as can be; False: ask it."""
+    return (
+        (type(tensor) is Tensor or type(tensor) is nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not _has_any_global_hook()
+        and torch._C._get_tracing_state() is None
+    )
+
+
 def say_once(module: nn.Module, reason: str, instead: str = "calls its children") -> None:
     """One INFO line per class and reason: what this module does ``instead`` of running fused."""
     if torch.compiler.is_compiling():

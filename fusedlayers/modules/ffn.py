@@ -1,60 +1,21 @@
-"""`FusedFFN`, and an FFN as it stands in any module: its linear children and options."""
+"""`FusedFFN`, the feed-forward block of a Transformer."""
 
 from __future__ import annotations
 
 import operator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
-from .. import functional
 from ..functional.ffn.arguments import check_dropout, check_recompute
 from ..kernels.activations import ACTIVATIONS, canonical_activation
-from .children import linear_weight, parameter, say_once, why_not_now, why_not_plain
-
-
-class FFNPieces(NamedTuple):
-    """One FFN as it stands in a module: its linear children, and how the hidden is made from them.
-
-    ``original`` is the activation as the module has it, where that is not ours, and ``output_dropout_p`` the
-    probability of a dropout that the module applies to the result.
-    """
-
-    up: nn.Module
-    down: nn.Module
-    gate: nn.Module | None
-    activation: str
-    dropout_p: float
-    original: object = None
-    output_dropout_p: float = 0.0
-
-    def why_not_plain(self) -> str | None:
-        """The first linear child that must be called, and why; None if all are plain."""
-        for role, linear in (("up", self.up), ("gate", self.gate), ("down", self.down)):
-            if linear is not None and (reason := why_not_plain(linear)):
-                return f"the {role} linear {reason}"
-        return None
-
-    def arguments(
-        self, x: Tensor, residual: Tensor | None = None, recompute: Literal["auto"] | bool | int = "auto"
-    ) -> dict[str, Any]:
-        """The arguments of ``functional.ffn`` for input x; only for plain children."""
-        up, down, gate = self.up, self.down, self.gate
-        return {
-            "x": x,
-            "w_up": linear_weight(up),
-            "w_down": linear_weight(down),
-            "b_up": parameter(up, "bias"),
-            "b_down": parameter(down, "bias"),
-            "w_gate": None if gate is None else linear_weight(gate),
-            "b_gate": None if gate is None else parameter(gate, "bias"),
-            "activation": self.activation,
-            "dropout_p": self.dropout_p,
-            "recompute": recompute,
-            "residual": residual,
-        }
+from .children import is_plain_now, say_once, why_not_now
+from .keeping import keep, kept
+from .pieces import FFNPieces
+from .traced import outside_of_traces, traceable, traced_ffn
 
 
 def _positive(name: str, value: int) -> int:
@@ -73,6 +34,10 @@ def _flag(name: str, value: bool) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__})")
     return value
+
+
+# All that a call reads of the block.
+_PARTS = ("up_proj", "gate_proj", "down_proj", "activation", "dropout", "training")
 
 
 class FusedFFN(nn.Module):
@@ -148,21 +113,42 @@ class FusedFFN(nn.Module):
         """The arguments that ``forward(x, residual)`` gives to ``functional.ffn``, by name."""
         return self.ffn_pieces().arguments(x, residual, self.recompute)
 
+    @outside_of_traces
+    def traceable(self) -> tuple[Any, ...] | None:
+        """What a traced call takes as constant, or None if it must call the children."""
+        pieces = self.ffn_pieces()
+        return traceable(
+            self, pieces.why_not_plain() or pieces,
+            up="up_proj", down="down_proj", gate="gate_proj", activation="activation", dropout="dropout",
+        )  # fmt: skip
+
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The FFN of x ``[*B, M, K]``, plus ``residual`` ``[*B, M, K]`` if given; same shape, floating point dtype.
 
         Raises:
             TypeError, ValueError: x or residual does not fit the weights; the message names it.
         """
-        pieces = self.ffn_pieces()
-        reason = pieces.why_not_plain() or why_not_now(x, residual)
-        if reason is None:
-            return functional.ffn(**pieces.arguments(x, residual, self.recompute))
-        say_once(self, reason)
+        if is_dynamo_compiling():
+            facts = self.traceable()
+            y = None if facts is None else traced_ffn(self, facts, x, residual, None)
+            if y is not None:
+                return y
+            dropout_p = self.dropout if self.training else 0.0
+        else:
+            ready: FFNPieces | None = kept(self)
+            if ready is not None and is_plain_now(x) and (residual is None or is_plain_now(residual)):
+                return ready.run(x, residual, self.recompute)
+            pieces = self.ffn_pieces()
+            reason = pieces.why_not_plain() or why_not_now(x, residual)
+            if reason is None:
+                keep(self, pieces, _PARTS, (pieces,))
+                return pieces.run(x, residual, self.recompute)
+            dropout_p = pieces.dropout_p
+            say_once(self, reason)
         activate = ACTIVATIONS[canonical_activation(self.activation)].torch
         hidden = self.up_proj(x)
         hidden = activate(hidden) if self.gate_proj is None else activate(self.gate_proj(x)) * hidden
-        y = self.down_proj(F.dropout(hidden, pieces.dropout_p))
+        y = self.down_proj(F.dropout(hidden, dropout_p))
         return y if residual is None else y + residual
 
     def extra_repr(self) -> str:

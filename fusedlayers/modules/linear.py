@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from .. import functional
-from ..functional.linear import check_reduction, check_split_k
+from ..functional.linear import LINEAR, check_reduction, check_split_k
+from .children import parameter
+from .traced import outside_of_traces
+
+_operation = LINEAR.composite.operation
 
 
 class SplitKLinear(nn.Linear):
@@ -65,7 +70,19 @@ class SplitKLinear(nn.Linear):
         # Nested tensors, and the stand-ins of torch.fx, which answer every question with another one.
         if getattr(x, "is_nested", False) is not False:
             return F.linear(x, self.weight, self.bias)
-        return functional.linear(**self.call_arguments(x))
+        if is_dynamo_compiling():
+            # Everything is read as torch's own forward reads it, so that Dynamo guards hardly more than there.
+            found: list[Tensor] = _operation(
+                x, self.weight, self.bias, None, f"{self.split_k}", self.reduction, self.traced_switches()
+            )
+            return found[0]
+        weight, bias = cast(nn.Parameter, parameter(self, "weight")), cast(nn.Parameter, parameter(self, "bias"))
+        return functional.linear(x, weight, bias, split_k=self.split_k, reduction=self.reduction)
+
+    @outside_of_traces
+    def traced_switches(self) -> str:
+        """What the user's switches say while Dynamo traces."""
+        return LINEAR.composite.switches()
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, split_k={self.split_k!r}, reduction={self.reduction!r}"

@@ -20,7 +20,7 @@ from typing import Literal
 from torch import nn
 
 from ..functional.ffn.arguments import check_recompute
-from ..modules import FFNPieces, FusedFFN, SplitKLinear, class_name, class_path, linear_weight, why_not_plain
+from ..modules import FFNPieces, FusedFFN, SplitKLinear, class_name, class_path, forget, linear_weight, why_not_plain
 from .blocks import (
     FusedBlock,
     FusedSequentialFFN,
@@ -131,6 +131,7 @@ def restore(model: nn.Module) -> None:
             )
     for _, module in blocks:
         _set_class(module, module.fused_from)
+        forget(module)
 
 
 def _set_class(module: nn.Module, kind: type) -> None:

@@ -1,25 +1,37 @@
-"""The classes that `replace` gives to modules: the original class, with a forward that fuses what is plain."""
+"""The classes that `replace` gives to modules: the original class, with a forward that fuses what is plain.
+
+Those of torch's own classes stand here, and what the classes for rules share with them.
+"""
 
 from __future__ import annotations
 
 import copyreg
 import functools
-import inspect
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Literal, cast
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
-from .. import functional
-from ..modules import FFNPieces, class_path, say_once, why_not_now
-from .finding import attribute, dropout_p, find_by_rule, find_ffn, find_runs
+from ..modules import (
+    FFNPieces,
+    class_path,
+    is_plain_now,
+    keep,
+    kept,
+    outside_of_traces,
+    say_once,
+    traceable,
+    traced_ffn,
+    why_not_now,
+)
+from .finding import attribute, dropout_p, find_ffn, find_runs
 from .rules import FFNRule
-from .stand_ins import InsideFFN, computed, stand_in
 
 # What a block does instead of running fused where its class was patched.
 OWN_FORWARD = "runs the forward of its own class"
+
+_Sequential = nn.Sequential
 
 # Its subclasses get gradient checkpointing from its __init_subclass__, around their forward.
 _CHECKPOINTED = "transformers.modeling_layers.GradientCheckpointingLayer"
@@ -88,15 +100,20 @@ class FusedBlock(ReplacedModule):
         [pieces] = (pieces for pieces in found.values() if isinstance(pieces, FFNPieces))
         return pieces.arguments(x, recompute=self.fused_recompute)
 
+    def keep_found(self, found: Any, names: Iterable[str], pieces: Sequence[FFNPieces], *, whole: bool) -> None:
+        """Keep what was found, as ``modules.keep`` takes it, while the methods of the original class stay, too."""
+        methods = [(self.fused_from, name) for name in self.fused_methods]
+        keep(self, found, names, pieces, methods, whole=whole)
 
-def _try_fused(block: FusedBlock, found: FFNPieces | str, x: Tensor) -> Tensor | None:
+
+def try_fused(block: FusedBlock, found: FFNPieces | str, x: Tensor) -> Tensor | None:
     """The FFN of x, or None where the original forward must run."""
     if isinstance(found, str):
         say_once(block, found)
-    elif reason := why_not_now(x):
+    elif not is_plain_now(x) and (reason := why_not_now(x)):
         say_once(block, reason)
     else:
-        return functional.ffn(**found.arguments(x, recompute=block.fused_recompute))
+        return found.run(x, None, block.fused_recompute)
     return None
 
 
@@ -123,28 +140,92 @@ class FusedSequentialFFN(FusedBlock, nn.Sequential):
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         if not isinstance(self, FusedSequentialFFN):
             return restored_method(self, "forward")(*args, **kwargs)
-        if reason := self.why_fused_class_changed():
-            say_once(self, reason, OWN_FORWARD)
+        runs = self.traceable_runs() if is_dynamo_compiling() else self.find_kept_runs()
+        # Dynamo guards what it reads, and so notices a patch, too; there is always a forward.
+        if runs is None or _Sequential.forward is None:
             return super().forward(*args, **kwargs)
-        return self.run_with_fused_ffns(*args, **kwargs)
+        return self.run_with_fused_ffns(runs, *args, **kwargs)
 
-    def run_with_fused_ffns(self, input: Tensor) -> Tensor:
+    def run_with_fused_ffns(self, runs: tuple[tuple[int, Any], ...], input: Tensor) -> Tensor:
         """All modules, one after the other, and every FFN among them in one piece."""
-        modules = list(self)
-        runs = {start: (stop, found) for start, stop, found in find_runs(modules)}
-        position = 0
-        while position < len(modules):
-            stop, found = runs.get(position, (position + 1, None))
-            y = None if found is None else _try_fused(self, found, input)
-            if y is None:
-                stop, y = position + 1, modules[position](input)
-            position, input = stop, y
+        position = free = 0
+        for module in self:
+            if position >= free:
+                stop, found = runs[position]
+                y = None
+                if found is not None:
+                    tracing = is_dynamo_compiling()
+                    y = traced_ffn(self, found, input, None, None) if tracing else try_fused(self, found, input)
+                input, free = (module(input), position) if y is None else (y, stop)
+            # As a global name, enumerate would cost a guard.
+            position += 1  # noqa: SIM113
         return input
 
+    def find_kept_runs(self) -> tuple[tuple[int, FFNPieces | str | None], ...] | None:
+        """For every position where the run stops that starts there, and what it is; None if the class has changed."""
+        runs: tuple[tuple[int, FFNPieces | str | None], ...] | None = kept(self)
+        if runs is not None:
+            return runs
+        if reason := self.why_fused_class_changed():
+            say_once(self, reason, OWN_FORWARD)
+            return None
+        found = {start: (stop, pieces) for start, stop, pieces in find_runs(list(self))}
+        pieces = [each for _, each in found.values() if isinstance(each, FFNPieces)]
+        runs = tuple(found.get(position, (position + 1, None)) for position in range(len(self)))
+        # A run that is not plain may become so where none of what is kept changes.
+        if len(pieces) == len(found):
+            names = list(self._modules)
+            parts = [name for start, (stop, _) in found.items() for name in names[start:stop]]
+            self.keep_found(runs, parts, pieces, whole=True)
+        return runs
 
-class FusedTransformerLayer(FusedBlock):
+    @outside_of_traces
+    def traceable_runs(self) -> tuple[tuple[int, tuple[Any, ...] | None], ...] | None:
+        """The same, with what a traced call takes for constants in place of the pieces."""
+        if self.why_fused_class_changed():
+            return None
+        names = list(self._modules)
+        found: dict[int, tuple[int, tuple[Any, ...] | None]] = {}
+        for start, stop, pieces in find_runs(list(self)):
+            up, activation, *dropout, down = names[start:stop]
+            found[start] = stop, traceable(
+                self, pieces, up=up, down=down, gate=None, activation=activation,
+                dropout=dropout[0] if dropout else None, recompute=self.fused_recompute,
+            )  # fmt: skip
+        return tuple(found.get(position, (position + 1, None)) for position in range(len(names)))
+
+
+class FusedOneFFN(FusedBlock):
+    """Mixin of the classes of modules that hold one FFN, whose parts a rule names."""
+
+    fused_rule: ClassVar[FFNRule]
+    # Whether the block holds nothing else.
+    fused_whole: ClassVar[bool] = False
+
+    def find_ffn(self) -> FFNPieces | str:
+        """The FFN, or why it cannot be fused; a block keeps what it finds."""
+        [found] = self.find_ffn_pieces(self).values()
+        if isinstance(found, FFNPieces):
+            rule = self.fused_rule
+            names = (*rule.parts(), rule.output_dropout, "training", *dict(rule.holders))
+            self.keep_found(found, [name for name in names if name is not None], [found], whole=self.fused_whole)
+        return found
+
+    @outside_of_traces
+    def traceable_ffn(self) -> tuple[Any, ...] | None:
+        """What a traced call takes for constants."""
+        rule, [found] = self.fused_rule, self.find_ffn_pieces(self).values()
+        return traceable(
+            self, self.why_fused_class_changed() or found, up=rule.up, down=rule.down, gate=rule.gate,
+            activation=rule.activation if attribute(self, rule.activation) is not None else None,
+            dropout=rule.dropout, recompute=self.fused_recompute,
+        )  # fmt: skip
+
+
+class FusedTransformerLayer(FusedOneFFN):
     """What both Transformer layers share."""
 
+    fused_rule = FFNRule(nn.Module, up="linear1", down="linear2", dropout="dropout")
     fused_output_dropout: ClassVar[str]
 
     @classmethod
@@ -155,6 +236,13 @@ class FusedTransformerLayer(FusedBlock):
         p = after if isinstance(after, float) else 0.0
         found = find_ffn(layer.linear1, layer.linear2, None, layer.activation, layer.dropout, layer.training, p)
         return {"linear1, linear2": cls.why_fused_class_changed() or found}
+
+    def run_fused_ffn(self, x: Tensor) -> Tensor | None:
+        """The FFN of x, or None where the original forward must run."""
+        if is_dynamo_compiling():
+            facts = self.traceable_ffn()
+            return None if facts is None else traced_ffn(self, facts, x, None, None)
+        return try_fused(self, kept(self) or self.find_ffn(), x)
 
 
 class FusedTransformerEncoderLayer(FusedTransformerLayer, nn.TransformerEncoderLayer):
@@ -169,8 +257,7 @@ class FusedTransformerEncoderLayer(FusedTransformerLayer, nn.TransformerEncoderL
     fused_output_dropout = "dropout2"
 
     def _ff_block(self, x: Tensor) -> Tensor:
-        [found] = self.find_ffn_pieces(self).values()
-        y = _try_fused(self, found, x)
+        y = self.run_fused_ffn(x)
         return super()._ff_block(x) if y is None else self.dropout2(y)
 
 
@@ -182,143 +269,5 @@ class FusedTransformerDecoderLayer(FusedTransformerLayer, nn.TransformerDecoderL
     fused_output_dropout = "dropout3"
 
     def _ff_block(self, x: Tensor) -> Tensor:
-        [found] = self.find_ffn_pieces(self).values()
-        y = _try_fused(self, found, x)
+        y = self.run_fused_ffn(x)
         return super()._ff_block(x) if y is None else self.dropout3(y)
-
-
-class FusedByRule(FusedBlock):
-    """Mixin of the classes made for rules: ``class Fused<Name>(FusedByRule, <Name>)``."""
-
-    fused_rule: ClassVar[FFNRule]
-
-    @classmethod
-    def find_ffn_pieces(cls, module: nn.Module) -> dict[str, FFNPieces | str]:
-        rule = cls.fused_rule
-        gated = attribute(module, rule.gate) is not None
-        linears = (rule.up, rule.gate, rule.down) if rule.gate is not None and gated else (rule.up, rule.down)
-        return {", ".join(linears): find_by_rule(module, rule)}
-
-
-class FusedWholeBlock(FusedByRule):
-    """Mixin for blocks whose forward is one FFN and nothing else."""
-
-    def run_as_one_ffn(self, x: Any) -> Tensor | None:
-        """The whole block for x, or None where the original forward must run."""
-        found = find_by_rule(self, self.fused_rule)
-        y = _try_fused(self, found, x)
-        if y is None:
-            return None
-        p = cast(FFNPieces, found).output_dropout_p
-        return F.dropout(y, p) if p else y
-
-
-class FusedInside(FusedByRule):
-    """Mixin for blocks with an FFN inside a method, which runs as it is on a stand-in for the block."""
-
-    def run_with_fused_ffn(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the method of the original class returns, with the FFN inside fused where it can be."""
-        found = find_by_rule(self, self.fused_rule)
-        if isinstance(found, str):
-            say_once(self, found)
-            return method(self, *args, **kwargs)
-        activation = attribute(self, self.fused_rule.activation)
-        ffn = InsideFFN(found, activation, functools.partial(_try_fused, self), self._say_otherwise)
-        return computed(method(stand_in(self, self.fused_rule, ffn), *args, **kwargs), "as a result")
-
-    def why_called(self, *tensors: Tensor | None) -> str | None:
-        """As of every block; and how a call before used the hidden, if not as the rule says."""
-        return super().why_called(*tensors) or self.used_otherwise()
-
-    def used_otherwise(self) -> str | None:
-        """How a call before used the hidden, if not as the rule says: then it was computed by the original parts."""
-        return _otherwise.get(type(self))
-
-    def _say_otherwise(self, reason: str) -> None:
-        if not torch.compiler.is_compiling():
-            _otherwise[type(self)] = reason
-        say_once(self, reason)
-
-
-# Classes whose methods used the hidden otherwise than their rules say -> how.
-_otherwise: dict[type[nn.Module], str] = {}
-
-
-# In both the signature stays visible: callers ask for it.
-def _forward_as_one_ffn(original: type[nn.Module]) -> Callable[..., Any]:
-    method = original.forward
-    # Blocks whose forward takes no tensor, or more than one, keep their class.
-    _, *names = inspect.signature(method).parameters
-
-    @functools.wraps(method)
-    def forward(self: FusedWholeBlock, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, FusedWholeBlock):
-            return restored_method(self, "forward")(*args, **kwargs)
-        if reason := self.why_fused_class_changed():
-            say_once(self, reason, OWN_FORWARD)
-            return original.forward(self, *args, **kwargs)
-        if len(args) + len(kwargs) == 1 and (args or names[0] in kwargs):
-            y = self.run_as_one_ffn(args[0] if args else kwargs[names[0]])
-            if y is not None:
-                return y
-        return method(self, *args, **kwargs)
-
-    return forward
-
-
-def _method_on_stand_in(original: type[nn.Module], name: str) -> Callable[..., Any]:
-    method = getattr(original, name)
-
-    @functools.wraps(method)
-    def on_stand_in(self: FusedInside, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, FusedInside):
-            return restored_method(self, name)(*args, **kwargs)
-        if reason := self.why_fused_class_changed():
-            say_once(self, reason, OWN_FORWARD)
-            return getattr(original, name)(self, *args, **kwargs)
-        return self.run_with_fused_ffn(method, args, kwargs)
-
-    return on_stand_in
-
-
-class Recipe(NamedTuple):
-    """What a class that `replace` gives is made from: its mixin, the original class, the rule, and ``recompute``."""
-
-    kind: type[FusedBlock]
-    original: type[nn.Module]
-    rule: FFNRule | None
-    recompute: Literal["auto"] | bool | int
-
-
-_made: dict[Recipe, type[FusedBlock]] = {}
-
-
-def fused_class(recipe: Recipe) -> type[FusedBlock]:
-    """The class that `replace` gives to modules; the same for equal recipes, while the original's methods stay."""
-    made = _made.get(recipe)
-    if made is None or made.why_fused_class_changed():
-        made = _made[recipe] = _fused_class(recipe)
-    return made
-
-
-def _fused_class(recipe: Recipe) -> type[FusedBlock]:
-    kind, original, rule, recompute = recipe
-    if rule is None and recompute == kind.fused_recompute:
-        return kind
-    made = staticmethod(functools.partial(_new_fused, recipe))
-    names: dict[str, Any] = {"fused_from": original, "fused_recompute": recompute, "fused_new": made}
-    names |= {"__module__": __name__, "__doc__": original.__doc__}
-    if rule is None:
-        return type(kind.__name__, (kind,), names)
-    names["fused_rule"] = rule
-    method = "forward" if rule.inside is None else rule.inside
-    if hasattr(original, method):
-        names["fused_methods"] = {method: getattr(original, method)}
-        names[method] = _forward_as_one_ffn(original) if rule.inside is None else _method_on_stand_in(original, method)
-    return type(f"Fused{original.__name__}", (kind, original), names)
-
-
-def _new_fused(recipe: Recipe, *arguments: Any) -> nn.Module:
-    # A copy is what the module is: fused for the methods that replace saw, whatever they are now.
-    fused = _made.get(recipe) or fused_class(recipe)
-    return fused.__new__(fused, *arguments)

@@ -11,15 +11,12 @@ from torch import nn
 from ..modules import FusedFFN, class_path, patched_method
 from .blocks import (
     FusedBlock,
-    FusedInside,
     FusedSequentialFFN,
     FusedTransformerDecoderLayer,
     FusedTransformerEncoderLayer,
     FusedTransformerLayer,
-    FusedWholeBlock,
-    Recipe,
-    fused_class,
 )
+from .by_rule import FusedInside, FusedWholeBlock, Recipe, fused_class
 from .families import FAMILIES
 from .finding import attribute, find_runs, widths
 from .rules import FFNRule

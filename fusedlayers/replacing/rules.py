@@ -93,6 +93,13 @@ class FFNRule:
         return tuple(name for name in names if name is not None)
 
     @functools.cached_property
+    def inside_places(self) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
+        """The paths of up, activation and down, name by name, and those of the holders, innermost first."""
+        paths = tuple(tuple(name.split(".")) for name in (self.up, self.activation, self.down))
+        holders = (tuple(name.split(".")) for name, _ in self.holders)
+        return paths, tuple(sorted(holders, key=len, reverse=True))
+
+    @functools.cached_property
     def holder_paths(self) -> tuple[tuple[str, str], ...]:
         """The names of the holders, and where their classes are imported from."""
         return tuple((name, _path(kind)) for name, kind in self.holders)

@@ -9,7 +9,6 @@ in its turn runs as it is: a dropout that serves the attention, too, drops there
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -19,22 +18,90 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..modules import FFNPieces
-from .finding import attribute
-from .rules import FFNRule
+# Paths of up, activation and down in their block, name by name, and of the children that hold some, innermost first.
+Places = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]
 
 
 class InsideFFN:
-    """The FFN inside a method, during one call: its original parts, and how ``block`` runs it in one piece."""
+    """The FFN inside a method, during one call: its original parts, and how its block runs it in one piece.
+
+    Dynamo guards every global that it meets, and nothing of an object that is made while it traces. So the functions
+    that take the place of the parts are methods here.
+
+    Args:
+        block: whose method it is.
+        places: of its rule, ``FFNRule.inside_places``.
+        inplace: whether the activation overwrites its input.
+        run: computes the FFN of x with a probability of the hidden's dropout; None where the parts must be called.
+        say: is told how the method uses the hidden otherwise than its rule says.
+    """
 
     def __init__(
         self,
-        pieces: FFNPieces,
-        activation: Callable[..., Tensor],
-        run: Callable[[FFNPieces, Tensor], Tensor | None],
+        block: nn.Module,
+        places: Places,
+        inplace: bool,
+        run: Callable[[Tensor, float], Tensor | None],
         say: Callable[[str], None],
     ) -> None:
-        self.pieces, self.activation, self.run, self.say = pieces, activation, run, say
+        self.block, self.places, self.inplace, self.run, self.say = block, places, inplace, run, say
+        self.up, self.activation, self.down = (self.part(path) for path in places[0])
+
+    def part(self, path: tuple[str, ...]) -> Any:
+        """What lies at this path in the block."""
+        found: Any = self.block
+        for name in path:
+            found = getattr(found, name)
+        return found
+
+    def stand_in(self) -> StandIn:
+        """The block as the method is to see it, with this FFN in the place of the one that it holds."""
+        paths, holders = self.places
+        others: dict[tuple[str, ...], dict[str, Any]] = {(): {}}
+        for path in holders:
+            others[path] = {}
+        originals, functions = (self.up, self.activation, self.down), (self.call_up, self.activate, self.call_down)
+        for path, part, function in zip(paths, originals, functions, strict=True):
+            others[path[:-1]][path[-1]] = StandIn(part, function, {}) if isinstance(part, nn.Module) else function
+        for path in holders:
+            child = self.part(path)
+            others[path[:-1]][path[-1]] = StandIn(child, type(child).forward, others[path])
+        return StandIn(self.block, type(self.block).forward, others[()])
+
+    def call_up(self, *args: Any, **options: Any) -> Any:
+        """What the method gets from ``up``."""
+        args, x = self.only(args, options)
+        if isinstance(x, Tensor):
+            return Pending(self, x)
+        args, options = computed((args, options), "in the up linear")
+        return self.up(*args, **options)
+
+    def activate(self, *args: Any, **options: Any) -> Any:
+        """What the method gets from the activation."""
+        args, hidden = self.only(args, options)
+        if isinstance(hidden, Pending) and hidden._is_next(activated=False):
+            return hidden._with(True, None, self.inplace)
+        args, options = computed((args, options), "in an activation that is not the one after the up linear")
+        return self.activation(*args, **options)
+
+    def call_down(self, *args: Any, **options: Any) -> Any:
+        """What the method gets from ``down``."""
+        args, hidden = self.only(args, options)
+        if isinstance(hidden, Pending):
+            return hidden._down()
+        args, options = computed((args, options), "in the down linear")
+        return self.down(*args, **options)
+
+    @staticmethod
+    def only(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        """The arguments without the stand-in that was called, and the only one of them; None where there are others.
+
+        torch's modules and functions name it ``input``.
+        """
+        if args and isinstance(args[0], StandIn):
+            args = args[1:]
+        given = (*args, *options.values())
+        return args, given[0] if len(given) == 1 and (args or "input" in options) else None
 
 
 class Pending:
@@ -46,14 +113,22 @@ class Pending:
 
     def __init__(self, ffn: InsideFFN, x: Tensor, activated: bool = False, dropout_p: float | None = None) -> None:
         self._ffn, self._x, self._activated, self._dropout_p = ffn, x, activated, dropout_p
-        self._modes = _modes(x)
-        self._version = _version(x)
+        self._modes = self._modes_now()
+        # How often somebody has written into x; None where nobody counts.
+        self._version = None if torch.compiler.is_compiling() or x.is_inference() else x._version
         self._values: Tensor | None = None
         self._gone = False
 
+    def _modes_now(self) -> tuple[bool, torch.dtype | None]:
+        """Whether gradients are wanted, and autocast's dtype where it is on, in calls that Dynamo can trace."""
+        kind = self._x.device.type
+        # As torch.amp.is_autocast_available, which would cost Dynamo more guards.
+        autocast = torch._C._is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        return torch.is_grad_enabled(), torch.get_autocast_dtype(kind) if autocast else None
+
     def _is_next(self, *, activated: bool) -> bool:
         """Whether a part that follows the activation, or precedes it, is to be called with this hidden now."""
-        as_up = self._values is None and _modes(self._x) == self._modes
+        as_up = self._values is None and self._modes_now() == self._modes
         return as_up and self._activated is activated and self._dropout_p is None
 
     def _with(self, activated: bool, dropout_p: float | None, inplace: bool) -> Pending:
@@ -83,12 +158,12 @@ class Pending:
                 )
             self._ffn.say(f"the method uses the hidden otherwise than its rule says ({use})")
             grad, dtype = self._modes
-            if _modes(self._x)[1] == dtype:
+            if self._modes_now()[1] == dtype:
                 autocast: AbstractContextManager[object] = nullcontext()
             else:
                 autocast = torch.autocast(self._x.device.type, dtype, enabled=dtype is not None)
             with torch.set_grad_enabled(grad), autocast:
-                values = self._ffn.pieces.up(self._x)
+                values = self._ffn.up(self._x)
                 if self._activated:
                     values = self._ffn.activation(values)
                 self._values = F.dropout(values, self._dropout_p) if self._dropout_p else values
@@ -96,16 +171,16 @@ class Pending:
 
     def _down(self) -> Tensor:
         """The FFN of x, as far as the parts were called."""
-        pieces = self._ffn.pieces
-        if self._values is None and self._activated and not self._again() and _modes(self._x) == self._modes:
+        ffn = self._ffn
+        if self._values is None and self._activated and not self._again() and self._modes_now() == self._modes:
             self._check("the FFN")
-            y = self._ffn.run(pieces._replace(dropout_p=self._dropout_p or 0.0), self._x)
+            y = ffn.run(self._x, self._dropout_p or 0.0)
             if y is not None:
                 self._gone = True
                 return y
-            self._ffn = InsideFFN(pieces, self._ffn.activation, self._ffn.run, _say_nothing)  # it has said why
-        found: Tensor = pieces.down(self._tensor("in the down linear"))
-        return found
+            self._ffn = InsideFFN(ffn.block, ffn.places, ffn.inplace, ffn.run, _say_nothing)  # it has said why
+        y: Tensor = ffn.down(self._tensor("in the down linear"))
+        return y
 
     def _again(self) -> bool:
         return self._gone and bool(self._dropout_p)
@@ -170,18 +245,6 @@ def _dropped(hidden: Pending, p: float = 0.5, training: bool = True, inplace: bo
     return F.dropout(hidden._tensor("in a dropout that is not the one after the activation"), p, training, inplace)
 
 
-def _modes(x: Tensor) -> tuple[bool, torch.dtype | None]:
-    """Whether gradients are wanted, and autocast's dtype where it is on, in calls that Dynamo can trace."""
-    kind = x.device.type
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.is_grad_enabled(), torch.get_autocast_dtype(kind) if autocast else None
-
-
-def _version(x: Tensor) -> int | None:
-    """How often somebody has written into x; None where nobody counts."""
-    return None if torch.compiler.is_compiling() or x.is_inference() else x._version
-
-
 def _say_nothing(reason: str) -> None:
     """Somebody has said why already."""
 
@@ -202,54 +265,3 @@ class StandIn:
         return self._fused_function(self, *args, **kwargs)
 
     __call__ = forward
-
-
-def stand_in(block: nn.Module, rule: FFNRule, ffn: InsideFFN) -> StandIn:
-    """The block as the method ``rule.inside`` is to see it, with ``ffn`` in the place of the FFN that it holds."""
-    parts = {
-        rule.up: (ffn.pieces.up, functools.partial(_up, ffn)),
-        rule.activation: (ffn.activation, functools.partial(_activation, ffn)),
-        rule.down: (ffn.pieces.down, functools.partial(_down, ffn)),
-    }
-    others: dict[str, dict[str, Any]] = {name: {} for name in ("", *dict(rule.holders))}
-    for name, (part, function) in parts.items():
-        holder, _, last = name.rpartition(".")
-        if isinstance(part, nn.Module):
-            others[holder][last] = StandIn(part, function, {})
-        else:
-            others[holder][last] = functools.partial(function, None)
-    for name in sorted(others, key=len, reverse=True)[:-1]:
-        holder, _, last = name.rpartition(".")
-        child = attribute(block, name)
-        others[holder][last] = StandIn(child, type(child).forward, others[name])
-    return StandIn(block, type(block).forward, others[""])
-
-
-def _up(ffn: InsideFFN, _: StandIn | None, *args: Any, **options: Any) -> Any:
-    x = _one(args, options)
-    if isinstance(x, Tensor):
-        return Pending(ffn, x)
-    args, options = computed((args, options), "in the up linear")
-    return ffn.pieces.up(*args, **options)
-
-
-def _activation(ffn: InsideFFN, _: StandIn | None, *args: Any, **options: Any) -> Any:
-    hidden = _one(args, options)
-    if isinstance(hidden, Pending) and hidden._is_next(activated=False):
-        return hidden._with(True, None, getattr(ffn.activation, "inplace", False))
-    args, options = computed((args, options), "in an activation that is not the one after the up linear")
-    return ffn.activation(*args, **options)
-
-
-def _down(ffn: InsideFFN, _: StandIn | None, *args: Any, **options: Any) -> Any:
-    hidden = _one(args, options)
-    if isinstance(hidden, Pending):
-        return hidden._down()
-    args, options = computed((args, options), "in the down linear")
-    return ffn.pieces.down(*args, **options)
-
-
-def _one(args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """The only argument of a call, which torch's modules and functions name ``input``; None where there are others."""
-    given = (*args, *options.values())
-    return given[0] if len(given) == 1 and (args or "input" in options) else None

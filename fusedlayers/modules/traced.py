@@ -1,0 +1,166 @@
+"""The FFN of a block while Dynamo traces it (torch.compile, strict torch.export), with no more guards than torch's own.
+
+Dynamo writes down a guard for all that traced Python looks at, and evaluates every one of them at each call. So the
+question which parts make an FFN, and whether they are plain, is answered outside of the trace, and its answer is a
+constant of the graph. Inside, the parts themselves are read as their own calls would have read them: a child that is
+replaced, another weight, another probability of dropout, ``train()`` and ``eval()`` compile anew as without this
+library. Hooks that come later are not seen: Dynamo does not look for them either, unless told to
+(``torch._dynamo.config.skip_nnmodule_hook_guards``). Nor are the environment variables of this library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..functional.ffn import FFN
+from .children import why_not_now
+from .pieces import FFNPieces
+
+_operation = FFN.composite.operation
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+# Options by which an activation computes another formula.
+_OPTIONS = ("approximate", "negative_slope")
+
+
+def outside_of_traces(method: _Method) -> _Method:
+    """Let Dynamo call a method that takes nothing but self, and take what it gives as a constant without guards."""
+    # As torch.compiler.assume_constant_result, which would import Dynamo here and now: that takes seconds.
+    method._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return method
+
+
+class TracedFFN(NamedTuple):
+    """An FFN in names and numbers, which Dynamo takes for constants, as a plain tuple.
+
+    Names are those of attributes of its block, and may have dots.
+    """
+
+    up: str
+    down: str
+    gate: str | None
+    activation: str | None
+    activation_word: str | None  # what lies there, if it is a str
+    options: tuple[tuple[str, Any], ...]  # of the module that lies there, if it is one
+    dropout: str | None
+    dropout_is_module: bool
+    transposed: bool  # whether weights are laid out [in, out]
+    name: str  # of the activation, in this library
+    switches: str
+    plain: tuple[type[Tensor], ...]
+    strided: torch.layout
+    recompute: Literal["auto"] | bool | int | None
+
+
+def part_of(block: Any, path: str) -> Any:
+    """The part of ``block`` at this path."""
+    for name in path.split("."):
+        block = getattr(block, name)
+    return block
+
+
+def traceable(
+    block: nn.Module,
+    pieces: FFNPieces | str,
+    *,
+    up: str,
+    down: str,
+    gate: str | None,
+    activation: str | None,
+    dropout: str | None,
+    recompute: Literal["auto"] | bool | int | None = None,
+) -> tuple[Any, ...] | None:
+    """What :func:`traced_ffn` takes, for the pieces at these paths; None where the children must be called.
+
+    Args:
+        block: whose FFN it is.
+        pieces: the FFN, or why it must be called.
+        up, down, gate, activation, dropout: where its parts are; None: there is none, or no part but a name.
+        recompute: as in ``functional.ffn``; None where the block has it as an attribute that can change.
+    """
+    if isinstance(pieces, str) or why_not_now() is not None:
+        return None
+    part = None if activation is None else part_of(block, activation)
+    own = vars(part) if isinstance(part, nn.Module) else {}
+    facts = TracedFFN(
+        up=up,
+        down=down,
+        gate=None if pieces.gate is None else gate,
+        activation=activation,
+        activation_word=part if isinstance(part, str) else None,
+        options=tuple((name, own[name]) for name in _OPTIONS if name in own),
+        dropout=dropout,
+        dropout_is_module=dropout is not None and isinstance(part_of(block, dropout), nn.Module),
+        transposed=type(pieces.up) is not nn.Linear,
+        name=pieces.activation,
+        switches=FFN.composite.switches(),
+        plain=(Tensor, nn.Parameter),
+        strided=torch.strided,
+        recompute=recompute,
+    )
+    return tuple(facts)
+
+
+def traced_dropout_p(block: Any, path: str | None, is_module: bool) -> float:
+    """The probability that a dropout of ``block`` has now: an ``nn.Dropout``, or a number."""
+    if path is None:
+        return 0.0
+    dropout = part_of(block, path)
+    if not is_module:
+        return dropout if block.training else 0.0
+    return dropout.p if dropout.training else 0.0
+
+
+def traced_ffn(
+    block: Any, facts: tuple[Any, ...], x: Tensor, residual: Tensor | None, dropout_p: float | None
+) -> Tensor | None:
+    """The FFN of x, for Dynamo to trace; None where the children must be called.
+
+    ``dropout_p``: of the hidden, where it is not that of the dropout which the facts name; else None.
+
+    It takes all it can from its arguments, and calls few functions of this library: each global costs guards.
+    """
+    (
+        up_path, down_path, gate_path, activation_path, word, options, dropout_path, dropout_is_module, transposed,
+        activation, switches, plain, strided, recompute,
+    ) = facts  # fmt: skip
+    for tensor in (x,) if residual is None else (x, residual):
+        if type(tensor) not in plain or tensor.layout is not strided or tensor.is_nested:
+            return None
+    parts = []
+    for path in (up_path, down_path, gate_path, activation_path, dropout_path):
+        part = None if path is None else block
+        # As part_of, whose name would cost a guard.
+        for name in () if path is None else path.split("."):
+            part = getattr(part, name)
+        parts.append(part)
+    up, down, gate, part, dropout = parts
+    parameters = []
+    for linear in (up, down) if gate_path is None else (up, down, gate):
+        # Whoever calls it looks at this, too: another forward compiles anew.
+        if linear.forward is None:
+            return None
+        parameters += [linear.weight.t() if transposed else linear.weight, linear.bias]
+    w_up, b_up, w_down, b_down, w_gate, b_gate = parameters if len(parameters) == 6 else (*parameters, None, None)
+    if activation_path is not None:
+        if (part != word) if word is not None else (getattr(part, "forward", part) is None):
+            return None
+        for name, value in options:
+            if getattr(part, name) != value:
+                return None
+    if dropout_p is None:
+        if dropout_path is None:
+            dropout_p = 0.0
+        elif dropout_is_module:
+            dropout_p = dropout.p if dropout.training else 0.0
+        else:
+            dropout_p = dropout if block.training else 0.0
+    if recompute is None:
+        recompute = block.recompute
+    y = _operation(
+        x, w_up, w_down, b_up, b_down, w_gate, b_gate, activation, dropout_p, f"{recompute}", residual, None, switches
+    )
+    return y[0]

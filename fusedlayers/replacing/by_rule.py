@@ -1,0 +1,199 @@
+"""The classes of blocks that a rule describes: their mixins, and how a class is made from a mixin and a rule."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from ..modules import FFNPieces, is_plain_now, kept, outside_of_traces, say_once, traced_dropout_p, traced_ffn
+from .blocks import OWN_FORWARD, FusedBlock, FusedOneFFN, restored_method, try_fused
+from .finding import attribute, find_by_rule
+from .rules import FFNRule
+from .stand_ins import InsideFFN, Places, computed
+
+
+class FusedByRule(FusedOneFFN):
+    """Mixin of the classes made for rules: ``class Fused<Name>(FusedByRule, <Name>)``."""
+
+    @classmethod
+    def find_ffn_pieces(cls, module: nn.Module) -> dict[str, FFNPieces | str]:
+        rule = cls.fused_rule
+        gated = attribute(module, rule.gate) is not None
+        linears = (rule.up, rule.gate, rule.down) if rule.gate is not None and gated else (rule.up, rule.down)
+        return {", ".join(linears): find_by_rule(module, rule)}
+
+
+class FusedWholeBlock(FusedByRule):
+    """Mixin for blocks whose forward is one FFN and nothing else."""
+
+    fused_whole = True
+
+    def run_as_one_ffn(self, x: Any) -> Tensor | None:
+        """The whole block for x, or None where the original forward must run."""
+        if is_dynamo_compiling():
+            facts, path, is_module = self.traceable_block()
+            y = None if facts is None else traced_ffn(self, facts, x, None, None)
+            return y if y is None or path is None else F.dropout(y, traced_dropout_p(self, path, is_module))
+        found = self.find_ffn()
+        y = try_fused(self, found, x)
+        p = found.output_dropout_p if isinstance(found, FFNPieces) else 0.0
+        return F.dropout(y, p) if y is not None and p else y
+
+    @outside_of_traces
+    def traceable_block(self) -> tuple[tuple[Any, ...] | None, str | None, bool]:
+        """What a traced call takes for constants: of the FFN, then where the dropout behind it is."""
+        path = self.fused_rule.output_dropout
+        return self.traceable_ffn(), path, isinstance(attribute(self, path), nn.Module)
+
+
+class FusedInside(FusedByRule):
+    """Mixin for blocks with an FFN inside a method, which runs as it is on a stand-in for the block."""
+
+    def run_with_fused_ffn(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the method of the original class returns, with the FFN inside fused where it can be."""
+        if is_dynamo_compiling():
+            facts, places, inplace = self.traceable_inside()
+            if facts is None:
+                return method(self, *args, **kwargs)
+            run: Callable[[Tensor, float], Tensor | None] = functools.partial(self._run_traced, facts)
+        else:
+            found = self.find_kept_ffn()
+            if isinstance(found, str):
+                return method(self, *args, **kwargs)
+            run = functools.partial(self._run_found, found)
+            places, inplace = self.fused_rule.inside_places, getattr(found.original, "inplace", False)
+        ffn = InsideFFN(self, places, inplace, run, self._say_otherwise)
+        return computed(method(ffn.stand_in(), *args, **kwargs), "as a result")
+
+    @outside_of_traces
+    def traceable_inside(self) -> tuple[tuple[Any, ...] | None, Places, bool]:
+        """What a traced call takes for constants: of the FFN, then what :class:`InsideFFN` takes."""
+        rule = self.fused_rule
+        return self.traceable_ffn(), rule.inside_places, getattr(attribute(self, rule.activation), "inplace", False)
+
+    def find_kept_ffn(self) -> FFNPieces | str:
+        """The FFN, or why it is not fused, which is said: as it was found before, while nothing has changed since."""
+        found: FFNPieces | str | None = kept(self)
+        if found is not None:
+            return found
+        if reason := self.why_fused_class_changed():
+            say_once(self, reason, OWN_FORWARD)
+            return reason
+        found = self.find_ffn()
+        if isinstance(found, str):
+            say_once(self, found)
+        return found
+
+    def _run_found(self, found: FFNPieces, x: Tensor, dropout_p: float) -> Tensor | None:
+        return try_fused(self, found.with_dropout(dropout_p), x)
+
+    def _run_traced(self, facts: tuple[Any, ...], x: Tensor, dropout_p: float) -> Tensor | None:
+        return traced_ffn(self, facts, x, None, dropout_p)
+
+    def why_called(self, *tensors: Tensor | None) -> str | None:
+        """As of every block; and how a call before used the hidden, if not as the rule says."""
+        return super().why_called(*tensors) or self.used_otherwise()
+
+    def used_otherwise(self) -> str | None:
+        """How a call before used the hidden, if not as the rule says: then it was computed by the original parts."""
+        return _otherwise.get(type(self))
+
+    def _say_otherwise(self, reason: str) -> None:
+        if not torch.compiler.is_compiling():
+            _otherwise[type(self)] = reason
+        say_once(self, reason)
+
+
+# Classes whose methods used the hidden otherwise than their rules say -> how.
+_otherwise: dict[type[nn.Module], str] = {}
+
+
+# In both the signature stays visible: callers ask for it.
+def _forward_as_one_ffn(original: type[nn.Module]) -> Callable[..., Any]:
+    method = original.forward
+    # Blocks whose forward takes no tensor, or more than one, keep their class.
+    _, *names = inspect.signature(method).parameters
+
+    @functools.wraps(method)
+    def forward(self: FusedWholeBlock, *args: Any, **kwargs: Any) -> Any:
+        # The shortest way for the call that comes again and again.
+        if len(args) == 1 and not kwargs and not is_dynamo_compiling():
+            ready: FFNPieces | None = kept(self)
+            if ready is not None and is_plain_now(args[0]):
+                y = ready.run(args[0], None, self.fused_recompute)
+                return F.dropout(y, ready.output_dropout_p) if ready.output_dropout_p else y
+        if not isinstance(self, FusedWholeBlock):
+            return restored_method(self, "forward")(*args, **kwargs)
+        # Dynamo guards these, and so notices a patch, too.
+        if original.forward is not method:
+            say_once(self, str(self.why_fused_class_changed()), OWN_FORWARD)
+            return original.forward(self, *args, **kwargs)
+        if len(args) + len(kwargs) == 1 and (args or names[0] in kwargs):
+            y = self.run_as_one_ffn(args[0] if args else kwargs[names[0]])
+            if y is not None:
+                return y
+        return method(self, *args, **kwargs)
+
+    return forward
+
+
+def _method_on_stand_in(original: type[nn.Module], name: str) -> Callable[..., Any]:
+    method = getattr(original, name)
+
+    @functools.wraps(method)
+    def on_stand_in(self: FusedInside, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, FusedInside):
+            return restored_method(self, name)(*args, **kwargs)
+        return self.run_with_fused_ffn(getattr(original, name), args, kwargs)
+
+    return on_stand_in
+
+
+class Recipe(NamedTuple):
+    """What a class that `replace` gives is made from: its mixin, the original class, the rule, and ``recompute``."""
+
+    kind: type[FusedBlock]
+    original: type[nn.Module]
+    rule: FFNRule | None
+    recompute: Literal["auto"] | bool | int
+
+
+_made: dict[Recipe, type[FusedBlock]] = {}
+
+
+def fused_class(recipe: Recipe) -> type[FusedBlock]:
+    """The class that `replace` gives to modules; the same for equal recipes, while the original's methods stay."""
+    made = _made.get(recipe)
+    if made is None or made.why_fused_class_changed():
+        made = _made[recipe] = _fused_class(recipe)
+    return made
+
+
+def _fused_class(recipe: Recipe) -> type[FusedBlock]:
+    kind, original, rule, recompute = recipe
+    if rule is None and recompute == kind.fused_recompute:
+        return kind
+    made = staticmethod(functools.partial(_new_fused, recipe))
+    names: dict[str, Any] = {"fused_from": original, "fused_recompute": recompute, "fused_new": made}
+    names |= {"__module__": __name__, "__doc__": original.__doc__}
+    if rule is None:
+        return type(kind.__name__, (kind,), names)
+    names["fused_rule"] = rule
+    method = "forward" if rule.inside is None else rule.inside
+    if hasattr(original, method):
+        names["fused_methods"] = {method: getattr(original, method)}
+        names[method] = _forward_as_one_ffn(original) if rule.inside is None else _method_on_stand_in(original, method)
+    return type(f"Fused{original.__name__}", (kind, original), names)
+
+
+def _new_fused(recipe: Recipe, *arguments: Any) -> nn.Module:
+    # A copy is what the module is: fused for the methods that replace saw, whatever they are now.
+    fused = _made.get(recipe) or fused_class(recipe)
+    return fused.__new__(fused, *arguments)
