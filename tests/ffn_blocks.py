@@ -117,7 +117,14 @@ class Scale(nn.Module):
 def seeded_dropout() -> Iterator[None]:
     """Inside, torch's dropout draws its masks as `functional.ffn` does, so that a block equals its fused form."""
 
+    own = F.dropout
+
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        # A hidden that is not computed yet is none of torch's tensors, and has its own answer.
+        if not isinstance(input, Tensor):
+            return own(input, p, training, inplace)
+        if inplace and training and p:
+            return input.copy_(reference.dropped(input, p, draw_seed(input.device)))
         return reference.dropped(input, p, draw_seed(input.device)) if training and p else input
 
     with pytest.MonkeyPatch.context() as patch:
