@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fusedlayers import functional, reference
 from fusedlayers.kernels.dropout import draw_seed
 from fusedlayers.replacing import FFNRule
+from tests.operands import patch_ffn
 
 
 class GatedBlock(nn.Module):
@@ -168,11 +169,10 @@ def saved(ffn: nn.Module) -> nn.Module:
 def count_fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The dropout probability of every call of ``functional.ffn`` from here on."""
     calls: list[float] = []
-    ffn = functional.ffn
 
     def counted(**arguments: object) -> Tensor:
         calls.append(arguments["dropout_p"])
-        return ffn(**arguments)
+        return functional.ffn(**arguments)
 
-    monkeypatch.setattr(functional, "ffn", counted)
+    patch_ffn(monkeypatch, counted)
     return calls

@@ -16,6 +16,7 @@ from fusedlayers import planning, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.devices import describe
 from fusedlayers.functional import dispatch, operation
+from fusedlayers.functional.ffn import FFN
 from fusedlayers.functional.last_call import LastCall
 from fusedlayers.kernels.device import interpreted
 from fusedlayers.kernels.dropout import draw_seed
@@ -67,6 +68,27 @@ def on_path(
         if chunk_rows is not None:
             patch.setattr(planning.ffn_chunked, "plan", lambda problem, *rest: small_chunks(problem, chunk_rows))
         yield {"recompute": recompute or path == "chunked"}
+
+
+def patch_ffn(patch: pytest.MonkeyPatch, function: Callable[..., Any]) -> None:
+    """From here on ``function`` gets every call of ``functional.ffn``, by name, those of modules too.
+
+    Inside of it ``functional.ffn`` is what it was.
+    """
+    repeat = FFN.repeat
+    names = (*FFN.tensor_names, *FFN.option_names)
+    inside: list[bool] = []
+
+    def call(last: LastCall, tensors: Any, options: tuple[Any, ...]) -> Any:
+        if inside:
+            return repeat(last, tensors, options)
+        inside.append(True)
+        try:
+            return function(**dict(zip(names, (*tensors, *options), strict=True)))
+        finally:
+            inside.clear()
+
+    patch.setattr(FFN, "repeat", call)
 
 
 def forget_calls() -> None:

@@ -24,7 +24,7 @@ import fusedlayers
 from fusedlayers import FusedFFN, functional, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.parallel import FusedFFNParallel, TensorParallelFFN
-from tests.operands import ON_GPU, in_float64, on_path, results
+from tests.operands import ON_GPU, in_float64, on_path, patch_ffn, results
 
 # Enough work on a GPU that its kernels have several tiles in every direction; the interpreter takes its time.
 BATCH, TOKENS, D_MODEL, D_FF = (4, 1000, 128, 512) if ON_GPU else (4, 9, 16, 40)
@@ -59,16 +59,15 @@ def full(gradient: Tensor | None) -> Tensor | None:
 def counted(path: str) -> Iterator[list[int]]:
     """Every call of ``functional.ffn`` takes this path, or fails; yields the size of the hidden of each."""
     calls: list[int] = []
-    ffn = functional.ffn
 
     def counting(**arguments: Any) -> Tensor:
         calls.append(arguments["w_up"].shape[0])
         # "chunked" is what recompute=True takes where no kernel is allowed.
-        return ffn(**arguments | ({"recompute": True} if path == "chunked" else {}))
+        return functional.ffn(**arguments | ({"recompute": True} if path == "chunked" else {}))
 
     # A few chunks: the float32 sums of hundreds would be compared with that of a single product.
     with pytest.MonkeyPatch.context() as patch, on_path(path, BATCH * TOKENS // 5):
-        patch.setattr(functional, "ffn", counting)
+        patch_ffn(patch, counting)
         yield calls
 
 

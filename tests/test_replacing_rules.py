@@ -27,6 +27,7 @@ from tests.ffn_blocks import (
     rule_for,
     saved,
 )
+from tests.operands import patch_ffn
 
 RULE = rule_for(GatedBlock)
 
@@ -250,7 +251,7 @@ def test_a_rule_of_the_user_comes_before_the_table(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("recompute", [True, False])
 def test_recompute_reaches_the_function(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
-    monkeypatch.setattr(fl.functional, "ffn", lambda **given: seen.append(given["recompute"]) or ffn(**given))
+    patch_ffn(monkeypatch, lambda **given: seen.append(given["recompute"]) or ffn(**given))
     model = nn.Sequential(mlp(), GatedBlock(), Layer(), nn.TransformerEncoderLayer(6, 2, 10, 0.0))
     x = torch.randn(2, 3, 6)
     rules = [RULE, LAYER]

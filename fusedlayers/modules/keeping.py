@@ -14,12 +14,13 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from .children import parameter
 from .pieces import FFNPieces
 
-_KEPT = "_fused_kept"
+KEPT = "_fused_kept"
 _MISSING = object()
 # Options of activations and of dropout modules that can be set between two calls.
 _OPTIONS = ("approximate", "negative_slope", "p", "training")
@@ -101,8 +102,8 @@ class Kept:
         """Whether all of it is still so: then a search would find the same again."""
         if type(block) is not self._kind:
             return False
-        for each, name, method in self._methods:
-            if getattr(each, name) is not method:
+        for owner_class, name, method in self._methods:
+            if getattr(owner_class, name) is not method:
                 return False
         whole = self._children is not None
         if whole and (len(block._modules) != self._children or block._parameters or block._buffers):
@@ -168,8 +169,11 @@ def _value(owner: nn.Module, name: str) -> object:
 
 
 def kept(block: nn.Module) -> Any:
-    """What :func:`keep` was given for ``block``, or None where something has changed since."""
-    found = block.__dict__.get(_KEPT)
+    """What :func:`keep` was given for ``block``, or None where something has changed since, or torch.jit traces."""
+    found = block.__dict__.get(KEPT)
+    # torch.jit would write the comparison of shapes down, and warn.
+    if torch._C._get_tracing_state() is not None:
+        return None
     return found.found if found is not None and found.stands(block) else None
 
 
@@ -183,12 +187,14 @@ def keep(
     whole: bool = False,
 ) -> None:
     """Let ``block`` keep what was found, as :class:`Kept` takes it."""
+    if torch._C._get_tracing_state() is not None:
+        return
     made = Kept(block, found, names, pieces, methods, whole=whole)
     if made.is_complete():
         # Past the __setattr__ of the block, which may be the user's.
-        block.__dict__[_KEPT] = made
+        block.__dict__[KEPT] = made
 
 
 def forget(block: nn.Module) -> None:
     """Leave nothing behind in the block."""
-    block.__dict__.pop(_KEPT, None)
+    block.__dict__.pop(KEPT, None)

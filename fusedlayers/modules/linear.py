@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from .. import functional
+from ..functional.last_call import LastCall
 from ..functional.linear import LINEAR, check_reduction, check_split_k
 from .children import parameter
+from .keeping import KEPT
 from .traced import outside_of_traces
 
 _operation = LINEAR.composite.operation
@@ -76,8 +78,14 @@ class SplitKLinear(nn.Linear):
                 x, self.weight, self.bias, None, f"{self.split_k}", self.reduction, self.traced_switches()
             )
             return found[0]
-        weight, bias = cast(nn.Parameter, parameter(self, "weight")), cast(nn.Parameter, parameter(self, "bias"))
-        return functional.linear(x, weight, bias, split_k=self.split_k, reduction=self.reduction)
+        own = self.__dict__
+        last = own.get(KEPT)
+        if last is None:
+            last = own[KEPT] = LastCall()
+        y: Tensor = LINEAR.repeat(
+            last, (x, parameter(self, "weight"), parameter(self, "bias")), (None, self.split_k, self.reduction)
+        )
+        return y
 
     @outside_of_traces
     def traced_switches(self) -> str:

@@ -7,7 +7,8 @@ from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
-from .. import functional
+from ..functional.ffn import FFN
+from ..functional.last_call import LastCall
 from .children import linear_weight, parameter, why_not_plain
 
 
@@ -21,7 +22,7 @@ class FFNPieces:
     probability of a dropout that the module applies to the result, which is no part of :meth:`run`.
     """
 
-    __slots__ = ("_down", "_gate", "_up", "activation", "dropout_p", "original", "output_dropout_p")
+    __slots__ = ("_down", "_gate", "_last", "_up", "activation", "dropout_p", "original", "output_dropout_p")
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class FFNPieces:
         self._gate = None if gate is None else weakref.ref(gate)
         self.activation, self.dropout_p = activation, dropout_p
         self.original, self.output_dropout_p = original, output_dropout_p
+        self._last = LastCall()
 
     @property
     def up(self) -> nn.Module:
@@ -97,19 +99,9 @@ class FFNPieces:
         w_up, b_up = _read(self._up())
         w_down, b_down = _read(self._down())
         w_gate, b_gate = (None, None) if self._gate is None else _read(self._gate())
-        return functional.ffn(
-            x=x,
-            w_up=w_up,
-            w_down=w_down,
-            b_up=b_up,
-            b_down=b_down,
-            w_gate=w_gate,
-            b_gate=b_gate,
-            activation=self.activation,
-            dropout_p=self.dropout_p,
-            recompute=recompute,
-            residual=residual,
-        )
+        tensors = (x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, None)
+        y: Tensor = FFN.repeat(self._last, tensors, (self.activation, self.dropout_p, recompute))
+        return y
 
 
 def _read(linear: Any) -> tuple[Tensor, Tensor | None]:

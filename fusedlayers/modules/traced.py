@@ -130,9 +130,9 @@ def traced_ffn(
     for tensor in (x,) if residual is None else (x, residual):
         if type(tensor) not in plain or tensor.layout is not strided or tensor.is_nested:
             return None
-    parts = []
+    parts: list[Any] = []
     for path in (up_path, down_path, gate_path, activation_path, dropout_path):
-        part = None if path is None else block
+        part: Any = None if path is None else block
         # As part_of, whose name would cost a guard.
         for name in () if path is None else path.split("."):
             part = getattr(part, name)

@@ -127,8 +127,8 @@ def _forward_as_one_ffn(original: type[nn.Module]) -> Callable[..., Any]:
         if len(args) == 1 and not kwargs and not is_dynamo_compiling():
             ready: FFNPieces | None = kept(self)
             if ready is not None and is_plain_now(args[0]):
-                y = ready.run(args[0], None, self.fused_recompute)
-                return F.dropout(y, ready.output_dropout_p) if ready.output_dropout_p else y
+                result = ready.run(args[0], None, self.fused_recompute)
+                return F.dropout(result, ready.output_dropout_p) if ready.output_dropout_p else result
         if not isinstance(self, FusedWholeBlock):
             return restored_method(self, "forward")(*args, **kwargs)
         # Dynamo guards these, and so notices a patch, too.

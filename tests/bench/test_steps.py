@@ -15,6 +15,7 @@ from fusedlayers import functional
 from fusedlayers.bench import __main__ as command
 from fusedlayers.bench import record, step_models, step_tables, steps, timing
 from fusedlayers.bench.step_models import AUTO, LIGER, RECOMPUTE, STEP_MODELS, TORCH
+from tests.operands import patch_ffn
 
 pytest.importorskip("transformers", reason="the models are of it")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -93,14 +94,13 @@ def test_compiled_modes_are_rows_of_their_own(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_is_wrong_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = functional.ffn
 
     def wrong(x: Tensor, *tensors: Tensor, **options: Any) -> Tensor:
-        y = right(x, *tensors, **options)
+        y = functional.ffn(x, *tensors, **options)
         # The value is right, the gradient is not.
         return y + 0.01 * (y - y.detach())
 
-    monkeypatch.setattr(functional, "ffn", wrong)
+    patch_ffn(monkeypatch, wrong)
     status, found = small(tmp_path, "--models", "llama-256")
     entries = found["rows"][0]["contenders"]
     assert status == 1
@@ -116,7 +116,7 @@ def test_a_contender_that_fails_is_named_and_the_others_are_timed(
     def fails(*tensors: Tensor, **options: Any) -> Tensor:
         raise RuntimeError("an illegal memory access")
 
-    monkeypatch.setattr(functional, "ffn", fails)
+    patch_ffn(monkeypatch, fails)
     status, found = small(tmp_path, "--models", "llama-256")
     assert status == 1
     assert found["rows"][0]["contenders"][AUTO]["reason"] == "RuntimeError: an illegal memory access"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from tests.models import device_table, step_table
 from tests.models.small import FAMILIES, PUBLISHED_WORDS, Results
 from tests.models.support_table import row
 from tests.models.test_families import installed
+from tests.operands import patch_ffn
 
 SMALL = ("--device", "cpu", "--small", "--seconds", "0", "--output", "unused")
 
@@ -88,12 +88,11 @@ def test_draws_differ_and_the_parameters_come_back() -> None:
 
 
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right: Callable[..., torch.Tensor] = functional.ffn
 
     def wrong(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        return 2 * right(*tensors, **options)
+        return 2 * functional.ffn(*tensors, **options)
 
-    monkeypatch.setattr(functional, "ffn", wrong)
+    patch_ffn(monkeypatch, wrong)
     found = device_table.row("BERT", installed("BERT"), device_table.arguments(SMALL))["contenders"]
     assert found["torch"]["launched"]
     for name in ("auto", "recompute"):
