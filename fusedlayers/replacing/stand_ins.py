@@ -179,8 +179,8 @@ class Pending:
                 self._gone = True
                 return y
             self._ffn = InsideFFN(ffn.block, ffn.places, ffn.inplace, ffn.run, _say_nothing)  # it has said why
-        y: Tensor = ffn.down(self._tensor("in the down linear"))
-        return y
+        found: Tensor = ffn.down(self._tensor("in the down linear"))
+        return found
 
     def _again(self) -> bool:
         return self._gone and bool(self._dropout_p)
