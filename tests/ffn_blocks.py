@@ -121,12 +121,13 @@ def seeded_dropout() -> Iterator[None]:
     own = F.dropout
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not (training and p):
+            return input
         # A hidden that is not computed yet is none of torch's tensors, and has its own answer.
         if not isinstance(input, Tensor):
             return own(input, p, training, inplace)
-        if inplace and training and p:
-            return input.copy_(reference.dropped(input, p, draw_seed(input.device)))
-        return reference.dropped(input, p, draw_seed(input.device)) if training and p else input
+        dropped = reference.dropped(input, p, draw_seed(input.device))
+        return input.copy_(dropped) if inplace else dropped
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "dropout", dropout)
