@@ -198,7 +198,10 @@ def measured(
                 places[label] = mode, name
                 entrants.append(Contender(label, step.run, step.switches, recorded=False))  # type: ignore[arg-type]
     timings = measure(
-        entrants, StepsInARow(device), seconds=seconds * len(entrants), clock=loop_clock_for(device, runs=1)
+        entrants,
+        StepsInARow(device),
+        seconds=seconds * len(entrants),
+        clock=loop_clock_for(device, runs=1, uncounted=1),
     )
     for label, timing in timings.items():
         mode, name = places[label]

@@ -266,24 +266,26 @@ class LoopClock(_GPUClock):
     """Wall time of a loop, from an idle device until all of it is done, and the host's part of that.
 
     The host launches ahead of the device, as in a user's loop. Work of a single call would show the host's start and
-    the device's end; work of many calls shows whichever of the two is slower. The first of ``runs`` + 1 is not counted.
+    the device's end; work of many calls shows whichever of the two is slower. Before ``runs`` that count, some do not: what
+    the contender before has left in the host's caches, and in modules' memory of their last call, is no part of a
+    user's loop.
     """
 
-    def __init__(self, device: torch.device, runs: int = 2) -> None:
+    def __init__(self, device: torch.device, runs: int = 2, uncounted: int = 3) -> None:
         super().__init__(device)
-        self.runs = runs
+        self.runs, self.uncounted = runs, uncounted
 
     def visit(self, run: Callable[[], object]) -> list[tuple[float, float]]:
         measured = []
         with torch.cuda.device(self.device):
-            for _ in range(self.runs + 1):
+            for _ in range(self.uncounted + self.runs):
                 torch.cuda.synchronize()
                 start = time.perf_counter()
                 run()
                 launched = time.perf_counter()
                 torch.cuda.synchronize()
                 measured.append((time.perf_counter() - start, launched - start))
-        return measured[1:]
+        return measured[self.uncounted :]
 
 
 def clock_for(device: torch.device) -> Clock:
@@ -291,6 +293,6 @@ def clock_for(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else Clock()
 
 
-def loop_clock_for(device: torch.device, runs: int = 2) -> Clock:
+def loop_clock_for(device: torch.device, runs: int = 2, uncounted: int = 3) -> Clock:
     """The clock of loops on a device."""
-    return LoopClock(device, runs) if device.type == "cuda" else Clock()
+    return LoopClock(device, runs, uncounted) if device.type == "cuda" else Clock()
