@@ -266,8 +266,8 @@ class LoopClock(_GPUClock):
     """Wall time of a loop, from an idle device until all of it is done, and the host's part of that.
 
     The host launches ahead of the device, as in a user's loop. Work of a single call would show the host's start and
-    the device's end; work of many calls shows whichever of the two is slower. Before ``runs`` that count, some do not: what
-    the contender before has left in the host's caches, and in modules' memory of their last call, is no part of a
+    the device's end; work of many calls shows whichever of the two is slower. Some runs come before those that count:
+    what the contender before has left in the host's caches, and in modules' memory of their last call, is no part of a
     user's loop.
     """
 
