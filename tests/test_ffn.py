@@ -19,6 +19,7 @@ from fusedlayers.kernels import gemm_gemm as kernels
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
 from fusedlayers.kernels.tuning import TileConfig
+from tests.allocations import allocate_by
 from tests.operands import (
     BIASES,
     DEVICE,
@@ -173,8 +174,7 @@ def test_nothing_outside_of_the_outputs_is_touched(gated: bool, splits: int, mon
     buffers: list[tuple[Tensor, int]] = []
     band = 4096
 
-    def empty(*size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-        shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+    def guarded(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         buffer = torch.full((shape.numel() + 2 * band,), -7.0, dtype=dtype, device=device)
         buffer[band:-band] = math.nan
         buffers.append((buffer, band))
@@ -182,7 +182,7 @@ def test_nothing_outside_of_the_outputs_is_touched(gated: bool, splits: int, mon
 
     inputs, dy = exact_case(gated, torch.float32, 49)
     operands = operands_of(inputs, "gelu")
-    monkeypatch.setattr(torch, "empty", empty)
+    allocate_by(monkeypatch, guarded)
     tiles = TileConfig(32, 16, 4, 1)
     kernels.forward(operands, inputs["b_down"], inputs["residual"][None], tiles)
     kernels.data_gradient(operands, dy[None], tiles)

@@ -23,6 +23,7 @@ from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.kernels.dropout import draw_seed
 from fusedlayers.kernels.tuning import EpilogueTiles
+from tests.allocations import allocate_by
 from tests.operands import (
     BIASES,
     DEVICE,
@@ -221,8 +222,7 @@ def test_nothing_outside_of_the_outputs_is_touched(gated: bool, monkeypatch: pyt
     buffers: list[Tensor] = []
     band = 4096
 
-    def empty(*size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-        shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+    def guarded(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         buffer = torch.full((shape.numel() + 2 * band,), -7.0, dtype=dtype, device=device)
         buffer[band:-band] = math.nan
         buffers.append(buffer)
@@ -231,7 +231,7 @@ def test_nothing_outside_of_the_outputs_is_touched(gated: bool, monkeypatch: pyt
     inputs, dy = exact_case(gated, torch.float32, 49)
     x, w_up, b_up, w_gate, b_gate = (inputs[name] for name in ("x", "w_up", "b_up", "w_gate", "b_gate"))
     rest = ("gelu", "exact", "ieee", EpilogueTiles(32, 16, 16, 4, 1))
-    monkeypatch.setattr(torch, "empty", empty)
+    allocate_by(monkeypatch, guarded)
     _, z, z_gate = kernels.hidden(x, w_up, b_up, w_gate, b_gate, True, *rest)
     kernels.hidden_gradient(dy, inputs["w_down"], z, z_gate, True, 1, *rest, keep_hidden=True, side_by_side=True)
     # The hidden twice, pre-activations, their gradients (both in one buffer), sums with their partials.

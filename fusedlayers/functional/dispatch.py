@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import planning
-from ..devices import describe
+from ..devices import describe as describe
 from ..planning import Decision, Device
 from .call import observed, with_known_sizes
 from .switches import backend, strict

@@ -14,7 +14,8 @@ from ..planning import Plan, Problem
 from .call import captured, subclass_of, wants_gradient
 from .custom_ops import Result, Results
 from .operands import check_given, check_tensors, compute_dtype, flat_batch, input_precision, leading_dims, said
-from .operation import Operation, Prepared, Tensors, formula
+from .operation import Operation, Tensors, formula
+from .prepared import Prepared
 
 
 def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None) -> Tensor:

@@ -25,7 +25,8 @@ from .operands import (
     with_leading_dims,
     without_autocast,
 )
-from .operation import Operation, Prepared, Tensors, formula
+from .operation import Operation, Tensors, formula
+from .prepared import Prepared
 
 _Gradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
@@ -96,7 +97,8 @@ class _HiddenGradient(Operation):
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         activation, bias = options
         activation = canonical_activation(activation)
-        check_hidden_gradient(*tensors, bias)
+        dy, w_down, z, z_gate = tensors
+        check_hidden_gradient(dy, w_down, z, z_gate, bias)
         return activation, bias
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> HiddenGradientProblem:

@@ -76,8 +76,8 @@ class LastCall:
         alike = _same_as(*present(tensors), layouts=parameters)
         self._record = _Record(call, absent, present, alike, surroundings(tensors[0]), options)
 
-    def __reduce__(self) -> tuple[type[LastCall], tuple[()]]:
-        return LastCall, ()
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 def _several(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

@@ -24,7 +24,8 @@ from .operands import (
     said,
     without_autocast,
 )
-from .operation import Operation, Prepared, Tensors, formula
+from .operation import Operation, Tensors, formula
+from .prepared import Prepared
 from .weight_gradient import planned_weight_gradient
 
 REDUCTIONS = ("workspace", "atomic")
@@ -123,7 +124,8 @@ class _Linear(Operation):
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         activation, split_k, reduction = options
         activation = canonical_activation(activation)
-        check_linear(*tensors, split_k, reduction)
+        x, weight, bias = tensors
+        check_linear(x, weight, bias, split_k, reduction)
         return activation, split_k, reduction
 
     def may_be_repeated(self, options: tuple[Any, ...]) -> bool:

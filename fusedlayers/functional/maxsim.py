@@ -15,7 +15,8 @@ from ..planning import MaxSimPlan, MaxSimProblem
 from .call import captured, subclass_of, traced, wants_gradient
 from .custom_ops import Result, Results
 from .operands import check_given, check_layout, check_shape, check_tensors, compute_dtype, input_precision, said
-from .operation import Operation, Prepared, Tensors
+from .operation import Operation, Tensors
+from .prepared import Prepared
 
 
 def maxsim(

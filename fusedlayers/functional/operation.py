@@ -325,5 +325,5 @@ def _all_of(places: list[int]) -> Callable[..., tuple[Any, ...]]:
     """The arguments at these places, always as a tuple."""
     if len(places) > 1:
         return itemgetter(*places)
-    [place] = places or [None]
-    return (lambda arguments: ()) if place is None else (lambda arguments: (arguments[place],))
+    # Of a single place, itemgetter would return the argument itself.
+    return lambda arguments: tuple(arguments[place] for place in places)

@@ -23,7 +23,8 @@ from .operands import (
     said,
     without_autocast,
 )
-from .operation import Operation, Prepared, Tensors
+from .operation import Operation, Tensors
+from .prepared import Prepared
 
 
 def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor, Tensor | None]:

@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_map_only
 
 # Paths of up, activation and down in their block, name by name, and of the children that hold some, innermost first.
 Places = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]
+# torch.is_autocast_enabled raises for these, and no release's Dynamo traces torch.amp.is_autocast_available.
+_WITHOUT_AUTOCAST = ("meta", "lazy", "vulkan")
 
 
 class InsideFFN:
@@ -45,7 +47,8 @@ class InsideFFN:
         say: Callable[[str], None],
     ) -> None:
         self.block, self.places, self.inplace, self.run, self.say = block, places, inplace, run, say
-        self.up, self.activation, self.down = (self.part(path) for path in places[0])
+        up, activation, down = places[0]
+        self.up, self.activation, self.down = self.part(up), self.part(activation), self.part(down)
 
     def part(self, path: tuple[str, ...]) -> Any:
         """What lies at this path in the block."""
@@ -122,8 +125,7 @@ class Pending:
     def _modes_now(self) -> tuple[bool, torch.dtype | None]:
         """Whether gradients are wanted, and autocast's dtype where it is on, in calls that Dynamo can trace."""
         kind = self._x.device.type
-        # As torch.amp.is_autocast_available, which would cost Dynamo more guards.
-        autocast = torch._C._is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        autocast = kind not in _WITHOUT_AUTOCAST and torch.is_autocast_enabled(kind)
         return torch.is_grad_enabled(), torch.get_autocast_dtype(kind) if autocast else None
 
     def _is_next(self, *, activated: bool) -> bool:
@@ -253,7 +255,9 @@ class StandIn:
     """A module as the method sees it: its attributes, but for ``others``; calls go to ``function``, with it as self."""
 
     def __init__(self, module: nn.Module, function: Callable[..., Any], others: dict[str, Any]) -> None:
-        self.__dict__.update({"_fused_module": module, "_fused_function": function}, **others)
+        # Past __setattr__, and not by __dict__.update, which Dynamo of torch 2.11 does not trace.
+        for name, value in {"_fused_module": module, "_fused_function": function, **others}.items():
+            object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_fused_module"], name)

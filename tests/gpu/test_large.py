@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from fusedlayers import functional, planning, reference
 from fusedlayers.kernels.dropout import draw_seed, keep_mask
+from tests.allocations import allocate_by
 from tests.operands import DEVICE, on_path, results
 
 BFLOAT16 = torch.bfloat16
@@ -47,17 +47,16 @@ class Guards:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.memory: list[tuple[Tensor, int]] = []
         self.allocate = torch.empty
-        patch.setattr(torch, "empty", self.empty)
+        allocate_by(patch, self.guarded)
 
-    def empty(self, *shape: Any, **options: Any) -> Tensor:
-        """``torch.empty``; where the tensor is large it is full of NaN and lies behind a guard."""
-        sizes = shape[0] if shape and not isinstance(shape[0], int) else shape
-        count = torch.Size(sizes).numel()
+    def guarded(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised tensor; where it is large it is full of NaN and lies behind a guard."""
+        count = shape.numel()
         if count <= BORDER:
-            return self.allocate(*shape, **options)
-        memory = self.allocate(2 * count, **options).fill_(NAN)
+            return self.allocate(shape, dtype=dtype, device=device)
+        memory = self.allocate(2 * count, dtype=dtype, device=device).fill_(NAN)
         self.memory.append((memory, count))
-        return memory[count:].view(*sizes)
+        return memory[count:].view(shape)
 
     def assert_untouched(self, expected: int) -> None:
         """No guard was written, and there were as many as expected."""
@@ -126,8 +125,8 @@ def compare_in_chunks(
 def test_x_y_and_their_gradients(guards: Guards) -> None:
     tokens, K, N = 2**23 + 5, 256, 32
     assert tokens * K > BORDER
-    inputs = {"x": fill_with_integers(guards.empty(tokens, K, dtype=BFLOAT16, device=DEVICE)), **weights(K, N, K)}
-    dy = fill_with_integers(guards.empty(tokens, K, dtype=BFLOAT16, device=DEVICE))
+    inputs = {"x": fill_with_integers(torch.empty(tokens, K, dtype=BFLOAT16, device=DEVICE)), **weights(K, N, K)}
+    dy = fill_with_integers(torch.empty(tokens, K, dtype=BFLOAT16, device=DEVICE))
     with on_path("kernels") as options:
         found = results(functional.ffn, inputs, dy, activation="relu", **options)
     guards.assert_untouched(expected=4)
@@ -206,7 +205,7 @@ def test_batches(size: tuple[int, int, int, int, int], large: tuple[str, ...], g
     tensors = {}
     for name, shape in shapes.items():
         assert (torch.Size(shape).numel() > BORDER) == (name in large)
-        tensors[name] = fill_with_integers(guards.empty(*shape, dtype=BFLOAT16, device=DEVICE))
+        tensors[name] = fill_with_integers(torch.empty(*shape, dtype=BFLOAT16, device=DEVICE))
     # Half of the terms of each hidden element, so that it stays exact in bfloat16.
     tensors["a"][..., ::2] = 0
     tensors["de"][..., ::2] = 0

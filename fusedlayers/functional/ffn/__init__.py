@@ -13,7 +13,8 @@ from ...kernels.tuning import COLUMN_SUM_TILES
 from ...planning import KERNEL_PATHS, Device, Plan, Problem, recomputing
 from ..custom_ops import Result, Results
 from ..operands import rows, with_leading_dims, without_autocast
-from ..operation import Operation, Prepared, Tensors, formula
+from ..operation import Operation, Tensors, formula
+from ..prepared import Prepared
 from . import chunked, dropping, epilogue, fused
 from .arguments import check_dropout_seed, check_ffn, ffn_problem
 from .sums import summed_rows
@@ -97,11 +98,11 @@ class _FFN(Operation):
     added = _RESIDUAL
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
-        *operands, residual, seed = tensors
+        x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, seed = tensors
         activation, dropout_p, recompute = options
-        check_dropout_seed(operands[0], seed)
+        check_dropout_seed(x, seed)
         activation = canonical_activation(activation)
-        check_ffn(*operands, dropout_p, recompute, residual)
+        check_ffn(x, w_up, w_down, b_up, b_down, w_gate, b_gate, dropout_p, recompute, residual)
         return activation, dropout_p, recompute
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> Problem:
@@ -126,7 +127,8 @@ class _FFN(Operation):
         *operands, residual, _ = tensors
         activation, dropout_p, _ = call.options
         if (seed := self._seed(call, tensors)) is not None:
-            return dropping.ffn(*operands, residual, activation, dropout_p, seed)
+            x, w_up, w_down, b_up, b_down, w_gate, b_gate = operands
+            return dropping.ffn(x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, activation, dropout_p, seed)
         return reference.ffn(*operands, activation=activation, dropout_p=dropout_p, residual=residual)
 
     def cast(self, call: Prepared, tensors: Tensors) -> Tensors:

@@ -17,7 +17,8 @@ from ...kernels.dropout import Dropout
 from ...kernels.gemm_gemm import Arithmetic
 from ...planning import ChunkPass, Plan
 from ..operands import rows as rows_of
-from ..operation import Prepared, Tensors
+from ..operation import Tensors
+from ..prepared import Prepared
 from .sums import accumulated, summed_rows
 
 Gradients = list[Tensor | None]

@@ -16,7 +16,8 @@ from ...kernels import gemm_epilogue as kernels
 from ...kernels.dropout import Dropout
 from ...kernels.tuning import COLUMN_SUM_TILES
 from ..operands import rows
-from ..operation import Prepared, Tensors
+from ..operation import Tensors
+from ..prepared import Prepared
 
 Gradients = list[Tensor | None]
 
@@ -52,8 +53,9 @@ def gradients(
         again = reference.dropped(again, dropout.p, dropout.seed, dropout.place)
         return [None, None, _weight_gradient(dy, again), None, None, None, None]
     tiles = plan.epilogue.gradient
+    z, z_gate = pre_activations
     dz, dz_gate, up_sums, gate_sums, hidden, db_down = kernels.hidden_gradient(
-        dy, w_down, *pre_activations, db_up or db_gate, tiles.row_tiles, arithmetic.activation, arithmetic.accuracy,
+        dy, w_down, z, z_gate, db_up or db_gate, tiles.row_tiles, arithmetic.activation, arithmetic.accuracy,
         arithmetic.input_precision, tiles.tiles, tiles.pipeline, keep_hidden=wanted[2], side_by_side=True,
         dropout=dropout, column_sums=COLUMN_SUM_TILES if wanted[4] else None, ready=call.ready,
     )  # fmt: skip

@@ -8,7 +8,8 @@ from ...kernels import gemm_gemm as kernels
 from ...kernels.gemm_gemm import Operands, WeightGradients
 from ...planning import Plan
 from ..operands import rows
-from ..operation import Prepared, Tensors
+from ..operation import Tensors
+from ..prepared import Prepared
 
 
 def forward(call: Prepared, operands: Tensors) -> Tensor:

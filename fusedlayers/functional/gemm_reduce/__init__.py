@@ -14,7 +14,8 @@ from ...kernels.gemm_reduce import ReduceArithmetic, ReduceOperands
 from ...planning import ReducePlan, ReduceProblem
 from ..custom_ops import Result, Results
 from ..operands import autocast, compute_dtype, flat_batch, leading_dims, without_autocast
-from ..operation import Operation, Prepared, Tensors, formula
+from ..operation import Operation, Tensors, formula
+from ..prepared import Prepared
 from .arguments import INDEXED, check_gemm_reduce, gemm_reduce_problem
 
 
