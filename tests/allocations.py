@@ -19,7 +19,11 @@ def allocate_by(patch: pytest.MonkeyPatch, allocate: Allocate) -> None:
     def empty_like(like: Tensor) -> Tensor:
         return allocate(like.shape, like.dtype, like.device)
 
-    def new_empty(like: Tensor, *size: Any, dtype: torch.dtype | None = None) -> Tensor:
+    original = Tensor.new_empty
+
+    def new_empty(like: Tensor, *size: Any, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
+        if device is not None:  # Triton's interpreter copies operands
+            return original(like, *size, dtype=dtype, device=device)
         return allocate(_shape(size), dtype or like.dtype, like.device)
 
     patch.setattr(torch, "empty", empty)
