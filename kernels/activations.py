@@ -205,7 +205,7 @@ def _self_gated(z, u, u_slope, ACCURACY: tl.constexpr):
             complement = _sigmoid(-2.0 * u, ACCURACY)
         else:
             complement = 1.0 - gate
-        return z * gate, gate + (z * (gate * complement)) * (2.0 * u_slope)
+        return z * gate, gate + z * ((gate * complement) * (2.0 * u_slope))
 
 
 @triton.constexpr_function
