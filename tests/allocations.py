@@ -1,35 +1,42 @@
-"""Tensors from the test's own hand where the code under test asks torch for uninitialised ones."""
+"""What the CPU's allocator really hands out: every block, also those that live and die inside one torch operation."""
 
-from collections.abc import Callable
-from typing import Any
+from __future__ import annotations
 
-import pytest
-import torch
-from torch import Tensor
+from types import TracebackType
 
-Allocate = Callable[[torch.Size, torch.dtype, torch.device], Tensor]
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 
-def allocate_by(patch: pytest.MonkeyPatch, allocate: Allocate) -> None:
-    """Let ``allocate`` make what ``torch.empty``, ``torch.empty_like`` and ``Tensor.new_empty`` are asked for."""
+class AllocatedBytes:
+    """While entered, records the blocks of memory that torch's CPU allocator gives and takes back.
 
-    def empty(*size: Any, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Tensor:
-        return allocate(_shape(size), dtype or torch.get_default_dtype(), torch.device(device))
+    ``blocks``: the bytes of each block; ``peak``: the most bytes there were at once, beyond what there was before.
+    """
 
-    def empty_like(like: Tensor) -> Tensor:
-        return allocate(like.shape, like.dtype, like.device)
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+        self.peak = 0
 
-    original = Tensor.new_empty
+    def __enter__(self) -> AllocatedBytes:
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profile.__enter__()
+        return self
 
-    def new_empty(like: Tensor, *size: Any, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
-        if device is not None:  # Triton's interpreter copies operands
-            return original(like, *size, dtype=dtype, device=device)
-        return allocate(_shape(size), dtype or like.dtype, like.device)
-
-    patch.setattr(torch, "empty", empty)
-    patch.setattr(torch, "empty_like", empty_like)
-    patch.setattr(Tensor, "new_empty", new_empty)
-
-
-def _shape(size: tuple[Any, ...]) -> torch.Size:
-    return torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._profile.__exit__(kind, error, trace)
+        results = self._profile.profiler.kineto_results  # type: ignore[union-attr]
+        # Of each block's allocation (positive) and of its release (negative).
+        sizes = [
+            (event.start_ns(), event.nbytes())
+            for event in results.events()
+            if event.name() == "[memory]" and event.device_type() == DeviceType.CPU
+        ]
+        now = 0
+        for _, size in sorted(sizes, key=lambda pair: pair[0]):
+            now += size
+            self.peak = max(self.peak, now)
+            if size > 0:
+                self.blocks.append(size)

@@ -19,7 +19,6 @@ from fusedlayers.kernels import gemm_gemm as kernels
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
 from fusedlayers.kernels.tuning import TileConfig
-from tests.allocations import allocate_by
 from tests.operands import (
     BIASES,
     DEVICE,
@@ -40,6 +39,7 @@ from tests.operands import (
     on_path,
     results,
 )
+from tests.uninitialised import allocate_by
 
 GATED = [pytest.param(False, id="plain"), pytest.param(True, id="gated")]
 

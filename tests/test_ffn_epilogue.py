@@ -23,7 +23,6 @@ from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.kernels.dropout import draw_seed
 from fusedlayers.kernels.tuning import EpilogueTiles
-from tests.allocations import allocate_by
 from tests.operands import (
     BIASES,
     DEVICE,
@@ -43,6 +42,7 @@ from tests.operands import (
 )
 from tests.test_autograd import saved
 from tests.test_ffn import GATED, exact_case
+from tests.uninitialised import allocate_by
 
 path = import_module("fusedlayers.functional.ffn.epilogue")
 function = import_module("fusedlayers.functional.ffn")
