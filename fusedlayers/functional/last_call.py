@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .call import _ALIGNMENT_MASK, layout_of, surroundings
+from .call import _ALIGNMENT_MASK, layout_of, observed, surroundings
 
 # torch.compile's own comparison of tensors, in C++: class, dispatch keys (which tell autocast, transforms and dispatch
 # modes, too), dtype, device, requires_grad, sizes and strides. Ours below is the same in Python, several times slower.
@@ -45,8 +45,8 @@ class LastCall:
     def again(self, tensors: Sequence[Any], options: tuple[Any, ...]) -> Any:
         """The prepared call, if this one is like it; else None."""
         record = self._record
-        # A dual tensor looks like a plain one.
-        if record is None or forward_ad._current_level >= 0:
+        # A dual tensor looks like a plain one, and not every dispatch mode shows in the keys (checkpoints' do not).
+        if record is None or forward_ad._current_level >= 0 or observed():
             return None
         call, absent, present, alike, facts, known = record
         for place in absent:
