@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .device import tl, triton
-from .launching import Launch, ceil_div, layout, prepare
+from .launching import Launch, ceil_div, layout_of
 from .partials import ReduceBlocks, reduce_partials
 from .tiles import load_tile
 from .tuning import BAND_BLOCKS, ColumnSumTiles
@@ -53,7 +53,7 @@ def _prepare_bands(dy: torch.Tensor, tiles: ColumnSumTiles) -> tuple[tuple[int, 
     rows, columns = dy.shape
     column_blocks = ceil_div(columns, tiles.block_n)
     bands = max(1, min(ceil_div(rows, tiles.block_m), tiles.programs // column_blocks))
-    launch = prepare(
+    launch = Launch(
         _column_sums_kernel,
         bands * column_blocks,
         (*dy.stride(), columns),
@@ -74,7 +74,7 @@ def column_sums(dy: torch.Tensor, tiles: ColumnSumTiles, ready: dict[Any, Any] |
     if not dy.shape[1]:
         return sums
     if ready is not None:
-        ready = ready.setdefault(("column sums", *layout(dy)), {})
+        ready = ready.setdefault(("column sums", *layout_of(dy)), {})
     partials = column_partials(dy, tiles, ready)
     reduce_partials(partials, [sums], blocks=_BLOCKS, ready=ready)
     return sums

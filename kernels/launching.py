@@ -4,7 +4,7 @@ Triton's own launch inspects every argument of every call to find the compiled v
 that takes the host longer than many a kernel runs. This cache remembers the variant by all that Triton specialises on:
 dtypes, 16-byte alignment of pointers, and the values of integers (a finer key than Triton's, never a coarser one).
 
-A launch that is repeated with other tensors of the same layout is prepared once (:func:`prepare`): even that key is
+A launch that is repeated with other tensors of the same layout is prepared once (:class:`Launch`): even that key is
 not made again then.
 """
 
@@ -19,6 +19,8 @@ from .hopper import Descriptor, Geometry
 from .relaunching import Repeated, Variant
 
 _compiled: dict[tuple[object, ...], Variant] = {}
+# Triton compiles for addresses that are multiples of 16 bytes, or not.
+ALIGNMENT_MASK = 15
 _COMPILED_LIMIT = 4096  # strides that change with every call must not fill the memory; Triton still has the variants
 
 # torch.cuda's own function makes sure first that CUDA is initialised, as it is where a tensor lies on a GPU.
@@ -30,51 +32,15 @@ def ceil_div(count: int, size: int) -> int:
     return -(-count // size)
 
 
-def layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What a prepared launch depends on where nothing is agreed, as of what autograd gives."""
-    return *tensor.stride(), tensor.data_ptr() & 15 == 0
-
-
-def launch(
-    kernel: Any,
-    programs: int,
-    pointers: tuple[torch.Tensor | None, ...],
-    numbers: tuple[int, ...],
-    free_numbers: tuple[int | float, ...],
-    constants: tuple[object, ...],
-    num_warps: int = 4,
-    num_stages: int = 1,
-    descriptors: tuple[Descriptor | None, ...] = (),
-    dependent: bool = False,
-) -> None:
-    """Runs ``programs`` programs of ``kernel`` on the device of the first descriptor or pointer.
-
-    A ``dependent`` kernel may start while the one before it still runs, and waits for it by itself. The groups of
-    arguments follow one another as in the kernel's signature, ``descriptors`` before the others.
-    ``free_numbers`` are those that the kernel is declared not to be specialised on: they may change with every call.
-    """
-    _launch(
-        kernel, programs, pointers, numbers, free_numbers, constants, num_warps, num_stages, descriptors, dependent
-    )  # fmt: skip
-
-
-def prepare(
-    kernel: Any,
-    programs: int,
-    numbers: tuple[int, ...],
-    free_numbers: tuple[int | float, ...],
-    constants: tuple[object, ...],
-    num_warps: int = 4,
-    num_stages: int = 1,
-    geometries: tuple[Geometry | None, ...] = (),
-    dependent: bool = False,
-) -> "Launch":
-    """The same launch, to be run any number of times: what it returns takes the tensors alone."""
-    return Launch(kernel, programs, numbers, free_numbers, constants, num_warps, num_stages, geometries, dependent)
+def layout_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """How a tensor lies in memory, as far as kernels mind: its strides, and its address modulo their alignment."""
+    return tensor.stride(), tensor.data_ptr() & ALIGNMENT_MASK
 
 
 class Launch:
-    """A launch of which everything but the tensors is known; see :func:`prepare`.
+    """The same launch, to be run any number of times: everything but the tensors is known.
+
+    The arguments are those of :func:`launch`, with ``geometries`` in the place of descriptors.
 
     All executions have tensors of the same dtypes on one device, alike in which of them are None and which lie at a
     multiple of 16 bytes: nothing of that is looked at again. No tensor is kept.
@@ -89,10 +55,10 @@ class Launch:
         numbers: tuple[int, ...],
         free_numbers: tuple[int | float, ...],
         constants: tuple[object, ...],
-        num_warps: int,
-        num_stages: int,
-        geometries: tuple[Geometry | None, ...],
-        dependent: bool,
+        num_warps: int = 4,
+        num_stages: int = 1,
+        geometries: tuple[Geometry | None, ...] = (),
+        dependent: bool = False,
     ) -> None:
         self._kernel, self._programs, self._geometries, self._dependent = kernel, programs, geometries, dependent
         self._rest = numbers, free_numbers, constants, num_warps, num_stages
@@ -118,7 +84,7 @@ class Launch:
         """Runs it as any other launch; nothing is made ready for a second one that may never come."""
         described = zip(bases, self._geometries, strict=True)
         descriptors = tuple([None if b is None or g is None else Descriptor(b, *g) for b, g in described])
-        self._variant = _launch(self._kernel, self._programs, pointers, *self._rest, descriptors, self._dependent)
+        self._variant = launch(self._kernel, self._programs, pointers, *self._rest, descriptors, self._dependent)
         if self._variant is not None:
             self._device = next(tensor for tensor in (*bases, *pointers) if tensor is not None).device.index
 
@@ -129,26 +95,33 @@ class Launch:
         return Repeated(self._variant, self._programs, self._device, self._geometries, pointers, rest)
 
 
-def _launch(
+def launch(
     kernel: Any,
     programs: int,
     pointers: tuple[torch.Tensor | None, ...],
     numbers: tuple[int, ...],
     free_numbers: tuple[int | float, ...],
     constants: tuple[object, ...],
-    num_warps: int,
-    num_stages: int,
-    descriptors: tuple[Descriptor | None, ...],
-    dependent: bool,
+    num_warps: int = 4,
+    num_stages: int = 1,
+    descriptors: tuple[Descriptor | None, ...] = (),
+    dependent: bool = False,
 ) -> Variant | None:
-    """What :func:`launch` does. The compiled variant, or None where every launch goes through Triton's interface."""
+    """Runs ``programs`` programs of ``kernel`` on the device of the first descriptor or pointer.
+
+    A ``dependent`` kernel may start while the one before it still runs, and waits for it by itself. The groups of
+    arguments follow one another as in the kernel's signature, ``descriptors`` before the others.
+    ``free_numbers`` are those that the kernel is declared not to be specialised on: they may change with every call.
+
+    Returns the compiled variant, or None where every launch goes through Triton's interface.
+    """
     first = descriptors[0].base if descriptors and descriptors[0] else pointers[0]
     assert first is not None
     device = first.device
     on_gpu = first.is_cuda
     if on_gpu and device.index != _current_device():
         with torch.cuda.device(device):
-            return _launch(
+            return launch(
                 kernel, programs, pointers, numbers, free_numbers, constants, num_warps, num_stages, descriptors,
                 dependent,
             )  # fmt: skip
@@ -158,7 +131,7 @@ def _launch(
     if on_gpu and not torch.version.hip:
         addresses = [None if p is None else p.data_ptr() for p in pointers]
         placed = zip(pointers, addresses, strict=True)
-        layout = tuple([None if a is None else (p.dtype, a & 15 == 0) for p, a in placed])  # type: ignore[union-attr]
+        layout = tuple([None if a is None else (p.dtype, a & ALIGNMENT_MASK == 0) for p, a in placed])  # type: ignore[union-attr]
         blocks = tuple([None if d is None else (d.base.dtype, *d.block_shape) for d in descriptors])
         width = tuple([n >> 31 for n in free_numbers if type(n) is int])
         # Kernels live as long as their modules; hashing one would hash its source.

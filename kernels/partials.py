@@ -11,7 +11,7 @@ import torch
 
 from .activations import activated
 from .device import tl, triton
-from .launching import Launch, ceil_div, prepare
+from .launching import Launch, ceil_div
 from .tiles import follow_kernel_before, load_vector
 
 
@@ -132,7 +132,7 @@ def _prepare_sums(
     for output in outputs:
         end += output.numel()
         ends.append(end)
-    return prepare(
+    return Launch(
         _reduce_partials_kernel,
         ceil_div(end, blocks.block) + ceil_div(other_end, blocks.block),
         (0 if bias is None else bias.stride(0), epilogue.columns, *ends, *[end] * (_OUTPUTS - len(ends)), other_end),

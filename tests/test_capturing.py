@@ -103,7 +103,7 @@ def test_a_first_launch_loads_in_the_relaxed_mode_and_a_second_does_not_ask(
     monkeypatch.setattr(triton.compiler, "CompiledKernel", Compiled)
     kernel, pointers = Kernel(), (Pointer(),)
     with stand_in_driver():
-        prepared = launching.prepare(kernel, 3, (5,), (), ())
+        prepared = launching.Launch(kernel, 3, (5,), (), ())
         for _ in range(3):
             prepared(pointers)  # type: ignore[arg-type]
             assert driver.mode == GLOBAL

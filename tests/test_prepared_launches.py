@@ -293,7 +293,7 @@ def test_pipelined_kernels_are_told_the_same(
     calls: list[tuple[Any, ...]] = []
     launcher = launcher_of(calls, nested)
     watched = Watched(launcher)
-    monkeypatch.setattr(launching, "_launch", watched.launch)
+    monkeypatch.setattr(launching, "launch", watched.launch)
     monkeypatch.setattr(launching, "_current_device", lambda: None)
     with stand_in_driver(launcher) as encoded:
         run = both_passes(width, gated)

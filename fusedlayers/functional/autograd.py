@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import layout_of
+from ..kernels.launching import ALIGNMENT_MASK, layout_of
 
 
 def contiguous(gradient: Tensor | None) -> Tensor | None:
@@ -19,7 +19,7 @@ def contiguous(gradient: Tensor | None) -> Tensor | None:
     if 1 in gradient.shape:
         gradient = gradient.view(-1).view(gradient.shape)  # an axis of one element may have had any stride
     # A part of a larger tensor may start anywhere; what is copied starts aligned.
-    return gradient.clone() if gradient.data_ptr() & 15 else gradient
+    return gradient.clone() if gradient.data_ptr() & ALIGNMENT_MASK else gradient
 
 
 class _Function(torch.autograd.Function):

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ..kernels.launching import ALIGNMENT_MASK
 from .operands import autocast_dtype, input_precision
 from .switches import switches
 
@@ -25,8 +26,6 @@ PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _TRACED_TENSORS = (FakeTensor, FunctionalTensor)
 _TRACERS = (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode)
 _PLAIN_OPTIONS = frozenset({str, bool, int, float, type(None)})
-# Kernels rely on this alignment of addresses, and so does the key of a call.
-_ALIGNMENT_MASK = 15
 
 
 def observed() -> bool:
@@ -105,11 +104,6 @@ def with_known_sizes(problem: Any) -> Any:
     return replace(problem, **{name: node.hint for name, node in sizes.items()})
 
 
-def layout_of(tensor: Tensor) -> tuple[object, ...]:
-    """How a tensor lies in memory, as far as kernels mind: its strides, and its address modulo their alignment."""
-    return tensor.stride(), tensor.data_ptr() & _ALIGNMENT_MASK
-
-
 def signature(
     operation: str, tensors: tuple[Tensor | None, ...], options: tuple[object, ...]
 ) -> tuple[object, ...] | None:
@@ -119,7 +113,7 @@ def signature(
     strides, options of unusual types, calls that a dispatch mode observes.
     """
     first = tensors[0]
-    if first is None or torch._C._len_torch_dispatch_stack() or transformed():
+    if first is None or observed() or transformed():
         return None
     found: list[Any] = [operation]
     for tensor in tensors:
@@ -132,7 +126,7 @@ def signature(
             return None
         found += (
             tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad,
-            tensor.data_ptr() & _ALIGNMENT_MASK,
+            tensor.data_ptr() & ALIGNMENT_MASK,
         )  # fmt: skip
     # Types too: True equals 1 and 1.0, but not all of them are right.
     types = tuple(map(type, options))

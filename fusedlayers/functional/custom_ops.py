@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..kernels.launching import layout_of
 from ..planning import Call
 from ..sources import stamp
 from . import dispatch
-from .call import layout_of, with_known_sizes
+from .call import with_known_sizes
 from .switches import backend, strict, switches
 
 _LIBRARY = torch.library.Library("fusedlayers", "DEF")
@@ -219,9 +220,9 @@ class KernelOperation:
 
     def _prepared(self, tensors: Sequence[Tensor | None], sizes: Sequence[int], call: str) -> _Ready:
         """Remembered, unless a size is a symbol: then a graph is traced, and this is no call that runs."""
-        device = next(tensor.device for tensor in tensors if tensor is not None)
         if any(type(size) is not int for size in sizes):
-            return self._prepare(tensors, self._described(sizes, call), device)
+            return self._prepare(tensors, sizes, call)
+        device = _device_of(tensors)
         layouts = [None if tensor is None else layout_of(tensor) for tensor in tensors]
         # The switches as they are now, which may differ from what they were when the graph was compiled.
         key = (call, *sizes, *layouts, device, *switches())
@@ -230,15 +231,16 @@ class KernelOperation:
         if known is None or known.call.facts is not dispatch.describe(device):
             if len(self._ready) >= _READY_LIMIT:
                 self._ready.clear()
-            known = self._ready[key] = self._prepare(tensors, self._described(sizes, call), device)
+            known = self._ready[key] = self._prepare(tensors, sizes, call)
         return known
 
-    def _prepare(self, tensors: Sequence[Tensor | None], described: _Described, device: torch.device) -> _Ready:
+    def _prepare(self, tensors: Sequence[Tensor | None], sizes: Sequence[int], call: str) -> _Ready:
+        device, described = _device_of(tensors), self._described(sizes, call)
         described = described._replace(problem=with_known_sizes(described.problem))
         given, made = ([result is not None for result in part] for part in self._results(tensors, described))
         plan = dispatch.plan_on_path(described.problem, described.path, device)
-        call = self.operation.planned(described.problem, plan, dispatch.describe(device), described.extras)
-        return _Ready(call, described.wanted, given, made)
+        planned = self.operation.planned(described.problem, plan, dispatch.describe(device), described.extras)
+        return _Ready(planned, described.wanted, given, made)
 
     def _forward(self, *given: Any) -> list[Tensor]:
         *operands, sizes, call = given
@@ -285,8 +287,7 @@ class KernelOperation:
                 found = iter(self.backward(upstream, operands, made, ctx.sizes, call))
             else:
                 # The custom operation has no gradient itself: those who want one see through it.
-                device = next(operand.device for operand in operands if operand is not None)
-                ready = self._prepare(operands, self._described(ctx.sizes, call), device)
+                ready = self._prepare(operands, ctx.sizes, call)
                 found = iter(self._gradients(ready, upstream, operands, made))
             gradients = [next(found) if want else old for want, old in zip(wanted, gradients, strict=True)]
         return *gradients, None, None
@@ -303,8 +304,7 @@ class KernelOperation:
     def _backward_batched(self, *given: Any) -> list[Tensor | None]:
         """Of a batch of upstream gradients, autograd's ``is_grads_batched``: in torch's own operations."""
         upstream, operands, made, sizes, call = given
-        device = next(operand.device for operand in operands if operand is not None)
-        return self._gradients(self._prepare(operands, self._described(sizes, call), device), upstream, operands, made)
+        return self._gradients(self._prepare(operands, sizes, call), upstream, operands, made)
 
     def _gradients(
         self,
@@ -339,6 +339,10 @@ def _description(problem: Call, path: str, extras: dict[str, Any], wanted: Seque
     sizes = {name: fact for name, fact in facts.items() if type(fact) in (int, torch.SymInt)}
     rest = {name: fact for name, fact in facts.items() if name not in sizes}
     return list(sizes.values()), json.dumps({"problem": rest, "path": path, "extras": extras, "wanted": list(wanted)})
+
+
+def _device_of(tensors: Sequence[Tensor | None]) -> torch.device:
+    return next(tensor.device for tensor in tensors if tensor is not None)
 
 
 def _apart(results: Sequence[Tensor]) -> list[Tensor]:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .call import _ALIGNMENT_MASK, layout_of, observed, surroundings
+from ..kernels.launching import ALIGNMENT_MASK, layout_of
+from .call import observed, surroundings
 
-# torch.compile's own comparison of tensors, in C++: class, dispatch keys (which tell autocast, transforms and dispatch
-# modes, too), dtype, device, requires_grad, sizes and strides. Ours below is the same in Python, several times slower.
+# torch.compile's own comparison of tensors, in C++: class, dispatch keys (which tell autocast and transforms, too),
+# dtype, device, requires_grad, sizes and strides. Ours below is the same in Python, several times slower.
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 
 
@@ -72,7 +73,7 @@ class LastCall:
         compared = [
             place for place, tensor in enumerate(tensors) if tensor is not None and not isinstance(tensor, skipped)
         ]
-        present = _several(compared)
+        present = at_places(compared)
         alike = _same_as(*present(tensors), layouts=parameters)
         self._record = _Record(call, absent, present, alike, surroundings(tensors[0]), options)
 
@@ -80,11 +81,12 @@ class LastCall:
         return type(None), ()
 
 
-def _several(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def at_places(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function that gives the elements at these places, always as a tuple."""
     if len(places) > 1:
         return itemgetter(*places)
-    [place] = places
-    return lambda tensors: (tensors[place],)
+    # Of a single place, itemgetter would return the element itself.
+    return lambda values: tuple(values[place] for place in places)
 
 
 def _same_as(*tensors: Tensor, layouts: bool) -> Callable[..., bool]:
@@ -92,10 +94,10 @@ def _same_as(*tensors: Tensor, layouts: bool) -> Callable[..., bool]:
     check = _guards(*tensors)
     if not layouts:
         return check
-    aligned = tuple(tensor.data_ptr() & _ALIGNMENT_MASK for tensor in tensors)
+    aligned = tuple(tensor.data_ptr() & ALIGNMENT_MASK for tensor in tensors)
     if any(aligned):
         # Rare, so that nobody waits for it.
-        return lambda *others: check(*others) and aligned == tuple(each.data_ptr() & _ALIGNMENT_MASK for each in others)
+        return lambda *others: check(*others) and aligned == tuple(each.data_ptr() & ALIGNMENT_MASK for each in others)
 
     def same(*others: Tensor) -> bool:
         if not check(*others):
@@ -103,7 +105,7 @@ def _same_as(*tensors: Tensor, layouts: bool) -> Callable[..., bool]:
         addresses = 0
         for other in others:
             addresses |= other.data_ptr()
-        return not addresses & _ALIGNMENT_MASK
+        return not addresses & ALIGNMENT_MASK
 
     return same
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +21,7 @@ from . import dispatch
 from .autograd import apply, contiguous
 from .call import observed, signature, transformed
 from .custom_ops import Composite, KernelOperation, Results
-from .last_call import LastCall
+from .last_call import LastCall, at_places
 from .operands import autocast, autocast_dtype, naming_layouts, without_autocast
 from .prepared import Prepared
 
@@ -66,8 +65,8 @@ class Operation:
         self.tensor_names = tuple(names[place] for place in tensors)
         self.option_names = tuple(names[place] for place in options)
         self._places = tuple(tensors), tuple(options)
-        self._tensors: Callable[..., Any] = _all_of(tensors)
-        self._options: Callable[..., Any] = _all_of(options)
+        self._tensors: Callable[..., Any] = at_places(tensors)
+        self._options: Callable[..., Any] = at_places(options)
         # Of calls of the public function itself, whose layers are often alike.
         self._last = LastCall(of_module=False)
         self.composite = Composite(function)
@@ -319,11 +318,3 @@ def operation_of(function: Callable[..., Any]) -> Operation | None:
 def formula(activation: str) -> str:
     """An activation as titles name it."""
     return f"{activation}: {ACTIVATIONS[activation].formula}"
-
-
-def _all_of(places: list[int]) -> Callable[..., tuple[Any, ...]]:
-    """The arguments at these places, always as a tuple."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    # Of a single place, itemgetter would return the argument itself.
-    return lambda arguments: tuple(arguments[place] for place in places)

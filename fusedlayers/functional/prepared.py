@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,6 +47,6 @@ class Prepared:
 
     def apart(self) -> Prepared:
         """The same call for operands of other layouts."""
-        other = object.__new__(Prepared)
-        other.__dict__ = {**self.__dict__, "ready": {}}
+        other = copy.copy(self)
+        other.ready = {}
         return other

@@ -146,7 +146,7 @@ class Pending:
         """The hidden, computed by the original parts because of this ``use``."""
         if self._values is None:
             self._check("its hidden")
-            if self._gone and self._dropout_p:
+            if self._again():
                 raise RuntimeError(
                     f"the hidden was dropped out inside of the FFN and is used again ({use}), which no FFNRule "
                     "describes: leave this class out of the rules"
@@ -185,6 +185,7 @@ class Pending:
         return found
 
     def _again(self) -> bool:
+        """Whether another use would need the values of a hidden that was dropped inside of the FFN."""
         return self._gone and bool(self._dropout_p)
 
     def _check(self, what: str) -> None:

@@ -8,7 +8,7 @@ from ..activations import activation_unit, hidden_and_slopes
 from ..device import tl, triton
 from ..dropout import NO_DROPOUT, Dropout, keep_factor
 from ..hopper import ALIGNMENT, Matrix, matrix, untransposed
-from ..launching import Launch, ceil_div, prepare
+from ..launching import Launch, ceil_div
 from ..tiles import add_product, grouped_tile, load_tile, load_vector, store_tile
 from ..tuning import EpiloguePipeline, EpilogueTiles
 from . import pipelined
@@ -125,7 +125,7 @@ def _prepare(
             shape, pipelined.prepare_hidden(*matrices, columns, keep, activation, accuracy, pipeline, dropout), True
         )
     bias_strides = [0 if bias is None else bias.stride(0) for bias in (b_up, b_gate)]
-    launch = prepare(
+    launch = Launch(
         _hidden_kernel,
         ceil_div(rows, tiles.block_m) * ceil_div(columns, tiles.block_n),
         (

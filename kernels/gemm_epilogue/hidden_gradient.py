@@ -10,7 +10,7 @@ from ..column_sums import column_partials
 from ..device import tl, triton
 from ..dropout import NO_DROPOUT, Dropout, keep_factor
 from ..hopper import ALIGNMENT, Matrix, matrix, untransposed
-from ..launching import Launch, ceil_div, layout, prepare
+from ..launching import Launch, ceil_div, layout_of
 from ..partials import ReduceBlocks, reduce_partials
 from ..tiles import add_product, grouped_tile, load_tile, store_tile
 from ..tuning import BAND_BLOCKS, ColumnSumTiles, EpiloguePipeline, EpilogueTiles
@@ -125,7 +125,7 @@ def hidden_gradient(
     ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``), whose options are all but those that say what
     is asked for; dy may lie differently from call to call.
     """
-    name = ("hidden gradient", bias, keep_hidden, column_sums is not None, *layout(dy))
+    name = ("hidden gradient", bias, keep_hidden, column_sums is not None, *layout_of(dy))
     prepared = None if ready is None else ready.get(name)
     copied = prepared.copied if prepared is not None else _to_copy(dy, pipeline, dropout)
     if copied:
@@ -218,7 +218,7 @@ def _prepare(
         return _Prepared(shape, sums, copied, side_by_side, True, launch, {})
     bands = ceil_div(ceil_div(rows, tiles.block_m), row_tiles)
     gate_strides = (0, 0) if z_gate is None else z_gate.stride()
-    launch = prepare(
+    launch = Launch(
         _hidden_gradient_kernel,
         bands * ceil_div(columns, tiles.block_n),
         (*dy.stride(), *w_down.stride(), *z.stride(), *gate_strides, row_stride, dy.shape[1], columns),

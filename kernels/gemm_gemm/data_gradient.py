@@ -7,7 +7,7 @@ import torch
 from ..activations import activation_unit, hidden_and_slopes, through_activation
 from ..device import tl, triton
 from ..dropout import keep
-from ..launching import Launch, ceil_div, layout, prepare
+from ..launching import Launch, ceil_div, layout_of
 from ..tiles import add_product, batch_and_tile, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
 from . import pipelined
@@ -84,7 +84,7 @@ def data_gradient(
     With it, where ``column_sums`` asks for them and the kernel that runs reads dy only once, the sums of dy over all of
     its rows, ``[O]``; else None.
     """
-    name = ("data gradient", column_sums, *layout(dy))
+    name = ("data gradient", column_sums, *layout_of(dy))
     prepared = operands.prepared(name)
     if prepared is None:
         prepared = operands.keep(name, _prepare(operands, dy, tiles, column_sums))
@@ -103,7 +103,7 @@ def _prepare(operands: Operands, dy: torch.Tensor, tiles: TileConfig, column_sum
         if dy_rows is not None:
             return pipelined.prepare_data_gradient(operands, matrices, dy_rows, column_sums, tiles.pipelined)
     batch, rows, _, hidden, _ = operands.sizes()
-    return prepare(
+    return Launch(
         _data_gradient_kernel,
         batch * ceil_div(rows, tiles.block_m),
         (*operands.strides(), *strides(dy), *dense_strides(operands.x.shape), hidden),

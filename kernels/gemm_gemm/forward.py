@@ -7,7 +7,7 @@ import torch
 from ..activations import activation_unit, hidden_and_slopes
 from ..device import tl, triton
 from ..dropout import keep
-from ..launching import Launch, ceil_div, prepare
+from ..launching import Launch, ceil_div
 from ..tiles import add_product, batch_and_tile, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
 from . import pipelined
@@ -102,7 +102,7 @@ def _prepare(
         added = None if residual is None else rows_of(residual)
         if (residual is None) == (added is None) and unit_stride(down_bias):
             return _Prepared(shape, pipelined.prepare_forward(operands, matrices, added, tiles.pipelined), True)
-    prepared = prepare(
+    prepared = Launch(
         _forward_kernel,
         batch * ceil_div(rows, tiles.block_m),
         (*operands.strides(), stride(down_bias), *strides(residual), *dense_strides(shape), hidden),

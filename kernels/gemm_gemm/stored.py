@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..activations import activation_unit
-from ..launching import Launch, layout
+from ..launching import Launch, layout_of
 from ..partials import split_size, summed_over_splits
 from ..tuning import StoredConfig
 from . import pipelined
@@ -33,7 +33,7 @@ def stored_gradients(
 
     None where an operand does not lie as the copies of these kernels need it.
     """
-    name = ("stored gradients", up_bias, gate_bias, down_bias, *layout(dy))
+    name = ("stored gradients", up_bias, gate_bias, down_bias, *layout_of(dy))
     prepared = operands.prepared(name)
     if prepared is None:
         prepared = operands.keep(name, _prepare(operands, dy, up_bias, gate_bias, down_bias, splits, config))

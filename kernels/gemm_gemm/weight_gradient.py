@@ -9,7 +9,7 @@ import torch
 from ..activations import activation_unit, hidden_and_slopes, through_activation
 from ..device import tl, triton
 from ..dropout import keep
-from ..launching import Launch, ceil_div, layout, prepare
+from ..launching import Launch, ceil_div, layout_of
 from ..partials import split_size, summed_over_splits
 from ..tiles import add_product, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
@@ -172,7 +172,7 @@ def weight_gradients(
     ``transposed`` gives the matrices the layout of a batched GEMM-GEMM's operands: ``[Z, K, N]`` and ``[Z, N, O]``.
     Where the accumulators of all of them exceed the registers, several launches share them out.
     """
-    name = ("weight gradients", *wanted, *layout(dy))
+    name = ("weight gradients", *wanted, *layout_of(dy))
     prepared = operands.prepared(name)
     if prepared is None:
         prepared = operands.keep(name, _prepare(operands, dy, wanted, splits, tiles, transposed))
@@ -235,7 +235,7 @@ def _prepare_portable(
 ) -> Launch:
     batch, rows, width, hidden, out_width = operands.sizes()
     inner_strides = (1, hidden, 1, out_width) if transposed else (width, 1, hidden, 1)
-    return prepare(
+    return Launch(
         _weight_gradient_kernel,
         batch * ceil_div(hidden, tiles.block_n) * splits,
         (*operands.strides(), *strides(dy), *inner_strides, hidden, stride_split),

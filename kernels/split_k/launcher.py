@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..launching import Launch, ceil_div, layout, prepare
+from ..launching import Launch, ceil_div, layout_of
 from ..partials import Epilogue, ReduceBlocks, reduce_partials
 from ..tuning import SplitTiles, reduce_blocks
 from .row_product import row_product_kernel
@@ -32,7 +32,7 @@ def product(
     order they arrive. ``dependent``: the GPU starts a kernel while the one before it still runs. ``ready`` belongs to
     this product of one prepared call (see ``gemm_gemm.Operands``); left may lie differently from call to call.
     """
-    name = layout(left)
+    name = layout_of(left)
     prepared = None if ready is None else ready.get(name)
     if prepared is None:
         prepared = _prepare(
@@ -86,7 +86,7 @@ def _prepare(
     end = (apart, atomic, "identity" if apart else activation, accuracy)
     stride_b = 0 if apart or bias is None else bias.stride(0)
     if tiles.block_m == 1:
-        launch = prepare(
+        launch = Launch(
             row_product_kernel,
             ceil_div(columns, tiles.block_n) * splits,
             (left.stride(1), *right.stride(), stride_b, columns, inner),
@@ -96,7 +96,7 @@ def _prepare(
             dependent=dependent,
         )
     else:
-        launch = prepare(
+        launch = Launch(
             tiles_product_kernel,
             ceil_div(rows, tiles.block_m) * ceil_div(columns, tiles.block_n) * splits,
             (*left.stride(), *right.stride(), stride_b, columns, inner),

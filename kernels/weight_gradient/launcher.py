@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..hopper import Matrix, untransposed
-from ..launching import Launch, layout
+from ..launching import Launch, layout_of
 from ..partials import split_size, summed_over_splits
 from ..tuning import WeightGradientPipeline, WeightGradientTiles
 from . import pipelined
@@ -26,7 +26,7 @@ def weight_gradient(
 
     ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``); dy may lie differently from call to call.
     """
-    name = ("weight gradient", bias, *layout(dy))
+    name = ("weight gradient", bias, *layout_of(dy))
     prepared = None if ready is None else ready.get(name)
     if prepared is None:
         prepared = _prepare(dy, x, bias, splits, input_precision, tiles, pipeline)

@@ -3,7 +3,7 @@
 import torch
 
 from ..device import tl, triton
-from ..launching import Launch, ceil_div, prepare
+from ..launching import Launch, ceil_div
 from ..tiles import add_product, grouped_tile, load_tile, store_tile
 from ..tuning import WeightGradientTiles
 
@@ -61,7 +61,7 @@ def prepare_weight_gradient(
 ) -> Launch:
     """The launch for operands of these layouts."""
     (rows, units), columns = dy.shape, x.shape[1]
-    return prepare(
+    return Launch(
         _weight_and_bias_gradient_kernel,
         ceil_div(units, tiles.block_o) * ceil_div(columns, tiles.block_k) * splits,
         (*dy.stride(), *x.stride(), split_size, units, columns),

@@ -5,7 +5,7 @@ import torch
 from ...activations import activation_unit, hidden_and_slopes
 from ...dropout import Dropout
 from ...hopper import Matrix, dense, fence_async_shared, gl, gluon, tma
-from ...launching import Launch, prepare
+from ...launching import Launch
 from ...tiles import grouped_tile
 from ...tuning import EpiloguePipeline
 from .products import (
@@ -156,7 +156,7 @@ def prepare_hidden(
     right_transposed = not up.transposed
     units = columns_at_once(right_transposed, gate is not None)
     out = dense(rows, columns, half, half)
-    return prepare(
+    return Launch(
         _pipelined_hidden_kernel,
         min(tile_rows * tile_columns, pipeline.programs),
         (x.columns, columns, tile_columns),

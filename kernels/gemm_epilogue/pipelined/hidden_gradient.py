@@ -9,7 +9,7 @@ import torch
 from ...activations import activation_unit, hidden_and_slopes, through_activation
 from ...dropout import Dropout
 from ...hopper import Matrix, copy_in, dense, fence_async_shared, gl, gluon, mbarrier, tma
-from ...launching import Launch, prepare
+from ...launching import Launch
 from ...pipeline import init_barriers, stage_of
 from ...tiles import grouped_tile
 from ...tuning import EpiloguePipeline
@@ -259,7 +259,7 @@ def prepare_hidden_gradient(
     programs = pipeline.programs_for_columns(tile_columns) if stays else pipeline.programs
     assert programs > 0, "planned for fewer columns of tiles"
     out = dense(rows, columns, half, half, row_stride)
-    return prepare(
+    return Launch(
         _pipelined_epilogue_gradient_kernel,
         min(tile_rows * tile_columns, programs),
         (dy.columns, columns, tile_columns),

@@ -21,7 +21,7 @@ from ...hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ...launching import Launch, prepare
+from ...launching import Launch
 from ...partials import reduce_partials
 from ...pipeline import (
     copy_hidden_tile,
@@ -272,7 +272,7 @@ def prepare_data_gradient(
     # The widest gated kernel has no registers left for them.
     if column_sums and not (matrices.gate is not None and width > 128):
         partials = (programs * config.consumers, out_width)
-    prepared = prepare(
+    prepared = Launch(
         _pipelined_data_gradient_kernel,
         programs,
         (),

@@ -16,7 +16,7 @@ from ...hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ...launching import Launch, prepare
+from ...launching import Launch
 from ...pipeline import copy_hidden_tile, hidden_first, init_barriers, release_after_load, stage_of, start_product
 from ...tuning import CONSUMER_ROWS, WIDEST_X_IN_REGISTERS, PipelinedConfig
 from ..operands import Matrices, Operands
@@ -237,7 +237,7 @@ def prepare_forward(operands: Operands, matrices: Matrices, residual: Matrix | N
     block = config.block
     row_tiles = -(-rows // (CONSUMER_ROWS * config.consumers))
     tiles = batch * row_tiles
-    return prepare(
+    return Launch(
         _pipelined_forward_kernel,
         min(tiles, config.programs),
         (0 if residual is None else residual.row_stride,),

@@ -20,7 +20,7 @@ from ...hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ...launching import Launch, prepare
+from ...launching import Launch
 from ...pipeline import init_barriers, release_after_load, stage_of
 from ...tuning import CONSUMER_ROWS, StoredConfig
 from ..operands import Matrices, Operands
@@ -240,7 +240,7 @@ def prepare_hidden_gradient(
     tiles = -(-rows // (CONSUMER_ROWS * config.consumers))
     parts = 2 if matrices.gate is None else 3
     columns = -(-hidden // block) * block
-    prepared = prepare(
+    prepared = Launch(
         _pipelined_hidden_gradient_kernel,
         min(tiles, config.programs),
         (),

@@ -19,7 +19,7 @@ from ...hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ...launching import Launch, prepare
+from ...launching import Launch
 from ...pipeline import init_barriers, stage_of
 from ...tuning import CONSUMER_ROWS, StoredConfig
 from ..operands import Matrices, Operands
@@ -182,7 +182,7 @@ def prepare_stored_weight_gradients(
     _, _, width, hidden, out_width = operands.sizes()
     rows, parts, part_columns = shape
     columns = parts * part_columns
-    return prepare(
+    return Launch(
         _stored_weight_gradient_kernel,
         config.weight_tiles(parts - 1, width, hidden, out_width) * splits,
         (split_size, hidden),

@@ -9,7 +9,7 @@ import torch
 
 from ...activations import activation_unit, hidden_and_slopes, through_activation
 from ...hopper import Matrix, copy_in, fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
-from ...launching import Launch, prepare
+from ...launching import Launch
 from ...pipeline import copy_hidden_tile, hidden_first, init_barriers, stage_of
 from ...tuning import CONSUMER_ROWS, PipelinedConfig
 from ..operands import Matrices, Operands
@@ -283,7 +283,7 @@ def prepare_weight_gradient(
         matrices.up.transposed, not matrices.down.transposed, transposed,
         operands.arithmetic.activation, operands.arithmetic.accuracy,
     )  # fmt: skip
-    return prepare(
+    return Launch(
         _pipelined_weight_gradient_kernel,
         batch * -(-hidden // (CONSUMER_ROWS * config.consumers)) * splits,
         (),

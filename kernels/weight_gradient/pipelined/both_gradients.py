@@ -16,7 +16,7 @@ from ...hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ...launching import Launch, prepare
+from ...launching import Launch
 from ...pipeline import init_barriers, release_after_load, stage_of
 from ...tuning import WeightGradientPipeline
 
@@ -204,7 +204,7 @@ def prepare_weight_gradient(
     units, width = dy.columns, x.columns
     tile_units, tile_columns = config.tile
     work = -(-units // tile_units) * -(-width // tile_columns) * splits
-    return prepare(
+    return Launch(
         _pipelined_weight_and_bias_gradient_kernel,
         min(work, config.programs),
         (units, width, split_size),
