@@ -287,12 +287,10 @@ def _update(chosen: argparse.Namespace) -> int:
 
 def _draw(found: record.Record, path: Path) -> bool:
     try:
-        for picture in _PLOTS.get(_command(found), plots.plot)(found, path):
-            print(f"plot:   {picture}")
-    except (ValueError, plots.MatplotlibMissingError) as error:
+        return plots.draw(_PLOTS.get(_command(found), plots.plot), found, path)
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return False
-    return True
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from .cases import DTYPES, Grid, Shape
 from .chains import DEPTH, FUNCTION, MODULE, STANDS, TORCH, Layer, Loop, Stand
 from .contenders import AUTO_SWITCHES, FUSED_SWITCHES, Contender
 from .host_tables import AUTO, AUTO_FUNCTION, COMPILED, KERNELS, ONE_THREAD, ONE_WAY, over_limits, plot, table
-from .plots import MatplotlibMissingError
+from .plots import draw
 from .record import Record
 from .runner import FORWARD, FORWARD_BACKWARD, shape_text
 from .timing import NotTimed, Timing, loop_clock_for, measure
@@ -114,12 +114,8 @@ def main(chosen: argparse.Namespace, words: list[str]) -> int:
     records.finish(record)
     records.write(record, path)
     print(f"\nrecord: {path}")
-    if chosen.plot:
-        try:
-            print(f"plot:   {plot(record, path)[0]}")
-        except MatplotlibMissingError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
+    if chosen.plot and not draw(plot, record, path):
+        return 1
     show(table(record))
     for line in over_limits(record):
         print(f"over its limit: {line}")

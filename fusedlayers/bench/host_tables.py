@@ -7,7 +7,7 @@ from typing import Any
 
 from .plots import figure_class, save
 from .record import Record
-from .tables import NONE, Table, median, shape_of, timed_rows
+from .tables import NONE, Table, median, rows_with_times, shape_of, timed_rows
 
 TORCH, AUTO, KERNELS, AUTO_FUNCTION = "torch", "auto", "kernels", "function"
 # How a contender runs, behind its name: as it is, without autograd's own thread, compiled.
@@ -52,8 +52,7 @@ def markdown(record: Record) -> str:
     Raises:
         ValueError: the record holds no times.
     """
-    if not timed_rows(record):
-        raise ValueError("the record holds no times")
+    rows_with_times(record)
     device, versions = record["device"], record["versions"]
     commit = f", commit {record['commit'][:10]}" if record["commit"] else ""
     return (
@@ -85,9 +84,7 @@ def plot(record: Record, path: Path) -> list[Path]:
         ValueError: the record holds no times.
         MatplotlibMissingError: matplotlib is not installed.
     """
-    rows = timed_rows(record)
-    if not rows:
-        raise ValueError("the record holds no times")
+    rows = rows_with_times(record)
     directions = [direction for direction in _PASSES if any(row["direction"] == direction for row in rows)]
     figure = figure_class()(figsize=(7 * len(directions), 5), layout="constrained")
     axes = figure.subplots(1, len(directions), squeeze=False)[0]

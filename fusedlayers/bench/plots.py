@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .contenders import AUTO, AUTOTUNED, CHECKPOINTED, CONTENDERS, FUSED
 from .record import Record
-from .tables import KINDS, median, speed_up, timed_rows
+from .tables import HOW_TO_TIME, KINDS, median, rows_with_times, speed_up
 
 # Chosen to stay apart in print and for colour-blind readers.
 _COLOURS = {
@@ -33,9 +35,7 @@ def plot(record: Record, path: Path) -> list[Path]:
         MatplotlibMissingError: matplotlib is not installed.
     """
     figures = figure_class()
-    rows = timed_rows(record)
-    if not rows:
-        raise ValueError("the record holds no times: run the benchmark with --time")
+    rows = rows_with_times(record, HOW_TO_TIME)
     written = []
     for grid in dict.fromkeys(row["grid"] for row in rows):
         grid_rows = [row for row in rows if row["grid"] == grid]
@@ -49,6 +49,21 @@ def plot(record: Record, path: Path) -> list[Path]:
             axes[0][column].set_title(_DIRECTIONS[direction])
         written.append(save(figure, record, grid_rows[0]["title"], path.with_name(f"{path.stem}-{grid}.png")))
     return written
+
+
+def draw(plot_of: Callable[[Record, Path], list[Path]], record: Record, path: Path) -> bool:
+    """Draw a record, and print which pictures there are, or why there are none: then False.
+
+    Raises:
+        ValueError: the record holds no times.
+    """
+    try:
+        for picture in plot_of(record, path):
+            print(f"plot:   {picture}")
+    except MatplotlibMissingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def figure_class() -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from .plots import figure_class, save
 from .record import Record
 from .step_models import AUTO, KERNELS, LIGER, NAMES, RECOMPUTE, TORCH
-from .tables import NONE, Table, median, timed_rows
+from .tables import NONE, Table, median, rows_with_times, timed_rows
 
 MODES = ("eager", "compile", "reduce-overhead")
 # The most that a step may take with ours in auto mode, as a multiple of the same model's without, in the same mode.
@@ -49,8 +49,7 @@ def markdown(record: Record) -> str:
     Raises:
         ValueError: the record holds no times.
     """
-    if not timed_rows(record):
-        raise ValueError("the record holds no times")
+    rows_with_times(record)
     device, versions = record["device"], record["versions"]
     commit = f", commit {record['commit'][:10]}" if record["commit"] else ""
     return (
@@ -79,9 +78,7 @@ def plot(record: Record, path: Path) -> list[Path]:
         ValueError: the record holds no times.
         MatplotlibMissingError: matplotlib is not installed.
     """
-    rows = timed_rows(record)
-    if not rows:
-        raise ValueError("the record holds no times")
+    rows = rows_with_times(record)
     figure = figure_class()(figsize=(max(8, len(rows)), 8), layout="constrained")
     axes = figure.subplots(2, 1, sharex=True)
     _bars(axes[0], rows, {name: [ratio(row, name) for row in rows] for name in _COLOURS})

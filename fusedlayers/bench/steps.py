@@ -16,7 +16,6 @@ import copy
 import gc
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -34,7 +33,7 @@ from . import record as records
 from .arguments import add_record_options, chosen_device, positive, record_path, several, show
 from .cases import DTYPES
 from .contenders import AUTO_SWITCHES, FUSED_SWITCHES, Contender
-from .plots import MatplotlibMissingError
+from .plots import draw
 from .record import Record
 from .step_models import AUTO, KERNELS, NAMES, OURS, STEP_MODELS, TORCH, StepModel, Variant, variants
 from .step_tables import MODES, over_limits, plot, table
@@ -155,12 +154,8 @@ def main(chosen: argparse.Namespace, words: list[str]) -> int:
     records.finish(record)
     records.write(record, path)
     print(f"\nrecord: {path}")
-    if chosen.plot:
-        try:
-            print(f"plot:   {plot(record, path)[0]}")
-        except MatplotlibMissingError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
+    if chosen.plot and not draw(plot, record, path):
+        return 1
     show(table(record))
     for line in over_limits(record):
         print(f"slower than without us: {line}")

@@ -15,6 +15,7 @@ KINDS = ("launched", "replayed")
 _PATHS = {"launched": "path", "replayed": "replayed_path"}
 _DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
 NONE = "–"
+HOW_TO_TIME = ": run the benchmark with --time"
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,18 @@ def timed_rows(record: Record) -> list[Record]:
     return [row for row in record["rows"] if any(entry["status"] == "timed" for entry in row["contenders"].values())]
 
 
+def rows_with_times(record: Record, hint: str = "") -> list[Record]:
+    """The same, for what is nothing without one; ``hint``: how to get some.
+
+    Raises:
+        ValueError: the record holds no times.
+    """
+    rows = timed_rows(record)
+    if not rows:
+        raise ValueError(f"the record holds no times{hint}")
+    return rows
+
+
 def markdown(record: Record) -> str:
     """The README's section: where and with what it was measured, then one table per grid and direction.
 
@@ -96,9 +109,7 @@ def conditions(record: Record) -> str:
 
 def tables(record: Record) -> list[Table]:
     """One table per grid, dtype and direction, rows in the record's order."""
-    rows = timed_rows(record)
-    if not rows:
-        raise ValueError("the record holds no times: run the benchmark with --time")
+    rows = rows_with_times(record, HOW_TO_TIME)
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for row in rows:
         groups.setdefault((row["title"], row["dtype"], row["direction"]), []).append(row)
