@@ -41,7 +41,7 @@ _MOST_ROWS = 2**31 - 2**16  # coordinates have 32 bits, also those of a tile tha
 
 
 class Matrix(NamedTuple):
-    """A tensor ``[Z, rows, columns]`` (or without Z) as the copy engine sees it: rows behind one another.
+    """A tensor ``[Z, rows, columns]`` (or without Z) as TMA sees it: rows behind one another.
 
     ``transposed`` says that its columns lie together in memory, so that the roles of rows and columns are exchanged.
     ``step`` is the number of rows from one batch entry to the next, 0 where all of them share one matrix.
@@ -65,7 +65,7 @@ class Matrix(NamedTuple):
 
 
 def matrix(tensor: torch.Tensor) -> Matrix | None:
-    """``tensor`` as a matrix, or None where its strides or its address are not those that the copy engine takes."""
+    """``tensor`` as a matrix, or None where its strides or its address are not those that TMA takes."""
     batched = tensor.dim() == 3
     rows, columns = tensor.shape[-2:]
     row_stride, column_stride = tensor.stride()[-2:]
@@ -107,7 +107,7 @@ def dense(rows: int, columns: int, block_rows: int, block_columns: int, row_stri
 
 
 class Descriptor(NamedTuple):
-    """What a launch tells the copy engine of a matrix."""
+    """What a launch tells TMA of a matrix."""
 
     base: torch.Tensor
     shape: list[int]

@@ -1,6 +1,6 @@
 """What the pipelined kernels share: stages of a ring, copies of weight tiles, products in flight, the hidden.
 
-Each kernel is warp-specialised. One warp, the producer, keeps the copy engine busy: it fills the stages of a ring in
+Each kernel is warp-specialised. One warp, the producer, keeps TMA busy: it fills the stages of a ring in
 shared memory, waiting for a stage's ``empty`` barrier and giving its ``full`` barrier to the copy. Groups of four
 warps, the consumers, wait for ``full``, compute with 64 rows each, and arrive at ``empty``. While one consumer works on
 its activations, another one has the matrix units.

@@ -1,6 +1,6 @@
 """A compiled kernel launched again, without what Triton does anew in every launch although nothing has changed.
 
-Its launcher encodes each descriptor for the copy engine, asks the driver about each pointer, and prepares a report for
+Its launcher encodes each descriptor for TMA, asks the driver about each pointer, and prepares a report for
 hooks that nobody has set. Here a descriptor is encoded once for each place in memory that it describes, pointers are
 numbers, and a launcher made for descriptors in their encoded form takes both. A launch that is prepared calls the C
 function inside that launcher. All of that is Triton's own code, called with other arguments; where this Triton is built

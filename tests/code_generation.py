@@ -247,7 +247,7 @@ def int32_products(ttir: str) -> list[str]:
     A 32-bit product is at fault if a size or stride is one of its factors, and, where it is part of an address, if it
     has a tensor of factors or a constant factor that is no power of two: tile numbers times tile sizes are the only
     products that stay below the number of rows or columns.
-    The copy engine's coordinates are rows and columns, 32 bits wide by nature: a launcher hands it no larger matrix.
+    TMA's coordinates are rows and columns, 32 bits wide by nature: a launcher hands it no larger matrix.
     """
     lines = [line for line in ttir.splitlines() if not line.startswith("#")]
     named = re.findall(r"(%[\w$.-]+): i(?:32|64)\b", next(line for line in lines if "tt.func public" in line))

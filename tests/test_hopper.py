@@ -1,4 +1,4 @@
-"""Which tensors the copy engine of Hopper takes, and how it sees them: sizes and strides alone, on any machine."""
+"""Which tensors Hopper's TMA takes, and how it sees them: sizes and strides alone, on any machine."""
 
 from __future__ import annotations
 

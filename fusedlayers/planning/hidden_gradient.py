@@ -145,7 +145,7 @@ def choose_pipeline(problem: HiddenGradientProblem, device: Device) -> EpilogueP
 
 
 def _programs_stay(problem: HiddenGradientProblem, pipeline: EpiloguePipeline) -> bool:
-    """Whether a program has tiles of one column alone, where that was measured faster and few processors stay idle."""
+    """Whether a program has tiles of one column alone, where that was measured faster and few SMs stay idle."""
     narrow = all(size <= most for size, most in zip((problem.O, problem.N), WIDEST_STAYING, strict=True))
     if problem.gated or problem.empty or not narrow:
         return False

@@ -18,7 +18,7 @@ groups need.
 
 Sums over rows are float32 partials of every band of rows, added up in a fixed order by ``kernels.partials`` and rounded
 once: no atomics, the same bits every time. The files beside this one hold the portable kernels, of any
-strides and sizes, and launch those of ``pipelined/`` where the plan names them and the operands lie as the copy engine
+strides and sizes, and launch those of ``pipelined/`` where the plan names them and the operands lie as TMA
 wants them.
 """
 

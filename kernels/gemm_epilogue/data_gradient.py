@@ -107,7 +107,7 @@ def data_gradient(
 def _matrices(
     terms: Sequence[tuple[torch.Tensor, torch.Tensor]], dx: torch.Tensor, rest: torch.Tensor
 ) -> tuple[list[Matrix], Matrix, Matrix] | None:
-    """The operands as the copy engine sees them, or None where one does not lie as it needs them.
+    """The operands as TMA sees them, or None where one does not lie as it needs them.
 
     Weights may be transposed, all of them.
     """
@@ -118,5 +118,5 @@ def _matrices(
         return None
     if len({each.transposed for each in complete[1::2]}) > 1:
         return None
-    # Whole pieces of 16 bytes, or the copy engine might write behind the end of a row of ``rest``.
+    # Whole pieces of 16 bytes, or TMA might write behind the end of a row of ``rest``.
     return None if dx.shape[1] % (2 * ALIGNMENT) else (complete, total, bits)

@@ -147,7 +147,7 @@ def _matrices(
     b_up: torch.Tensor | None,
     b_gate: torch.Tensor | None,
 ) -> tuple[Matrix, Matrix, Matrix | None] | None:
-    """The operands as the copy engine sees them, or None where one does not lie so, or a bias has gaps.
+    """The operands as TMA sees them, or None where one does not lie so, or a bias has gaps.
 
     Weights may be transposed, both of them.
     """

@@ -234,7 +234,7 @@ def _prepare(
 def _matrices(
     dy: torch.Tensor, w_down: torch.Tensor, z: torch.Tensor, z_gate: torch.Tensor | None
 ) -> tuple[Matrix, Matrix, Matrix, Matrix | None] | None:
-    """The operands as the copy engine sees them, or None where one does not lie as it needs them.
+    """The operands as TMA sees them, or None where one does not lie as it needs them.
 
     w_down may be transposed.
     """

@@ -69,6 +69,6 @@ def _prepare(
 
 
 def _matrices(dy: torch.Tensor, x: torch.Tensor) -> tuple[Matrix, Matrix] | None:
-    """Both as the copy engine sees them, or None where one does not lie as it needs them."""
+    """Both as TMA sees them, or None where one does not lie as it needs them."""
     left, right = untransposed(dy), untransposed(x)
     return None if left is None or right is None else (left, right)

@@ -74,7 +74,7 @@ def test_sums_beyond_the_dtype_are_exact_again_and_again(
         launched.clear()
         for _ in range(5):
             assert torch.equal(summed(terms, units, kind), truth.to(dtype))
-        assert bool(launched) == (kind == "pipelined"), "the copy engine takes these"
+        assert bool(launched) == (kind == "pipelined"), "TMA takes these"
 
 
 @on_hopper
@@ -88,7 +88,7 @@ def test_transposed_weights(
     transposed = [(d_pre, weight.T.contiguous().T) for d_pre, weight in terms]
     for _ in range(5):
         assert torch.equal(summed(transposed, units, "pipelined"), total(terms).to(dtype))
-    assert launched, "the copy engine takes these"
+    assert launched, "TMA takes these"
 
 
 @KIND
@@ -122,7 +122,7 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 @pytest.mark.parametrize("role", [0, 1], ids=["gradient", "weight"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, role: int, launched: list[int]) -> None:
-    """What the copy engine cannot take runs in the portable kernel, group by group, with the same sums."""
+    """What TMA cannot take runs in the portable kernel, group by group, with the same sums."""
     change, copied = LAYOUTS[layout]
     copied = copied or (layout, role) == ("transposed", 1)
     [term] = integers((300, 320, 96), BFLOAT16, 1)

@@ -262,7 +262,7 @@ def test_the_same_bits_every_time(size: tuple[int, int, int], dropout_p: float, 
         assert_equal(found, runs[0])
 
 
-# Whether the copy engine takes them; the portable kernels take the rest.
+# Whether TMA takes them; the portable kernels take the rest.
 LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "columns from the middle on": (lambda t: torch.nn.functional.pad(t, (8, 8), value=NAN)[..., 8:-8], True),
     "every other row": (lambda t: torch.stack((t, torch.full_like(t, NAN)), 1).flatten(0, 1)[::2], True),

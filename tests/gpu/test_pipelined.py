@@ -120,7 +120,7 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 @pytest.mark.parametrize("role", ["x", "w_up", "w_down", "w_gate", "residual", "dy"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, role: str, launched: list[str]) -> None:
-    """The copy engine takes rows at multiples of 16 bytes; the portable kernels take the rest, with the same result."""
+    """TMA takes rows at multiples of 16 bytes; the portable kernels take the rest, with the same result."""
     lay, taken = LAYOUTS[layout]
     inputs, dy, expected = exact_ffn(200, 64, 192, 64, BFLOAT16, gated=True, residual=True, activation="relu")
     if role == "dy":

@@ -134,7 +134,7 @@ def test_the_same_bits_every_time(size: tuple[int, int, int]) -> None:
         assert_equal(run, runs[0])
 
 
-# Whether the copy engine takes them; the portable kernel takes the rest.
+# Whether TMA takes them; the portable kernel takes the rest.
 LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "contiguous": (lambda t: t, True),
     "columns of a wider matrix": (lambda t: torch.cat((t, torch.full_like(t, NAN)), -1)[:, : t.shape[1]], True),

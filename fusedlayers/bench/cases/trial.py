@@ -14,7 +14,7 @@ from .case import ALL, DTYPES, Case, Inputs, Options, Shape
 
 # (tokens, hidden) of a feed-forward block: whole tiles, and tails in both.
 WHOLE, RAGGED = (1024, 512), (1061, 488)
-# Few processors, so that each program of a pipelined kernel takes many tiles, with two consumers; as many as there are,
+# Few SMs, so that each program of a pipelined kernel takes many tiles, with two consumers; as many as there are,
 # with one consumer; the portable kernels, where the pipelined ones would run; recomputing, where a backward pass would
 # store what is hidden; recomputing in little memory, so that there are several groups of hidden units; and weights that
 # lie transposed, which the pipelined kernels read as they are.

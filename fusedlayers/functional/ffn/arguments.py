@@ -178,12 +178,12 @@ def _transposed(weight: Tensor) -> bool:
 
 
 def _readable_weight(weight: Tensor) -> bool:
-    """Whether the copy engine reads it, as it is or transposed."""
+    """Whether TMA reads it, as it is or transposed."""
     return weight.dim() == 2 and matrix(weight) is not None
 
 
 def _readable(x: Tensor) -> bool:
-    """Whether the copy engine reads it, a matrix or a batch of rows."""
+    """Whether TMA reads it, a matrix or a batch of rows."""
     if x.dim() == 2:
         return untransposed(x) is not None
     try:

@@ -1,6 +1,6 @@
 """The products of the wide FFN for Hopper: warp-specialised kernels in Gluon, beside the portable ones.
 
-They take 16-bit operands whose rows lie as the copy engine wants them; anything else runs in the portable kernels.
+They take 16-bit operands whose rows lie as TMA wants them; anything else runs in the portable kernels.
 ``products.py`` holds what they share: the copies of the operands and the product of one tile.
 """
 

@@ -1,7 +1,7 @@
 """The warp-specialised kernels for Hopper, beside the portable ones: the forward pass, and the gradient of maxima.
 
 They take 16 bits and an inner dimension up to 128, the forward pass without biases and activation, where the operands
-lie as the copy engine needs them.
+lie as TMA needs them.
 """
 
 from .forward import reduce, takes

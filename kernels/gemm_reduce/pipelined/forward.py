@@ -29,7 +29,7 @@ def _tile(tile, row_tiles, splits, R, lengths_ptr, offsets_ptr, reduced_step, TI
     row = tile // splits % row_tiles * TILE_ROWS
     batch = tile // splits // row_tiles
     if offsets_ptr is not None:
-        # Offsets may have 64 bits; the copy engine's coordinates have 32.
+        # Offsets may have 64 bits; TMA's coordinates have 32.
         start = gl.load(offsets_ptr + batch).to(gl.int32)
         length = gl.load(offsets_ptr + batch + 1).to(gl.int32) - start
     else:
