@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import random
 import subprocess
@@ -61,12 +62,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
-    """The same random numbers for a test, alone or in any order, and torch's global settings as they were."""
+    """The same random numbers for a test, alone or in any order, and global settings as they were before it."""
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002  code under test may draw from the global generator
     torch.manual_seed(0)
     dtype, deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    log = logging.getLogger("fusedlayers")
+    level = log.level
     yield
+    # An example that runs inside a test raises the level, and a later test would count what is logged.
+    log.setLevel(level)
     torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(deterministic)
 
