@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fusedlayers import FusedFFN, functional, planning, reference
+from fusedlayers import FusedFFN, functional, planning
 from fusedlayers.functional import dispatch, operation
 from fusedlayers.functional.call import signature
 from fusedlayers.functional.operands import input_precision
@@ -54,8 +54,9 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     kernels = import_module("fusedlayers.kernels.gemm_gemm")
     monkeypatch.setattr(kernels, "forward", spy("kernels", stand_in))
-    monkeypatch.setattr(reference, "ffn", spy("torch", reference.ffn))
-    monkeypatch.setattr(reference, "gemm_gemm", spy("torch", reference.gemm_gemm))
+    for name in ("ffn", "gemm_gemm"):
+        through = operation.OPERATIONS[name]
+        monkeypatch.setattr(through, "through_torch", spy("torch", through.through_torch))
     chunks = import_module("fusedlayers.functional.ffn.chunked")
     monkeypatch.setattr(chunks, "forward", spy("chunked", lambda call, operands: torch.zeros_like(operands[0])))
     return seen

@@ -10,7 +10,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch._C import _is_any_autocast_enabled, _len_torch_dispatch_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
@@ -34,7 +35,7 @@ def observed() -> bool:
     torch.compile, torch.export, make_fx, FLOP counters, selective checkpointing and modes of the user's: a kernel that
     is launched past torch's dispatcher would be lost to all of them.
     """
-    return bool(torch._C._len_torch_dispatch_stack())
+    return bool(_len_torch_dispatch_stack())
 
 
 def traced() -> bool:
@@ -68,7 +69,7 @@ def transformed(*tensors: Tensor | None) -> bool:
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
     """Whether autograd will ask for the gradient of any of these."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def subclass_of(*tensors: Tensor | None) -> str:
@@ -138,10 +139,10 @@ def signature(
 
 def surroundings(first: Tensor) -> tuple[object, ...]:
     """What a call depends on besides its arguments: grad mode, autocast, precision, a capture, the user's switches."""
-    device = first.device
-    dtype = autocast_dtype(device)
-    products = dtype or first.dtype
-    on_gpu = first.is_cuda
-    precision = input_precision(device, products) if products is torch.float32 and on_gpu else None
-    recording = on_gpu and torch.cuda.is_current_stream_capturing()
-    return (torch.is_grad_enabled(), dtype, precision, recording, *switches())
+    dtype = autocast_dtype(first.device) if _is_any_autocast_enabled() else None
+    precision, recording = None, False
+    if first.is_cuda:
+        recording = torch.cuda.is_current_stream_capturing()
+        if (dtype or first.dtype) is torch.float32:
+            precision = input_precision(first.device, torch.float32)
+    return (is_grad_enabled(), dtype, precision, recording, *switches())

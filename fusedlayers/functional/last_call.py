@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import itemgetter
+from functools import partial
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from .call import observed, surroundings
 # torch.compile's own comparison of tensors, in C++: class, dispatch keys (which tell autocast and transforms, too),
 # dtype, device, requires_grad, sizes and strides. Ours below is the same in Python, several times slower.
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
+_STRIDED = torch.strided
 
 
 class _Record(NamedTuple):
@@ -54,10 +56,8 @@ class LastCall:
             if tensors[place] is not None:
                 return None
         # By identity: True equals 1, but not all that equals is right.
-        for one, other in zip(options, known, strict=True):
-            if one is not other:
-                return None
-        return call if alike(*present(tensors)) and surroundings(tensors[0]) == facts else None
+        same = all(map(is_, options, known)) and alike(*present(tensors)) and surroundings(tensors[0]) == facts
+        return call if same else None
 
     def note(self, call: Any, tensors: Sequence[Any], options: tuple[Any, ...]) -> None:
         """A call that :meth:`again` did not know: remembered when it comes twice in a row, and may be repeated."""
@@ -74,7 +74,7 @@ class LastCall:
             place for place, tensor in enumerate(tensors) if tensor is not None and not isinstance(tensor, skipped)
         ]
         present = at_places(compared)
-        alike = _same_as(*present(tensors), layouts=parameters)
+        alike = _same_layouts_as(*present(tensors), layouts=parameters)
         self._record = _Record(call, absent, present, alike, surroundings(tensors[0]), options)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -85,13 +85,16 @@ def at_places(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...
     """A function that gives the elements at these places, always as a tuple."""
     if len(places) > 1:
         return itemgetter(*places)
+    if not places:
+        return lambda values: ()
     # Of a single place, itemgetter would return the element itself.
-    return lambda values: tuple(values[place] for place in places)
+    [place] = places
+    return lambda values: (values[place],)
 
 
-def _same_as(*tensors: Tensor, layouts: bool) -> Callable[..., bool]:
+def _same_layouts_as(*tensors: Tensor, layouts: bool) -> Callable[..., bool]:
     """Whether other tensors are the same but for their addresses, which kernels read modulo their alignment."""
-    check = _guards(*tensors)
+    check = same_as(*tensors)
     if not layouts:
         return check
     aligned = tuple(tensor.data_ptr() & ALIGNMENT_MASK for tensor in tensors)
@@ -110,11 +113,14 @@ def _same_as(*tensors: Tensor, layouts: bool) -> Callable[..., bool]:
     return same
 
 
-def _guards(*tensors: Tensor) -> Callable[..., bool]:
+def same_as(*tensors: Tensor) -> Callable[..., bool]:
+    """Whether other tensors are like these: of their classes, dtypes, devices and shapes, under the same modes."""
+    if not all(map(_has_strides, tensors)):
+        return lambda *others: False
     try:
         check: Callable[..., bool] = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         if check(*tensors):
-            return check
+            return partial(_compared, check)
     except Exception:
         # Another release of torch: the comparison below needs nothing of it.
         pass
@@ -123,8 +129,24 @@ def _guards(*tensors: Tensor) -> Callable[..., bool]:
     return lambda *others: _local_keys() == local and facts == [_facts(other) for other in others]
 
 
+def _compared(check: Callable[..., bool], *tensors: Any) -> bool:
+    try:
+        for tensor in tensors:
+            # torch's comparison asks for strides before anything else, and ends the process where there are none.
+            if tensor.layout is not _STRIDED or tensor.is_nested:
+                return False
+    except AttributeError:
+        # No tensor at all.
+        return False
+    return check(*tensors)
+
+
+def _has_strides(tensor: Any) -> bool:
+    return getattr(tensor, "layout", None) is torch.strided and not tensor.is_nested
+
+
 def _facts(tensor: Tensor | None) -> tuple[object, ...] | None:
-    if tensor is None or tensor.layout is not torch.strided:
+    if tensor is None or not _has_strides(tensor):
         return None
     keys = torch._C._dispatch_keys(tensor).raw_repr()
     return type(tensor), keys, tensor.dtype, tensor.device, tensor.requires_grad, tensor.shape, layout_of(tensor)

@@ -226,7 +226,7 @@ class Operation:
         """The public result of a prepared call."""
         if dispatch._counted is not None:
             dispatch.count(call.plan)
-        if self.sees_through(call):
+        if call.sees_through:
             if not call.problem.subclass:
                 return self.through_torch(call, tensors)
             with naming_layouts(self.tensor_names, tensors):

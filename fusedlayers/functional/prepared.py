@@ -40,6 +40,7 @@ class Prepared:
             self.dtype = compute_dtype(tensors[0])  # what autocast casts operands to
         self.ready: dict[Any, Any] = {}
         self.details = operation.details(plan, extras)
+        self.sees_through: bool = operation.sees_through(self)
         self.wanted: tuple[bool, ...] = ()
         self.kept: tuple[bool, ...] = ()
         self.constant: Sequence[int] = ()

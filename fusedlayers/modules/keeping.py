@@ -9,7 +9,6 @@ nothing here refers to them: a child that is replaced is freed at once.
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..functional.last_call import same_as
 from .children import parameter
 from .pieces import FFNPieces
 
@@ -24,8 +24,6 @@ KEPT = "_fused_kept"
 _MISSING = object()
 # Options of activations and of dropout modules that can be set between two calls.
 _OPTIONS = ("approximate", "negative_slope", "p", "training")
-# What the checks of a parameter that is not nested look at, read in one step.
-_facts = operator.attrgetter("shape", "dtype", "device", "layout")
 
 
 class _Place(NamedTuple):
@@ -37,7 +35,7 @@ class _Place(NamedTuple):
     kind: type[nn.Module]
     called: bool  # whether the call of the module, and so its hooks, are what the search looked at
     options: tuple[tuple[str, object], ...]
-    parameters: tuple[tuple[str, type[Tensor] | None, object], ...]  # of a linear: name, class and facts
+    parameters: tuple[tuple[str, bool], ...]  # of a linear: name, and whether there is one
 
 
 class Kept:
@@ -52,7 +50,7 @@ class Kept:
         whole: whether the block holds nothing else, so that new children and tensors of its own matter, too.
     """
 
-    __slots__ = ("_children", "_kind", "_methods", "_places", "_values", "found")
+    __slots__ = ("_children", "_kind", "_methods", "_places", "_same_parameters", "_values", "found")
 
     def __init__(
         self,
@@ -72,6 +70,7 @@ class Kept:
         paths = {"": 0}
         places: list[_Place] = []
         values: list[tuple[int, str, object]] = []
+        tensors: list[Tensor] = []
         parts = list(dict.fromkeys(path for name in names for path in (*_holders(name), name)))
         for path in (*parts, *(name for name in block._modules if whole and name not in parts)):
             holder, _, name = path.rpartition(".")
@@ -86,7 +85,8 @@ class Kept:
             if id(part) in linears:
                 for each in ("weight", "bias"):
                     tensor = parameter(part, each)
-                    parameters.append((each, None, None) if tensor is None else (each, type(tensor), _facts(tensor)))
+                    parameters.append((each, tensor is not None))
+                    tensors += () if tensor is None else (tensor,)
             places.append(
                 _Place(
                     paths[holder], name, weakref.ref(part), type(part), path in parts, tuple(options), tuple(parameters)
@@ -95,6 +95,7 @@ class Kept:
             paths[path] = len(owners)
             owners.append(part)
         self._places, self._values = tuple(places), tuple(values)
+        self._same_parameters = same_as(*tensors)
         counting = dict.fromkeys((*methods, *((place.kind, "forward") for place in places if place.called)))
         self._methods = tuple((kind, name, getattr(kind, name)) for kind, name in counting)
 
@@ -108,7 +109,7 @@ class Kept:
         whole = self._children is not None
         if whole and (len(block._modules) != self._children or block._parameters or block._buffers):
             return False
-        owners = [block]
+        owners, tensors = [block], []
         for owner, name, reference, kind, called, options, parameters in self._places:
             holder = owners[owner].__dict__
             module = holder["_modules"].get(name)
@@ -132,18 +133,17 @@ class Kept:
                     return False
             if parameters:
                 kept = own["_parameters"]
-                for each, type_, facts in parameters:
+                for each, given in parameters:
                     tensor = kept[each] if each in kept else getattr(module, each)
-                    if tensor is None:
-                        if facts is not None:
-                            return False
-                    elif type(tensor) is not type_ or tensor.is_nested or _facts(tensor) != facts:
+                    if tensor is not None:
+                        tensors.append(tensor)
+                    if (tensor is not None) is not given:
                         return False
-        # A generator would cost as much as several of these.
-        for owner, name, value in self._values:  # noqa: SIM110
-            if _value(owners[owner], name) is not value:
+        for owner, name, value in self._values:
+            own = owners[owner].__dict__
+            if (own[name] if name in own else _elsewhere(owners[owner], name)) is not value:
                 return False
-        return True
+        return self._same_parameters(*tensors)
 
     def is_complete(self) -> bool:
         """Whether nothing can change unseen: the options of a partial function lie inside of it."""
@@ -159,12 +159,9 @@ def _holders(path: str) -> list[str]:
     return [".".join(steps[: count + 1]) for count in range(len(steps))]
 
 
-def _value(owner: nn.Module, name: str) -> object:
-    """The attribute ``name`` of ``owner``, found without torch's slow way where it is no module."""
-    own = owner.__dict__
-    if name in own:
-        return own[name]
-    modules = own["_modules"]
+def _elsewhere(owner: nn.Module, name: str) -> object:
+    """The attribute ``name`` of ``owner``, which is not in its own dictionary."""
+    modules = owner.__dict__["_modules"]
     return modules[name] if name in modules else getattr(owner, name, _MISSING)
 
 

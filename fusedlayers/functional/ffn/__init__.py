@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ... import reference
-from ...kernels.activations import canonical_activation
+from ...kernels.activations import ACTIVATIONS, canonical_activation
 from ...kernels.column_sums import column_sums
 from ...kernels.gemm_gemm import Arithmetic
 from ...kernels.tuning import COLUMN_SUM_TILES
@@ -124,12 +125,15 @@ class _FFN(Operation):
         return recomputing.facts(plan, device)
 
     def through_torch(self, call: Prepared, tensors: Tensors) -> Tensor:
-        *operands, residual, _ = tensors
+        x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, _ = tensors
         activation, dropout_p, _ = call.options
-        if (seed := self._seed(call, tensors)) is not None:
-            x, w_up, w_down, b_up, b_down, w_gate, b_gate = operands
-            return dropping.ffn(x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, activation, dropout_p, seed)
-        return reference.ffn(*operands, activation=activation, dropout_p=dropout_p, residual=residual)
+        activate = ACTIVATIONS[activation].torch
+        hidden = F.linear(x, w_up, b_up)
+        hidden = activate(hidden) if w_gate is None else activate(F.linear(x, w_gate, b_gate)) * hidden
+        if dropout_p:
+            hidden = dropping.dropped(hidden, dropout_p, self._seed(call, tensors))
+        y = F.linear(hidden, w_down, b_down)
+        return y if residual is None else y + residual
 
     def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
         residual = tensors[_RESIDUAL]

@@ -1,10 +1,9 @@
-"""The FFN by torch's operations, its dropout by one kernel where that may be launched: no mask in memory."""
+"""The dropout of an FFN on torch's path: one kernel where it may be launched, so that no mask lies in memory."""
 
 import sys
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ... import reference
@@ -29,29 +28,9 @@ def draw_seed(*tensors: Tensor | None) -> Tensor | None:
     return kernels.draw_seed(first.device)
 
 
-def ffn(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    w_gate: Tensor | None,
-    b_gate: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    dropout_p: float,
-    seed: Tensor,
-) -> Tensor:
-    """:func:`reference.ffn` with a seed."""
-    gate = None if w_gate is None else F.linear(x, w_gate, b_gate)
-    hidden = reference.hidden(F.linear(x, w_up, b_up), gate, activation=activation)
-    y = F.linear(dropped(hidden, dropout_p, seed), w_down, b_down)
-    return y if residual is None else y + residual
-
-
-def dropped(values: Tensor, dropout_p: float, seed: Tensor) -> Tensor:
+def dropped(values: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:
     """:func:`reference.dropped`, by one kernel on a GPU; there the backward pass needs the seed alone."""
-    if not (_has_kernel(values) and _nobody_reads(values, seed)):
+    if seed is None or not (_has_kernel(values) and _nobody_reads(values, seed)):
         return reference.dropped(values, dropout_p, seed)
     if torch.is_grad_enabled() and values.requires_grad:
         found: Tensor = _Dropped.apply(values, seed, dropout_p)
