@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedlayers import planning, reference
-from fusedlayers.closeness import assert_all_close
+from fusedlayers.closeness import compare_all
 from fusedlayers.devices import describe
 from fusedlayers.functional import dispatch, operation
 from fusedlayers.functional.ffn import FFN
@@ -211,8 +211,7 @@ def assert_equal(ours: Tensors, theirs: Tensors) -> None:
 
 def assert_ffn_close(
     call: Callable[..., Tensor],
-    inputs: Tensors,
-    *,
+    *draws: Tensors,
     options: Mapping[str, Any],
     frozen: tuple[str, ...] = (),
     manual_seed: int | None = None,
@@ -220,17 +219,39 @@ def assert_ffn_close(
 ) -> None:
     """y and all gradients of ``call`` pass the closeness rule; ``options`` are for the call alone.
 
-    ``manual_seed`` goes to torch before the call, and the references replay the mask that follows from it.
+    Several draws of inputs of one size are judged together: in a few elements of a single draw torch's own error may
+    happen to be far below what it usually is. ``manual_seed`` goes to torch before each call, and the references replay
+    the mask that follows from it.
     """
-    dy = like_result(inputs)
-    replay = {} if manual_seed is None else {"seed": seed_after(manual_seed)}
-    ours = results(call, inputs, dy, frozen, **arithmetic, **options)
-    theirs = results(reference.ffn, inputs, dy, frozen, **arithmetic, **replay)
-    truth = results(reference.ffn, in_float64(inputs), dy.double(), frozen, **arithmetic, **replay)
-    x, w_up = inputs["x"], inputs["w_up"]
+    found: list[tuple[Tensors, Tensors, Tensors]] = []
+    for inputs in draws:
+        dy = like_result(inputs)
+        replay = {} if manual_seed is None else {"seed": seed_after(manual_seed)}
+        ours = results(call, inputs, dy, frozen, **arithmetic, **options)
+        theirs = results(reference.ffn, inputs, dy, frozen, **arithmetic, **replay)
+        truth = results(reference.ffn, in_float64(inputs), dy.double(), frozen, **arithmetic, **replay)
+        found.append((ours, theirs, truth))
+    x, w_up = draws[0]["x"], draws[0]["w_up"]
     assert x is not None
     assert w_up is not None
-    assert_all_close(ours, theirs, truth, independent=max(1, x.shape[:-1].numel() * w_up.shape[0]))
+    verdicts = compare_all(
+        *map(_stacked, zip(*found, strict=True)),
+        independent=max(1, len(draws) * x.shape[:-1].numel() * w_up.shape[0]),
+        draws=True,
+    )
+    red = [verdict.message for verdict in verdicts.values() if not verdict.ok]
+    assert not red, "\n".join(red)
+
+
+def _stacked(draws: Sequence[Tensors]) -> dict[str, Tensor | None]:
+    """The tensors of several draws, by their names, with the draws in their first dimension."""
+    stacked: dict[str, Tensor | None] = {}
+    for name in draws[0]:
+        given = [tensor for draw in draws if (tensor := draw[name]) is not None]
+        assert len(given) in (0, len(draws)), name
+        # A view where that is enough: some of these are large.
+        stacked[name] = (torch.stack(given) if len(given) > 1 else given[0][None]) if given else None
+    return stacked
 
 
 class Allocations(TorchDispatchMode):

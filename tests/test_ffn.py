@@ -244,12 +244,15 @@ def test_sizes_in_random_combinations(
     dtype: torch.dtype,
 ) -> None:
     hypothesis.assume(not dropout_p or sizes[1])
-    inputs = ffn_inputs(tuple(leading), *sizes, dtype, gated=gated, biases=tuple(biases), residual=residual)
+    draws = [
+        ffn_inputs(tuple(leading), *sizes, dtype, gated=gated, biases=tuple(biases), residual=residual)
+        for _ in range(3)
+    ]
     empty = 0 in (*leading, *sizes)
     with on_path("kernels") as options:
         assert_ffn_close(
             functional.ffn,
-            inputs,
+            *draws,
             options=options,
             activation=activation,
             dropout_p=0.0 if empty else dropout_p,
