@@ -1,6 +1,11 @@
 """Fused matrix-product layers for PyTorch: Triton kernels behind drop-in modules, and torch where no kernel helps."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+if not Path(__file__).with_name("kernels").is_dir():
+    # In a clone the kernels lie beside this package, and whoever starts Python there imports the clone.
+    __path__.append(str(Path(__file__).resolve().parents[1]))
 
 from . import functional
 from .explaining import explain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -214,6 +215,34 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return target
+
+
+@pytest.mark.parametrize("place", ["the clone", "elsewhere"])
+@pytest.mark.parametrize("wheel_too", [True, False], ids=["with the wheel", "without"])
+def test_it_imports_from_anywhere(place: str, wheel_too: bool, installed: Path, tmp_path: Path) -> None:
+    """Also in the clone's own folder, which Python searches first, whether the wheel is installed or not."""
+    script = [
+        "import runpy, sys",
+        # What an editable installation adds would hide that a clone alone cannot be imported.
+        "sys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in f'{each} {type(each)}'.lower()]",
+        "import fusedlayers.kernels.gemm_gemm",
+        "print(fusedlayers.__file__, fusedlayers.kernels.__file__)",
+        "sys.argv = ['bench', '--help']",
+        "runpy.run_module('fusedlayers.bench', run_name='__main__')",
+    ]
+    paths = [*([str(installed)] if wheel_too else []), *([] if place == "the clone" else [str(ROOT)])]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(script)],
+        cwd=ROOT if place == "the clone" else tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    package, kernels = done.stdout.splitlines()[0].split()
+    cloned = place == "the clone" or not wheel_too
+    assert Path(package).parent == (ROOT if cloned else installed) / "fusedlayers"
+    assert Path(kernels).parent == (ROOT / "kernels" if cloned else installed / "fusedlayers" / "kernels")
 
 
 def test_the_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
