@@ -14,10 +14,10 @@ TRAIN := $(BIN)/python -m train_examples.language_model model=$(MODEL) run.overw
 WORKERS ?= auto
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check hooks clean
+.PHONY: help train test test-full check docs hooks clean
 
 help: ## Show this text
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=$(PYTHON)  the interpreter to build $(VENV) with, 3.10 or newer"
 	@echo "  MODEL=$(MODEL)  the preset that 'make train' trains: tiny, narrow or small"
@@ -38,6 +38,12 @@ test: $(INSTALLED) ## Run the tests: kernels through Triton's interpreter, and o
 ifeq ($(GPU),yes)
 	TRITON_INTERPRET=0 $(BIN)/pytest tests/gpu --numprocesses 8 --dist loadgroup
 endif
+
+test-full: export FUSEDLAYERS_COMPILE_ALL=1
+test-full: test ## The tests, with every kernel configuration compiled anew for every GPU that is claimed
+
+docs: $(INSTALLED) ## Write the tables and pictures of README.md and docs/ from the committed results
+	$(BIN)/python -m docs.tables --write
 
 check: $(INSTALLED) ## Lint, check the formatting, and type-check the built wheel
 	$(BIN)/ruff check

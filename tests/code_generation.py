@@ -10,6 +10,8 @@ prints one JSON object per kernel:
     python tests/code_generation.py even sm_90/float16      the same, of sizes that tiles divide
     python tests/code_generation.py all gfx942/float32      every width, each in its hardest calls too
     python tests/code_generation.py '{"target": "sm_90", "dtype": "bfloat16", "width": 64, "gated": true}'
+
+What the record of ``compilation_record.py`` tells of a kernel is not found out again.
 """
 
 import contextlib
@@ -29,8 +31,10 @@ from unittest import mock
 os.environ["TRITON_INTERPRET"] = "0"
 os.environ["FUSEDLAYERS_BACKEND"] = "triton"
 
+import compilation_record
 import torch
 import triton
+import triton.compiler
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -154,6 +158,8 @@ def _outcome(compile_it: Callable[[], Any]) -> dict[str, Any]:
     try:
         with contextlib.redirect_stdout(log):
             compiled = compile_it()
+    except compilation_record.Known as known:
+        return known.findings
     except Exception as error:
         # An error in a device function that another one calls arrives as the cause of the caller's.
         innermost: BaseException = error
@@ -162,8 +168,12 @@ def _outcome(compile_it: Callable[[], Any]) -> dict[str, Any]:
         return {"error": f"{type(innermost).__name__}: {str(innermost)[-400:]}"}
     if compiled.hash not in _known:
         _known[compiled.hash] = _findings(compiled, log.getvalue())
+        compilation_record.note(compiled, _known[compiled.hash])
     return _known[compiled.hash]
 
+
+# What Triton's launches call from now on.
+triton.compiler.compile = compilation_record.unless_known(triton.compiler.compile)
 
 # Triton compiles a specialisation once per process, and tells the assembler's log only then.
 _known: dict[str, dict[str, Any]] = {}

@@ -265,7 +265,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "plan of another moment of autocast recalled", "fusedlayers/functional/call.py",
-        "torch.is_grad_enabled(), dtype, precision", "torch.is_grad_enabled(), precision",
+        "(is_grad_enabled(), dtype, precision", "(is_grad_enabled(), precision",
         "test_recalled_calls settings_between_calls",
     ),
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """What Triton's compilers make of the shipped configurations, on any machine: limits of each GPU, and 64-bit offsets.
 
-The default run compiles every row for sm_90, and the narrowest and the widest elsewhere; with
-``FUSEDLAYERS_COMPILE_ALL=1`` every width and dtype is compiled for every GPU, which takes minutes.
+The default run compiles every row for sm_90, and the narrowest and the widest elsewhere, where the kernel changed since
+the record of ``compilation_record.py`` was made; with ``FUSEDLAYERS_COMPILE_ALL=1`` every width and dtype is compiled for
+every GPU, whatever the record says.
 """
 
 from __future__ import annotations
