@@ -10,7 +10,7 @@ if not Path(__file__).with_name("kernels").is_dir():
 from . import functional
 from .explaining import explain
 from .modules import FusedFFN, MaxSim, SplitKLinear
-from .replacing import replace, restore
+from .replacing import FFNRule, LinearRule, replace, restore
 from .verifying import verify
 
 if TYPE_CHECKING:
@@ -18,7 +18,19 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["FusedFFN", "MaxSim", "SplitKLinear", "explain", "functional", "parallel", "replace", "restore", "verify"]
+__all__ = [
+    "FFNRule",
+    "FusedFFN",
+    "LinearRule",
+    "MaxSim",
+    "SplitKLinear",
+    "explain",
+    "functional",
+    "parallel",
+    "replace",
+    "restore",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """What Triton's compilers make of the shipped configurations, on any machine: limits of each GPU, and 64-bit offsets.
 
-The default run compiles every row for sm_90, and the narrowest and the widest elsewhere, where the kernel changed since
-the record of ``compilation_record.py`` was made; with ``FUSEDLAYERS_COMPILE_ALL=1`` every width and dtype is compiled for
+The default run compiles every row for sm_90, and the narrowest and the widest elsewhere, if a kernel changed since the
+record of ``compilation_record.py`` was made. With ``FUSEDLAYERS_COMPILE_ALL=1`` every width and dtype is compiled for
 every GPU, whatever the record says.
 """
 

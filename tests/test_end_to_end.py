@@ -1,4 +1,4 @@
-"""The README's tables of whole runs: made of what runs wrote, and the README shows the committed record."""
+"""The tables of whole runs are made of what runs wrote."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.training_runs import traced, train
 from train_examples import end_to_end
-from train_examples.end_to_end import BLOCK, RECORD, ROOT, markdown, record_of
+from train_examples.end_to_end import RECORD, markdown, record_of
 
 TINY = "model=tiny, 128 tokens a step"
 LONGEST = {
@@ -118,21 +118,18 @@ def test_runs_that_cannot_stand_side_by_side_are_named(runs: list[Path], tmp_pat
         end_to_end.main(["--longest", str(tmp_path / "longest.json")])
 
 
-def test_the_command_writes_record_picture_and_readme(
+def test_the_command_writes_record_and_picture(
     runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(end_to_end, "ROOT", tmp_path)
     monkeypatch.setattr(end_to_end, "RECORD", tmp_path / "record.json")
     with pytest.raises(SystemExit, match=r"error: .*record.json"):
         end_to_end.main([])
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{BLOCK.start}old\n{BLOCK.end}after\n")
     arguments = [str(run) for run in runs]
     end_to_end.main(arguments)
     printed = capsys.readouterr().out
-    assert readme.read_text() == f"before\n{BLOCK.start}old\n{BLOCK.end}after\n"
+    assert not end_to_end.RECORD.exists()
     end_to_end.main([*arguments, "--write"])
-    assert BLOCK.shown(readme.read_text()) == printed
     assert (tmp_path / "record.png").read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()
     end_to_end.main([])
@@ -167,18 +164,6 @@ def test_what_is_measured_anew_replaces_its_group_and_the_rest_can_be_kept(
         end_to_end.main([str(runs[0]), "--keep"])
 
 
-def test_the_readme_shows_the_committed_record() -> None:
-    """Neither without the other."""
-    expected = markdown(json.loads(RECORD.read_text())) if RECORD.exists() else "\n"
-    readme = (ROOT / "README.md").read_text()
-    assert BLOCK.start in readme
-    assert BLOCK.end in readme
-    assert BLOCK.shown(readme) == expected, "python -m train_examples.end_to_end --write"
-    assert RECORD.exists() == RECORD.with_suffix(".png").exists()
-
-
-def test_a_block_is_written_between_its_comments() -> None:
-    readme = f"before\n{BLOCK.start}old\n{BLOCK.end}after\n"
-    assert BLOCK.shown(BLOCK.written(readme, "| new |\n")) == "| new |\n"
-    with pytest.raises(ValueError, match="expected the lines"):
-        BLOCK.written("before\nafter\n", "| new |\n")
+def test_the_committed_record_has_its_picture() -> None:
+    assert RECORD.exists()
+    assert RECORD.with_suffix(".png").exists()

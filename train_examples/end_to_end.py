@@ -1,9 +1,10 @@
-"""The README's tables of whole training runs on a GPU, and the record behind them.
+"""Tables of whole training runs on a GPU, and the record behind them.
 
     python -m train_examples.end_to_end RUN... --longest runs/longest_sequence.json --write
 
-reads finished runs of the language model, of any models and batches, and writes the record, a picture of their losses
-and the README's block; without ``--write`` it only prints that block. ``--keep`` leaves what the committed record holds
+reads finished runs of the language model, of any models and batches, and writes the record and a picture of their
+losses, from which ``python -m docs.tables`` makes the tables of the documentation; without ``--write`` it only prints
+these. ``--keep`` leaves what the committed record holds
 of other models and batches, where it was measured on the same device with the same versions. Without runs, those of the
 committed record are taken.
 """
@@ -22,11 +23,10 @@ from omegaconf import OmegaConf
 from train_examples import plots
 from train_examples.comparison import peak_flops, read_run
 from train_examples.loop import Row
-from train_examples.readme import Section, table
+from train_examples.tables import table
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "train_examples" / "results" / "end-to-end-h200.json"
-BLOCK = Section("<!-- end-to-end table -->\n", "<!-- end of the end-to-end table -->\n")
 # What all runs of a record share; those of one model and batch are a group of it.
 SHARED = ("example", "device", "precision", "torch", "triton", "fusedlayers")
 # What the runs of one group may differ in: who computes the layers, and how far the run is written down.
@@ -229,13 +229,13 @@ def _longest(longest: Row) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point: print the block, or write it and what it shows."""
+    """Entry point: print the tables, or write what they show."""
     description = (__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m train_examples.end_to_end", description=description)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run.directory of a finished run")
     parser.add_argument("--longest", type=Path, metavar="JSON", help="record of train_examples.longest_sequence")
     parser.add_argument("--keep", action="store_true", help="what the committed record holds beside these")
-    parser.add_argument("--write", action="store_true", help="record, picture and README.md")
+    parser.add_argument("--write", action="store_true", help="the record and its picture")
     chosen = parser.parse_args(arguments)
     try:
         committed = json.loads(RECORD.read_text()) if chosen.keep or not chosen.runs else {}
@@ -250,12 +250,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not chosen.write:
         print(markdown(record), end="")
         return
-    readme = ROOT / "README.md"
-    text = BLOCK.written(readme.read_text(), markdown(record))
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     draw(record, RECORD.with_suffix(".png"))
-    readme.write_text(text)
-    print(f"written: {RECORD}, {RECORD.with_suffix('.png')}, {readme}")
+    print(f"written: {RECORD}, {RECORD.with_suffix('.png')}")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python -m fusedlayers.bench ffn                                  verify the published grid
     python -m fusedlayers.bench ffn --shape 65536x256x1024 --time    verify one shape, then time it
-    python -m fusedlayers.bench all --time --plot                    everything that the README shows
+    python -m fusedlayers.bench all --time --plot                    everything that docs/results.md shows
     python -m fusedlayers.bench host                                 what a layer costs the host, launched one by one
     python -m fusedlayers.bench steps                                whole training steps of Hugging Face models
-    python -m fusedlayers.bench table FILE.json                      the README's tables of a record
+    python -m fusedlayers.bench table FILE.json                      the tables of a record in markdown
     python -m fusedlayers.bench plot FILE.json                       the pictures of a record
     python -m fusedlayers.bench update FILE.json NEWER.json          put rows that were measured anew into a record
     python -m fusedlayers.bench selftest                             every kernel configuration on this machine

@@ -1,4 +1,4 @@
-"""A record as tables: short ones for the screen, and the markdown of the README. Numbers come from the record alone."""
+"""A record as tables: short ones for the screen, and those of the documentation. Numbers come from the record alone."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def rows_with_times(record: Record, hint: str = "") -> list[Record]:
 
 
 def markdown(record: Record) -> str:
-    """The README's section: where and with what it was measured, then one table per grid and direction.
+    """A section of the documentation: where and with what it was measured, then one table per grid and direction.
 
     Raises:
         ValueError: the record holds no times.

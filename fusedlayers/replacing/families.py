@@ -1,7 +1,7 @@
 """The model families that `replace` knows: one row for each class, known by where it is imported from.
 
 Nothing is imported for that. A new family is a new row; ``tests/models`` holds a small model of each, and makes the
-README's table of support from them.
+table of support in docs/models.md from them.
 """
 
 from __future__ import annotations

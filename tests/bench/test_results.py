@@ -1,8 +1,7 @@
-"""What the benchmark shows: tables and plots follow the record, and the README follows the committed record."""
+"""What the benchmark shows: tables and plots follow the record."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -210,17 +209,3 @@ def test_an_unusable_record_is_named(
         error = capsys.readouterr().err
         assert str(path) in error
         assert said in error
-
-
-def test_the_readme_shows_the_committed_results_and_no_others() -> None:
-    readme = (ROOT / "README.md").read_text()
-    committed = sorted((ROOT / "fusedlayers" / "bench" / "results").glob("*.json"))
-    shown = [table for path in committed for table in tables.tables(json.loads(path.read_text()))]
-    for table in shown:
-        assert table.markdown() in readme, f"README.md lacks or changed the table {table.title!r}"
-    for name in ("autotune", "recompute"):
-        further = json.loads((ROOT / "fusedlayers" / "bench" / "results" / name / "h200-bf16.json").read_text())
-        for table in tables.tables(further):
-            assert table.markdown() in readme, f"README.md lacks or changed the table {table.title!r} of {name}"
-    # The heading of a results table, in any of its two widths.
-    assert readme.count("| torch eager | torch.compile | fusedlayers | path |") == len(shown)

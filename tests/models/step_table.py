@@ -1,24 +1,15 @@
-"""The README's table of training steps on a GPU, from the record of ``tests.models.device_table``.
-
-    python -m tests.models.step_table --write        # without --write it only prints
-
-The table stands in the README between two comments; a test compares them.
-"""
+"""The table of training steps on a GPU in the documentation, from the record of ``tests.models.device_table``."""
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 
 from fusedlayers.bench.tables import other_commits
 from tests.models.device_table import TORCH, Row
 from tests.models.small import FAMILIES
-from train_examples.readme import Section, table
+from train_examples.tables import table
 
-ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).resolve().parent / "results" / "h200-bf16.json"
-BLOCK = Section("<!-- python -m tests.models.step_table --write -->\n", "<!-- end of the table of steps -->\n")
 COLUMNS = (
     "family", "its FFN", "logits: torch / fused", "gradients: torch / fused", "step, ms: torch",
     "speed-up: fused / recompute", "kept, MiB: torch / fused / recompute", "peak, MiB: torch / fused / recompute",
@@ -85,19 +76,3 @@ def _mark(entry: Row) -> str:
 
 def _mebibytes(size: int | None) -> str:
     return "?" if size is None else f"{size / 2**20:,.0f}"
-
-
-def main() -> None:
-    """Print the table, or write it into the README."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="into README.md")
-    chosen = parser.parse_args()
-    block, path = markdown(json.loads(RECORD.read_text())), ROOT / "README.md"
-    if chosen.write:
-        path.write_text(BLOCK.written(path.read_text(), block))
-    else:
-        print(block, end="")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Print the README's table of support, one row for every small model of ``small.FAMILIES``.
+"""Print the table of support in docs/models.md, one row for every small model of ``small.FAMILIES``.
 
     TRITON_INTERPRET=1 FUSEDLAYERS_BACKEND=triton python -m tests.models.support_table
 

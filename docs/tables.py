@@ -1,0 +1,165 @@
+"""The tables and the picture of README.md and docs/, made of the committed results.
+
+    python -m docs.tables            tell what differs; the exit status is 1 then
+    python -m docs.tables --write    write it
+
+A table stands between the lines ``<!-- table: its name -->`` and ``<!-- end of the table -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fusedlayers.bench import host_tables, step_tables, tables
+from fusedlayers.bench.plots import figure_class
+from tests.models import step_table
+from train_examples import end_to_end
+from train_examples.tables import table
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "fusedlayers" / "bench" / "results"
+PICTURE = ROOT / "docs" / "pictures" / "whole-models.png"
+_MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of the table -->\n)", re.DOTALL)
+_COMPILED = {"eager": "", "compile": ", compiled"}
+
+
+def _read(*place: str) -> Any:
+    return json.loads(RESULTS.joinpath(*place).read_text())
+
+
+def _whole_runs() -> str:
+    return end_to_end.markdown(json.loads(end_to_end.RECORD.read_text())).replace(
+        "](train_examples", "](../train_examples"
+    )
+
+
+def _languages() -> list[tuple[str, dict[str, Any]]]:
+    """The groups of whole runs whose compiled steps were measured with and without ours."""
+    groups = json.loads(end_to_end.RECORD.read_text())["groups"]
+    return [(name, {run: each["summary"] for run, each in group["runs"].items()}) for name, group in groups.items()]
+
+
+def _expectations() -> str:
+    """What a user may expect, in few lines: whole models, one layer, and where torch stays faster."""
+    lines = []
+    for row in tables.timed_rows(_read("steps", "h200-bf16.json")):
+        ours, theirs = (tables.median(row, name, "launched") for name in ("auto", "torch"))
+        if ours is None or theirs is None or not row["title"].startswith(("Llama", "GPT-2")):
+            continue
+        memory = [step_tables.peak(row, name) for name in ("torch", "auto")]
+        lines.append(
+            _line(f"{row['title']}{_COMPILED[row['direction']]}", f"{1e3 * theirs:.1f} ms", theirs / ours, memory)
+        )
+    for name, runs in _languages():
+        torch, ours = (runs[run] for run in ("torch, compiled", "fused, compiled"))
+        model = name.partition(",")[0].removeprefix("model=")
+        if "131,072" in name:
+            speeds = [each["tokens_per_second"] for each in (torch, ours)]
+            memory = [each["peak_memory_bytes"] for each in (torch, ours)]
+            text = f"Language model of width 256 (`{model}`), compiled"
+            lines.append(_line(text, f"{speeds[0] / 1e6:.2f} M tokens/s", speeds[1] / speeds[0], memory))
+    shapes = {"ffn": [65536, 256, 1024], "gated_ffn": [8192, 2048, 5632]}
+    for row in tables.timed_rows(_read("h200-bf16.json")):
+        if row["direction"] == "forward_backward" and row["shape"] == shapes.get(row["grid"]):
+            ratio, names = tables.speed_up(row, "replayed"), ("torch eager", "torch.compile")
+            best = min(time for name in names if (time := tables.median(row, name, "replayed")) is not None)
+            text = f"One FFN layer in a CUDA graph, {tables.shape_of(row)}{', gated' * (row['grid'] != 'ffn')}"
+            lines.append(_line(text, f"{1e6 * best:.0f} µs", ratio or 0.0, [None, None]))
+    small = next(row for row in _read("host", "h200-bf16.json")["rows"] if row["direction"] == "forward_backward")
+    theirs, ours = (tables.median(small, name, "launched") or 0.0 for name in ("torch", "auto"))
+    text = f"One small FFN layer launched by itself, {tables.shape_of(small)}"
+    lines.append(_line(text, f"{1e6 * theirs:.0f} µs", theirs / ours, [None, None]))
+    return table(("on one H200, bf16", "torch", "speed with fusedlayers", "memory, torch's and ours"), lines) + "\n"
+
+
+def _line(what: str, torch: str, speed_up: float, memory: list[int | None]) -> tuple[str, ...]:
+    theirs, ours = memory
+    sizes = "" if theirs is None or ours is None else f"{theirs / 2**20:,.0f} and {ours / 2**20:,.0f} MiB"
+    return what, torch, f"{speed_up:.2f} ×", sizes
+
+
+def draw(path: Path) -> None:
+    """Speed and memory of whole training steps with ours, as multiples of torch's."""
+    rows = [row for row in tables.timed_rows(_read("steps", "h200-bf16.json")) if step_tables.ratio(row, "auto")]
+    names = [f"{row['title'].replace(', 128 images', '')}{_COMPILED[row['direction']]}" for row in rows]
+    speeds = [1 / (step_tables.ratio(row, "auto") or 1) for row in rows]
+    memory = [(step_tables.peak(row, "auto") or 0) / (step_tables.peak(row, "torch") or 1) for row in rows]
+    for name, runs in _languages():
+        torch, ours = (runs[run] for run in ("torch, compiled", "fused, compiled"))
+        names.append(f"language model, {name.removeprefix('model=').replace(' a step', '')}, compiled")
+        speeds.append(ours["tokens_per_second"] / torch["tokens_per_second"])
+        memory.append(ours["peak_memory_bytes"] / torch["peak_memory_bytes"])
+    figure = figure_class()(figsize=(10, 0.36 * len(names) + 1.4), layout="constrained")
+    faster, smaller = figure.subplots(1, 2, sharey=True)
+    places = list(range(len(names)))[::-1]
+    for axes, values, title in (
+        (faster, speeds, "speed over torch's (right of 1 is faster)"),
+        (smaller, memory, "peak memory over torch's (left of 1 is less)"),
+    ):
+        axes.barh(places, values, color=["#0072b2" if axes is faster else "#e69f00"] * len(names))
+        axes.axvline(1.0, color="black", linewidth=1)
+        for place, value in zip(places, values, strict=True):
+            axes.text(value + 0.01, place, f"{value:.2f}", va="center", fontsize=8)
+        axes.set_xlim(0, 1.3)
+        axes.set_title(title, fontsize=10)
+    faster.set_yticks(places, names, fontsize=8)
+    figure.suptitle("Whole training steps on one H200, bf16: fusedlayers in auto mode beside torch in the same mode")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "what to expect": _expectations,
+    "whole runs": _whole_runs,
+    "whole steps": lambda: step_tables.markdown(_read("steps", "h200-bf16.json")),
+    "families": lambda: step_table.markdown(json.loads(step_table.RECORD.read_text())),
+    "host": lambda: host_tables.markdown(_read("host", "h200-bf16.json")),
+    "layers": lambda: tables.markdown(_read("h200-bf16.json")),
+    "autotune": lambda: tables.markdown(_read("autotune", "h200-bf16.json")),
+    "recompute": lambda: tables.markdown(_read("recompute", "h200-bf16.json")),
+}
+
+
+def written(text: str) -> str:
+    """A page with its tables as the results have them.
+
+    Raises:
+        ValueError: it asks for a table that is not known.
+    """
+
+    def shown(found: re.Match[str]) -> str:
+        if found[2] not in TABLES:
+            raise ValueError(f"table {found[2]!r} is not known; known are {', '.join(TABLES)}")
+        return f"{found[1]}\n{TABLES[found[2]]().strip()}\n\n{found[3]}"
+
+    return _MARKED.sub(shown, text)
+
+
+def pages() -> list[Path]:
+    """README.md, and all pages of docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def main() -> int:
+    """Compare or write; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m docs.tables", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write what differs, and the picture")
+    chosen = parser.parse_args()
+    different = [page for page in pages() if written(page.read_text()) != page.read_text()]
+    for page in different:
+        if chosen.write:
+            page.write_text(written(page.read_text()))
+        print(f"{'written' if chosen.write else 'differs from the results'}: {page.relative_to(ROOT)}")
+    if chosen.write:
+        draw(PICTURE)
+    return int(bool(different) and not chosen.write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
