@@ -90,8 +90,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
-    parser = argparse.ArgumentParser(prog="python -m fusedlayers.bench", description=__doc__.split("\n")[0])
-    commands = parser.add_subparsers(dest="name", required=True, metavar="NAME")
+    parser = argparse.ArgumentParser(
+        prog="python -m fusedlayers.bench",
+        usage="%(prog)s NAME [--time] [options]",
+        description="Verify operations against float64 on this machine and, with --time, time them beside torch. "
+        "Without --time they are verified only. The options of each NAME: %(prog)s NAME --help",
+    )
+    # Named again, as the usage of a command would begin with that of the parser.
+    commands = parser.add_subparsers(dest="name", required=True, metavar="NAME", prog=parser.prog)
     for case in CASES.values():
         command = commands.add_parser(case.name, help=f"benchmark {case.name}: shapes {case.meaning}")
         _add_case_options(command, case)

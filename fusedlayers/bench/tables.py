@@ -117,15 +117,23 @@ def tables(record: Record) -> list[Table]:
 
 
 def slower_than_torch(record: Record) -> list[str]:
-    """One line for every row and kind of time in which auto mode is clearly slower than torch."""
+    """One line for every row and kind of time in which auto mode is slower than torch by more than the noise."""
     lines = []
     for row in timed_rows(record):
         for kind in KINDS:
             ratio = speed_up(row, kind)
-            if ratio is not None and ratio < ENOUGH:
+            if ratio is not None and ratio < ENOUGH and _apart(row, kind):
                 where = f"{row['grid']} {shape_of(row)} {_DIRECTIONS[row['direction']]}, {kind}"
                 lines.append(f"{where}: {ratio:.2f} of torch's speed ({row['contenders'][AUTO][_PATHS[kind]]} path)")
     return lines
+
+
+def _apart(row: Record, kind: str) -> bool:
+    """Whether our middle half of the times lies above that of the best of torch's: medians alone differ by chance."""
+    timed = [name for name in TORCH_CONTENDERS if median(row, name, kind) is not None]
+    best = min(timed, key=lambda name: median(row, name, kind) or 0.0)
+    ours, theirs = row["contenders"][AUTO][kind], row["contenders"][best][kind]
+    return float(ours["first_quartile"]) > float(theirs["third_quartile"])
 
 
 def screen(record: Record) -> Table:

@@ -21,12 +21,16 @@ def bench(*words: object) -> int:
 
 def entry(launched: float, replayed: float | None, **fields: Any) -> Record:
     """Times in µs."""
-    quick = {"first_quartile": 0.0, "third_quartile": 1.0, "minimum": 0.0, "repeats": 9}
+
+    def spread(median: float) -> Record:
+        quartiles = {"first_quartile": 0.99 * median * 1e-6, "third_quartile": 1.01 * median * 1e-6}
+        return {"median": median * 1e-6, **quartiles, "minimum": 0.0, "repeats": 9}
+
     return {
         "status": "timed", "reason": "", "path": None, "replayed_path": None, "host_seconds": 1e-5, "host_bound": False,
         "tflops": 1.0, "floor_share": 0.5, "saved_bytes": 3 * 2**20, "peak_bytes": 200 * 2**20,
-        "launched": {"median": launched * 1e-6, **quick},
-        "replayed": None if replayed is None else {"median": replayed * 1e-6, **quick},
+        "launched": spread(launched),
+        "replayed": None if replayed is None else spread(replayed),
     } | fields  # fmt: skip
 
 
@@ -80,6 +84,16 @@ def test_rows_slower_than_torch_are_named(gpu_record: Record) -> None:
     assert tables.slower_than_torch(gpu_record) == [
         "ffn 8192×2048×8192 forward + backward, launched: 0.90 of torch's speed (torch path)",
         "ffn 8192×2048×8192 forward + backward, replayed: 0.50 of torch's speed (fused path)",
+    ]
+
+
+def test_a_difference_within_the_spread_is_no_slowness(gpu_record: Record) -> None:
+    """0.90 of torch's speed, launched, where the middle halves of the times overlap; replayed they do not."""
+    contenders = gpu_record["rows"][1]["contenders"]
+    contenders["auto"]["launched"]["first_quartile"] = 905e-6
+    contenders["torch.compile"]["launched"]["third_quartile"] = 910e-6
+    assert [line.split(": ")[0] for line in tables.slower_than_torch(gpu_record)] == [
+        "ffn 8192×2048×8192 forward + backward, replayed"
     ]
 
 
