@@ -21,7 +21,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from .closeness import MAX_ERROR_LIMIT, RMS_LIMIT, TILE, Closeness, compare, compare_all, red
 from .functional.dispatch import decisions
-from .functional.operation import Operation, operation_of
+from .functional.operation import OPERATIONS, Operation, operation_of
 from .functional.switches import switched
 from .modules import FusedFFN
 from .replacing import restore
@@ -44,7 +44,9 @@ class Verification:
     def ok(self) -> bool:
         """Whether every result and gradient is as close to float64 as torch's, by the rule of ``closeness``.
 
-        Tensors too small to judge do not count, but where nothing else is left nothing was found right.
+        What it proves holds for these inputs on this device, and for the paths that ``paths`` counts: where these are
+        all torch's own, no kernel of this library ran, and torch was compared with torch. Tensors too small to judge
+        do not count, but where nothing else is left nothing was found right.
         """
         judged = [verdict.ok for verdict in self.verdicts if verdict.judged]
         return bool(judged) and all(judged)
@@ -68,9 +70,17 @@ class Verification:
         faults = [f"  {verdict.message}" for verdict in self.verdicts if not (verdict.ok and verdict.judged)]
         title = f"fusedlayers.verify: {self.target}: {judged}"
         ran = f"  calls: {taken or 'none of this library'}"
+        if self._torch_alone:
+            ran += "\n  This call runs torch's own operations, so nothing of this library's kernels was proven."
         return "\n".join([title, ran, *(f"  {line.rstrip()}" for line in lines), *faults])
 
     __repr__ = __str__
+
+    @property
+    def _torch_alone(self) -> bool:
+        """Whether every call went through torch's own expression, as far as there was any."""
+        taken = [name.rsplit(" ", 1) for name in self.paths]
+        return all(path in OPERATIONS[operation].torch_paths for operation, path in taken)
 
 
 def verify(target: nn.Module | Callable[..., Any], *inputs: Any, **options: Any) -> Verification:
@@ -89,8 +99,9 @@ def verify(target: nn.Module | Callable[..., Any], *inputs: Any, **options: Any)
         options: keyword arguments of the call.
 
     Returns:
-        The verdicts, which print as a table; ``.ok`` says whether all are right. All are red where torch and float64
-        compute different things, as with masks that each draws for itself: then nothing could be judged.
+        The verdicts, which print as a table; ``.ok`` says whether all are right. The table says where torch alone ran,
+        which proves nothing of the kernels. All are red where torch and float64 compute different things, as with masks
+        that each draws for itself: then nothing could be judged.
 
     Raises:
         TypeError: ``target`` is none of these, cannot be copied, or returns no floating-point tensor.

@@ -28,6 +28,7 @@ def normal(*shape: int, **options: Any) -> Tensor:
     return torch.randn(*shape, **options)
 
 
+TORCH_ALONE = "This call runs torch's own operations, so nothing of this library's kernels was proven."
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Any], set[str]]] = {
     "ffn": (
         functional.ffn,
@@ -103,6 +104,7 @@ def test_every_public_function_is_green_in_its_kernels(name: str, monkeypatch: p
     assert found.ok, found
     assert found.paths == {f"{name} fused": 1}
     assert f"{name} fused x 1" in str(found)
+    assert TORCH_ALONE not in str(found)
 
 
 @needs_kernels
@@ -158,6 +160,21 @@ def test_replaced_blocks_are_green(block: str) -> None:
     gradients = {verdict.name for verdict in found.verdicts} - {"y"}
     assert {name for name, _ in model.named_parameters()} <= {name.removeprefix("d ") for name in gradients}
     assert sum(found.paths.values()) == BLOCKS[block][1]
+
+
+def test_it_says_when_nothing_of_the_kernels_was_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through torch, as a sum taken before the product, and in a module that calls nothing of this library."""
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
+    layer, x = fl.FusedFFN(24, 40), normal(40, 24)
+    for target, inputs in ((layer, (x,)), (nn.Linear(24, 33), (x,)), (functional.gemm_reduce, (x, x.T))):
+        found = fl.verify(target, *inputs)
+        assert found.ok
+        assert str(found).splitlines()[2] == f"  {TORCH_ALONE}"
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "auto")
+    assert fl.verify(functional.gemm_reduce, x, x.T).paths == {"gemm_reduce algebraic": 1}
+    assert TORCH_ALONE in str(fl.verify(functional.gemm_reduce, x, x.T))
+    layer.recompute = True
+    assert TORCH_ALONE not in str(fl.verify(layer, x)), "chunks are this library's own backward pass"
 
 
 def test_nothing_of_the_users_changes() -> None:
