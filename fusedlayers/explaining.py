@@ -23,9 +23,10 @@ def explain(target: nn.Module | Callable[..., Any], *inputs: Tensor, **options: 
         options: the keyword arguments of the call.
 
     Returns:
-        Lines naming path, reason, tiles, splits, GEMM units, FLOPs, bytes, saved bytes, workspace, the floor time where
-        the device's peak rates are known, for an FFN in training what each choice of saving or recomputing costs, and
-        each rejected path with its reason.
+        One sentence that says what runs and what that gains, or why torch runs; the formula of the call; and lines
+        naming path, reason, tiles, splits, GEMM units, FLOPs, bytes, saved bytes, temporary memory ("workspace"), the
+        least time ("floor") where the device's peak rates are known, for an FFN in training what each choice of saving
+        or recomputing costs, and each rejected path with its reason.
 
     Raises:
         TypeError: ``target`` is none of these.
@@ -51,11 +52,13 @@ def explain(target: nn.Module | Callable[..., Any], *inputs: Tensor, **options: 
     given = operation.check(tensors, given)
     problem, device = operation.problem(tensors, given), tensors[0].device
     plan = dispatch(problem, device)
-    rows = [*operation.facts(plan, describe(device)), *_copies(operation, plan, tensors)]
+    facts = describe(device)
+    rows = [*operation.facts(plan, facts), *_copies(operation, plan, tensors)]
     rows += [("avoided", f"{name}: {WHY_AVOIDED} (python -m fusedlayers.bench selftest)") for name in plan.avoided]
     rows += [(f"not {path}", reason) for path, reason in plan.rejected]
     width = max(len(name) for name, _ in rows)
-    return "\n".join([operation.title(problem, given), *(f"  {name:<{width}}  {text}" for name, text in rows)])
+    heads = [plan.summary(facts), operation.title(problem, tensors, given)]
+    return "\n".join([*heads, *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
 
 def _copies(operation: Operation, plan: Decision, tensors: Sequence[Tensor | None]) -> list[tuple[str, str]]:

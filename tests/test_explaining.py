@@ -33,8 +33,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Device], None]:
 
 
 def lines(text: str) -> dict[str, str]:
-    """The text without its title, by the names in the left column."""
-    title, *rest = text.splitlines()
+    """The text without its sentence and its title, by the names in the left column."""
+    sentence, title, *rest = text.splitlines()
+    assert sentence.startswith("Runs ")
+    assert sentence.endswith(".")
     assert not title.startswith(" ")
     found, starts = {}, set()
     for line in rest:
@@ -62,7 +64,10 @@ def test_every_line_on_a_cpu(pretend: Callable[[Device], None]) -> None:
     pretend(CPU)
     x, w_up, w_down = tensors(5, 16, 24, dtype=torch.float32).values()
     text = fl.explain(functional.ffn, x, w_up, w_down, activation="relu2")
-    assert text.splitlines()[0] == "ffn: act(x W_upᵀ) W_downᵀ, act = relu2: max(z, 0)²"
+    assert text.splitlines()[:2] == [
+        "Runs through torch: the kernels need a CUDA or ROCm GPU, and the tensors are on device type cpu.",
+        "ffn: act(x W_upᵀ) W_downᵀ, act = relu2: max(z, 0)²",
+    ]
     plan = planning.plan(
         Problem("ffn", 1, 5, 16, 24, 16, "float32", "relu2", needs_data_gradient=True, needs_weight_gradient=True), CPU
     )
@@ -70,18 +75,18 @@ def test_every_line_on_a_cpu(pretend: Callable[[Device], None]) -> None:
         "problem": "M=5 (tokens) K=16 (d_model) N=24 (d_ff) O=16, float32, forward and backward",
         "device": "cpu",
         "path": "torch: no other path is both possible and faster",
-        "GEMM units": "2 forward, 4 backward",
+        "GEMM units": "2 forward, 4 backward; a unit is one matrix product of M × K × N",
         "FLOPs": f"{6 * 2 * 5 * 16 * 24:,}",
         "bytes moved": f"at least {plan.bytes:,}",
         "saved bytes": f"{plan.saved_bytes:,} for the backward pass",
-        "workspace": "0 bytes",
-        "floor": "unknown peak rates",
-        "if save, torch": "saves 1,280 bytes, 0 extra GEMM units, workspace 0 bytes (chosen)",
-        "if save, epilogue": "no Triton kernels on device type cpu",
-        "if recompute, fused": "no Triton kernels on device type cpu",
-        "if chunked": "saves 320 bytes, 1 extra GEMM units, workspace 2,368 bytes",
-        "not fused": "no Triton kernels on device type cpu",
-        "not epilogue": "no Triton kernels on device type cpu",
+        "workspace": "0 bytes of temporary memory",
+        "floor": "unknown, as no peak rates of this device are on record",
+        "if save, torch": "keeps 1,280 bytes, computes nothing again, takes 0 bytes of temporary memory (chosen)",
+        "if save, epilogue": "the kernels need a CUDA or ROCm GPU, and the tensors are on device type cpu",
+        "if recompute, fused": "the kernels need a CUDA or ROCm GPU, and the tensors are on device type cpu",
+        "if chunked": "keeps 320 bytes, computes 1 GEMM units again, takes 2,368 bytes of temporary memory",
+        "not fused": "the kernels need a CUDA or ROCm GPU, and the tensors are on device type cpu",
+        "not epilogue": "the kernels need a CUDA or ROCm GPU, and the tensors are on device type cpu",
         "not chunked": "only recompute=True needs its memory guarantee",
     }
 
@@ -102,12 +107,13 @@ def test_what_the_kernels_would_do_on_an_h200(pretend: Callable[[Device], None])
     assert plan.splits > 1
     passes = plan.weight_gradient_tiles.passes
     assert found["splits"] == f"{plan.splits} token ranges of the weight gradients, in {passes} launch(es)"
-    assert found["GEMM units"] == f"2 forward, {plan.backward_units:g} backward"
+    assert found["GEMM units"].startswith(f"2 forward, {plan.backward_units:g} backward; ")
     assert found["FLOPs"] == f"{plan.flops:,}"
     assert found["saved bytes"] == f"{2 * 2**20 * 64:,} for the backward pass"
-    assert found["workspace"] == f"{plan.workspace_bytes:,} bytes"
+    assert found["workspace"] == f"{plan.workspace_bytes:,} bytes of temporary memory"
     assert plan.floor_seconds is not None
-    assert found["floor"] == f"{1e6 * max(plan.flops / 790e12, plan.bytes / 4.3e12):.1f} µs"
+    least = 1e6 * max(plan.flops / 790e12, plan.bytes / 4.3e12)
+    assert found["floor"] == f"at least {least:.1f} µs at the device's measured peak rates"
     assert {name for name in found if name.startswith("not ")} == {"not epilogue", "not chunked", "not torch"}
     assert "chunks" not in found
 
@@ -168,10 +174,10 @@ def test_lines_follow_the_call(pretend: Callable[[Device], None]) -> None:
 @pytest.mark.parametrize(
     ("device", "sizes", "options", "reason"),
     [
-        (CPU, (100, 64, 256), {}, "no Triton kernels on device type cpu"),
+        (CPU, (100, 64, 256), {}, "the kernels need a CUDA or ROCm GPU, and the tensors are on device type cpu"),
         (changed(H200, triton=False), (100, 64, 256), {}, "Triton is not installed"),
-        (A100, (2**22, 64, 256), {}, "not measured on sm_80; FUSEDLAYERS_BACKEND=triton runs the kernels"),
-        (H200, (100, 64, 256), {}, "too small: 25,600 hidden elements"),
+        (A100, (2**22, 64, 256), {}, "the kernels were not measured on sm_80; FUSEDLAYERS_BACKEND=triton runs them"),
+        (H200, (100, 64, 256), {}, "the call is too small: 25,600 hidden elements"),
         (H200, (2**20, 1024, 4096), {}, "width 1024 (padded 1024) of bfloat16 does not fit on chip in forward"),
         (H200, (2**20, 256, 1024), {}, "in training torch was as fast or faster at width 256"),
         (H200, (2**20, 64, 256), {"dtype": torch.float32}, "float32 products in IEEE precision"),
@@ -199,6 +205,87 @@ def test_the_backend_that_the_user_set(pretend: Callable[[Device], None], monkey
         call(tensors(3, 64, 256))
 
 
+@pytest.mark.parametrize(
+    ("device", "sizes", "options", "sentence"),
+    [
+        (
+            changed(H200, pipelined=True),
+            (2**20, 64, 256),
+            {},
+            "Runs in the fused kernels, forward and backward: keeps 128 bytes a token instead of 1,152.",
+        ),
+        (
+            changed(H200, pipelined=True),
+            (2**20, 64, 256),
+            {"dropout_p": 0.1},
+            "Runs in the fused kernels, forward and backward: keeps 128 bytes a token instead of 1,408.",
+        ),
+        (
+            changed(H200, pipelined=True),
+            (2**14, 1024, 4096),
+            {},
+            "Runs in the epilogue kernels, forward and backward: keeps 10,240 bytes a token instead of 18,432.",
+        ),
+        (
+            changed(H200, pipelined=True),
+            (2**14, 1024, 4096),
+            {"gradients": False},
+            "Runs in the epilogue kernels, forward: activations are computed with the products.",
+        ),
+        (
+            CPU,
+            (100, 64, 256),
+            {"recompute": True},
+            "Runs in chunks, through torch, forward and backward: keeps 128 bytes a token instead of 1,152.",
+        ),
+        (
+            H200,
+            (100, 64, 256),
+            {},
+            "Runs through torch: the call is too small (25,600 hidden elements, faster than torch from 134,217,728 on "
+            "when launched one by one).",
+        ),
+        (
+            changed(H200, pipelined=True),
+            (100, 1024, 4096),
+            {},
+            "Runs through torch: 100 tokens (torch was as fast or faster below 1,024).",
+        ),
+        (
+            A100,
+            (2**22, 64, 256),
+            {},
+            "Runs through torch: the kernels were not measured on sm_80; FUSEDLAYERS_BACKEND=triton runs them.",
+        ),
+    ],
+)
+def test_the_first_line_says_what_runs_and_what_that_gains(
+    device: Device,
+    sizes: tuple[int, int, int],
+    options: dict[str, Any],
+    sentence: str,
+    pretend: Callable[[Device], None],
+) -> None:
+    """Of gelu torch keeps x and twice the hidden, and the mask of ``nn.Dropout`` in a byte for each element."""
+    pretend(device)
+    call_options = {name: value for name, value in options.items() if name != "gradients"}
+    operands = tensors(*sizes, gradients=options.get("gradients", True))
+    assert fl.explain(functional.ffn, *operands.values(), **call_options).splitlines()[0] == sentence
+
+
+def test_the_formula_has_the_operands_of_the_call() -> None:
+    x, w_up, w_down = tensors(5, 16, 24).values()
+    hidden, result = torch.zeros(24, device="meta", dtype=x.dtype), torch.zeros(16, device="meta", dtype=x.dtype)
+    for formula, options in (
+        ("act(x W_upᵀ + b_up) W_downᵀ", {"b_up": hidden}),
+        ("dropout(act(x W_upᵀ)) W_downᵀ + b_down", {"b_down": result, "dropout_p": 0.1}),
+        ("(act(x W_gateᵀ) ⊙ (x W_upᵀ + b_up)) W_downᵀ", {"w_gate": w_up, "b_up": hidden}),
+        ("act(x W_upᵀ) W_downᵀ + residual", {"residual": x}),
+    ):
+        text = fl.explain(functional.ffn, x, w_up, w_down, activation="relu", **options)
+        assert text.splitlines()[1] == f"ffn: {formula}, act = relu: max(z, 0)"
+
+
 def test_gemm_gemm(pretend: Callable[[Device], None]) -> None:
     pretend(H200)
     a, b, c = (
@@ -206,14 +293,14 @@ def test_gemm_gemm(pretend: Callable[[Device], None]) -> None:
         for s in ((128, 1024, 128), (128, 128, 1024), (128, 1024, 64))
     )
     text = fl.explain(functional.gemm_gemm, a, b, c)
-    assert text.splitlines()[0] == "gemm_gemm: act(a @ b) @ c, act = identity: z"
+    assert text.splitlines()[1] == "gemm_gemm: act(a @ b) @ c, act = identity: z"
     found = lines(text)
     assert found["problem"] == "B=128 M=1024 K=128 N=1024 O=64, bfloat16, forward"
     assert found["path"].startswith("fused: ")
-    assert found["GEMM units"] == "1.5 forward, 0 backward"
+    assert found["GEMM units"].startswith("1.5 forward, 0 backward; ")
     assert found["not chunked"] == "a batched GEMM-GEMM is not cut into chunks"
     text = fl.explain(functional.gemm_gemm, a, b, c, activation="swish")
-    assert text.splitlines()[0].endswith("act = silu: z σ(z)")
+    assert text.splitlines()[1].endswith("act = silu: z σ(z)")
     with pytest.raises(ValueError, match=r"^b of shape"):
         fl.explain(functional.gemm_gemm, a, c, b)
 
@@ -223,10 +310,11 @@ def test_a_fused_ffn(pretend: Callable[[Device], None]) -> None:
     layer = fl.FusedFFN(16, 24, "silu", gated=True, dropout=0.25)
     x = torch.zeros(2, 3, 16)
     text = fl.explain(layer, x)
-    assert text.splitlines()[0] == "ffn: act(x W_gateᵀ) ⊙ (x W_upᵀ) W_downᵀ, act = silu: z σ(z)"
+    hidden = "dropout(act(x W_gateᵀ + b_gate) ⊙ (x W_upᵀ + b_up))"
+    assert text.splitlines()[1] == f"ffn: {hidden} W_downᵀ + b_down, act = silu: z σ(z)"
     found = lines(text)
     assert found["problem"] == "M=6 (tokens) K=16 (d_model) N=24 (d_ff) O=16, float32, forward and backward"
-    assert found["GEMM units"] == "3 forward, 4 backward", "x wants no gradient"
+    assert found["GEMM units"].startswith("3 forward, 4 backward; "), "x wants no gradient"
     layer.recompute = True
     assert lines(fl.explain(layer, x))["path"].startswith("chunked: ")
     with torch.no_grad():
@@ -241,7 +329,7 @@ def test_modules_that_replace_has_fused(pretend: Callable[[Device], None]) -> No
     fl.replace(model)
     x = torch.zeros(3, 5, 16)
     first, second = fl.explain(block, x), fl.explain(encoder, x)
-    assert first.splitlines()[0].endswith("act = relu: max(z, 0)")
+    assert first.splitlines()[1].endswith("act = relu: max(z, 0)")
     assert "M=15 (tokens) K=16 (d_model) N=24 (d_ff) O=16" in lines(first)["problem"]
     assert "K=16 (d_model) N=40 (d_ff) O=16" in lines(second)["problem"]
 

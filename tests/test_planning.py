@@ -55,8 +55,8 @@ def test_kernels_run_where_they_were_measured_faster(problem: Problem) -> None:
     ("problem", "device", "reason"),
     [
         (TRAINING, NO_TRITON, "Triton is not installed"),
-        (TRAINING, CPU, "no Triton kernels on device type cpu"),
-        (TRAINING, Device("mps", "mps"), "no Triton kernels on device type mps"),
+        (TRAINING, CPU, "the kernels need a CUDA or ROCm GPU, and the tensors are on device type cpu"),
+        (TRAINING, Device("mps", "mps"), "the kernels need a CUDA or ROCm GPU, and the tensors are on device type mps"),
         (replace(TRAINING, subclass="DTensor"), H200, "an operand is a DTensor"),
         (replace(TRAINING, dtype="float64"), H200, "the kernels take float16, bfloat16, float32, not float64"),
         (replace(TRAINING, dtype="float8_e4m3fn"), H200, "not float8_e4m3fn"),
@@ -65,7 +65,7 @@ def test_kernels_run_where_they_were_measured_faster(problem: Problem) -> None:
         (replace(TRAINING, K=512, O=512), H200, "width 512 (padded 512) of bfloat16 does not fit on chip in forward"),
         (replace(TRAINING, O=257), H200, "width 257 (padded 512) of bfloat16 does not fit on chip"),
         (replace(TRAINING, K=129, O=129, dtype="float32"), H200, "width 129 (padded 256) of float32 does not fit"),
-        (TRAINING, A100, "not measured on sm_80; FUSEDLAYERS_BACKEND=triton runs the kernels"),
+        (TRAINING, A100, "the kernels were not measured on sm_80; FUSEDLAYERS_BACKEND=triton runs them"),
         (TRAINING, MI300, "not measured on gfx942"),
         (replace(TRAINING, dtype="float32"), H200, "float32 products in IEEE precision do not use the matrix units"),
         (replace(TRAINING, M=100), H200, "too small: 25,600 hidden elements, faster than torch from"),
@@ -124,13 +124,25 @@ def test_torch_runs_elsewhere_and_the_plan_says_why(problem: Problem, device: De
         (
             replace(TRAINING, recompute=False),
             CPU,
-            {"fused": "no Triton kernels", "epilogue": "no Triton kernels", "chunked": "only recompute=True"},
+            {
+                "fused": "the kernels need a CUDA",
+                "epilogue": "the kernels need a CUDA",
+                "chunked": "only recompute=True",
+            },
         ),
-        (replace(BATCHED, recompute=True), CPU, {"fused": "no Triton kernels", "chunked": "is not cut into chunks"}),
+        (
+            replace(BATCHED, recompute=True),
+            CPU,
+            {"fused": "the kernels need a CUDA", "chunked": "is not cut into chunks"},
+        ),
         (
             replace(TRAINING, M=0, recompute=True),
             CPU,
-            {"fused": "no Triton", "epilogue": "it keeps", "chunked": "there is nothing to compute"},
+            {
+                "fused": "the kernels need a CUDA",
+                "epilogue": "it keeps",
+                "chunked": "there is nothing to compute",
+            },
         ),
         (
             replace(TRAINING, K=1024, O=1024),
@@ -187,7 +199,7 @@ def test_the_backend_is_a_wish_that_the_plan_heeds(problem: Problem) -> None:
     # What cannot run does not, and the plan keeps the reason for whoever must raise an error.
     impossible = plan(problem, CPU, "triton")
     assert impossible.path != "fused"
-    assert impossible.unsupported == "no Triton kernels on device type cpu"
+    assert impossible.unsupported == "the kernels need a CUDA or ROCm GPU, and the tensors are on device type cpu"
     assert plan(problem, A100).unsupported is None
 
 

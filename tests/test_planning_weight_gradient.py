@@ -28,7 +28,7 @@ def problem(M: int, O: int, K: int) -> WeightGradientProblem:
     ("change", "device", "words"),
     [
         ({}, replace(H200, triton=False), "Triton is not installed"),
-        ({}, CPU, "no Triton kernels on device type cpu"),
+        ({}, CPU, "the kernels need a CUDA or ROCm GPU, and the tensors are on device type cpu"),
         ({"dtype": "float64"}, H200, "the kernels take float16, bfloat16, float32, not float64"),
         ({"subclass": "DTensor"}, H200, "an operand is a DTensor"),
         ({"M": 0}, H200, "there is nothing to compute"),

@@ -95,7 +95,7 @@ class _GemmGemm(Operation):
             subclass=subclass_of(a, b, c),
         )
 
-    def title(self, problem: Problem, options: tuple[Any, ...]) -> str:
+    def title(self, problem: Problem, tensors: Tensors, options: tuple[Any, ...]) -> str:
         return f"gemm_gemm: act(a @ b) @ c, act = {formula(problem.activation)}"
 
     def through_torch(self, call: Prepared, tensors: Tensors) -> Tensor:

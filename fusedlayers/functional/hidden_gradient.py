@@ -118,7 +118,7 @@ class _HiddenGradient(Operation):
             subclass=subclass_of(*tensors),
         )
 
-    def title(self, problem: HiddenGradientProblem, options: tuple[Any, ...]) -> str:
+    def title(self, problem: HiddenGradientProblem, tensors: Tensors, options: tuple[Any, ...]) -> str:
         gate = "dH ⊙ act(z_gate), dH ⊙ z ⊙ act'(z_gate)" if problem.gated else "dH ⊙ act'(z)"
         return f"hidden_gradient: {gate}, dH = dy W_down, act = {formula(problem.activation)}"
 

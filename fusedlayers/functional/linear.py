@@ -152,7 +152,7 @@ class _Linear(Operation):
             subclass=subclass_of(x, weight, bias),
         )
 
-    def title(self, problem: LinearProblem, options: tuple[Any, ...]) -> str:
+    def title(self, problem: LinearProblem, tensors: Tensors, options: tuple[Any, ...]) -> str:
         product = "x Wᵀ + b" if problem.bias else "x Wᵀ"
         if problem.activation == "identity":
             return f"linear: {product}"

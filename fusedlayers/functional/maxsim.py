@@ -164,7 +164,7 @@ class _MaxSim(Operation):
         packed = "packed" in (call.problem.query_layout, call.problem.document_layout)
         return super().sees_through(call) and not (call.observed and packed)
 
-    def title(self, problem: MaxSimProblem, options: tuple[Any, ...]) -> str:
+    def title(self, problem: MaxSimProblem, tensors: Tensors, options: tuple[Any, ...]) -> str:
         return "maxsim: scores[q, e] = Σ_i max_j queries[q, i] · documents[e, j]"
 
     def through_torch(self, call: Prepared, tensors: Tensors) -> Tensor:

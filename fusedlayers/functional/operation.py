@@ -89,8 +89,8 @@ class Operation:
         known = inspect.signature(oracle).parameters
         return oracle(**{name: value for name, value in arguments.items() if name in known})
 
-    def title(self, problem: Any, options: tuple[Any, ...]) -> str:
-        """What a call computes, in one line of formulas."""
+    def title(self, problem: Any, tensors: Tensors, options: tuple[Any, ...]) -> str:
+        """What a call of the public function's ``tensors`` computes, in one line of formulas."""
         raise NotImplementedError
 
     def through_torch(self, call: Prepared, tensors: Tensors) -> Any:

@@ -102,7 +102,7 @@ class _WeightGradient(Operation):
             subclass=subclass_of(dy, x),
         )
 
-    def title(self, problem: WeightGradientProblem, options: tuple[Any, ...]) -> str:
+    def title(self, problem: WeightGradientProblem, tensors: Tensors, options: tuple[Any, ...]) -> str:
         return "weight_gradient: dW = dyᵀ x" + (", db = Σ dy" if problem.bias else "")
 
     def through_torch(self, call: Prepared, tensors: Tensors) -> tuple[Tensor, Tensor | None]:

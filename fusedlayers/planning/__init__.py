@@ -7,7 +7,7 @@ holds its problem, its planner, and its plan with what ``explain`` prints of it.
 from typing import Any
 
 from .avoiding import configurations, without_avoided
-from .call import KERNEL_PATHS, Call, Decision
+from .call import KERNEL_PATHS, Call, Decision, why_never_kernels
 from .devices import BACKENDS, CEILINGS, Device, floor_seconds
 from .ffn_chunked import WORKSPACE_LIMIT, ChunkPass, ChunkPlan
 from .gemm_gemm import Plan, Problem
@@ -56,4 +56,5 @@ __all__ = [
     "configurations",
     "floor_seconds",
     "plan",
+    "why_never_kernels",
 ]

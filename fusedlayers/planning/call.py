@@ -48,6 +48,15 @@ class Call:
         raise NotImplementedError
 
     @property
+    def tokens(self) -> int:
+        """The tokens that ``explain`` shares kept bytes out to; 0 where an operation has none."""
+        return 0
+
+    def kept_by_torch(self, device: Device) -> int:
+        """The bytes that torch's own operations would keep for the backward pass."""
+        return self.plan(device, "torch").saved_bytes
+
+    @property
     def element_bytes(self) -> int:
         """The size of an operand's elements; every operation has their ``dtype``, at its own place among its sizes."""
         return DTYPE_BYTES.get(vars(self)["dtype"], 4)
@@ -67,6 +76,8 @@ class Decision:
     """
 
     yields: ClassVar[Yields] = {}
+    # Whether the kernels of the operation have passes to name; a function that gives gradients has one alone.
+    has_passes: ClassVar[bool] = True
 
     problem: Any
     path: str
@@ -80,6 +91,35 @@ class Decision:
     unsupported: str | None = field(default=None, compare=False)  # why the kernels cannot run, if they cannot
     avoided: tuple[str, ...] = ()  # configurations it would have, had they not failed the self-test on this device
 
+    def summary(self, device: Device) -> str:
+        """One sentence: what runs, and what that gains, or why torch runs."""
+        if self.path == "torch":
+            return f"Runs through torch: {_in_brackets(self.why_torch(device))}."
+        passes = f", {direction(self.problem)}" if self.has_passes else ""
+        gain = self.gain(device)
+        return f"Runs {self.runs()}{passes}{f': {_in_brackets(gain)}' if gain else ''}."
+
+    def runs(self) -> str:
+        """Where a call runs that does not run through torch alone, in words that follow "runs"."""
+        return f"in the {self.path} kernels" if self.path in KERNEL_PATHS else "through torch"
+
+    def gain(self, device: Device) -> str:
+        """What the path gains: the bytes that it keeps where these are fewer than torch's, else its reason."""
+        theirs = self.problem.kept_by_torch(device) if self.problem.training else 0
+        if self.saved_bytes >= theirs:
+            return self.reason
+        tokens = self.problem.tokens
+        if not tokens:
+            return f"keeps {self.saved_bytes:,} bytes for the backward pass instead of {theirs:,}"
+        return f"keeps {self.saved_bytes // tokens:,} bytes a token instead of {theirs // tokens:,}"
+
+    def why_torch(self, device: Device) -> str:
+        """Why no kernel runs, on the path of torch."""
+        if self.unsupported is not None:
+            return self.unsupported
+        reasons = [reason for path, reason in self.rejected if path in KERNEL_PATHS]
+        return "; ".join(dict.fromkeys(reasons)) or self.reason
+
     def facts(self, device: Device) -> Facts:
         """The plan as ``explain`` prints it."""
         kept = f"{self.saved_bytes:,} for the backward pass" if self.problem.training else "0 (no gradient is wanted)"
@@ -92,8 +132,13 @@ class Decision:
             ("FLOPs", f"{self.flops:,}"),
             ("bytes moved", f"at least {self.bytes:,}"),
             ("saved bytes", kept),
-            ("workspace", f"{self.workspace_bytes:,} bytes"),
-            ("floor", "unknown peak rates" if seconds is None else f"{seconds * 1e6:.1f} µs"),
+            ("workspace", f"{self.workspace_bytes:,} bytes of temporary memory"),
+            (
+                "floor",
+                "unknown, as no peak rates of this device are on record"
+                if seconds is None
+                else f"at least {seconds * 1e6:.1f} µs at the device's measured peak rates",
+            ),
         ]
 
     def kernel_facts(self) -> Facts:
@@ -108,7 +153,9 @@ KERNEL_PATHS = ("fused", "epilogue")
 def no_kernels(problem: Any, device: Device) -> str | None:
     """Why no kernel of the operation runs on this device with these operands, or None."""
     if not device.triton:
-        return "Triton is not installed" if device.kind == "cuda" else f"no Triton kernels on device type {device.kind}"
+        if device.kind == "cuda":
+            return "Triton is not installed"
+        return f"the kernels need a CUDA or ROCm GPU, and the tensors are on device type {device.kind}"
     if device.why_no_kernels:
         return device.why_no_kernels
     if problem.subclass:
@@ -121,7 +168,8 @@ def no_kernels(problem: Any, device: Device) -> str | None:
 def not_measured(problem: Any, device: Device) -> str | None:
     """Why auto mode leaves this device or this dtype to torch whatever the sizes, or None."""
     if device.architecture != "sm_90":
-        return f"not measured on {device.architecture or device.kind}; FUSEDLAYERS_BACKEND=triton runs the kernels"
+        where = device.architecture or device.kind
+        return f"the kernels were not measured on {where}; FUSEDLAYERS_BACKEND=triton runs them"
     if problem.dtype == "float32":
         return "float32 products in IEEE precision do not use the matrix units; torch's kernels are faster"
     return None
@@ -133,7 +181,7 @@ def too_small(amount: int, what: str, thresholds: tuple[int, int], captured: boo
     if amount >= least:
         return None
     bound = "inside a CUDA graph" if captured else "launched one by one"
-    return f"too small: {amount:,} {what}, faster than torch from {least:,} on when {bound}"
+    return f"the call is too small: {amount:,} {what}, faster than torch from {least:,} on when {bound}"
 
 
 def why_not_kernels(
@@ -149,6 +197,11 @@ def why_not_kernels(
     return None
 
 
+def why_never_kernels(problem: Any, device: Device, backend: str) -> str | None:
+    """Why no kernel runs ``problem`` on this device at any size, given the user's wish; None where some may."""
+    return why_not_kernels(problem, device, backend, no_kernels(problem, device), not_measured)
+
+
 def direction(problem: Any) -> str:
     """The passes of a call, in words."""
     return "forward and backward" if problem.training else "forward"
@@ -160,3 +213,9 @@ def activation_accuracy(problem: Any, device: Device) -> str:
         return "exact"
     # The hardware tanh is an NVIDIA instruction, and its error is above the rounding of float16.
     return "coarse" if problem.dtype == "bfloat16" and device.architecture.startswith("sm_") else "half"
+
+
+def _in_brackets(reason: str) -> str:
+    """A reason behind a colon: the details that follow a colon of its own go into brackets."""
+    head, colon, details = reason.partition(": ")
+    return f"{head} ({details})" if colon else reason

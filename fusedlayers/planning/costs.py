@@ -49,6 +49,20 @@ def saved_bytes(problem: Any, path: str, device: Device) -> int:
     return x + copies * problem.hidden_bytes
 
 
+def kept_by_torch(problem: Any, device: Device) -> int:
+    """What torch's own layers keep, ``nn.Dropout`` among them: it keeps its mask, which this library draws again."""
+    kept = saved_bytes(problem, "torch", device)
+    if problem.training and problem.dropout:
+        beyond = mask_bytes(problem, device) - problem.element_bytes * keeps_mask(problem, device)
+        kept += beyond * problem.batch * problem.M * problem.N
+    return kept
+
+
+def mask_bytes(problem: Any, device: Device) -> int:
+    """Bytes for each element of the mask of ``nn.Dropout``: booleans on a GPU, elsewhere numbers of its dtype."""
+    return 1 if device.kind == "cuda" else int(problem.element_bytes)
+
+
 def keeps_mask(problem: Any, device: Device) -> bool:
     """Whether torch's path keeps the mask of a dropout, as large as the hidden: one kernel draws it again."""
     return not (device.kind == "cuda" and device.triton and problem.element_bytes <= 4)

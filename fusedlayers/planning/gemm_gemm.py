@@ -25,13 +25,12 @@ from .call import (
     Facts,
     Yields,
     activation_accuracy,
-    direction,
     no_kernels,
     not_measured,
     too_small,
     why_not_kernels,
 )
-from .costs import gemm_units, saved_bytes
+from .costs import gemm_units, kept_by_torch, saved_bytes
 from .devices import PARTIALS_LIMIT, Device, floor_seconds
 from .ffn_chunked import WORKSPACE_LIMIT, ChunkPlan
 from .ffn_epilogue import EpiloguePlan
@@ -127,11 +126,14 @@ class Problem(Call):
 
     @property
     def described(self) -> str:
-        if self.operation == "gemm_gemm":
-            sizes = f"B={self.batch} M={self.M} K={self.K} N={self.N} O={self.O}"
-        else:
-            sizes = f"M={self.M} (tokens) K={self.K} (d_model) N={self.N} (d_ff) O={self.O}"
-        return f"{sizes}, {self.dtype}, {direction(self)}"
+        return gemm_gemm_facts.described(self)
+
+    @property
+    def tokens(self) -> int:
+        return self.M if self.operation == "ffn" else 0
+
+    def kept_by_torch(self, device: Device) -> int:
+        return kept_by_torch(self, device)
 
     def plan(self, device: Device, backend: str) -> "Plan":
         return plan(self, device, backend)
@@ -161,6 +163,15 @@ class Plan(Decision):
 
     def kernel_facts(self) -> Facts:
         return gemm_gemm_facts.kernel_facts(self)
+
+    def runs(self) -> str:
+        return super().runs() if self.chunks is None else gemm_gemm_facts.chunks_run(self)
+
+    def why_torch(self, device: Device) -> str:
+        # Some kernels hold the width on chip, others are for wider layers: the reason of those that it is for.
+        narrow = why_unsupported(self.problem, device) is None
+        reason = dict(self.rejected).get("fused" if narrow else "epilogue")
+        return super().why_torch(device) if self.unsupported or reason is None else reason
 
 
 def plan(problem: Problem, device: Device, backend: str = "auto") -> Plan:
@@ -365,8 +376,10 @@ def plan_on(
             epilogue = ffn_epilogue.plan(problem, device, largest, carried)
             options |= {"epilogue": epilogue, "accuracy": activation_accuracy(problem, device)}
     reason = {
-        "fused": "the kernels cover the problem and keep no hidden",
-        "epilogue": "activations and bias gradients are computed with the products, and only pre-activations are kept",
+        "fused": "the kernels keep no hidden",
+        "epilogue": "activations and bias gradients are computed with the products, and only pre-activations are kept"
+        if problem.training
+        else "activations are computed with the products",
         "chunked": "recompute=True forbids keeping the hidden, which no kernel here holds on chip",
         "torch": "no other path is both possible and faster",
     }[path]

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..kernels.tuning import CONSUMER_ROWS, StoredConfig, TileConfig
-from .call import Facts
+from .call import Facts, direction
 from .ffn_chunked import ChunkPlan
 from .ffn_epilogue import EpiloguePlan
 from .hidden_gradient import epilogue_text
@@ -24,7 +24,23 @@ def kernel_facts(plan: Any) -> Facts:
         rows += _epilogue(plan.epilogue)
     if plan.chunks is not None:
         rows.append(("chunks", _chunks(plan.chunks)))
-    return [*rows, ("GEMM units", f"{plan.forward_units:g} forward, {plan.backward_units:g} backward")]
+    units = f"{plan.forward_units:g} forward, {plan.backward_units:g} backward"
+    return [*rows, ("GEMM units", f"{units}; a unit is one matrix product of M × K × N")]
+
+
+def chunks_run(plan: Any) -> str:
+    """Where a ``planning.Plan`` runs its chunks."""
+    return "in chunks, through torch" if plan.epilogue is None else "in chunks, in the epilogue kernels"
+
+
+def described(problem: Any) -> str:
+    """The sizes of a ``planning.Problem`` by their letters, the dtype and the passes."""
+    p = problem
+    if p.operation == "gemm_gemm":
+        sizes = f"B={p.batch} M={p.M} K={p.K} N={p.N} O={p.O}"
+    else:
+        sizes = f"M={p.M} (tokens) K={p.K} (d_model) N={p.N} (d_ff) O={p.O}"
+    return f"{sizes}, {p.dtype}, {direction(p)}"
 
 
 def _tiles(name: str, tiles: TileConfig | None) -> Facts:

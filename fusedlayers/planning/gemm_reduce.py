@@ -274,7 +274,8 @@ def _costed(
             else 0,
         }
     reason = {
-        "fused": "the kernels cover the problem and never write the product",
+        "fused": "the kernels "
+        + ("reduce the product as they write it" if problem.product else "never write the product"),
         "algebraic": f"the {problem.op} of a product is the product of a {problem.op}: no product of matrices",
         "torch": "no other path is both possible and faster",
     }[path]

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 from ..kernels.tuning import CONSUMER_ROWS, EPILOGUE_PIPELINES, EpiloguePipeline, EpilogueTiles, epilogue_tiles
 from .call import Call, Decision, Facts, activation_accuracy, no_kernels, not_measured, too_small, why_not_kernels
@@ -66,6 +66,8 @@ class HiddenGradientProblem(Call):
 @dataclass(frozen=True, kw_only=True)
 class HiddenGradientPlan(Decision):
     """The path is "fused" or "torch"."""
+
+    has_passes: ClassVar[bool] = False
 
     tiles: EpilogueTiles | None = None
     pipeline: EpiloguePipeline | None = None  # what runs instead, where the operands lie as its copies need them

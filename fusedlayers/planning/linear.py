@@ -142,12 +142,25 @@ class LinearPlan(Decision):
     """
 
     yields: ClassVar[Yields] = {"forward tiles": ("y",), "data_gradient tiles": ("dx",)}
+    has_passes: ClassVar[bool] = False  # the products that kernels compute are named instead
 
     forward: ProductPlan
     data_gradient: ProductPlan | None = None
     weight_gradient: WeightGradientPlan | None = None
     accuracy: str = "exact"  # of activations in kernels: one of kernels.activations.ACCURACIES
     dependent: bool = False  # whether a kernel is started while the one before it still runs
+
+    def runs(self) -> str:
+        how, _, _ = self.reason.partition(": ")
+        return f"{'partly ' if self.rejected else ''}in {how}"
+
+    def why_torch(self, device: Device) -> str:
+        # Each product has a reason, which the row "not fused" has all of.
+        return self.forward.reason
+
+    def gain(self, device: Device) -> str:
+        _, _, products = self.reason.partition(": ")
+        return products
 
     def kernel_facts(self) -> Facts:
         p = self.problem

@@ -156,7 +156,7 @@ def _costed(
     options: dict[str, Any] = {}
     if path == "fused":
         options = _kernels(problem, device)
-    reason = "the kernels cover the problem and keep no similarities"
+    reason = "the kernels keep no similarities"
     return MaxSimPlan(
         problem=problem,
         path=path,

@@ -53,8 +53,9 @@ def facts(plan: Plan, device: Device) -> Facts:
     for choice in choices(plan.problem, device, plan):
         text = choice.why_not
         if text is None:
-            extra = f"{choice.extra_units:g} extra GEMM units"
-            text = f"saves {choice.saved_bytes:,} bytes, {extra}, workspace {choice.workspace_bytes:,} bytes"
+            again = f"{choice.extra_units:g} GEMM units again" if choice.extra_units else "nothing again"
+            text = f"keeps {choice.saved_bytes:,} bytes, computes {again}"
+            text += f", takes {choice.workspace_bytes:,} bytes of temporary memory"
         # A name with its path where that says more.
         name = choice.name if choice.name == choice.path else f"{choice.name}, {choice.path}"
         rows.append((f"if {name}", text + (" (chosen)" if choice.path == plan.path else "")))

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ..kernels.tuning import (
     PIPELINES,
@@ -80,6 +80,8 @@ class WeightGradientProblem(Call):
 class WeightGradientPlan(Decision):
     """The path is "fused" or "torch"."""
 
+    has_passes: ClassVar[bool] = False
+
     tiles: WeightGradientTiles | None = None
     pipeline: WeightGradientPipeline | None = None  # what runs instead, where the operands lie as its copies need them
     splits: int = 1
@@ -130,7 +132,7 @@ def plan(problem: WeightGradientProblem, device: Device, backend: str = "auto") 
     return WeightGradientPlan(
         problem=problem,
         path="fused",
-        reason="one kernel reads dy once, for both gradients" if problem.bias else "the kernel covers the problem",
+        reason="one kernel reads dy once, for both gradients" if problem.bias else "one kernel computes dW",
         rejected=(("torch", "the kernels cover the problem"),),
         tiles=tiles,
         pipeline=pipeline,

@@ -117,9 +117,17 @@ class _FFN(Operation):
         y: Tensor = super().reference(**arguments, seed=arguments["dropout_seed"])
         return y
 
-    def title(self, problem: Problem, options: tuple[Any, ...]) -> str:
-        hidden = "act(x W_gateᵀ) ⊙ (x W_upᵀ)" if problem.gated else "act(x W_upᵀ)"
-        return f"ffn: {hidden} W_downᵀ, act = {formula(problem.activation)}"
+    def title(self, problem: Problem, tensors: Tensors, options: tuple[Any, ...]) -> str:
+        _, _, _, b_up, b_down, w_gate, b_gate, residual, _ = tensors
+        _, dropout_p, _ = options
+        up = "x W_upᵀ" + _plus("b_up", b_up)
+        hidden = f"act({up})" if w_gate is None else f"act(x W_gateᵀ{_plus('b_gate', b_gate)}) ⊙ ({up})"
+        if dropout_p:
+            hidden = f"dropout({hidden})"
+        elif w_gate is not None:
+            hidden = f"({hidden})"
+        result = f"{hidden} W_downᵀ{_plus('b_down', b_down)}{_plus('residual', residual)}"
+        return f"ffn: {result}, act = {formula(problem.activation)}"
 
     def facts(self, plan: Plan, device: Device) -> list[tuple[str, str]]:
         return recomputing.facts(plan, device)
@@ -235,6 +243,11 @@ class _FFN(Operation):
         leading = (problem.M,) if operands[0] is None else operands[0].shape[:-1]
         kept = Result((problem.M, problem.N), first.dtype) if path == "epilogue" and problem.training else None
         return [Result((*leading, problem.O), first.dtype)], [kept, kept if problem.gated else None]
+
+
+def _plus(name: str, given: Tensor | None) -> str:
+    """What a sum of a formula has more where an operand is given."""
+    return "" if given is None else f" + {name}"
 
 
 def _through_hidden(wanted: Sequence[bool]) -> bool:

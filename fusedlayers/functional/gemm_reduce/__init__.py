@@ -121,10 +121,11 @@ class _GemmReduce(Operation):
             return_indices=return_indices, return_product=return_product, atomic=atomic,
         )  # fmt: skip
 
-    def title(self, problem: ReduceProblem, options: tuple[Any, ...]) -> str:
+    def title(self, problem: ReduceProblem, tensors: Tensors, options: tuple[Any, ...]) -> str:
         op, dim, activation, *_ = options
+        product = "a @ b" if tensors[-1] is None else "a @ b + bias"
         plain = activation == "identity"
-        inner, act = ("a @ b", "") if plain else ("act(a @ b)", f", act = {formula(activation)}")
+        inner, act = (product, "") if plain else (f"act({product})", f", act = {formula(activation)}")
         return f"gemm_reduce: {op} of {inner} over {'M' if dim == -2 else 'N'}{act}"
 
     def through_torch(self, call: Prepared, tensors: Tensors) -> Any:

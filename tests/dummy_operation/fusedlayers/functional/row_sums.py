@@ -44,7 +44,7 @@ class _RowSums(Operation):
             subclass=subclass_of(x),
         )
 
-    def title(self, problem: RowSumsProblem, options: tuple[Any, ...]) -> str:
+    def title(self, problem: RowSumsProblem, tensors: Tensors, options: tuple[Any, ...]) -> str:
         return "row_sums: y = Σ_n x"
 
     def through_torch(self, call: Prepared, tensors: Tensors) -> Tensor:
