@@ -6,6 +6,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers.kernels.activations import ACTIVATIONS
-from fusedlayers.replacing import FFNRule, finding, torch_module_activation
+from fusedlayers.planning import Device
+from fusedlayers.replacing import FFNRule, LinearRule, finding, saving, torch_module_activation
 from tests.ffn_blocks import GatedBlock, encoder, long_sequence, mlp, rule_for
 
 RULE = rule_for(GatedBlock)
+CPU = Device("cpu", "cpu")
 
 
 class NormedBlock(GatedBlock):
@@ -53,6 +56,19 @@ class Unnamed(nn.Module):
         self.wi, self.wo, self.query = nn.Linear(6, 10), nn.Linear(10, 6), nn.Linear(6, 6)
 
 
+class Named(nn.Module):
+    def __init__(self, **linears: tuple[int, int]) -> None:
+        super().__init__()
+        for name, sizes in linears.items():
+            self.add_module(name, nn.Linear(*sizes))
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.zeros(4, 20, 6)), nn.Parameter(torch.zeros(4, 6, 10))
+
+
 def _with(block: GatedBlock, **changes: object) -> GatedBlock:
     for name, value in changes.items():
         setattr(block, name, value)
@@ -82,6 +98,12 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "layer subclass": (lambda: EncoderLayer(6, 2, 10), "is a subclass of TransformerEncoderLayer and may compute"),
     "rule subclass": (lambda: Derived(), "is a subclass of GatedBlock and may compute something else"),
     "no rule": (lambda: Unnamed(), "looks like an FFN (wi, wo: 6 -> 10 -> 6); name it in an FFNRule"),
+    "one linear for both": (lambda: Named(wi=(6, 20), wo=(10, 6)), "a gated FFN (wi, wo: 6 -> 2 × 10 -> 6) whose gate"),
+    "in two children": (
+        lambda: nn.ModuleDict({"a": Named(wi=(6, 10)), "b": Named(wo=(10, 6))}),
+        "looks like an FFN in two children (a.wi, b.wo: 6 -> 10 -> 6); name it in an FFNRule with inside and holders",
+    ),
+    "experts": (lambda: Experts(), "looks like the experts of a mixture (up, down: 4 experts)"),
     "not joined": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), "just an activation and a dropout between"),
 }
 
@@ -133,29 +155,78 @@ def test_what_is_left_is_reported(name: str) -> None:
     assert type(block) is before
 
 
-def test_the_report_is_a_table(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_report_is_a_table(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.ModuleDict({"ffn": mlp(), "odd": mlp(nn.Softplus()), "layer": encoder("relu", False, False)})
+    monkeypatch.setattr(saving, "describe", lambda device: CPU)
     with caplog.at_level(logging.INFO, logger="fusedlayers"):
         report = fl.replace(model, rules=[RULE])
     assert str(report).splitlines() == [
-        "fusedlayers.replace: 2 replaced, 2 skipped; keeps 272 bytes a token for backward",
+        "fusedlayers.replace: 2 replaced, 2 skipped; keeps 272 bytes a token for backward, torch 272",
         "  replaced  ffn      Sequential -> FusedSequentialFFN                         "
-        "0..2: gelu, 6 -> 10 -> 6, keeps 104 bytes a token for backward",
+        "0..2: gelu, 6 -> 10 -> 6, keeps 104 bytes a token for backward, torch 104",
         "  replaced  layer    TransformerEncoderLayer -> FusedTransformerEncoderLayer  "
-        "linear1, linear2: relu, 6 -> 10 -> 6, keeps 168 bytes a token for backward",
+        "linear1, linear2: relu, 6 -> 10 -> 6, keeps 168 bytes a token for backward, torch 168",
         "  skipped   odd      Sequential                                               "
         "0..2: the activation Softplus(beta=1.0, threshold=20.0) is not a known one",
         "  skipped   (rules)  GatedBlock                                               "
         "no module is exactly of this class",
+        "As the model is now, torch runs every block and no kernel does: the kernels need a CUDA or ROCm GPU, and the "
+        "tensors are on device type cpu.",
     ]
     assert repr(report) == str(report)
     assert [record.getMessage() for record in caplog.records] == [str(report)]
     trial = fl.replace(mlp(), dry_run=True)
     assert str(trial).splitlines()[0] == (
-        "fusedlayers.replace: 1 replaced, 0 skipped (dry run: nothing changed); keeps 104 bytes a token for backward"
+        "fusedlayers.replace: 1 replaced, 0 skipped (dry run: nothing changed); "
+        "keeps 104 bytes a token for backward, torch 104"
     )
     assert trial.replaced[0].path == ""
     assert "(model)" in str(trial)
+
+
+H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
+A100 = Device("cuda", "NVIDIA A100", "sm_80", processors=108, triton=True)
+HALF = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "backend", "why"),
+    [
+        (H200, HALF, "auto", None),
+        (H200, HALF, "torch", "the backend is set to torch"),
+        (H200, torch.float32, "auto", "float32 products in IEEE precision do not use the matrix units; torch's kernels "
+         "are faster (unless autocast changes the dtype)"),
+        (H200, torch.float32, "triton", None),
+        (A100, HALF, "auto", "the kernels were not measured on sm_80; FUSEDLAYERS_BACKEND=triton runs them"),
+        (A100, HALF, "triton", None),
+        (replace(H200, triton=False), HALF, "triton", "Triton is not installed"),
+    ],
+)  # fmt: skip
+def test_a_closing_line_where_no_kernel_will_run(
+    device: Device, dtype: torch.dtype, backend: str, why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "describe", lambda where: device)
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
+    model = nn.ModuleList([mlp().to(dtype), nn.Linear(6, 10).to(dtype)])
+    report = fl.replace(model, rules=[LinearRule(out_features=10)], dry_run=True)
+    assert [entry.why_no_kernels for entry in report.replaced] == [why, why]
+    ending = f"As the model is now, torch runs every block and no kernel does: {why}."
+    assert (str(report).splitlines()[-1] == ending) == (why is not None)
+    assert ("As the model is now" in str(report)) == (why is not None)
+
+
+def test_a_rule_that_asks_for_splits_asks_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "describe", lambda where: A100)
+    model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 10))
+    with torch.no_grad():
+        report = fl.replace(model, rules=[LinearRule(names="0", split_k=3), LinearRule(names="1")], dry_run=True)
+    assert [entry.why_no_kernels is None for entry in report.replaced] == [True, False]
+    assert "As the model is now" not in str(report), "one of them runs in kernels"
+
+
+def test_an_attention_is_no_ffn() -> None:
+    model = nn.ModuleDict({"ffn": mlp(), "attention": Named(q=(6, 10), k=(6, 10), v=(6, 10), o=(10, 6))})
+    assert not fl.replace(model).skipped
 
 
 def test_nothing_to_replace() -> None:

@@ -276,8 +276,8 @@ def test_saved_bytes_follow_recompute() -> None:
     report = fl.replace(model, dry_run=True, recompute=True)
     assert [entry.saved_bytes for entry in report.replaced] == [(4 * (6 + 20), 4 * 6), (4 * (6 + 10), 4 * 6)]
     assert report.saved_bytes == (4 * 42, 4 * 12)
-    assert "keeps 48 bytes a token for backward (torch 168)" in str(report)
-    assert "keeps 24 bytes a token for backward (torch 104)" in str(report)
+    assert "keeps 48 bytes a token for backward, torch 168" in str(report)
+    assert "keeps 24 bytes a token for backward, torch 104" in str(report)
 
 
 @pytest.mark.parametrize("place", ["cpu", "meta"])

@@ -33,7 +33,7 @@ from .linears import split_k_class
 from .patterns import Patterns
 from .report import Entry, Report
 from .rules import FFNRule, LinearRule
-from .saving import saved_bytes_per_token
+from .saving import facts_of_ffn, why_no_kernels_for_linear
 
 __all__ = [
     "Entry",
@@ -181,8 +181,8 @@ def _replace_ffns(
             if isinstance(pieces, str):
                 skipped.append(Entry(path, name, None, f"{linears}: {pieces}"))
             else:
-                saved = saved_bytes_per_token(pieces, patterns.recompute)
-                replaced.append(Entry(path, name, fused.__name__, f"{linears}: {_description(pieces)}", saved))
+                facts = facts_of_ffn(pieces, patterns.recompute)
+                replaced.append(Entry(path, name, fused.__name__, f"{linears}: {_description(pieces)}", *facts))
         parts |= _linears(found)
         if any(isinstance(pieces, FFNPieces) for pieces in found.values()):
             changes.append((module, fused))
@@ -223,7 +223,8 @@ def _replace_linears(
             continue
         fused = split_k_class(rule.split_k, rule.reduction)
         text = f"split_k={rule.split_k!r}, {rule.reduction}, {module.in_features} -> {module.out_features}"
-        replaced.append(Entry(path, name, fused.__name__, text))
+        why_no_kernels = why_no_kernels_for_linear(module, rule)
+        replaced.append(Entry(path, name, fused.__name__, text, why_no_kernels=why_no_kernels))
         changes.append((module, fused))
     skipped += [Entry("(rules)", "Linear", None, f"no linear meets the conditions of {rule}") for rule in idle]
 

@@ -18,8 +18,9 @@ from .blocks import (
 )
 from .by_rule import FusedInside, FusedWholeBlock, Recipe, fused_class
 from .families import FAMILIES
-from .finding import attribute, find_runs, widths
+from .finding import attribute, find_runs
 from .rules import FFNRule
+from .unnamed import why_unnamed
 
 _BUILT_IN: dict[type[nn.Module], type[FusedBlock]] = {
     nn.Sequential: FusedSequentialFFN,
@@ -125,9 +126,4 @@ class Patterns:
             sequential = base is nn.Sequential and any(find_runs(list(module.children())))
             if known or sequential or (base in _BUILT_IN and base is not nn.Sequential):
                 return f"is a subclass of {base.__name__} and may compute something else; name it in an FFNRule"
-        linears = [(name, *pair) for name, child in module.named_children() if (pair := widths(child))]
-        for up, width, hidden in linears:
-            for down, inner, outer in linears:
-                if (inner, outer) == (hidden, width) and hidden > width:
-                    return f"looks like an FFN ({up}, {down}: {width} -> {hidden} -> {width}); name it in an FFNRule"
-        return None
+        return why_unnamed(module)

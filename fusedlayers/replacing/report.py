@@ -11,7 +11,8 @@ class Entry:
 
     ``saved_bytes`` is what (torch, this library) keep per token for the backward pass of an FFN in a batch of 65,536
     tokens, its input and the mask of a dropout of its result included: as planned, on the device and with the weights'
-    dtype, without autocast.
+    dtype, without autocast. ``why_no_kernels`` is why no call of the block can run in a kernel as the block is now,
+    None where some may.
     """
 
     path: str
@@ -19,6 +20,7 @@ class Entry:
     became: str | None
     reason: str
     saved_bytes: tuple[int, int] | None = None
+    why_no_kernels: str | None = None
 
     def __str__(self) -> str:
         return self.reason if self.saved_bytes is None else f"{self.reason}, {_saved(self.saved_bytes)}"
@@ -54,11 +56,19 @@ class Report:
         ]
         widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join([title, *(f"  {line.rstrip()}" for line in lines)])
+        return "\n".join([title, *(f"  {line.rstrip()}" for line in lines), *self._closing()])
 
     __repr__ = __str__
+
+    def _closing(self) -> list[str]:
+        """A line where everything that was replaced runs through torch whatever the call, as on a CPU."""
+        reasons = [entry.why_no_kernels for entry in self.replaced]
+        known = dict.fromkeys(reason for reason in reasons if reason is not None)
+        if not reasons or None in reasons:
+            return []
+        return [f"As the model is now, torch runs every block and no kernel does: {'; '.join(known)}."]
 
 
 def _saved(saved_bytes: tuple[int, int]) -> str:
     theirs, ours = saved_bytes
-    return f"keeps {ours:,} bytes a token for backward" + ("" if ours == theirs else f" (torch {theirs:,})")
+    return f"keeps {ours:,} bytes a token for backward, torch {theirs:,}"

@@ -1,29 +1,33 @@
-"""What the FFN of a block keeps for its backward pass, for the report."""
+"""What the FFN of a block keeps for its backward pass, and whether kernels can run it at all: for the report."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import planning
 from ..devices import describe
 from ..functional.ffn.arguments import ffn_problem
+from ..functional.linear import LINEAR
 from ..functional.switches import backend
 from ..kernels.activations import ACTIVATIONS, canonical_activation
 from ..modules import FFNPieces, linear_weight
-from ..planning.costs import SAVED_FOR_SLOPE, keeps_mask
+from ..planning import Device
+from ..planning.costs import SAVED_FOR_SLOPE, mask_bytes
+from .rules import LinearRule
 
 # A training batch: enough that the planner does not call it too small.
 TOKENS = 65_536
 
 
-def saved_bytes_per_token(pieces: FFNPieces, recompute: Literal["auto"] | bool | int) -> tuple[int, int]:
-    """Bytes that the block by torch, and with ``functional.ffn``, keeps per token of a training batch.
+def facts_of_ffn(pieces: FFNPieces, recompute: Literal["auto"] | bool | int) -> tuple[tuple[int, int], str | None]:
+    """The bytes that an entry of the report calls ``saved_bytes``, and why no kernel runs the FFN, or None.
 
-    Of the FFN with its input, and of the dropout of its result, which torch applies in both.
+    The bytes are those that the block by torch, and with ``functional.ffn``, keeps per token of a training batch: of
+    the FFN with its input, and of the dropout of its result, which torch applies in both.
     """
     up, down = linear_weight(pieces.up), linear_weight(pieces.down)
     with torch.enable_grad():
@@ -32,16 +36,32 @@ def saved_bytes_per_token(pieces: FFNPieces, recompute: Literal["auto"] | bool |
         problem = ffn_problem(**pieces.arguments(x, recompute=recompute))
     device = describe(x.device)
     ours = planning.plan(problem, device, backend()).saved_bytes // TOKENS
-    theirs = planning.plan(replace(problem, recompute="auto", saved_limit=None), device, "torch").saved_bytes // TOKENS
-    # torch's dropout keeps booleans on a GPU, elsewhere numbers of the hidden's dtype.
-    mask = 1 if device.kind == "cuda" else problem.element_bytes
+    theirs = problem.kept_by_torch(device) // TOKENS
+    result = 0
     if problem.training:
         beyond = _kept_for_slope(pieces.original) - SAVED_FOR_SLOPE.get(pieces.activation, 0)
         theirs += beyond * problem.element_bytes * problem.N
-        if problem.dropout:
-            theirs += (mask - problem.element_bytes * keeps_mask(problem, device)) * problem.N
-    result = mask * down.shape[0] if pieces.output_dropout_p and problem.training else 0
-    return theirs + result, ours + result
+        if pieces.output_dropout_p:
+            result = mask_bytes(problem, device) * down.shape[0]
+    return (theirs + result, ours + result), _why_no_kernels(problem, device, backend())
+
+
+def why_no_kernels_for_linear(linear: nn.Linear, rule: LinearRule) -> str | None:
+    """Why no kernel runs a linear that ``rule`` takes, or None."""
+    x = linear.weight.detach().new_empty(1, linear.in_features)
+    problem = LINEAR.problem((x, linear.weight, linear.bias), ("identity", rule.split_k, rule.reduction))
+    # A rule that names a number of splits, or atomic addition, asks for kernels.
+    wish = "triton" if problem.asks_for_kernels and backend() == "auto" else backend()
+    return _why_no_kernels(problem, describe(x.device), wish)
+
+
+def _why_no_kernels(problem: Any, device: Device, wish: str) -> str | None:
+    """Why no call runs in a kernel, whatever its size: of the device, or of a dtype that autocast may change."""
+    for_the_device = planning.why_never_kernels(replace(problem, dtype="bfloat16"), device, wish)
+    if for_the_device is not None:
+        return for_the_device
+    reason = planning.why_never_kernels(problem, device, wish)
+    return None if reason is None else f"{reason} (unless autocast changes the dtype)"
 
 
 def _kept_for_slope(activation: object) -> int:
