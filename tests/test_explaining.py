@@ -84,7 +84,7 @@ def test_every_line_on_a_cpu(pretend: Callable[[Device], None]) -> None:
         "if save, torch": "keeps 1,280 bytes, computes nothing again, takes 0 bytes of temporary memory (chosen)",
         "if save, epilogue": "the kernels need a CUDA or ROCm GPU, and the tensors are on device type cpu",
         "if recompute, fused": "the kernels need a CUDA or ROCm GPU, and the tensors are on device type cpu",
-        "if chunked": "keeps 320 bytes, computes 1 GEMM units again, takes 2,368 bytes of temporary memory",
+        "if chunked": "keeps 320 bytes, computes 1 GEMM unit again, takes 2,368 bytes of temporary memory",
         "not fused": "the kernels need a CUDA or ROCm GPU, and the tensors are on device type cpu",
         "not epilogue": "the kernels need a CUDA or ROCm GPU, and the tensors are on device type cpu",
         "not chunked": "only recompute=True needs its memory guarantee",

@@ -53,7 +53,8 @@ def facts(plan: Plan, device: Device) -> Facts:
     for choice in choices(plan.problem, device, plan):
         text = choice.why_not
         if text is None:
-            again = f"{choice.extra_units:g} GEMM units again" if choice.extra_units else "nothing again"
+            units = "GEMM unit" if choice.extra_units == 1 else "GEMM units"
+            again = f"{choice.extra_units:g} {units} again" if choice.extra_units else "nothing again"
             text = f"keeps {choice.saved_bytes:,} bytes, computes {again}"
             text += f", takes {choice.workspace_bytes:,} bytes of temporary memory"
         # A name with its path where that says more.
