@@ -35,6 +35,7 @@ EVERY_ROW_BUT_BENCH = {
     "reference": {"kernels.activations", "kernels.dropout"},
     "devices": {"kernels.device", "kernels.hopper", "planning"},
     "sources": {"kernels"},
+    "folders": set[str](),
     "functional": {"kernels", "planning", "reference", "devices", "sources"},
     "explaining": {"planning", "devices", "functional"},
     "modules": {"kernels", "planning", "reference", "functional"},

@@ -83,9 +83,10 @@ def main(arguments: list[str] | None = None) -> int:
             return _OTHERS[chosen.name].main(chosen, words)
         settings = _settings(chosen)
         rows = _rows(chosen, settings)
+        path = record_path(chosen.output, chosen.name, settings.dtype, settings.device)
     except ValueError as error:
         parser.error(str(error))
-    return _benchmark(chosen, rows, settings, words)
+    return _benchmark(chosen, rows, settings, words, path)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -165,6 +166,8 @@ def _activation(text: str) -> str:
 
 def _settings(chosen: argparse.Namespace) -> Settings:
     device = chosen_device(chosen)
+    if chosen.plot and not chosen.time:
+        raise ValueError("argument --plot: expected --time beside it: the pictures show times")
     if chosen.time and chosen.verify:
         # Both named means both wanted, as either flag alone already implies the verification.
         chosen.verify = False
@@ -235,10 +238,9 @@ def _title(case: Case, options: Options) -> str:
     return ", ".join(parts)
 
 
-def _benchmark(chosen: argparse.Namespace, rows: list[Row], settings: Settings, words: list[str]) -> int:
+def _benchmark(chosen: argparse.Namespace, rows: list[Row], settings: Settings, words: list[str], path: Path) -> int:
     if settings.device.type != "cuda":
         print("no GPU is used: verifying" + (" and timing" if settings.timed else "") + " the torch path on the CPU")
-    path = record_path(chosen.output, chosen.name, settings.dtype, settings.device)
     try:
         found, right = run(rows, settings, words, path)
     except ValueError as error:

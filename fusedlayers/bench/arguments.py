@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 import torch
 
+from ..folders import check_folder
 from .cases import DTYPES, Shape
 from .tables import Table
 
@@ -20,7 +22,7 @@ def add_record_options(command: argparse.ArgumentParser) -> None:
     """Where a run is measured, for how long at most, and what becomes of its record."""
     add_device_option(command)
     command.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 without one")
-    command.add_argument("--seed", type=int, default=0, help="of the inputs (default: 0)")
+    command.add_argument("--seed", type=seed, default=0, help="of the inputs (default: 0)")
     command.add_argument("--budget", type=positive, help="seconds after which no further row is timed")
     command.add_argument("--plot", action="store_true", help="draw the pictures of the record")
     command.add_argument("--output", type=Path, default=Path("outputs/bench"), help="folder (default: outputs/bench)")
@@ -51,8 +53,23 @@ def positive(text: str) -> float:
         value = float(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number of seconds") from error
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected more than 0 seconds")
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected more than 0 seconds, and not infinitely many")
+    return value
+
+
+def seed(text: str) -> int:
+    """A seed that torch takes, and those next to it, which other draws start from.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        value = int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer") from error
+    if not -(2**63) <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer of 64 bits")
     return value
 
 
@@ -92,7 +109,15 @@ def chosen_device(chosen: argparse.Namespace) -> torch.device:
 
 
 def record_path(folder: Path, name: str, dtype: str, device: torch.device) -> Path:
-    """The file of a record: ``ffn-bf16-nvidia-h200.json``."""
+    """The file of a record: ``ffn-bf16-nvidia-h200.json``.
+
+    Raises:
+        ValueError: the folder cannot be written into; the message names the argument.
+    """
+    try:
+        check_folder(folder)
+    except ValueError as error:
+        raise ValueError(f"argument --output: {error}") from error
     kind = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     return folder / f"{name}-{dtype}-{kind.lower().replace(' ', '-')}.json"
 

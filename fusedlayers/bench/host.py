@@ -85,6 +85,8 @@ def main(chosen: argparse.Namespace, words: list[str]) -> int:
         ValueError: an argument that does not fit; the message names it.
     """
     device = chosen_device(chosen)
+    if chosen.plot and chosen.verify:
+        raise ValueError("argument --plot: expected no --verify beside it: the pictures show times")
     rows = _rows(chosen, device)
     dtype = chosen.dtype or ("bf16" if device.type == "cuda" else "fp32")
     path = record_path(chosen.output, "host", dtype, device)

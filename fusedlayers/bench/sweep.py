@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..folders import check_folder
 from ..functional.switches import switched
 from . import record as records
-from .arguments import parse_shape
+from .arguments import parse_shape, positive
 from .cases import DTYPES, Shape
 from .cases.split_k import CASE as SPLIT_K
 from .contenders import EAGER, FUSED_SWITCHES, Contender, contender
@@ -45,10 +46,14 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="MxNxK",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--seconds", type=float, default=0.5, help="timing per shape, beside warm-up (default: 0.5)")
+    parser.add_argument("--seconds", type=positive, default=0.5, help="timing per shape, beside warm-up (default: 0.5)")
     parser.add_argument("--output", type=Path, default=Path("outputs/bench"), help="folder (default: outputs/bench)")
     parser.add_argument("--commit", help="of the sources, where they are no git clone")
     chosen = parser.parse_args(arguments)
+    try:
+        check_folder(chosen.output)
+    except ValueError as error:
+        parser.error(f"argument --output: {error}")
     if not torch.cuda.is_available():
         print("error: the sweep times kernels, which needs a GPU", file=sys.stderr)
         return 1

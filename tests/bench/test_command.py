@@ -205,6 +205,10 @@ def test_a_contender_that_fails_is_named_and_the_others_are_timed(
         (["ffn", "--time", "--init", "zeros"], "argument --init: zeros: --time needs random data: normal or uniform"),
         (["ffn", "--init", "integer", "--activation", "gelu"], "argument --activation: gelu: --init integer"),
         (["ffn", "--contenders", "auto,liger"], "argument --contenders: 'liger': expected names out of eager,compile"),
+        (["ffn", "--plot"], "argument --plot: expected --time beside it"),
+        (["host", "--plot", "--verify"], "argument --plot: expected no --verify beside it"),
+        (["ffn", "--seed", "1" * 20], "argument --seed: '11111111111111111111': expected an integer of 64 bits"),
+        (["ffn", "--seconds", "inf"], "argument --seconds: 'inf': expected more than 0 seconds"),
         (["ffn", "--seconds", "0"], "argument --seconds: '0': expected more than 0 seconds"),
         (["ffn", "--budget", "soon"], "argument --budget: 'soon': expected a number of seconds"),
         (["ffn", "--device", "cuda:99"], "argument --device: 'cuda:99': there are"),
@@ -229,6 +233,20 @@ def test_a_bad_command_line_names_the_argument(
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["ffn", "host", "steps"])
+def test_a_folder_that_cannot_be_written_is_named_before_the_work(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(SystemExit) as stopped:
+        bench(name, "--device", "cpu", "--output", file / "records")
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert f"argument --output: '{file}/records'; expected a folder that files can be written into" in printed.err
 
 
 def test_shapes_are_read_with_either_cross() -> None:
