@@ -8,19 +8,31 @@ INSTALLED := $(VENV)/.installed
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 # The size of the language model: one that a GPU trains in a minute, or one that two CPU cores do.
 MODEL ?= $(if $(GPU),narrow,tiny)
+MODELS := tiny narrow small
+TARGETS := help train test test-full check docs hooks clean
 # Where the two runs are written; what an earlier `make train` left there is overwritten.
 RUNS ?= runs
 TRAIN := $(BIN)/python -m train_examples.language_model model=$(MODEL) run.overwrite=true
 WORKERS ?= auto
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full check docs hooks clean
+.PHONY: $(TARGETS)
+
+# Said before anything is installed.
+ifneq ($(filter train,$(MAKECMDGOALS)),)
+ifneq ($(words $(MODEL)) $(filter $(MODELS),$(MODEL)),1 $(strip $(MODEL)))
+$(error MODEL is '$(MODEL)'; expected one of $(MODELS))
+endif
+endif
+
+.DEFAULT:
+	$(error there is no target '$@'; expected one of $(TARGETS))
 
 help: ## Show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=$(PYTHON)  the interpreter to build $(VENV) with, 3.10 or newer"
-	@echo "  MODEL=$(MODEL)  the preset that 'make train' trains: tiny, narrow or small"
+	@echo "  MODEL=$(MODEL)  the preset that 'make train' trains: one of $(MODELS)"
 	@echo "  WORKERS=$(WORKERS)  how many processes 'make test' uses"
 	@echo
 	@echo "  On Linux pip installs torch's CUDA build, of several gigabytes. For the small CPU build set"
