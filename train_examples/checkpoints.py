@@ -137,6 +137,28 @@ def save_checkpoint(
     fabric.barrier()
 
 
+def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a checkpoint holds, of a folder without the shards, and the metadata of its shards.
+
+    Raises:
+        SettingsError: the file or folder is no checkpoint of these examples.
+    """
+    sharded = path.is_dir()
+    try:
+        content = torch.load(path / REST if sharded else path, map_location="cpu", weights_only=True)
+        metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata if sharded else {}
+    except Exception as error:  # a file that is something else can fail in any way
+        # What torch says of such a file is long, and would have the user run what is in it.
+        reason = f" ({error.strerror})" if isinstance(error, OSError) else ""
+        raise SettingsError(
+            f"run.resume: {path} cannot be read as a checkpoint; expected one that these examples wrote{reason}"
+        ) from error
+    expected_keys = {"example", "fingerprint", "step", "generators"} | (set() if sharded else {"model", "optimizer"})
+    if not isinstance(content, dict) or expected_keys - content.keys():
+        raise SettingsError(f"run.resume: {path} is no checkpoint of these examples; expected {sorted(expected_keys)}")
+    return content, metadata
+
+
 def load_checkpoint(path: Path, name: str, fingerprint: dict[str, Any], model: nn.Module) -> Checkpoint:
     """Read a checkpoint and check that it is one of this example and model, before anything is changed.
 
@@ -144,14 +166,7 @@ def load_checkpoint(path: Path, name: str, fingerprint: dict[str, Any], model: n
         SettingsError: the file or folder is no checkpoint of these examples, or of another model; lists what differs.
     """
     sharded = path.is_dir()
-    try:
-        content = torch.load(path / REST if sharded else path, map_location="cpu", weights_only=True)
-        metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata if sharded else {}
-    except Exception as error:  # a file that is something else can fail in any way
-        raise SettingsError(f"run.resume: {path} cannot be read as a checkpoint ({error})") from error
-    expected_keys = {"example", "fingerprint", "step", "generators"} | (set() if sharded else {"model", "optimizer"})
-    if not isinstance(content, dict) or expected_keys - content.keys():
-        raise SettingsError(f"run.resume: {path} is no checkpoint of these examples; expected {sorted(expected_keys)}")
+    content, metadata = read_checkpoint(path)
     if sharded:
         found = {key: tuple(entry.size) for key, entry in metadata.items() if hasattr(entry, "size")}
         tensors = {key.removeprefix("model."): size for key, size in found.items() if key.startswith("model.")}

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from train_examples.data import check_fractions, position, standard_library_files
-from train_examples.settings import PairSettings, SettingsError
+from train_examples.data import position, standard_library_files
+from train_examples.settings import PairSettings, SettingsError, check_section
 
 # Shorter texts say nothing that could be searched for: "Return self.", a method that only raises or passes on.
 LEAST_QUERY_WORDS = 3
@@ -59,9 +59,8 @@ def load_pairs(settings: PairSettings) -> Pairs:
     Raises:
         SettingsError: names what is wrong: the kind, a fraction, or a part with too few pairs.
     """
-    if settings.kind != "stdlib":
-        raise SettingsError(f"data.kind is {settings.kind!r}; expected stdlib")
-    held_out = check_fractions(settings.validation_fraction, settings.test_fraction)
+    check_section("data", settings)
+    held_out = settings.test_fraction + settings.validation_fraction
     folder = Path(sysconfig.get_path("stdlib"))
     parts: dict[str, list[Pair]] = {"training": [], "validation": [], "test": []}
     modules: dict[str, set[str]] = {name: set() for name in parts}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import fusedlayers
 from train_examples import loop
 from train_examples.code_pairs import Pair, load_pairs
-from train_examples.command import CONFIGS, start
+from train_examples.command import CONFIGS, in_one_line, start
 from train_examples.retrieval import chance_scores, ranking, ranks, retrieval_scores, tfidf_scores
 from train_examples.scores import Scores, score_table
 from train_examples.settings import (
@@ -94,35 +94,9 @@ class LateInteraction(Transformer):
 
 def build_model(settings: CodeSearchSettings, rarity: Tensor) -> LateInteraction:
     """The model, its feed-forward blocks of the kind that ``layers.kind`` names."""
-    check_search(settings)
     built = LateInteraction(settings.model, settings.layers, settings.search, rarity)
     replace_if_asked(built, settings.layers)
     return built
-
-
-def check_search(settings: CodeSearchSettings) -> None:
-    """Every size at least 1, queries that the encoder can read, and a share that leaves some words.
-
-    Raises:
-        SettingsError: names the setting that does not fit.
-    """
-    search = settings.search
-    for name in ("vocabulary", "hash_buckets", "query_words", "vector_size", "shown"):
-        if getattr(search, name) < 1:
-            raise SettingsError(f"search.{name} is {getattr(search, name)}; expected 1 or more")
-    if search.query_words > settings.model.context:
-        raise SettingsError(
-            f"search.query_words is {search.query_words} and model.context is {settings.model.context}; "
-            "expected a query to be no longer than what the model sees at once"
-        )
-    if not 0 <= search.word_dropout < 1:
-        raise SettingsError(f"search.word_dropout is {search.word_dropout}; expected a share in [0, 1)")
-    if search.sharpness <= 0:
-        raise SettingsError(f"search.sharpness is {search.sharpness}; expected a number above 0")
-    if settings.run.batch_size < 2:
-        raise SettingsError(
-            f"run.batch_size is {settings.run.batch_size}; expected 2 or more: a pair is told from the others"
-        )
 
 
 @dataclass(frozen=True)
@@ -200,8 +174,6 @@ def report(model: nn.Module, test: Part, others: dict[str, Scores], shown: int) 
 def run(settings: CodeSearchSettings) -> loop.Row:
     """Read the pairs, build the model, train it; returns the summary that is also in ``summary.json``."""
     model, search, batch_size = settings.model, settings.search, settings.run.batch_size
-    check_search(settings)
-    loop.check_intervals(settings.run)
     pairs = load_pairs(settings.data)
     print(pairs.description)
     if batch_size > len(pairs.training):
@@ -253,6 +225,7 @@ def run(settings: CodeSearchSettings) -> loop.Row:
 register_settings()
 
 
+@in_one_line
 @hydra.main(version_base="1.3", config_path=CONFIGS, config_name="code_search")
 def main(config: DictConfig) -> None:
     """Entry point."""

@@ -1,32 +1,118 @@
-"""What every example does with the configuration that Hydra composed: show it, run it, name what is wrong."""
+"""What every example does with its command line: check it, show it, run it, and end in one line where it cannot."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
-from train_examples.settings import Settings, SettingsError, as_settings
+from fusedlayers.folders import check_folder
+from fusedlayers.functional import switches
+from train_examples.checkpoints import find_checkpoint, newest, read_checkpoint
+from train_examples.settings import RunSettings, Settings, SettingsError, as_settings
 
 CONFIGS = str(Path(__file__).parents[1] / "configs")
+# What a shell reports of a process that Ctrl-C ended.
+INTERRUPTED = 130
+
+
+def in_one_line(main: Callable[[], None]) -> Callable[[], None]:
+    """The entry point that Hydra made, with each of Hydra's own errors in one line.
+
+    Hydra prints them over several lines, unless HYDRA_FULL_ERROR asks for the traceback; then this changes nothing.
+    """
+
+    @functools.wraps(main)
+    def entry_point() -> None:
+        if "HYDRA_FULL_ERROR" in os.environ:
+            return main()
+        # With this Hydra lets its errors through.
+        os.environ["HYDRA_FULL_ERROR"] = "1"
+        try:
+            main()
+        except HydraException as error:
+            print(f"error: {hydra_message(error)}", file=sys.stderr)
+            raise SystemExit(1) from None
+        finally:
+            del os.environ["HYDRA_FULL_ERROR"]
+
+    return entry_point
+
+
+def hydra_message(error: HydraException) -> str:
+    """What Hydra found wrong with the command line, in one line."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        return f"{group} is {name!r}; expected one of {', '.join(error.options)}"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: {first_line(error)}"
+    # Its cause says which value it was, or which key.
+    return "; ".join(first_line(one) for one in (error, error.__cause__) if one is not None)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says above the classes and paths that were looked into."""
+    return str(error).partition("\n")[0].rstrip(".")
 
 
 def start(config: DictConfig, schema: type[Settings], run: Callable[[Settings], object]) -> None:
     """Print the configuration, whose keys Hydra has checked, and run the example that it describes."""
     with ExitStack() as stack:
-        if int(os.environ.get("RANK", "0")):
-            # Of the processes that torchrun starts, the first one speaks.
-            stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-        else:
+        first = not int(os.environ.get("RANK", "0"))
+        if first:
             # One line of the library says which path its layers take on this machine, and why.
             logging.basicConfig(format="%(name)s: %(message)s")
             logging.getLogger("fusedlayers").setLevel(logging.INFO)
-        print(OmegaConf.to_yaml(config, resolve=True))
+        else:
+            # Of the processes that torchrun starts, the first one speaks.
+            stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         try:
-            run(as_settings(config, schema))
+            settings = as_settings(config, schema)
+            check_surroundings(settings.run)
         except SettingsError as error:
             raise SystemExit(f"error: {error}") from error
+        print(OmegaConf.to_yaml(config, resolve=True))
+        try:
+            run(settings)
+        except (SettingsError, FloatingPointError) as error:
+            raise SystemExit(f"error: {error}") from error
+        except KeyboardInterrupt:
+            if first:
+                print(f"\n{after_an_interruption(settings.run)}", file=sys.stderr)
+            raise SystemExit(INTERRUPTED) from None
+
+
+def check_surroundings(run: RunSettings) -> None:
+    """What a run finds outside its settings: the library's switches, its folder, and a checkpoint to resume from.
+
+    Raises:
+        SettingsError: one of them cannot work; said here, before anything is read or built.
+    """
+    try:
+        for switch in (switches.backend, switches.strict, switches.workspace_limit):
+            switch()
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    directory = Path(run.directory)
+    try:
+        check_folder(directory)
+    except ValueError as error:
+        raise SettingsError(f"run.directory is {error}") from error
+    checkpoint = find_checkpoint(run, directory)
+    if checkpoint is not None:
+        read_checkpoint(checkpoint)
+
+
+def after_an_interruption(run: RunSettings) -> str:
+    """How a run goes on that Ctrl-C has ended, in one line."""
+    kept = newest(Path(run.directory))
+    if kept is None:
+        return "interrupted before the first checkpoint; the same command starts over"
+    return f"interrupted; the same command with run.resume=auto goes on from the last checkpoint, {kept}"

@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from fusedlayers.folders import check_folder
 from train_examples import plots
 from train_examples.loop import Row, read_metrics
 
@@ -88,6 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if names[0] == names[1]:
         names = [str(directory) for directory in chosen.runs]
 
+    try:
+        check_folder(chosen.output.parent)
+    except ValueError as error:
+        raise SystemExit(f"error: --output: {error}") from error
     chosen.output.parent.mkdir(parents=True, exist_ok=True)
     note = ""
     if all(summary["device"].startswith("CPU") for summary in summaries):

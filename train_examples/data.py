@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 import torch
 from torch import Tensor
 
-from train_examples.settings import DataSettings, SettingsError
+from train_examples.settings import DataSettings, SettingsError, check_section
 
 # Installed packages are not the standard library, test folders hold broken sources on purpose, the rest are tables.
 SKIPPED_FOLDERS = frozenset(
@@ -34,16 +34,13 @@ def load_text(settings: DataSettings, sequence: int) -> Text:
     Raises:
         SettingsError: names what is wrong: the kind, the fraction, or a file that is missing, empty or short.
     """
+    check_section("data", settings)
     fraction = settings.validation_fraction
-    if not 0 < fraction < 1:
-        raise SettingsError(f"data.validation_fraction is {fraction}; expected a number between 0 and 1, both excluded")
     if settings.kind == "stdlib":
         folder = sysconfig.get_path("stdlib")
         text, source = _read_standard_library(Path(folder), fraction), f"data=stdlib: {folder}"
-    elif settings.kind == "text_file":
-        text, source = _read_file(settings.path, fraction), f"data.path: {settings.path}"
     else:
-        raise SettingsError(f"data.kind is {settings.kind!r}; expected stdlib or text_file")
+        text, source = _read_file(settings.path, fraction), f"data.path: {settings.path}"
     for part, content in (("training", text.training), ("validation", text.validation)):
         if len(content) < sequence:
             raise SettingsError(
@@ -79,23 +76,6 @@ def position(name: str) -> float:
     """A number in [0, 1) that depends on ``name`` alone: what is split by it stays on its side whatever else is
     installed, so no run trains on another's validation."""
     return int.from_bytes(sha256(name.encode()).digest()[:8], "big") / 2**64
-
-
-def check_fractions(validation: float, test: float) -> float:
-    """The share of both held-out parts together.
-
-    Raises:
-        SettingsError: a fraction is not between 0 and 1, or nothing is left for training.
-    """
-    for name, fraction in (("validation_fraction", validation), ("test_fraction", test)):
-        if not 0 < fraction < 1:
-            raise SettingsError(f"data.{name} is {fraction}; expected a number between 0 and 1, both excluded")
-    if test + validation >= 1:
-        raise SettingsError(
-            f"data.test_fraction is {test} and data.validation_fraction is {validation}; "
-            "expected their sum to be below 1: the rest is for training"
-        )
-    return test + validation
 
 
 def _read_standard_library(folder: Path, validation_fraction: float) -> Text:

@@ -14,14 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from train_examples import loop
-from train_examples.command import CONFIGS, start
+from train_examples.command import CONFIGS, in_one_line, start
 from train_examples.data import fixed_windows, load_text, random_windows
 from train_examples.settings import (
     LanguageModelSettings,
     LayerSettings,
     ModelSettings,
     SampleSettings,
-    SettingsError,
     register_settings,
 )
 from train_examples.transformer import Transformer, replace_if_asked
@@ -91,10 +90,6 @@ def run(settings: LanguageModelSettings) -> loop.Row:
     """Load the text, build the model, train it; returns the summary that is also in ``summary.json``."""
     model, data = settings.model, settings.data
     length = model.context + 1  # a window holds the inputs and, shifted by one, their targets
-    if not settings.sample.prompt:
-        raise SettingsError("sample.prompt is empty; expected at least one byte to continue from")
-    if settings.sample.temperature <= 0:
-        raise SettingsError(f"sample.temperature is {settings.sample.temperature}; expected a number above 0")
     text = load_text(data, length)
     print(text.description)
     torch.manual_seed(settings.run.seed)
@@ -122,6 +117,7 @@ def run(settings: LanguageModelSettings) -> loop.Row:
 register_settings()
 
 
+@in_one_line
 @hydra.main(version_base="1.3", config_path=CONFIGS, config_name="language_model")
 def main(config: DictConfig) -> None:
     """Entry point."""

@@ -22,6 +22,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from torch import nn
 
+from fusedlayers.folders import check_folder
 from train_examples.command import CONFIGS
 from train_examples.comparison import aligned
 from train_examples.language_model import VOCABULARY, build_model, next_byte_loss
@@ -173,12 +174,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         contenders = compose_settings(chosen.overrides)
     except (HydraException, SettingsError) as error:
         parser.error(str(error))
+    try:
+        check_folder(chosen.output.parent)
+    except ValueError as error:
+        parser.error(f"argument --output: {error}")
     if not torch.cuda.is_available():
         raise SystemExit("error: there is no CUDA device; expected a GPU, whose memory can be limited and measured")
     memory = torch.cuda.get_device_properties().total_memory
-    limit = round(chosen.gibibytes * 2**30)
-    if not 0 < limit <= memory:
+    if not 0 < chosen.gibibytes * 2**30 <= memory:
         parser.error(f"--gibibytes is {chosen.gibibytes}; expected more than 0 and at most {memory / 2**30:.0f}")
+    limit = round(chosen.gibibytes * 2**30)
     torch.cuda.set_per_process_memory_fraction(limit / memory)
 
     found = {}

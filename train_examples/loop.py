@@ -30,7 +30,7 @@ from train_examples import plots
 from train_examples.checkpoints import find_checkpoint, load_checkpoint, remove_checkpoints, save_checkpoint
 from train_examples.parallel import Processes
 from train_examples.scores import Scores
-from train_examples.settings import OptimSettings, RunSettings, SettingsError
+from train_examples.settings import OptimSettings, RunSettings
 
 Batch = tuple[Tensor, ...]
 Row = dict[str, Any]
@@ -75,10 +75,9 @@ def train(
     processes all call this, and the first one writes; a kind other than none needs a loss that is a mean over rows.
 
     Raises:
-        SettingsError: an interval, the directory, the checkpoint or ``parallel`` does not fit; the message says why.
+        SettingsError: the directory, the checkpoint or ``parallel`` does not fit; the message says why.
         FloatingPointError: the loss is no longer finite.
     """
-    check_intervals(run)
     directory = Path(run.directory)
     resume_from = find_checkpoint(run, directory)
 
@@ -108,6 +107,8 @@ def train(
     # No process may still look for what is changed now.
     fabric.barrier()
     if fabric.is_global_zero:
+        if checkpoint is None and metrics.exists():
+            print(f"overwriting the earlier run in {directory}")
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.yaml").write_text(config)
         # A summary says that a run is finished.
@@ -198,8 +199,6 @@ def learning_rate(step: int, steps: int, optim: OptimSettings) -> float:
 
 def build_optimizer(model: nn.Module, optim: OptimSettings, precision: Any) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019) that decays matrices only, not biases and norm scales."""
-    if optim.name != "adamw":
-        raise SettingsError(f"optim.name is {optim.name!r}; expected adamw")
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -304,17 +303,6 @@ def in_words(summary: Row) -> Iterator[str]:
     if summary["tokens_per_second"] is not None:
         yield f"{summary['tokens_per_second']:,.0f} tokens/s"
     yield f"peak memory {summary['peak_memory_bytes'] / 2**20:,.0f} MiB ({summary['peak_memory_source']})"
-
-
-def check_intervals(run: RunSettings) -> None:
-    """Rows are the rhythm of the loop: evaluation, checkpoints and an early stop fall on one of them."""
-    for name in ("steps", "batch_size", "log_every", "evaluation_batches"):
-        if getattr(run, name) < 1:
-            raise SettingsError(f"run.{name} is {getattr(run, name)}; expected 1 or more")
-    for name in ("evaluate_every", "checkpoint_every", "stop_after"):
-        value = getattr(run, name)
-        if value is not None and (value < 1 or value % run.log_every):
-            raise SettingsError(f"run.{name} is {value}; expected a positive multiple of run.log_every={run.log_every}")
 
 
 def read_metrics(path: Path) -> list[Row]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import fusedlayers
 from train_examples import loop, split_factor
-from train_examples.command import CONFIGS, start
+from train_examples.command import CONFIGS, in_one_line, start
 from train_examples.hashed_features import HashedFeatures, SparseRows, dense_rows, linear_predictions
 from train_examples.retrieval import shortened
 from train_examples.scores import Scores, accuracy_scores, majority_scores, score_table
@@ -41,7 +41,6 @@ class PackageClassifier(nn.Module):
 
     def __init__(self, settings: ClassifierSettings, layers: LayerSettings, packages: int) -> None:
         super().__init__()
-        check_classifier(settings, layers)
         self.features = settings.features
         self.wide = wide_linear(settings, layers)
         self.dropout = nn.Dropout(settings.dropout)
@@ -59,29 +58,7 @@ def wide_linear(settings: ClassifierSettings, layers: LayerSettings) -> nn.Linea
     """The layer with all the inputs, of the kind that ``layers.kind`` names."""
     if layers.kind == "torch":
         return nn.Linear(settings.features, settings.hidden)
-    if layers.kind != "fused":
-        raise SettingsError(f"layers.kind is {layers.kind!r}; expected fused or torch")
-    try:
-        return fusedlayers.SplitKLinear(settings.features, settings.hidden, split_k=layers.split_k)
-    except (TypeError, ValueError) as error:
-        raise SettingsError(f"layers.split_k: {error}") from error
-
-
-def check_classifier(settings: ClassifierSettings, layers: LayerSettings) -> None:
-    """Sizes of at least 1, a dropout that leaves something, and no option of another example.
-
-    Raises:
-        SettingsError: names the setting that does not fit.
-    """
-    for name in ("features", "n_gram", "hidden", "shown"):
-        if getattr(settings, name) < 1:
-            raise SettingsError(f"classifier.{name} is {getattr(settings, name)}; expected 1 or more")
-    if not 0 <= settings.dropout < 1:
-        raise SettingsError(f"classifier.dropout is {settings.dropout}; expected a probability in [0, 1)")
-    if settings.scale <= 0:
-        raise SettingsError(f"classifier.scale is {settings.scale}; expected a number above 0")
-    if layers.recompute != "auto":
-        raise SettingsError(f"layers.recompute is {layers.recompute!r}; expected auto: there is no feed-forward block")
+    return fusedlayers.SplitKLinear(settings.features, settings.hidden, split_k=layers.split_k)
 
 
 @dataclass(frozen=True)
@@ -155,8 +132,6 @@ def run(settings: PackageClassifierSettings) -> loop.Row:
     """Read the windows, build the model, train it, time its wide layer where there is a GPU; returns the summary that
     is also in ``summary.json``."""
     chosen, batch_size = settings.classifier, settings.run.batch_size
-    check_classifier(chosen, settings.layers)
-    loop.check_intervals(settings.run)
     windows = load_windows(settings.data)
     packages = windows.packages
     print(windows.description)
@@ -213,6 +188,7 @@ def run(settings: PackageClassifierSettings) -> loop.Row:
 register_settings()
 
 
+@in_one_line
 @hydra.main(version_base="1.3", config_path=CONFIGS, config_name="package_classifier")
 def main(config: DictConfig) -> None:
     """Entry point."""

@@ -72,7 +72,8 @@ class Processes:
     def part_generators(self, seed: int) -> None:
         """Other dropout in each process that computes other rows; the first one draws as a single process does."""
         if self.split_batches and self.fabric.global_rank:
-            torch.manual_seed(seed + self.fabric.global_rank)
+            # The largest seed has no successor.
+            torch.manual_seed((seed + self.fabric.global_rank) % 2**64)
 
 
 def check_parallel(kind: str, run: RunSettings, precision: Any, count: int) -> None:

@@ -1,21 +1,79 @@
-"""The schema of every setting: names, types and defaults; the YAML files in ``configs/`` fill it in.
+"""The schema of every setting: names, types, defaults and what a value must be; ``configs/`` fills it in.
 
-Hydra checks each setting against these dataclasses, so a key that does not exist or a value of the wrong type stops
-the run before anything is built.
+Hydra checks names and types against these dataclasses, and :func:`as_settings` checks the values, so a setting that
+cannot work stops the run before anything is read or built.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TypeVar
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fusedlayers.functional.linear import check_split_k
+from fusedlayers.kernels.activations import canonical_activation
+
 
 class SettingsError(ValueError):
     """A setting that cannot work: the message names it, says what it is, and what was expected."""
+
+
+class Rule(NamedTuple):
+    """What a value must be, in words that follow "expected", and whether one is; NaN must fail every comparison."""
+
+    expected: str
+    holds: Callable[[Any], bool]
+
+
+def one_of(*words: str) -> Rule:
+    """The value is one of these words."""
+    listed = f"{', '.join(words[:-1])} or {words[-1]}" if words[1:] else words[0]
+    return Rule(listed, lambda value: value in words)
+
+
+def only_auto(reason: str) -> Rule:
+    """The value is ``auto``, because an example cannot use another one."""
+    return Rule(f"auto: {reason}", lambda value: value == "auto")
+
+
+def checked(rule: Rule, default: Any = MISSING) -> Any:
+    """A setting that has to follow a rule."""
+    return field(default=default, metadata={"rule": rule})
+
+
+def accelerators() -> set[str]:
+    """The values of ``run.accelerator`` that this machine has a device for."""
+    found = {"auto", "cpu"}
+    if torch.cuda.is_available():
+        found |= {"cuda", "gpu"}
+    if torch.backends.mps.is_available():
+        found |= {"mps", "gpu"}
+    return found
+
+
+COUNT = Rule("1 or more", lambda value: value >= 1)
+FINITE = Rule("a finite number", lambda value: math.isfinite(value))
+COUNT_OR_NONE = Rule("0 or more", lambda value: value >= 0)
+NOT_NEGATIVE = Rule("a finite number, 0 or more", lambda value: 0 <= value < math.inf)
+ABOVE_ZERO = Rule("a number above 0 that is finite", lambda value: 0 < value < math.inf)
+PART = Rule("a number between 0 and 1, both excluded", lambda value: 0 < value < 1)
+SHARE = Rule("a share in [0, 1)", lambda value: 0 <= value < 1)
+PROBABILITY = Rule("a probability in [0, 1)", lambda value: 0 <= value < 1)
+SEED = Rule("an integer that torch takes as a seed, -2**63 to 2**64 - 1", lambda value: -(2**63) <= value < 2**64)
+FOLDER = Rule("the name of a folder", bool)
+ACCELERATOR = Rule("auto, cpu, or a cuda, gpu or mps that this machine has", lambda value: value in accelerators())
+PRECISION = one_of("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
+# As FusedFFN: 0 and 1 equal False and True, so they are no numbers of bytes.
+RECOMPUTE = Rule(
+    "auto, true or false, or a number of bytes above 1",
+    lambda value: value == "auto" or isinstance(value, bool) or (isinstance(value, int) and value > 1),
+)
 
 
 @dataclass
@@ -23,52 +81,60 @@ class ModelSettings:
     """The shape of the Transformer."""
 
     name: str = MISSING
-    d_model: int = MISSING
-    d_ff: int = MISSING
-    layers: int = MISSING
-    heads: int = MISSING
-    context: int = MISSING  # tokens of one training sequence, and the most that the model ever sees at once
+    d_model: int = checked(COUNT)
+    d_ff: int = checked(COUNT)
+    layers: int = checked(COUNT)
+    heads: int = checked(COUNT)
+    context: int = checked(COUNT)  # tokens of one training sequence, and the most that the model ever sees at once
     activation: str = "gelu"
     gated: bool = False
     bias: bool = True  # of the feed-forward block; the rest of the model has none
-    dropout: float = 0.0  # on the hidden of the feed-forward block
+    dropout: float = checked(PROBABILITY, 0.0)  # on the hidden of the feed-forward block
 
 
 @dataclass
 class DataSettings:
     """Where the text comes from: ``kind`` is ``stdlib`` or ``text_file``."""
 
-    kind: str = MISSING
+    kind: str = checked(one_of("stdlib", "text_file"))
     path: str | None = None  # text_file: the file to read
-    validation_fraction: float = 0.1
+    validation_fraction: float = checked(PART, 0.1)
 
 
 @dataclass
 class PairSettings:
     """Where the (docstring, code) pairs come from: ``kind`` is ``stdlib``."""
 
-    kind: str = MISSING
-    validation_fraction: float = 0.1  # of the top-level modules
-    test_fraction: float = 0.1
+    kind: str = checked(one_of("stdlib"))
+    validation_fraction: float = checked(PART, 0.1)  # of the top-level modules
+    test_fraction: float = checked(PART, 0.1)
 
 
 @dataclass
 class WindowSettings:
     """Where the windows of source text come from: ``kind`` is ``stdlib``."""
 
-    kind: str = MISSING
-    validation_fraction: float = 0.1  # of the windows of every package, at most: files are not divided
-    test_fraction: float = 0.1
-    lines: int = 12  # of one window, without blank ones
+    kind: str = checked(one_of("stdlib"))
+    validation_fraction: float = checked(PART, 0.1)  # of the windows of every package, at most: files stay whole
+    test_fraction: float = checked(PART, 0.1)
+    lines: int = checked(COUNT, 12)  # of one window, without blank ones
 
 
 @dataclass
 class LayerSettings:
-    """Who computes the layers in question, feed-forward blocks or a wide linear layer: ``kind`` is ``fused``, ``torch``
-    or ``replaced``."""
+    """Who computes the feed-forward blocks: ``kind`` is ``fused``, ``torch`` or ``replaced``."""
 
-    kind: str = MISSING
-    recompute: bool | str = "auto"  # of FusedFFN: auto, true or false
+    kind: str = checked(one_of("fused", "torch", "replaced"))
+    recompute: bool | int | str = checked(RECOMPUTE, "auto")  # of FusedFFN: auto, true, false, or bytes it may keep
+    split_k: int | str = checked(only_auto("no layer of this model takes it"), "auto")
+
+
+@dataclass
+class WideLayerSettings(LayerSettings):
+    """The same for a model whose one layer in question is a wide linear layer: ``kind`` is ``fused`` or ``torch``."""
+
+    kind: str = checked(one_of("fused", "torch"))
+    recompute: bool | int | str = checked(only_auto("there is no feed-forward block"), "auto")
     split_k: int | str = "auto"  # of SplitKLinear: auto, or into how many ranges each product cuts what it sums over
 
 
@@ -76,41 +142,41 @@ class LayerSettings:
 class ParallelSettings:
     """How the processes that torchrun started share the work: ``kind`` is ``none``, ``ddp``, ``fsdp`` or ``tp``."""
 
-    kind: str = MISSING
+    kind: str = checked(one_of("none", "ddp", "fsdp", "tp"))
 
 
 @dataclass
 class OptimSettings:
     """AdamW with linear warm-up, cosine decay and gradient clipping."""
 
-    name: str = MISSING
-    learning_rate: float = MISSING
-    final_learning_rate_fraction: float = MISSING
-    warmup_steps: int = MISSING
-    beta1: float = MISSING
-    beta2: float = MISSING
-    weight_decay: float = MISSING
-    clip_norm: float = MISSING
+    name: str = checked(one_of("adamw"))
+    learning_rate: float = checked(NOT_NEGATIVE)
+    final_learning_rate_fraction: float = checked(NOT_NEGATIVE)
+    warmup_steps: int = checked(COUNT_OR_NONE)
+    beta1: float = checked(SHARE)
+    beta2: float = checked(SHARE)
+    weight_decay: float = checked(NOT_NEGATIVE)
+    clip_norm: float = checked(ABOVE_ZERO)
 
 
 @dataclass
 class RunSettings:
     """Length, size, place and device of one run."""
 
-    directory: str = MISSING
+    directory: str = checked(FOLDER)
     overwrite: bool = False  # start over in a directory that already holds a run
     resume: str | None = None  # a checkpoint file, or auto: the one in run.directory if there is one
-    seed: int = 0
-    steps: int = MISSING
+    seed: int = checked(SEED, 0)
+    steps: int = checked(COUNT)
     stop_after: int | None = None  # stop early at this step with a checkpoint, as an interruption would
-    batch_size: int = MISSING  # of all processes together
-    log_every: int = 10
+    batch_size: int = checked(COUNT)  # of all processes together
+    log_every: int = checked(COUNT, 10)
     evaluate_every: int = MISSING  # a multiple of log_every
-    evaluation_batches: int = 8
+    evaluation_batches: int = checked(COUNT, 8)
     checkpoint_every: int = MISSING  # a multiple of log_every
     compile: bool = False  # the training steps, with torch.compile; evaluation and the sample run as they are
-    accelerator: str = "auto"  # auto, cpu, cuda, mps
-    precision: str = "auto"  # auto, or a precision of Lightning Fabric: 32-true, bf16-mixed, 16-mixed
+    accelerator: str = checked(ACCELERATOR, "auto")
+    precision: str = checked(PRECISION, "auto")  # auto, or a precision of Lightning Fabric
 
 
 @dataclass
@@ -118,22 +184,22 @@ class SampleSettings:
     """The text that the trained model writes at the end."""
 
     prompt: str = "def "
-    length: int = 400  # bytes
-    temperature: float = 0.7  # below 1 prefers likely bytes, which reads better than the raw distribution
+    length: int = checked(COUNT_OR_NONE, 400)  # bytes
+    temperature: float = checked(ABOVE_ZERO, 0.7)  # below 1 prefers likely bytes, which reads better
 
 
 @dataclass
 class SearchSettings:
     """The vectors of the late interaction, and what it is shown."""
 
-    vocabulary: int = 8000  # most words with a token of their own
-    hash_buckets: int = 2000  # tokens that all other words share
-    query_words: int = 32  # of a docstring; of the code the model reads model.context
-    vector_size: int = MISSING  # channels of the vectors that are compared
-    sharpness: float = 20.0  # what a score of 1 is worth as a logit, at first: it is learned
-    length_penalty: float = 0.06  # of the score for e times more words of code, at first: it is learned
-    word_dropout: float = MISSING  # share of the words that a training step does not see
-    shown: int = 5  # queries whose ranking is shown at the end
+    vocabulary: int = checked(COUNT, 8000)  # most words with a token of their own
+    hash_buckets: int = checked(COUNT, 2000)  # tokens that all other words share
+    query_words: int = checked(COUNT, 32)  # of a docstring; of the code the model reads model.context
+    vector_size: int = checked(COUNT)  # channels of the vectors that are compared
+    sharpness: float = checked(ABOVE_ZERO, 20.0)  # what a score of 1 is worth as a logit, at first: it is learned
+    length_penalty: float = checked(FINITE, 0.06)  # of the score for e times more words of code, learned as well
+    word_dropout: float = checked(SHARE)  # share of the words that a training step does not see
+    shown: int = checked(COUNT, 5)  # queries whose ranking is shown at the end
 
 
 @dataclass
@@ -141,12 +207,12 @@ class ClassifierSettings:
     """The features of a window, and the two layers that name its package."""
 
     name: str = MISSING
-    features: int = 65536  # into which n-grams are hashed: inputs of the wide layer
-    n_gram: int = 2  # most words, or signs, of one feature
-    scale: float = MISSING  # length of the vector of a window
-    hidden: int = MISSING  # outputs of the wide layer
-    dropout: float = MISSING  # of the hidden
-    shown: int = 5  # windows whose prediction is shown at the end
+    features: int = checked(COUNT, 65536)  # into which n-grams are hashed: inputs of the wide layer
+    n_gram: int = checked(COUNT, 2)  # most words, or signs, of one feature
+    scale: float = checked(ABOVE_ZERO)  # length of the vector of a window
+    hidden: int = checked(COUNT)  # outputs of the wide layer
+    dropout: float = checked(PROBABILITY)  # of the hidden
+    shown: int = checked(COUNT, 5)  # windows whose prediction is shown at the end
 
 
 @dataclass
@@ -180,7 +246,7 @@ class PackageClassifierSettings:
 
     classifier: ClassifierSettings = field(default_factory=ClassifierSettings)
     data: WindowSettings = field(default_factory=WindowSettings)
-    layers: LayerSettings = field(default_factory=LayerSettings)
+    layers: WideLayerSettings = field(default_factory=WideLayerSettings)
     optim: OptimSettings = field(default_factory=OptimSettings)
     run: RunSettings = field(default_factory=RunSettings)
 
@@ -196,15 +262,97 @@ def register_settings() -> None:
 
 
 def as_settings(config: DictConfig, schema: type[Settings]) -> Settings:
-    """The composed configuration as dataclasses.
+    """The composed configuration as dataclasses, checked.
 
     Raises:
-        SettingsError: a key was forced into the configuration with Hydra's ``+`` although no setting has that name.
+        SettingsError: a value is missing or cannot work, or a key was forced into the configuration with Hydra's ``+``
+            although no setting has that name.
     """
-    plain = OmegaConf.to_container(config, resolve=True)
     try:
+        plain = OmegaConf.to_container(config, resolve=True)
         settings = OmegaConf.to_object(OmegaConf.merge(schema, plain))
     except OmegaConfBaseException as error:
-        raise SettingsError(str(error)) from error
+        # Below its first line OmegaConf names the classes that it looked into.
+        where = f"{error.full_key}: " if error.full_key else ""
+        raise SettingsError(where + str(error).splitlines()[0]) from error
     assert isinstance(settings, schema)
+    check(settings)
     return settings
+
+
+def check(settings: LanguageModelSettings | CodeSearchSettings | PackageClassifierSettings) -> None:
+    """Every value by its own rule, and then those that depend on one another.
+
+    Raises:
+        SettingsError: names the first setting that cannot work.
+    """
+    for section in fields(settings):
+        check_section(section.name, getattr(settings, section.name))
+    check_intervals(settings.run)
+    if isinstance(settings, PackageClassifierSettings):
+        check_wide_layer(settings.layers)
+        return
+    check_model(settings.model)
+    if isinstance(settings, CodeSearchSettings):
+        check_search(settings)
+    elif not settings.sample.prompt:
+        raise SettingsError("sample.prompt is empty; expected at least one byte to continue from")
+
+
+def check_section(name: str, section: object) -> None:
+    """Every value of one section by its own rule, and what is left of the data for training.
+
+    Raises:
+        SettingsError: names the first setting that cannot work.
+    """
+    for entry in fields(section):  # type: ignore[arg-type]
+        value, rule = getattr(section, entry.name), entry.metadata.get("rule")
+        if rule is not None and not rule.holds(value):
+            raise SettingsError(f"{name}.{entry.name} is {value!r}; expected {rule.expected}")
+    if isinstance(section, PairSettings | WindowSettings) and section.test_fraction + section.validation_fraction >= 1:
+        raise SettingsError(
+            f"data.test_fraction is {section.test_fraction} and data.validation_fraction is "
+            f"{section.validation_fraction}; expected their sum to be below 1: the rest is for training"
+        )
+
+
+def check_intervals(run: RunSettings) -> None:
+    """Rows are the rhythm of the loop: evaluation, checkpoints and an early stop fall on one of them."""
+    for name in ("evaluate_every", "checkpoint_every", "stop_after"):
+        value = getattr(run, name)
+        if value is not None and (value < 1 or value % run.log_every):
+            raise SettingsError(f"run.{name} is {value}; expected a positive multiple of run.log_every={run.log_every}")
+
+
+def check_model(model: ModelSettings) -> None:
+    """Heads that divide the model into an even number of channels, and an activation that exists."""
+    if model.d_model % (2 * model.heads):
+        raise SettingsError(
+            f"model.d_model is {model.d_model} and model.heads is {model.heads}; "
+            "expected d_model to be a multiple of 2 * heads: rotary positions turn pairs of channels"
+        )
+    try:
+        canonical_activation(model.activation)
+    except ValueError as error:
+        raise SettingsError(f"model.activation: {error}") from error
+
+
+def check_search(settings: CodeSearchSettings) -> None:
+    """Queries that the encoder can read, and pairs to tell each other from."""
+    if settings.search.query_words > settings.model.context:
+        raise SettingsError(
+            f"search.query_words is {settings.search.query_words} and model.context is {settings.model.context}; "
+            "expected a query to be no longer than what the model sees at once"
+        )
+    if settings.run.batch_size < 2:
+        raise SettingsError(
+            f"run.batch_size is {settings.run.batch_size}; expected 2 or more: a pair is told from the others"
+        )
+
+
+def check_wide_layer(layers: WideLayerSettings) -> None:
+    """A split that the library knows."""
+    try:
+        check_split_k(layers.split_k)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"layers.split_k: {error}") from error

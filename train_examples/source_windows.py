@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from train_examples.data import check_fractions, position, standard_library_files
-from train_examples.settings import SettingsError, WindowSettings
+from train_examples.data import position, standard_library_files
+from train_examples.settings import SettingsError, WindowSettings, check_section
 
 # The accuracy on fewer windows of a package is a matter of luck.
 LEAST_WINDOWS = 10
@@ -46,11 +46,7 @@ def load_windows(settings: WindowSettings) -> Windows:
     Raises:
         SettingsError: names what is wrong: the kind, a number, or a library with fewer than two such packages.
     """
-    if settings.kind != "stdlib":
-        raise SettingsError(f"data.kind is {settings.kind!r}; expected stdlib")
-    if settings.lines < 1:
-        raise SettingsError(f"data.lines is {settings.lines}; expected 1 or more")
-    check_fractions(settings.validation_fraction, settings.test_fraction)
+    check_section("data", settings)
     folder = Path(sysconfig.get_path("stdlib"))
     modules: defaultdict[str, list[list[Window]]] = defaultdict(list)
     for windows in distinct(windows_of_modules(folder, settings.lines)):

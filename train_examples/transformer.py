@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fusedlayers
 from fusedlayers.kernels.activations import ACTIVATIONS, canonical_activation
 from fusedlayers.replacing import FFNRule
-from train_examples.settings import LayerSettings, ModelSettings, SettingsError
+from train_examples.settings import LayerSettings, ModelSettings
 
 
 class FeedForward(nn.Module):
@@ -117,7 +117,6 @@ class Transformer(nn.Module):
         self, settings: ModelSettings, layers: LayerSettings, vocabulary: int, *, causal: bool, embedding_scale: float
     ) -> None:
         super().__init__()
-        check_model(settings, layers)
         self.embedding = nn.Embedding(vocabulary, settings.d_model)
         self.blocks = nn.ModuleList(
             Block(settings, feed_forward(settings, layers), causal) for _ in range(settings.layers)
@@ -151,38 +150,18 @@ class Transformer(nn.Module):
 def feed_forward(model: ModelSettings, layers: LayerSettings) -> nn.Module:
     """The feed-forward block of one layer, of the kind that ``layers.kind`` names."""
     if layers.kind == "fused":
-        recompute = cast("Literal['auto'] | bool", layers.recompute)
         return fusedlayers.FusedFFN(
-            model.d_model, model.d_ff, model.activation, model.gated, model.bias, model.dropout, recompute
+            model.d_model, model.d_ff, model.activation, model.gated, model.bias, model.dropout, recompute(layers)
         )
-    if layers.kind in ("torch", "replaced"):
-        return FeedForward(model.d_model, model.d_ff, model.activation, model.gated, model.bias, model.dropout)
-    raise SettingsError(f"layers.kind is {layers.kind!r}; expected fused, torch or replaced")
+    return FeedForward(model.d_model, model.d_ff, model.activation, model.gated, model.bias, model.dropout)
 
 
 def replace_if_asked(model: nn.Module, layers: LayerSettings) -> None:
     """With ``layers=replaced``, hand a model that was built of torch layers to ``fusedlayers.replace``."""
     if layers.kind == "replaced":
-        print(fusedlayers.replace(model, rules=[FEED_FORWARD_RULE]))
+        print(fusedlayers.replace(model, rules=[FEED_FORWARD_RULE], recompute=recompute(layers)))
 
 
-def check_model(model: ModelSettings, layers: LayerSettings) -> None:
-    """Every size at least 1, heads that divide the model into an even number of channels, and options that exist."""
-    for name in ("d_model", "d_ff", "layers", "heads", "context"):
-        if getattr(model, name) < 1:
-            raise SettingsError(f"model.{name} is {getattr(model, name)}; expected 1 or more")
-    if model.d_model % (2 * model.heads):
-        raise SettingsError(
-            f"model.d_model is {model.d_model} and model.heads is {model.heads}; "
-            "expected d_model to be a multiple of 2 * heads: rotary positions turn pairs of channels"
-        )
-    if not 0 <= model.dropout < 1:
-        raise SettingsError(f"model.dropout is {model.dropout}; expected a probability in [0, 1)")
-    if layers.recompute not in ("auto", True, False):
-        raise SettingsError(f"layers.recompute is {layers.recompute!r}; expected auto, true or false")
-    if layers.split_k != "auto":
-        raise SettingsError(f"layers.split_k is {layers.split_k!r}; expected auto: no layer of this model takes it")
-    try:
-        canonical_activation(model.activation)
-    except ValueError as error:
-        raise SettingsError(f"model.activation: {error}") from error
+def recompute(layers: LayerSettings) -> Literal["auto"] | bool | int:
+    """``layers.recompute``, which :mod:`train_examples.settings` has checked, as the library's types know it."""
+    return cast("Literal['auto'] | bool | int", layers.recompute)
