@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import TracebackType
 
 from torch.autograd import DeviceType
@@ -34,6 +35,9 @@ class AllocatedBytes:
             for event in results.events()
             if event.name() == "[memory]" and event.device_type() == DeviceType.CPU
         ]
+        # With millions of events it holds gigabytes.
+        del self._profile, results
+        gc.collect()
         now = 0
         for _, size in sorted(sizes, key=lambda pair: pair[0]):
             now += size
