@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shutil
 import subprocess
@@ -239,7 +240,10 @@ def test_a_comparison_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 )
 def test_make_names_what_it_knows(words: list[str], said: str) -> None:
     # Only shown, never done: a Makefile without these checks would install.
-    done = subprocess.run(["make", "--dry-run", *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    command = ["make", "--dry-run", "--no-print-directory", *words]
+    # The tests may be run by make themselves, which hands its own flags down.
+    alone = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=60)
     assert done.returncode
     assert not done.stdout
     [line] = done.stderr.splitlines()
