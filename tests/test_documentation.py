@@ -75,8 +75,9 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("page", blocks("bash"))
 def test_its_commands_run_as_written(page: str, clone: Path) -> None:
     binaries = clone.parent / "environment" / "bin"
+    ours = ("FUSEDLAYERS_", "TRITON_", "MAKE")
     environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("FUSEDLAYERS_", "TRITON_", "MAKE"))},
+        **{name: value for name, value in os.environ.items() if not name.startswith(ours)},
         "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
         # pip finds everything where it is, and asks no index.
         "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1",
