@@ -34,15 +34,18 @@ def _read(*place: str) -> Any:
 
 
 def _whole_runs() -> str:
-    return end_to_end.markdown(json.loads(end_to_end.RECORD.read_text())).replace(
-        "](train_examples", "](../train_examples"
-    )
+    found = end_to_end.markdown(json.loads(end_to_end.RECORD.read_text()))
+    return found.replace("](train_examples", "](../train_examples")
 
 
-def _languages() -> list[tuple[str, dict[str, Any]]]:
-    """The groups of whole runs whose compiled steps were measured with and without ours."""
+def _compiled_runs() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Model and tokens a step of each group of whole runs, and its compiled runs: torch's, and ours."""
     groups = json.loads(end_to_end.RECORD.read_text())["groups"]
-    return [(name, {run: each["summary"] for run, each in group["runs"].items()}) for name, group in groups.items()]
+    names = ("torch, compiled", "fused, compiled")
+    return [
+        (name.removeprefix("model="), *(group["runs"][run]["summary"] for run in names))
+        for name, group in groups.items()
+    ]
 
 
 def _expectations() -> str:
@@ -56,13 +59,11 @@ def _expectations() -> str:
         lines.append(
             _line(f"{row['title']}{_COMPILED[row['direction']]}", f"{1e3 * theirs:.1f} ms", theirs / ours, memory)
         )
-    for name, runs in _languages():
-        torch, ours = (runs[run] for run in ("torch, compiled", "fused, compiled"))
-        model = name.partition(",")[0].removeprefix("model=")
-        if "131,072" in name:
+    for name, torch, ours in _compiled_runs():
+        if name.startswith("narrow"):
             speeds = [each["tokens_per_second"] for each in (torch, ours)]
             memory = [each["peak_memory_bytes"] for each in (torch, ours)]
-            text = f"Language model of width 256 (`{model}`), compiled"
+            text = "Language model of width 256 (`narrow`), compiled"
             lines.append(_line(text, f"{speeds[0] / 1e6:.2f} M tokens/s", speeds[1] / speeds[0], memory))
     shapes = {"ffn": [65536, 256, 1024], "gated_ffn": [8192, 2048, 5632]}
     for row in tables.timed_rows(_read("h200-bf16.json")):
@@ -90,9 +91,8 @@ def draw(path: Path) -> None:
     names = [f"{row['title'].replace(', 128 images', '')}{_COMPILED[row['direction']]}" for row in rows]
     speeds = [1 / (step_tables.ratio(row, "auto") or 1) for row in rows]
     memory = [(step_tables.peak(row, "auto") or 0) / (step_tables.peak(row, "torch") or 1) for row in rows]
-    for name, runs in _languages():
-        torch, ours = (runs[run] for run in ("torch, compiled", "fused, compiled"))
-        names.append(f"language model, {name.removeprefix('model=').replace(' a step', '')}, compiled")
+    for name, torch, ours in _compiled_runs():
+        names.append(f"language model, {name.replace(' a step', '')}, compiled")
         speeds.append(ours["tokens_per_second"] / torch["tokens_per_second"])
         memory.append(ours["peak_memory_bytes"] / torch["peak_memory_bytes"])
     figure = figure_class()(figsize=(10, 0.36 * len(names) + 1.4), layout="constrained")
@@ -151,10 +151,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m docs.tables", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write what differs, and the picture")
     chosen = parser.parse_args()
-    different = [page for page in pages() if written(page.read_text()) != page.read_text()]
-    for page in different:
+    different = {page: text for page in pages() if (text := written(page.read_text())) != page.read_text()}
+    for page, text in different.items():
         if chosen.write:
-            page.write_text(written(page.read_text()))
+            page.write_text(text)
         print(f"{'written' if chosen.write else 'differs from the results'}: {page.relative_to(ROOT)}")
     if chosen.write:
         draw(PICTURE)

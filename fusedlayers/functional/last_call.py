@@ -63,8 +63,7 @@ class LastCall:
         """A call that :meth:`again` did not know: remembered when it comes twice in a row, and may be repeated."""
         if call is self._seen:
             # torch's own expression takes whatever a module's parameters have become.
-            through_torch = call.plan.path in call.operation.torch_paths
-            self._keep(call, tensors, options, parameters=not (self._of_module and through_torch))
+            self._keep(call, tensors, options, parameters=not (self._of_module and call.sees_through))
         self._seen = call if call.repeatable else None
 
     def _keep(self, call: Any, tensors: Sequence[Any], options: tuple[Any, ...], parameters: bool) -> None:

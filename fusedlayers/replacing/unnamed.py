@@ -22,9 +22,7 @@ def why_unnamed(module: nn.Module) -> str | None:
     """Why a module of no known class is left, if its parameters have the shapes of an FFN; else None."""
     own = _linears(module)
     if pair := _pair(own):
-        up, down = pair
-        text = f"{up.name}, {down.name}: {up.inputs} -> {up.outputs} -> {down.outputs}"
-        return f"looks like an FFN ({text}); name it in an FFNRule"
+        return f"looks like an FFN ({_described(*pair)}); name it in an FFNRule"
     for up in own:
         for down in own:
             inner, width = down.inputs, down.outputs
@@ -42,10 +40,12 @@ def why_unnamed(module: nn.Module) -> str | None:
         if len(linears := _linears(child)) == 1
     ]  # fmt: skip
     if pair := _pair(held):
-        up, down = pair
-        text = f"{up.name}, {down.name}: {up.inputs} -> {up.outputs} -> {down.outputs}"
-        return f"looks like an FFN in two children ({text}); name it in an FFNRule with inside and holders"
+        return f"looks like an FFN in two children ({_described(*pair)}); name it in an FFNRule with inside and holders"
     return None
+
+
+def _described(up: _Linear, down: _Linear) -> str:
+    return f"{up.name}, {down.name}: {up.inputs} -> {up.outputs} -> {down.outputs}"
 
 
 def _linears(module: nn.Module) -> list[_Linear]:
