@@ -35,6 +35,7 @@ import compilation_record
 import torch
 import triton
 import triton.compiler
+from overflowing_products import int32_products
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -243,94 +244,6 @@ def _amd(assembly: str) -> dict[str, Any]:
         "wgmma": 0,
         "tf32": len(re.findall(r"v_mfma_\w*xf32", assembly)),
     }
-
-
-_RESULT = re.compile(r"^\s*(%[\w$.-]+)(?::\d+)? = ([\w.]+)")
-_VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
-_SAME_VALUE = ("tt.splat", "tt.broadcast", "tt.expand_dims", "arith.extsi", "arith.trunci", "arith.index_cast")
-
-
-def int32_products(ttir: str) -> list[str]:
-    """The 32-bit products in ``ttir`` that overflow where a tensor has more than 2^31 elements, one line each.
-
-    Sizes and strides are the integer arguments of a kernel, but for counts of tiles (``tile_rows``, ``tile_columns``).
-    A 32-bit product is at fault if a size or stride is one of its factors, and, where it is part of an address, if it
-    has a tensor of factors or a constant factor that is no power of two: tile numbers times tile sizes are the only
-    products that stay below the number of rows or columns.
-    TMA's coordinates are rows and columns, 32 bits wide by nature: a launcher hands it no larger matrix.
-    """
-    lines = [line for line in ttir.splitlines() if not line.startswith("#")]
-    named = re.findall(r"(%[\w$.-]+): i(?:32|64)\b", next(line for line in lines if "tt.func public" in line))
-    arguments = set(named) - {"%tile_rows", "%tile_columns"}
-    inputs, operation, constants, products = _data_flow(lines)
-
-    def is_argument(value: str) -> bool:
-        while operation.get(value) in _SAME_VALUE:
-            value = inputs[value][0]
-        return value in arguments
-
-    def made_from(waiting: list[str]) -> set[str]:
-        found: set[str] = set()
-        while waiting:
-            value = waiting.pop()
-            # What is loaded is data; the address it came from has its own entry.
-            if value not in found and operation.get(value) != "tt.load":
-                found.add(value)
-                waiting += inputs.get(value, [])
-        return found
-
-    in_address = made_from([inputs[value][1] for value, name in operation.items() if name == "tt.addptr"])
-    copies = [line for line in lines if "ttng.async_tma_copy" in line]
-    in_coordinate = made_from([value for line in copies for value in _VALUE.findall(line.split("[")[1].split("]")[0])])
-
-    def at_fault(value: str, is_tensor: bool) -> bool:
-        if value in in_coordinate - in_address:
-            return False
-        if any(is_argument(factor) for factor in inputs[value]):
-            return True
-        sizes = [constants[factor] for factor in inputs[value] if factor in constants]
-        return value in in_address and (is_tensor or any(size & (size - 1) for size in sizes))
-
-    return [line.split(" loc(")[0].strip() for value, (line, tensor) in products.items() if at_fault(value, tensor)]
-
-
-def _data_flow(
-    lines: list[str],
-) -> tuple[dict[str, list[str]], dict[str, str], dict[str, int], dict[str, tuple[str, bool]]]:
-    """From the text of a function: inputs and operation of each value, integer constants, and the 32-bit products."""
-    inputs: dict[str, list[str]] = {}
-    operation: dict[str, str] = {}
-    constants: dict[str, int] = {}
-    products: dict[str, tuple[str, bool]] = {}
-    regions: list[tuple[str, list[str]]] = []  # results of the enclosing loops and branches, and what they carry
-    for line in lines:
-        text = line.split(" loc(")[0]
-        found = _RESULT.match(text)
-        result, name = (found[1], found[2]) if found else ("", text.split(maxsplit=1)[0] if text.strip() else "")
-        values = _VALUE.findall(text)[1 if found else 0 :]
-        if name == "scf.yield":
-            owner, carried = regions[-1]
-            for index, value in enumerate(values):
-                targets = [f"{owner}#{index}", *([owner] if index == 0 else []), *carried[index : index + 1]]
-                for target in targets:
-                    inputs.setdefault(target, []).append(value)
-        elif name.startswith("scf."):
-            carried = re.findall(r"(%[\w$.-]+) = (%[\w$.-]+(?:#\d+)?)", text.partition("iter_args(")[2])
-            counter = re.search(r"scf\.for (%[\w$.-]+) = (%[\w$.#-]+) to (%[\w$.#-]+) step (%[\w$.#-]+)", text)
-            if counter:
-                inputs[counter[1]] = [counter[2], counter[4]]
-            for inner, initial in carried:
-                inputs.setdefault(inner, []).append(initial)
-            regions.append((result, [inner for inner, _ in carried]))
-        elif result:
-            inputs[result], operation[result] = values, name
-            if name == "arith.constant" and (value := re.search(r"(-?\d+)>? : (?:tensor<\w+xi32>|i32)$", text)):
-                constants[result] = int(value[1])
-            if name == "arith.muli" and (kind := re.search(r": (tensor<\w+xi32>|i32)$", text)):
-                products[result] = (line, kind[1] != "i32")
-        elif text.strip() == "}" and regions:
-            regions.pop()
-    return inputs, operation, constants, products
 
 
 def compile_case(case: Case) -> list[dict[str, Any]]:

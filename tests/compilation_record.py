@@ -24,7 +24,7 @@ from typing import Any
 from fusedlayers.kernels.device import toolchain
 
 RECORD = Path(__file__).with_suffix(".json")
-READER = Path(__file__).with_name("code_generation.py")
+READERS = tuple(Path(__file__).with_name(name) for name in ("code_generation.py", "overflowing_products.py"))
 
 # Absolute, because scripts that compile run in folders of their own.
 _FOLDER = os.environ.get("FUSEDLAYERS_COMPILED") and Path(os.environ["FUSEDLAYERS_COMPILED"]).resolve()
@@ -71,7 +71,7 @@ def _key(src: Any, target: Any, options: Any) -> str:
 
 @functools.cache
 def _reader() -> str:
-    return hashlib.sha256(READER.read_bytes()).hexdigest()
+    return hashlib.sha256(b"".join(reader.read_bytes() for reader in READERS)).hexdigest()
 
 
 @functools.cache
