@@ -73,15 +73,16 @@ def on_path(
 def patch_ffn(patch: pytest.MonkeyPatch, function: Callable[..., Any]) -> None:
     """From here on ``function`` gets every call of ``functional.ffn``, by name, those of modules too.
 
-    Inside of it ``functional.ffn`` is what it was.
+    Inside of it ``functional.ffn`` is what it was. So are calls that a module would rather compute itself than let
+    torch run them.
     """
     repeat = FFN.repeat
     names = (*FFN.tensor_names, *FFN.option_names)
     inside: list[bool] = []
 
-    def call(last: LastCall, tensors: Any, options: tuple[Any, ...]) -> Any:
+    def call(last: LastCall, tensors: Any, options: tuple[Any, ...], *, in_kernels: bool = False) -> Any:
         if inside:
-            return repeat(last, tensors, options)
+            return repeat(last, tensors, options, in_kernels=in_kernels)
         inside.append(True)
         try:
             return function(**dict(zip(names, (*tensors, *options), strict=True)))

@@ -157,8 +157,11 @@ class Operation:
             return self.unpacked(self.composite(*arguments), options, tensors)
         return self.repeat(self._last, self._tensors(arguments), self._options(arguments))
 
-    def repeat(self, last: LastCall, tensors: Tensors, options: tuple[Any, ...]) -> Any:
-        """The public function, called by a module that keeps its ``last`` call."""
+    def repeat(self, last: LastCall, tensors: Tensors, options: tuple[Any, ...], *, in_kernels: bool = False) -> Any:
+        """The public function, called by a module that keeps its ``last`` call.
+
+        ``in_kernels``: give None where torch would run the call, as the module knows a faster way to do that.
+        """
         if torch._C._get_tracing_state() is not None:
             # The graph of torch.jit holds nothing but torch's own operations, and its sizes are tensors.
             names = (*self.tensor_names, *self.option_names)
@@ -167,6 +170,8 @@ class Operation:
         if call is None or dispatch.describe(tensors[0].device) is not call.facts:
             call = self.prepared(tensors, options)
             last.note(call, tensors, options)
+        if in_kernels and call.sees_through:
+            return None
         return self.run(call, tensors)
 
     def prepared(self, tensors: Tensors, options: tuple[Any, ...]) -> Prepared:

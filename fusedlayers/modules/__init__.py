@@ -4,9 +4,11 @@ from .children import (
     class_name,
     class_path,
     is_plain_now,
+    is_transposed,
     linear_weight,
     patched_method,
     say_once,
+    split_gate,
     why_must_be_called,
     why_not_now,
     why_not_plain,
@@ -15,13 +17,14 @@ from .children import (
     why_patched,
 )
 from .ffn import FusedFFN
-from .keeping import forget, keep, kept
+from .keeping import KEPT, forget, keep, kept
 from .linear import SplitKLinear
 from .maxsim import MaxSim
 from .pieces import FFNPieces
 from .traced import outside_of_traces, traceable, traced_dropout_p, traced_ffn
 
 __all__ = [
+    "KEPT",
     "FFNPieces",
     "FusedFFN",
     "MaxSim",
@@ -30,12 +33,14 @@ __all__ = [
     "class_path",
     "forget",
     "is_plain_now",
+    "is_transposed",
     "keep",
     "kept",
     "linear_weight",
     "outside_of_traces",
     "patched_method",
     "say_once",
+    "split_gate",
     "traceable",
     "traced_dropout_p",
     "traced_ffn",

@@ -25,6 +25,8 @@ _HOOKS = {
 
 # GPT-2's linear layer in transformers, known by name so that nothing is imported for it; its weight is [in, out].
 _TRANSPOSED = "transformers.pytorch_utils.Conv1D"
+# Linear layers of other names that compute what nn.Linear does; known by name, too.
+_ALIKE = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 
 # Classes whose calls are read past -> their forward as it was when it was seen first: torch's own before anybody else.
 _FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
@@ -53,10 +55,29 @@ def parameter(linear: nn.Module, name: str) -> Tensor | None:
     return kept[name] if name in kept else cast("Tensor | None", getattr(linear, name))
 
 
+def is_transposed(linear: nn.Module) -> bool:
+    """Whether the weight of a plain linear is laid out ``[in, out]``."""
+    return type(linear) is not nn.Linear and class_path(type(linear)) == _TRANSPOSED
+
+
 def linear_weight(linear: nn.Module) -> Tensor:
     """The weight of a plain linear in ``nn.Linear``'s layout ``[out, in]``: itself, or a view of it."""
     weight = cast(Tensor, parameter(linear, "weight"))
-    return weight if type(linear) is nn.Linear else weight.t()
+    return weight.t() if is_transposed(linear) else weight
+
+
+def split_gate(merged: Tensor, gate_rows: str) -> tuple[Tensor, Tensor]:
+    """The gate and the up projection of a weight ``[2N, K]`` or bias ``[2N]`` that holds both: two views.
+
+    ``gate_rows``: "first", "last", "even" or "odd", the rows of the gate. The gradient of the whole is put together in
+    one pass.
+    """
+    if gate_rows in ("first", "last"):
+        halves = merged.unflatten(0, (2, -1)).unbind(0)
+    else:
+        halves = merged.unflatten(0, (-1, 2)).unbind(1)
+    gate, up = halves if gate_rows in ("first", "even") else halves[::-1]
+    return gate, up
 
 
 def why_must_be_called(module: nn.Module) -> str | None:
@@ -112,7 +133,8 @@ def why_not_plain_tensor(tensor: Tensor) -> str | None:
 
 def why_not_plain(linear: nn.Module) -> str | None:
     """Why the weights of ``linear`` may not be read past its call, or None if it is a plain linear."""
-    if type(linear) is not nn.Linear and class_path(type(linear)) != _TRANSPOSED:
+    transposed = is_transposed(linear)
+    if type(linear) is not nn.Linear and not transposed and class_path(type(linear)) not in _ALIKE:
         # torch's parametrization changes the class, too.
         parametrized = parametrize.is_parametrized(linear)
         return "is parametrized" if parametrized else f"is a {class_name(linear)}, not exactly nn.Linear"
@@ -131,7 +153,7 @@ def why_not_plain(linear: nn.Module) -> str | None:
     if reason := why_not_plain_tensor(bias):
         return f"has a bias that {reason}"
     # torch.jit would write the comparison down, and warn; it calls the children anyway.
-    outputs = 0 if type(linear) is nn.Linear else 1
+    outputs = 1 if transposed else 0
     if not torch.jit.is_tracing() and (bias.dim() != 1 or bias.shape[0] != weight.shape[outputs]):  # type: ignore[attr-defined]
         return f"has a bias of shape {list(bias.shape)} for {weight.shape[outputs]} columns"
     if bias.dtype != weight.dtype or bias.device != weight.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -137,12 +137,12 @@ class FusedFFN(nn.Module):
         else:
             ready: FFNPieces | None = kept(self)
             if ready is not None and is_plain_now(x) and (residual is None or is_plain_now(residual)):
-                return ready.run(x, residual, self.recompute)
+                return cast(Tensor, ready.run(x, residual, self.recompute))
             pieces = self.ffn_pieces()
             reason = pieces.why_not_plain() or why_not_now(x, residual)
             if reason is None:
                 keep(self, pieces, _PARTS, (pieces,))
-                return pieces.run(x, residual, self.recompute)
+                return cast(Tensor, pieces.run(x, residual, self.recompute))
             dropout_p = pieces.dropout_p
             say_once(self, reason)
         activate = ACTIVATIONS[canonical_activation(self.activation)].torch

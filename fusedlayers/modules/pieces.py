@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..functional.ffn import FFN
 from ..functional.last_call import LastCall
-from .children import linear_weight, parameter, why_not_plain
+from .children import linear_weight, parameter, split_gate, why_not_plain
 
 
 class FFNPieces:
@@ -19,10 +19,13 @@ class FFNPieces:
     freed at once, not at the next call.
 
     ``original`` is the activation as the module has it, where that is not ours, and ``output_dropout_p`` the
-    probability of a dropout that the module applies to the result, which is no part of :meth:`run`.
+    probability of a dropout that the module applies to the result, which is no part of :meth:`run`. Where one linear
+    holds gate and up projection it is ``up``, and ``gate_rows`` tells which of its rows are the gate's.
     """
 
-    __slots__ = ("_down", "_gate", "_last", "_up", "activation", "dropout_p", "original", "output_dropout_p")
+    __slots__ = (
+        "_down", "_gate", "_last", "_up", "activation", "dropout_p", "gate_rows", "original", "output_dropout_p"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -33,11 +36,12 @@ class FFNPieces:
         dropout_p: float,
         original: object = None,
         output_dropout_p: float = 0.0,
+        gate_rows: str | None = None,
     ) -> None:
         self._up, self._down = weakref.ref(up), weakref.ref(down)
         self._gate = None if gate is None else weakref.ref(gate)
         self.activation, self.dropout_p = activation, dropout_p
-        self.original, self.output_dropout_p = original, output_dropout_p
+        self.original, self.output_dropout_p, self.gate_rows = original, output_dropout_p, gate_rows
         self._last = LastCall()
 
     @property
@@ -52,7 +56,7 @@ class FFNPieces:
 
     @property
     def gate(self) -> nn.Module | None:
-        """The linear that is activated and multiplied in, or None."""
+        """The linear that is activated and multiplied in and nothing else, or None."""
         return None if self._gate is None else self._gate()
 
     def linears(self) -> tuple[nn.Module, ...]:
@@ -64,7 +68,9 @@ class FFNPieces:
         """The same FFN with this dropout of its hidden."""
         if p == self.dropout_p:
             return self
-        return FFNPieces(self.up, self.down, self.gate, self.activation, p, self.original, self.output_dropout_p)
+        return FFNPieces(
+            self.up, self.down, self.gate, self.activation, p, self.original, self.output_dropout_p, self.gate_rows
+        )
 
     def why_not_plain(self) -> str | None:
         """The first linear child that must be called, and why; None if all are plain."""
@@ -77,15 +83,16 @@ class FFNPieces:
         self, x: Tensor, residual: Tensor | None = None, recompute: Literal["auto"] | bool | int = "auto"
     ) -> dict[str, Any]:
         """The arguments of ``functional.ffn`` for input x; only for plain children."""
-        up, down, gate = self.up, self.down, self.gate
+        w_up, b_up, w_gate, b_gate = self._into_hidden()
+        w_down, b_down = _read(self.down)
         return {
             "x": x,
-            "w_up": linear_weight(up),
-            "w_down": linear_weight(down),
-            "b_up": parameter(up, "bias"),
-            "b_down": parameter(down, "bias"),
-            "w_gate": None if gate is None else linear_weight(gate),
-            "b_gate": None if gate is None else parameter(gate, "bias"),
+            "w_up": w_up,
+            "w_down": w_down,
+            "b_up": b_up,
+            "b_down": b_down,
+            "w_gate": w_gate,
+            "b_gate": b_gate,
             "activation": self.activation,
             "dropout_p": self.dropout_p,
             "recompute": recompute,
@@ -94,14 +101,30 @@ class FFNPieces:
 
     def run(
         self, x: Tensor, residual: Tensor | None = None, recompute: Literal["auto"] | bool | int = "auto"
-    ) -> Tensor:
-        """``functional.ffn`` of x with the parameters that the children hold now; only for plain children."""
-        w_up, b_up = _read(self._up())
+    ) -> Tensor | None:
+        """``functional.ffn`` of x with the parameters that the children hold now; only for plain children.
+
+        None where one linear holds gate and up projection and torch would run the FFN: as the module writes it, that is
+        one product instead of two. A dropout is drawn by ``functional.ffn`` on any path, so that its mask is the same.
+        """
+        w_up, b_up, w_gate, b_gate = self._into_hidden()
         w_down, b_down = _read(self._down())
-        w_gate, b_gate = (None, None) if self._gate is None else _read(self._gate())
         tensors = (x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, None)
-        y: Tensor = FFN.repeat(self._last, tensors, (self.activation, self.dropout_p, recompute))
+        options = (self.activation, self.dropout_p, recompute)
+        in_kernels = self.gate_rows is not None and not self.dropout_p
+        y: Tensor | None = FFN.repeat(self._last, tensors, options, in_kernels=in_kernels)
         return y
+
+    def _into_hidden(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Weight and bias of the up projection, and those of the gate."""
+        w_up, b_up = _read(self._up())
+        if self._gate is not None:
+            return w_up, b_up, *_read(self._gate())
+        if self.gate_rows is None:
+            return w_up, b_up, None, None
+        w_gate, w_up = split_gate(w_up, self.gate_rows)
+        b_gate, b_up = (None, None) if b_up is None else split_gate(b_up, self.gate_rows)
+        return w_up, b_up, w_gate, b_gate
 
 
 def _read(linear: Any) -> tuple[Tensor, Tensor | None]:

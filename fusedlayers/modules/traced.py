@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..functional.ffn import FFN
-from .children import why_not_now
+from .children import is_transposed, split_gate, why_not_now
 from .pieces import FFNPieces
 
 _operation = FFN.composite.operation
@@ -47,7 +47,8 @@ class TracedFFN(NamedTuple):
     options: tuple[tuple[str, Any], ...]  # of the module that lies there, if it is one
     dropout: str | None
     dropout_is_module: bool
-    transposed: bool  # whether weights are laid out [in, out]
+    transposed: tuple[bool, ...]  # of up, down and the gate: whether the weight is laid out [in, out]
+    gate_rows: str | None  # of the up linear
     name: str  # of the activation, in this library
     switches: str
     plain: tuple[type[Tensor], ...]
@@ -94,7 +95,8 @@ def traceable(
         options=tuple((name, own[name]) for name in _OPTIONS if name in own),
         dropout=dropout,
         dropout_is_module=dropout is not None and isinstance(part_of(block, dropout), nn.Module),
-        transposed=type(pieces.up) is not nn.Linear,
+        transposed=tuple(is_transposed(linear) for linear in (pieces.up, pieces.down, pieces.gate or pieces.up)),
+        gate_rows=pieces.gate_rows,
         name=pieces.activation,
         switches=FFN.composite.switches(),
         plain=(Tensor, nn.Parameter),
@@ -125,7 +127,7 @@ def traced_ffn(
     """
     (
         up_path, down_path, gate_path, activation_path, word, options, dropout_path, dropout_is_module, transposed,
-        activation, switches, plain, strided, recompute,
+        gate_rows, activation, switches, plain, strided, recompute,
     ) = facts  # fmt: skip
     for tensor in (x,) if residual is None else (x, residual):
         if type(tensor) not in plain or tensor.layout is not strided or tensor.is_nested:
@@ -139,12 +141,18 @@ def traced_ffn(
         parts.append(part)
     up, down, gate, part, dropout = parts
     parameters = []
+    # As an index of its own, enumerate would cost a guard.
+    place = 0
     for linear in (up, down) if gate_path is None else (up, down, gate):
         # Whoever calls it looks at this, too: another forward compiles anew.
         if linear.forward is None:
             return None
-        parameters += [linear.weight.t() if transposed else linear.weight, linear.bias]
+        parameters += [linear.weight.t() if transposed[place] else linear.weight, linear.bias]
+        place += 1  # noqa: SIM113
     w_up, b_up, w_down, b_down, w_gate, b_gate = parameters if len(parameters) == 6 else (*parameters, None, None)
+    if gate_rows is not None:
+        w_gate, w_up = split_gate(w_up, gate_rows)
+        b_gate, b_up = (None, None) if b_up is None else split_gate(b_up, gate_rows)
     if activation_path is not None:
         if (part != word) if word is not None else (getattr(part, "forward", part) is None):
             return None

@@ -21,6 +21,7 @@ from torch import nn
 
 from ..functional.ffn.arguments import check_recompute
 from ..modules import FFNPieces, FusedFFN, SplitKLinear, class_name, class_path, forget, linear_weight, why_not_plain
+from .activations import torch_module_activation
 from .blocks import (
     FusedBlock,
     FusedSequentialFFN,
@@ -28,7 +29,7 @@ from .blocks import (
     FusedTransformerEncoderLayer,
     ReplacedModule,
 )
-from .finding import torch_module_activation, widths
+from .finding import widths
 from .linears import split_k_class
 from .patterns import Patterns
 from .report import Entry, Report
@@ -65,8 +66,9 @@ def replace(
 
     Blocks are: every ``Linear, activation, [Dropout,] Linear`` in a row in an ``nn.Sequential`` (from the left, where
     two overlap); the feed-forward half of ``nn.TransformerEncoderLayer`` and ``nn.TransformerDecoderLayer``; instances
-    of the classes of transformers and timm in ``families.FAMILIES``, and of those named in ``rules``. Only exact
-    classes with plain children count. Dropout follows the block's own modules at every call, but the mask of the hidden
+    of the classes named in ``rules``; and every other module that is found to compute an FFN, in its forward or in a
+    part of a method: a small copy of it runs on random numbers, and results and gradients agree with those of the FFN.
+    Only plain children count. Dropout follows the block's own modules at every call, but the mask of the hidden
     is not the one that ``nn.Dropout`` would draw. A call with more than one tensor, with a tensor that is not plain, or
     after a child ceased to be plain runs the original forward.
     A block that sits in the tree twice is replaced once; a second `replace` finds nothing new. Replace first, then
@@ -161,8 +163,9 @@ def _replace_ffns(
     model: nn.Module, patterns: Patterns, replaced: list[Entry], skipped: list[Entry], changes: _Changes
 ) -> set[nn.Module]:
     """Find every FFN and what becomes of its block; returns the linears that are part of one."""
-    parts: set[nn.Module] = set()
-    for path, module in model.named_modules():
+    parts = patterns.taken
+    # From the innermost modules on; the report goes the other way.
+    for path, module in reversed(list(model.named_modules())):
         name = type(module).__name__
         try:
             fused = patterns.fused_class(module)
@@ -190,6 +193,8 @@ def _replace_ffns(
             skipped.append(
                 Entry(path, name, None, "no two of its linears have just an activation and a dropout between")
             )
+    replaced.reverse()
+    skipped.reverse()
     return parts
 
 
@@ -231,5 +236,5 @@ def _replace_linears(
 
 def _description(pieces: FFNPieces) -> str:
     up, down = linear_weight(pieces.up), linear_weight(pieces.down)
-    gated = "" if pieces.gate is None else "gated "
-    return f"{gated}{pieces.activation}, {up.shape[1]} -> {up.shape[0]} -> {down.shape[0]}"
+    gated = "" if pieces.gate is None and pieces.gate_rows is None else "gated "
+    return f"{gated}{pieces.activation}, {up.shape[1]} -> {down.shape[1]} -> {down.shape[0]}"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..modules import FFNPieces, is_plain_now, kept, outside_of_traces, say_once, traced_dropout_p, traced_ffn
+from .activations import torch_module_activation
 from .blocks import OWN_FORWARD, FusedBlock, FusedOneFFN, restored_method, try_fused
 from .finding import attribute, find_by_rule
 from .rules import FFNRule
@@ -59,7 +60,7 @@ class FusedInside(FusedByRule):
     def run_with_fused_ffn(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the method of the original class returns, with the FFN inside fused where it can be."""
         if is_dynamo_compiling():
-            facts, places, inplace = self.traceable_inside()
+            facts, places, inplace, function = self.traceable_inside()
             if facts is None:
                 return method(self, *args, **kwargs)
             run: Callable[[Tensor, float], Tensor | None] = functools.partial(self._run_traced, facts)
@@ -69,14 +70,17 @@ class FusedInside(FusedByRule):
                 return method(self, *args, **kwargs)
             run = functools.partial(self._run_found, found)
             places, inplace = self.fused_rule.inside_places, getattr(found.original, "inplace", False)
-        ffn = InsideFFN(self, places, inplace, run, self._say_otherwise)
+            function = None if found.original is not self.fused_rule.activation else found.activation
+        ffn = InsideFFN(self, places, inplace, run, self._say_otherwise, function)
         return computed(method(ffn.stand_in(), *args, **kwargs), "as a result")
 
     @outside_of_traces
-    def traceable_inside(self) -> tuple[tuple[Any, ...] | None, Places, bool]:
+    def traceable_inside(self) -> tuple[tuple[Any, ...] | None, Places, bool, str | None]:
         """What a traced call takes for constants: of the FFN, then what :class:`InsideFFN` takes."""
         rule = self.fused_rule
-        return self.traceable_ffn(), rule.inside_places, getattr(attribute(self, rule.activation), "inplace", False)
+        activation = attribute(self, rule.activation)
+        function = torch_module_activation(rule.activation) if activation is None else None
+        return self.traceable_ffn(), rule.inside_places, getattr(activation, "inplace", False), function
 
     def find_kept_ffn(self) -> FFNPieces | str:
         """The FFN, or why it is not fused, which is said: as it was found before, while nothing has changed since."""
@@ -128,6 +132,8 @@ def _forward_as_one_ffn(original: type[nn.Module]) -> Callable[..., Any]:
             ready: FFNPieces | None = kept(self)
             if ready is not None and is_plain_now(args[0]):
                 result = ready.run(args[0], None, self.fused_recompute)
+                if result is None:
+                    return method(self, *args)
                 return F.dropout(result, ready.output_dropout_p) if ready.output_dropout_p else result
         if not isinstance(self, FusedWholeBlock):
             return restored_method(self, "forward")(*args, **kwargs)

@@ -2,89 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from ..kernels.activations import ACTIVATIONS, ALIASES, LEAKY_SLOPE, canonical_activation
 from ..modules import FFNPieces, class_name, class_path, linear_weight, why_must_be_called, why_not_read_past
+from .activations import torch_module_activation
 from .rules import FFNRule
-
-_ACTIVATION_CLASSES: dict[type[nn.Module], str] = {
-    nn.Identity: "identity",
-    nn.ReLU: "relu",
-    nn.SiLU: "silu",
-    nn.Tanh: "tanh",
-    nn.Sigmoid: "sigmoid",
-}
-# Classes of other libraries, by where they are imported from; what they write out in Python is the same formula.
-_ACTIVATION_PATHS: dict[str, str] = {
-    f"{module}.{name}": activation
-    for module, names in {
-        "transformers.activations": {
-            "GELUActivation": "gelu",
-            "GELUTanh": "gelu_tanh",
-            "PytorchGELUTanh": "gelu_tanh",
-            "NewGELUActivation": "gelu_tanh",
-            "FastGELUActivation": "gelu_tanh",
-            "AccurateGELUActivation": "gelu_tanh",
-            "QuickGELUActivation": "quick_gelu",
-            "SiLUActivation": "silu",
-            "ReLUSquaredActivation": "relu2",
-            "LinearActivation": "identity",
-        },
-        "timm.layers.activations": {
-            "GELU": "gelu",
-            "GELUTanh": "gelu_tanh",
-            "QuickGELU": "quick_gelu",
-            "Swish": "silu",
-            "Sigmoid": "sigmoid",
-            "Tanh": "tanh",
-        },
-    }.items()
-    for name, activation in names.items()
-}
-_ACTIVATION_FUNCTIONS: dict[Callable[..., Tensor], str] = {
-    F.relu: "relu",
-    torch.relu: "relu",
-    F.gelu: "gelu",
-    F.silu: "silu",
-    F.tanh: "tanh",
-    torch.tanh: "tanh",
-    F.sigmoid: "sigmoid",
-    torch.sigmoid: "sigmoid",
-    F.leaky_relu: "leaky_relu",
-}
-
-
-def torch_module_activation(activation: object) -> str | None:
-    """Our name of an activation (a module of torch, transformers or timm, a torch function, a name); None: unknown."""
-    if isinstance(activation, str):
-        return canonical_activation(activation) if activation in ACTIVATIONS or activation in ALIASES else None
-    if isinstance(activation, functools.partial):
-        options = set(activation.keywords)
-        if activation.func is F.gelu and not activation.args and options <= {"approximate"}:
-            return _gelu(activation.keywords.get("approximate", "none"))
-        return None
-    if type(activation) is nn.GELU:
-        return _gelu(activation.approximate)
-    if type(activation) is nn.LeakyReLU:
-        return "leaky_relu" if activation.negative_slope == LEAKY_SLOPE else None
-    if isinstance(activation, nn.Module):
-        return _ACTIVATION_CLASSES.get(type(activation)) or _ACTIVATION_PATHS.get(class_path(type(activation)))
-    if callable(activation) and isinstance(activation, Hashable):
-        return _ACTIVATION_FUNCTIONS.get(activation)
-    return None
-
-
-def _gelu(approximate: str) -> str | None:
-    return {"none": "gelu", "tanh": "gelu_tanh"}.get(approximate)
-
 
 _MISSING = object()
 
@@ -126,6 +53,7 @@ def find_ffn(
     dropout: object,
     training: bool,
     output_dropout_p: float = 0.0,
+    gate_rows: str | None = None,
 ) -> FFNPieces | str:
     """The FFN made of these parts as they are now, or why it cannot be fused."""
     name = torch_module_activation(activation)
@@ -137,15 +65,16 @@ def find_ffn(
     p = dropout_p("dropout", dropout, training)
     if isinstance(p, str):
         return p
-    pieces = FFNPieces(up, down, gate, name, p, activation, output_dropout_p)
+    pieces = FFNPieces(up, down, gate, name, p, activation, output_dropout_p, gate_rows)
     if reason := pieces.why_not_plain():
         return reason
     # torch.jit would write the comparisons down, and warn; it calls the children anyway.
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         return pieces
     w_up, w_down, w_gate = (linear_weight(linear) for linear in (up, down, gate or up))
-    if w_down.shape[1] != w_up.shape[0] or w_gate.shape != w_up.shape:
-        gated = "" if gate is None else f", gate {tuple(w_gate.shape)}"
+    outputs = w_down.shape[1] * (1 if gate_rows is None else 2)
+    if outputs != w_up.shape[0] or w_gate.shape != w_up.shape:
+        gated = " with the gate" if gate_rows else "" if gate is None else f", gate {tuple(w_gate.shape)}"
         return f"the weights do not fit together: up {tuple(w_up.shape)}{gated}, down {tuple(w_down.shape)}"
     # torch accepts such a block under autocast; then it is for torch to run it.
     if not (w_up.dtype == w_down.dtype == w_gate.dtype and w_up.device == w_down.device == w_gate.device):
@@ -198,38 +127,39 @@ def find_by_rule(block: nn.Module, rule: FFNRule) -> FFNPieces | str:
     for name in (rule.dropout, rule.output_dropout):
         if name is not None and attribute(block, name, _MISSING) is _MISSING:
             return f"the rule's dropout {name!r} is no attribute of the block"
-    if rule.inside is None:
-        reason = _why_not_whole(block, (up, down, gate, activation, dropout, output_dropout))
-    else:
-        reason = _why_not_inside(block, rule, activation)
+    reason = _why_not_held(block, rule)
+    if reason is None and rule.inside is None:
+        reason = _why_not_whole(block, rule, (up, down, gate, activation, dropout, output_dropout))
     if reason is not None:
         return reason
     p = output_dropout_p(block, rule)
-    return p if isinstance(p, str) else find_ffn(up, down, gate, activation, dropout, block.training, p)
+    return p if isinstance(p, str) else find_ffn(
+        up, down, gate, activation, dropout, block.training, p, rule.gate_rows
+    )  # fmt: skip
 
 
-def _why_not_whole(block: nn.Module, parts: tuple[object, ...]) -> str | None:
+def _why_not_whole(block: nn.Module, rule: FFNRule, parts: tuple[object, ...]) -> str | None:
     """What the block holds besides the parts of its FFN, or None."""
-    named = {id(part) for part in parts}
-    for name, child in block._modules.items():
-        if child is not None and id(child) not in named and type(child) is not nn.Identity:
-            return f"the block has a child {name!r} that the rule does not name"
-    for name, tensor in (*block._parameters.items(), *block._buffers.items()):
-        if tensor is not None:
-            return f"the block has a tensor {name!r} of its own"
+    holders = [attribute(block, name) for name, _ in rule.holder_paths]
+    named = {id(part) for part in (*parts, *holders)}
+    for owner in (block, *holders):
+        for name, child in owner._modules.items():
+            if child is not None and id(child) not in named and type(child) is not nn.Identity:
+                return f"the block has a child {name!r} that the rule does not name"
+        for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is not None:
+                return f"the block has a tensor {name!r} of its own"
     return None
 
 
-def _why_not_inside(block: nn.Module, rule: FFNRule, activation: object) -> str | None:
-    """Why no stand-ins may take the place of the parts of the FFN inside the rule's method, or None."""
+def _why_not_held(block: nn.Module, rule: FFNRule) -> str | None:
+    """Why the parts of the FFN may not be read past the children that hold them, or None."""
     for name, path in rule.holder_paths:
         holder = attribute(block, name)
         if class_path(type(holder)) != path:
             return f"its {name} is a {class_name(holder)}, not {path}"
         if reason := why_must_be_called(holder):
             return f"its {name} {reason}"
-    if activation is rule.activation:
-        return f"the rule's activation {rule.activation!r} is no attribute of the block"
     return None
 
 

@@ -1,10 +1,10 @@
-"""Which class `replace` gives to a module: the built-in patterns, the families, and the rules of the user."""
+"""Which class `replace` gives to a module: by a built-in pattern, a rule of the user, or what the module computes."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Hashable, Sequence
+from typing import Literal
 
 from torch import nn
 
@@ -17,9 +17,11 @@ from .blocks import (
     FusedTransformerLayer,
 )
 from .by_rule import FusedInside, FusedWholeBlock, Recipe, fused_class
-from .families import FAMILIES
 from .finding import attribute, find_runs
+from .recognising import recognise
 from .rules import FFNRule
+from .signatures import signature
+from .stand_ins import why_no_stand_in
 from .unnamed import why_unnamed
 
 _BUILT_IN: dict[type[nn.Module], type[FusedBlock]] = {
@@ -36,14 +38,10 @@ def _are_of_one_class(rule: FFNRule, other: FFNRule) -> bool:
     return rule.class_path == other.class_path
 
 
-def _uses_super(function: Callable[..., Any]) -> bool:
-    """Whether a method, or what a decorator wraps, refers to its class without a name, as ``super()`` does."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return code is not None and "__class__" in code.co_freevars
-
-
 class Patterns:
-    """The built-in patterns, the rules of the user, and the families, where no rule of the user speaks of them.
+    """The built-in patterns, the rules of the user, and what other modules are found to compute.
+
+    Modules are asked for from the innermost ones on: the linears of an FFN are no part of another one.
 
     Raises:
         ValueError: two rules for one class, or a rule for a class that needs none.
@@ -52,6 +50,11 @@ class Patterns:
     def __init__(self, rules: Sequence[FFNRule], recompute: Literal["auto"] | bool | int) -> None:
         self.rules: dict[type[nn.Module] | str, FFNRule] = {}
         self.recompute = recompute
+        # The linears of the FFNs that were found so far, fused or not.
+        self.taken: set[nn.Module] = set()
+        # What modules alike were found to compute, and what each of them was.
+        self._alike: dict[Hashable, FFNRule | str | None] = {}
+        self._found: dict[nn.Module, FFNRule | str | None] = {}
         known = {class_path(kind) for kind in _BUILT_IN}
         for rule in rules:
             kind = rule.module_class
@@ -63,12 +66,27 @@ class Patterns:
             self.rules[kind] = rule
 
     def rule_for(self, module: nn.Module) -> FFNRule | None:
-        """The rule for modules of exactly this class."""
+        """The rule for a module: the user's for exactly its class, or what it was found to compute."""
         if rule := self._rule_of_the_user(type(module)):
             return rule
-        rule = FAMILIES.get(class_path(type(module)))
-        # Other releases of a library may give a name to another class.
-        return rule if rule is not None and attribute(module, rule.up) is not None else None
+        found = self._recognised(module)
+        return found if isinstance(found, FFNRule) else None
+
+    def _recognised(self, module: nn.Module) -> FFNRule | str | None:
+        """What a module was found to compute, or why it was left; None: there is nothing to say."""
+        if module not in self._found:
+            self._found[module] = self._recognise(module)
+        return self._found[module]
+
+    def _recognise(self, module: nn.Module) -> FFNRule | str | None:
+        kind = type(module)
+        of_torch = kind.__module__.startswith("torch.nn.") and kind is not nn.Sequential
+        if of_torch or isinstance(module, (FusedBlock, FusedFFN)) or kind.forward is nn.Module.forward:
+            return None
+        key = signature(module, self.taken)
+        if key not in self._alike:
+            self._alike[key] = recognise(module, self.taken)
+        return self._alike[key]
 
     def _rule_of_the_user(self, kind: type[nn.Module]) -> FFNRule | None:
         return self.rules.get(kind) or self.rules.get(class_path(kind))
@@ -76,12 +94,17 @@ class Patterns:
     def fused_class(self, module: nn.Module) -> type[FusedBlock] | None:
         """The class to give to ``module``, or None."""
         kind = type(module)
-        if built_in := _BUILT_IN.get(kind):
+        built_in = _BUILT_IN.get(kind)
+        if built_in is not None and not (kind is nn.Sequential and self.is_one_ffn(module)):
             return fused_class(Recipe(built_in, kind, None, self.recompute))
         if (rule := self.rule_for(module)) is None:
             return None
         mixin = FusedWholeBlock if rule.inside is None else FusedInside
         return fused_class(Recipe(mixin, kind, rule, self.recompute))
+
+    def is_one_ffn(self, sequential: nn.Module) -> bool:
+        """Whether an ``nn.Sequential`` is an FFN although no linear, activation, linear is in a row: GLUs hide them."""
+        return not any(find_runs(list(sequential.children()))) and self.rule_for(sequential) is not None
 
     def why_class_stays(self, block: nn.Module, fused: type[FusedBlock]) -> str | None:
         """What in the block itself, not in its children, keeps it from getting the class ``fused``; or None."""
@@ -95,10 +118,10 @@ class Patterns:
             holders = [(name, type(attribute(block, name)), path) for name, path in rule.holder_paths]
             functions += [(f"{name}.forward", kind.forward) for name, kind, path in holders if class_path(kind) == path]
             for name, function in functions:
-                if _uses_super(function):
-                    return f"its {name} uses super(), which the stand-in for a module does not have"
-        # A rule of the user is believed, whatever the methods are made of.
-        believed = self._rule_of_the_user(type(block)) is not None
+                if reason := why_no_stand_in(name, function):
+                    return reason
+        # A rule is believed, whatever the methods are made of: the user's, or what the methods were found to compute.
+        believed = rule is not None
         for method in methods:
             if method in vars(block):
                 return f"has a {method} of its own, set on the instance"
@@ -121,9 +144,5 @@ class Patterns:
             return f"already fused, but not in its last calls: {reason}"
         if isinstance(module, (FusedBlock, FusedFFN)):
             return "already fused"
-        for base in type(module).__mro__[1:]:
-            known = self._rule_of_the_user(base) is not None or class_path(base) in FAMILIES
-            sequential = base is nn.Sequential and any(find_runs(list(module.children())))
-            if known or sequential or (base in _BUILT_IN and base is not nn.Sequential):
-                return f"is a subclass of {base.__name__} and may compute something else; name it in an FFNRule"
-        return why_unnamed(module)
+        found = self._recognised(module)
+        return why_unnamed(module, found if isinstance(found, str) else None)

@@ -12,6 +12,9 @@ from torch import nn
 from ..functional.linear import check_reduction, check_split_k
 from ..modules import class_path
 
+# Which rows of one linear for both are the gate's.
+GATE_ROWS = ("first", "last", "even", "odd")
+
 
 def _path(kind: type | str) -> str:
     return kind if isinstance(kind, str) else class_path(kind)
@@ -43,11 +46,14 @@ class FFNRule:
         activation: the attribute that holds the activation (a module, a function or a name); where the block has no
             such attribute, the name of the activation itself (not with ``inside``).
         gate: the linear that is activated and multiplied in; a block whose attribute is absent or None is not gated.
-            Not with ``inside``.
+        gate_rows: where ``up`` is one linear for both, the rows of its weight that are the gate's: "first" or "last"
+            half, "even" or "odd" ones. Not with ``inside``.
         dropout: of the hidden: an ``nn.Dropout``, or a number that applies in training. None: there is none.
         output_dropout: the same, after ``down``. Not with ``inside``, where it is the method's.
         inside: the method that holds the FFN; None: the forward of the block is the FFN and nothing else.
-        holders: the child before each dot, and its class: ``(("output", BertOutput), ...)``.
+        into: the child that holds ``up`` and computes ``act(up(x))``, where it does not do so by calling
+            ``activation``: then its forward is not run, and ``activation`` is a name. Only with ``inside``.
+        holders: the child before each dot in a name, and its class: ``(("output", BertOutput), ...)``.
 
     Raises:
         TypeError: ``module_class`` is not a subclass of ``nn.Module``, or another argument is not the name of one.
@@ -60,9 +66,11 @@ class FFNRule:
     down: str
     activation: str = "activation"
     gate: str | None = None
+    gate_rows: str | None = None
     dropout: str | None = None
     output_dropout: str | None = None
     inside: str | None = None
+    into: str | None = None
     holders: tuple[tuple[str, type[nn.Module] | str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -76,11 +84,15 @@ class FFNRule:
             raise TypeError(f"holders must be a tuple of pairs (name of a child, its class), got {self.holders!r}")
         for name, kind in self.holders:
             _check_class(f"holders: the class of {name}", kind)
-        if self.inside is not None and (self.gate or self.output_dropout):
-            raise ValueError(f"inside={self.inside!r} excludes gate and output_dropout, got {self}")
-        dotted = {name.rpartition(".")[0] for name in self.parts() if "." in name}
-        if dotted != {name for name, _ in self.holders} or (dotted and self.inside is None):
-            raise ValueError(f"holders must name the class of each of {sorted(dotted)}, and inside a method: {self}")
+        if self.inside is not None and (self.gate_rows or self.output_dropout):
+            raise ValueError(f"inside={self.inside!r} excludes gate_rows and output_dropout, got {self}")
+        if self.gate_rows is not None and (self.gate or self.gate_rows not in GATE_ROWS):
+            raise ValueError(f"gate_rows must be one of {GATE_ROWS}, and excludes gate, got {self}")
+        if self.into is not None and (self.inside is None or self.up.rpartition(".")[0] != self.into):
+            raise ValueError(f"into={self.into!r} must be the child that holds up, and takes inside a method: {self}")
+        dotted = {name.rpartition(".")[0] for name in (*self.parts(), self.output_dropout or "") if "." in name}
+        if dotted != {name for name, _ in self.holders}:
+            raise ValueError(f"holders must name the class of each of {sorted(dotted)}: {self}")
 
     @property
     def class_path(self) -> str:
@@ -93,9 +105,10 @@ class FFNRule:
         return tuple(name for name in names if name is not None)
 
     @functools.cached_property
-    def inside_places(self) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
-        """The paths of up, activation and down, name by name, and those of the holders, innermost first."""
-        paths = tuple(tuple(name.split(".")) for name in (self.up, self.activation, self.down))
+    def inside_places(self) -> tuple[tuple[tuple[str, ...] | None, ...], tuple[tuple[str, ...], ...]]:
+        """The paths of up, activation, down, gate and ``into``, name by name, and the holders', innermost first."""
+        names = (self.up, None if self.into else self.activation, self.down, self.gate, self.into)
+        paths = tuple(None if name is None else tuple(name.split(".")) for name in names)
         holders = (tuple(name.split(".")) for name, _ in self.holders)
         return paths, tuple(sorted(holders, key=len, reverse=True))
 

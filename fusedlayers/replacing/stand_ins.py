@@ -1,7 +1,8 @@
 """Stand-ins for a block, and for what it holds, while a method of it runs with its FFN fused.
 
 The method is the original one: only the parts of the FFN are others. ``up``, the activation and the dropout compute
-nothing yet: they give a :class:`Pending` hidden, from which ``down`` computes the whole FFN. Whatever else the method
+nothing yet: they give a :class:`Pending` hidden, from which ``down`` computes the whole FFN; so does the product of an
+activated gate with ``up``. Whatever else the method
 does with it (a factor, a norm, a second activation) first gets its values from the original parts, so the numbers are
 those of the method whether or not it is what the rule says. A part that is called with anything but a pending hidden
 in its turn runs as it is: a dropout that serves the attention, too, drops there.
@@ -9,6 +10,7 @@ in its turn runs as it is: a dropout that serves the attention, too, drops there
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,10 +20,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-# Paths of up, activation and down in their block, name by name, and of the children that hold some, innermost first.
-Places = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]
+from ..kernels.activations import ACTIVATIONS
+
+# Paths of up, activation, down, gate and the child that computes act(up(x)) in their block, name by name, None where
+# there is none; and of the children that hold some, innermost first.
+Places = tuple[tuple["tuple[str, ...] | None", ...], tuple[tuple[str, ...], ...]]
 # torch.is_autocast_enabled raises for these, and no release's Dynamo traces torch.amp.is_autocast_available.
+_FUNCTIONS: dict[str, tuple[Callable[..., Tensor], ...]] = {
+    "relu": (F.relu, torch.relu),
+    "silu": (F.silu,),
+    "tanh": (F.tanh, torch.tanh),
+    "sigmoid": (F.sigmoid, torch.sigmoid),
+    "leaky_relu": (F.leaky_relu,),
+}
 _WITHOUT_AUTOCAST = ("meta", "lazy", "vulkan")
+
+
+def why_no_stand_in(name: str, function: Callable[..., Any]) -> str | None:
+    """Why a method cannot run on a stand-in, or None: it refers to its class without a name, as ``super()`` does."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or "__class__" not in code.co_freevars:
+        return None
+    return f"its {name} uses super(), which the stand-in for a module does not have"
 
 
 class InsideFFN:
@@ -36,6 +56,7 @@ class InsideFFN:
         inplace: whether the activation overwrites its input.
         run: computes the FFN of x with a probability of the hidden's dropout; None where the parts must be called.
         say: is told how the method uses the hidden otherwise than its rule says.
+        function: the name of the activation where no part of the block is it: the method calls torch's function.
     """
 
     def __init__(
@@ -45,15 +66,19 @@ class InsideFFN:
         inplace: bool,
         run: Callable[[Tensor, float], Tensor | None],
         say: Callable[[str], None],
+        function: str | None = None,
     ) -> None:
         self.block, self.places, self.inplace, self.run, self.say = block, places, inplace, run, say
-        up, activation, down = places[0]
-        self.up, self.activation, self.down = self.part(up), self.part(activation), self.part(down)
+        self.function = function
+        up, activation, down, gate, into = places[0]
+        self.into = None if into is None else self.part(into)
+        self.up, self.down, self.gate = self.part(up), self.part(down), None if gate is None else self.part(gate)
+        self.activation = self.part(activation) if function is None else ACTIVATIONS[function].torch
 
-    def part(self, path: tuple[str, ...]) -> Any:
+    def part(self, path: tuple[str, ...] | None) -> Any:
         """What lies at this path in the block."""
         found: Any = self.block
-        for name in path:
+        for name in path or ():
             found = getattr(found, name)
         return found
 
@@ -63,21 +88,42 @@ class InsideFFN:
         others: dict[tuple[str, ...], dict[str, Any]] = {(): {}}
         for path in holders:
             others[path] = {}
-        originals, functions = (self.up, self.activation, self.down), (self.call_up, self.activate, self.call_down)
-        for path, part, function in zip(paths, originals, functions, strict=True):
-            others[path[:-1]][path[-1]] = StandIn(part, function, {}) if isinstance(part, nn.Module) else function
+        activation = None if self.function is not None else paths[1]
+        originals = (self.up, self.activation, self.down, self.gate)
+        functions = (self.call_up, self.activate, self.call_down, self.call_gate)
+        for place, part, function in zip((paths[0], activation, *paths[2:4]), originals, functions, strict=True):
+            if place is not None:
+                other = StandIn(part, function, {}) if isinstance(part, nn.Module) else function
+                others[place[:-1]][place[-1]] = other
         for path in holders:
             child = self.part(path)
-            others[path[:-1]][path[-1]] = StandIn(child, type(child).forward, others[path])
+            forward = self.call_into if child is self.into else type(child).forward
+            others[path[:-1]][path[-1]] = StandIn(child, forward, others[path])
         return StandIn(self.block, type(self.block).forward, others[()])
 
     def call_up(self, *args: Any, **options: Any) -> Any:
         """What the method gets from ``up``."""
+        return self._call_into_hidden(self.up, _UP, args, options)
+
+    def call_gate(self, *args: Any, **options: Any) -> Any:
+        """What the method gets from the gate."""
+        return self._call_into_hidden(self.gate, _GATE, args, options)
+
+    def call_into(self, *args: Any, **options: Any) -> Any:
+        """What the method gets from the child that computes ``act(up(x))``."""
         args, x = self.only(args, options)
         if isinstance(x, Tensor):
-            return Pending(self, x)
-        args, options = computed((args, options), "in the up linear")
-        return self.up(*args, **options)
+            return Pending(self, x, _UP, True)
+        args, options = computed((args, options), "in the child that holds the up linear")
+        assert self.into is not None
+        return self.into(*args, **options)
+
+    def _call_into_hidden(self, linear: Any, role: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        args, x = self.only(args, options)
+        if isinstance(x, Tensor):
+            return Pending(self, x, role)
+        args, options = computed((args, options), f"in the {role} linear")
+        return linear(*args, **options)
 
     def activate(self, *args: Any, **options: Any) -> Any:
         """What the method gets from the activation."""
@@ -107,15 +153,23 @@ class InsideFFN:
         return args, given[0] if len(given) == 1 and (args or "input" in options) else None
 
 
+# What a pending hidden is: what the up linear gives, what the gate gives, or their product.
+_UP, _GATE, _PRODUCT = "up", "gate", "product"
+
+
 class Pending:
     """A hidden that nobody has computed yet: ``up`` of x, then the activation, then the dropout, as far as they came.
+
+    With a gate the activation is the gate's, and the product of both is the hidden.
 
     It is no tensor. Every use of it as one computes it, by the original parts and under the modes in which ``up`` was
     called, and then it is computed once: a hidden that was seen is the one that ``down`` gets.
     """
 
-    def __init__(self, ffn: InsideFFN, x: Tensor, activated: bool = False, dropout_p: float | None = None) -> None:
-        self._ffn, self._x, self._activated, self._dropout_p = ffn, x, activated, dropout_p
+    def __init__(
+        self, ffn: InsideFFN, x: Tensor, role: str, activated: bool = False, dropout_p: float | None = None
+    ) -> None:
+        self._ffn, self._x, self._role, self._activated, self._dropout_p = ffn, x, role, activated, dropout_p
         self._modes = self._modes_now()
         # How often somebody has written into x; None where nobody counts.
         self._version = None if torch.compiler.is_compiling() or x.is_inference() else x._version
@@ -131,14 +185,43 @@ class Pending:
     def _is_next(self, *, activated: bool) -> bool:
         """Whether a part that follows the activation, or precedes it, is to be called with this hidden now."""
         as_up = self._values is None and self._modes_now() == self._modes
-        return as_up and self._activated is activated and self._dropout_p is None
+        return as_up and self._role == self._role_when(activated) and self._activated is activated and (
+            self._dropout_p is None
+        )  # fmt: skip
+
+    def _role_when(self, activated: bool) -> str:
+        """What the hidden is before and after the activation."""
+        if self._ffn.gate is None:
+            return _UP
+        return _PRODUCT if activated else _GATE
+
+    def _times(self, other: object) -> Pending | None:
+        """The hidden of a gated FFN, if this is one of its factors and ``other`` the other one."""
+        if not isinstance(other, Pending) or other._ffn is not self._ffn or other._x is not self._x:
+            return None
+        gate, up = (self, other) if self._role == _GATE else (other, self)
+        ready = gate._values is None and up._values is None and gate._modes == up._modes == self._modes_now()
+        if not ready or gate._role != _GATE or up._role != _UP or not gate._activated:
+            return None
+        product = Pending(self._ffn, self._x, _PRODUCT, True)
+        product._version = gate._version if gate._version == up._version else -1
+        return product
+
+    def _activates(self, function: Any, options: dict[str, Any]) -> bool:
+        """Whether this function of torch's, with these options, is the activation of the FFN."""
+        name = self._ffn.function
+        if name is None or not self._is_next(activated=False) or options.get("inplace", False):
+            return False
+        if function is F.gelu:
+            return name == {"none": "gelu", "tanh": "gelu_tanh"}.get(options.get("approximate", "none"))
+        return function in _FUNCTIONS.get(name, ()) and not set(options) - {"inplace"}
 
     def _with(self, activated: bool, dropout_p: float | None, inplace: bool) -> Pending:
         """The hidden after one more part."""
         if inplace:
             self._activated, self._dropout_p = activated, dropout_p
             return self
-        hidden = Pending(self._ffn, self._x, activated, dropout_p)
+        hidden = Pending(self._ffn, self._x, self._role, activated, dropout_p)
         hidden._version = self._version
         return hidden
 
@@ -165,22 +248,30 @@ class Pending:
             else:
                 autocast = torch.autocast(self._x.device.type, dtype, enabled=dtype is not None)
             with torch.set_grad_enabled(grad), autocast:
-                values = self._ffn.up(self._x)
-                if self._activated:
-                    values = self._ffn.activation(values)
+                if self._ffn.into is not None:
+                    values = self._ffn.into(self._x)
+                else:
+                    linear: Any = self._ffn.up if self._role == _UP else self._ffn.gate
+                    values = linear(self._x)
+                    if self._activated:
+                        values = self._ffn.activation(values)
+                if self._role == _PRODUCT:
+                    values = values * self._ffn.up(self._x)
                 self._values = F.dropout(values, self._dropout_p) if self._dropout_p else values
         return self._values
 
     def _down(self) -> Tensor:
         """The FFN of x, as far as the parts were called."""
         ffn = self._ffn
-        if self._values is None and self._activated and not self._again() and self._modes_now() == self._modes:
+        whole = self._activated and self._role == self._role_when(True)
+        if self._values is None and whole and not self._again() and self._modes_now() == self._modes:
             self._check("the FFN")
             y = ffn.run(self._x, self._dropout_p or 0.0)
             if y is not None:
                 self._gone = True
                 return y
-            self._ffn = InsideFFN(ffn.block, ffn.places, ffn.inplace, ffn.run, _say_nothing)  # it has said why
+            # It has said why.
+            self._ffn = InsideFFN(ffn.block, ffn.places, ffn.inplace, ffn.run, _say_nothing, ffn.function)
         found: Tensor = ffn.down(self._tensor("in the down linear"))
         return found
 
@@ -202,6 +293,12 @@ class Pending:
         options = kwargs or {}
         if function is F.dropout and isinstance(hidden := (*args, options.get("input"))[0], Pending):
             return _dropped(hidden, *args[1:], **{name: each for name, each in options.items() if name != "input"})
+        if len(args) == 1 and isinstance(hidden := args[0], Pending) and hidden._activates(function, options):
+            return hidden._with(True, None, False)
+        if function is torch.mul and len(args) == 2 and not options and isinstance(args[0], Pending):
+            product = args[0]._times(args[1])
+            if product is not None:
+                return product
         use = f"in {getattr(function, '__name__', function)}"
         args, options = computed((args, options), use)
         return function(*args, **options)
@@ -221,6 +318,8 @@ class Pending:
 
 def _operator(name: str) -> Callable[..., Any]:
     def operator(self: Pending, *others: Any) -> Any:
+        if name == "__mul__" and (product := self._times(others[0])) is not None:
+            return product
         return getattr(self._tensor(f"in {name}"), name)(*computed(others, f"in {name}"))
 
     return operator

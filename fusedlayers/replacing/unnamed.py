@@ -18,17 +18,21 @@ class _Linear(NamedTuple):
     outputs: int
 
 
-def why_unnamed(module: nn.Module) -> str | None:
-    """Why a module of no known class is left, if its parameters have the shapes of an FFN; else None."""
+def why_unnamed(module: nn.Module, reason: str | None) -> str | None:
+    """Why a module is left, if its parameters have the shapes of an FFN; else None.
+
+    ``reason`` is what a trial of it showed, if there was one.
+    """
+    but = f"but {reason or 'no method of it runs them'}; if it is one, name it in an FFNRule"
     own = _linears(module)
     if pair := _pair(own):
-        return f"looks like an FFN ({_described(*pair)}); name it in an FFNRule"
+        return f"looks like an FFN ({_described(*pair)}), {but}"
     for up in own:
         for down in own:
             inner, width = down.inputs, down.outputs
             if (up.inputs, up.outputs) == (width, 2 * inner) and inner > width:
                 text = f"{up.name}, {down.name}: {width} -> 2 × {inner} -> {width}"
-                return f"looks like a gated FFN ({text}) whose gate and up projection are one linear; no rule splits it"
+                return f"looks like a gated FFN ({text}), {but}"
     if experts := _experts(module):
         return (
             f"looks like the experts of a mixture ({experts}), which multiply batches of matrices; no rule fuses them"
@@ -40,7 +44,7 @@ def why_unnamed(module: nn.Module) -> str | None:
         if len(linears := _linears(child)) == 1
     ]  # fmt: skip
     if pair := _pair(held):
-        return f"looks like an FFN in two children ({_described(*pair)}); name it in an FFNRule with inside and holders"
+        return f"looks like an FFN in two children ({_described(*pair)}), {but}"
     return None
 
 
@@ -68,7 +72,9 @@ def _pair(linears: list[_Linear]) -> tuple[_Linear, _Linear] | None:
     for up in linears:
         alike = sum(other[1:] == up[1:] for other in linears)
         down = next((other for other in linears if other[1:] == (up.outputs, up.inputs)), None)
-        if down is not None and up.outputs > up.inputs and alike < 3:
+        # Besides a gate, an FFN has no other linear of its own, and a layer with one has hardly any.
+        others = len(linears) - 1 - alike
+        if down is not None and up.outputs > up.inputs and alike < 3 and others < 2:
             return up, down
     return None
 
@@ -77,6 +83,6 @@ def _experts(module: nn.Module) -> str | None:
     """The names and sizes of two parameters that hold a matrix for each expert, one applied to the other; or None."""
     stacks = [(name, tensor.shape) for name, tensor in module._parameters.items() if tensor is not None]
     for (first, one), (second, other) in combinations(stacks, 2):
-        if len(one) == len(other) == 3 and one[0] == other[0] > 1 and set(one[1:]) & set(other[1:]):
+        if len(one) == len(other) == 3 and one[0] == other[0] > 1 and set(one[1:]) & set(other[1:]) - {1}:
             return f"{first}, {second}: {one[0]} experts"
     return None

@@ -1,0 +1,280 @@
+"""What a block computes, read from a trial: which of its linears make an FFN, believed only after proof.
+
+A small copy of the block runs on random numbers. The linear whose input is an activation of what another one gave is
+the second of an FFN, and which activation it is the numbers tell; dropouts are set one after the other, and where they
+drop tells what they are. What was read becomes an ``FFNRule``, and is believed where the block and the FFN of the rule
+agree in all results and gradients (``proving``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from itertools import permutations
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from ..kernels.activations import ACTIVATIONS
+from ..modules import class_path, split_gate
+from .activations import torch_module_activation
+from .finding import attribute
+from .proving import why_not_proven
+from .quietly import quietly
+from .rules import GATE_ROWS, FFNRule
+from .segments import Segment, segments
+from .small_copies import LARGEST, divisor, elements, linears, sizes_of_linear
+from .stand_ins import why_no_stand_in
+from .trials import Bench, LinearCall, Trial, alike
+
+# The probability of the dropout that is on.
+_ON = 0.5
+_DROPOUT_NAME = re.compile(r"drop|(^|_)p(rob)?$")
+
+
+class Site(NamedTuple):
+    """A linear of a block by its path: the block's own, or the only one of a child."""
+
+    path: str
+    inputs: int
+    outputs: int
+
+
+class Chain(NamedTuple):
+    """The FFN of a trial, by the paths of its linears, and its activation in this library's words."""
+
+    up: str
+    down: str
+    gate: str | None
+    gate_rows: str | None
+    activation: str
+
+
+class Unrecognised(Exception):
+    """Why a block with the linears of an FFN is none."""
+
+
+def sites(block: nn.Module, taken: set[nn.Module]) -> list[Site]:
+    """The linears of a block that may make an FFN of its own: those that no block inside of it has, and no other."""
+    found: list[Site] = []
+    for name, child in block.named_children():
+        if sizes := sizes_of_linear(child):
+            found += [] if child in taken else [Site(name, *sizes)]
+            continue
+        inside = [(f"{name}.{path}", linear) for path, linear in linears(child)]
+        many = len(inside) > 1 and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        if many or any(linear in taken for _, linear in inside):
+            continue
+        found += [Site(path, *sizes_of_linear(linear)) for path, linear in inside]  # type: ignore[misc]
+    return found
+
+
+def may_be_an_ffn(found: Sequence[Site]) -> bool:
+    """Whether one of these linears takes what another one gives, or half of it."""
+    return any(
+        up.outputs in (down.inputs, 2 * down.inputs) for up, down in permutations(found, 2) if up.path != down.path
+    )
+
+
+def recognise(block: nn.Module, taken: set[nn.Module]) -> FFNRule | str | None:
+    """The rule of the FFN that a block computes; why it is not fused, if it has one; None: no trial shows any.
+
+    ``taken`` are the linears of FFNs inside of the block.
+    """
+    found = sites(block, taken)
+    if not may_be_an_ffn(found):
+        return None
+    with quietly():
+        return _tried(block, found)
+
+
+def _tried(block: nn.Module, found: Sequence[Site]) -> FFNRule | str | None:
+    reasons: list[str] = []
+    errors: list[str] = []
+    for by in dict.fromkeys((divisor(block), 1)):
+        if by == 1 and elements(block) > LARGEST:
+            reasons.append("it cannot be tried at smaller sizes")
+            continue
+        for segment in segments(block, found):
+            try:
+                return _recognise(block, by, segment)
+            except Unrecognised as reason:
+                reasons.append(str(reason))
+            except Exception as error:
+                # The method is the user's, and the numbers are ours: whatever it raises, it could not be tried.
+                errors.append(f"a trial of its {segment.name} ended in {type(error).__name__}: {_first_line(error)}")
+    return next(iter((*reasons, *errors)), None)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:120]
+
+
+def _recognise(block: nn.Module, by: int, segment: Segment) -> FFNRule:
+    bench = Bench(block, by, segment.method, segment.widths)
+    trial = bench.run(bench.copy())
+    again = bench.run(bench.copy())
+    if not all(map(torch.equal, trial.results, again.results)):
+        raise Unrecognised("it computes something else every time")
+    chain = _chain(trial)
+    whole = segment.whole and _is_whole(trial, chain)
+    dropout, output_dropout = _dropouts(bench, chain, whole)
+    if not whole and (reason := why_no_stand_in(segment.inside, getattr(type(block), segment.inside))):
+        raise Unrecognised(reason)
+    rule = _rule(block, chain, segment, whole, dropout, output_dropout)
+    reason = why_not_proven(bench, rule)
+    into = chain.up.rpartition(".")[0]
+    if reason and rule.inside and rule.activation == chain.activation and into and dropout is None:
+        # A child with an activation that it writes out: it computes the hidden as a whole.
+        rule = dataclasses.replace(rule, into=into)
+        reason = why_not_proven(bench, rule)
+    if reason:
+        raise Unrecognised(reason)
+    return rule
+
+
+def _chain(trial: Trial) -> Chain:
+    """The FFN among the linears of a trial."""
+    called = [call.path for call in trial.calls]
+    once = [call for call in trial.calls if called.count(call.path) == 1]
+    for place, down in enumerate(once):
+        before = [call for call in once[:place] if call.output.shape[:-1] == down.input.shape[:-1]]
+        for chain in _chains(before, down):
+            return chain
+    raise Unrecognised("no linear of it takes an activation of what another one gives")
+
+
+def _chains(before: Sequence[LinearCall], down: LinearCall) -> Iterator[Chain]:
+    width = down.input.shape[-1]
+    for up in before:
+        if up.output.shape[-1] == width:
+            yield from (
+                Chain(up.path, down.path, None, None, name)
+                for name, activation in ACTIVATIONS.items()
+                if name != "identity" and alike(activation.torch(up.output), down.input)
+            )
+        elif up.output.shape[-1] == 2 * width:
+            for rows in GATE_ROWS:
+                # The rows of a weight are the columns of what it gives.
+                gate, rest = (half.movedim(0, -1) for half in split_gate(up.output.movedim(-1, 0), rows))
+                if name := _gating(gate, rest, down.input):
+                    yield Chain(up.path, down.path, None, rows, name)
+    for gate_call, up in permutations(before, 2):
+        alike_in_size = gate_call.output.shape[-1] == up.output.shape[-1] == width
+        if not alike_in_size or not torch.equal(gate_call.input, up.input):
+            continue
+        if name := _gating(gate_call.output, up.output, down.input):
+            yield Chain(up.path, down.path, gate_call.path, None, name)
+
+
+def _gating(gate: Tensor, up: Tensor, hidden: Tensor) -> str | None:
+    names = (name for name, activation in ACTIVATIONS.items() if alike(activation.torch(gate) * up, hidden))
+    return next(names, None)
+
+
+def _calls_of(trial: Trial, chain: Chain) -> tuple[LinearCall, LinearCall]:
+    """The calls of the first and of the last linear."""
+    calls = {call.path: call for call in trial.calls}
+    return calls[chain.up], calls[chain.down]
+
+
+def _is_whole(trial: Trial, chain: Chain) -> bool:
+    """Whether the method computes the FFN of what it was given, and nothing else."""
+    up, down = _calls_of(trial, chain)
+    number = 2 if chain.gate is None else 3
+    [x, *others] = trial.inputs
+    alone = len(trial.calls) == number and len(trial.results) == 1 and not others
+    return alone and torch.equal(up.input, x) and alike(trial.results[0], down.output)
+
+
+def _dropouts(bench: Bench, chain: Chain, whole: bool) -> tuple[str | None, str | None]:
+    """The paths of the dropouts of the hidden and of the result."""
+    evaluated = bench.run(bench.copy())
+    trained = bench.run(_with_dropout(bench.copy(training=True), None))
+    if len(trained.results) != len(evaluated.results) or not all(map(alike, trained.results, evaluated.results)):
+        raise Unrecognised("it computes something else in training, and no attribute shows a dropout of it")
+    hidden: list[str] = []
+    output: list[str] = []
+    for path in _dropout_paths(bench.copy()):
+        trial = bench.run(_with_dropout(bench.copy(training=True), path))
+        (_, down), (_, base) = _calls_of(trial, chain), _calls_of(evaluated, chain)
+        if not alike(down.input, base.input):
+            if not _dropped(down.input, base.input):
+                raise Unrecognised(f"its dropout {path!r} does not drop the hidden behind the activation")
+            hidden.append(path)
+        if whole and not alike(trial.results[0], down.output):
+            if not _dropped(trial.results[0], down.output):
+                raise Unrecognised(f"its dropout {path!r} drops neither the hidden nor the result")
+            output.append(path)
+    for paths, what in ((hidden, "the hidden"), (output, "the result")):
+        if len(paths) > 1:
+            raise Unrecognised(f"several dropouts drop {what}: {', '.join(paths)}")
+    return next(iter(hidden), None), next(iter(output), None)
+
+
+def _dropped(values: Tensor, base: Tensor) -> bool:
+    """Whether some of these are zero, and the rest twice what they were."""
+    kept = torch.where(values == 0, values, base * 2)
+    return alike(values, kept)
+
+
+def _dropout_paths(block: nn.Module) -> list[str]:
+    """The dropouts of a block: modules, and numbers whose names say so."""
+    found: list[str] = []
+    for path, module in block.named_modules():
+        prefix = f"{path}." if path else ""
+        if isinstance(module, _DropoutNd):
+            found.append(path)
+            continue
+        found += [
+            prefix + name
+            for name, value in vars(module).items()
+            if _DROPOUT_NAME.search(name) and type(value) in (int, float) and 0 <= value < 1
+        ]
+    return found
+
+
+def _with_dropout(block: nn.Module, dropping: str | None) -> nn.Module:
+    """The block with all dropouts off but one."""
+    for path in _dropout_paths(block):
+        p = _ON if path == dropping else 0.0
+        part = attribute(block, path)
+        if isinstance(part, _DropoutNd):
+            part.p = p
+        else:
+            holder, _, name = path.rpartition(".")
+            (attribute(block, holder) if holder else block).__dict__[name] = p
+    return block
+
+
+def _rule(
+    block: nn.Module, chain: Chain, segment: Segment, whole: bool, dropout: str | None, output_dropout: str | None
+) -> FFNRule:
+    inside = None if whole else segment.inside
+    if not whole and chain.gate_rows:
+        raise Unrecognised(f"its {segment.inside} computes more than an FFN with one linear for gate and up projection")
+    activation = _activation_path(block, chain)
+    names = [chain.up, chain.gate, chain.down, activation, dropout, output_dropout]
+    paths = dict.fromkeys(name.rpartition(".")[0] for name in names if name is not None and "." in name)
+    holders = {path: class_path(type(attribute(block, path))) for path in paths}
+    return FFNRule(
+        type(block), up=chain.up, gate=chain.gate, gate_rows=chain.gate_rows, down=chain.down, activation=activation,
+        dropout=dropout, output_dropout=output_dropout, inside=inside, holders=tuple(holders.items()),
+    )  # fmt: skip
+
+
+def _activation_path(block: nn.Module, chain: Chain) -> str:
+    """Where the activation is in the block, or in a child that holds a linear of the FFN; else its name."""
+    holders = dict.fromkeys(["", *(path.rpartition(".")[0] for path in (chain.gate or chain.up, chain.up, chain.down))])
+    for holder in holders:
+        owner = attribute(block, holder) if holder else block
+        own = {**owner._modules, **vars(owner)}
+        for name, part in own.items():
+            if name.startswith("_") or isinstance(part, _DropoutNd) or not (callable(part) or isinstance(part, str)):
+                continue
+            if sizes_of_linear(part) is None and torch_module_activation(part) == chain.activation:
+                return f"{holder}.{name}" if holder else name
+    return chain.activation

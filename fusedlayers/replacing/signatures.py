@@ -1,0 +1,63 @@
+"""What tells modules apart that may compute different things: one trial serves all that are alike."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Iterator
+from types import CodeType
+
+from torch import Tensor, nn
+
+_PLAIN = (bool, int, float, str, type(None), tuple)
+
+
+def signature(block: nn.Module, taken: set[nn.Module]) -> Hashable:
+    """The classes in a block, the sizes of its tensors, and the attributes that its methods read."""
+    return tuple(_of(path, module, module in taken) for path, module in block.named_modules())
+
+
+def _of(path: str, module: nn.Module, taken: bool) -> Hashable:
+    kind = type(module)
+    forward: Hashable = kind.forward
+    read = _names_read(kind, forward)  # type: ignore[arg-type]  # classes are hashable, whatever their instances are
+    options = [
+        (name, value if isinstance(value, _PLAIN) and _is_hashable(value) else id(value))
+        for name, value in vars(module).items()
+        if name in read and not name.startswith("_")
+    ]
+    tensors = [(name, _shape(each)) for name, each in (*module._parameters.items(), *module._buffers.items())]
+    return path, kind, forward, taken, tuple(options), tuple(tensors)
+
+
+def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
+    return None if tensor is None else tuple(tensor.shape)
+
+
+def _is_hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_read(kind: type[nn.Module], forward: object) -> frozenset[str]:
+    """The names in the methods of a class, but for what builds a module; ``forward`` may be patched."""
+    names: set[str] = set(_names(getattr(forward, "__code__", None)))
+    for base in kind.__mro__:
+        if base is nn.Module:
+            break
+        for name, function in vars(base).items():
+            if name != "__init__":
+                names.update(_names(getattr(function, "__code__", None)))
+    return frozenset(names)
+
+
+def _names(code: CodeType | None) -> Iterator[str]:
+    """The names in a function, and in the functions inside of it."""
+    if code is not None:
+        yield from code.co_names
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield from _names(constant)

@@ -1,0 +1,157 @@
+"""Small copies of a block, on the CPU and in float64, on which can be tried what the block computes.
+
+A copy has the classes and options of the block, and parameters of its own: random ones, whose sizes are those of the
+block over a common divisor, so that sums and ratios of sizes stay. Nothing of the block is called or changed, and it
+may lie on any device, "meta" included.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..modules import KEPT, is_transposed
+
+# Smaller sizes would let what differs look alike.
+_SMALLEST = 8
+# What is put on an instance to run around its class; and what a replaced block keeps.
+_OF_THE_INSTANCE = ("forward", "_compiled_call_impl", KEPT)
+# Elements of a copy whose sizes cannot be divided: 128 MiB.
+LARGEST = 1 << 24
+
+
+def sizes_of_linear(module: nn.Module) -> tuple[int, int] | None:
+    """(inputs, outputs) of a linear layer of any making, transformers' ``Conv1D`` included; None for anything else."""
+    for names in (("in_features", "out_features"), ("nx", "nf")):
+        inputs, outputs = (getattr(module, name, None) for name in names)
+        if isinstance(inputs, int) and isinstance(outputs, int):
+            return inputs, outputs
+    return None
+
+
+def divisor(block: nn.Module) -> int:
+    """The largest common divisor of the sizes of a block's linears that leaves none of them too small."""
+    sizes = {size for module in block.modules() for size in sizes_of_linear(module) or ()}
+    common = math.gcd(*sizes)
+    if not common:
+        return 1
+    largest = max(1, min(sizes) // _SMALLEST)
+    return max(each for each in range(1, min(common, largest) + 1) if common % each == 0)
+
+
+def elements(block: nn.Module) -> int:
+    """How many numbers the parameters and buffers of a block hold."""
+    return sum(tensor.numel() for tensor in (*block.parameters(), *block.buffers()))
+
+
+class _Copier:
+    def __init__(self, block: nn.Module, by: int) -> None:
+        self.by = by
+        self.sizes = {size for module in block.modules() for size in sizes_of_linear(module) or () if size}
+        self.generator = torch.Generator().manual_seed(0)
+        self.modules: dict[int, nn.Module] = {}
+        self.tensors: dict[int, Tensor] = {}
+
+    def size(self, size: int) -> int:
+        # Packed projections have a multiple of a size.
+        return size // self.by if any(size % each == 0 for each in self.sizes) and size else size
+
+    def value(self, value: Any) -> Any:
+        """An attribute: sizes are divided, and what a method might write into is no longer the block's."""
+        if isinstance(value, Tensor):
+            return self.constant(value)
+        if isinstance(value, (list, dict, set)):
+            return copy.copy(value)
+        if type(value) is int:
+            return self.size(value)
+        if type(value) in (tuple, torch.Size) and all(type(each) is int for each in value):
+            return type(value)(self.size(each) for each in value)
+        return value
+
+    def random(self, *shape: int, scale: float) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64, device="cpu") * scale
+
+    def constant(self, tensor: Tensor) -> Tensor:
+        """A tensor that is no parameter, with its values if it has any."""
+        if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
+            return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
+        copied = tensor.detach().to("cpu", torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
+        return copied
+
+    def tensor(self, tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in self.tensors:
+            self.tensors[id(tensor)] = self._tensor(tensor)
+        return self.tensors[id(tensor)]
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        shape = [self.size(size) for size in tensor.shape]
+        if not isinstance(tensor, nn.Parameter) and shape == list(tensor.shape):
+            return self.constant(tensor)
+        if tensor.is_floating_point():
+            copied = self.random(*shape, scale=1.0 if len(shape) < 2 else 2 / math.sqrt(max(1, shape[-1])))
+        else:
+            copied = torch.zeros(shape, dtype=tensor.dtype, device="cpu")
+        return nn.Parameter(copied, copied.is_floating_point()) if isinstance(tensor, nn.Parameter) else copied
+
+    def linear(self, module: nn.Module, inputs: int, outputs: int) -> nn.Module:
+        """A linear of any making as a plain one, but where its class is a plain one already."""
+        inputs, outputs = self.size(inputs), self.size(outputs)
+        copied: nn.Module = nn.Linear(1, 1, device="meta")
+        transposed = is_transposed(module)
+        if transposed:
+            copied = object.__new__(type(module))
+            copied.__dict__ = self.attributes(module)
+        else:
+            vars(copied).update(in_features=inputs, out_features=outputs)
+        shape = (inputs, outputs) if transposed else (outputs, inputs)
+        weight = self.random(*shape, scale=2 / math.sqrt(inputs))
+        bias = None if getattr(module, "bias", None) is None else self.random(outputs, scale=0.5)
+        copied._parameters = {
+            "weight": nn.Parameter(weight),
+            "bias": None if bias is None else nn.Parameter(bias),
+        }
+        return copied
+
+    def attributes(self, module: nn.Module) -> dict[str, Any]:
+        fresh = vars(nn.Module())
+        left = (*fresh, *_OF_THE_INSTANCE)
+        own = {name: self.value(value) for name, value in vars(module).items() if name not in left}
+        return fresh | own
+
+    def module(self, module: nn.Module) -> nn.Module:
+        if id(module) in self.modules:
+            return self.modules[id(module)]
+        if sizes := sizes_of_linear(module):
+            copied = self.modules[id(module)] = self.linear(module, *sizes)
+            return copied
+        copied = self.modules[id(module)] = object.__new__(type(module))
+        # Past the module's own __setattr__.
+        object.__setattr__(copied, "__dict__", self.attributes(module))
+        copied.__dict__["training"] = module.training
+        for place in ("_parameters", "_buffers"):
+            copied.__dict__[place] = {name: self.tensor(each) for name, each in vars(module)[place].items()}
+        copied.__dict__["_modules"] = {
+            name: None if each is None else self.module(each) for name, each in vars(module)["_modules"].items()
+        }
+        return copied
+
+
+def small_copy(block: nn.Module, by: int) -> nn.Module:
+    """A copy of ``block`` whose sizes are divided ``by`` this; every copy has the same numbers."""
+    return _Copier(block, by).module(block)
+
+
+def linears(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The linear layers of any making in a block, and their paths; not what such a layer consists of."""
+    for name, child in block.named_children():
+        if sizes_of_linear(child) is not None:
+            yield name, child
+        else:
+            yield from ((f"{name}.{path}", linear) for path, linear in linears(child))
