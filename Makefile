@@ -39,6 +39,7 @@ help: ## Show this text
 	@echo "  PIP_EXTRA_INDEX_URL to the index of CPU wheels that torch's installation page names."
 
 train: $(INSTALLED) ## Train a small language model with torch.nn layers, then with fused layers, and compare
+	@$(BIN)/python -m train_examples.opening model=$(MODEL) run.directory=$(RUNS)
 	$(TRAIN) layers=torch run.directory=$(RUNS)/torch
 	$(TRAIN) layers=fused run.directory=$(RUNS)/fused
 	@# Ends by saying where the metrics, the plots, the checkpoints and the samples are.

@@ -11,7 +11,7 @@ from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from fusedlayers.folders import check_folder
 from fusedlayers.functional import switches
@@ -62,24 +62,35 @@ def first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0].rstrip(".")
 
 
+class Messages(logging.Handler):
+    """The library's messages, on what is standard error at the time: a progress bar replaces it while it is drawn."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"{record.name}: {record.getMessage()}", file=sys.stderr)
+
+
+def checked_settings(config: DictConfig, schema: type[Settings]) -> Settings:
+    """The settings of a configuration whose keys Hydra has checked; what cannot work ends the command in one line."""
+    try:
+        return as_settings(config, schema)
+    except SettingsError as error:
+        raise SystemExit(f"error: {error}") from error
+
+
 def start(config: DictConfig, schema: type[Settings], run: Callable[[Settings], object]) -> None:
-    """Print the configuration, whose keys Hydra has checked, and run the example that it describes."""
+    """Run the example that a configuration describes, whose keys Hydra has checked."""
     with ExitStack() as stack:
         first = not int(os.environ.get("RANK", "0"))
         if first:
             # One line of the library says which path its layers take on this machine, and why.
-            logging.basicConfig(format="%(name)s: %(message)s")
+            logging.basicConfig(handlers=[Messages()])
             logging.getLogger("fusedlayers").setLevel(logging.INFO)
         else:
             # Of the processes that torchrun starts, the first one speaks.
             stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        settings = checked_settings(config, schema)
         try:
-            settings = as_settings(config, schema)
             check_surroundings(settings.run)
-        except SettingsError as error:
-            raise SystemExit(f"error: {error}") from error
-        print(OmegaConf.to_yaml(config, resolve=True))
-        try:
             run(settings)
         except (SettingsError, FloatingPointError) as error:
             raise SystemExit(f"error: {error}") from error

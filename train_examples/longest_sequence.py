@@ -24,10 +24,10 @@ from torch import nn
 
 from fusedlayers.folders import check_folder
 from train_examples.command import CONFIGS
-from train_examples.comparison import aligned
 from train_examples.language_model import VOCABULARY, build_model, next_byte_loss
 from train_examples.loop import Row, build_optimizer, environment
 from train_examples.settings import LanguageModelSettings, SettingsError, as_settings
+from train_examples.tables import aligned
 
 CONTENDERS = {
     "torch": ("layers=torch",),
