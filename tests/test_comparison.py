@@ -137,16 +137,17 @@ def test_the_opening_on_a_cpu(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = []
-    for folder in (tmp_path, runs):
-        monkeypatch.setattr(sys, "argv", ["opening", *TINY, f"run.directory={folder}"])
+    for folder, resume in ((tmp_path, "null"), (runs, "null"), (runs, "auto")):
+        monkeypatch.setattr(sys, "argv", ["opening", *TINY, f"run.directory={folder}", f"run.resume={resume}"])
         opening.main()
         said.append(capsys.readouterr().out.replace("\n", " "))
     for paragraph in said:
         assert "trained twice for 12 steps of 128 tokens" in paragraph
         assert "PyTorch finds no CUDA or ROCm GPU" in paragraph
         assert "This takes about a minute." in paragraph
-    assert "overwrites" not in said[0]
+    assert "earlier" not in said[0]
     assert f"It overwrites the earlier runs in {runs}/torch and {runs}/fused." in said[1]
+    assert f"It goes on with the earlier runs in {runs}/torch and {runs}/fused." in said[2]
 
 
 def test_the_opening_says_what_a_gpu_runs(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ TIMED_STEPS = 5
 
 
 def opening(settings: LanguageModelSettings) -> str:
-    """One paragraph: the machine, what is compared on it, how long that takes, and what is overwritten."""
+    """One paragraph: the machine, what is compared on it, how long that takes, and what becomes of earlier runs."""
     run, model = settings.run, settings.model
     use_gpu = run.accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available()
     device = torch.device("cuda" if use_gpu else "cpu")
@@ -52,7 +52,8 @@ def opening(settings: LanguageModelSettings) -> str:
     folders = [Path(run.directory) / name for name in ("torch", "fused")]
     earlier = [str(folder) for folder in folders if newest(folder) is not None]
     if earlier:
-        sentences.append(f"It overwrites the earlier runs in {' and '.join(earlier)}.")
+        verb = "goes on with" if run.resume == "auto" else "overwrites"
+        sentences.append(f"It {verb} the earlier runs in {' and '.join(earlier)}.")
     return " ".join(sentences)
 
 
