@@ -67,6 +67,8 @@ check: $(INSTALLED) ## Lint, check the formatting, and type-check the built whee
 	rm -rf build/wheel build/installed build/lib
 	$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel .
 	$(BIN)/python -m pip install --quiet --no-deps --target build/installed build/wheel/*.whl
+	@# No part of the wheel, and yet to be checked.
+	cp -r fusedlayers/bench/published build/installed/fusedlayers/bench/
 	@# From inside the target, so that mypy reads the wheel and not the clone, where fusedlayers.kernels lies elsewhere.
 	cd build/installed && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p fusedlayers
 

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fusedlayers.bench import host_tables, step_tables, tables
+from fusedlayers.bench import tables
 from fusedlayers.bench.plots import figure_class
+from fusedlayers.bench.published import host_tables, step_tables
 from tests.models import step_table
 from train_examples import end_to_end
 from train_examples.tables import table

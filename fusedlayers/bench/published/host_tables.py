@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .plots import figure_class, save
-from .record import Record
-from .tables import NONE, Table, median, rows_with_times, shape_of, timed_rows
+from ..plots import figure_class, save
+from ..record import Record
+from ..tables import NONE, Table, median, rows_with_times, shape_of, timed_rows
 
 TORCH, AUTO, KERNELS, AUTO_FUNCTION = "torch", "auto", "kernels", "function"
 # How a contender runs, behind its name: as it is, without autograd's own thread, compiled.

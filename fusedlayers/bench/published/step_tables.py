@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .plots import figure_class, save
-from .record import Record
+from ..plots import figure_class, save
+from ..record import Record
+from ..tables import NONE, Table, median, rows_with_times, timed_rows
 from .step_models import AUTO, KERNELS, LIGER, NAMES, RECOMPUTE, TORCH
-from .tables import NONE, Table, median, rows_with_times, timed_rows
 
 MODES = ("eager", "compile", "reduce-overhead")
 # The most that a step may take with ours in auto mode, as a multiple of the same model's without, in the same mode.
