@@ -6,10 +6,11 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 
@@ -19,6 +20,8 @@ from train_examples.checkpoints import find_checkpoint, newest, read_checkpoint
 from train_examples.settings import RunSettings, Settings, SettingsError, as_settings
 
 CONFIGS = str(Path(__file__).parents[1] / "configs")
+# How the ValueError begins that Hydra raises, without a name, for a group whose value is a number, a truth or nothing.
+NO_WORD = "Config group override must be"
 # What a shell reports of a process that Ctrl-C ended.
 INTERRUPTED = 130
 
@@ -37,8 +40,10 @@ def in_one_line(main: Callable[[], None]) -> Callable[[], None]:
         os.environ["HYDRA_FULL_ERROR"] = "1"
         try:
             main()
-        except HydraException as error:
-            print(f"error: {hydra_message(error)}", file=sys.stderr)
+        except (HydraException, ValueError) as error:
+            if not isinstance(error, HydraException) and not str(error).startswith(NO_WORD):
+                raise
+            print(f"error: {hydra_message(error, sys.argv[1:])}", file=sys.stderr)
             raise SystemExit(1) from None
         finally:
             del os.environ["HYDRA_FULL_ERROR"]
@@ -46,8 +51,10 @@ def in_one_line(main: Callable[[], None]) -> Callable[[], None]:
     return entry_point
 
 
-def hydra_message(error: HydraException) -> str:
-    """What Hydra found wrong with the command line, in one line."""
+def hydra_message(error: Exception, words: Sequence[str]) -> str:
+    """What Hydra, or OmegaConf behind it, found wrong with the words of a command line, in one line."""
+    if str(error).startswith(NO_WORD):
+        return "; ".join(groups_without_a_word([word for word in words if not word.startswith("-")]))
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
         return f"{group} is {name!r}; expected one of {', '.join(error.options)}"
@@ -55,6 +62,15 @@ def hydra_message(error: HydraException) -> str:
         return f"{error.override}: {first_line(error)}"
     # Its cause says which value it was, or which key.
     return "; ".join(first_line(one) for one in (error, error.__cause__) if one is not None)
+
+
+def groups_without_a_word(words: Sequence[str]) -> Iterator[str]:
+    """The groups of settings that are given a number, say, where one of their files is to be named."""
+    for override in OverridesParser.create().parse_overrides(list(words)):
+        folder = Path(CONFIGS, override.key_or_group)
+        if folder.is_dir() and not isinstance(override.value(), str | list):
+            known = ", ".join(sorted(path.stem for path in folder.iterdir()))
+            yield f"{override.key_or_group} is {override.get_value_string()}; expected one of {known}"
 
 
 def first_line(error: BaseException) -> str:
