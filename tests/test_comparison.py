@@ -118,6 +118,20 @@ def test_a_run_that_is_not_finished_is_named(runs: Path) -> None:
         comparison.main([str(runs / "torch"), str(runs / "absent")])
 
 
+def test_a_summary_of_something_else_is_named(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(SystemExit, match=f"error: {tmp_path}: summary.json is not that of a run of these examples"):
+        comparison.main([str(runs / "torch"), str(tmp_path)])
+
+
+@pytest.mark.parametrize("name", ["folder.png", "picture", "picture.doc"])
+def test_a_picture_that_cannot_be_written_is_named(name: str, runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(SystemExit, match=f"error: --output: '{tmp_path / name}'; expected .* that ends in .png"):
+        comparison.main([str(runs / "torch"), str(runs / "fused"), "--output", str(tmp_path / name)])
+    assert not (tmp_path / f"{name}.png").exists()
+
+
 def test_comparison_knows_the_peak_of_some_devices() -> None:
     summary = {
         "device": "NVIDIA H200", "precision": "bf16-mixed", "processes": 2, "train_loss": 1.0, "validation_loss": None,
@@ -148,6 +162,16 @@ def test_the_opening_on_a_cpu(
     assert "earlier" not in said[0]
     assert f"It overwrites the earlier runs in {runs}/torch and {runs}/fused." in said[1]
     assert f"It goes on with the earlier runs in {runs}/torch and {runs}/fused." in said[2]
+
+
+def test_what_cannot_work_is_named_before_the_opening(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["opening", *TINY, f"run.directory={runs}"])
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "bogus")
+    with pytest.raises(SystemExit, match="error: FUSEDLAYERS_BACKEND is 'bogus'; expected one of auto, triton, torch"):
+        opening.main()
+    assert not capsys.readouterr().out
 
 
 def test_the_opening_says_what_a_gpu_runs(tmp_path: Path) -> None:

@@ -86,9 +86,12 @@ class Messages(logging.Handler):
 
 
 def checked_settings(config: DictConfig, schema: type[Settings]) -> Settings:
-    """The settings of a configuration whose keys Hydra has checked; what cannot work ends the command in one line."""
+    """The settings of a configuration whose keys Hydra has checked, in surroundings in which they can work; what cannot
+    ends the command in one line."""
     try:
-        return as_settings(config, schema)
+        settings = as_settings(config, schema)
+        check_surroundings(settings.run)
+        return settings
     except SettingsError as error:
         raise SystemExit(f"error: {error}") from error
 
@@ -106,7 +109,6 @@ def start(config: DictConfig, schema: type[Settings], run: Callable[[Settings], 
             stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         settings = checked_settings(config, schema)
         try:
-            check_surroundings(settings.run)
             run(settings)
         except (SettingsError, FloatingPointError) as error:
             raise SystemExit(f"error: {error}") from error

@@ -78,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if names[0] == names[1]:
         names = [str(directory) for directory in chosen.runs]
 
+    if chosen.output.suffix != ".png" or chosen.output.is_dir():
+        raise SystemExit(f"error: --output: {str(chosen.output)!r}; expected the name of a file that ends in .png")
     try:
         check_folder(chosen.output.parent)
     except ValueError as error:

@@ -25,8 +25,12 @@ def read_run(directory: Path) -> tuple[Row, list[Row]]:
     """
     try:
         summary = json.loads((directory / "summary.json").read_text())
-        return summary, read_metrics(directory / "metrics.jsonl")
+        rows = read_metrics(directory / "metrics.jsonl")
     except OSError:
         raise ValueError(f"{directory} holds no summary.json; expected the run.directory of a finished run") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{directory}: summary.json or metrics.jsonl is no JSON: {error}") from error
+    # Three that every summary has.
+    if not isinstance(summary, dict) or not {"example", "layers", "device"} <= summary.keys():
+        raise ValueError(f"{directory}: summary.json is not that of a run of these examples")
+    return summary, rows

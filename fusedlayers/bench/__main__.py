@@ -27,7 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-from ..functional.switches import workspace_limit
+from ..functional.switches import backend, workspace_limit
 from ..kernels.activations import canonical_activation
 from ..kernels.gemm_reduce import OPERATIONS
 from . import plots, record, selftest, tables
@@ -173,6 +173,8 @@ def _activation(text: str) -> str:
 
 def _settings(chosen: argparse.Namespace) -> Settings:
     device = chosen_device(chosen)
+    # The contenders set the switch themselves; a wrong one in the environment is named all the same.
+    backend()
     if chosen.plot and not chosen.time:
         raise ValueError("argument --plot: expected --time beside it: the pictures show times")
     if chosen.time and chosen.verify:
