@@ -109,7 +109,9 @@ def _bars(axes: Any, rows: list[Record]) -> None:
                 )  # fmt: skip
     axes.axhline(1.0, color="black", linewidth=1)
     axes.set_xticks(range(len(rows)), [f"{row['grid']} {shape_of(row)}" for row in rows], rotation=30, ha="right")
-    axes.legend(fontsize="small")
+    # Above the bars, which a legend among them would hide.
+    axes.margins(y=0.2)
+    axes.legend(fontsize="small", loc="upper center", ncols=4, frameon=False)
 
 
 def _cell(row: Record, name: str) -> str:

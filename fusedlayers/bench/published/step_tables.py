@@ -98,7 +98,9 @@ def _bars(axes: Any, rows: list[Record], series: dict[str, list[float | None]]) 
         axes.bar(list(found), list(found.values()), width, label=name, color=_COLOURS[name])
     axes.axhline(1.0, color="black", linewidth=1)
     if series:
-        axes.legend(fontsize="small")
+        # Above the bars, which a legend among them would hide.
+        axes.margins(y=0.2)
+        axes.legend(fontsize="small", loc="upper center", ncols=4, frameon=False)
 
 
 def _memory_ratio(row: Record, name: str) -> float | None:

@@ -165,10 +165,11 @@ def draw(record: Record, path: Path) -> Path:
                 if row["entries"][name][what] is not None:
                     plot.axhline(row["entries"][name][what], color=colour, label=name, linestyle="--")
             plot.set_xscale("log", base=2)
-            plot.set_ylim(bottom=0)
+            # Room for the legend; and the errors, which are all but equal, would lie on the frame.
+            plot.set_ylim(0, 1.3 * plot.get_ylim()[1])
             plot.set_xlabel("split factor S")
             plot.set_ylabel(label)
-            plot.legend(fontsize="small")
+            plot.legend(fontsize="small", loc="upper center", ncols=3)
         axes[0][column].set_title(shape_text(row["shape"]))
     device = f"{record['device']['name']}, torch {record['versions']['torch']}, {record['started'][:10]}"
     figure.suptitle(f"Split-K linear over its split factor ({rows[0]['dtype']}, {device})")
