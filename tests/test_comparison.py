@@ -187,6 +187,17 @@ def test_the_opening_says_what_a_gpu_runs(tmp_path: Path) -> None:
         assert opening.plan_in_words(chosen, cpu).startswith("Runs through torch: the kernels were not measured")
 
 
+def test_the_opening_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = settings(tmp_path, "run.steps=1000", "run.accelerator=auto", "run.evaluate_every=1000")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU of type {device.type}")
+    monkeypatch.setattr(opening, "plan_in_words", lambda settings, device: "Runs through torch: it is small.")
+    monkeypatch.setattr(opening, "seconds_per_step", lambda settings, device: 0.5)
+    paragraph = opening.opening(chosen)
+    assert "The GPU here is GPU of type cuda; a fused feed-forward block runs through torch: it is small." in paragraph
+    assert "The end compares loss, speed and peak memory. This takes about 17 minutes." in paragraph
+
+
 @pytest.mark.parametrize(
     ("seconds", "words"), [(3, "about a minute"), (200, "about 3 minutes"), (20_000, "about 6 hours")]
 )

@@ -41,7 +41,8 @@ def opening(settings: LanguageModelSettings) -> str:
     ]
     if use_gpu:
         what = plan_in_words(settings, device)
-        sentences.append(f"This machine has an {torch.cuda.get_device_name()}. The fused feed-forward block: {what}")
+        name = torch.cuda.get_device_name(device)
+        sentences.append(f"The GPU here is {name}; a fused feed-forward block {what[0].lower()}{what[1:]}")
         sentences.append("The end compares loss, speed and peak memory.")
     else:
         sentences.append(
