@@ -10,9 +10,11 @@ GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 MODEL ?= $(if $(GPU),narrow,tiny)
 MODELS := tiny narrow small
 TARGETS := help train test test-full check docs hooks clean
-# Where the two runs are written; what an earlier `make train` left there is overwritten.
+# Where the two runs are written; what an earlier `make train` left there is overwritten, or goes on with RESUME=yes.
 RUNS ?= runs
-TRAIN := $(BIN)/python -m train_examples.language_model model=$(MODEL) run.overwrite=true
+RESUME ?=
+SETTINGS := model=$(MODEL) run.overwrite=true$(if $(RESUME), run.resume=auto)
+TRAIN := $(BIN)/python -m train_examples.language_model $(SETTINGS)
 WORKERS ?= auto
 
 .DEFAULT_GOAL := help
@@ -33,12 +35,14 @@ help: ## Show this text
 	@echo
 	@echo "  PYTHON=$(PYTHON)  the interpreter to build $(VENV) with, 3.10 or newer"
 	@echo "  MODEL=$(MODEL)  the preset that 'make train' trains: one of $(MODELS)"
+	@echo "  RESUME=yes  'make train' goes on with runs that were interrupted"
 	@echo "  WORKERS=$(WORKERS)  how many processes 'make test' uses"
 	@echo
 	@echo "  On Linux pip installs torch's CUDA build, of several gigabytes. For the small CPU build set"
 	@echo "  PIP_EXTRA_INDEX_URL to the index of CPU wheels that torch's installation page names."
 
 train: $(INSTALLED) ## Train a small language model with torch.nn layers, then with fused layers, and compare
+	@$(BIN)/python -m train_examples.opening $(SETTINGS) run.directory=$(RUNS)
 	$(TRAIN) layers=torch run.directory=$(RUNS)/torch
 	$(TRAIN) layers=fused run.directory=$(RUNS)/fused
 	@# Ends by saying where the metrics, the plots, the checkpoints and the samples are.
@@ -63,6 +67,8 @@ check: $(INSTALLED) ## Lint, check the formatting, and type-check the built whee
 	rm -rf build/wheel build/installed build/lib
 	$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel .
 	$(BIN)/python -m pip install --quiet --no-deps --target build/installed build/wheel/*.whl
+	@# No part of the wheel, and yet to be checked.
+	cp -r fusedlayers/bench/published build/installed/fusedlayers/bench/
 	@# From inside the target, so that mypy reads the wheel and not the clone, where fusedlayers.kernels lies elsewhere.
 	cd build/installed && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p fusedlayers
 

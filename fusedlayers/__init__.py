@@ -16,7 +16,7 @@ from .verifying import verify
 if TYPE_CHECKING:
     from . import parallel
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "FFNRule",

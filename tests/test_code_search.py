@@ -343,7 +343,7 @@ def test_the_command_and_a_comparison(
         monkeypatch.setattr(sys, "argv", ["code_search", *arguments])
         code_search.main()
     output = capsys.readouterr().out
-    assert "vector_size: 32" in output
+    assert "vector_size: 32" in (tmp_path / "fused" / "config.yaml").read_text()
     assert "recall at 10" in output
     assert (tmp_path / "fused" / "sample.txt").read_text() in output
     picture = tmp_path / "comparison.png"

@@ -17,6 +17,7 @@ import pytest
 
 from docs import tables
 from fusedlayers.bench.__main__ import build_parser
+from fusedlayers.kernels.activations import ACTIVATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {page.relative_to(ROOT).as_posix(): page.read_text() for page in tables.pages()}
@@ -168,3 +169,9 @@ def test_its_links_lead_somewhere(page: str) -> None:
 def _anchors(text: str) -> set[str]:
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_activation_has_a_row() -> None:
+    table = PAGES["docs/how-it-works.md"].partition("## Activations")[2]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert [name for row in rows for name in re.findall(r"`(\w+)`", row)] == list(ACTIVATIONS)

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from email import message_from_string
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -246,19 +248,61 @@ def test_it_imports_from_anywhere(place: str, wheel_too: bool, installed: Path, 
     assert Path(kernels).parent == (ROOT / "kernels" if cloned else installed / "fusedlayers" / "kernels")
 
 
+# Of the library, what a wheel does not have: benchmarks for the tables of docs/.
+NOT_IN_THE_WHEEL = "fusedlayers/bench/published/"
+MOST_BYTES = 400_000
+
+
 def test_the_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
     assert wheel.name == f"fusedlayers-{fusedlayers.__version__}-py3-none-any.whl"
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names} == {"fusedlayers", f"fusedlayers-{fusedlayers.__version__}.dist-info"}
     library = {module.replace(".", "/") + ".py" for module, _ in modules() if module.startswith("fusedlayers.")}
-    assert {name for name in names if name.endswith(".py")} == library
-    assert {"fusedlayers/py.typed", "fusedlayers/kernels/gemm_gemm/__init__.py"} <= set(names)
+    assert any(name.startswith(NOT_IN_THE_WHEEL) for name in library)
+    library = {name for name in library if not name.startswith(NOT_IN_THE_WHEEL)}
+    about = f"fusedlayers-{fusedlayers.__version__}.dist-info"
+    described = {f"{about}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE", "top_level.txt")}
+    # No records, no pictures: they are several times as large as the code.
+    assert set(names) == library | described | {"fusedlayers/py.typed"}
+    assert "fusedlayers/kernels/gemm_gemm/__init__.py" in library
+
+
+def test_the_wheel_is_small(wheel: Path) -> None:
+    assert wheel.stat().st_size < MOST_BYTES
+
+
+def test_the_wheel_describes_itself(wheel: Path) -> None:
+    about = metadata(wheel)
+    assert about["Name"] == "fusedlayers"
+    assert about["Version"] == fusedlayers.__version__
+    assert about["License-Expression"] == "Apache-2.0"
+    assert about["Requires-Python"] == ">=3.10"
+    assert about["Summary"]
+    assert about["Keywords"]
+    # The page that a package index shows.
+    assert about["Description-Content-Type"] == "text/markdown"
+    assert about.get_payload() == (ROOT / "README.md").read_text()
+    assert {"examples", "models", "dev"} <= set(about.get_all("Provides-Extra"))
+    pythons = re.findall(r"Python :: 3\.(\d+)", " ".join(about.get_all("Classifier")))
+    assert pythons == ["10", "11", "12", "13"]
+
+
+def test_the_changelog_knows_this_version() -> None:
+    versions = re.findall(r"^## \[(.+?)\](?: - (.+))?$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert versions[0] == ("Unreleased", "")
+    assert versions[1][0] == fusedlayers.__version__
+    dates = [date for _, date in versions[1:]]
+    assert all(re.fullmatch(r"20\d\d-\d\d-\d\d", date) for date in dates)
+    assert dates == sorted(dates, reverse=True)
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        text = archive.read(f"fusedlayers-{fusedlayers.__version__}.dist-info/METADATA").decode()
+    return message_from_string(text)
 
 
 def test_every_direct_dependency_is_pinned(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        metadata = archive.read(f"fusedlayers-{fusedlayers.__version__}.dist-info/METADATA").decode()
-    needed = set(re.findall(r"^Requires-Dist: ([\w.-]+)", metadata, flags=re.MULTILINE)) - {"fusedlayers"}
+    needed = {re.split(r"[^\w.-]", needs)[0] for needs in metadata(wheel).get_all("Requires-Dist")} - {"fusedlayers"}
     pinned = set(re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE))
     assert {"torch", "pytest", "hydra-core"} <= needed <= pinned
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import math
 import os
 import subprocess
@@ -19,7 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fusedlayers.closeness import assert_close
 from tests.training_runs import ROOT, TEXT, TINY, distance, parity_losses, settings, torch_curves, train
-from train_examples import comparison, language_model, loop
+from train_examples import language_model, loop
+from train_examples.command import Messages
 from train_examples.language_model import build_model, flops_per_token, next_byte_loss
 from train_examples.settings import SettingsError
 from train_examples.transformer import rotary_tables, rotate
@@ -156,7 +159,12 @@ def test_the_command_without_a_terminal_prints_plain_lines(tmp_path: Path) -> No
     command = [sys.executable, "-m", "train_examples.language_model", *TINY, f"run.directory={tmp_path / 'run'}"]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "d_model: 32" in done.stdout
+    # All settings are in a file, which one line names.
+    written = tmp_path / "run" / "config.yaml"
+    assert "d_model: 32" in written.read_text()
+    assert "d_model" not in done.stdout
+    [line] = [line for line in done.stdout.splitlines() if str(written) in line]
+    assert line.startswith("12 steps of 128 tokens on CPU, ")
     lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
     assert [line.split(",")[0] for line in lines] == [f"step {step:>2}/12" for step in range(2, 13, 2)]
     assert "\x1b" not in done.stdout
@@ -188,39 +196,20 @@ def test_a_terminal_gets_a_progress_bar(
     assert "validation loss" in output
 
 
-def test_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for layers in ("torch", "fused"):
-        train(tmp_path / layers, f"layers={layers}")
-    picture = tmp_path / "new" / "comparison.png"
-    comparison.main([str(tmp_path / "torch"), str(tmp_path / "fused"), "--output", str(picture)])
-    output = capsys.readouterr().out
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    summary = json.loads((tmp_path / "fused" / "summary.json").read_text())
-    assert f"{summary['tokens_per_second']:,.0f}" in output
-    assert f"{summary['validation_loss']:.4f}" in output
-    assert f"{summary['model_flops_per_second'] / 1e12:.3g}" in output
-    # The share of a data sheet's peak is a GPU's.
-    assert "data sheet" not in output
-    assert output.splitlines()[-1].endswith(str(picture))
-    with pytest.raises(SystemExit, match=r"error: .*absent holds no summary.json"):
-        comparison.main([str(tmp_path / "torch"), str(tmp_path / "absent")])
-
-
-def test_comparison_knows_the_peak_of_some_devices() -> None:
-    summary = {
-        "device": "NVIDIA H200", "precision": "bf16-mixed", "processes": 2, "train_loss": 1.0, "validation_loss": None,
-        "tokens_per_second": 3e6, "model_flops_per_second": 989e12, "peak_memory_bytes": 1, "peak_memory_source": "",
-    }  # fmt: skip
-    assert "share of the data sheet's 1978 TFLOP/s, %          50.0" in comparison.table(["one"], [summary])
-    assert "data sheet" not in comparison.table(["one"], [{**summary, "precision": "32-true"}])
-    assert "TFLOP/s" not in comparison.table(["one"], [{**summary, "model_flops_per_second": None}])
-
-
-def test_comparison_of_runs_too_short_to_be_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for layers in ("torch", "fused"):
-        train(tmp_path / layers, f"layers={layers}", "run.steps=2")
-    comparison.main([str(tmp_path / "torch"), str(tmp_path / "fused"), "--output", str(tmp_path / "comparison.png")])
-    assert "not measured" in capsys.readouterr().out
+def test_a_message_of_the_library_does_not_break_the_progress_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Standard error is not what it was when the run began: the bar prints what is written to it above itself."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    messages = Messages()
+    with loop.reporting(12, 0):
+        drawn_over = sys.stderr
+        monkeypatch.setattr(sys, "stderr", recorded := io.StringIO())
+        messages.handle(
+            logging.makeLogRecord({"name": "fusedlayers", "msg": "ffn takes the %s path", "args": ("torch",)})
+        )
+        monkeypatch.setattr(sys, "stderr", drawn_over)
+    assert recorded.getvalue() == "fusedlayers: ffn takes the torch path\n"
 
 
 def test_the_model_looks_only_back(tmp_path: Path) -> None:

@@ -395,7 +395,7 @@ def test_the_command_and_a_comparison(
         monkeypatch.setattr(sys, "argv", ["package_classifier", *arguments])
         package_classifier.main()
     output = capsys.readouterr().out
-    assert "n_gram: 2" in output
+    assert "n_gram: 2" in (tmp_path / "fused" / "config.yaml").read_text()
     assert (tmp_path / "fused" / "sample.txt").read_text() in output
     picture = tmp_path / "comparison.png"
     comparison.main([str(tmp_path / "torch"), str(tmp_path / "fused"), "--output", str(picture)])

@@ -6,12 +6,13 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from fusedlayers.folders import check_folder
 from fusedlayers.functional import switches
@@ -19,6 +20,8 @@ from train_examples.checkpoints import find_checkpoint, newest, read_checkpoint
 from train_examples.settings import RunSettings, Settings, SettingsError, as_settings
 
 CONFIGS = str(Path(__file__).parents[1] / "configs")
+# How the ValueError begins that Hydra raises, without a name, for a group whose value is a number, a truth or nothing.
+NO_WORD = "Config group override must be"
 # What a shell reports of a process that Ctrl-C ended.
 INTERRUPTED = 130
 
@@ -37,8 +40,10 @@ def in_one_line(main: Callable[[], None]) -> Callable[[], None]:
         os.environ["HYDRA_FULL_ERROR"] = "1"
         try:
             main()
-        except HydraException as error:
-            print(f"error: {hydra_message(error)}", file=sys.stderr)
+        except (HydraException, ValueError) as error:
+            if not isinstance(error, HydraException) and not str(error).startswith(NO_WORD):
+                raise
+            print(f"error: {hydra_message(error, sys.argv[1:])}", file=sys.stderr)
             raise SystemExit(1) from None
         finally:
             del os.environ["HYDRA_FULL_ERROR"]
@@ -46,8 +51,10 @@ def in_one_line(main: Callable[[], None]) -> Callable[[], None]:
     return entry_point
 
 
-def hydra_message(error: HydraException) -> str:
-    """What Hydra found wrong with the command line, in one line."""
+def hydra_message(error: Exception, words: Sequence[str]) -> str:
+    """What Hydra, or OmegaConf behind it, found wrong with the words of a command line, in one line."""
+    if str(error).startswith(NO_WORD):
+        return "; ".join(groups_without_a_word([word for word in words if not word.startswith("-")]))
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
         return f"{group} is {name!r}; expected one of {', '.join(error.options)}"
@@ -57,28 +64,50 @@ def hydra_message(error: HydraException) -> str:
     return "; ".join(first_line(one) for one in (error, error.__cause__) if one is not None)
 
 
+def groups_without_a_word(words: Sequence[str]) -> Iterator[str]:
+    """The groups of settings that are given a number, say, where one of their files is to be named."""
+    for override in OverridesParser.create().parse_overrides(list(words)):
+        folder = Path(CONFIGS, override.key_or_group)
+        if folder.is_dir() and not isinstance(override.value(), str | list):
+            known = ", ".join(sorted(path.stem for path in folder.iterdir()))
+            yield f"{override.key_or_group} is {override.get_value_string()}; expected one of {known}"
+
+
 def first_line(error: BaseException) -> str:
     """What an error says above the classes and paths that were looked into."""
     return str(error).partition("\n")[0].rstrip(".")
 
 
+class Messages(logging.Handler):
+    """The library's messages, on what is standard error at the time: a progress bar replaces it while it is drawn."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"{record.name}: {record.getMessage()}", file=sys.stderr)
+
+
+def checked_settings(config: DictConfig, schema: type[Settings]) -> Settings:
+    """The settings of a configuration whose keys Hydra has checked, in surroundings in which they can work; what cannot
+    ends the command in one line."""
+    try:
+        settings = as_settings(config, schema)
+        check_surroundings(settings.run)
+        return settings
+    except SettingsError as error:
+        raise SystemExit(f"error: {error}") from error
+
+
 def start(config: DictConfig, schema: type[Settings], run: Callable[[Settings], object]) -> None:
-    """Print the configuration, whose keys Hydra has checked, and run the example that it describes."""
+    """Run the example that a configuration describes, whose keys Hydra has checked."""
     with ExitStack() as stack:
         first = not int(os.environ.get("RANK", "0"))
         if first:
             # One line of the library says which path its layers take on this machine, and why.
-            logging.basicConfig(format="%(name)s: %(message)s")
+            logging.basicConfig(handlers=[Messages()])
             logging.getLogger("fusedlayers").setLevel(logging.INFO)
         else:
             # Of the processes that torchrun starts, the first one speaks.
             stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-        try:
-            settings = as_settings(config, schema)
-            check_surroundings(settings.run)
-        except SettingsError as error:
-            raise SystemExit(f"error: {error}") from error
-        print(OmegaConf.to_yaml(config, resolve=True))
+        settings = checked_settings(config, schema)
         try:
             run(settings)
         except (SettingsError, FloatingPointError) as error:

@@ -1,53 +1,38 @@
 """Two runs side by side: ``python -m train_examples.comparison RUN_A RUN_B --output comparison.png``.
 
-Reads what the runs wrote (``summary.json``, ``metrics.jsonl``); draws loss, speed and peak memory; prints a table.
+Reads what the runs wrote (``summary.json``, ``metrics.jsonl``); draws loss, speed and peak memory; prints a table. Of
+runs on a CPU whose layers differ it shows the losses alone, because torch computes both, and then what a GPU showed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from fusedlayers.folders import check_folder
-from train_examples import plots
-from train_examples.loop import Row, read_metrics
+from train_examples import gpu_results, plots
+from train_examples.loop import Row
+from train_examples.summaries import peak_flops, read_run
+from train_examples.tables import aligned
 
-# FLOP/s of one device in 16 bits, dense, by its data sheet.
-PEAKS = {"NVIDIA H200": 989e12}
-
-
-def peak_flops(summary: Row) -> float | None:
-    """FLOP/s that the data sheet promises for all devices of a run together, None where that is not known here."""
-    peak = PEAKS.get(summary["device"]) if summary["precision"] in ("bf16-mixed", "16-mixed") else None
-    return None if peak is None else peak * summary.get("processes", 1)
+ON_A_CPU = "On a CPU torch computes both kinds of layers, so neither speed nor memory is compared."
 
 
-def read_run(directory: Path) -> tuple[Row, list[Row]]:
-    """Summary and metrics of a finished run.
+def table(names: Sequence[str], summaries: Sequence[Row], measured: bool = True) -> str:
+    """The numbers of the picture as aligned text, one column per run, and how the last run relates to the first.
 
-    Raises:
-        ValueError: names the directory that holds no finished run.
+    ``measured`` is whether speed and memory are shown.
     """
-    try:
-        summary = json.loads((directory / "summary.json").read_text())
-        return summary, read_metrics(directory / "metrics.jsonl")
-    except OSError:
-        raise ValueError(f"{directory} holds no summary.json; expected the run.directory of a finished run") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{directory}: summary.json or metrics.jsonl is no JSON: {error}") from error
-
-
-def table(names: Sequence[str], summaries: Sequence[Row]) -> str:
-    """The numbers of the picture as aligned text, one column per run, and how the last run relates to the first."""
     lines = [
         ("final training loss", "train_loss", 1, "{:.4f}"),
         ("final validation loss", "validation_loss", 1, "{:.4f}"),
-        ("tokens per second", "tokens_per_second", 1, "{:,.0f}"),
-        (f"peak memory, MiB ({summaries[0]['peak_memory_source']})", "peak_memory_bytes", 2**20, "{:,.0f}"),
     ]
-    if any(summary.get("model_flops_per_second") for summary in summaries):
+    if measured:
+        source = f"peak memory, MiB ({summaries[0]['peak_memory_source']})"
+        lines.append(("tokens per second", "tokens_per_second", 1, "{:,.0f}"))
+        lines.append((source, "peak_memory_bytes", 2**20, "{:,.0f}"))
+    if measured and any(summary.get("model_flops_per_second") for summary in summaries):
         lines.append(("TFLOP/s of the model", "model_flops_per_second", 1e12, "{:,.3g}"))
         peak = peak_flops(summaries[0])
         if peak is not None and all(peak_flops(summary) == peak for summary in summaries):
@@ -66,12 +51,16 @@ def table(names: Sequence[str], summaries: Sequence[Row]) -> str:
     return aligned(cells)
 
 
-def aligned(cells: Sequence[Sequence[str]]) -> str:
-    """Rows of equally many cells as text: the first column begins, the others end under one another."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells
-    )
+def largest_difference(rows: Sequence[Row], others: Sequence[Row]) -> str:
+    """One sentence on how far the losses of two runs are apart, over the steps that both report."""
+    by_step = {row["step"]: row for row in others}
+    pairs = [(row, by_step[row["step"]]) for row in rows if row["step"] in by_step]
+    found = []
+    for key, name in (("train_loss", "training"), ("validation_loss", "validation")):
+        apart = [abs(one[key] - other[key]) for one, other in pairs if None not in (one[key], other[key])]
+        if apart:
+            found.append(f"{max(apart):.2g} over {len(apart)} {name} losses")
+    return f"largest difference: {', '.join(found) or 'the runs have no step in common'}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -89,17 +78,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if names[0] == names[1]:
         names = [str(directory) for directory in chosen.runs]
 
+    if chosen.output.suffix != ".png" or chosen.output.is_dir():
+        raise SystemExit(f"error: --output: {str(chosen.output)!r}; expected the name of a file that ends in .png")
     try:
         check_folder(chosen.output.parent)
     except ValueError as error:
         raise SystemExit(f"error: --output: {error}") from error
     chosen.output.parent.mkdir(parents=True, exist_ok=True)
-    note = ""
-    if all(summary["device"].startswith("CPU") for summary in summaries):
-        note = "On a CPU every kind of layers computes with the operations of torch: no kernel of ours runs."
-    plots.comparison(names, rows, summaries, note, chosen.output)
-    print(table(names, summaries))
-    print(note)
+    kinds = {summary["layers"] for summary in summaries}
+    measured = len(kinds) == 1 or not all(summary["device"].startswith("CPU") for summary in summaries)
+    note = "" if measured else ON_A_CPU
+    plots.comparison(names, rows, summaries, note, chosen.output, measured)
+    print(table(names, summaries, measured))
+    print(largest_difference(*rows))
+    if not measured:
+        print(note)
+    elsewhere = all(summary["device"] != gpu_results.MEASURED.name for summary in summaries)
+    if len(kinds) > 1 and elsewhere and summaries[0]["example"] == "language_model":
+        print(f"\n{gpu_results.text()}\n")
     for name, directory in zip(names, chosen.runs, strict=True):
         files = ", ".join(sorted(path.name for path in directory.iterdir()))
         print(f"{name}: {directory.absolute()} ({files})")

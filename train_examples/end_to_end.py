@@ -21,8 +21,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from train_examples import plots
-from train_examples.comparison import peak_flops, read_run
 from train_examples.loop import Row
+from train_examples.summaries import peak_flops, read_run
 from train_examples.tables import table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -149,8 +149,8 @@ def markdown(record: Row) -> str:
     for name, group in record["groups"].items():
         summary = next(iter(group["runs"].values()))["summary"]
         size = f"{summary['parameters']:,} parameters, {summary['steps']} steps"
-        parts.append(f"**{name}**: {size} ({_origin(group)})")
-        parts.append(table(COLUMNS, [_cells(run, group["runs"]) for run in group["runs"]]))
+        parts.append(f"**{name}**: {size} ({origin_of(group)})")
+        parts.append(table(COLUMNS, [cells_of(run, group["runs"]) for run in group["runs"]]))
     parts.append(f"![Training losses of all runs]({RECORD.with_suffix('.png').relative_to(ROOT).as_posix()})")
     if record["longest_sequences"] is not None:
         parts += _longest(record["longest_sequences"])
@@ -180,11 +180,13 @@ def _conditions(record: Row) -> str:
     )
 
 
-def _origin(part: Row) -> str:
+def origin_of(part: Row) -> str:
+    """Commit and date of a part of the record."""
     return f"commit {part['commit'][:10]}, {part['date']}" if part["commit"] else part["date"]
 
 
-def _cells(name: str, runs: dict[str, Row]) -> tuple[str, ...]:
+def cells_of(name: str, runs: dict[str, Row]) -> tuple[str, ...]:
+    """What the table shows of one of the runs that stand side by side, as COLUMNS names it."""
     summary = runs[name]["summary"]
     ratios = [_ratio(summary, runs, base, "tokens_per_second") for base in BASES]
     speed, flops, peak = summary["tokens_per_second"], summary["model_flops_per_second"], peak_flops(summary)
@@ -223,7 +225,7 @@ def _longest(longest: Row) -> list[str]:
     text = (
         f"**Longest sequence** that model={longest['model']} trains in {longest['memory_limit_bytes'] / 2**30:g} GiB "
         f"(multiples of {longest['multiple']:,} tokens; `python -m train_examples.longest_sequence`; "
-        f"{_origin(longest)}):"
+        f"{origin_of(longest)}):"
     )
     return [text, table(LONGEST_COLUMNS, cells)]
 

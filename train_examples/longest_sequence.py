@@ -23,11 +23,11 @@ from hydra.errors import HydraException
 from torch import nn
 
 from fusedlayers.folders import check_folder
-from train_examples.command import CONFIGS
-from train_examples.comparison import aligned
+from train_examples.command import CONFIGS, hydra_message
 from train_examples.language_model import VOCABULARY, build_model, next_byte_loss
 from train_examples.loop import Row, build_optimizer, environment
-from train_examples.settings import LanguageModelSettings, SettingsError, as_settings
+from train_examples.settings import LanguageModelSettings, as_settings
+from train_examples.tables import aligned
 
 CONTENDERS = {
     "torch": ("layers=torch",),
@@ -172,8 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--first is {chosen.first}; expected a positive multiple of --multiple={chosen.multiple}")
     try:
         contenders = compose_settings(chosen.overrides)
-    except (HydraException, SettingsError) as error:
-        parser.error(str(error))
+    except (HydraException, ValueError) as error:
+        parser.error(hydra_message(error, chosen.overrides))
     try:
         check_folder(chosen.output.parent)
     except ValueError as error:

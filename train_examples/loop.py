@@ -110,7 +110,10 @@ def train(
         if checkpoint is None and metrics.exists():
             print(f"overwriting the earlier run in {directory}")
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.yaml").write_text(config)
+        settings_file = directory / "config.yaml"
+        settings_file.write_text(config)
+        tokens = f"{run.steps:,} steps of {example.tokens_per_batch:,} tokens"
+        print(f"{tokens} on {device_name(fabric.device)}, {precision}, seed {run.seed}; all settings: {settings_file}")
         # A summary says that a run is finished.
         (directory / "summary.json").unlink(missing_ok=True)
         if checkpoint is None:
@@ -247,6 +250,13 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def device_name(device: torch.device) -> str:
+    """A device in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
 def summarise(example: Example, layers: str, run: RunSettings, processes: Processes, rows: list[Row]) -> Row:
     """The numbers of a run that a comparison needs; the speed is the median row's, so a disturbed row does no harm."""
     timed = [row for row in rows if row["tokens_per_second"] is not None]
@@ -274,7 +284,7 @@ def summarise(example: Example, layers: str, run: RunSettings, processes: Proces
         "model_flops_per_second": None if speed is None or flops is None else speed * flops,
         "peak_memory_bytes": max(peaks, default=peak_memory(fabric.device)),
         "peak_memory_source": "tensors on the GPU" if on_gpu else "resident size of the process",
-        "device": torch.cuda.get_device_name(fabric.device) if on_gpu else f"CPU, {torch.get_num_threads()} threads",
+        "device": device_name(fabric.device),
         "precision": choose_precision(run),
         **environment(),
         "seed": run.seed,

@@ -43,14 +43,19 @@ def score_curves(
 
 
 def comparison(
-    names: list[str], rows: list[list[dict[str, Any]]], summaries: list[dict[str, Any]], note: str, path: Path
+    names: list[str],
+    rows: list[list[dict[str, Any]]],
+    summaries: list[dict[str, Any]],
+    note: str,
+    path: Path,
+    measured: bool = True,
 ) -> None:
-    """Loss curves, speed and peak memory of several runs side by side under a title with ``note``, as a PNG; between
-    them the first score of an example that has some."""
+    """Loss curves of several runs under a title with ``note``, as a PNG; beside them the first score of an example that
+    has some, and speed and peak memory where these were ``measured``."""
     first_scores = next((row["scores"] for run_rows in rows for row in run_rows if row["scores"]), None)
-    widths = (2, 1, 1) if first_scores is None else (2, 2, 1, 1)
-    figure = Figure(figsize=(13 if first_scores is None else 18, 4.6), dpi=150, layout="constrained")
-    losses, *middle, speed, memory = figure.subplots(1, len(widths), width_ratios=widths)
+    widths = (2,) * (1 if first_scores is None else 2) + (1, 1) * measured
+    figure = Figure(figsize=(max(9.0, 3 + 2.5 * sum(widths)), 4.6), dpi=150, layout="constrained")
+    losses, *others = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
     for position, name in enumerate(names):
         # The second run is dashed: two equal curves lie on each other, and both should still be seen.
         draw_losses(losses, rows[position], COLOURS[position % 2], f"{name}: ", dashed=position % 2 == 1)
@@ -60,22 +65,27 @@ def comparison(
     if first_scores is not None:
         score = next(iter(first_scores))
         for position, name in enumerate(names):
-            draw_scores(middle[0], rows[position], score, COLOURS[position % 2], name, dashed=position % 2 == 1)
-        draw_references(middle[0], summaries[0]["references"], score)
-        style(middle[0], f"{readable(score)} (higher is better)", "step", "held-out validation modules")
-        middle[0].legend(frameon=False)
+            draw_scores(others[0], rows[position], score, COLOURS[position % 2], name, dashed=position % 2 == 1)
+        draw_references(others[0], summaries[0]["references"], score)
+        style(others[0], f"{readable(score)} (higher is better)", "step", "held-out validation modules")
+        others[0].legend(frameon=False)
 
+    if measured:
+        draw_bars(others[-2], others[-1], names, summaries)
+    where = " / ".join(dict.fromkeys(f"{summary['device']}, {summary['precision']}" for summary in summaries))
+    title = f"{summaries[0]['example'].replace('_', ' ').capitalize()} on {where}"
+    figure.suptitle(f"{title}\n{note}" if note else title, fontsize=13, color=TEXT)
+    figure.savefig(path)
+
+
+def draw_bars(speed: Axes, memory: Axes, names: list[str], summaries: list[dict[str, Any]]) -> None:
+    """Tokens per second and peak memory of every run."""
     bars(speed, names, [summary["tokens_per_second"] or 0 for summary in summaries], "{:,.0f}")
     style(speed, "Speed (higher is better)", "", "tokens per second, median after warm-up")
     mebibytes = [summary["peak_memory_bytes"] / 2**20 for summary in summaries]
     bars(memory, names, mebibytes, "{:,.0f}")
     source = " / ".join(dict.fromkeys(summary["peak_memory_source"] for summary in summaries))
     style(memory, "Peak memory (lower is better)", "", f"MiB, {source}")
-
-    where = " / ".join(dict.fromkeys(f"{summary['device']}, {summary['precision']}" for summary in summaries))
-    title = f"{summaries[0]['example'].replace('_', ' ').capitalize()} on {where}"
-    figure.suptitle(f"{title}\n{note}" if note else title, fontsize=13, color=TEXT)
-    figure.savefig(path)
 
 
 def overlaid_losses(
@@ -181,7 +191,9 @@ def draw_losses(axes: Axes, rows: list[dict[str, Any]], colour: str, prefix: str
 
 def bars(axes: Axes, names: list[str], values: list[float], form: str) -> None:
     """One bar per run with its value written above."""
-    drawn = axes.bar(names, values, width=0.6, color=[COLOURS[position % 2] for position in range(len(names))])
+    # On two lines, or long names run into one another.
+    titles = [name.replace(", ", ",\n") for name in names]
+    drawn = axes.bar(titles, values, width=0.6, color=[COLOURS[position % 2] for position in range(len(names))])
     axes.bar_label(drawn, labels=[form.format(value) for value in values], padding=3, color=TEXT, fontsize=11)
     axes.margins(y=0.12)
 
@@ -191,7 +203,8 @@ def style(axes: Axes, title: str, x_label: str, y_label: str) -> None:
     axes.set_title(title, loc="left", fontsize=12, color=TEXT)
     axes.set_xlabel(x_label, color=TEXT)
     axes.set_ylabel(y_label, color=TEXT)
-    axes.yaxis.set_major_formatter("{x:,g}")
+    # In full: with its usual six digits a million tokens per second would be 1e+06.
+    axes.yaxis.set_major_formatter("{x:,.10g}")
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

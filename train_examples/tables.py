@@ -1,4 +1,4 @@
-"""Tables in markdown."""
+"""Tables, in markdown and on a screen."""
 
 from __future__ import annotations
 
@@ -8,3 +8,11 @@ from collections.abc import Iterable, Sequence
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table in markdown, without an end of its last line."""
     return "\n".join(f"| {' | '.join(line)} |" for line in (columns, ("---",) * len(columns), *rows))
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> str:
+    """Rows of equally many cells as text: the first column begins, the others end under one another."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells
+    )

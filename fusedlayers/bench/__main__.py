@@ -3,12 +3,15 @@
     python -m fusedlayers.bench ffn                                  verify the published grid
     python -m fusedlayers.bench ffn --shape 65536x256x1024 --time    verify one shape, then time it
     python -m fusedlayers.bench all --time --plot                    everything that docs/results.md shows
-    python -m fusedlayers.bench host                                 what a layer costs the host, launched one by one
-    python -m fusedlayers.bench steps                                whole training steps of Hugging Face models
     python -m fusedlayers.bench table FILE.json                      the tables of a record in markdown
     python -m fusedlayers.bench plot FILE.json                       the pictures of a record
     python -m fusedlayers.bench update FILE.json NEWER.json          put rows that were measured anew into a record
     python -m fusedlayers.bench selftest                             every kernel configuration on this machine
+
+In a clone, not in a wheel:
+
+    python -m fusedlayers.bench host                                 what a layer costs the host, launched one by one
+    python -m fusedlayers.bench steps                                whole training steps of Hugging Face models
 
 Exit status: 0 if everything is right, 1 if a verification is red, a record is unusable or there is
 no GPU to test, 2 for a bad command line.
@@ -20,12 +23,14 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
-from ..functional.switches import workspace_limit
+from ..functional.switches import backend, workspace_limit
 from ..kernels.activations import canonical_activation
 from ..kernels.gemm_reduce import OPERATIONS
-from . import host, host_tables, plots, record, selftest, step_tables, steps, tables
+from . import plots, record, selftest, tables
 from .arguments import (
     add_device_option,
     add_record_options,
@@ -55,10 +60,12 @@ _DIRECTION_WORDS = {
     "forward_backward": (FORWARD_BACKWARD,),
     "both": (FORWARD, FORWARD_BACKWARD),
 }
-# The commands whose rows are no shapes of a case, and what shows their records.
-_OTHERS = {"host": host, "steps": steps}
-_MARKDOWN = {"host": host_tables.markdown, "steps": step_tables.markdown}
-_PLOTS = {"host": host_tables.plot, "steps": step_tables.plot}
+# The commands whose rows are no shapes of a case. A wheel lacks them: they make tables of the documentation.
+_OTHERS: dict[str, ModuleType] = {}
+if find_spec(f"{__package__}.published"):
+    from .published import host, steps
+
+    _OTHERS = {"host": host, "steps": steps}
 # Zeros run faster than real data and integers are mostly zeros: neither says what a user would see.
 _TIMED_INITS = ("normal", "uniform")
 
@@ -104,8 +111,8 @@ def build_parser() -> argparse.ArgumentParser:
         _add_case_options(command, case)
         _add_run_options(command)
     _add_run_options(commands.add_parser("all", help="benchmark every published grid"))
-    host.add_options(commands.add_parser("host", help="what a layer costs the host, beside torch's layers"))
-    steps.add_options(commands.add_parser("steps", help="whole training steps of models, with ours and without"))
+    for name, other in _OTHERS.items():
+        other.add_options(commands.add_parser(name, help=other.HELP))
     for name, what in (("table", "print the markdown tables of a record"), ("plot", "draw the pictures of a record")):
         commands.add_parser(name, help=what).add_argument("file", type=Path, metavar="FILE.json")
     command = commands.add_parser("update", help="put the rows of a newer record into an older one")
@@ -166,6 +173,8 @@ def _activation(text: str) -> str:
 
 def _settings(chosen: argparse.Namespace) -> Settings:
     device = chosen_device(chosen)
+    # The contenders set the switch themselves; a wrong one in the environment is named all the same.
+    backend()
     if chosen.plot and not chosen.time:
         raise ValueError("argument --plot: expected --time beside it: the pictures show times")
     if chosen.time and chosen.verify:
@@ -276,12 +285,13 @@ def _show(chosen: argparse.Namespace) -> int:
 
 def _shown_by(found: record.Record) -> Callable[[record.Record], str]:
     """What makes the markdown of such a record."""
-    return _MARKDOWN.get(_command(found), tables.markdown)
+    other = _measured_by(found)
+    return tables.markdown if other is None else other.markdown
 
 
-def _command(found: record.Record) -> str:
-    """The command that measured a record."""
-    return str(found["rows"][0]["case"]) if found["rows"] else ""
+def _measured_by(found: record.Record) -> ModuleType | None:
+    """The command that measured a record, None where it measures shapes of a case."""
+    return _OTHERS.get(found["rows"][0]["case"]) if found["rows"] else None
 
 
 def _update(chosen: argparse.Namespace) -> int:
@@ -295,7 +305,8 @@ def _update(chosen: argparse.Namespace) -> int:
 
 def _draw(found: record.Record, path: Path) -> bool:
     try:
-        return plots.draw(_PLOTS.get(_command(found), plots.plot), found, path)
+        other = _measured_by(found)
+        return plots.draw(plots.plot if other is None else other.plot, found, path)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return False

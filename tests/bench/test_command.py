@@ -235,6 +235,16 @@ def test_a_bad_command_line_names_the_argument(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_wrong_switch_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "bogus")
+    with pytest.raises(SystemExit) as stopped:
+        bench("ffn", "--device", "cpu", "--output", tmp_path)
+    assert stopped.value.code == 2
+    assert "FUSEDLAYERS_BACKEND is 'bogus'; expected one of auto, triton, torch" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["ffn", "host", "steps"])
 def test_a_folder_that_cannot_be_written_is_named_before_the_work(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fusedlayers.bench import __main__ as command
-from fusedlayers.bench import chains, host, host_tables, record, timing
-from fusedlayers.bench.chains import STANDS
+from fusedlayers.bench import record, timing
+from fusedlayers.bench.published import chains, host, host_tables
+from fusedlayers.bench.published.chains import STANDS
 from fusedlayers.modules import FusedFFN
 
 CPU = {"device": torch.device("cpu"), "dtype": torch.float32}

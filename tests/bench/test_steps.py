@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from fusedlayers import functional
 from fusedlayers.bench import __main__ as command
-from fusedlayers.bench import record, step_models, step_tables, steps, timing
-from fusedlayers.bench.step_models import AUTO, LIGER, RECOMPUTE, STEP_MODELS, TORCH
+from fusedlayers.bench import record, timing
+from fusedlayers.bench.published import step_models, step_tables, steps
+from fusedlayers.bench.published.step_models import AUTO, LIGER, RECOMPUTE, STEP_MODELS, TORCH
 from tests.operands import patch_ffn
 
 pytest.importorskip("transformers", reason="the models are of it")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fusedlayers.bench import sweep
 from fusedlayers.bench.contenders import EAGER
+from fusedlayers.bench.published import sweep
 
 
 def row() -> dict[str, Any]:

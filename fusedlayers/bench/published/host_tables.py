@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .plots import figure_class, save
-from .record import Record
-from .tables import NONE, Table, median, rows_with_times, shape_of, timed_rows
+from ..plots import figure_class, save
+from ..record import Record
+from ..tables import NONE, Table, median, rows_with_times, shape_of, timed_rows
 
 TORCH, AUTO, KERNELS, AUTO_FUNCTION = "torch", "auto", "kernels", "function"
 # How a contender runs, behind its name: as it is, without autograd's own thread, compiled.
@@ -109,7 +109,9 @@ def _bars(axes: Any, rows: list[Record]) -> None:
                 )  # fmt: skip
     axes.axhline(1.0, color="black", linewidth=1)
     axes.set_xticks(range(len(rows)), [f"{row['grid']} {shape_of(row)}" for row in rows], rotation=30, ha="right")
-    axes.legend(fontsize="small")
+    # Above the bars, which a legend among them would hide.
+    axes.margins(y=0.2)
+    axes.legend(fontsize="small", loc="upper center", ncols=4, frameon=False)
 
 
 def _cell(row: Record, name: str) -> str:

@@ -1,7 +1,7 @@
 """Time and error of a split product over the split factor S: why splitting helps, and what it does to accuracy.
 
-    python -m fusedlayers.bench.sweep                         the published shapes, a record and its picture
-    python -m fusedlayers.bench.sweep --shape 64x64x65536
+    python -m fusedlayers.bench.published.sweep                         the published shapes, a record and its picture
+    python -m fusedlayers.bench.published.sweep --shape 64x64x65536
 
 Times are those of replayed work over rotating inputs; errors are largest and root mean square ones against float64, as
 shares of the root mean square of the exact result. S = 1 is the same kernel without a split.
@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..folders import check_folder
-from ..functional.switches import switched
-from . import record as records
-from .arguments import parse_shape, positive
-from .cases import DTYPES, Shape
-from .cases.split_k import CASE as SPLIT_K
-from .contenders import EAGER, FUSED_SWITCHES, Contender, contender
-from .exactness import random_work, reference_results, rotating_work
-from .plots import MatplotlibMissingError
-from .record import Record
-from .runner import shape_text
-from .tables import Table
-from .timing import NotTimed, clock_for, measure
+from ...folders import check_folder
+from ...functional.switches import switched
+from .. import record as records
+from ..arguments import parse_shape, positive
+from ..cases import DTYPES, Shape
+from ..cases.split_k import CASE as SPLIT_K
+from ..contenders import EAGER, FUSED_SWITCHES, Contender, contender
+from ..exactness import random_work, reference_results, rotating_work
+from ..plots import MatplotlibMissingError
+from ..record import Record
+from ..runner import shape_text
+from ..tables import Table
+from ..timing import NotTimed, clock_for, measure
 
 SPLITS = (1, 2, 3, 5, 8, 16, 32, 64, 128, 256)
 SHAPES: tuple[Shape, ...] = ((64, 64, 65536), (16, 1024, 4096), (16, 16, 1048576), (64, 1024, 8192))
@@ -37,7 +37,9 @@ SHAPES: tuple[Shape, ...] = ((64, 64, 65536), (16, 1024, 4096), (16, 16, 1048576
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line, and return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m fusedlayers.bench.sweep", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m fusedlayers.bench.published.sweep", description=__doc__.split("\n")[0]
+    )
     parser.add_argument(
         "--shape",
         type=lambda text: parse_shape(text, SPLIT_K.letters, SPLIT_K.meaning),
@@ -163,10 +165,11 @@ def draw(record: Record, path: Path) -> Path:
                 if row["entries"][name][what] is not None:
                     plot.axhline(row["entries"][name][what], color=colour, label=name, linestyle="--")
             plot.set_xscale("log", base=2)
-            plot.set_ylim(bottom=0)
+            # Room for the legend; and the errors, which are all but equal, would lie on the frame.
+            plot.set_ylim(0, 1.3 * plot.get_ylim()[1])
             plot.set_xlabel("split factor S")
             plot.set_ylabel(label)
-            plot.legend(fontsize="small")
+            plot.legend(fontsize="small", loc="upper center", ncols=3)
         axes[0][column].set_title(shape_text(row["shape"]))
     device = f"{record['device']['name']}, torch {record['versions']['torch']}, {record['started'][:10]}"
     figure.suptitle(f"Split-K linear over its split factor ({rows[0]['dtype']}, {device})")

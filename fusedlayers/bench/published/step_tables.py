@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .plots import figure_class, save
-from .record import Record
+from ..plots import figure_class, save
+from ..record import Record
+from ..tables import NONE, Table, median, rows_with_times, timed_rows
 from .step_models import AUTO, KERNELS, LIGER, NAMES, RECOMPUTE, TORCH
-from .tables import NONE, Table, median, rows_with_times, timed_rows
 
 MODES = ("eager", "compile", "reduce-overhead")
 # The most that a step may take with ours in auto mode, as a multiple of the same model's without, in the same mode.
@@ -98,7 +98,9 @@ def _bars(axes: Any, rows: list[Record], series: dict[str, list[float | None]]) 
         axes.bar(list(found), list(found.values()), width, label=name, color=_COLOURS[name])
     axes.axhline(1.0, color="black", linewidth=1)
     if series:
-        axes.legend(fontsize="small")
+        # Above the bars, which a legend among them would hide.
+        axes.margins(y=0.2)
+        axes.legend(fontsize="small", loc="upper center", ncols=4, frameon=False)
 
 
 def _memory_ratio(row: Record, name: str) -> float | None:

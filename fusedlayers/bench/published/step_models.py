@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..replacing import replace as replace_layers
+from ...replacing import replace as replace_layers
 
 TORCH, AUTO, KERNELS, RECOMPUTE, LIGER = "torch", "auto", "kernels", "recompute", "liger"
 NAMES = (TORCH, AUTO, KERNELS, RECOMPUTE, LIGER)

@@ -26,20 +26,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..closeness import MAX_ERROR_LIMIT, RMS_FLOOR
-from ..functional.dispatch import decisions
-from ..functional.switches import switched
-from . import record as records
-from .arguments import add_record_options, chosen_device, positive, record_path, several, show
-from .cases import DTYPES
-from .contenders import AUTO_SWITCHES, FUSED_SWITCHES, Contender
-from .plots import draw
-from .record import Record
+from ...closeness import MAX_ERROR_LIMIT, RMS_FLOOR
+from ...functional.dispatch import decisions
+from ...functional.switches import switched
+from .. import record as records
+from ..arguments import add_record_options, chosen_device, positive, record_path, several, show
+from ..cases import DTYPES
+from ..contenders import AUTO_SWITCHES, FUSED_SWITCHES, Contender
+from ..plots import draw
+from ..record import Record
+from ..timing import NotTimed, Timing, loop_clock_for, measure
+from ..verification import Finding, Verification
 from .step_models import AUTO, KERNELS, NAMES, OURS, STEP_MODELS, TORCH, StepModel, Variant, variants
 from .step_tables import MODES, over_limits, plot, table
-from .timing import NotTimed, Timing, loop_clock_for, measure
-from .verification import Finding, Verification
+from .step_tables import markdown as markdown
 
+HELP = "whole training steps of models, with ours and without"
 # Steps before the times: the compiler works in the first ones, and "reduce-overhead" records in the second or third.
 FIRST_STEPS = 3
 # Steps in a row on an idle device: the host launches the second while the first still runs.

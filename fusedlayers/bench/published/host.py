@@ -22,25 +22,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..closeness import compare_all
-from ..functional.dispatch import decisions
-from ..functional.switches import switched
-from . import record as records
-from .arguments import add_record_options, chosen_device, parse_shape, positive, record_path, several, show
-from .cases import DTYPES, Grid, Shape
+from ...closeness import compare_all
+from ...functional.dispatch import decisions
+from ...functional.switches import switched
+from .. import record as records
+from ..arguments import add_record_options, chosen_device, parse_shape, positive, record_path, several, show
+from ..cases import DTYPES, Grid, Shape
+from ..contenders import AUTO_SWITCHES, FUSED_SWITCHES, Contender
+from ..plots import draw
+from ..record import Record
+from ..runner import FORWARD, FORWARD_BACKWARD, shape_text
+from ..timing import NotTimed, Timing, loop_clock_for, measure
+from ..verification import Verification, close
 from .chains import DEPTH, FUNCTION, MODULE, STANDS, TORCH, Layer, Loop, Stand
-from .contenders import AUTO_SWITCHES, FUSED_SWITCHES, Contender
 from .host_tables import AUTO, AUTO_FUNCTION, COMPILED, KERNELS, ONE_THREAD, ONE_WAY, over_limits, plot, table
-from .plots import draw
-from .record import Record
-from .runner import FORWARD, FORWARD_BACKWARD, shape_text
-from .timing import NotTimed, Timing, loop_clock_for, measure
-from .verification import Verification, close
+from .host_tables import markdown as markdown
 
 # Host time this close to the time of the loop means that the host sets the pace.
 HOST_BOUND_SHARE = 0.9
 # Draws of inputs that one verdict is about.
 DRAWS = 3
+HELP = "what a layer costs the host, beside torch's layers"
 _MAKERS = {TORCH: TORCH, AUTO: MODULE, KERNELS: MODULE, AUTO_FUNCTION: FUNCTION}
 _DIRECTIONS = {"forward": (FORWARD,), "forward_backward": (FORWARD_BACKWARD,), "both": (FORWARD_BACKWARD, FORWARD)}
 
