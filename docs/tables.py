@@ -19,7 +19,7 @@ from typing import Any
 from fusedlayers.bench import tables
 from fusedlayers.bench.plots import figure_class
 from fusedlayers.bench.published import host_tables, step_tables
-from tests.models import step_table
+from tests.models import family_table, step_table
 from train_examples import end_to_end
 from train_examples.tables import table
 
@@ -123,6 +123,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "whole runs": _whole_runs,
     "whole steps": lambda: step_tables.markdown(_read("steps", "h200-bf16.json")),
     "families": lambda: step_table.markdown(json.loads(step_table.RECORD.read_text())),
+    "every family": lambda: family_table.markdown(json.loads(family_table.RECORD.read_text())),
     "host": lambda: host_tables.markdown(_read("host", "h200-bf16.json")),
     "layers": lambda: tables.markdown(_read("h200-bf16.json")),
     "autotune": lambda: tables.markdown(_read("autotune", "h200-bf16.json")),

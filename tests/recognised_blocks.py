@@ -166,6 +166,19 @@ class GatedLayer(nn.Module):
         return x + self.w2(F.silu(self.w1(h)) * self.w3(h))
 
 
+class PackedLayer(nn.Module):
+    """The same with one linear for gate and up projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wi, self.wo, self.act = nn.LayerNorm(K), nn.Linear(K, 2 * N), nn.Linear(N, K), nn.GELU()
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, gate = self.wi(self.norm(x)).chunk(2, dim=-1)
+        return x + self.wo(self.drop(up * self.act(gate)))
+
+
 class Into(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -211,5 +224,6 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "sizes": (SizedByItself, "wi, wo: gated silu, 16 -> 48 -> 16"),
     "layer": (Layer, "fc1, fc2: gelu, 6 -> 10 -> 6"),
     "gated layer": (GatedLayer, "w3, w1, w2: gated silu, 6 -> 10 -> 6"),
+    "packed layer": (PackedLayer, "wi, wo: gated gelu, 6 -> 10 -> 6"),
     "two children": (InTwoChildren, "intermediate.dense, output.dense: gelu, 6 -> 10 -> 6"),
 }

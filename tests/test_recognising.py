@@ -71,6 +71,8 @@ def test_it_compiles_in_one_graph(name: str) -> None:
     fl.replace(model)
     torch._dynamo.reset()
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    # Dynamo lists torch's functions once in a process, as they are then; `results` puts another dropout there.
+    compiled(x)
     assert_all_close(results(block, x, call=lambda x: compiled(x)), expected, truth)
 
 

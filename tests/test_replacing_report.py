@@ -196,6 +196,37 @@ def test_the_report_is_a_table(caplog: pytest.LogCaptureFixture, monkeypatch: py
     assert "(model)" in str(trial)
 
 
+def test_blocks_of_a_kind_share_a_line() -> None:
+    model = nn.ModuleList([nn.ModuleDict({"ffn": mlp(), "left": Derived()}) for _ in range(12)])
+    lines = str(fl.replace(model, dry_run=True)).splitlines()
+    assert lines[0].startswith("fusedlayers.replace: 12 replaced, 12 skipped (dry run: nothing changed)")
+    assert [" ".join(line.split()[:5]) for line in lines[1:3]] == [
+        "replaced *.ffn 12 × Sequential",
+        "skipped *.left 12 × Derived",
+    ]
+    assert len(lines) == 4
+
+
+def test_the_path_of_a_training_batch_is_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "describe", lambda device: H200)
+    model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).bfloat16()
+    [entry] = fl.replace(model, dry_run=True).replaced
+    assert entry.plan == "epilogue"
+    assert "0..2: gelu, 1024 -> 4096 -> 1024, epilogue path, keeps" in str(entry)
+
+
+@pytest.mark.parametrize("left", [Derived, lambda: mlp(nn.Softplus()), lambda: _whole_numbers(mlp())])
+def test_strict_refuses_what_would_stay(left: Callable[[], nn.Module]) -> None:
+    model = nn.ModuleList([mlp(), left()])
+    with pytest.raises(ValueError, match=r"FFNs of it would not be fused\n(.|\n)*1 replaced, 1 skipped"):
+        fl.replace(model, strict=True)
+    assert type(model[0]) is nn.Sequential
+    # An attention, and what is fused already, is no FFN that stays.
+    model = nn.ModuleList([mlp(), nn.MultiheadAttention(6, 2), fl.FusedFFN(6, 10)])
+    assert len(fl.replace(model, strict=True).replaced) == 1
+    assert not fl.replace(model, strict=True).replaced
+
+
 H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
 A100 = Device("cuda", "NVIDIA A100", "sm_80", processors=108, triton=True)
 HALF = torch.bfloat16

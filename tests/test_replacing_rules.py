@@ -324,9 +324,9 @@ def test_linears_shared_by_blocks(fused_calls: list[float]) -> None:
             "module_class must be a subclass of nn.Module",
         ),
         (
-            lambda: FFNRule(Layer, up="fc", down="proj", gate_rows="first", inside="forward"),
+            lambda: FFNRule(Layer, up="fc", down="proj", gate_rows="odd", inside="forward"),
             ValueError,
-            "excludes gate_rows",
+            "excludes even and odd gate_rows",
         ),
         (lambda: FFNRule(Layer, up="fc", down="proj", gate_rows="upper"), ValueError, "gate_rows must be one of"),
         (lambda: FFNRule(Layer, up="fc", down="proj", gate="g", gate_rows="odd"), ValueError, "and excludes gate"),

@@ -80,7 +80,8 @@ def replace(
         rules: what the classes of other blocks compute, instead of a row of the table where both know a class; and
             which linears outside of FFNs become :class:`SplitKLinear` (none without a rule).
         recompute: as in ``functional.ffn``, for every block: True never allocates a hidden, forward or backward.
-        strict: raise where nothing in the model is fused, instead of warning.
+        strict: raise where an FFN, or what looks like one, would stay as it is; and where nothing in the model is
+            fused, instead of warning. Nothing is changed then.
         dry_run: report and change nothing.
 
     Returns:
@@ -88,8 +89,8 @@ def replace(
 
     Raises:
         TypeError: ``model`` is no module, or ``rules`` is no tuple or list of rules.
-        ValueError: two rules for one class, a rule for a class that needs none, an unknown ``recompute``, or nothing
-            fused under ``strict``.
+        ValueError: two rules for one class, a rule for a class that needs none, an unknown ``recompute``, or an
+            FFN that stays under ``strict``.
     """
     _check_model(model)
     check_recompute(recompute)
@@ -110,6 +111,8 @@ def replace(
         if strict:
             raise ValueError(f"model: nothing in it can be replaced\n{report}")
         warnings.warn(f"nothing was replaced\n{report}", stacklevel=2)
+    if strict and any(entry.is_ffn_left for entry in skipped):
+        raise ValueError(f"model: FFNs of it would not be fused\n{report}")
     if not dry_run:
         for module, fused in changes:
             _set_class(module, fused)
@@ -170,11 +173,13 @@ def _replace_ffns(
         try:
             fused = patterns.fused_class(module)
         except Exception as error:  # of a metaclass, which may refuse in its own way
-            skipped.append(Entry(path, name, None, f"no class can be derived from its own: {error}"))
+            reason = f"no class can be derived from its own: {error}"
+            skipped.append(Entry(path, name, None, reason, is_ffn_left=True))
             continue
         reason = patterns.why_left(module) if fused is None else patterns.why_class_stays(module, fused)
         if reason is not None:
-            skipped.append(Entry(path, name, None, reason))
+            fused_already = isinstance(module, (FusedBlock, FusedFFN))
+            skipped.append(Entry(path, name, None, reason, is_ffn_left=not fused_already))
         if isinstance(module, FusedBlock):
             parts |= _linears(module.find_ffn_pieces(module))
         if reason is not None or fused is None:
@@ -182,7 +187,7 @@ def _replace_ffns(
         found = fused.find_ffn_pieces(module)
         for linears, pieces in found.items():
             if isinstance(pieces, str):
-                skipped.append(Entry(path, name, None, f"{linears}: {pieces}"))
+                skipped.append(Entry(path, name, None, f"{linears}: {pieces}", is_ffn_left=True))
             else:
                 facts = facts_of_ffn(pieces, patterns.recompute)
                 replaced.append(Entry(path, name, fused.__name__, f"{linears}: {_description(pieces)}", *facts))

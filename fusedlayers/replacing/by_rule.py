@@ -71,7 +71,7 @@ class FusedInside(FusedByRule):
             run = functools.partial(self._run_found, found)
             places, inplace = self.fused_rule.inside_places, getattr(found.original, "inplace", False)
             function = None if found.original is not self.fused_rule.activation else found.activation
-        ffn = InsideFFN(self, places, inplace, run, self._say_otherwise, function)
+        ffn = InsideFFN(self, places, inplace, run, self._say_otherwise, function, self.fused_rule.gate_rows)
         return computed(method(ffn.stand_in(), *args, **kwargs), "as a result")
 
     @outside_of_traces

@@ -49,7 +49,7 @@ def _inside(
 
     function = pieces.activation if pieces.original is rule.activation else None
     inplace = getattr(pieces.original, "inplace", False)
-    ffn = InsideFFN(block, rule.inside_places, inplace, run, otherwise.append, function)
+    ffn = InsideFFN(block, rule.inside_places, inplace, run, otherwise.append, function, rule.gate_rows)
     results = tensors_in(computed(bench.method(ffn.stand_in(), *(x * 1 for x in inputs)), "as a result"))
     if otherwise:
         return otherwise[0]

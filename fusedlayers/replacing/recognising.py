@@ -254,8 +254,8 @@ def _rule(
     block: nn.Module, chain: Chain, segment: Segment, whole: bool, dropout: str | None, output_dropout: str | None
 ) -> FFNRule:
     inside = None if whole else segment.inside
-    if not whole and chain.gate_rows:
-        raise Unrecognised(f"its {segment.inside} computes more than an FFN with one linear for gate and up projection")
+    if not whole and chain.gate_rows in ("even", "odd"):
+        raise Unrecognised(f"its {segment.inside} computes more than an FFN with interleaved gate and up projections")
     activation = _activation_path(block, chain)
     names = [chain.up, chain.gate, chain.down, activation, dropout, output_dropout]
     paths = dict.fromkeys(name.rpartition(".")[0] for name in names if name is not None and "." in name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -9,10 +10,11 @@ from dataclasses import dataclass
 class Entry:
     """One block: its path in the model ("": the model itself), its class, the class it became or None, what or why.
 
-    ``saved_bytes`` is what (torch, this library) keep per token for the backward pass of an FFN in a batch of 65,536
-    tokens, its input and the mask of a dropout of its result included: as planned, on the device and with the weights'
-    dtype, without autocast. ``why_no_kernels`` is why no call of the block can run in a kernel as the block is now,
-    None where some may.
+    ``saved_bytes`` is what (torch, this library) keep per token for the backward pass of an FFN in a batch of
+    65,536 tokens, its input and the mask of a dropout of its result included: as planned, on the device and with
+    the weights' dtype, without autocast. ``plan`` is the path on which such a batch runs, as ``explain`` calls it.
+    ``why_no_kernels`` is why no call of the block can run in a kernel as the block is now, None where some may.
+    ``is_ffn_left`` tells of a skipped module that it is an FFN, or looks like one.
     """
 
     path: str
@@ -21,14 +23,21 @@ class Entry:
     reason: str
     saved_bytes: tuple[int, int] | None = None
     why_no_kernels: str | None = None
+    plan: str | None = None
+    is_ffn_left: bool = False
 
     def __str__(self) -> str:
-        return self.reason if self.saved_bytes is None else f"{self.reason}, {_saved(self.saved_bytes)}"
+        plan = "" if self.plan is None or self.why_no_kernels is not None else f", {self.plan} path"
+        saved = "" if self.saved_bytes is None else f", {_saved(self.saved_bytes)}"
+        return f"{self.reason}{plan}{saved}"
 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What `replace` did, or with ``dry_run`` would do: entries of replaced and skipped blocks. Prints as a table."""
+    """What `replace` did, or with ``dry_run`` would do: entries of replaced and skipped blocks.
+
+    Prints as a table with one line for all blocks of a kind: their paths differ in numbers alone, shown as ``*``.
+    """
 
     replaced: tuple[Entry, ...]
     skipped: tuple[Entry, ...]
@@ -45,14 +54,14 @@ class Report:
         title = f"fusedlayers.replace: {len(self.replaced)} replaced, {len(self.skipped)} skipped{dry_run}"
         if self.saved_bytes[0]:
             title += f"; {_saved(self.saved_bytes)}"
+        alike: dict[tuple[str, str, str, str], list[str]] = {}
+        for entry in (*self.replaced, *self.skipped):
+            status = "skipped" if entry.became is None else "replaced"
+            module = entry.module if entry.became is None else f"{entry.module} -> {entry.became}"
+            alike.setdefault((status, re.sub(r"\d+", "*", entry.path), module, str(entry)), []).append(entry.path)
         rows = [
-            (
-                "skipped" if entry.became is None else "replaced",
-                entry.path or "(model)",
-                entry.module if entry.became is None else f"{entry.module} -> {entry.became}",
-                str(entry),
-            )
-            for entry in (*self.replaced, *self.skipped)
+            (status, pattern if len(paths) > 1 else paths[0] or "(model)", _times(paths, module), text)
+            for (status, pattern, module, text), paths in alike.items()
         ]
         widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
@@ -67,6 +76,10 @@ class Report:
         if not reasons or None in reasons:
             return []
         return [f"As the model is now, torch runs every block and no kernel does: {'; '.join(known)}."]
+
+
+def _times(paths: list[str], module: str) -> str:
+    return module if len(paths) == 1 else f"{len(paths)} × {module}"
 
 
 def _saved(saved_bytes: tuple[int, int]) -> str:

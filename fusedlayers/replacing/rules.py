@@ -47,7 +47,7 @@ class FFNRule:
             such attribute, the name of the activation itself (not with ``inside``).
         gate: the linear that is activated and multiplied in; a block whose attribute is absent or None is not gated.
         gate_rows: where ``up`` is one linear for both, the rows of its weight that are the gate's: "first" or "last"
-            half, "even" or "odd" ones. Not with ``inside``.
+            half, "even" or "odd" ones. Inside of a method one of the halves, which it takes apart by ``chunk``.
         dropout: of the hidden: an ``nn.Dropout``, or a number that applies in training. None: there is none.
         output_dropout: the same, after ``down``. Not with ``inside``, where it is the method's.
         inside: the method that holds the FFN; None: the forward of the block is the FFN and nothing else.
@@ -84,8 +84,8 @@ class FFNRule:
             raise TypeError(f"holders must be a tuple of pairs (name of a child, its class), got {self.holders!r}")
         for name, kind in self.holders:
             _check_class(f"holders: the class of {name}", kind)
-        if self.inside is not None and (self.gate_rows or self.output_dropout):
-            raise ValueError(f"inside={self.inside!r} excludes gate_rows and output_dropout, got {self}")
+        if self.inside is not None and (self.gate_rows in ("even", "odd") or self.output_dropout):
+            raise ValueError(f"inside={self.inside!r} excludes even and odd gate_rows and output_dropout, got {self}")
         if self.gate_rows is not None and (self.gate or self.gate_rows not in GATE_ROWS):
             raise ValueError(f"gate_rows must be one of {GATE_ROWS}, and excludes gate, got {self}")
         if self.into is not None and (self.inside is None or self.up.rpartition(".")[0] != self.into):

@@ -23,19 +23,20 @@ from .rules import LinearRule
 TOKENS = 65_536
 
 
-def facts_of_ffn(pieces: FFNPieces, recompute: Literal["auto"] | bool | int) -> tuple[tuple[int, int], str | None]:
-    """The bytes that an entry of the report calls ``saved_bytes``, and why no kernel runs the FFN, or None.
+def facts_of_ffn(pieces: FFNPieces, recompute: Literal["auto"] | bool | int) -> tuple[tuple[int, int], str | None, str]:
+    """What an entry of the report calls ``saved_bytes``, ``why_no_kernels`` and ``plan``.
 
     The bytes are those that the block by torch, and with ``functional.ffn``, keeps per token of a training batch: of
     the FFN with its input, and of the dropout of its result, which torch applies in both.
     """
     up, down = linear_weight(pieces.up), linear_weight(pieces.down)
     with torch.enable_grad():
-        # One number in memory, whatever the size.
-        x = up.detach().new_empty(1, 1).expand(TOKENS, up.shape[1]).requires_grad_()
+        # Laid out as a batch is, without its memory.
+        x = torch.empty(TOKENS, up.shape[1], dtype=up.dtype, device="meta", requires_grad=True)
         problem = ffn_problem(**pieces.arguments(x, recompute=recompute))
-    device = describe(x.device)
-    ours = planning.plan(problem, device, backend()).saved_bytes // TOKENS
+    device = describe(up.device)
+    plan = planning.plan(problem, device, backend())
+    ours = plan.saved_bytes // TOKENS
     theirs = problem.kept_by_torch(device) // TOKENS
     result = 0
     if problem.training:
@@ -43,7 +44,7 @@ def facts_of_ffn(pieces: FFNPieces, recompute: Literal["auto"] | bool | int) -> 
         theirs += beyond * problem.element_bytes * problem.N
         if pieces.output_dropout_p:
             result = mask_bytes(problem, device) * down.shape[0]
-    return (theirs + result, ours + result), _why_no_kernels(problem, device, backend())
+    return (theirs + result, ours + result), _why_no_kernels(problem, device, backend()), plan.path
 
 
 def why_no_kernels_for_linear(linear: nn.Linear, rule: LinearRule) -> str | None:

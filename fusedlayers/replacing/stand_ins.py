@@ -57,6 +57,7 @@ class InsideFFN:
         run: computes the FFN of x with a probability of the hidden's dropout; None where the parts must be called.
         say: is told how the method uses the hidden otherwise than its rule says.
         function: the name of the activation where no part of the block is it: the method calls torch's function.
+        gate_rows: of its rule.
     """
 
     def __init__(
@@ -67,13 +68,30 @@ class InsideFFN:
         run: Callable[[Tensor, float], Tensor | None],
         say: Callable[[str], None],
         function: str | None = None,
+        gate_rows: str | None = None,
     ) -> None:
         self.block, self.places, self.inplace, self.run, self.say = block, places, inplace, run, say
-        self.function = function
+        self.function, self.gate_rows = function, gate_rows
         up, activation, down, gate, into = places[0]
         self.into = None if into is None else self.part(into)
         self.up, self.down, self.gate = self.part(up), self.part(down), None if gate is None else self.part(gate)
         self.activation = self.part(activation) if function is None else ACTIVATIONS[function].torch
+
+    def again(self) -> InsideFFN:
+        """The same, but for what was said already."""
+        return InsideFFN(
+            self.block, self.places, self.inplace, self.run, _say_nothing, self.function, self.gate_rows
+        )  # fmt: skip
+
+    def linear(self, role: str, x: Tensor) -> Tensor:
+        """What the method got from the linear in this role, computed."""
+        if self.gate_rows is None or role == _BOTH:
+            linear: Any = self.gate if role == _GATE else self.up
+            found: Tensor = linear(x)
+            return found
+        halves = self.up(x).chunk(2, -1)
+        found = halves[(role == _UP) == (self.gate_rows == "first")]
+        return found
 
     def part(self, path: tuple[str, ...] | None) -> Any:
         """What lies at this path in the block."""
@@ -103,7 +121,7 @@ class InsideFFN:
 
     def call_up(self, *args: Any, **options: Any) -> Any:
         """What the method gets from ``up``."""
-        return self._call_into_hidden(self.up, _UP, args, options)
+        return self._call_into_hidden(self.up, _UP if self.gate_rows is None else _BOTH, args, options)
 
     def call_gate(self, *args: Any, **options: Any) -> Any:
         """What the method gets from the gate."""
@@ -153,8 +171,8 @@ class InsideFFN:
         return args, given[0] if len(given) == 1 and (args or "input" in options) else None
 
 
-# What a pending hidden is: what the up linear gives, what the gate gives, or their product.
-_UP, _GATE, _PRODUCT = "up", "gate", "product"
+# What a pending hidden is: what the up linear gives, what the gate gives, both side by side, or their product.
+_UP, _GATE, _BOTH, _PRODUCT = "up", "gate", "both", "product"
 
 
 class Pending:
@@ -191,7 +209,7 @@ class Pending:
 
     def _role_when(self, activated: bool) -> str:
         """What the hidden is before and after the activation."""
-        if self._ffn.gate is None:
+        if self._ffn.gate is None and self._ffn.gate_rows is None:
             return _UP
         return _PRODUCT if activated else _GATE
 
@@ -251,12 +269,11 @@ class Pending:
                 if self._ffn.into is not None:
                     values = self._ffn.into(self._x)
                 else:
-                    linear: Any = self._ffn.up if self._role == _UP else self._ffn.gate
-                    values = linear(self._x)
+                    values = self._ffn.linear(_GATE if self._role == _PRODUCT else self._role, self._x)
                     if self._activated:
                         values = self._ffn.activation(values)
                 if self._role == _PRODUCT:
-                    values = values * self._ffn.up(self._x)
+                    values = values * self._ffn.linear(_UP, self._x)
                 self._values = F.dropout(values, self._dropout_p) if self._dropout_p else values
         return self._values
 
@@ -271,7 +288,7 @@ class Pending:
                 self._gone = True
                 return y
             # It has said why.
-            self._ffn = InsideFFN(ffn.block, ffn.places, ffn.inplace, ffn.run, _say_nothing, ffn.function)
+            self._ffn = ffn.again()
         found: Tensor = ffn.down(self._tensor("in the down linear"))
         return found
 
@@ -295,6 +312,8 @@ class Pending:
             return _dropped(hidden, *args[1:], **{name: each for name, each in options.items() if name != "input"})
         if len(args) == 1 and isinstance(hidden := args[0], Pending) and hidden._activates(function, options):
             return hidden._with(True, None, False)
+        if function is torch.chunk and isinstance(args[0], Pending):
+            return args[0].chunk(*args[1:], **options)
         if function is torch.mul and len(args) == 2 and not options and isinstance(args[0], Pending):
             product = args[0]._times(args[1])
             if product is not None:
@@ -307,6 +326,15 @@ class Pending:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._tensor(f"its {name}"), name)
+
+    def chunk(self, chunks: int, dim: int = 0) -> Any:
+        """``Tensor.chunk``, which parts the gate from the up projection where one linear gives both."""
+        rows = self._ffn.gate_rows
+        whole = self._role == _BOTH and self._values is None and self._modes_now() == self._modes
+        if not whole or rows not in ("first", "last") or chunks != 2 or dim not in (-1, self._x.dim() - 1):
+            return self._tensor("in chunk").chunk(chunks, dim)
+        halves = [Pending(self._ffn, self._x, role) for role in (_GATE, _UP)]
+        return tuple(halves if rows == "first" else halves[::-1])
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """``Tensor.to``, which changes nothing where it asks for the dtype that the hidden will have."""

@@ -10,21 +10,28 @@ import pytest
 import torch
 
 from fusedlayers import functional
-from tests.models import device_table, step_table
+from tests.models import device_table, family_table, step_table
+from tests.models.every_family import FAMILIES as EVERY_FAMILY
 from tests.models.small import FAMILIES, PUBLISHED_WORDS, Results
-from tests.models.support_table import row
 from tests.models.test_families import installed
 from tests.operands import patch_ffn
 
 SMALL = ("--device", "cpu", "--small", "--seconds", "0", "--output", "unused")
 
 
-def test_the_table_of_support_has_a_row() -> None:
-    """ViT-Base: 3072 hidden units and the slope of gelu, twice, besides 768 inputs, in two bytes each."""
-    cells = [cell.strip() for cell in row("ViT", installed("ViT")).strip("|").split(" | ")]
-    assert cells[:3] == ["ViT", "`ViTMLP`", "gelu, 768 -> 3072 -> 768"]
-    assert all(0 < float(error) < 1e-5 for cell in cells[3:5] for error in cell.split(" / "))
-    assert cells[5] == f"{2 * (768 + 2 * 3072):,} / {2 * 768:,} bytes"
+def test_a_row_of_the_table_of_families() -> None:
+    found = family_table.row("gemma3n_text", EVERY_FAMILY["gemma3n_text"])
+    assert found["fused"] == {"Gemma3nTextMLP": 1}
+    assert found["ffns"] == ["gated gelu_tanh"]
+    assert found["left"] == {"Gemma3nTextMLP": "no linear of it takes an activation of what another one gives"}
+    assert all(0 < error < 1e-5 for error in found["errors"])
+    table = family_table.markdown({"versions": {"torch": "2", "transformers": "5"}, "rows": [found]})
+    assert "| gemma3n_text | `Gemma3nTextMLP` | gated gelu_tanh |" in table
+    assert "1 have blocks that run fused" in table
+
+
+def test_the_record_of_families_is_of_all_of_them() -> None:
+    assert [row["family"] for row in json.loads(family_table.RECORD.read_text())["rows"]] == sorted(EVERY_FAMILY)
 
 
 def test_a_row_of_the_record_of_a_device() -> None:

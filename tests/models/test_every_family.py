@@ -1,0 +1,118 @@
+"""Small models of nearly every family of transformers: what is fused, and that they compute what they computed."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedlayers as fl
+from tests.ffn_blocks import assert_same, seeded_dropout
+from tests.models.device_table import changed, judged, stacked
+from tests.models.every_family import FAMILIES, Family, Inputs, Results
+from tests.models.family_data import NO_TRUTH
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'fusedlayers[models]'")
+
+# Where `replace` differs from the answer key: what it leaves, and a part of the reason that it gives.
+LEFT: dict[str, dict[str, str]] = {
+    "bridgetower": {"BridgeTowerResidualAttention": ""},
+    "cpmant": {"CpmAntFeedForward": ""},
+    "groupvit": {"GroupViTMixerMLP": "a trial of its forward ended in RuntimeError"},
+    "minimax_m3_vl": {"MiniMaxM3VLMultiModalProjector": ""},
+    "mobilebert": {"MobileBertLayer": "no method of it runs them"},
+    "rwkv": {"RwkvFeedForward": "the method uses the hidden otherwise than its rule says (in relu)"},
+    "sam3_vision_model": {"Sam3MLP": "its dropout 'dropout' does not drop the hidden behind the activation"},
+    "sam3_vit_model": {"Sam3MLP": "its dropout 'dropout' does not drop the hidden behind the activation"},
+    "xmod": {"XmodLayer": ""},
+}
+# What it fuses besides: two of several linears in a row, or an FFN that the key counts for none, proven all the same.
+FUSED_BESIDES: dict[str, dict[str, int]] = {
+    "conditional_detr": {"ConditionalDetrMLPPredictionHead": 2},
+    "dab-detr": {"DabDetrMLP": 4},
+    "falcon_h1": {"FalconH1MLP": 2},
+    "kimi_k25": {"Kimi_K25MultimodalProjection": 1},
+    "minicpm_ocr": {"MiniCPMOcrViTWindowAttentionMerger": 1},
+    "minicpmv4_6": {"MiniCPMV4_6ViTWindowAttentionMerger": 1},
+    "minicpmv4_7": {"MiniCPMV4_7ViTWindowAttentionMerger": 1},
+    "rt_detr": {"RTDetrMLPPredictionHead": 1},
+    "rt_detr_v2": {"RTDetrV2MLPPredictionHead": 1},
+    "zaya": {"ZayaRouterMLP": 2},
+}
+# Every so many families are in the short run; they are in alphabetical order, so that all kinds are among them.
+STEP = 12
+# A single draw may be an unlucky one.
+DRAWS = 3
+Run = Callable[[nn.Module, Inputs], Results]
+
+
+def _families() -> list[object]:
+    return [
+        pytest.param(name, marks=[] if place % STEP == 0 else [pytest.mark.full])
+        for place, name in enumerate(sorted(FAMILIES))
+    ]
+
+
+def _fused(report: fl.Report) -> dict[str, int]:
+    """How many modules of which class are fused."""
+    return dict(Counter(module for _, module in {(entry.path, entry.module) for entry in report.replaced}))
+
+
+def _replaced(model: nn.Module) -> fl.Report:
+    with warnings.catch_warnings():
+        # Of families without a single FFN that can be fused.
+        warnings.filterwarnings("ignore", "nothing was replaced", UserWarning)
+        return fl.replace(model)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", _families())
+def test_a_family(name: str, training: bool) -> None:
+    family: Family = FAMILIES[name]
+    model, inputs = family.build().train(training), family.inputs()
+    state = copy.deepcopy(model.state_dict())
+    before = [_results(family, model, state, inputs, draw) for draw in range(DRAWS)]
+    report = _replaced(model)
+    expected = {kind: count for kind, count in family.expected.items() if kind not in LEFT.get(name, {})}
+    assert _fused(report) == expected | FUSED_BESIDES.get(name, {})
+    for kind, reason in LEFT.get(name, {}).items():
+        said = [entry.reason for entry in report.skipped if entry.module == kind]
+        assert any(reason in each for each in said) or not reason, said
+    after = [_results(family, model, state, inputs, draw) for draw in range(DRAWS)]
+    if name in NO_TRUTH:
+        assert_same(after[0], before[0])
+    elif not all(map(_equal, after, before)):
+        double = family.build().double().train(training)
+        truth = [_results(family, double, state, inputs, draw, family.truth) for draw in range(DRAWS)]
+        assert not judged(*map(stacked, (after, before, truth)))
+    assert list(model.state_dict()) == list(state)
+    fl.restore(model)
+    assert_same(_results(family, model, state, inputs, 0), before[0])
+
+
+def _results(
+    family: Family, model: nn.Module, state: dict[str, Tensor], inputs: Inputs, draw: int, run: Run | None = None
+) -> Results:
+    """The results of one draw, from the same state: batch norms write into their buffers."""
+    model.load_state_dict(state)
+    with changed(model, draw), seeded_dropout():
+        return (run or family.results)(model, inputs)
+
+
+def _equal(one: Results, other: Results) -> bool:
+    pairs = [(one[name], other[name]) for name in one]
+    return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+
+
+def test_nearly_every_family_is_fused() -> None:
+    with_ffns = [name for name, family in FAMILIES.items() if family.expected or name in FUSED_BESIDES]
+    fused = [
+        name for name in with_ffns if set(FAMILIES[name].expected) - set(LEFT.get(name, {})) or name in FUSED_BESIDES
+    ]
+    assert len(FAMILIES) >= 380
+    assert len(fused) >= 345
