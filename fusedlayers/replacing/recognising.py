@@ -9,9 +9,10 @@ agree in all results and gradients (``proving``).
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from collections.abc import Iterator, Sequence
-from itertools import permutations
+from itertools import combinations, permutations
 from typing import NamedTuple
 
 import torch
@@ -72,11 +73,21 @@ def sites(block: nn.Module, taken: set[nn.Module]) -> list[Site]:
     return found
 
 
-def may_be_an_ffn(found: Sequence[Site]) -> bool:
-    """Whether one of these linears takes what another one gives, or half of it."""
-    return any(
-        up.outputs in (down.inputs, 2 * down.inputs) for up, down in permutations(found, 2) if up.path != down.path
-    )
+def likely_pairs(block: nn.Module, found: Sequence[Site]) -> list[tuple[Site, Site]]:
+    """The linears of which the second takes what the first gives, or half of it, in the order in which they were built.
+
+    The other way around they come last, and only where the result has the width of the input.
+    """
+    sizes = [(site.inputs, site.outputs) for site in found]
+    # Three alike are the queries, keys and values of an attention, unless there is nothing else.
+    alone = len(found) == 3 and len(inspect.signature(type(block).forward).parameters) == 2
+    backwards = [(up, down) for up, down in combinations(found[::-1], 2) if up.inputs == down.outputs]
+    return [
+        (up, down)
+        for up, down in (*combinations(found, 2), *backwards)
+        if up.outputs in (down.inputs, 2 * down.inputs)
+        and (alone or all(sizes.count((each.inputs, each.outputs)) < 3 for each in (up, down)))
+    ]
 
 
 def recognise(block: nn.Module, taken: set[nn.Module]) -> FFNRule | str | None:
@@ -84,21 +95,21 @@ def recognise(block: nn.Module, taken: set[nn.Module]) -> FFNRule | str | None:
 
     ``taken`` are the linears of FFNs inside of the block.
     """
-    found = sites(block, taken)
-    if not may_be_an_ffn(found):
+    pairs = likely_pairs(block, sites(block, taken))
+    if not pairs:
         return None
     with quietly():
-        return _tried(block, found)
+        return _tried(block, pairs)
 
 
-def _tried(block: nn.Module, found: Sequence[Site]) -> FFNRule | str | None:
+def _tried(block: nn.Module, pairs: Sequence[tuple[Site, Site]]) -> FFNRule | str | None:
     reasons: list[str] = []
     errors: list[str] = []
     for by in dict.fromkeys((divisor(block), 1)):
-        if by == 1 and elements(block) > LARGEST:
-            reasons.append("it cannot be tried at smaller sizes")
-            continue
-        for segment in segments(block, found):
+        # Some methods have sizes written into them, and run with no others.
+        if reasons or (errors and elements(block) > LARGEST):
+            break
+        for segment in segments(block, pairs):
             try:
                 return _recognise(block, by, segment)
             except Unrecognised as reason:

@@ -11,7 +11,6 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -40,25 +39,19 @@ class Segment(NamedTuple):
     whole: bool
 
 
-def segments(block: nn.Module, sites: Sequence[Any]) -> Iterator[Segment]:
-    """What to try for a block with these linears: its forward, other methods, statements of methods.
+def segments(block: nn.Module, pairs: Sequence[tuple[Any, Any]]) -> Iterator[Segment]:
+    """What to try for a block where these may be the first and the last linear: its methods, and statements of them.
 
-    ``sites`` have a path, ``inputs`` and ``outputs``.
+    Each linear has a path, ``inputs`` and ``outputs``.
     """
-    # In the order in which they were built, first: a first linear before its last one.
-    ordered = (*combinations(sites, 2), *combinations(sites[::-1], 2))
-    pairs = [(up, down) for up, down in ordered if up.outputs in (down.inputs, 2 * down.inputs)]
     widths = dict.fromkeys(up.inputs for up, down in pairs if up.inputs == down.outputs) or {pairs[0][0].inputs: None}
-    heads = {site.path.partition(".")[0] for site in sites}
-    # Three alike, and more, are the queries, keys and values of an attention.
-    sizes = [(site.inputs, site.outputs) for site in sites]
-    likely = [(up, down) for up, down in pairs if sizes.count((up.inputs, up.outputs)) < 3]
+    heads = {site.path.partition(".")[0] for pair in pairs for site in pair}
     for name, function in _methods(type(block), heads):
         required = _required(function)
         for width in widths:
             if required:
                 yield Segment(name, name, function, (width,) * required, name == "forward")
-            for cut, tensors in _cuts(function, likely):
+            for cut, tensors in _cuts(function, pairs):
                 yield Segment(name, name, cut, (width,) * tensors, False)
 
 

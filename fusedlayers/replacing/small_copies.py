@@ -21,8 +21,8 @@ from ..modules import KEPT, is_transposed
 _SMALLEST = 8
 # What is put on an instance to run around its class; and what a replaced block keeps.
 _OF_THE_INSTANCE = ("forward", "_compiled_call_impl", KEPT)
-# Elements of a copy whose sizes cannot be divided: 128 MiB.
-LARGEST = 1 << 24
+# Elements of a copy whose sizes cannot be divided: 32 MiB.
+LARGEST = 1 << 22
 
 
 def sizes_of_linear(module: nn.Module) -> tuple[int, int] | None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from .finding import widths
+from .small_copies import sizes_of_linear
 
 
 class _Linear(NamedTuple):
@@ -27,7 +27,8 @@ def why_unnamed(module: nn.Module, reason: str | None) -> str | None:
     own = _linears(module)
     if pair := _pair(own):
         return f"looks like an FFN ({_described(*pair)}), {but}"
-    for up in own:
+    # An attention has more of them.
+    for up in own if len(own) < 4 else ():
         for down in own:
             inner, width = down.inputs, down.outputs
             if (up.inputs, up.outputs) == (width, 2 * inner) and inner > width:
@@ -53,15 +54,7 @@ def _described(up: _Linear, down: _Linear) -> str:
 
 
 def _linears(module: nn.Module) -> list[_Linear]:
-    return [_Linear(name, *pair) for name, child in module.named_children() if (pair := _sizes(child))]
-
-
-def _sizes(module: nn.Module) -> tuple[int, int] | None:
-    """(inputs, outputs) of a linear layer of any making, transformers' ``Conv1D`` included; or None."""
-    if pair := widths(module):
-        return pair
-    inputs, outputs = getattr(module, "nx", None), getattr(module, "nf", None)
-    return (inputs, outputs) if isinstance(inputs, int) and isinstance(outputs, int) else None
+    return [_Linear(name, *pair) for name, child in module.named_children() if (pair := sizes_of_linear(child))]
 
 
 def _pair(linears: list[_Linear]) -> tuple[_Linear, _Linear] | None:
