@@ -173,8 +173,8 @@ def _replace_ffns(
         try:
             fused = patterns.fused_class(module)
         except Exception as error:  # of a metaclass, which may refuse in its own way
-            reason = f"no class can be derived from its own: {error}"
-            skipped.append(Entry(path, name, None, reason, is_ffn_left=True))
+            underivable = f"no class can be derived from its own: {error}"
+            skipped.append(Entry(path, name, None, underivable, is_ffn_left=True))
             continue
         reason = patterns.why_left(module) if fused is None else patterns.why_class_stays(module, fused)
         if reason is not None:

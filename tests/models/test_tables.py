@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fusedlayers import functional
+from tests.conftest import ROOT
 from tests.models import device_table, family_table, step_table
 from tests.models.every_family import FAMILIES as EVERY_FAMILY
 from tests.models.small import FAMILIES, PUBLISHED_WORDS, Results
@@ -30,8 +31,12 @@ def test_a_row_of_the_table_of_families() -> None:
     assert "1 have blocks that run fused" in table
 
 
-def test_the_record_of_families_is_of_all_of_them() -> None:
-    assert [row["family"] for row in json.loads(family_table.RECORD.read_text())["rows"]] == sorted(EVERY_FAMILY)
+def test_the_record_of_families_is_of_all_of_them_and_the_page_counts_them() -> None:
+    rows = json.loads(family_table.RECORD.read_text())["rows"]
+    assert [row["family"] for row in rows] == sorted(EVERY_FAMILY)
+    page = " ".join((ROOT / "docs" / "models.md").read_text().split())
+    fused = sum(bool(row["fused"]) for row in rows)
+    assert f"Of the {len(rows)} families of transformers [in this table](families.md), {fused} have blocks" in page
 
 
 def test_a_row_of_the_record_of_a_device() -> None:
