@@ -84,7 +84,9 @@ def seeded() -> Iterator[None]:
     # An example that runs inside a test raises the level, and a later test would count what is logged.
     log.setLevel(level)
     torch.set_default_dtype(dtype)
-    torch.use_deterministic_algorithms(deterministic)
+    # The call imports the compiler, which takes seconds.
+    if torch.are_deterministic_algorithms_enabled() != deterministic:
+        torch.use_deterministic_algorithms(deterministic)
 
 
 def _poison(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,18 @@
 """Which tests run here, said in a few lines: what needs something that is missing is left out, and counted by reason.
 
-Tests marked ``full`` are exhaustive: every width, every draw, every model. ``make test`` runs a sample of what they
-prove, and ``FUSEDLAYERS_TEST_FULL=1``, which ``make test-full`` sets, runs them all.
+``make test`` runs every test, and of two kinds of tests less than there is. ``FUSEDLAYERS_TEST_FULL=1``, which
+``make test-full`` sets, runs all of both:
+
+- ``pytest.mark.sampled`` on a test of many parameters: a sample in which every value of every parameter occurs, or,
+  with ``sampled(together=2)``, every pair of values of two parameters.
+- ``pytest.mark.full``: what takes long and proves at more sizes, or on more models, what others prove already.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import pytest
@@ -34,11 +39,45 @@ def unmet(item: pytest.Item) -> str:
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item], why: Callable[[pytest.Item], str]) -> None:
-    """Deselect the items for which ``why`` has a reason."""
+    """Deselect the items for which ``why`` has a reason, and those beyond the samples."""
     reasons = {item: why(item) for item in items}
+    tests: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if not FULL and not reasons[item] and isinstance(item, pytest.Function) and item.get_closest_marker("sampled"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        reasons |= dict.fromkeys(set(cases) - set(_sample(cases)), NOT_FULL)
     config.hook.pytest_deselected(items=[item for item in items if reasons[item]])
     config.stash[_LEFT_OUT] = dict(Counter(filter(None, reasons.values())))
     items[:] = [item for item in items if not reasons[item]]
+
+
+def _sample(cases: list[pytest.Function]) -> list[pytest.Function]:
+    """Few cases of one test that together have what all have: every value, or every combination of some values."""
+    mark = cases[0].get_closest_marker("sampled")
+    assert mark is not None
+    together = mark.kwargs.get("together", 1)
+    has = {case: set(itertools.combinations(_values(case), together)) for case in cases}
+    missing = set().union(*has.values())
+    chosen = []
+    while missing:
+        # The first of those that add the most.
+        best = max(cases, key=lambda case: len(has[case] & missing))
+        chosen.append(best)
+        missing -= has[best]
+    return chosen
+
+
+def _values(case: pytest.Function) -> list[tuple[str, object]]:
+    """(name, value) of each parameter; what cannot be hashed is known by how it is written."""
+    values = []
+    for name, value in sorted(case.callspec.params.items()):
+        try:
+            hash(value)
+        except TypeError:
+            value = repr(value)
+        values.append((name, (type(value), value)))
+    return values
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
