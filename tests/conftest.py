@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 import os
@@ -69,6 +70,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if ROOT / "tests" / "gpu" in item.path.parents:
             item.add_marker(pytest.mark.gpu)
     selection.leave_out(config, items, why)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from what was imported and collected: it would look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
