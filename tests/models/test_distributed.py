@@ -20,6 +20,7 @@ ENGINES = pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 NAMES = pytest.mark.parametrize("name", ["Llama", "GPT-2", "BERT"])
 
 
+@pytest.mark.sampled
 @ENGINES
 @NAMES
 @pytest.mark.parametrize(
@@ -36,6 +37,7 @@ def test_two_steps_are_the_same(processes: Processes, engine: str, name: str, pa
     processes.run(checks.check_training, engine, name, path, precision)
 
 
+@pytest.mark.sampled
 @ENGINES
 @pytest.mark.parametrize("name", ["Llama", "BERT"])
 def test_checkpointing_stays(processes: Processes, engine: str, name: str) -> None:
