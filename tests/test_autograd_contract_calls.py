@@ -216,7 +216,6 @@ def test_what_is_saved_may_lie_otherwise_when_it_is_read(name: str, way: str, ba
             assert one.sub(other).abs().max() <= 64 * torch.finfo(other.dtype).eps * other.abs().max()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_graphs_that_are_kept_and_calls_without_one(name: str, backend: str) -> None:

@@ -218,6 +218,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("place", ["the clone", "elsewhere"])
 @pytest.mark.parametrize("wheel_too", [True, False], ids=["with the wheel", "without"])
 def test_it_imports_from_anywhere(place: str, wheel_too: bool, installed: Path, tmp_path: Path) -> None:
