@@ -6,6 +6,8 @@
 - ``pytest.mark.sampled`` on a test of many parameters: a sample in which every value of every parameter occurs, or,
   with ``sampled(together=2)``, every pair of values of two parameters.
 - ``pytest.mark.full``: what takes long and proves at more sizes, or on more models, what others prove already.
+
+A GPU is quick enough for all: there the tests that need one are never fewer.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def draws(usual: int, full: int) -> int:
 
 def unmet(item: pytest.Item) -> str:
     """The reason of the first mark that skips this test; empty where none does. Conditions are plain values here."""
-    if not FULL and item.get_closest_marker("full"):
+    if _in_samples(item) and item.get_closest_marker("full"):
         return NOT_FULL
     for mark in item.iter_markers("skipif"):
         if any(mark.args):
@@ -38,12 +40,17 @@ def unmet(item: pytest.Item) -> str:
     return ""
 
 
+def _in_samples(item: pytest.Item) -> bool:
+    return not (FULL or item.get_closest_marker("gpu"))
+
+
 def leave_out(config: pytest.Config, items: list[pytest.Item], why: Callable[[pytest.Item], str]) -> None:
     """Deselect the items for which ``why`` has a reason, and those beyond the samples."""
     reasons = {item: why(item) for item in items}
     tests: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if not FULL and not reasons[item] and isinstance(item, pytest.Function) and item.get_closest_marker("sampled"):
+        sampled = _in_samples(item) and item.get_closest_marker("sampled")
+        if sampled and not reasons[item] and isinstance(item, pytest.Function):
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
         reasons |= dict.fromkeys(set(cases) - set(_sample(cases)), NOT_FULL)

@@ -38,6 +38,11 @@ def test_that_runs():
 def test_that_is_exhaustive():
     pass
 
+@pytest.mark.gpu
+@pytest.mark.full
+def test_that_is_exhaustive_on_a_gpu():
+    pass
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("one", [0, 1, 2])
 @pytest.mark.parametrize(("two", "three"), [("a", {}), ("a", []), ("b", {}), ("c", {})])
@@ -63,7 +68,9 @@ def run(folder: Path, *options: str, full: bool = False) -> list[str]:
     """The lines that pytest prints, with none of the plugins that load themselves."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_some.py").write_text(TESTS)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers = full: exhaustive\n    sampled: of many\n")
+    (folder / "pytest.ini").write_text(
+        "[pytest]\nmarkers = full: exhaustive\n    gpu: on a GPU\n    sampled: of many\n"
+    )
     ours = {"PYTHONPATH": str(ROOT), "FUSEDLAYERS_TEST_FULL": str(int(full)), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "no:cacheprovider", *options]
     done = subprocess.run(command, cwd=folder, env={**os.environ, **ours}, capture_output=True, text=True)
@@ -74,7 +81,7 @@ def run(folder: Path, *options: str, full: bool = False) -> list[str]:
 # Of twelve cases four, which have every value; of 48 sixteen, which have every pair.
 @pytest.mark.parametrize(
     ("processes", "full", "passed", "exhaustive"),
-    [("0", True, 1 + 1 + 12 + 48, 0), ("1", False, 1 + 4 + 16, 1 + 8 + 32)],
+    [("0", True, 1 + 2 + 12 + 48, 0), ("1", False, 1 + 1 + 4 + 16, 1 + 8 + 32)],
 )
 def test_a_line_for_each_reason(processes: str, full: bool, passed: int, exhaustive: int, tmp_path: Path) -> None:
     lines = run(tmp_path, "-n", processes, full=full)
