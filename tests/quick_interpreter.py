@@ -6,6 +6,7 @@ Nothing that it computes changes: operations run as Triton wrote them, on the sa
 from __future__ import annotations
 
 import inspect
+import operator
 from types import FunctionType
 from typing import Any
 
@@ -100,7 +101,11 @@ def _remember_shapes() -> None:
     of_values: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     def make_known_type(block: Any, element: Any, shape: Any) -> None:
-        key = tuple([getattr(size, "value", size) for size in shape])
+        try:
+            key = tuple(map(operator.index, shape))
+        except TypeError:
+            make_type(block, element, shape)
+            return
         if key not in of_types:
             make_type(block, element, shape)
             of_types[key] = block.shape, block.numel, str(block.shape)

@@ -73,7 +73,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # Runs that take long; other tests make such runs with smaller models, and all commands are looked at below.
-SLOW = ("docs/examples.md", "docs/models.md")
+SLOW = ("docs/examples.md", "docs/models.md", "docs/results.md")
 
 
 @pytest.mark.parametrize(

@@ -56,14 +56,11 @@ def run(processes: Processes, directory: Path, word: str, *overrides: str) -> li
     return rows
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "words",
     # One after the other: the second continues from the checkpoint of the first.
-    [
-        *(pytest.param(words, marks=pytest.mark.full) for words in [("ddp",), ("fsdp",), ("tp",)]),
-        *[("none", "tp"), ("ddp", "fsdp")],
-        *(pytest.param(words, marks=pytest.mark.full) for words in [("fsdp", "none"), ("tp", "ddp")]),
-    ],
+    [("ddp",), ("fsdp",), ("tp",), ("none", "tp"), ("ddp", "fsdp"), ("fsdp", "none"), ("tp", "ddp")],
     ids=" then ".join,
 )
 def test_the_curve_is_that_of_one_process(
@@ -84,7 +81,7 @@ def test_the_curve_is_that_of_one_process(
 
 @pytest.mark.parametrize(
     ("layers", "words"),
-    [("torch", ("none", "tp")), pytest.param("replaced", ("none", *WORDS), marks=pytest.mark.full)],
+    [pytest.param("torch", ("none", "tp"), marks=pytest.mark.full), ("replaced", ("none", *WORDS))],
 )
 def test_other_layers(layers: str, words: tuple[str, ...], processes: Processes, tmp_path: Path) -> None:
     """torch's own styles split torch layers; the sample is that of one process, byte by byte."""

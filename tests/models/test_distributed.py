@@ -12,6 +12,8 @@ from tests.processes import Processes
 
 # They share the processes of tests/test_parallel.py.
 pytestmark = [
+    # Two processes that import transformers; tests/test_parallel.py has replaced blocks under both engines.
+    pytest.mark.full,
     pytest.mark.xdist_group("two processes"),
     pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_parallel_gpu.py runs the same checks on two GPUs"),
 ]
@@ -20,7 +22,6 @@ ENGINES = pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 NAMES = pytest.mark.parametrize("name", ["Llama", "GPT-2", "BERT"])
 
 
-@pytest.mark.sampled
 @ENGINES
 @NAMES
 @pytest.mark.parametrize(
@@ -37,7 +38,6 @@ def test_two_steps_are_the_same(processes: Processes, engine: str, name: str, pa
     processes.run(checks.check_training, engine, name, path, precision)
 
 
-@pytest.mark.sampled
 @ENGINES
 @pytest.mark.parametrize("name", ["Llama", "BERT"])
 def test_checkpointing_stays(processes: Processes, engine: str, name: str) -> None:
