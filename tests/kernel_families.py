@@ -31,7 +31,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("weight_gradient", "planning_weight_gradient", "code_generation_gradients", "prepared_launches"),
     ),
     # Operations that are named otherwise than their kernels.
-    "ffn": ("ffn", "autograd", "planning", "planning_costs", "code_generation", *_EPILOGUE, *_DROPOUT),
+    "ffn": ("ffn", "autograd", "planning_costs", "dropping", *_EPILOGUE),
     "hidden_gradient": _HIDDEN_GRADIENT,
     "linear": _LINEAR,
     # What kernels share.
