@@ -8,7 +8,7 @@ from types import TracebackType
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-MANY = 100_000
+MANY = 10_000
 
 
 class AllocatedBytes:
