@@ -9,13 +9,17 @@ GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 # The size of the language model: one that a GPU trains in a minute, or one that two CPU cores do.
 MODEL ?= $(if $(GPU),narrow,tiny)
 MODELS := tiny narrow small
-TARGETS := help train test test-full check docs hooks clean
+TARGETS := help train test test-full test-kernel check docs hooks clean
 # Where the two runs are written; what an earlier `make train` left there is overwritten, or goes on with RESUME=yes.
 RUNS ?= runs
 RESUME ?=
 SETTINGS := model=$(MODEL) run.overwrite=true$(if $(RESUME), run.resume=auto)
 TRAIN := $(BIN)/python -m train_examples.language_model $(SETTINGS)
 WORKERS ?= auto
+NAME ?= gemm_epilogue
+# One thread per worker, or the workers' threads fight for the same cores.
+PYTEST := OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
+PYTEST_ON_GPU := TRITON_INTERPRET=0 $(BIN)/pytest --numprocesses 8 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: $(TARGETS)
@@ -31,12 +35,13 @@ endif
 	$(error there is no target '$@'; expected one of $(TARGETS))
 
 help: ## Show this text
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=$(PYTHON)  the interpreter to build $(VENV) with, 3.10 or newer"
 	@echo "  MODEL=$(MODEL)  the preset that 'make train' trains: one of $(MODELS)"
 	@echo "  RESUME=yes  'make train' goes on with runs that were interrupted"
 	@echo "  WORKERS=$(WORKERS)  how many processes 'make test' uses"
+	@echo "  NAME=$(NAME)  what 'make test-kernel' tests: a file or folder of kernels/, or an operation"
 	@echo
 	@echo "  On Linux pip installs torch's CUDA build, of several gigabytes. For the small CPU build set"
 	@echo "  PIP_EXTRA_INDEX_URL to the index of CPU wheels that torch's installation page names."
@@ -48,15 +53,21 @@ train: $(INSTALLED) ## Train a small language model with torch.nn layers, then w
 	@# Ends by saying where the metrics, the plots, the checkpoints and the samples are.
 	$(BIN)/python -m train_examples.comparison $(RUNS)/torch $(RUNS)/fused --output $(RUNS)/comparison.png
 
-# One thread per worker, or the workers' threads fight for the same cores.
 test: $(INSTALLED) ## Run the tests: kernels through Triton's interpreter, and on the GPU where there is one
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
+	$(PYTEST)
 ifeq ($(GPU),yes)
-	TRITON_INTERPRET=0 $(BIN)/pytest tests/gpu --numprocesses 8 --dist loadgroup
+	$(PYTEST_ON_GPU) tests/gpu
 endif
 
+test-full: export FUSEDLAYERS_TEST_FULL=1
 test-full: export FUSEDLAYERS_COMPILE_ALL=1
-test-full: test ## The tests, with every kernel configuration compiled anew for every GPU that is claimed
+test-full: test ## All tests, none of them sampled, and every kernel compiled anew for every GPU that is claimed
+
+test-kernel: $(INSTALLED) ## Run the tests of one kernel or operation: make test-kernel NAME=gemm_epilogue
+	files=$$($(BIN)/python -m tests.kernel_families '$(NAME)') && $(PYTEST) $$files
+ifeq ($(GPU),yes)
+	files=$$($(BIN)/python -m tests.kernel_families '$(NAME)' --gpu) && $(PYTEST_ON_GPU) $$files
+endif
 
 docs: $(INSTALLED) ## Write the tables and pictures of README.md and docs/ from the committed results
 	$(BIN)/python -m docs.tables --write

@@ -8,6 +8,8 @@ from types import TracebackType
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+MANY = 10_000
+
 
 class AllocatedBytes:
     """While entered, records the blocks of memory that torch's CPU allocator gives and takes back.
@@ -35,9 +37,10 @@ class AllocatedBytes:
             for event in results.events()
             if event.name() == "[memory]" and event.device_type() == DeviceType.CPU
         ]
-        # With millions of events it holds gigabytes.
         del self._profile, results
-        gc.collect()
+        # With millions of events they hold gigabytes; to look for garbage after a few takes longer than all else.
+        if len(sizes) > MANY:
+            gc.collect()
         now = 0
         for _, size in sorted(sizes, key=lambda pair: pair[0]):
             now += size

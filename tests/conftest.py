@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 import os
@@ -32,6 +33,7 @@ if INTERPRETING:
 
 # The tests say themselves which backend they mean.
 from fusedlayers.functional.switches import SWITCHES  # noqa: E402  not before the interpreter is on
+from tests import selection  # noqa: E402
 
 for _switch in SWITCHES:
     os.environ.pop(_switch, None)
@@ -42,8 +44,13 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, data
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, with the reason, what needs a device or the interpreter where it is missing."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Say at the end how many tests were left out."""
+    config.pluginmanager.register(selection)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out, with the reason, what needs a device, the interpreter or time that is not there."""
     if not HAS_CUDA:
         no_gpu = "no CUDA device"
     elif INTERPRETING:
@@ -51,13 +58,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     else:
         no_gpu = ""
     no_interpreter = "Triton is not installed" if not HAS_TRITON else "TRITON_INTERPRET is off"
+
+    def why(item: pytest.Item) -> str:
+        if no_gpu and item.get_closest_marker("gpu"):
+            return no_gpu
+        if not INTERPRETING and item.get_closest_marker("interpreter"):
+            return no_interpreter
+        return selection.unmet(item)
+
     for item in items:
         if ROOT / "tests" / "gpu" in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-        if no_gpu and item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason=no_gpu))
-        if not INTERPRETING and item.get_closest_marker("interpreter"):
-            item.add_marker(pytest.mark.skip(reason=no_interpreter))
+    selection.leave_out(config, items, why)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from what was imported and collected: it would look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +91,9 @@ def seeded() -> Iterator[None]:
     # An example that runs inside a test raises the level, and a later test would count what is logged.
     log.setLevel(level)
     torch.set_default_dtype(dtype)
-    torch.use_deterministic_algorithms(deterministic)
+    # The call imports the compiler, which takes seconds.
+    if torch.are_deterministic_algorithms_enabled() != deterministic:
+        torch.use_deterministic_algorithms(deterministic)
 
 
 def _poison(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,15 +6,26 @@ Nothing that it computes changes: operations run as Triton wrote them, on the sa
 from __future__ import annotations
 
 import inspect
+import operator
 from types import FunctionType
 from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-# Where Triton's own reduction has its place.
-OF_TRITON = (interpreter.ReduceOps, "generic_reduce", interpreter.ReduceOps.generic_reduce)
+# What Triton has in the places that are patched with functions of the same results.
+OF_TRITON = [
+    (owner, name, getattr(owner, name))
+    for owner, name in (
+        (interpreter.ReduceOps, "generic_reduce"),
+        (TritonSemantic, "binary_op_sanitize_overflow_impl"),
+        (tl.block_type, "__init__"),
+        (tl.tensor, "__init__"),
+    )
+    if hasattr(owner, name)
+]
 
 
 def hurry() -> None:
@@ -23,7 +34,10 @@ def hurry() -> None:
         _patch_the_language_once()
     if hasattr(interpreter, "_get_np_dtype"):
         _remember_dtypes()
-    setattr(*OF_TRITON[:2], _reduce_whole_slices)
+    if hasattr(TritonSemantic, "binary_op_sanitize_overflow_impl"):
+        _look_for_overflow_where_it_is_told()
+    _remember_shapes()
+    interpreter.ReduceOps.generic_reduce = _reduce_whole_slices
 
 
 def _patch_the_language_once() -> None:
@@ -67,6 +81,49 @@ def _remember_dtypes() -> None:
         return known[scalar.name]
 
     interpreter._get_np_dtype = remembered
+
+
+def _look_for_overflow_where_it_is_told() -> None:
+    """Every sum and product of integers is computed again in 64 bits for an assertion that only debug mode makes."""
+    look = TritonSemantic.binary_op_sanitize_overflow_impl
+
+    def look_if_told(semantic: Any, *operands: Any) -> None:
+        if semantic.builder.options.debug:
+            look(semantic, *operands)
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = look_if_told
+
+
+def _remember_shapes() -> None:
+    """A block's type and each of its values wrap, check and multiply its shape anew; there are few shapes."""
+    make_type, make_value = tl.block_type.__init__, tl.tensor.__init__
+    of_types: dict[tuple[int, ...], tuple[Any, Any, str]] = {}
+    of_values: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def make_known_type(block: Any, element: Any, shape: Any) -> None:
+        try:
+            key = tuple(map(operator.index, shape))
+        except TypeError:
+            make_type(block, element, shape)
+            return
+        if key not in of_types:
+            make_type(block, element, shape)
+            of_types[key] = block.shape, block.numel, str(block.shape)
+            return
+        block.element_ty = element
+        block.shape, block.numel, written = of_types[key]
+        block.name = f"<{written}, {element}>"
+
+    def make_known_value(value: Any, handle: Any, kind: Any) -> None:
+        key = tuple(kind.shape) if kind.is_block() else ()
+        if key not in of_values:
+            make_value(value, handle, kind)
+            of_values[key] = value.shape, value.numel
+            return
+        value.handle, value.type, value.dtype = handle, kind, kind.scalar
+        value.shape, value.numel = of_values[key]
+
+    tl.block_type.__init__, tl.tensor.__init__ = make_known_type, make_known_value
 
 
 def _reduce_whole_slices(reduction: Any, values: tuple[Any, ...]) -> list[Any]:

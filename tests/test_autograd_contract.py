@@ -41,11 +41,13 @@ def batched(call: Made) -> Found:
     return named(call, torch.autograd.grad(results, call.leaves, upstream(results, 4), is_grads_batched=True))
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize(("name", "backend", "way"), CASES)
 def test_batched_upstream_gradients(name: str, backend: str, way: str) -> None:
     assert_as_torch(name, backend, way, batched)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "backend", "way"), [case for case in CASES if "compiled" not in case.values])
 def test_batched_upstream_gradients_that_are_differentiated_again(name: str, backend: str, way: str) -> None:
     def twice(call: Made) -> Found:
@@ -59,6 +61,7 @@ def test_batched_upstream_gradients_that_are_differentiated_again(name: str, bac
     assert_as_torch(name, backend, way, twice)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "backend", "way"), [case for case in CASES if "eager" in case.values])
 def test_vectorized_jacobians(name: str, backend: str, way: str) -> None:
     def jacobians(call: Made) -> Found:
@@ -80,6 +83,7 @@ def forward_over_reverse(call: Made) -> Found:
     return named(call, [part.primal for part in parts]) | named(call, [part.tangent for part in parts], "tangent of d")
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize(("name", "backend", "way"), CASES)
 def test_forward_over_reverse(name: str, backend: str, way: str) -> None:
     assert_as_torch(name, backend, way, forward_over_reverse, activation="gelu_tanh")
@@ -136,6 +140,7 @@ def test_gradients_share_no_memory(name: str, backend: str, way: str) -> None:
 SUBSETS = [(name, way) for name in NAMES for way in ("eager", "observed")]
 
 
+@pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize(("name", "way"), SUBSETS)
 def test_results_require_a_gradient_where_those_of_torch_do(name: str, way: str) -> None:

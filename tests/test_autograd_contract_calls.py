@@ -63,6 +63,7 @@ def test_a_dispatch_mode_sees_one_operation_each_way(name: str) -> None:
             assert_same(list(found), plain)
 
 
+@pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize(
     "policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE], ids=lambda p: p.name
@@ -93,6 +94,7 @@ def test_selective_checkpoints(name: str, policy: CheckpointPolicy, monkeypatch:
     assert_same(list(found), plain)
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("way", ["eager", "observed"])
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -129,6 +131,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(together=2)
 @needs_kernels
 @pytest.mark.parametrize("rows", [3, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -186,6 +189,7 @@ def _variants(ready: dict[Any, Any]) -> set[Any]:
     return set(ready) | inner
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 @pytest.mark.parametrize("way", ["eager", "observed"])

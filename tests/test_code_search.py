@@ -60,9 +60,13 @@ def library(few_modules: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return few_modules
 
 
-@pytest.fixture(scope="session")
-def installed() -> Pairs:
-    return load_pairs(PairSettings(kind="stdlib"))
+@pytest.fixture(scope="session", params=["few modules", pytest.param("installed", marks=pytest.mark.full)])
+def pairs(few_modules: Path, request: pytest.FixtureRequest) -> Pairs:
+    """The pairs of a few modules, and of the whole library."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "few modules":
+            patch.setattr(sysconfig, "get_path", lambda name: str(few_modules))
+        return load_pairs(PairSettings(kind="stdlib"))
 
 
 def parts(pairs: Pairs) -> dict[str, list[Pair]]:
@@ -74,17 +78,18 @@ def pair_of(source: str) -> Pair | None:
     return as_pair(name, function)
 
 
-def test_the_installed_library_is_split_by_module(installed: Pairs) -> None:
-    modules = {part: {pair.name.split(".")[0] for pair in pairs} for part, pairs in parts(installed).items()}
+def test_a_library_is_split_by_module(pairs: Pairs, request: pytest.FixtureRequest) -> None:
+    modules = {part: {pair.name.split(".")[0] for pair in inside} for part, inside in parts(pairs).items()}
     for one, other in itertools.combinations(modules.values(), 2):
         assert not one & other
-    assert len(installed.training) > 2000
-    assert min(len(installed.validation), len(installed.test)) > 100
-    assert f"{len(installed.test):,} of {len(modules['test'])} modules for test" in installed.description
+    few = "few modules" in request.node.name
+    assert len(pairs.training) > (100 if few else 2000)
+    assert min(len(pairs.validation), len(pairs.test)) > (20 if few else 100)
+    assert f"{len(pairs.test):,} of {len(modules['test'])} modules for test" in pairs.description
 
 
-def test_no_code_holds_its_docstring_and_no_two_pairs_are_equal(installed: Pairs) -> None:
-    every = [pair for pairs in parts(installed).values() for pair in pairs]
+def test_no_code_holds_its_docstring_and_no_two_pairs_are_equal(pairs: Pairs) -> None:
+    every = [pair for inside in parts(pairs).values() for pair in inside]
     assert len({pair.query_words for pair in every}) == len({pair.code_words for pair in every}) == len(every)
     for pair in every:
         tree = ast.parse(pair.code)
@@ -230,7 +235,7 @@ def test_padding_and_other_texts_do_not_change_a_score(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("layers", ["fused", "torch", "replaced"])
+@pytest.mark.parametrize("layers", ["fused", *(pytest.param(n, marks=pytest.mark.full) for n in ("torch", "replaced"))])
 def test_a_run_learns_and_writes_everything(layers: str, tmp_path: Path) -> None:
     rows = train_search(tmp_path, f"layers={layers}", "run.steps=40", "optim.learning_rate=5e-3")
     # Less than what a model loses that gives all of a batch the same score.
@@ -252,7 +257,7 @@ def test_a_run_learns_and_writes_everything(layers: str, tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("layers", ["fused", "torch"])
+@pytest.mark.parametrize("layers", ["fused", pytest.param("torch", marks=pytest.mark.full)])
 def test_an_interrupted_search_continues_bit_by_bit(layers: str, tmp_path: Path) -> None:
     # Words are dropped, and channels of the hidden, so that the state of their generator matters.
     options = (f"layers={layers}", "model.dropout=0.2", "search.word_dropout=0.2")
@@ -289,6 +294,8 @@ def parity_losses(directory: Path, *overrides: str) -> list[float]:
     return [row["train_loss"] for row in train_search(directory, *PARITY, *overrides)]
 
 
+# In `make test` the language model's runs are compared so.
+@pytest.mark.full
 @pytest.mark.usefixtures("library")
 def test_fused_layers_stay_within_the_band_of_torch_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     curves = [parity_losses(tmp_path / "torch", "layers=torch")]

@@ -73,6 +73,7 @@ def operations(name: str, backend: str) -> set[str]:
     return {f"{function}_forward", *([f"{function}_backward"] if backward else [])}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
@@ -339,6 +340,7 @@ class Calls(nn.Module):
         return self.function(**self.arguments | {name: first})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["ffn", "wide ffn", "gemm_gemm", "gemm_reduce", "maxsim", "linear", "split linear"])

@@ -242,6 +242,7 @@ def test_tiles_do_not_change_the_mask(tiles: TileConfig) -> None:
 WIDE_TILES = [EpilogueTiles(16, 32, 16, 4, 1), EpilogueTiles(32, 16, 32, 4, 1), epilogue_tiles("", 32, False, True)]
 
 
+@pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize("place", [(0, 0), (7, 1000), (2**31 - 80, 3)], ids=str)
 @pytest.mark.parametrize("tiles", WIDE_TILES, ids=str)
@@ -278,6 +279,7 @@ def test_backward_replays_the_mask_of_forward(path: str, gated: bool) -> None:
     assert_equal(in_float64(ours), truth)
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("dropout_p", [0.1, 0.3, 0.9, 0.99])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("path", [*PATHS[:2], EPILOGUE])

@@ -65,6 +65,7 @@ def force_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_calls()
 
 
+@pytest.mark.sampled(together=2)
 @GATED
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("apart", [False, True])
@@ -228,6 +229,7 @@ def allocated(tensors: Tensors, **options: Any) -> tuple[AllocatedBytes, Allocat
     return forward, backward, y.nbytes, sum(gradient.nbytes for gradient in gradients if gradient is not None)
 
 
+@pytest.mark.sampled(together=2)
 @GATED
 # The mask is drawn alike for all activations, and slowly: it goes with the one that needs most memory.
 @pytest.mark.parametrize(("activation", "dropout_p"), [*((name, 0.0) for name in ACTIVATIONS), ("relu2", 0.25)])

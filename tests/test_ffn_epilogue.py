@@ -40,6 +40,7 @@ from tests.operands import (
     on_path,
     results,
 )
+from tests.selection import draws
 from tests.test_autograd import saved
 from tests.test_ffn import GATED, exact_case
 from tests.uninitialised import allocate_by
@@ -154,7 +155,7 @@ def test_the_hidden_in_exact_integers(tiles: EpilogueTiles, dtype: torch.dtype, 
         assert_equal(in_float64(dict(zip(expected, found, strict=True))), expected)
 
 
-@hypothesis.settings(max_examples=60 if ON_GPU else 15)
+@hypothesis.settings(max_examples=60 if ON_GPU else draws(6, 15))
 @hypothesis.given(
     leading=strategies.lists(strategies.integers(0, 6), max_size=4),
     sizes=strategies.tuples(*[strategies.integers(0, 40)] * 3),

@@ -36,6 +36,7 @@ from tests.reduce_operands import (
     reduce_results,
     upstream,
 )
+from tests.selection import draws
 
 DIMS = [-2, -1]
 TWO_PATHS = [PATHS[0], PATHS[2]]
@@ -101,7 +102,7 @@ def test_sizes_one_at_a_time(letter: str, size: int) -> None:
 
 @needs_kernels
 @infinities
-@hypothesis.settings(max_examples=60 if ON_GPU else 15)
+@hypothesis.settings(max_examples=60 if ON_GPU else draws(6, 15))
 @hypothesis.given(
     sizes=strategies.tuples(*[strategies.integers(1, 70)] * 3),
     batch=strategies.lists(strategies.integers(0, 3), max_size=3),

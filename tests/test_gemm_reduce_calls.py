@@ -16,6 +16,7 @@ from fusedlayers.planning import Device, ReduceProblem
 from fusedlayers.planning import gemm_reduce as planner
 from tests.operands import DEVICE, PATHS, Tensors, assert_equal, in_float64, leaves, needs_kernels, on_path
 from tests.reduce_operands import DIFFERENTIABLE, reduce_inputs, reduce_results, upstream
+from tests.selection import draws
 
 TWO_PATHS = [PATHS[0], PATHS[2]]
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132, triton=True, pipelined=True)
@@ -178,11 +179,11 @@ def test_nothing_is_written_and_backward_can_run_twice(op: str, path: str) -> No
 @needs_kernels
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
-def test_ten_runs_give_the_same_bits(op: str) -> None:
+def test_runs_give_the_same_bits(op: str) -> None:
     inputs = reduce_inputs(300, 13, 9, batches=((), ()), bias=True)
     with on_path("kernels", processors=16):
         first = reduce_results(functional.gemm_reduce, inputs, op=op, activation="gelu")
-        for _ in range(9):
+        for _ in range(draws(2, 9)):
             assert_equal(reduce_results(functional.gemm_reduce, inputs, op=op, activation="gelu"), first)
 
 

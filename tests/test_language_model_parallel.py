@@ -56,6 +56,7 @@ def run(processes: Processes, directory: Path, word: str, *overrides: str) -> li
     return rows
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "words",
     # One after the other: the second continues from the checkpoint of the first.
@@ -78,7 +79,10 @@ def test_the_curve_is_that_of_one_process(
     assert kept == ["checkpoint.pt" if words[-1] in ("none", "ddp") else "checkpoint-00000060"]
 
 
-@pytest.mark.parametrize(("layers", "words"), [("torch", ("none", "tp")), ("replaced", ("none", *WORDS))])
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [pytest.param("torch", ("none", "tp"), marks=pytest.mark.full), ("replaced", ("none", *WORDS))],
+)
 def test_other_layers(layers: str, words: tuple[str, ...], processes: Processes, tmp_path: Path) -> None:
     """torch's own styles split torch layers; the sample is that of one process, byte by byte."""
     for word in words:
@@ -98,14 +102,14 @@ def compiled(directory: Path, *overrides: str) -> tuple[list[loop.Row], int]:
     return without_measurements(rows), len(graphs)
 
 
-@pytest.mark.parametrize("word", ["fsdp", "tp"])
+@pytest.mark.parametrize("word", ["fsdp", pytest.param("tp", marks=pytest.mark.full)])
 def test_mixed_precision_learns(word: str, processes: Processes, tmp_path: Path) -> None:
     rows = run(processes, tmp_path, word, "layers=fused", "run.precision=bf16-mixed", "optim.learning_rate=1e-2")
     assert rows[-1]["train_loss"] < rows[0]["train_loss"]
     assert rows[-1]["validation_loss"] < rows[0]["train_loss"]
 
 
-@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("word", ["fsdp", *(pytest.param(word, marks=pytest.mark.full) for word in ("ddp", "tp"))])
 def test_an_interrupted_run_continues_bit_by_bit(word: str, processes: Processes, tmp_path: Path) -> None:
     # Dropout makes the state of the generators matter, of which each process may have its own.
     options = ("layers=fused", "model.dropout=0.2")
@@ -161,6 +165,7 @@ def test_what_tensor_parallelism_cannot_split_is_named(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_torchrun(tmp_path: Path) -> None:
     """The command as a user types it: the first process speaks and writes."""
     # By number: not every machine can look up its own name.

@@ -40,6 +40,7 @@ from tests.operands import (
     needs_kernels,
     on_path,
 )
+from tests.selection import draws
 
 
 def pair_by_pair(queries: Sequence[Tensor], documents: Sequence[Tensor]) -> Tensor:
@@ -311,12 +312,12 @@ def test_nothing_is_written_and_backward_can_run_twice(path: str) -> None:
 
 @needs_kernels
 @pytest.mark.usefixtures("poisoned_memory")
-def test_ten_runs_give_the_same_bits() -> None:
+def test_runs_give_the_same_bits() -> None:
     arguments = laid_out(sequences([4, 3, 11], [33, 0, 10], 9), "padded", "packed")
     upstream = upstream_for(arguments)
     with planned(splits=2, query_gradient_splits=2, document_gradient_splits=3):
         first = results(functional.maxsim, arguments, upstream)
-        for _ in range(9):
+        for _ in range(draws(2, 9)):
             assert_equal(results(functional.maxsim, arguments, upstream), first)
 
 

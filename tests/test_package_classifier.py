@@ -262,7 +262,7 @@ def test_a_run_learns_and_writes_everything(layers: str, tmp_path: Path, capsys:
 
 
 @pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("layers", ["fused", "torch"])
+@pytest.mark.parametrize("layers", ["fused", pytest.param("torch", marks=pytest.mark.full)])
 def test_an_interrupted_run_continues_bit_by_bit(layers: str, tmp_path: Path) -> None:
     straight = train_classifier(tmp_path / "straight", f"layers={layers}")
     train_classifier(tmp_path / "resumed", f"layers={layers}", "run.stop_after=8")
@@ -330,8 +330,10 @@ def torch_band(few_packages: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize(
     ("backend", "split_k"),
-    [("torch", "auto"), pytest.param("triton", "3", marks=pytest.mark.interpreter)],
-    ids=["torch path", "kernels"],
+    [
+        pytest.param("torch", "auto", marks=pytest.mark.full, id="torch path"),
+        pytest.param("triton", "3", marks=pytest.mark.interpreter, id="kernels"),
+    ],
 )
 def test_fused_layers_stay_within_the_band_of_torch_runs(
     backend: str,

@@ -31,6 +31,7 @@ def test_a_fault_that_fits_nowhere_is_named() -> None:
         planted("sums", replace(BAND, right="nowhere"))
 
 
+@pytest.mark.full
 @needs_kernels
 def test_a_fault_is_noticed_and_taken_back() -> None:
     with copied() as copy:

@@ -63,6 +63,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
             assert torch.equal(one, other)
 
 
+@pytest.mark.sampled(together=2)
 @needs_kernels
 @GATED
 @pytest.mark.parametrize("splits", [1, 3])

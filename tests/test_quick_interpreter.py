@@ -48,7 +48,8 @@ def _vector_kernel(x_ptr, sums_ptr, places_ptr, N: tl.constexpr):
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.quick_interpreter import OF_TRITON  # imports Triton
 
-    monkeypatch.setattr(*OF_TRITON)
+    for patched in OF_TRITON:
+        monkeypatch.setattr(*patched)
 
 
 def launched(kernel: Callable[..., Any], x: torch.Tensor, count: int) -> list[torch.Tensor]:
@@ -75,3 +76,53 @@ def test_reductions_of_vectors_are_those_of_triton(monkeypatch: pytest.MonkeyPat
     ours = launched(kernel, x, 1)
     slow(monkeypatch)
     assert all(map(torch.equal, ours, launched(kernel, x, 1)))
+
+
+@triton.jit
+def _arithmetic_kernel(x_ptr, places_ptr, M: tl.constexpr, N: tl.constexpr):
+    rows, cols = tl.arange(0, M), tl.arange(0, N)
+    # Past what 32 bits hold, where Triton looks for an overflow in debug mode alone.
+    places = (rows[:, None] * 40000 + cols[None, :]) * 60000 - rows[:, None]
+    here = x_ptr + rows[:, None] * N + cols[None, :]
+    values = tl.load(here, mask=cols[None, :] < N - 1, other=2.0) / 3 + tl.program_id(0)
+    tl.store(here, tl.trans(tl.dot(tl.trans(values), values.to(tl.float32), input_precision="ieee")))
+    tl.store(places_ptr + rows[:, None] * N + cols[None, :], places)
+
+
+def test_arithmetic_is_that_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, places = torch.randn(16, 16), torch.zeros(16, 16, dtype=torch.int32)
+    ours = x.clone(), places.clone()
+    _arithmetic_kernel[(1,)](*ours, M=16, N=16)
+    slow(monkeypatch)
+    theirs = x.clone(), places.clone()
+    _arithmetic_kernel[(1,)](*theirs, M=16, N=16)
+    assert all(map(torch.equal, ours, theirs))
+    assert not torch.equal(theirs[0], x)
+    assert theirs[1].min() < 0
+
+
+def test_types_and_values_are_those_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    def described() -> list[object]:
+        """All that a type and a value of it hold, twice, so that the second time the shape is known."""
+        found: list[object] = []
+        for scalar in (tl.float32, tl.pointer_type(tl.float16), tl.float32, tl.int64):
+            kinds = [tl.block_type(scalar, shape) for shape in ([4, 8], [8, 4], [tl.constexpr(4), 8], [1])]
+            kinds += [kind.with_element_ty(tl.int1) for kind in kinds]
+            for kind in (scalar, *kinds):
+                value = tl.tensor("handle", kind)
+                found += [str(kind), kind.scalar, repr(sorted(vars(kind).items())), repr(sorted(vars(value).items()))]
+                found.append(type(value.shape))
+        return found
+
+    ours = described()
+    slow(monkeypatch)
+    assert ours == described()
+
+
+@pytest.mark.parametrize("shape", [[], [3], [2**21], [4.0]], ids=str)
+def test_shapes_that_triton_refuses_are_refused(shape: list[int]) -> None:
+    # A number that is equal to a size is none.
+    tl.block_type(tl.float32, [4])
+    for _ in range(2):
+        with pytest.raises((TypeError, ValueError), match=r"0d block_type|power of 2|numel|must have type"):
+            tl.block_type(tl.float32, shape)

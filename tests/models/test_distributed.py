@@ -12,6 +12,8 @@ from tests.processes import Processes
 
 # They share the processes of tests/test_parallel.py.
 pytestmark = [
+    # Two processes that import transformers; tests/test_parallel.py has replaced blocks under both engines.
+    pytest.mark.full,
     pytest.mark.xdist_group("two processes"),
     pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_parallel_gpu.py runs the same checks on two GPUs"),
 ]

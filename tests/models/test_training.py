@@ -1,4 +1,4 @@
-"""Fifty training steps of replaced models: the same as torch's where torch computes them, and close in the kernels."""
+"""Training steps of replaced models: the same as torch's where torch computes them, and close in the kernels."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from fusedlayers.replacing.blocks import FusedBlock
 from tests.ffn_blocks import count_fused_calls
 from tests.models.small import TORCH_GELU_TANH, Family, Inputs
 from tests.models.test_families import each_family, installed
+from tests.selection import draws
 from tests.training_runs import band_width, distance
 
-STEPS = 50
+# Bit for bit the same from the first step on, or not.
+STEPS = draws(10, 50)
+BAND_STEPS = 50
 
 
 def _losses(
@@ -38,7 +41,7 @@ def _flat(state: dict[Any, dict[str, Tensor]]) -> dict[tuple[Any, str], Tensor]:
 
 
 @each_family
-def test_fifty_steps_are_the_same_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_steps_are_the_same_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU torch computes replaced blocks: losses, parameters and the optimizer's state are equal bit for bit."""
     family = installed(name)
     theirs = family.build(**TORCH_GELU_TANH.get(name, {})).eval()
@@ -108,12 +111,12 @@ def _permute_hidden(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", ["Llama", *(pytest.param(n, marks=pytest.mark.full) for n in TINY if n != "Llama")])
 def test_training_stays_within_the_band_of_torch_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's runs differ in the order of the hidden units; the fused run is as close to one of them as they are."""
     family = installed(name)
     model = family.build(**TINY[name]).eval()
-    batches = [{key: tensor[:2, :8].contiguous() for key, tensor in family.inputs().items()} for _ in range(STEPS)]
+    batches = [{key: tensor[:2, :8].contiguous() for key, tensor in family.inputs().items()} for _ in range(BAND_STEPS)]
     fl.replace(model)
     permuted = [_permute_hidden(copy.deepcopy(model)) for _ in range(8)]
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
