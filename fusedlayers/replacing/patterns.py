@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from typing import Literal
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..modules import FusedFFN, class_path, patched_method
 from .blocks import (
@@ -83,6 +84,8 @@ class Patterns:
         of_torch = kind.__module__.startswith("torch.nn.") and kind is not nn.Sequential
         if of_torch or isinstance(module, (FusedBlock, FusedFFN)) or kind.forward is nn.Module.forward:
             return None
+        if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
+            return "its sizes are not known before its first call"
         key = signature(module, self.taken)
         if key not in self._alike:
             self._alike[key] = recognise(module, self.taken)

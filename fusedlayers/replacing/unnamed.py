@@ -6,6 +6,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .finding import widths
 
@@ -81,7 +82,8 @@ def _pair(linears: list[_Linear]) -> tuple[_Linear, _Linear] | None:
 
 def _experts(module: nn.Module) -> str | None:
     """The names and sizes of two parameters that hold a matrix for each expert, one applied to the other; or None."""
-    stacks = [(name, tensor.shape) for name, tensor in module._parameters.items() if tensor is not None]
+    parameters = [(name, each) for name, each in module._parameters.items() if each is not None and not is_lazy(each)]
+    stacks = [(name, tensor.shape) for name, tensor in parameters]
     for (first, one), (second, other) in combinations(stacks, 2):
         if len(one) == len(other) == 3 and one[0] == other[0] > 1 and set(one[1:]) & set(other[1:]) - {1}:
             return f"{first}, {second}: {one[0]} experts"
