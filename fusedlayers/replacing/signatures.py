@@ -8,6 +8,8 @@ from types import CodeType
 
 from torch import Tensor, nn
 
+# What every module has.
+_OF_MODULES = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str, type(None), tuple)
 
 
@@ -23,7 +25,7 @@ def _of(path: str, module: nn.Module, taken: bool) -> Hashable:
     options = [
         (name, value if isinstance(value, _PLAIN) and _is_hashable(value) else id(value))
         for name, value in vars(module).items()
-        if name in read and not name.startswith("_")
+        if name in read and name not in _OF_MODULES
     ]
     tensors = [(name, _shape(each)) for name, each in (*module._parameters.items(), *module._buffers.items())]
     return path, kind, forward, taken, tuple(options), tuple(tensors)
