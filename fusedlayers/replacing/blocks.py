@@ -19,6 +19,7 @@ from ..modules import (
     is_plain_now,
     keep,
     kept,
+    options_of,
     outside_of_traces,
     say_once,
     traceable,
@@ -26,7 +27,7 @@ from ..modules import (
     why_not_now,
 )
 from .finding import attribute, dropout_p, find_ffn, find_runs
-from .rules import FFNRule
+from .rules import FFNRule, FoundRule
 
 # What a block does instead of running fused where its class was patched.
 OWN_FORWARD = "runs the forward of its own class"
@@ -207,7 +208,9 @@ class FusedOneFFN(FusedBlock):
         [found] = self.find_ffn_pieces(self).values()
         if isinstance(found, FFNPieces):
             rule = self.fused_rule
-            names = (*rule.parts(), rule.output_dropout, "training", *dict(rule.holders))
+            options = dict(rule.options) if isinstance(rule, FoundRule) else {}
+            options |= {f"{rule.activation}.{name}": value for name, value in options_of(found.original)}
+            names = (*rule.parts(), rule.output_dropout, "training", *dict(rule.holders), *options)
             self.keep_found(found, [name for name in names if name is not None], [found], whole=self.fused_whole)
         return found
 
