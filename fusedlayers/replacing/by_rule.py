@@ -21,6 +21,7 @@ from ..modules import (
     say_once,
     traced_dropout_p,
     traced_ffn,
+    why_not_now,
 )
 from .activations import torch_module_activation
 from .blocks import OWN_FORWARD, FusedBlock, FusedOneFFN, restored_method, try_fused
@@ -93,8 +94,10 @@ class FusedInside(FusedByRule):
                 return method(self, *args, **kwargs)
             run: Callable[[Tensor, float], Tensor | None] = functools.partial(self._run_traced, facts)
         else:
-            found = self.find_kept_ffn()
+            # Of the children that hold parts, too, whose calls a stand-in would not make.
+            found = why_not_now() or self.find_kept_ffn()
             if isinstance(found, str):
+                say_once(self, found)
                 return method(self, *args, **kwargs)
             run = functools.partial(self._run_found, found)
             places, inplace = self.fused_rule.inside_places, getattr(found.original, "inplace", False)
@@ -112,17 +115,11 @@ class FusedInside(FusedByRule):
         return self.traceable_ffn(), rule.inside_places, inplace, function, self.fused_options()
 
     def find_kept_ffn(self) -> FFNPieces | str:
-        """The FFN, or why it is not fused, which is said: as it was found before, while nothing has changed since."""
+        """The FFN, or why it is not fused: as it was found before, while nothing has changed since."""
         found: FFNPieces | str | None = kept(self)
         if found is not None:
             return found
-        if reason := self.why_fused_class_changed():
-            say_once(self, reason, OWN_FORWARD)
-            return reason
-        found = self.find_ffn()
-        if isinstance(found, str):
-            say_once(self, found)
-        return found
+        return self.why_fused_class_changed() or self.find_ffn()
 
     def _run_found(self, found: FFNPieces, x: Tensor, dropout_p: float) -> Tensor | None:
         return try_fused(self, found.with_dropout(dropout_p), x)
