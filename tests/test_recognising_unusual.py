@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from fusedlayers.replacing import torch_module_activation
 from tests.ffn_blocks import count_fused_calls
-from tests.recognised_blocks import K, N, NanoGPT
+from tests.recognised_blocks import InTwoChildren, K, N, NanoGPT
 
 
 class Config:
@@ -258,3 +258,30 @@ def test_blocks_whose_sizes_are_not_known_yet_are_left() -> None:
     replaced(nn.ModuleList([block, nn.Sequential(nn.LazyLinear(N), nn.ReLU(), nn.LazyLinear(K))]))
     assert block(torch.randn(2, K)).shape == (2, K)
     assert len(fl.replace(block).replaced) == 1
+
+
+def in_float32(self: Any, x: Tensor) -> Tensor:
+    return self.fc2(self.act(self.fc1(x).float()).to(x.dtype))  # type: ignore[no-any-return]
+
+
+def test_casts_to_float32_and_back_are_a_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    block, x = block_with(in_float32).bfloat16(), torch.randn(2, K, dtype=torch.bfloat16)
+    expected = block(x)
+    calls = count_fused_calls(monkeypatch)
+    assert len(fl.replace(block).replaced) == 1
+    torch.testing.assert_close(block(x), expected)
+    assert len(calls) == 1
+
+
+def test_a_hook_on_all_modules_sees_the_children_that_hold_parts() -> None:
+    block, x = InTwoChildren(), torch.randn(2, K)
+    seen: list[list[str]] = []
+    for change in (lambda: None, lambda: fl.replace(block)):
+        change()
+        seen.append([])
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda module, *_: seen[-1].append(type(module).__name__)
+        )
+        block(x)
+        handle.remove()
+    assert [name.removeprefix("Fused") for name in seen[1]] == seen[0]

@@ -21,7 +21,7 @@ from .keeping import KEPT, forget, keep, kept
 from .linear import SplitKLinear
 from .maxsim import MaxSim
 from .pieces import FFNPieces
-from .traced import options_of, outside_of_traces, part_of, traceable, traced_dropout_p, traced_ffn
+from .traced import outside_of_traces, part_of, traceable, traced_dropout_p, traced_ffn
 
 __all__ = [
     "KEPT",
@@ -37,7 +37,6 @@ __all__ = [
     "keep",
     "kept",
     "linear_weight",
-    "options_of",
     "outside_of_traces",
     "part_of",
     "patched_method",

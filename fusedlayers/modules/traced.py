@@ -56,7 +56,7 @@ class TracedFFN(NamedTuple):
     recompute: Literal["auto"] | bool | int | None
 
 
-def options_of(part: object) -> tuple[tuple[str, Any], ...]:
+def _options_of(part: object) -> tuple[tuple[str, Any], ...]:
     """The options of a module that is an activation: of torch's those that matter, of others all numbers and names."""
     if not isinstance(part, nn.Module):
         return ()
@@ -102,7 +102,7 @@ def traceable(
         gate=None if pieces.gate is None else gate,
         activation=activation,
         activation_word=part if isinstance(part, str) else None,
-        options=options_of(part),
+        options=_options_of(part),
         dropout=dropout,
         dropout_is_module=dropout is not None and isinstance(part_of(block, dropout), nn.Module),
         transposed=tuple(is_transposed(linear) for linear in (pieces.up, pieces.down, pieces.gate or pieces.up)),

@@ -106,7 +106,7 @@ def _equal_one(activation: Any) -> str | None:
         z = _VALUES.clone().requires_grad_()
         try:
             with quietly():
-                if not _is_of_torch(activation) and not is_formula(run, casts=True):
+                if not _is_of_torch(activation) and not is_formula(run):
                     return None
                 value = run(z * 1)
                 [slope] = torch.autograd.grad(value.sum(), z)
@@ -121,6 +121,14 @@ def _equal_one(activation: Any) -> str | None:
         if all(_alike(mine, value) and _alike(theirs, slope) for mine, theirs in results):
             return name
     return None
+
+
+def watched_options(activation: object) -> list[str]:
+    """The names of options by which a module of the user's may become another activation."""
+    if not isinstance(activation, nn.Module) or _is_of_torch(activation):
+        return []
+    own = vars(activation).items()
+    return [name for name, value in own if name not in _OF_MODULES and type(value) is not functools.partial]
 
 
 def _is_of_torch(activation: object) -> bool:

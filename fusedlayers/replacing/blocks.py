@@ -19,13 +19,13 @@ from ..modules import (
     is_plain_now,
     keep,
     kept,
-    options_of,
     outside_of_traces,
     say_once,
     traceable,
     traced_ffn,
     why_not_now,
 )
+from .activations import watched_options
 from .finding import attribute, dropout_p, find_ffn, find_runs
 from .rules import FFNRule, FoundRule
 
@@ -209,7 +209,7 @@ class FusedOneFFN(FusedBlock):
         if isinstance(found, FFNPieces):
             rule = self.fused_rule
             options = dict(rule.options) if isinstance(rule, FoundRule) else {}
-            options |= {f"{rule.activation}.{name}": value for name, value in options_of(found.original)}
+            options |= {f"{rule.activation}.{name}": None for name in watched_options(found.original)}
             names = (*rule.parts(), rule.output_dropout, "training", *dict(rule.holders), *options)
             self.keep_found(found, [name for name in names if name is not None], [found], whole=self.fused_whole)
         return found

@@ -29,7 +29,7 @@ _FUNCTIONS = frozenset(
 )
 # Of a merged hidden, along the last dimension.
 _HALVES = ("chunk", "split", "glu", "unflatten")
-# Allowed where results are wanted up to rounding only.
+# To float32, and back to the dtype of the input: kernels compute in float32 anyway.
 _CASTS = ("float", "to", "type_as")
 _OPERATORS = ("add", "radd", "mul", "rmul", "sub", "rsub", "truediv", "rtruediv", "neg", "pow")
 _WRITING = ("iadd", "isub", "imul", "itruediv", "ipow")
@@ -39,10 +39,6 @@ PLAIN = (bool, int, float, str, type(None))
 
 class NoFormula(Exception):
     """What a method asks of its input."""
-
-
-class _Unknown:
-    """What nobody may look at: the dtype of a symbol."""
 
 
 class _Shape:
@@ -58,13 +54,15 @@ class _Shape:
 
 
 class Symbol:
-    """A tensor of which nobody knows anything but its last size, if that."""
+    """A tensor of which nobody knows anything but its last size, if that, and a dtype, which is another every time."""
 
-    def __init__(self, expression: tuple[Any, ...], width: int | None = None, casts: bool = False) -> None:
-        self._expression, self._width, self._casts = expression, width, casts
+    def __init__(self, expression: tuple[Any, ...], width: int | None, dtype: torch.dtype, wide: bool = False) -> None:
+        # ``wide``: whether it was cast to float32; ``dtype`` is the input's.
+        self._expression, self._width, self._dtype, self._wide = expression, width, dtype, wide
 
     def _made(self, name: str, given: Sequence[Any], width: int | None) -> Symbol:
-        return Symbol((name, *map(_expressed, given)), width, self._casts)
+        wide = any(isinstance(each, Symbol) and each._wide for each in given)
+        return Symbol((name, *map(_expressed, given)), width, self._dtype, wide)
 
     def _computed(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if name in _HALVES:
@@ -74,10 +72,12 @@ class Symbol:
             return self
         if name in ("clamp", "clip") and len(args) == 1 and options == {"min": 0}:
             return self._made("relu", args, self._width)
-        cast = self._casts and name in _CASTS
-        if cast and not all(isinstance(each, (Symbol, _Unknown)) for each in args):
-            raise NoFormula(f"in {name}")
-        if name not in _FUNCTIONS and not cast:
+        if name in _CASTS:
+            as_input = all(each is self._dtype or (isinstance(each, Symbol) and not each._wide) for each in args[1:])
+            if options or len(args) != (1 if name == "float" else 2) or not as_input:
+                raise NoFormula(f"in {name}")
+            return Symbol((name, self._expression), self._width, self._dtype, name == "float")
+        if name not in _FUNCTIONS:
             raise NoFormula(f"in {name}")
         if options.pop("inplace", False) and self._expression == ("x",):
             raise NoFormula("to be overwritten")
@@ -120,8 +120,8 @@ class Symbol:
             return _Shape(self._width)
         if name == "size":
             return _Shape(self._width).__getitem__
-        if name == "dtype" and self._casts:
-            return _Unknown()
+        if name == "dtype" and not self._wide:
+            return self._dtype
         raise NoFormula(f"its {name}")
 
     def __getitem__(self, places: Any) -> Symbol:
@@ -150,31 +150,29 @@ for _name in _OPERATORS:
     setattr(Symbol, f"__{_name}__", _operator(_name))
 for _name in (*_WRITING, *_COMPARING):
     setattr(Symbol, f"__{_name}__", _refusing(_name))
-for _name in _COMPARING:
-    setattr(_Unknown, f"__{_name}__", _refusing(_name))
 
 
 def _expressed(value: Any) -> Any:
     if isinstance(value, Symbol):
         return value._expression
-    if isinstance(value, _Unknown):
-        return "dtype"
     if isinstance(value, torch.Tensor):
         return id(value)
     return tuple(map(_expressed, value)) if isinstance(value, tuple) else repr(value)
 
 
-def is_formula(function: Callable[[Any], Any], *, width: int | None = None, casts: bool = False) -> bool:
+def is_formula(function: Callable[[Any], Any], *, width: int | None = None) -> bool:
     """Whether ``function`` does the same with every input, with and without gradients and autocast."""
     found: list[object] = []
-    for surroundings in (nullcontext(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
+    half, autocast = torch.float16, torch.autocast("cpu", torch.bfloat16)
+    tries = ((nullcontext(), torch.float32), (torch.no_grad(), half), (autocast, torch.bfloat16), (nullcontext(), half))
+    for surroundings, dtype in tries:
         try:
             with surroundings:
-                result = function(Symbol(("x",), width, casts))
+                result = function(Symbol(("x",), width, dtype))
         except Exception:
             # The symbol's own refusal; or the function is one that takes tensors only.
             return False
-        found.append(result._expression if isinstance(result, Symbol) else None)
+        found.append(result._expression if isinstance(result, Symbol) and not result._wide else None)
     return None not in found and all(each == found[0] for each in found)
 
 
@@ -198,7 +196,7 @@ def _state(block: nn.Module) -> list[tuple[str, int]]:
 
 
 def _linear(path: str, outputs: int, x: Any) -> Symbol:
-    if not isinstance(x, Symbol):
+    if not isinstance(x, Symbol) or x._wide:
         raise NoFormula("in a linear layer")
     return x._made(path, (x,), outputs)
 
@@ -210,7 +208,8 @@ def options_read(block: nn.Module, method: str, parts: Sequence[str]) -> tuple[t
     """
     found: dict[str, Any] = {}
     for path, module in block.named_modules():
-        if type(module).__module__.startswith("torch.nn."):
+        # What an activation is, is asked again.
+        if type(module).__module__.startswith("torch.nn.") or (path and path in parts):
             continue
         prefix = f"{path}." if path else ""
         names: set[str] = set()
