@@ -41,6 +41,12 @@ class NoFormula(Exception):
     """What a method asks of its input."""
 
 
+def _modes_now() -> tuple[bool, ...]:
+    """Modes that a method may enter for some of its operations."""
+    autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+
+
 class _Shape:
     """The shape of a symbol, of which the last number is known."""
 
@@ -59,10 +65,16 @@ class Symbol:
     def __init__(self, expression: tuple[Any, ...], width: int | None, dtype: torch.dtype, wide: bool = False) -> None:
         # ``wide``: whether it was cast to float32; ``dtype`` is the input's.
         self._expression, self._width, self._dtype, self._wide = expression, width, dtype, wide
+        self._modes = _modes_now()
 
     def _made(self, name: str, given: Sequence[Any], width: int | None) -> Symbol:
+        # A torch.autograd.Function computes without gradients, and has its own.
+        if _modes_now()[1:] != self._modes[1:]:
+            raise NoFormula("to be computed in another mode than its own")
         wide = any(isinstance(each, Symbol) and each._wide for each in given)
-        return Symbol((name, *map(_expressed, given)), width, self._dtype, wide)
+        made = Symbol((name, *map(_expressed, given)), width, self._dtype, wide)
+        made._modes = self._modes
+        return made
 
     def _computed(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if name in _HALVES:
@@ -76,7 +88,9 @@ class Symbol:
             as_input = all(each is self._dtype or (isinstance(each, Symbol) and not each._wide) for each in args[1:])
             if options or len(args) != (1 if name == "float" else 2) or not as_input:
                 raise NoFormula(f"in {name}")
-            return Symbol((name, self._expression), self._width, self._dtype, name == "float")
+            made = self._made(name, (), self._width)
+            made._expression, made._wide = (name, self._expression), name == "float"
+            return made
         if name not in _FUNCTIONS:
             raise NoFormula(f"in {name}")
         if options.pop("inplace", False) and self._expression == ("x",):
@@ -196,7 +210,7 @@ def _state(block: nn.Module) -> list[tuple[str, int]]:
 
 
 def _linear(path: str, outputs: int, x: Any) -> Symbol:
-    if not isinstance(x, Symbol) or x._wide:
+    if not isinstance(x, Symbol) or x._wide or x._modes != _modes_now():
         raise NoFormula("in a linear layer")
     return x._made(path, (x,), outputs)
 
