@@ -276,12 +276,46 @@ def test_casts_to_float32_and_back_are_a_formula(monkeypatch: pytest.MonkeyPatch
 def test_a_hook_on_all_modules_sees_the_children_that_hold_parts() -> None:
     block, x = InTwoChildren(), torch.randn(2, K)
     seen: list[list[str]] = []
+
+    def see(module: nn.Module, *_: object) -> None:
+        seen[-1].append(type(module).__name__)
+
     for change in (lambda: None, lambda: fl.replace(block)):
         change()
         seen.append([])
-        handle = nn.modules.module.register_module_forward_hook(
-            lambda module, *_: seen[-1].append(type(module).__name__)
-        )
+        handle = nn.modules.module.register_module_forward_hook(see)
         block(x)
         handle.remove()
     assert [name.removeprefix("Fused") for name in seen[1]] == seen[0]
+
+
+def without_autocast(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return self.fc2(self.act(self.fc1(x)))  # type: ignore[no-any-return]
+
+
+@torch.enable_grad()
+def with_gradients(self: Any, x: Tensor) -> Tensor:
+    return self.fc2(self.act(self.fc1(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("forward", [without_autocast, with_gradients])
+def test_a_mode_that_a_forward_enters_is_entered(forward: Callable[[Any, Tensor], Tensor]) -> None:
+    block, x = block_with(forward), torch.randn(2, K)
+    twin = copy.deepcopy(block)
+    replaced(block)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        y, expected = block(x), twin(x)
+    torch.testing.assert_close(y, expected)
+    assert y.requires_grad is expected.requires_grad
+
+
+def test_scripted_modules_are_left() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        block = torch.jit.script(NanoGPT().eval())
+        linear = torch.jit.script(nn.Linear(K, N))
+    model = nn.ModuleList([block, nn.Sequential(linear, nn.GELU(), nn.Linear(N, K)), NanoGPT()])
+    report = fl.replace(model)
+    assert [entry.path for entry in report.replaced] == ["2"]
+    assert not any("no class can be derived" in entry.reason for entry in report.skipped)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -82,7 +83,8 @@ class Patterns:
     def _recognise(self, module: nn.Module) -> FFNRule | str | None:
         kind = type(module)
         of_torch = kind.__module__.startswith("torch.nn.") and kind is not nn.Sequential
-        if of_torch or isinstance(module, (FusedBlock, FusedFFN)) or kind.forward is nn.Module.forward:
+        known = isinstance(module, (FusedBlock, FusedFFN, torch.jit.ScriptModule))
+        if of_torch or known or kind.forward is nn.Module.forward:
             return None
         if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
             return "its sizes are not known before its first call"

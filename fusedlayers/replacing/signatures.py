@@ -6,6 +6,7 @@ import functools
 from collections.abc import Hashable, Iterator
 from types import CodeType
 
+import torch
 from torch import Tensor, nn
 
 # What every module has.
@@ -19,6 +20,9 @@ def signature(block: nn.Module, taken: set[nn.Module]) -> Hashable:
 
 
 def _of(path: str, module: nn.Module, taken: bool) -> Hashable:
+    if isinstance(module, torch.jit.ScriptModule):
+        # Its class does not tell what it computes.
+        return path, id(module), taken
     kind = type(module)
     forward: Hashable = kind.forward
     read = _names_read(kind, forward)  # type: ignore[arg-type]  # classes are hashable, whatever their instances are
