@@ -21,7 +21,7 @@ from .keeping import KEPT, forget, keep, kept
 from .linear import SplitKLinear
 from .maxsim import MaxSim
 from .pieces import FFNPieces
-from .traced import outside_of_traces, traceable, traced_dropout_p, traced_ffn
+from .traced import outside_of_traces, part_of, traceable, traced_dropout_p, traced_ffn
 
 __all__ = [
     "KEPT",
@@ -38,6 +38,7 @@ __all__ = [
     "kept",
     "linear_weight",
     "outside_of_traces",
+    "part_of",
     "patched_method",
     "say_once",
     "split_gate",

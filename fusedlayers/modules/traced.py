@@ -56,6 +56,17 @@ class TracedFFN(NamedTuple):
     recompute: Literal["auto"] | bool | int | None
 
 
+def _options_of(part: object) -> tuple[tuple[str, Any], ...]:
+    """The options of a module that is an activation: of torch's those that matter, of others all numbers and names."""
+    if not isinstance(part, nn.Module):
+        return ()
+    own = vars(part)
+    if type(part).__module__.startswith("torch.nn."):
+        return tuple((name, own[name]) for name in _OPTIONS if name in own)
+    plain = (bool, int, float, str)
+    return tuple((name, value) for name, value in own.items() if type(value) in plain and name != "training")
+
+
 def part_of(block: Any, path: str) -> Any:
     """The part of ``block`` at this path."""
     for name in path.split("."):
@@ -85,14 +96,13 @@ def traceable(
     if isinstance(pieces, str) or why_not_now() is not None:
         return None
     part = None if activation is None else part_of(block, activation)
-    own = vars(part) if isinstance(part, nn.Module) else {}
     facts = TracedFFN(
         up=up,
         down=down,
         gate=None if pieces.gate is None else gate,
         activation=activation,
         activation_word=part if isinstance(part, str) else None,
-        options=tuple((name, own[name]) for name in _OPTIONS if name in own),
+        options=_options_of(part),
         dropout=dropout,
         dropout_is_module=dropout is not None and isinstance(part_of(block, dropout), nn.Module),
         transposed=tuple(is_transposed(linear) for linear in (pieces.up, pieces.down, pieces.gate or pieces.up)),

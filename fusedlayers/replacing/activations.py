@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..kernels.activations import ACTIVATIONS, ALIASES, LEAKY_SLOPE, canonical_activation
+from .formulas import PLAIN, is_formula
 from .quietly import quietly
 
 _CLASSES: dict[type[nn.Module], str] = {
@@ -72,12 +74,18 @@ def _of_unknown_module(module: nn.Module) -> str | None:
     # is no activation.
     if module._parameters or module._buffers or module._modules or isinstance(module, _DropoutNd):
         return None
-    options = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
-    if not all(isinstance(value, Hashable) for value in options.values()):
+    options = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+    fixed = (
+        type(value) in PLAIN or inspect.isroutine(value) or type(value) is functools.partial
+        for value in options.values()
+    )
+    if not all(fixed):
         return None
     return _compared((type(module), type(module).forward, *sorted(options.items(), key=str)), module)
 
 
+# What every module has, and what a replaced one keeps.
+_OF_MODULES = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
 _found: dict[Hashable, str | None] = {}
 
 
@@ -98,6 +106,8 @@ def _equal_one(activation: Any) -> str | None:
         z = _VALUES.clone().requires_grad_()
         try:
             with quietly():
+                if not _is_of_torch(activation) and not is_formula(run):
+                    return None
                 value = run(z * 1)
                 [slope] = torch.autograd.grad(value.sum(), z)
         except Exception:
@@ -111,6 +121,19 @@ def _equal_one(activation: Any) -> str | None:
         if all(_alike(mine, value) and _alike(theirs, slope) for mine, theirs in results):
             return name
     return None
+
+
+def watched_options(activation: object) -> list[str]:
+    """The names of options by which a module of the user's may become another activation."""
+    if not isinstance(activation, nn.Module) or _is_of_torch(activation):
+        return []
+    own = vars(activation).items()
+    return [name for name, value in own if name not in _OF_MODULES and type(value) is not functools.partial]
+
+
+def _is_of_torch(activation: object) -> bool:
+    kind = type(activation) if isinstance(activation, nn.Module) else activation
+    return inspect.isbuiltin(activation) or str(getattr(kind, "__module__", None)).startswith("torch.")
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

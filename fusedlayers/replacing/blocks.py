@@ -25,8 +25,9 @@ from ..modules import (
     traced_ffn,
     why_not_now,
 )
+from .activations import watched_options
 from .finding import attribute, dropout_p, find_ffn, find_runs
-from .rules import FFNRule
+from .rules import FFNRule, FoundRule
 
 # What a block does instead of running fused where its class was patched.
 OWN_FORWARD = "runs the forward of its own class"
@@ -207,7 +208,9 @@ class FusedOneFFN(FusedBlock):
         [found] = self.find_ffn_pieces(self).values()
         if isinstance(found, FFNPieces):
             rule = self.fused_rule
-            names = (*rule.parts(), rule.output_dropout, "training", *dict(rule.holders))
+            options = dict(rule.options) if isinstance(rule, FoundRule) else {}
+            options |= {f"{rule.activation}.{name}": None for name in watched_options(found.original)}
+            names = (*rule.parts(), rule.output_dropout, "training", *dict(rule.holders), *options)
             self.keep_found(found, [name for name in names if name is not None], [found], whole=self.fused_whole)
         return found
 

@@ -12,12 +12,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..modules import FFNPieces, is_plain_now, kept, outside_of_traces, say_once, traced_dropout_p, traced_ffn
+from ..modules import (
+    FFNPieces,
+    is_plain_now,
+    kept,
+    outside_of_traces,
+    part_of,
+    say_once,
+    traced_dropout_p,
+    traced_ffn,
+    why_not_now,
+)
 from .activations import torch_module_activation
 from .blocks import OWN_FORWARD, FusedBlock, FusedOneFFN, restored_method, try_fused
 from .finding import attribute, find_by_rule
-from .rules import FFNRule
+from .rules import FFNRule, FoundRule
 from .stand_ins import InsideFFN, Places, computed
+
+_Options = tuple[tuple[str, Any], ...]
 
 
 class FusedByRule(FusedOneFFN):
@@ -30,6 +42,20 @@ class FusedByRule(FusedOneFFN):
         linears = (rule.up, rule.gate, rule.down) if rule.gate is not None and gated else (rule.up, rule.down)
         return {", ".join(linears): find_by_rule(module, rule)}
 
+    @classmethod
+    def fused_options(cls) -> _Options:
+        """What the rule was found with."""
+        rule = cls.fused_rule
+        return rule.options if isinstance(rule, FoundRule) else ()
+
+    def has_other_options(self, options: _Options) -> bool:
+        """Whether these options are others now; Dynamo guards what it reads here."""
+        # A generator would be a frame more for Dynamo to trace.
+        for name, value in options:  # noqa: SIM110
+            if part_of(self, name) != value:
+                return True
+        return False
+
 
 class FusedWholeBlock(FusedByRule):
     """Mixin for blocks whose forward is one FFN and nothing else."""
@@ -39,7 +65,9 @@ class FusedWholeBlock(FusedByRule):
     def run_as_one_ffn(self, x: Any) -> Tensor | None:
         """The whole block for x, or None where the original forward must run."""
         if is_dynamo_compiling():
-            facts, path, is_module = self.traceable_block()
+            facts, path, is_module, options = self.traceable_block()
+            if self.has_other_options(options):
+                return None
             y = None if facts is None else traced_ffn(self, facts, x, None, None)
             return y if y is None or path is None else F.dropout(y, traced_dropout_p(self, path, is_module))
         found = self.find_ffn()
@@ -48,10 +76,11 @@ class FusedWholeBlock(FusedByRule):
         return F.dropout(y, p) if y is not None and p else y
 
     @outside_of_traces
-    def traceable_block(self) -> tuple[tuple[Any, ...] | None, str | None, bool]:
-        """What a traced call takes for constants: of the FFN, then where the dropout behind it is."""
-        path = self.fused_rule.output_dropout
-        return self.traceable_ffn(), path, isinstance(attribute(self, path), nn.Module)
+    def traceable_block(self) -> tuple[tuple[Any, ...] | None, str | None, bool, _Options]:
+        """What a traced call takes for constants: of the FFN, where the dropout behind it is, and the options."""
+        rule = self.fused_rule
+        path = rule.output_dropout
+        return self.traceable_ffn(), path, isinstance(attribute(self, path), nn.Module), self.fused_options()
 
 
 class FusedInside(FusedByRule):
@@ -60,13 +89,15 @@ class FusedInside(FusedByRule):
     def run_with_fused_ffn(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the method of the original class returns, with the FFN inside fused where it can be."""
         if is_dynamo_compiling():
-            facts, places, inplace, function = self.traceable_inside()
-            if facts is None:
+            facts, places, inplace, function, options = self.traceable_inside()
+            if facts is None or self.has_other_options(options):
                 return method(self, *args, **kwargs)
             run: Callable[[Tensor, float], Tensor | None] = functools.partial(self._run_traced, facts)
         else:
-            found = self.find_kept_ffn()
+            # Of the children that hold parts, too, whose calls a stand-in would not make.
+            found = why_not_now() or self.find_kept_ffn()
             if isinstance(found, str):
+                say_once(self, found)
                 return method(self, *args, **kwargs)
             run = functools.partial(self._run_found, found)
             places, inplace = self.fused_rule.inside_places, getattr(found.original, "inplace", False)
@@ -75,25 +106,20 @@ class FusedInside(FusedByRule):
         return computed(method(ffn.stand_in(), *args, **kwargs), "as a result")
 
     @outside_of_traces
-    def traceable_inside(self) -> tuple[tuple[Any, ...] | None, Places, bool, str | None]:
+    def traceable_inside(self) -> tuple[tuple[Any, ...] | None, Places, bool, str | None, _Options]:
         """What a traced call takes for constants: of the FFN, then what :class:`InsideFFN` takes."""
         rule = self.fused_rule
         activation = attribute(self, rule.activation)
         function = torch_module_activation(rule.activation) if activation is None else None
-        return self.traceable_ffn(), rule.inside_places, getattr(activation, "inplace", False), function
+        inplace = getattr(activation, "inplace", False)
+        return self.traceable_ffn(), rule.inside_places, inplace, function, self.fused_options()
 
     def find_kept_ffn(self) -> FFNPieces | str:
-        """The FFN, or why it is not fused, which is said: as it was found before, while nothing has changed since."""
+        """The FFN, or why it is not fused: as it was found before, while nothing has changed since."""
         found: FFNPieces | str | None = kept(self)
         if found is not None:
             return found
-        if reason := self.why_fused_class_changed():
-            say_once(self, reason, OWN_FORWARD)
-            return reason
-        found = self.find_ffn()
-        if isinstance(found, str):
-            say_once(self, found)
-        return found
+        return self.why_fused_class_changed() or self.find_ffn()
 
     def _run_found(self, found: FFNPieces, x: Tensor, dropout_p: float) -> Tensor | None:
         return try_fused(self, found.with_dropout(dropout_p), x)

@@ -11,7 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..modules import FFNPieces, class_name, class_path, linear_weight, why_must_be_called, why_not_read_past
 from .activations import torch_module_activation
-from .rules import FFNRule
+from .rules import FFNRule, FoundRule
 
 _MISSING = object()
 
@@ -127,7 +127,7 @@ def find_by_rule(block: nn.Module, rule: FFNRule) -> FFNPieces | str:
     for name in (rule.dropout, rule.output_dropout):
         if name is not None and attribute(block, name, _MISSING) is _MISSING:
             return f"the rule's dropout {name!r} is no attribute of the block"
-    reason = _why_not_held(block, rule)
+    reason = _why_other_options(block, rule) or _why_not_held(block, rule)
     if reason is None and rule.inside is None:
         reason = _why_not_whole(block, rule, (up, down, gate, activation, dropout, output_dropout))
     if reason is not None:
@@ -149,6 +149,15 @@ def _why_not_whole(block: nn.Module, rule: FFNRule, parts: tuple[object, ...]) -
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             if tensor is not None:
                 return f"the block has a tensor {name!r} of its own"
+    return None
+
+
+def _why_other_options(block: nn.Module, rule: FFNRule) -> str | None:
+    """Which option is no longer what it was when the block was found to compute its FFN, or None."""
+    for name, value in rule.options if isinstance(rule, FoundRule) else ():
+        now = attribute(block, name, _MISSING)
+        if type(now) is not type(value) or now != value:
+            return f"its {name} was {value!r} when it was replaced"
     return None
 
 

@@ -6,7 +6,9 @@ import inspect
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..modules import FusedFFN, class_path, patched_method
 from .blocks import (
@@ -81,8 +83,11 @@ class Patterns:
     def _recognise(self, module: nn.Module) -> FFNRule | str | None:
         kind = type(module)
         of_torch = kind.__module__.startswith("torch.nn.") and kind is not nn.Sequential
-        if of_torch or isinstance(module, (FusedBlock, FusedFFN)) or kind.forward is nn.Module.forward:
+        known = isinstance(module, (FusedBlock, FusedFFN, torch.jit.ScriptModule))
+        if of_torch or known or kind.forward is nn.Module.forward:
             return None
+        if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
+            return "its sizes are not known before its first call"
         key = signature(module, self.taken)
         if key not in self._alike:
             self._alike[key] = recognise(module, self.taken)

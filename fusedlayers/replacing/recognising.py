@@ -23,9 +23,10 @@ from ..kernels.activations import ACTIVATIONS
 from ..modules import class_path, split_gate
 from .activations import torch_module_activation
 from .finding import attribute
+from .formulas import is_formula_of_linears, options_read
 from .proving import why_not_proven
 from .quietly import quietly
-from .rules import GATE_ROWS, FFNRule
+from .rules import GATE_ROWS, FFNRule, FoundRule
 from .segments import Segment, segments
 from .small_copies import LARGEST, divisor, elements, linears, sizes_of_linear
 from .stand_ins import why_no_stand_in
@@ -131,7 +132,27 @@ def _recognise(block: nn.Module, by: int, segment: Segment) -> FFNRule:
     if not all(map(torch.equal, trial.results, again.results)):
         raise Unrecognised("it computes something else every time")
     chain = _chain(trial)
-    whole = segment.whole and _is_whole(trial, chain)
+    if segment.whole and _is_whole(trial, chain) and _is_formula(bench):
+        try:
+            return _proven(bench, segment, chain, whole=True)
+        except Unrecognised as reason:
+            # With a child, say, that it does not call.
+            try:
+                return _proven(bench, segment, chain, whole=False)
+            except Exception:
+                raise reason from None
+    return _proven(bench, segment, chain, whole=False)
+
+
+def _is_formula(bench: Bench) -> bool:
+    """Whether the method computes the same whatever its input is, and so need not run."""
+    copies = (bench.copy(), bench.copy(training=True))
+    return is_formula_of_linears(copies, bench.method, bench.widths[0] // bench.by)
+
+
+def _proven(bench: Bench, segment: Segment, chain: Chain, *, whole: bool) -> FFNRule:
+    """The rule of this chain, whose FFN is the ``whole`` forward, or a part of the method."""
+    block = bench.block
     dropout, output_dropout = _dropouts(bench, chain, whole)
     if not whole and (reason := why_no_stand_in(segment.inside, getattr(type(block), segment.inside))):
         raise Unrecognised(reason)
@@ -144,7 +165,7 @@ def _recognise(block: nn.Module, by: int, segment: Segment) -> FFNRule:
         reason = why_not_proven(bench, rule)
     if reason:
         raise Unrecognised(reason)
-    return rule
+    return _with_options(block, rule, bench) if whole or rule.into is not None else rule
 
 
 def _chain(trial: Trial) -> Chain:
@@ -210,6 +231,8 @@ def _dropouts(bench: Bench, chain: Chain, whole: bool) -> tuple[str | None, str 
     hidden: list[str] = []
     output: list[str] = []
     for path in _dropout_paths(bench.copy()):
+        if not all(map(alike, bench.run(_with_dropout(bench.copy(), path)).results, evaluated.results)):
+            raise Unrecognised(f"its dropout {path!r} drops in evaluation, too")
         trial = bench.run(_with_dropout(bench.copy(training=True), path))
         (_, down), (_, base) = _calls_of(trial, chain), _calls_of(evaluated, chain)
         if not alike(down.input, base.input):
@@ -275,6 +298,23 @@ def _rule(
         type(block), up=chain.up, gate=chain.gate, gate_rows=chain.gate_rows, down=chain.down, activation=activation,
         dropout=dropout, output_dropout=output_dropout, inside=inside, holders=tuple(holders.items()),
     )  # fmt: skip
+
+
+def _with_options(block: nn.Module, rule: FFNRule, bench: Bench) -> FFNRule:
+    """The rule, with the options that were read in what will not run: the forward, or that of the child ``into``."""
+    prefix = "" if rule.into is None else f"{rule.into}."
+    part = attribute(block, rule.into) if rule.into is not None else block
+    if rule.into is not None:
+        copies = [attribute(bench.copy(training), rule.into) for training in (False, True)]
+        width = bench.widths[0] // bench.by
+        if part._parameters or part._buffers or not is_formula_of_linears(copies, type(part).forward, width):
+            raise Unrecognised(f"its {rule.into} computes more than an activation of a linear")
+    parts = [name.removeprefix(prefix) for name in (*rule.parts(), rule.output_dropout or "")]
+    options = options_read(part, "forward", parts)
+    if options is None:
+        raise Unrecognised("its forward reads what may change")
+    values = {field.name: getattr(rule, field.name) for field in dataclasses.fields(FFNRule)}
+    return FoundRule(**values, options=tuple((prefix + name, value) for name, value in options))
 
 
 def _activation_path(block: nn.Module, chain: Chain) -> str:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, fields
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -75,7 +76,7 @@ class FFNRule:
 
     def __post_init__(self) -> None:
         _check_class("module_class", self.module_class)
-        for field in fields(self)[1:-1]:
+        for field in fields(FFNRule)[1:-1]:
             value = getattr(self, field.name)
             if not isinstance(value, str) and not (value is None and field.default is None):
                 raise TypeError(f"{field.name} must be the name of an attribute (str), got {value!r}")
@@ -116,6 +117,13 @@ class FFNRule:
     def holder_paths(self) -> tuple[tuple[str, str], ...]:
         """The names of the holders, and where their classes are imported from."""
         return tuple((name, _path(kind)) for name, kind in self.holders)
+
+
+@dataclass(frozen=True)
+class FoundRule(FFNRule):
+    """A rule that says what a block was found to compute while its options were these: paths in it, and values."""
+
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from .formulas import names_read
 from .trials import Method
 
 # What a linear of the FFN is called with has its width; other tensors have that of the block's results.
@@ -56,14 +57,15 @@ def segments(block: nn.Module, pairs: Sequence[tuple[Any, Any]]) -> Iterator[Seg
 
 
 def _methods(kind: type[nn.Module], heads: set[str]) -> list[tuple[str, _Function]]:
-    """The methods of a class that read at least one of these attributes, its forward first."""
+    """The methods of a class that its forward may call, and that read one of these attributes; the forward first."""
+    called = names_read(kind, "forward")
     methods: dict[str, _Function | None] = {"forward": kind.forward}
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for name, function in vars(base).items():
             code = getattr(inspect.unwrap(function), "__code__", None) if inspect.isfunction(function) else None
             # What a class writes anew hides what its base has under that name.
             if name not in methods and name != "__init__":
-                methods[name] = function if code is not None and heads & set(code.co_names) else None
+                methods[name] = function if code is not None and name in called and heads & set(code.co_names) else None
     return [(name, function) for name, function in methods.items() if function is not None]
 
 

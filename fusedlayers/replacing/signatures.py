@@ -6,8 +6,11 @@ import functools
 from collections.abc import Hashable, Iterator
 from types import CodeType
 
+import torch
 from torch import Tensor, nn
 
+# What every module has.
+_OF_MODULES = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str, type(None), tuple)
 
 
@@ -17,13 +20,16 @@ def signature(block: nn.Module, taken: set[nn.Module]) -> Hashable:
 
 
 def _of(path: str, module: nn.Module, taken: bool) -> Hashable:
+    if isinstance(module, torch.jit.ScriptModule):
+        # Its class does not tell what it computes.
+        return path, id(module), taken
     kind = type(module)
     forward: Hashable = kind.forward
     read = _names_read(kind, forward)  # type: ignore[arg-type]  # classes are hashable, whatever their instances are
     options = [
         (name, value if isinstance(value, _PLAIN) and _is_hashable(value) else id(value))
         for name, value in vars(module).items()
-        if name in read and not name.startswith("_")
+        if name in read and name not in _OF_MODULES
     ]
     tensors = [(name, _shape(each)) for name, each in (*module._parameters.items(), *module._buffers.items())]
     return path, kind, forward, taken, tuple(options), tuple(tensors)

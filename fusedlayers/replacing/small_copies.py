@@ -23,6 +23,8 @@ _SMALLEST = 8
 _OF_THE_INSTANCE = ("forward", "_compiled_call_impl", KEPT)
 # Elements of a copy whose sizes cannot be divided: 32 MiB.
 LARGEST = 1 << 22
+# A block may refer to a trainer, and so to everything.
+_MOST_OBJECTS = 1000
 
 
 def sizes_of_linear(module: nn.Module) -> tuple[int, int] | None:
@@ -49,13 +51,26 @@ def elements(block: nn.Module) -> int:
     return sum(tensor.numel() for tensor in (*block.parameters(), *block.buffers()))
 
 
+def _is_object(value: Any) -> bool:
+    """Whether a value is an instance of a class of the user's that nothing but attributes tell apart."""
+    kind = type(value)
+    plain = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__module__ not in ("builtins", "types", "functools")
+    return (
+        plain
+        and not callable(value)
+        and not isinstance(value, nn.Module)
+        and type(getattr(value, "__dict__", None)) is dict
+    )
+
+
 class _Copier:
-    def __init__(self, block: nn.Module, by: int) -> None:
-        self.by = by
+    def __init__(self, block: nn.Module, by: int, drawn: list[Tensor]) -> None:
+        self.by, self.drawn, self.used = by, drawn, 0
         self.sizes = {size for module in block.modules() for size in sizes_of_linear(module) or () if size}
         self.generator = torch.Generator().manual_seed(0)
         self.modules: dict[int, nn.Module] = {}
         self.tensors: dict[int, Tensor] = {}
+        self.objects: dict[int, Any] = {}
 
     def size(self, size: int) -> int:
         # Packed projections have a multiple of a size.
@@ -65,16 +80,47 @@ class _Copier:
         """An attribute: sizes are divided, and what a method might write into is no longer the block's."""
         if isinstance(value, Tensor):
             return self.constant(value)
-        if isinstance(value, (list, dict, set)):
-            return copy.copy(value)
+        if type(value) in (list, dict, set) or _is_object(value):
+            return self.copied(value)
         if type(value) is int:
             return self.size(value)
         if type(value) in (tuple, torch.Size) and all(type(each) is int for each in value):
             return type(value)(self.size(each) for each in value)
         return value
 
+    def copied(self, value: Any) -> Any:
+        """A container, an object, and what lies in them, once each."""
+        if id(value) not in self.objects:
+            if len(self.objects) >= _MOST_OBJECTS:
+                return value
+            try:
+                made = copy.copy(value)
+            except Exception:
+                # A lock, say: the method gets the user's.
+                return value
+            self.objects[id(value)] = made
+            if isinstance(made, (list, dict)) and len(made) > _MOST_OBJECTS:
+                return made
+            if isinstance(made, list):
+                made[:] = [self.inner(each) for each in value]
+            elif isinstance(made, dict):
+                made.update((name, self.inner(each)) for name, each in value.items())
+            elif _is_object(value):
+                vars(made).update((name, self.inner(each)) for name, each in vars(value).items())
+        return self.objects[id(value)]
+
+    def inner(self, value: Any) -> Any:
+        """What lies in a container or in an object: sizes stay."""
+        if isinstance(value, Tensor):
+            return self.constant(value)
+        return self.copied(value) if type(value) in (list, dict, set) or _is_object(value) else value
+
     def random(self, *shape: int, scale: float) -> Tensor:
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64, device="cpu") * scale
+        # Drawing is the most of the work for large blocks, and every copy has the same numbers.
+        if self.used == len(self.drawn):
+            self.drawn.append(torch.randn(shape, generator=self.generator, dtype=torch.float64, device="cpu") * scale)
+        self.used += 1
+        return self.drawn[self.used - 1].clone()
 
     def constant(self, tensor: Tensor) -> Tensor:
         """A tensor that is no parameter, with its values if it has any."""
@@ -143,9 +189,12 @@ class _Copier:
         return copied
 
 
-def small_copy(block: nn.Module, by: int) -> nn.Module:
-    """A copy of ``block`` whose sizes are divided ``by`` this; every copy has the same numbers."""
-    return _Copier(block, by).module(block)
+def small_copy(block: nn.Module, by: int, drawn: list[Tensor] | None = None) -> nn.Module:
+    """A copy of ``block`` whose sizes are divided ``by`` this; every copy has the same numbers.
+
+    ``drawn`` keeps the numbers of one copy for the next ones.
+    """
+    return _Copier(block, by, [] if drawn is None else drawn).module(block)
 
 
 def linears(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -325,6 +325,8 @@ class Pending:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
+        if self._values is None and name in ("dtype", "device"):
+            return self._own_dtype() if name == "dtype" else self._x.device
         return getattr(self._tensor(f"its {name}"), name)
 
     def chunk(self, chunks: int, dim: int = 0) -> Any:
@@ -336,10 +338,14 @@ class Pending:
         halves = [Pending(self._ffn, self._x, role) for role in (_GATE, _UP)]
         return tuple(halves if rows == "first" else halves[::-1])
 
+    def _own_dtype(self) -> torch.dtype:
+        """The dtype that the hidden will have; autocast leaves float64 as it is."""
+        dtype = self._x.dtype
+        return dtype if dtype is torch.float64 else self._modes[1] or dtype
+
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """``Tensor.to``, which changes nothing where it asks for the dtype that the hidden will have."""
-        own = self._modes[1] or self._x.dtype
-        if self._values is None and not kwargs and args == (own,):
+        if self._values is None and not kwargs and args == (self._own_dtype(),):
             return self
         return self._tensor("its to").to(*args, **kwargs)
 

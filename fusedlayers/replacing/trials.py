@@ -16,6 +16,7 @@ from .small_copies import linears, small_copy
 Method = Callable[..., Any]
 # Of the rows of an input: what is cut off, saturates or is compared with a constant shows at one of these.
 _SCALES = torch.tensor([[[0.05], [1.0], [1.0]], [[8.0], [60.0], [1000.0]]], dtype=torch.float64, device="cpu")
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 # Of the largest number of a row.
 _TOLERANCE = 1e-8
 
@@ -61,10 +62,11 @@ class Bench:
 
     def __init__(self, block: nn.Module, by: int, method: Method, widths: Sequence[int]) -> None:
         self.block, self.by, self.method, self.widths = block, by, method, widths
+        self._drawn: list[Tensor] = []
 
     def copy(self, training: bool = False) -> nn.Module:
         """A copy of the block, whose modules train or not."""
-        copied = small_copy(self.block, self.by)
+        copied = small_copy(self.block, self.by, self._drawn)
         for module in copied.modules():
             # Past train(), which may be the user's.
             module.__dict__["training"] = training
@@ -98,8 +100,11 @@ class Bench:
                 seen.add(id(linear))
         inputs = self.inputs()
         # What a method overwrites is not what it was given.
-        results = tensors_in(self.method(copied, *(x * 1 for x in inputs)))
-        return Trial(inputs, results, tuple(calls))
+        result = self.method(copied, *(x * 1 for x in inputs))
+        hidden = [each for each in tree_leaves(result) if not isinstance(each, (Tensor, *_PLAIN))]
+        if hidden:
+            raise TypeError(f"a result of type {type(hidden[0]).__name__}, into which nobody can look")
+        return Trial(inputs, tensors_in(result), tuple(calls))
 
 
 def gradients(results: Sequence[Tensor], inputs: Sequence[Tensor], block: nn.Module) -> tuple[Tensor | None, ...]:

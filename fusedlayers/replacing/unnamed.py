@@ -1,21 +1,14 @@
-"""Blocks that look like an FFN although nothing says what their class computes, and why `replace` leaves them."""
+"""Blocks that look like an FFN although none is found in them, and why `replace` leaves them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
-from typing import NamedTuple
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from .small_copies import sizes_of_linear
-
-
-class _Linear(NamedTuple):
-    """A linear layer by its name in the block, which has dots where a child holds it."""
-
-    name: str
-    inputs: int
-    outputs: int
+from .recognising import Site, sites
 
 
 def why_unnamed(module: nn.Module, reason: str | None) -> str | None:
@@ -23,58 +16,42 @@ def why_unnamed(module: nn.Module, reason: str | None) -> str | None:
 
     ``reason`` is what a trial of it showed, if there was one.
     """
-    but = f"but {reason or 'no method of it runs them'}; if it is one, name it in an FFNRule"
-    own = _linears(module)
-    if pair := _pair(own):
-        return f"looks like an FFN ({_described(*pair)}), {but}"
-    # An attention has more of them.
-    for up in own if len(own) < 4 else ():
-        for down in own:
-            inner, width = down.inputs, down.outputs
-            if (up.inputs, up.outputs) == (width, 2 * inner) and inner > width:
-                text = f"{up.name}, {down.name}: {width} -> 2 × {inner} -> {width}"
-                return f"looks like a gated FFN ({text}), {but}"
+    found = sites(module, set())
+    own = [site for site in found if "." not in site.path]
+    # As in BERT: one linear in each of two children.
+    where = "" if own else " in two children"
+    if pair := _pair(own or found):
+        (up, down), what = pair
+        text = f"{up.path}, {down.path}: {up.inputs} -> {what}{down.inputs} -> {down.outputs}"
+        gated = "a gated" if what else "an"
+        but = f"but {reason or 'no method of it runs them'}; if it is one, name it in an FFNRule"
+        return f"looks like {gated} FFN{where} ({text}), {but}"
     if experts := _experts(module):
         return (
             f"looks like the experts of a mixture ({experts}), which multiply batches of matrices; no rule fuses them"
         )
-    # As in BERT: one linear in each of two children.
-    held = [] if own else [
-        _Linear(f"{name}.{linears[0].name}", *linears[0][1:])
-        for name, child in module.named_children()
-        if len(linears := _linears(child)) == 1
-    ]  # fmt: skip
-    if pair := _pair(held):
-        return f"looks like an FFN in two children ({_described(*pair)}), {but}"
     return None
 
 
-def _described(up: _Linear, down: _Linear) -> str:
-    return f"{up.name}, {down.name}: {up.inputs} -> {up.outputs} -> {down.outputs}"
+def _pair(found: Sequence[Site]) -> tuple[tuple[Site, Site], str] | None:
+    """The first linear that widens, and the one that goes back; and how often it is as wide as that, if twice.
 
-
-def _linears(module: nn.Module) -> list[_Linear]:
-    return [_Linear(name, *pair) for name, child in module.named_children() if (pair := sizes_of_linear(child))]
-
-
-def _pair(linears: list[_Linear]) -> tuple[_Linear, _Linear] | None:
-    """The first linear that widens, and the one that goes back.
-
-    Three that widen alike are the queries, keys and values of an attention.
+    Three that widen alike are the queries, keys and values of an attention. Besides a gate, an FFN has no other linear
+    of its own, and a layer with one has hardly any.
     """
-    for up in linears:
-        alike = sum(other[1:] == up[1:] for other in linears)
-        down = next((other for other in linears if other[1:] == (up.outputs, up.inputs)), None)
-        # Besides a gate, an FFN has no other linear of its own, and a layer with one has hardly any.
-        others = len(linears) - 1 - alike
-        if down is not None and up.outputs > up.inputs and alike < 3 and others < 2:
-            return up, down
+    for times, what in ((1, ""), (2, "2 × ")):
+        for up in found:
+            alike = sum((other.inputs, other.outputs) == (up.inputs, up.outputs) for other in found)
+            for down in found if alike < 3 and len(found) - alike < 3 else ():
+                if (up.inputs, up.outputs) == (down.outputs, times * down.inputs) and down.inputs > up.inputs:
+                    return (up, down), what
     return None
 
 
 def _experts(module: nn.Module) -> str | None:
     """The names and sizes of two parameters that hold a matrix for each expert, one applied to the other; or None."""
-    stacks = [(name, tensor.shape) for name, tensor in module._parameters.items() if tensor is not None]
+    parameters = [(name, each) for name, each in module._parameters.items() if each is not None and not is_lazy(each)]
+    stacks = [(name, tensor.shape) for name, tensor in parameters]
     for (first, one), (second, other) in combinations(stacks, 2):
         if len(one) == len(other) == 3 and one[0] == other[0] > 1 and set(one[1:]) & set(other[1:]) - {1}:
             return f"{first}, {second}: {one[0]} experts"
