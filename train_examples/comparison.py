@@ -76,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     summaries, rows = [summary for summary, _ in runs], [run_rows for _, run_rows in runs]
     names = [f"layers={summary['layers']}{', compiled' * summary.get('compiled', False)}" for summary in summaries]
     if names[0] == names[1]:
-        names = [str(directory) for directory in chosen.runs]
+        # The end of a long path: the legend must fit into the picture.
+        names = [f"...{text[-29:]}" if len(text) > 32 else text for text in map(str, chosen.runs)]
 
     if chosen.output.suffix != ".png" or chosen.output.is_dir():
         raise SystemExit(f"error: --output: {str(chosen.output)!r}; expected the name of a file that ends in .png")

@@ -99,7 +99,9 @@ register_settings()
 @hydra.main(version_base="1.3", config_path=CONFIGS, config_name="language_model")
 def main(config: DictConfig) -> None:
     """Entry point."""
-    print(textwrap.fill(opening(checked_settings(config, LanguageModelSettings)), 100))
+    text = opening(checked_settings(config, LanguageModelSettings))
+    # Paths stay whole.
+    print(textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False))
 
 
 if __name__ == "__main__":

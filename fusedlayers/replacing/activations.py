@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..kernels.activations import ACTIVATIONS, ALIASES, LEAKY_SLOPE, canonical_activation
 from .formulas import PLAIN, is_formula
-from .quietly import quietly
+from .trials import quietly
 
 _CLASSES: dict[type[nn.Module], str] = {
     nn.Identity: "identity",

@@ -278,23 +278,24 @@ def _functions(kind: type[nn.Module], method: str, names: set[str]) -> Iterator[
             found = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
             while isinstance(found, types.FunctionType):
                 yield found
-                for code in _codes(found.__code__):
+                for code in codes_in(found.__code__):
                     names.update(code.co_names)
                     left += set(code.co_names) - seen
                     seen.update(code.co_names)
                 found = getattr(found, "__wrapped__", None)
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code, and that of the functions inside of it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+            yield from codes_in(constant)
 
 
 def _is_fixed(function: types.FunctionType) -> bool:
     """Whether all that a function takes from around it are modules, functions and constants: nobody changes these."""
-    names = {name for code in _codes(function.__code__) for name in code.co_names}
+    names = {name for code in codes_in(function.__code__) for name in code.co_names}
     around = [(name, function.__globals__[name]) for name in names if name in function.__globals__]
     try:
         around += zip(function.__code__.co_freevars, inspect.getclosurevars(function).nonlocals.values(), strict=False)

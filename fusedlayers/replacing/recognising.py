@@ -25,12 +25,11 @@ from .activations import torch_module_activation
 from .finding import attribute
 from .formulas import is_formula_of_linears, options_read
 from .proving import why_not_proven
-from .quietly import quietly
 from .rules import GATE_ROWS, FFNRule, FoundRule
 from .segments import Segment, segments
 from .small_copies import LARGEST, divisor, elements, linears, sizes_of_linear
 from .stand_ins import why_no_stand_in
-from .trials import Bench, LinearCall, Trial, alike
+from .trials import Bench, LinearCall, Trial, alike, quietly
 
 # The probability of the dropout that is on.
 _ON = 0.5

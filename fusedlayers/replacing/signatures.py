@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator
-from types import CodeType
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor, nn
+
+from .formulas import codes_in
 
 # What every module has.
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -50,20 +51,8 @@ def _is_hashable(value: object) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _names_read(kind: type[nn.Module], forward: object) -> frozenset[str]:
     """The names in the methods of a class, but for what builds a module; ``forward`` may be patched."""
-    names: set[str] = set(_names(getattr(forward, "__code__", None)))
-    for base in kind.__mro__:
-        if base is nn.Module:
-            break
-        for name, function in vars(base).items():
-            if name != "__init__":
-                names.update(_names(getattr(function, "__code__", None)))
-    return frozenset(names)
-
-
-def _names(code: CodeType | None) -> Iterator[str]:
-    """The names in a function, and in the functions inside of it."""
-    if code is not None:
-        yield from code.co_names
-        for constant in code.co_consts:
-            if isinstance(constant, CodeType):
-                yield from _names(constant)
+    functions = [forward]
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        functions += [function for name, function in vars(base).items() if name != "__init__"]
+    found = [function.__code__ for function in functions if hasattr(function, "__code__")]
+    return frozenset(name for code in found for each in codes_in(code) for name in each.co_names)

@@ -54,7 +54,8 @@ def elements(block: nn.Module) -> int:
 def _is_object(value: Any) -> bool:
     """Whether a value is an instance of a class of the user's that nothing but attributes tell apart."""
     kind = type(value)
-    plain = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__module__ not in ("builtins", "types", "functools")
+    reduced: Any = kind.__reduce_ex__
+    plain = reduced is object.__reduce_ex__ and kind.__module__ not in ("builtins", "types", "functools")
     return (
         plain
         and not callable(value)

@@ -1,13 +1,20 @@
-"""A trial: a method of a small copy of a block runs on random numbers, and its linears note what they are given."""
+"""A trial: a method of a small copy of a block runs on random numbers, and its linears note what they are given.
+
+It is code of the user's, run to see what it computes: on the CPU, and without a trace in torch's global state.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from .small_copies import linears, small_copy
@@ -19,6 +26,39 @@ _SCALES = torch.tensor([[[0.05], [1.0], [1.0]], [[8.0], [60.0], [1000.0]]], dtyp
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 # Of the largest number of a row.
 _TOLERANCE = 1e-8
+
+
+class _InFloat64(TorchFunctionMode):
+    """Casts to float32 become casts to float64: norms and gates ask for float32, whatever comes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        func = Tensor.double if func is Tensor.float else func
+        return func(*map(_wider, args), **{name: _wider(value) for name, value in (kwargs or {}).items()})
+
+
+def _wider(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """What runs inside has gradients and no autocast, makes its tensors on the CPU, stays in float64, and draws from
+    a generator that is set back; its warnings, which are about no call of the user's, are not shown."""
+    state = random.getstate()
+    with ExitStack() as stack:
+        stack.callback(random.setstate, state)
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        stack.enter_context(torch.device("cpu"))
+        stack.enter_context(_InFloat64())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        # Not torch.manual_seed, which would set the generators of all devices.
+        torch.default_generator.manual_seed(0)
+        random.seed(0)
+        yield
 
 
 class LinearCall(NamedTuple):
