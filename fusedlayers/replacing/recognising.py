@@ -37,7 +37,7 @@ _DROPOUT_NAME = re.compile(r"drop|(^|_)p(rob)?$")
 
 
 class Site(NamedTuple):
-    """A linear of a block by its path: the block's own, or the only one of a child."""
+    """A linear of a block by its path: the block's own, or the one of a child."""
 
     path: str
     inputs: int
@@ -65,11 +65,14 @@ def sites(block: nn.Module, taken: set[nn.Module]) -> list[Site]:
         if sizes := sizes_of_linear(child):
             found += [] if child in taken else [Site(name, *sizes)]
             continue
-        inside = [(f"{name}.{path}", linear) for path, linear in linears(child)]
-        many = len(inside) > 1 and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
-        if many or any(linear in taken for _, linear in inside):
+        inside = list(linears(child))
+        if any(linear in taken for _, linear in inside):
             continue
-        found += [Site(path, *sizes_of_linear(linear)) for path, linear in inside]  # type: ignore[misc]
+        if len(inside) > 1 and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            # Of several it is the one that the child holds itself.
+            own = [(path, linear) for path, linear in inside if "." not in path]
+            inside = own if len(own) == 1 else []
+        found += [Site(f"{name}.{path}", *sizes_of_linear(linear)) for path, linear in inside]  # type: ignore[misc]
     return found
 
 

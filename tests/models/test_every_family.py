@@ -25,7 +25,7 @@ LEFT: dict[str, dict[str, str]] = {
     "cpmant": {"CpmAntFeedForward": ""},
     "groupvit": {"GroupViTMixerMLP": "a trial of its forward ended in RuntimeError"},
     "minimax_m3_vl": {"MiniMaxM3VLMultiModalProjector": ""},
-    "mobilebert": {"MobileBertLayer": "no method of it runs them"},
+    "mobilebert": {"MobileBertLayer": "a trial of its forward ended in RuntimeError: mat1 and mat2 shapes"},
     "moshi": {"MoshiGatingMLP": "the method uses the hidden otherwise than its rule says (its shape)"},
     "rwkv": {"RwkvFeedForward": "the method uses the hidden otherwise than its rule says (in relu)"},
     "sam3_vision_model": {"Sam3MLP": "its dropout 'dropout' does not drop the hidden behind the activation"},
