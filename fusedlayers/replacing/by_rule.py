@@ -89,7 +89,7 @@ class FusedInside(FusedByRule):
     def run_with_fused_ffn(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the method of the original class returns, with the FFN inside fused where it can be."""
         if is_dynamo_compiling():
-            facts, places, inplace, function, options = self.traceable_inside()
+            facts, places, inplace, function, rows, options = self.traceable_inside()
             if facts is None or self.has_other_options(options):
                 return method(self, *args, **kwargs)
             run: Callable[[Tensor, float], Tensor | None] = functools.partial(self._run_traced, facts)
@@ -102,17 +102,18 @@ class FusedInside(FusedByRule):
             run = functools.partial(self._run_found, found)
             places, inplace = self.fused_rule.inside_places, getattr(found.original, "inplace", False)
             function = None if found.original is not self.fused_rule.activation else found.activation
-        ffn = InsideFFN(self, places, inplace, run, self._say_otherwise, function, self.fused_rule.gate_rows)
+            rows = found.gate_rows
+        ffn = InsideFFN(self, places, inplace, run, self._say_otherwise, function, rows)
         return computed(method(ffn.stand_in(), *args, **kwargs), "as a result")
 
     @outside_of_traces
-    def traceable_inside(self) -> tuple[tuple[Any, ...] | None, Places, bool, str | None, _Options]:
+    def traceable_inside(self) -> tuple[tuple[Any, ...] | None, Places, bool, str | None, str | None, _Options]:
         """What a traced call takes for constants: of the FFN, then what :class:`InsideFFN` takes."""
         rule = self.fused_rule
         activation = attribute(self, rule.activation)
         function = torch_module_activation(rule.activation) if activation is None else None
         inplace = getattr(activation, "inplace", False)
-        return self.traceable_ffn(), rule.inside_places, inplace, function, self.fused_options()
+        return self.traceable_ffn(), rule.inside_places, inplace, function, rule.gate_rows, self.fused_options()
 
     def find_kept_ffn(self) -> FFNPieces | str:
         """The FFN, or why it is not fused: as it was found before, while nothing has changed since."""

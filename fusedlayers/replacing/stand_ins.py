@@ -85,12 +85,12 @@ class InsideFFN:
 
     def linear(self, role: str, x: Tensor) -> Tensor:
         """What the method got from the linear in this role, computed."""
-        if self.gate_rows is None or role == _BOTH:
-            linear: Any = self.gate if role == _GATE else self.up
+        if self.gate_rows is None or role == "both":
+            linear: Any = self.gate if role == "gate" else self.up
             found: Tensor = linear(x)
             return found
         halves = self.up(x).chunk(2, -1)
-        found = halves[(role == _UP) == (self.gate_rows == "first")]
+        found = halves[(role == "up") == (self.gate_rows == "first")]
         return found
 
     def part(self, path: tuple[str, ...] | None) -> Any:
@@ -121,17 +121,17 @@ class InsideFFN:
 
     def call_up(self, *args: Any, **options: Any) -> Any:
         """What the method gets from ``up``."""
-        return self._call_into_hidden(self.up, _UP if self.gate_rows is None else _BOTH, args, options)
+        return self._call_into_hidden(self.up, "up" if self.gate_rows is None else "both", args, options)
 
     def call_gate(self, *args: Any, **options: Any) -> Any:
         """What the method gets from the gate."""
-        return self._call_into_hidden(self.gate, _GATE, args, options)
+        return self._call_into_hidden(self.gate, "gate", args, options)
 
     def call_into(self, *args: Any, **options: Any) -> Any:
         """What the method gets from the child that computes ``act(up(x))``."""
         args, x = self.only(args, options)
         if isinstance(x, Tensor):
-            return Pending(self, x, _UP, True)
+            return Pending(self, x, "up", True)
         args, options = computed((args, options), "in the child that holds the up linear")
         assert self.into is not None
         return self.into(*args, **options)
@@ -171,14 +171,12 @@ class InsideFFN:
         return args, given[0] if len(given) == 1 and (args or "input" in options) else None
 
 
-# What a pending hidden is: what the up linear gives, what the gate gives, both side by side, or their product.
-_UP, _GATE, _BOTH, _PRODUCT = "up", "gate", "both", "product"
-
-
 class Pending:
     """A hidden that nobody has computed yet: ``up`` of x, then the activation, then the dropout, as far as they came.
 
-    With a gate the activation is the gate's, and the product of both is the hidden.
+    With a gate the activation is the gate's, and the product of both is the hidden. So the role of a pending hidden is
+    "up" or "gate", what this linear gives, "both", what one linear for both gives, or their "product"; as a global name
+    each of these would cost Dynamo a guard.
 
     It is no tensor. Every use of it as one computes it, by the original parts and under the modes in which ``up`` was
     called, and then it is computed once: a hidden that was seen is the one that ``down`` gets.
@@ -210,18 +208,18 @@ class Pending:
     def _role_when(self, activated: bool) -> str:
         """What the hidden is before and after the activation."""
         if self._ffn.gate is None and self._ffn.gate_rows is None:
-            return _UP
-        return _PRODUCT if activated else _GATE
+            return "up"
+        return "product" if activated else "gate"
 
     def _times(self, other: object) -> Pending | None:
         """The hidden of a gated FFN, if this is one of its factors and ``other`` the other one."""
         if not isinstance(other, Pending) or other._ffn is not self._ffn or other._x is not self._x:
             return None
-        gate, up = (self, other) if self._role == _GATE else (other, self)
+        gate, up = (self, other) if self._role == "gate" else (other, self)
         ready = gate._values is None and up._values is None and gate._modes == up._modes == self._modes_now()
-        if not ready or gate._role != _GATE or up._role != _UP or not gate._activated:
+        if not ready or gate._role != "gate" or up._role != "up" or not gate._activated:
             return None
-        product = Pending(self._ffn, self._x, _PRODUCT, True)
+        product = Pending(self._ffn, self._x, "product", True)
         product._version = gate._version if gate._version == up._version else -1
         return product
 
@@ -269,11 +267,11 @@ class Pending:
                 if self._ffn.into is not None:
                     values = self._ffn.into(self._x)
                 else:
-                    values = self._ffn.linear(_GATE if self._role == _PRODUCT else self._role, self._x)
+                    values = self._ffn.linear("gate" if self._role == "product" else self._role, self._x)
                     if self._activated:
                         values = self._ffn.activation(values)
-                if self._role == _PRODUCT:
-                    values = values * self._ffn.linear(_UP, self._x)
+                if self._role == "product":
+                    values = values * self._ffn.linear("up", self._x)
                 self._values = F.dropout(values, self._dropout_p) if self._dropout_p else values
         return self._values
 
@@ -332,10 +330,10 @@ class Pending:
     def chunk(self, chunks: int, dim: int = 0) -> Any:
         """``Tensor.chunk``, which parts the gate from the up projection where one linear gives both."""
         rows = self._ffn.gate_rows
-        whole = self._role == _BOTH and self._values is None and self._modes_now() == self._modes
+        whole = self._role == "both" and self._values is None and self._modes_now() == self._modes
         if not whole or rows not in ("first", "last") or chunks != 2 or dim not in (-1, self._x.dim() - 1):
             return self._tensor("in chunk").chunk(chunks, dim)
-        halves = [Pending(self._ffn, self._x, role) for role in (_GATE, _UP)]
+        halves = [Pending(self._ffn, self._x, role) for role in ("gate", "up")]
         return tuple(halves if rows == "first" else halves[::-1])
 
     def _own_dtype(self) -> torch.dtype:
