@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from ..kernels.activations import ACTIVATIONS
 # Paths of up, activation, down, gate and the child that computes act(up(x)) in their block, name by name, None where
 # there is none; and of the children that hold some, innermost first.
 Places = tuple[tuple["tuple[str, ...] | None", ...], tuple[tuple[str, ...], ...]]
-# torch.is_autocast_enabled raises for these, and no release's Dynamo traces torch.amp.is_autocast_available.
+# Functions of torch that compute an activation without options; gelu has one.
 _FUNCTIONS: dict[str, tuple[Callable[..., Tensor], ...]] = {
     "relu": (F.relu, torch.relu),
     "silu": (F.silu,),
@@ -33,6 +33,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Tensor], ...]] = {
     "sigmoid": (F.sigmoid, torch.sigmoid),
     "leaky_relu": (F.leaky_relu,),
 }
+# torch.is_autocast_enabled raises for these, and no release's Dynamo traces torch.amp.is_autocast_available.
 _WITHOUT_AUTOCAST = ("meta", "lazy", "vulkan")
 
 
@@ -79,19 +80,15 @@ class InsideFFN:
 
     def again(self) -> InsideFFN:
         """The same, but for what was said already."""
-        return InsideFFN(
-            self.block, self.places, self.inplace, self.run, _say_nothing, self.function, self.gate_rows
-        )  # fmt: skip
+        return InsideFFN(self.block, self.places, self.inplace, self.run, _say_nothing, self.function, self.gate_rows)
 
     def linear(self, role: str, x: Tensor) -> Tensor:
         """What the method got from the linear in this role, computed."""
         if self.gate_rows is None or role == "both":
             linear: Any = self.gate if role == "gate" else self.up
-            found: Tensor = linear(x)
-            return found
+            return cast(Tensor, linear(x))
         halves = self.up(x).chunk(2, -1)
-        found = halves[(role == "up") == (self.gate_rows == "first")]
-        return found
+        return cast(Tensor, halves[(role == "up") == (self.gate_rows == "first")])
 
     def part(self, path: tuple[str, ...] | None) -> Any:
         """What lies at this path in the block."""
