@@ -150,4 +150,4 @@ class Patterns:
         if isinstance(module, (FusedBlock, FusedFFN)):
             return "already fused"
         found = self._recognised(module)
-        return why_unnamed(module, found if isinstance(found, str) else None)
+        return why_unnamed(module, self.taken, found if isinstance(found, str) else None)

@@ -11,12 +11,12 @@ from torch.nn.parameter import is_lazy
 from .recognising import Site, sites
 
 
-def why_unnamed(module: nn.Module, reason: str | None) -> str | None:
+def why_unnamed(module: nn.Module, taken: set[nn.Module], reason: str | None) -> str | None:
     """Why a module is left, if its parameters have the shapes of an FFN; else None.
 
-    ``reason`` is what a trial of it showed, if there was one.
+    ``taken`` are the linears of FFNs inside of it; ``reason`` is what a trial of it showed, if there was one.
     """
-    found = sites(module, set())
+    found = sites(module, taken)
     own = [site for site in found if "." not in site.path]
     # As in BERT: one linear in each of two children.
     where = "" if own else " in two children"
