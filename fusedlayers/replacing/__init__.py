@@ -29,12 +29,12 @@ from .blocks import (
     FusedTransformerEncoderLayer,
     ReplacedModule,
 )
-from .finding import widths
 from .linears import split_k_class
 from .patterns import Patterns
 from .report import Entry, Report
 from .rules import FFNRule, LinearRule
 from .saving import facts_of_ffn, why_no_kernels_for_linear
+from .small_copies import widths
 
 __all__ = [
     "Entry",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..modules import FFNPieces, class_name, class_path, linear_weight, why_must_be_called, why_not_read_past
 from .activations import torch_module_activation
 from .rules import FFNRule, FoundRule
+from .small_copies import widths
 
 _MISSING = object()
 
@@ -80,12 +81,6 @@ def find_ffn(
     if not (w_up.dtype == w_down.dtype == w_gate.dtype and w_up.device == w_down.device == w_gate.device):
         return "the linears differ in dtype or device"
     return pieces
-
-
-def widths(module: nn.Module) -> tuple[int, int] | None:
-    """(in_features, out_features) of a linear layer of any making; None for anything else."""
-    pair = getattr(module, "in_features", None), getattr(module, "out_features", None)
-    return cast("tuple[int, int]", pair) if all(isinstance(width, int) for width in pair) else None
 
 
 def _holds_linear(module: nn.Module) -> bool:

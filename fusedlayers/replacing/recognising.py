@@ -136,14 +136,14 @@ def _recognise(block: nn.Module, by: int, segment: Segment) -> FFNRule:
     chain = _chain(trial)
     if segment.whole and _is_whole(trial, chain) and _is_formula(bench):
         try:
-            return _proven(bench, segment, chain, whole=True)
+            return _proven(bench, segment, trial, chain, whole=True)
         except Unrecognised as reason:
             # With a child, say, that it does not call.
             try:
-                return _proven(bench, segment, chain, whole=False)
+                return _proven(bench, segment, trial, chain, whole=False)
             except Exception:
                 raise reason from None
-    return _proven(bench, segment, chain, whole=False)
+    return _proven(bench, segment, trial, chain, whole=False)
 
 
 def _is_formula(bench: Bench) -> bool:
@@ -152,11 +152,11 @@ def _is_formula(bench: Bench) -> bool:
     return is_formula_of_linears(copies, bench.method, bench.widths[0] // bench.by)
 
 
-def _proven(bench: Bench, segment: Segment, chain: Chain, *, whole: bool) -> FFNRule:
+def _proven(bench: Bench, segment: Segment, trial: Trial, chain: Chain, *, whole: bool) -> FFNRule:
     """The rule of this chain, whose FFN is the ``whole`` forward, or a part of the method."""
     block = bench.block
-    dropout, output_dropout = _dropouts(bench, chain, whole)
-    if not whole and (reason := why_no_stand_in(segment.inside, getattr(type(block), segment.inside))):
+    dropout, output_dropout = _dropouts(bench, trial, chain, whole)
+    if not whole and (reason := why_no_stand_in(segment.name, getattr(type(block), segment.name))):
         raise Unrecognised(reason)
     rule = _rule(block, chain, segment, whole, dropout, output_dropout)
     reason = why_not_proven(bench, rule)
@@ -224,9 +224,8 @@ def _is_whole(trial: Trial, chain: Chain) -> bool:
     return alone and torch.equal(up.input, x) and alike(trial.results[0], down.output)
 
 
-def _dropouts(bench: Bench, chain: Chain, whole: bool) -> tuple[str | None, str | None]:
+def _dropouts(bench: Bench, evaluated: Trial, chain: Chain, whole: bool) -> tuple[str | None, str | None]:
     """The paths of the dropouts of the hidden and of the result."""
-    evaluated = bench.run(bench.copy())
     trained = bench.run(_with_dropout(bench.copy(training=True), None))
     if len(trained.results) != len(evaluated.results) or not all(map(alike, trained.results, evaluated.results)):
         raise Unrecognised("it computes something else in training, and no attribute shows a dropout of it")
@@ -289,9 +288,9 @@ def _with_dropout(block: nn.Module, dropping: str | None) -> nn.Module:
 def _rule(
     block: nn.Module, chain: Chain, segment: Segment, whole: bool, dropout: str | None, output_dropout: str | None
 ) -> FFNRule:
-    inside = None if whole else segment.inside
+    inside = None if whole else segment.name
     if not whole and chain.gate_rows in ("even", "odd"):
-        raise Unrecognised(f"its {segment.inside} computes more than an FFN with interleaved gate and up projections")
+        raise Unrecognised(f"its {segment.name} computes more than an FFN with interleaved gate and up projections")
     activation = _activation_path(block, chain)
     names = [chain.up, chain.gate, chain.down, activation, dropout, output_dropout]
     paths = dict.fromkeys(name.rpartition(".")[0] for name in names if name is not None and "." in name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -18,23 +18,18 @@ from torch import nn
 from .formulas import names_read
 from .trials import Method
 
-# What a linear of the FFN is called with has its width; other tensors have that of the block's results.
-_Function = Callable[..., Any]
-
 
 class Segment(NamedTuple):
     """What to try.
 
     Args:
-        name: of the method, for messages.
-        inside: of the method in which the FFN is.
+        name: of the method in which the FFN is.
         method: takes the block, and tensors of these widths.
-        widths: in the block.
+        widths: in the block; all tensors get that of the FFN's input.
         whole: whether it is the whole forward of the block.
     """
 
     name: str
-    inside: str
     method: Method
     widths: tuple[int, ...]
     whole: bool
@@ -51,15 +46,15 @@ def segments(block: nn.Module, pairs: Sequence[tuple[Any, Any]]) -> Iterator[Seg
         required = _required(function)
         for width in widths:
             if required:
-                yield Segment(name, name, function, (width,) * required, name == "forward")
+                yield Segment(name, function, (width,) * required, name == "forward")
             for cut, tensors in _cuts(function, pairs):
-                yield Segment(name, name, cut, (width,) * tensors, False)
+                yield Segment(name, cut, (width,) * tensors, False)
 
 
-def _methods(kind: type[nn.Module], heads: set[str]) -> list[tuple[str, _Function]]:
+def _methods(kind: type[nn.Module], heads: set[str]) -> list[tuple[str, Method]]:
     """The methods of a class that its forward may call, and that read one of these attributes; the forward first."""
     called = names_read(kind, "forward")
-    methods: dict[str, _Function | None] = {"forward": kind.forward}
+    methods: dict[str, Method | None] = {"forward": kind.forward}
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for name, function in vars(base).items():
             code = getattr(inspect.unwrap(function), "__code__", None) if inspect.isfunction(function) else None
@@ -69,14 +64,14 @@ def _methods(kind: type[nn.Module], heads: set[str]) -> list[tuple[str, _Functio
     return [(name, function) for name, function in methods.items() if function is not None]
 
 
-def _required(function: _Function) -> int:
+def _required(function: Method) -> int:
     """How many parameters besides self have no default."""
     parameters = list(inspect.signature(function).parameters.values())[1:]
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return sum(each.default is each.empty and each.kind not in variadic for each in parameters)
 
 
-def _cuts(function: _Function, pairs: Sequence[tuple[Any, Any]]) -> Iterator[tuple[_Function, int]]:
+def _cuts(function: Method, pairs: Sequence[tuple[Any, Any]]) -> Iterator[tuple[Method, int]]:
     """The statements from the call of one linear to that of another, as functions, and how many tensors they take."""
     function = inspect.unwrap(function)
     try:
@@ -129,7 +124,7 @@ def _reads(tree: ast.AST, self_name: str | None, attribute: str) -> bool:
 
 def _compiled(
     function: Any, self_name: str | None, definition: ast.FunctionDef, statements: list[ast.stmt]
-) -> Iterator[tuple[_Function, int]]:
+) -> Iterator[tuple[Method, int]]:
     local = set(function.__code__.co_varnames) | set(function.__code__.co_cellvars)
     read: list[str] = []
     written: list[str] = []

@@ -8,11 +8,10 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor, nn
 
-from .formulas import codes_in
+from .formulas import PLAIN, codes_in
 
 # What every module has.
 _OF_MODULES = frozenset(vars(nn.Module()))
-_PLAIN = (bool, int, float, str, type(None), tuple)
 
 
 def signature(block: nn.Module, taken: set[nn.Module]) -> Hashable:
@@ -28,7 +27,7 @@ def _of(path: str, module: nn.Module, taken: bool) -> Hashable:
     forward: Hashable = kind.forward
     read = _names_read(kind, forward)  # type: ignore[arg-type]  # classes are hashable, whatever their instances are
     options = [
-        (name, value if isinstance(value, _PLAIN) and _is_hashable(value) else id(value))
+        (name, value if isinstance(value, (*PLAIN, tuple)) and _is_hashable(value) else id(value))
         for name, value in vars(module).items()
         if name in read and name not in _OF_MODULES
     ]

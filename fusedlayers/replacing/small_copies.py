@@ -27,18 +27,28 @@ LARGEST = 1 << 22
 _MOST_OBJECTS = 1000
 
 
+def widths(module: nn.Module) -> tuple[int, int] | None:
+    """(in_features, out_features) of a linear layer of any making; None for anything else."""
+    return _integers(module, "in_features", "out_features")
+
+
 def sizes_of_linear(module: nn.Module) -> tuple[int, int] | None:
-    """(inputs, outputs) of a linear layer of any making, transformers' ``Conv1D`` included; None for anything else."""
-    for names in (("in_features", "out_features"), ("nx", "nf")):
-        inputs, outputs = (getattr(module, name, None) for name in names)
-        if isinstance(inputs, int) and isinstance(outputs, int):
-            return inputs, outputs
-    return None
+    """The same, for transformers' ``Conv1D``, too."""
+    return widths(module) or _integers(module, "nx", "nf")
+
+
+def _integers(module: nn.Module, *names: str) -> tuple[int, int] | None:
+    inputs, outputs = (getattr(module, name, None) for name in names)
+    return (inputs, outputs) if isinstance(inputs, int) and isinstance(outputs, int) else None
+
+
+def _sizes_in(block: nn.Module) -> set[int]:
+    return {size for module in block.modules() for size in sizes_of_linear(module) or ()}
 
 
 def divisor(block: nn.Module) -> int:
     """The largest common divisor of the sizes of a block's linears that leaves none of them too small."""
-    sizes = {size for module in block.modules() for size in sizes_of_linear(module) or ()}
+    sizes = _sizes_in(block)
     common = math.gcd(*sizes)
     if not common:
         return 1
@@ -67,7 +77,7 @@ def _is_object(value: Any) -> bool:
 class _Copier:
     def __init__(self, block: nn.Module, by: int, drawn: list[Tensor]) -> None:
         self.by, self.drawn, self.used = by, drawn, 0
-        self.sizes = {size for module in block.modules() for size in sizes_of_linear(module) or () if size}
+        self.sizes = _sizes_in(block) - {0}
         self.generator = torch.Generator().manual_seed(0)
         self.modules: dict[int, nn.Module] = {}
         self.tensors: dict[int, Tensor] = {}
@@ -127,8 +137,7 @@ class _Copier:
         """A tensor that is no parameter, with its values if it has any."""
         if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
             return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
-        copied = tensor.detach().to("cpu", torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
-        return copied
+        return tensor.detach().to("cpu", torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
 
     def tensor(self, tensor: Tensor | None) -> Tensor | None:
         if tensor is None:

@@ -12,6 +12,17 @@ _RESNET = {
     "depths": [1, 1, 1, 1],
     "layer_type": "basic",
 }
+_RT_DETR: dict[str, Any] = {
+    "options": {
+        "encoder_in_channels": [8, 8, 8],
+        "decoder_in_channels": [32, 32, 32],
+        "d_model": 32,
+        "encoder_hidden_dim": 32,
+        "num_denoising": 0,
+        "backbone_config": _RESNET | {"model_type": "rt_detr_resnet", "out_features": ["stage2", "stage3", "stage4"]},
+    },
+    "inputs": {"pixel_values": (2, 3, 64, 64)},
+}
 _SERIES = {
     "prediction_length": 4,
     "context_length": 8,
@@ -277,30 +288,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "smolvlm_vision": {"inputs": {"pixel_values": (2, 3, 16, 16)}},
     "idefics3_vision": {"inputs": {"pixel_values": (2, 3, 16, 16)}},
     "zaya": {"options": {"num_experts_per_tok": 1}},
-    "rt_detr": {
-        "options": {
-            "encoder_in_channels": [8, 8, 8],
-            "decoder_in_channels": [32, 32, 32],
-            "d_model": 32,
-            "encoder_hidden_dim": 32,
-            "num_denoising": 0,
-            "backbone_config": _RESNET
-            | {"model_type": "rt_detr_resnet", "out_features": ["stage2", "stage3", "stage4"]},
-        },
-        "inputs": {"pixel_values": (2, 3, 64, 64)},
-    },
-    "rt_detr_v2": {
-        "options": {
-            "encoder_in_channels": [8, 8, 8],
-            "decoder_in_channels": [32, 32, 32],
-            "d_model": 32,
-            "encoder_hidden_dim": 32,
-            "num_denoising": 0,
-            "backbone_config": _RESNET
-            | {"model_type": "rt_detr_resnet", "out_features": ["stage2", "stage3", "stage4"]},
-        },
-        "inputs": {"pixel_values": (2, 3, 64, 64)},
-    },
+    "rt_detr": _RT_DETR,
+    "rt_detr_v2": _RT_DETR,
     "gemma3n_text": {
         "options": {
             "num_kv_shared_layers": 0,
