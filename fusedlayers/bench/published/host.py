@@ -26,17 +26,19 @@ from ...closeness import compare_all
 from ...functional.dispatch import decisions
 from ...functional.switches import switched
 from .. import record as records
-from ..arguments import add_record_options, chosen_device, parse_shape, positive, record_path, several, show
+from ..arguments import add_record_options, chosen_device, parse_shape, positive, record_path, several
 from ..cases import DTYPES, Grid, Shape
 from ..contenders import AUTO_SWITCHES, FUSED_SWITCHES, Contender
-from ..plots import draw
 from ..record import Record
 from ..runner import FORWARD, FORWARD_BACKWARD, shape_text
 from ..timing import NotTimed, Timing, loop_clock_for, measure
 from ..verification import Verification, close
+from . import host_tables
 from .chains import DEPTH, FUNCTION, MODULE, STANDS, TORCH, Layer, Loop, Stand
-from .host_tables import AUTO, AUTO_FUNCTION, COMPILED, KERNELS, ONE_THREAD, ONE_WAY, over_limits, plot, table
+from .endings import finish
+from .host_tables import AUTO, AUTO_FUNCTION, COMPILED, KERNELS, ONE_THREAD, ONE_WAY
 from .host_tables import markdown as markdown
+from .host_tables import plot as plot
 
 # Host time this close to the time of the loop means that the host sets the pace.
 HOST_BOUND_SHARE = 0.9
@@ -115,15 +117,7 @@ def main(chosen: argparse.Namespace, words: list[str]) -> int:
             print(f"time   {row.label} {direction}")
             record["rows"].append(_timed(row, direction, found, chosen, dtype, device))
             records.write(record, path)
-    records.finish(record)
-    records.write(record, path)
-    print(f"\nrecord: {path}")
-    if chosen.plot and not draw(plot, record, path):
-        return 1
-    show(table(record))
-    for line in over_limits(record):
-        print(f"over its limit: {line}")
-    return 0
+    return 0 if finish(record, path, host_tables, "over its limit", plotting=chosen.plot) else 1
 
 
 def _rows(chosen: argparse.Namespace, device: torch.device) -> list[Row]:

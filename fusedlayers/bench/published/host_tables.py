@@ -8,6 +8,7 @@ from typing import Any
 from ..plots import figure_class, save
 from ..record import Record
 from ..tables import NONE, Table, median, rows_with_times, shape_of, timed_rows
+from .endings import day_and_commit
 
 TORCH, AUTO, KERNELS, AUTO_FUNCTION = "torch", "auto", "kernels", "function"
 # How a contender runs, behind its name: as it is, without autograd's own thread, compiled.
@@ -54,9 +55,8 @@ def markdown(record: Record) -> str:
     """
     rows_with_times(record)
     device, versions = record["device"], record["versions"]
-    commit = f", commit {record['commit'][:10]}" if record["commit"] else ""
     return (
-        f"Measured on {device['name']}, torch {versions['torch']}, {record['started'][:10]}{commit}: medians, launched "
+        f"Measured on {device['name']}, torch {versions['torch']}, {day_and_commit(record)}: medians, launched "
         "one by one, all contenders interleaved; *host* is the host's part, *device* the loop inside a CUDA graph.\n\n"
         + table(record).markdown()
     )

@@ -8,6 +8,7 @@ from typing import Any
 from ..plots import figure_class, save
 from ..record import Record
 from ..tables import NONE, Table, median, rows_with_times, timed_rows
+from .endings import day_and_commit
 from .step_models import AUTO, KERNELS, LIGER, NAMES, RECOMPUTE, TORCH
 
 MODES = ("eager", "compile", "reduce-overhead")
@@ -51,10 +52,9 @@ def markdown(record: Record) -> str:
     """
     rows_with_times(record)
     device, versions = record["device"], record["versions"]
-    commit = f", commit {record['commit'][:10]}" if record["commit"] else ""
     return (
         f"Measured on {device['name']}, torch {versions['torch']}, Triton {versions['triton']}, "
-        f"{record['started'][:10]}{commit}: models of Hugging Face's with random weights and without dropout, a fused "
+        f"{day_and_commit(record)}: models of Hugging Face's with random weights and without dropout, a fused "
         "AdamW included; medians, all contenders of a model interleaved. In parentheses the time over torch's in the "
         "same mode. The most in memory counts weights, the optimizer's state and, where graphs are recorded, what they "
         "hold.\n\n" + table(record).markdown()

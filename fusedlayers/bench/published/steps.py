@@ -30,16 +30,18 @@ from ...closeness import MAX_ERROR_LIMIT, RMS_FLOOR
 from ...functional.dispatch import decisions
 from ...functional.switches import switched
 from .. import record as records
-from ..arguments import add_record_options, chosen_device, positive, record_path, several, show
+from ..arguments import add_record_options, chosen_device, positive, record_path, several
 from ..cases import DTYPES
 from ..contenders import AUTO_SWITCHES, FUSED_SWITCHES, Contender
-from ..plots import draw
 from ..record import Record
 from ..timing import NotTimed, Timing, loop_clock_for, measure
 from ..verification import Finding, Verification
+from . import step_tables
+from .endings import finish
 from .step_models import AUTO, KERNELS, NAMES, OURS, STEP_MODELS, TORCH, StepModel, Variant, variants
-from .step_tables import MODES, over_limits, plot, table
+from .step_tables import MODES
 from .step_tables import markdown as markdown
+from .step_tables import plot as plot
 
 HELP = "whole training steps of models, with ours and without"
 # Steps before the times: the compiler works in the first ones, and "reduce-overhead" records in the second or third.
@@ -153,15 +155,8 @@ def main(chosen: argparse.Namespace, words: list[str]) -> int:
                     print(f"  {row['direction']}, {verdict['contender']}: RED: {verdict['reason']}")
         record["rows"] += rows
         records.write(record, path)
-    records.finish(record)
-    records.write(record, path)
-    print(f"\nrecord: {path}")
-    if chosen.plot and not draw(plot, record, path):
-        return 1
-    show(table(record))
-    for line in over_limits(record):
-        print(f"slower than without us: {line}")
-    return 1 if red else 0
+    finished = finish(record, path, step_tables, "slower than without us", plotting=chosen.plot)
+    return 1 if red or not finished else 0
 
 
 def measured(

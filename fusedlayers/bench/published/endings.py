@@ -1,0 +1,32 @@
+"""What the benchmarks of the documentation's tables share where they end: the record, its picture and its tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+from .. import record as records
+from ..arguments import show
+from ..plots import draw
+from ..record import Record
+
+
+def finish(record: Record, path: Path, tables: ModuleType, passed: str, *, plotting: bool) -> bool:
+    """Write the record, draw it where that is asked for, and print it; whether all of that could be done.
+
+    ``tables`` has ``plot``, ``table`` and ``over_limits`` for such records; ``passed`` says what a line of the last is.
+    """
+    records.finish(record)
+    records.write(record, path)
+    print(f"\nrecord: {path}")
+    if plotting and not draw(tables.plot, record, path):
+        return False
+    show(tables.table(record))
+    for line in tables.over_limits(record):
+        print(f"{passed}: {line}")
+    return True
+
+
+def day_and_commit(record: Record) -> str:
+    """When a record was made, and of which commit if it is one of a clone."""
+    return record["started"][:10] + (f", commit {record['commit'][:10]}" if record["commit"] else "")
