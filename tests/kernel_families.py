@@ -35,7 +35,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "hidden_gradient": _HIDDEN_GRADIENT,
     "linear": _LINEAR,
     # What kernels share.
-    "activations": ("activations", "ffn", "gemm_gemm"),
+    "activations": ("activations", "replacing_activations", "ffn", "gemm_gemm"),
     "column_sums": ("column_sums", "weight_gradient", "prepared_launches"),
     "dropout": _DROPOUT,
     "partials": ("ffn", "linear", "weight_gradient"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
-from fusedlayers.replacing import patterns, torch_module_activation
+from fusedlayers.replacing import patterns
 from tests.ffn_blocks import assert_same, count_fused_calls, results
-from tests.recognised_blocks import BLOCKS, GLU, K, LayerOfMany, N, NanoGPT, Phi3, TanhGELU, Torchtune
+from tests.recognised_blocks import BLOCKS, K, LayerOfMany, N, NanoGPT, Phi3
 
 each_block = pytest.mark.parametrize("name", BLOCKS)
 
@@ -340,59 +339,3 @@ def test_adapters_and_hooks_on_a_recognised_block_are_called(fused_calls: list[f
     handle.remove()
     block(x)
     assert len(fused_calls) == 2
-
-
-class Swish(nn.Module):
-    def __init__(self, beta: float = 1.0, cut: float | None = None) -> None:
-        super().__init__()
-        self.beta, self.cut = beta, cut
-
-    def forward(self, z: Tensor) -> Tensor:
-        y = z * torch.sigmoid(self.beta * z)
-        return y if self.cut is None else y.clamp(-self.cut, self.cut)
-
-
-class LearntSlope(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.slope = nn.Parameter(torch.tensor(0.01))
-
-    def forward(self, z: Tensor) -> Tensor:
-        return torch.where(z > 0, z, self.slope * z)
-
-
-@pytest.mark.parametrize(
-    ("activation", "name"),
-    [
-        (TanhGELU(), "gelu_tanh"),
-        (Swish(), "silu"),
-        (Swish(1.702), "quick_gelu"),
-        (Swish(1.5), None),
-        (Swish(cut=100.0), None),
-        (LearntSlope(), None),
-        (nn.Softplus(), None),
-        (nn.ReLU6(), None),
-        (nn.Dropout(0.0), None),
-        (nn.RReLU(), None),
-        (nn.Softmax(-1), None),
-        (lambda z: z.clamp(min=0) ** 2, "relu2"),
-        (lambda z: z.relu().detach(), None),
-        (torch.erf, None),
-        (GLU(), None),
-        (print, None),
-    ],
-)
-def test_activations_are_known_by_their_values(activation: Callable[..., Tensor], name: str | None) -> None:
-    assert torch_module_activation(activation) == name
-    assert torch_module_activation(activation) == name
-
-
-def test_an_activation_that_is_exchanged_later_is_noticed() -> None:
-    block, x = Torchtune(), torch.randn(2, K)
-    block.activation = Swish()
-    fl.replace(block)
-    for _ in range(3):
-        block(x)
-    block.activation = Swish(1.5)
-    hidden = Swish(1.5)(block.w1(x)) * block.w3(x)
-    assert torch.equal(block(x), block.w2(hidden))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import warnings
 from collections.abc import Callable
@@ -14,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.planning import Device
-from fusedlayers.replacing import FFNRule, LinearRule, saving, torch_module_activation
+from fusedlayers.replacing import FFNRule, LinearRule, saving
 from tests.ffn_blocks import GatedBlock, encoder, long_sequence, mlp, rule_for
 
 RULE = rule_for(GatedBlock)
@@ -297,56 +295,6 @@ def test_explain_speaks_of_the_ffn() -> None:
     model[1].register_forward_hook(lambda *_: None)
     assert "norm" not in fl.explain(model[6:9], torch.randn(3, 4))
     assert "up..down: the up linear has a forward hook" in fl.explain(model[1:5], x)
-
-
-@pytest.mark.parametrize(
-    ("activation", "name"),
-    [
-        (nn.GELU(), "gelu"),
-        (nn.GELU(approximate="tanh"), "gelu_tanh"),
-        (nn.ReLU(inplace=True), "relu"),
-        (nn.SiLU(), "silu"),
-        (nn.Tanh(), "tanh"),
-        (nn.Sigmoid(), "sigmoid"),
-        (nn.Identity(), "identity"),
-        (nn.LeakyReLU(), "leaky_relu"),
-        (nn.LeakyReLU(0.02), None),
-        (nn.PReLU(), None),
-        (nn.Sequential(nn.ReLU()), None),
-        (F.relu, "relu"),
-        (torch.relu, "relu"),
-        (F.gelu, "gelu"),
-        (functools.partial(F.gelu, approximate="tanh"), "gelu_tanh"),
-        (functools.partial(F.gelu), "gelu"),
-        (functools.partial(F.leaky_relu, negative_slope=0.3), None),
-        (F.silu, "silu"),
-        (F.tanh, "tanh"),
-        (torch.tanh, "tanh"),
-        (F.sigmoid, "sigmoid"),
-        (torch.sigmoid, "sigmoid"),
-        (F.leaky_relu, "leaky_relu"),
-        (F.mish, None),
-        ("gelu_new", "gelu_tanh"),
-        ("mish", None),
-        (None, None),
-    ],
-)
-def test_activations_are_recognised(activation: object, name: str | None) -> None:
-    found = torch_module_activation(activation)
-    assert found == name
-    if name is not None and callable(activation):
-        z = torch.linspace(-6, 6, 101)
-        assert torch.equal(activation(z.clone()), ACTIVATIONS[name].torch(z))
-
-
-def test_a_rule_may_name_the_activation() -> None:
-    block = GatedBlock(F.silu)
-    del block.act
-    rule = FFNRule(
-        GatedBlock, up="fc", down="proj", gate="gate", activation="swish", dropout="p", output_dropout="drop"
-    )
-    [entry] = fl.replace(block, rules=[rule]).replaced
-    assert entry.reason == "fc, gate, proj: gated silu, 6 -> 10 -> 6"
 
 
 @pytest.mark.parametrize(
