@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from fusedlayers.bench import tables
-from fusedlayers.bench.plots import figure_class
 from fusedlayers.bench.published import host_tables, step_tables
+from fusedlayers.bench.published.plots import figure_class
 from tests.models import family_table, step_table
 from train_examples import end_to_end
 from train_examples.tables import table

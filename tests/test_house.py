@@ -141,7 +141,7 @@ def test_imports_go_one_way() -> None:
         ("fusedlayers.replacing", "import transformers"),
         ("fusedlayers.__init__", "from . import bench"),
         ("fusedlayers.bench.runner", "import train_examples.data"),
-        ("fusedlayers.bench.plots", "import matplotlib"),
+        ("fusedlayers.bench.published.plots", "import matplotlib"),
         ("train_examples.loop", "import fusedlayers.bench.cases"),
         ("train_examples.loop", "import transformers"),
         ("fusedlayers.verifying", "from . import bench"),

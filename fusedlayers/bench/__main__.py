@@ -4,7 +4,6 @@
     python -m fusedlayers.bench ffn --shape 65536x256x1024 --time    verify one shape, then time it
     python -m fusedlayers.bench all --time --plot                    everything that docs/results.md shows
     python -m fusedlayers.bench table FILE.json                      the tables of a record in markdown
-    python -m fusedlayers.bench plot FILE.json                       the pictures of a record
     python -m fusedlayers.bench update FILE.json NEWER.json          put rows that were measured anew into a record
     python -m fusedlayers.bench selftest                             every kernel configuration on this machine
 
@@ -12,6 +11,7 @@ In a clone, not in a wheel:
 
     python -m fusedlayers.bench host                                 what a layer costs the host, launched one by one
     python -m fusedlayers.bench steps                                whole training steps of Hugging Face models
+    python -m fusedlayers.bench plot FILE.json                       the pictures of a record, as --plot
 
 Exit status: 0 if everything is right, 1 if a verification is red, a record is unusable or there is
 no GPU to test, 2 for a bad command line.
@@ -30,7 +30,7 @@ from types import ModuleType
 from ..functional.switches import backend, workspace_limit
 from ..kernels.activations import canonical_activation
 from ..kernels.gemm_reduce import OPERATIONS
-from . import plots, record, selftest, tables
+from . import record, selftest, tables
 from .arguments import (
     add_device_option,
     add_record_options,
@@ -60,12 +60,14 @@ _DIRECTION_WORDS = {
     "forward_backward": (FORWARD_BACKWARD,),
     "both": (FORWARD, FORWARD_BACKWARD),
 }
-# The commands whose rows are no shapes of a case. A wheel lacks them: they make tables of the documentation.
+# The commands whose rows are no shapes of a case, and what draws. A wheel lacks them: they make the documentation.
 _OTHERS: dict[str, ModuleType] = {}
+_PLOTS: ModuleType | None = None
 if find_spec(f"{__package__}.published"):
-    from .published import host, steps
+    from .published import host, plots, steps
 
-    _OTHERS = {"host": host, "steps": steps}
+    _OTHERS, _PLOTS = {"host": host, "steps": steps}, plots
+_NO_PICTURES = "a clone of the repository draws pictures, of records from anywhere; an installed wheel does not"
 # Zeros run faster than real data and integers are mostly zeros: neither says what a user would see.
 _TIMED_INITS = ("normal", "uniform")
 
@@ -175,6 +177,8 @@ def _settings(chosen: argparse.Namespace) -> Settings:
     device = chosen_device(chosen)
     # The contenders set the switch themselves; a wrong one in the environment is named all the same.
     backend()
+    if chosen.plot and _PLOTS is None:
+        raise ValueError(f"argument --plot: {_NO_PICTURES}")
     if chosen.plot and not chosen.time:
         raise ValueError("argument --plot: expected --time beside it: the pictures show times")
     if chosen.time and chosen.verify:
@@ -305,8 +309,11 @@ def _update(chosen: argparse.Namespace) -> int:
 
 def _draw(found: record.Record, path: Path) -> bool:
     try:
+        if _PLOTS is None:
+            raise ValueError(_NO_PICTURES)
         other = _measured_by(found)
-        return plots.draw(plots.plot if other is None else other.plot, found, path)
+        drawn: bool = _PLOTS.draw(_PLOTS.plot if other is None else other.plot, found, path)
+        return drawn
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return False

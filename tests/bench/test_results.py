@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from fusedlayers.bench import __main__ as command
-from fusedlayers.bench import arguments, plots, record, tables
+from fusedlayers.bench import __main__ as command_line
+from fusedlayers.bench import arguments, record, tables
+from fusedlayers.bench.published import plots
 from fusedlayers.bench.record import Record
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -131,6 +133,18 @@ def test_plots_without_matplotlib_say_what_to_install(
     record.write(gpu_record, tmp_path / "all.json")
     assert bench("plot", tmp_path / "all.json") == 1
     assert "plots need matplotlib: pip install 'fusedlayers[examples]'" in capsys.readouterr().err
+
+
+def test_a_wheel_says_that_it_draws_nothing(
+    gpu_record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command_line, "_PLOTS", None)
+    record.write(gpu_record, tmp_path / "all.json")
+    assert bench("plot", tmp_path / "all.json") == 1
+    assert "a clone of the repository draws pictures" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench("ffn", "--time", "--plot")
+    assert "argument --plot: a clone of the repository" in capsys.readouterr().err
 
 
 def test_without_rich_the_table_is_plain(

@@ -7,8 +7,8 @@ from types import ModuleType
 
 from .. import record as records
 from ..arguments import show
-from ..plots import draw
 from ..record import Record
+from .plots import draw
 
 
 def finish(record: Record, path: Path, tables: ModuleType, passed: str, *, plotting: bool) -> bool:

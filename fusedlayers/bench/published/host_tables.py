@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..plots import figure_class, save
 from ..record import Record
 from ..tables import NONE, Table, median, rows_with_times, shape_of, timed_rows
 from .endings import day_and_commit
+from .plots import figure_class, save
 
 TORCH, AUTO, KERNELS, AUTO_FUNCTION = "torch", "auto", "kernels", "function"
 # How a contender runs, behind its name: as it is, without autograd's own thread, compiled.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..plots import figure_class, save
 from ..record import Record
 from ..tables import NONE, Table, median, rows_with_times, timed_rows
 from .endings import day_and_commit
+from .plots import figure_class, save
 from .step_models import AUTO, KERNELS, LIGER, NAMES, RECOMPUTE, TORCH
 
 MODES = ("eager", "compile", "reduce-overhead")

@@ -25,11 +25,11 @@ from ..cases import DTYPES, Shape
 from ..cases.split_k import CASE as SPLIT_K
 from ..contenders import EAGER, FUSED_SWITCHES, Contender, contender
 from ..exactness import random_work, reference_results, rotating_work
-from ..plots import MatplotlibMissingError
 from ..record import Record
 from ..runner import shape_text
 from ..tables import Table
 from ..timing import NotTimed, clock_for, measure
+from .plots import MatplotlibMissingError
 
 SPLITS = (1, 2, 3, 5, 8, 16, 32, 64, 128, 256)
 SHAPES: tuple[Shape, ...] = ((64, 64, 65536), (16, 1024, 4096), (16, 16, 1048576), (64, 1024, 8192))

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .contenders import AUTO, AUTOTUNED, CHECKPOINTED, CONTENDERS, FUSED
-from .record import Record
-from .tables import HOW_TO_TIME, KINDS, median, rows_with_times, speed_up
+from ..contenders import AUTO, AUTOTUNED, CHECKPOINTED, CONTENDERS, FUSED
+from ..record import Record
+from ..tables import HOW_TO_TIME, KINDS, median, rows_with_times, speed_up
 
 # Chosen to stay apart in print and for colour-blind readers.
 _COLOURS = {
