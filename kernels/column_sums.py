@@ -1,7 +1,8 @@
 """Sums of a matrix over its rows, the gradient of a bias ``db = Σ_m dy`` that no product is computed with.
 
 Each program sums up one band of rows of a few columns; float32 partials of the bands are added up in a fixed order by
-``kernels.partials`` and rounded once: no atomics, the same bits every time.
+``kernels.partials`` and rounded once: no atomics, the same bits every time. Few rows are one band, whose sums are the
+result.
 """
 
 from typing import Any
@@ -15,6 +16,8 @@ from .tiles import load_tile
 from .tuning import BAND_BLOCKS, ColumnSumTiles
 
 _BLOCKS = ReduceBlocks(*BAND_BLOCKS)
+# As many blocks of rows one program sums up in the time of a second launch.
+_BLOCKS_OF_ONE_BAND = 4
 
 
 @triton.jit(do_not_specialize=["M", "bands"])
@@ -30,11 +33,14 @@ def _column_sums_kernel(
     for row in tl.range(0, tl.minimum(band_rows, M - first).to(tl.int32), BLOCK_M):
         rows = first + row + tl.arange(0, BLOCK_M)
         sums += load_tile(dy_ptr, rows, cols, stride_m, stride_n, M, N).to(tl.float32)
-    tl.store(sums_ptr + band.to(tl.int64) * N + cols, tl.sum(sums, 0), mask=cols < N)
+    total = tl.sum(sums, 0).to(sums_ptr.dtype.element_ty)
+    tl.store(sums_ptr + band.to(tl.int64) * N + cols, total, mask=cols < N)
 
 
 def column_partials(dy: torch.Tensor, tiles: ColumnSumTiles, ready: dict[Any, Any] | None = None) -> torch.Tensor:
     """The sums ``[bands, N]`` in float32 of every band of rows of dy ``[M, N]``, N at least 1.
+
+    Of few rows, which are one band, the sums ``[N]`` in the dtype of dy instead.
 
     ``ready`` keeps what is prepared, for calls that differ in addresses alone.
     """
@@ -44,15 +50,15 @@ def column_partials(dy: torch.Tensor, tiles: ColumnSumTiles, ready: dict[Any, An
         if ready is not None:
             ready["bands"] = prepared
     shape, launch = prepared
-    partials = dy.new_empty(shape, dtype=torch.float32)
+    partials = dy.new_empty(shape, dtype=torch.float32 if len(shape) == 2 else dy.dtype)
     launch((dy, partials))
     return partials
 
 
-def _prepare_bands(dy: torch.Tensor, tiles: ColumnSumTiles) -> tuple[tuple[int, int], Launch]:
+def _prepare_bands(dy: torch.Tensor, tiles: ColumnSumTiles) -> tuple[tuple[int, ...], Launch]:
     rows, columns = dy.shape
-    column_blocks = ceil_div(columns, tiles.block_n)
-    bands = max(1, min(ceil_div(rows, tiles.block_m), tiles.programs // column_blocks))
+    column_blocks, row_blocks = ceil_div(columns, tiles.block_n), ceil_div(rows, tiles.block_m)
+    bands = 1 if row_blocks <= _BLOCKS_OF_ONE_BAND else max(1, min(row_blocks, tiles.programs // column_blocks))
     launch = Launch(
         _column_sums_kernel,
         bands * column_blocks,
@@ -62,7 +68,7 @@ def _prepare_bands(dy: torch.Tensor, tiles: ColumnSumTiles) -> tuple[tuple[int, 
         tiles.num_warps,
         tiles.num_stages,
     )
-    return (bands, columns), launch
+    return (columns,) if bands == 1 else (bands, columns), launch
 
 
 def column_sums(dy: torch.Tensor, tiles: ColumnSumTiles, ready: dict[Any, Any] | None = None) -> torch.Tensor:
@@ -70,11 +76,13 @@ def column_sums(dy: torch.Tensor, tiles: ColumnSumTiles, ready: dict[Any, Any] |
 
     ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``); dy may lie differently from call to call.
     """
-    sums = dy.new_empty(dy.shape[1])
     if not dy.shape[1]:
-        return sums
+        return dy.new_empty(0)
     if ready is not None:
         ready = ready.setdefault(("column sums", *layout_of(dy)), {})
     partials = column_partials(dy, tiles, ready)
+    if partials.dim() == 1:
+        return partials
+    sums = dy.new_empty(dy.shape[1])
     reduce_partials(partials, [sums], blocks=_BLOCKS, ready=ready)
     return sums

@@ -132,7 +132,7 @@ def choose_row_tiles(problem: HiddenGradientProblem, tiles: EpilogueTiles) -> in
     """Tiles below one another that one program computes: one, unless that gives too many partial sums."""
     if not problem.bias:
         return 1
-    bands = max(1, min(MOST_BANDS, PARTIALS_LIMIT // max(1, _partial_bytes(problem, 1))))
+    bands = max(1, min(MOST_BANDS, 2 * PARTIALS_LIMIT // max(1, _partial_bytes(problem, 2))))
     return math.ceil(math.ceil(problem.M / tiles.block_m) / bands)
 
 
@@ -168,7 +168,9 @@ def _pipeline_on(kernel: str, gated: bool, processors: int, stays: bool = False)
 
 
 def _partial_bytes(problem: HiddenGradientProblem, bands: int) -> int:
-    """Float32 sums of so many bands of rows."""
+    """Float32 sums of so many bands of rows; those of a single one are the result, but with a gate."""
+    if bands == 1 and not problem.gated:
+        return 0
     return 4 * bands * (2 if problem.gated else 1) * problem.N * problem.bias
 
 

@@ -78,7 +78,7 @@ def _hidden_gradient_kernel(
             tl.store(partial + N + cols, gate_sums, mask=cols < N)
         else:
             partial = sums_ptr + band.to(tl.int64) * N
-        tl.store(partial + cols, sums, mask=cols < N)
+        tl.store(partial + cols, sums.to(sums_ptr.dtype.element_ty), mask=cols < N)
 
 
 class HiddenGradients(NamedTuple):
@@ -125,7 +125,7 @@ def hidden_gradient(
     ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``), whose options are all but those that say what
     is asked for; dy may lie differently from call to call.
     """
-    name = ("hidden gradient", bias, keep_hidden, column_sums is not None, *layout_of(dy))
+    name = ("hidden gradient", bias, keep_hidden, column_sums is not None, bool(sums_into), *layout_of(dy))
     prepared = None if ready is None else ready.get(name)
     copied = prepared.copied if prepared is not None else _to_copy(dy, pipeline, dropout)
     if copied:
@@ -135,7 +135,7 @@ def hidden_gradient(
         side_by_side = side_by_side and not in_place and z_gate is not None
         prepared = _prepare(
             dy, w_down, z, z_gate, bias, row_tiles, activation, accuracy, input_precision, tiles, pipeline, keep_hidden,
-            side_by_side, in_place, dropout, copied,
+            side_by_side, in_place, bool(sums_into), dropout, copied,
         )  # fmt: skip
         if ready is not None:
             ready[name] = prepared
@@ -150,7 +150,11 @@ def hidden_gradient(
         dz = dy.new_empty(shape)
         d_gate = None if z_gate is None else dy.new_empty(shape)
     hidden = dy.new_empty(shape) if keep_hidden else None
-    sums = None if prepared.sums is None else dy.new_empty(prepared.sums, dtype=torch.float32)
+    # Of few rows the kernel's sums are the result.
+    complete = prepared.sums is not None and len(prepared.sums) == 1
+    sums = None
+    if prepared.sums is not None:
+        sums = dy.new_empty(prepared.sums, dtype=dy.dtype if complete else torch.float32)
     # First, so that the kernel behind it finds dy in the cache.
     dy_sums = None if column_sums is None else column_partials(dy, column_sums, prepared.ready)
     if prepared.pipelined:
@@ -159,12 +163,15 @@ def hidden_gradient(
         )
     else:
         prepared.launch((dy, w_down, z, z_gate, dz, d_gate, hidden, sums, dropout.seed))
-    other = None if dy_sums is None else (dy_sums, dy.new_empty(dy_sums.shape[1]))
-    db_down = None if other is None else other[1]
-    if sums is None:
+    other: tuple[torch.Tensor, torch.Tensor] | None = None
+    db_down = dy_sums
+    if dy_sums is not None and dy_sums.dim() == 2:
+        db_down = dy.new_empty(dy_sums.shape[1])
+        other = dy_sums, db_down
+    if sums is None or complete:
         if other is not None:
             reduce_partials(other[0], [other[1]], blocks=_BAND_BLOCKS, ready=prepared.ready)
-        return HiddenGradients(dz, d_gate, None, None, hidden, db_down)
+        return HiddenGradients(dz, d_gate, sums, None, hidden, db_down)
     parts = 1 if z_gate is None else 2
     found = list(sums_into) or [dy.new_empty(columns) for _ in range(parts)]
     reduce_partials(sums, found, blocks=_BAND_BLOCKS, other=other, ready=prepared.ready)
@@ -172,10 +179,13 @@ def hidden_gradient(
 
 
 class _Prepared(NamedTuple):
-    """What all executions of one prepared call share: the shapes of the gradients and of the partial sums."""
+    """What all executions of one prepared call share: the shapes of the gradients and of the sums.
+
+    ``sums`` are partial ones of bands, or, where there is a single one, complete.
+    """
 
     shape: tuple[int, int]
-    sums: tuple[int, int] | None
+    sums: tuple[int, ...] | None
     copied: bool
     side_by_side: bool
     pipelined: bool
@@ -202,6 +212,7 @@ def _prepare(
     keep_hidden: bool,
     side_by_side: bool,
     in_place: bool,
+    given_sums: bool,
     dropout: Dropout,
     copied: bool,
 ) -> _Prepared:
@@ -211,7 +222,8 @@ def _prepare(
     pipeline = pipeline if dropout.in_whole_draws else None
     matrices = None if pipeline is None else _matrices(dy, w_down, z, z_gate)
     if pipeline is not None and matrices is not None:
-        sums = (pipeline.bands(rows, columns, z_gate is not None), columns * parts) if bias else None
+        bands = pipeline.bands(rows, columns, z_gate is not None)
+        sums = _sums(bands, columns, parts, given_sums) if bias else None
         launch = pipelined.prepare_hidden_gradient(
             *matrices, row_stride, keep_hidden, bias, activation, accuracy, pipeline, dropout
         )
@@ -227,8 +239,13 @@ def _prepare(
         tiles.num_warps,
         tiles.num_stages,
     )
-    sums = (bands, columns * parts) if bias else None
+    sums = _sums(bands, columns, parts, given_sums) if bias else None
     return _Prepared(shape, sums, copied, side_by_side, False, launch, {})
+
+
+def _sums(bands: int, columns: int, parts: int, given: bool) -> tuple[int, ...]:
+    # What is given may lie anywhere, of any dtype; and no two gradients share memory.
+    return (columns,) if bands == 1 and parts == 1 and not given else (bands, columns * parts)
 
 
 def _matrices(

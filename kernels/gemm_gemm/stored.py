@@ -89,7 +89,11 @@ def _prepare(
 def _data_gradient(operands: Operands, stored: torch.Tensor) -> torch.Tensor:
     unit = activation_unit(operands.arithmetic.activation, operands.arithmetic.accuracy)
     # One product for both projections, so that dx is rounded once; only a gated N of no whole blocks is copied for it.
-    dz = stored[:, :-1, : operands.up.shape[0]].reshape(stored.shape[0], -1)
+    columns, (rows, parts, padded) = operands.up.shape[0], stored.shape
+    if parts == 2 or columns == padded:
+        dz = stored.as_strided((rows, (parts - 1) * columns), (parts * padded, 1))
+    else:
+        dz = stored[:, :-1, :columns].reshape(rows, -1)
     weight = operands.up if operands.gate is None else torch.cat((operands.up, operands.gate))
     # With beta=0 the first operand gives nothing but its shape.
     return torch.addmm(operands.x, dz, weight, beta=0, alpha=unit)

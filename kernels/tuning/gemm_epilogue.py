@@ -43,13 +43,13 @@ class EpiloguePipeline:
     def bands(self, rows: int, columns: int, gated: bool) -> int:
         """Bands of rows whose sums the gradient stores: those of tiles, of their halves with a gate.
 
-        Where programs stay, those of each consumer.
+        Where programs stay, which takes more than one row of tiles, those of each consumer.
         """
         tile = 2 * CONSUMER_ROWS
         tile_rows, tile_columns = math.ceil(rows / tile), math.ceil(columns / tile)
         if gated:
             return 2 * tile_rows
-        return 2 * min(tile_rows, self.programs // tile_columns) if self.stays else tile_rows
+        return 2 * min(tile_rows, self.programs // tile_columns) if self.stays and tile_rows > 1 else tile_rows
 
 
 # By (architecture, bits of an element, gated); architectures without a row take that of "other". Two pre-activations

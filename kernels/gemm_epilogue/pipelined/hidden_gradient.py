@@ -90,7 +90,7 @@ def _store_sums(sums_ptr, sums, column, N):
     """Adds up the sums of all threads, and stores those of the columns."""
     total = gl.sum(gl.sum(sums, 1), 0)
     cols = column + gl.arange(0, total.shape[0], total.type.layout)
-    gl.store(sums_ptr + cols, total, mask=cols < N)
+    gl.store(sums_ptr + cols, total.to(sums_ptr.dtype.element_ty), mask=cols < N)
 
 
 @gluon.jit
@@ -255,7 +255,7 @@ def prepare_hidden_gradient(
     tile, half = TILE.value, HALF.value
     rows, columns = z.rows, z.columns
     tile_rows, tile_columns = -(-rows // tile), -(-columns // tile)
-    stays = pipeline.stays and bias and z_gate is None
+    stays = pipeline.stays and bias and z_gate is None and tile_rows > 1
     programs = pipeline.programs_for_columns(tile_columns) if stays else pipeline.programs
     assert programs > 0, "planned for fewer columns of tiles"
     out = dense(rows, columns, half, half, row_stride)
