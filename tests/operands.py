@@ -96,7 +96,7 @@ def forget_calls() -> None:
     """Forgets all calls that were prepared, those of modules excepted."""
     operation._prepared.clear()
     for each in operation.OPERATIONS.values():
-        each._last = LastCall(of_module=False)
+        each._last = LastCall()
 
 
 class _Forgetful(dict[Any, Any]):

@@ -39,10 +39,10 @@ def tensors() -> list[Tensor | None]:
     return [torch.randn(5, 8, device=DEVICE), weight, nn.Parameter(torch.randn(6, device=DEVICE))]
 
 
-def kept(tensors: list[Tensor | None], *, parameters: bool = True) -> LastCall:
-    last = LastCall()
+def kept(tensors: list[Tensor | None], inputs: tuple[int, ...] | None = None, *, guarded: bool = False) -> LastCall:
+    last = LastCall(inputs, guarded=guarded)
     call = LINEAR.prepared(tuple(tensors), OPTIONS)
-    last._keep(call, tensors, OPTIONS, parameters=parameters)
+    last._keep(call, tensors, OPTIONS)
     assert last.again(tensors, OPTIONS) is call
     return last
 
@@ -77,7 +77,10 @@ CHANGES: dict[str, Callable[[Tensor], Tensor | None]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_tensor_that_changed_is_noticed(change: str, place: int, tensors: list[Tensor | None]) -> None:
+def test_a_tensor_that_changed_is_noticed(
+    change: str, place: int, tensors: list[Tensor | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     last = kept(tensors)
     others = list(tensors)
     given = others[place]
@@ -149,17 +152,46 @@ def test_transforms_are_noticed(tensors: list[Tensor | None]) -> None:
     assert seen == [None]
 
 
-@pytest.mark.parametrize("parameters", [False, True])
-def test_torchs_expression_takes_parameters_as_they_are(parameters: bool, tensors: list[Tensor | None]) -> None:
-    """Then only inputs matter; kernels would read the new values as the old ones lay."""
-    last = kept(tensors, parameters=parameters)
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("inputs", [None, (0,)])
+def test_parameters_that_lie_otherwise(
+    inputs: tuple[int, ...] | None, backend: str, guarded: bool, tensors: list[Tensor | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Kernels would read new values as the old ones lay. torch's expression takes a module's parameters as they are."""
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
+    last = kept(tensors, inputs, guarded=guarded)
     weight = tensors[1]
     assert weight is not None
-    weight.data = weight.data.t().contiguous().t()
-    assert (last.again(tensors, OPTIONS) is None) == parameters
+    weight.data = transposed(weight.data)
+    compared = inputs is None or (backend == "triton" and not guarded)
+    assert (last.again(tensors, OPTIONS) is None) == compared
 
 
-def test_tensors_that_are_no_multiple_of_the_alignment_are_recognised_too(tensors: list[Tensor | None]) -> None:
+@pytest.mark.parametrize("guarded", [False, True])
+def test_kernels_mind_the_alignment_of_every_parameter(
+    guarded: bool, tensors: list[Tensor | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    last = kept(tensors, (0,), guarded=guarded)
+    weight = tensors[1]
+    assert weight is not None
+    weight.data = shifted(weight.data)
+    assert last.again(tensors, OPTIONS) is None
+
+
+def test_an_input_that_is_a_parameter_is_compared(tensors: list[Tensor | None]) -> None:
+    x = tensors[0]
+    assert x is not None
+    last = kept([nn.Parameter(x), *tensors[1:]], (0,), guarded=True)
+    assert last.again([nn.Parameter(x[:3].clone()), *tensors[1:]], OPTIONS) is None
+
+
+def test_tensors_that_are_no_multiple_of_the_alignment_are_recognised_too(
+    tensors: list[Tensor | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     x = tensors[0]
     assert x is not None
     last = kept([shifted(x), *tensors[1:]])

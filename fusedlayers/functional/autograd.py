@@ -1,12 +1,12 @@
 """The kernels of any operation under autograd: one Function, and upstream gradients as kernels read them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels.launching import ALIGNMENT_MASK, layout_of
+from ..kernels.launching import ALIGNMENT_MASK
 
 
 def contiguous(gradient: Tensor | None) -> Tensor | None:
@@ -20,6 +20,11 @@ def contiguous(gradient: Tensor | None) -> Tensor | None:
         gradient = gradient.view(-1).view(gradient.shape)  # an axis of one element may have had any stride
     # A part of a larger tensor may start anywhere; what is copied starts aligned.
     return gradient.clone() if gradient.data_ptr() & ALIGNMENT_MASK else gradient
+
+
+def _layouts(saved: Sequence[Tensor | None]) -> list[object]:
+    """How all of them lie, as far as kernels mind; in one step, as every backward pass asks."""
+    return [None if each is None else (each.stride(), each.data_ptr() & ALIGNMENT_MASK) for each in saved]
 
 
 class _Function(torch.autograd.Function):
@@ -41,7 +46,7 @@ class _Function(torch.autograd.Function):
         if call.constant:
             ctx.mark_non_differentiable(*[each for place in call.constant if (each := results[place]) is not None])
         if not call.layouts:
-            call.layouts = [None if each is None else layout_of(each) for each in (*saved, *made)]
+            call.layouts = _layouts((*saved, *made))
         return results[0] if len(results) == 1 else tuple(results)
 
     @staticmethod
@@ -49,7 +54,7 @@ class _Function(torch.autograd.Function):
         call, saved = ctx.call, ctx.saved_tensors
         # Hooks of saved tensors may have brought back tensors that lie otherwise, and so may an assignment to .data.
         # What kernels made for themselves they read as they made it.
-        if [None if each is None else layout_of(each) for each in saved] != call.layouts:
+        if _layouts(saved) != call.layouts:
             call, count = call.apart(), len(call.kept)
             saved = *saved[:count], *[each if each is None else each.contiguous() for each in saved[count:]]
         return None, *call.operation.gradients(call, saved, ctx.needs_input_grad[1:], upstream)

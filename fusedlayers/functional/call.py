@@ -6,6 +6,7 @@ shapes and layouts.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -22,6 +23,10 @@ from ..kernels.launching import ALIGNMENT_MASK
 from .operands import autocast_dtype, input_precision
 from .switches import switches
 
+# torch.cuda's own function in Python calls this one.
+_is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 # The tensors that stand for plain ones while a call is traced, and the modes that do so.
 _TRACED_TENSORS = (FakeTensor, FunctionalTensor)
@@ -142,7 +147,7 @@ def surroundings(first: Tensor) -> tuple[object, ...]:
     dtype = autocast_dtype(first.device) if _is_any_autocast_enabled() else None
     precision, recording = None, False
     if first.is_cuda:
-        recording = torch.cuda.is_current_stream_capturing()
+        recording = _is_capturing()
         if (dtype or first.dtype) is torch.float32:
             precision = input_precision(first.device, torch.float32)
-    return (is_grad_enabled(), dtype, precision, recording, *switches())
+    return is_grad_enabled(), dtype, precision, recording, switches()

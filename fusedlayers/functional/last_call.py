@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 
 from ..kernels.launching import ALIGNMENT_MASK, layout_of
-from .call import observed, surroundings
+from .call import surroundings
 
 # torch.compile's own comparison of tensors, in C++: class, dispatch keys (which tell autocast and transforms, too),
 # dtype, device, requires_grad, sizes and strides. Ours below is the same in Python, several times slower.
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
-_STRIDED = torch.strided
+
+
+_Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
 class _Record(NamedTuple):
@@ -25,8 +27,10 @@ class _Record(NamedTuple):
 
     call: Any
     absent: tuple[int, ...]  # places of the tensors that are None
-    present: Callable[[Sequence[Any]], tuple[Any, ...]]  # those that are compared
-    alike: Callable[..., bool]
+    compared: _Picker  # the tensors that are compared
+    same: Callable[..., bool]
+    read: _Picker  # those that kernels read, at addresses of the same alignment
+    aligned: Callable[..., bool] | None
     facts: tuple[object, ...]
     options: tuple[Any, ...]
 
@@ -35,12 +39,17 @@ class LastCall:
     """Tells whether a call is the same as the one before, but for addresses.
 
     It keeps no tensor. A copy of a module, or a module that was stored, begins without one.
+
+    Args:
+        inputs: the places of the tensors that are no parameters of the module that calls: torch's own expression takes
+            whatever parameters have become. None: no module calls.
+        guarded: the module has compared its parameters itself, but for addresses.
     """
 
-    __slots__ = ("_of_module", "_record", "_seen")
+    __slots__ = ("_guarded", "_inputs", "_record", "_seen")
 
-    def __init__(self, of_module: bool = True) -> None:
-        self._of_module = of_module
+    def __init__(self, inputs: tuple[int, ...] | None = None, *, guarded: bool = False) -> None:
+        self._inputs, self._guarded = inputs, guarded
         self._seen: Any = None
         # One object that is never changed, so that threads do not mix what belongs to several calls.
         self._record: _Record | None = None
@@ -49,38 +58,41 @@ class LastCall:
         """The prepared call, if this one is like it; else None."""
         record = self._record
         # A dual tensor looks like a plain one, and not every dispatch mode shows in the keys (checkpoints' do not).
-        if record is None or forward_ad._current_level >= 0 or observed():
+        if record is None or forward_ad._current_level >= 0 or _len_torch_dispatch_stack():
             return None
-        call, absent, present, alike, facts, known = record
+        call, absent, compared, same, read, aligned, facts, known = record
         for place in absent:
             if tensors[place] is not None:
                 return None
         # By identity: True equals 1, but not all that equals is right.
-        same = all(map(is_, options, known)) and alike(*present(tensors)) and surroundings(tensors[0]) == facts
-        return call if same else None
+        if options is not known and not all(map(is_, options, known)):
+            return None
+        if not same(*compared(tensors)) or (aligned is not None and not aligned(*read(tensors))):
+            return None
+        return call if surroundings(tensors[0]) == facts else None
 
     def note(self, call: Any, tensors: Sequence[Any], options: tuple[Any, ...]) -> None:
         """A call that :meth:`again` did not know: remembered when it comes twice in a row, and may be repeated."""
         if call is self._seen:
-            # torch's own expression takes whatever a module's parameters have become.
-            self._keep(call, tensors, options, parameters=not (self._of_module and call.sees_through))
+            self._keep(call, tensors, options)
         self._seen = call if call.repeatable else None
 
-    def _keep(self, call: Any, tensors: Sequence[Any], options: tuple[Any, ...], parameters: bool) -> None:
+    def _keep(self, call: Any, tensors: Sequence[Any], options: tuple[Any, ...]) -> None:
         absent = tuple(place for place, tensor in enumerate(tensors) if tensor is None)
-        skipped = () if parameters else (torch.nn.Parameter,)
-        compared = [
-            place for place, tensor in enumerate(tensors) if tensor is not None and not isinstance(tensor, skipped)
-        ]
-        present = at_places(compared)
-        alike = _same_layouts_as(*present(tensors), layouts=parameters)
-        self._record = _Record(call, absent, present, alike, surroundings(tensors[0]), options)
+        given = [place for place, tensor in enumerate(tensors) if tensor is not None]
+        alone = self._inputs is not None and (self._guarded or call.sees_through)
+        compared = at_places([place for place in given if not alone or place in (self._inputs or ())])
+        read = at_places(given)
+        aligned = None if call.sees_through else _aligned_as(*read(tensors))
+        self._record = _Record(
+            call, absent, compared, same_as(*compared(tensors)), read, aligned, surroundings(tensors[0]), options
+        )
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
 
-def at_places(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def at_places(places: Sequence[int]) -> _Picker:
     """A function that gives the elements at these places, always as a tuple."""
     if len(places) > 1:
         return itemgetter(*places)
@@ -91,25 +103,20 @@ def at_places(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...
     return lambda values: (values[place],)
 
 
-def _same_layouts_as(*tensors: Tensor, layouts: bool) -> Callable[..., bool]:
-    """Whether other tensors are the same but for their addresses, which kernels read modulo their alignment."""
-    check = same_as(*tensors)
-    if not layouts:
-        return check
-    aligned = tuple(tensor.data_ptr() & ALIGNMENT_MASK for tensor in tensors)
-    if any(aligned):
+def _aligned_as(*tensors: Tensor) -> Callable[..., bool]:
+    """Whether the addresses of other tensors have the alignment of these."""
+    expected = [tensor.data_ptr() & ALIGNMENT_MASK for tensor in tensors]
+    if any(expected):
         # Rare, so that nobody waits for it.
-        return lambda *others: check(*others) and aligned == tuple(each.data_ptr() & ALIGNMENT_MASK for each in others)
+        return lambda *others: expected == [other.data_ptr() & ALIGNMENT_MASK for other in others]
 
-    def same(*others: Tensor) -> bool:
-        if not check(*others):
-            return False
+    def aligned(*others: Tensor) -> bool:
         addresses = 0
         for other in others:
             addresses |= other.data_ptr()
         return not addresses & ALIGNMENT_MASK
 
-    return same
+    return aligned
 
 
 def same_as(*tensors: Tensor) -> Callable[..., bool]:
@@ -119,7 +126,7 @@ def same_as(*tensors: Tensor) -> Callable[..., bool]:
     try:
         check: Callable[..., bool] = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         if check(*tensors):
-            return partial(_compared, check)
+            return _safe(check)
     except Exception:
         # Another release of torch: the comparison below needs nothing of it.
         pass
@@ -128,16 +135,19 @@ def same_as(*tensors: Tensor) -> Callable[..., bool]:
     return lambda *others: _local_keys() == local and facts == [_facts(other) for other in others]
 
 
-def _compared(check: Callable[..., bool], *tensors: Any) -> bool:
-    try:
-        for tensor in tensors:
-            # torch's comparison asks for strides before anything else, and ends the process where there are none.
-            if tensor.layout is not _STRIDED or tensor.is_nested:
-                return False
-    except AttributeError:
-        # No tensor at all.
-        return False
-    return check(*tensors)
+def _safe(check: Callable[..., bool]) -> Callable[..., bool]:
+    def same(*tensors: Any) -> bool:
+        try:
+            for tensor in tensors:
+                # torch's comparison asks for strides first, and ends the process where there are none.
+                if tensor.is_nested:
+                    return False
+        except AttributeError:
+            # No tensor at all.
+            return False
+        return check(*tensors)
+
+    return same
 
 
 def _has_strides(tensor: Any) -> bool:

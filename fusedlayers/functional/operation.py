@@ -68,7 +68,7 @@ class Operation:
         self._tensors: Callable[..., Any] = at_places(tensors)
         self._options: Callable[..., Any] = at_places(options)
         # Of calls of the public function itself, whose layers are often alike.
-        self._last = LastCall(of_module=False)
+        self._last = LastCall()
         self.composite = Composite(function)
         self.kernel_operation = KernelOperation(self)
         OPERATIONS[self.name] = self

@@ -14,7 +14,7 @@ SWITCHES = ("FUSEDLAYERS_BACKEND", "FUSEDLAYERS_STRICT", "FUSEDLAYERS_WORKSPACE_
 # microsecond each. Beneath it lies a dictionary, of bytes on POSIX systems.
 _environment = os.environ
 _beneath: Any = getattr(os.environ, "_data", None)
-_keys = tuple(os.fsencode(name) for name in SWITCHES)
+_BACKEND, _STRICT, _WORKSPACE = (os.fsencode(name) for name in SWITCHES)
 if os.name != "posix" or type(_beneath) is not dict or not all(type(key) is bytes for key in _beneath):
     _beneath = None
 
@@ -23,8 +23,7 @@ def switches() -> tuple[object, object, object]:
     """The raw values of the :data:`SWITCHES`, None for those that are not set: what a call is recognised by."""
     # Somebody may have put another mapping in the place of os.environ.
     if _beneath is not None and os.environ is _environment:
-        backend, strict, workspace = _keys
-        return _beneath.get(backend), _beneath.get(strict), _beneath.get(workspace)
+        return _beneath.get(_BACKEND), _beneath.get(_STRICT), _beneath.get(_WORKSPACE)
     return os.environ.get(SWITCHES[0]), os.environ.get(SWITCHES[1]), os.environ.get(SWITCHES[2])
 
 

@@ -4,14 +4,17 @@ Searching a block for the parts of its FFN takes longer than a small product. So
 that the search looked at and that can change: where the parts are, their classes, hooks and methods, the options of
 activation and dropout, and of what kind the parameters are. Parameters themselves are read anew at every call, and
 nothing here refers to them: a child that is replaced is freed at once.
+
+A loop over all of that would still take a third of the time of a small layer. So it is written out as the source of a
+function, once for all blocks that are built alike, as ``dataclasses`` and torch.compile's guards are.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +27,48 @@ KEPT = "_fused_kept"
 _MISSING = object()
 # Options of activations and of dropout modules that can be set between two calls.
 _OPTIONS = ("approximate", "negative_slope", "p", "training")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-class _Place(NamedTuple):
-    """A module that the search came by: the place of its owner among these, its name there, and what it was."""
+class _Guard:
+    """The source of a function of a block, line by line, and the values that it compares with.
 
-    owner: int
-    name: str
-    module: weakref.ref[nn.Module]
-    kind: type[nn.Module]
-    called: bool  # whether the call of the module, and so its hooks, are what the search looked at
-    options: tuple[tuple[str, object], ...]
-    parameters: tuple[tuple[str, bool], ...]  # of a linear: name, and whether there is one
+    In the source, ``module0`` is the block and ``own0`` its ``__dict__``; its parts follow as ``module1``, ``own1`` ...
+    """
+
+    def __init__(self) -> None:
+        self._lines = ["own0 = module0.__dict__"]
+        self._values: list[object] = []
+
+    def value(self, value: object) -> str:
+        """The name of a value in the source."""
+        self._values.append(value)
+        return f"value{len(self._values) - 1}"
+
+    def unless(self, condition: str) -> None:
+        """From here on the condition holds."""
+        self._lines.append(f"if not ({condition}): return False")
+
+    def note(self, line: str) -> None:
+        self._lines.append(line)
+
+    def function(self) -> Callable[[nn.Module], bool]:
+        """Whether all conditions hold."""
+        names = ", ".join(f"value{index}" for index in range(len(self._values)))
+        body = "\n        ".join((*self._lines, "return True"))
+        made: Callable[[nn.Module], bool] = _maker(
+            f"def make({names}):\n    def stands(module0):\n        {body}\n    return stands\n"
+        )(*self._values)
+        return made
+
+
+@functools.cache
+def _maker(source: str) -> Callable[..., Any]:
+    """The function ``make`` of this source."""
+    space: dict[str, Any] = {}
+    exec(compile(source, f"<{__name__}>", "exec"), space)
+    made: Callable[..., Any] = space["make"]
+    return made
 
 
 class Kept:
@@ -48,9 +81,11 @@ class Kept:
         pieces: the FFNs.
         methods: (class, name) of methods of the block's that count, too; those of the parts do anyway.
         whole: whether the block holds nothing else, so that new children and tensors of its own matter, too.
+
+    ``stands(block)`` tells whether all of it is still so: then a search would find the same again.
     """
 
-    __slots__ = ("_children", "_kind", "_methods", "_places", "_same_parameters", "_values", "found")
+    __slots__ = ("_attributes", "found", "stands")
 
     def __init__(
         self,
@@ -63,106 +98,98 @@ class Kept:
         whole: bool = False,
     ) -> None:
         self.found = found
-        self._kind = type(block)
-        self._children = len(block._modules) if whole else None
-        linears = {id(linear) for each in pieces for linear in each.linears()}
-        owners: list[nn.Module] = [block]
-        paths = {"": 0}
-        places: list[_Place] = []
-        values: list[tuple[int, str, object]] = []
-        tensors: list[Tensor] = []
+        guard = _Guard()
+        guard.unless(f"type(module0) is {guard.value(type(block))}")
         parts = list(dict.fromkeys(path for name in names for path in (*_holders(name), name)))
-        for path in (*parts, *(name for name in block._modules if whole and name not in parts)):
+        others = [name for name in block._modules if whole and name not in parts]
+        if whole:
+            guard.unless(f"len(own0['_modules']) == {len(block._modules)}")
+            guard.unless("not own0['_parameters'] and not own0['_buffers']")
+        linears = {id(linear) for each in pieces for linear in each.linears()}
+        owners = {"": (0, block)}
+        counting = dict.fromkeys(methods)
+        tensors: dict[str, Tensor] = {}
+        self._attributes: list[object] = []
+        for path in (*parts, *others):
             holder, _, name = path.rpartition(".")
-            part = getattr(owners[paths[holder]], name, _MISSING)
+            owner, module = owners[holder]
+            part = getattr(module, name, _MISSING)
             if not isinstance(part, nn.Module):
-                values.append((paths[holder], name, part))
+                self._attributes.append(part)
+                _same_attribute(guard, owner, name, module, part)
                 continue
-            options = [(option, part.__dict__[option]) for option in _OPTIONS if option in part.__dict__]
-            if type(part) is not nn.Dropout:
-                options = [(option, value) for option, value in options if option != "training"]
-            parameters = []
+            index = len(owners)
+            owners[path] = index, part
+            _same_module(guard, owner, name, index, part)
+            if path not in parts:
+                continue
+            counting[type(part), "forward"] = None
+            _same_call(guard, index, part)
             if id(part) in linears:
-                for each in ("weight", "bias"):
-                    tensor = parameter(part, each)
-                    parameters.append((each, tensor is not None))
-                    tensors += () if tensor is None else (tensor,)
-            places.append(
-                _Place(
-                    paths[holder], name, weakref.ref(part), type(part), path in parts, tuple(options), tuple(parameters)
-                )
-            )
-            paths[path] = len(owners)
-            owners.append(part)
-        self._places, self._values = tuple(places), tuple(values)
-        self._same_parameters = same_as(*tensors)
-        counting = dict.fromkeys((*methods, *((place.kind, "forward") for place in places if place.called)))
-        self._methods = tuple((kind, name, getattr(kind, name)) for kind, name in counting)
-
-    def stands(self, block: nn.Module) -> bool:
-        """Whether all of it is still so: then a search would find the same again."""
-        if type(block) is not self._kind:
-            return False
-        for owner_class, name, method in self._methods:
-            if getattr(owner_class, name) is not method:
-                return False
-        whole = self._children is not None
-        if whole and (len(block._modules) != self._children or block._parameters or block._buffers):
-            return False
-        owners, tensors = [block], []
-        for owner, name, reference, kind, called, options, parameters in self._places:
-            holder = owners[owner].__dict__
-            module = holder["_modules"].get(name)
-            if module is None or module is not reference() or type(module) is not kind or name in holder:
-                return False
-            owners.append(module)
-            if not called:
-                continue
-            own = module.__dict__
-            if (
-                own["_forward_pre_hooks"]
-                or own["_forward_hooks"]
-                or own["_backward_pre_hooks"]
-                or own["_backward_hooks"]
-                or "forward" in own
-                or module._compiled_call_impl is not None
-            ):
-                return False
-            for option, value in options:
-                if own.get(option, _MISSING) != value:
-                    return False
-            if parameters:
-                kept = own["_parameters"]
-                for each, given in parameters:
-                    tensor = kept[each] if each in kept else getattr(module, each)
-                    if tensor is not None:
-                        tensors.append(tensor)
-                    if (tensor is not None) is not given:
-                        return False
-        for owner, name, value in self._values:
-            own = owners[owner].__dict__
-            if (own[name] if name in own else _elsewhere(owners[owner], name)) is not value:
-                return False
-        return self._same_parameters(*tensors)
+                tensors |= _same_kinds(guard, index, part)
+        for kind, name in counting:
+            guard.unless(f"{guard.value(kind)}.{name} is {guard.value(getattr(kind, name))}")
+        guard.unless(f"{guard.value(same_as(*tensors.values()))}({', '.join(tensors)})")
+        self.stands = guard.function()
 
     def is_complete(self) -> bool:
         """Whether nothing can change unseen: the options of a partial function lie inside of it."""
-        return not any(isinstance(value, functools.partial) for _, _, value in self._values)
+        return not any(isinstance(value, functools.partial) for value in self._attributes)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A copy of a block, or a block that was stored, searches anew."""
         return type(None), ()
 
 
+def _same_attribute(guard: _Guard, owner: int, name: str, module: nn.Module, value: object) -> None:
+    """What is no module is the same object, where it was."""
+    own, expected = f"own{owner}", guard.value(value)
+    if name in module.__dict__:
+        guard.unless(f"{own}.get({name!r}, {guard.value(_MISSING)}) is {expected}")
+    else:
+        # A child that is None, or an attribute of the class.
+        missing = guard.value(_MISSING)
+        guard.unless(f"{name!r} not in {own} and getattr(module{owner}, {name!r}, {missing}) is {expected}")
+
+
+def _same_module(guard: _Guard, owner: int, name: str, index: int, part: nn.Module) -> None:
+    """The same child, of the same class, not hidden behind an attribute of the same name."""
+    guard.note(f"module{index} = own{owner}['_modules'].get({name!r})")
+    guard.unless(
+        f"module{index} is not None and module{index} is {guard.value(weakref.ref(part))}() "
+        f"and type(module{index}) is {guard.value(type(part))} and {name!r} not in own{owner}"
+    )
+    guard.note(f"own{index} = module{index}.__dict__")
+
+
+def _same_call(guard: _Guard, index: int, part: nn.Module) -> None:
+    """Nothing is attached to its call, and what can be set of it is as it was."""
+    own = f"own{index}"
+    guard.unless(f"not ({' or '.join(f'{own}[{hooks!r}]' for hooks in _HOOKS)})")
+    guard.unless(f"'forward' not in {own} and {own}.get('_compiled_call_impl') is None")
+    for option in _OPTIONS:
+        if option in part.__dict__ and (option != "training" or type(part) is nn.Dropout):
+            value, missing = guard.value(part.__dict__[option]), guard.value(_MISSING)
+            guard.unless(f"{own}.get({option!r}, {missing}) == {value}")
+
+
+def _same_kinds(guard: _Guard, index: int, linear: nn.Module) -> dict[str, Tensor]:
+    """Whether there is a bias; and the tensors to compare, by their names in the source."""
+    found = {}
+    for each in ("weight", "bias"):
+        name = f"{each}{index}"
+        tensor = parameter(linear, each)
+        registered = f"own{index}['_parameters'].get({each!r})"
+        guard.note(f"{name} = {registered if each in linear._parameters else f'module{index}.{each}'}")
+        guard.unless(f"{name} is {'' if tensor is None else 'not '}None")
+        if tensor is not None:
+            found[name] = tensor
+    return found
+
+
 def _holders(path: str) -> list[str]:
     steps = path.split(".")[:-1]
     return [".".join(steps[: count + 1]) for count in range(len(steps))]
-
-
-def _elsewhere(owner: nn.Module, name: str) -> object:
-    """The attribute ``name`` of ``owner``, which is not in its own dictionary."""
-    modules = owner.__dict__["_modules"]
-    return modules[name] if name in modules else getattr(owner, name, _MISSING)
 
 
 def kept(block: nn.Module) -> Any:

@@ -11,12 +11,15 @@ from ..functional.ffn import FFN
 from ..functional.last_call import LastCall
 from .children import linear_weight, parameter, split_gate, why_not_plain
 
+# Of the tensors of ``functional.ffn``: x, the residual and the seed.
+_INPUTS = (0, 7, 8)
+
 
 class FFNPieces:
     """One FFN as it stands in a module: its linear children, and how the hidden is made from them.
 
     The linears are referred to weakly: blocks keep their pieces from call to call, and a child that is replaced must be
-    freed at once, not at the next call.
+    freed at once, not at the next call. A block runs pieces that it kept while its parameters are of the same kind.
 
     ``original`` is the activation as the module has it, where that is not ours, and ``output_dropout_p`` the
     probability of a dropout that the module applies to the result, which is no part of :meth:`run`. Where one linear
@@ -24,7 +27,8 @@ class FFNPieces:
     """
 
     __slots__ = (
-        "_down", "_gate", "_last", "_up", "activation", "dropout_p", "gate_rows", "original", "output_dropout_p"
+        "_down", "_gate", "_last", "_options", "_up", "activation", "dropout_p", "gate_rows", "original",
+        "output_dropout_p",
     )  # fmt: skip
 
     def __init__(
@@ -42,7 +46,8 @@ class FFNPieces:
         self._gate = None if gate is None else weakref.ref(gate)
         self.activation, self.dropout_p = activation, dropout_p
         self.original, self.output_dropout_p, self.gate_rows = original, output_dropout_p, gate_rows
-        self._last = LastCall()
+        self._last = LastCall(_INPUTS, guarded=True)
+        self._options: tuple[Any, ...] = (activation, dropout_p, "auto")
 
     @property
     def up(self) -> nn.Module:
@@ -110,7 +115,9 @@ class FFNPieces:
         w_up, b_up, w_gate, b_gate = self._into_hidden()
         w_down, b_down = _read(self._down())
         tensors = (x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, None)
-        options = (self.activation, self.dropout_p, recompute)
+        options = self._options
+        if options[2] is not recompute:
+            options = self._options = (self.activation, self.dropout_p, recompute)
         in_kernels = self.gate_rows is not None and not self.dropout_p
         y: Tensor | None = FFN.repeat(self._last, tensors, options, in_kernels=in_kernels)
         return y
