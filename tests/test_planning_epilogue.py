@@ -17,7 +17,7 @@ H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
 PIPELINED = replace(H200, pipelined=True)
 A100 = Device("cuda", "NVIDIA A100", "sm_80", processors=108, triton=True)
 INFERENCE = Problem("ffn", batch=1, M=16_384, K=1024, N=4096, O=1024, dtype="bfloat16", activation="gelu_tanh")
-TRAINING = replace(INFERENCE, needs_data_gradient=True, needs_weight_gradient=True)
+TRAINING = replace(INFERENCE, needs_data_gradient=True, needs_weight_gradient=True, needs_bias_gradient=True)
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -38,8 +38,21 @@ def test_thresholds_decide_at_the_operation(gated: bool, training: bool, capture
     assert f"faster than torch from {least:,} on" in dict(made.rejected)["epilogue"]
 
 
-def test_a_graph_can_only_help() -> None:
-    assert all(alone >= captured for alone, captured in ffn_epilogue.FASTER_FROM.values())
+def test_a_graph_can_only_help_a_training_step() -> None:
+    assert all(alone >= captured for (_, training), (alone, captured) in ffn_epilogue.FASTER_FROM.items() if training)
+
+
+def test_few_tokens_take_two_launches_for_five() -> None:
+    gated = replace(INFERENCE, M=64, N=2816, gated=True)
+    assert plan(gated, PIPELINED).path == "epilogue"
+    for change in ({"M": 63}, {"gated": False}, {"captured": True}, {"needs_data_gradient": True}, {"N": 1024}):
+        assert plan(replace(gated, **change), PIPELINED).path == "torch", change
+
+
+def test_sums_that_nobody_wants_limit_nothing() -> None:
+    rows = replace(TRAINING, M=2**20, N=2**13)
+    assert plan(rows, PIPELINED).path == "torch"
+    assert plan(replace(rows, needs_bias_gradient=False), PIPELINED).path == "epilogue"
 
 
 @pytest.mark.parametrize(

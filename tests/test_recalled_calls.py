@@ -250,7 +250,7 @@ def test_facts_of_the_device_that_change(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_capture_is_planned_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     capturing = [False]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(call, "_is_capturing", lambda: capturing[0])
 
     def key() -> Any:
         with mock.patch.object(call, "PLAIN_TENSORS", (OnGPU,)):
@@ -284,7 +284,7 @@ class OnGPU:
 
 
 def test_float32_precision_is_part_of_a_call_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(call, "_is_capturing", lambda: False)
 
     def seen(dtype: torch.dtype) -> Any:
         with mock.patch.object(call, "PLAIN_TENSORS", (OnGPU,)):

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fusedlayers import functional
 from fusedlayers.functional import dispatch
 from fusedlayers.functional.call import observed, traced, with_known_sizes
+from fusedlayers.functional.ffn import FFN
 from fusedlayers.planning import Device, Problem
 from tests.operands import Allocations
 
@@ -32,12 +33,12 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dispatch._cached_plan.cache_clear()
 
 
-def operations(rows: int, **options: Any) -> set[str]:
+def operations(rows: int, units: int = 256, **options: Any) -> set[str]:
     """Which of our operations a call on a GPU would be written down as."""
 
     def call() -> Tensor:
         x, w_up, w_down = (
-            torch.empty(*s, device="cuda", dtype=torch.bfloat16) for s in ((rows, 64), (256, 64), (64, 256))
+            torch.empty(*s, device="cuda", dtype=torch.bfloat16) for s in ((rows, 64), (units, 64), (64, units))
         )
         return functional.ffn(x, w_up, w_down, **options)
 
@@ -63,11 +64,19 @@ def test_who_observes_operations() -> None:
 @pytest.mark.usefixtures("h200")
 def test_small_problems_run_as_kernels_where_a_graph_will_be_recorded() -> None:
     """Without a call before, as torch.compile makes one itself before it records."""
-    assert operations(2**19) == {"ffn_forward"}, "large enough anyway"
-    assert operations(2**14) == set()
+    assert operations(2**19, 252) == {"ffn_forward"}, "large enough anyway"
+    assert operations(2**15, 252) == set()
     with inductor.patch({"triton.cudagraphs": True}):
-        assert operations(2**14) == {"ffn_forward"}
-        assert operations(2**4) == set()
+        assert operations(2**15, 252) == {"ffn_forward"}
+        assert operations(2**4, 252) == set()
+
+
+@pytest.mark.usefixtures("h200")
+def test_few_rows_are_torchs_where_a_compiler_saves_the_host_its_launches() -> None:
+    x, w_up, w_down = (torch.empty(*s, dtype=torch.bfloat16) for s in ((64, 64), (256, 64), (64, 256)))
+    problem = FFN.problem_of(x=x, w_up=w_up, w_down=w_down)
+    assert dispatch.dispatch(problem, torch.device("cuda")).path == "fused"
+    assert operations(64) == set()
 
 
 @pytest.mark.usefixtures("h200")

@@ -58,7 +58,7 @@ def captured(device: torch.device) -> bool:
     """Whether this call is being recorded into a CUDA graph, or compiled to be."""
     if device.type != "cuda":
         return False
-    return recorded_later() if observed() else torch.cuda.is_current_stream_capturing()
+    return recorded_later() if observed() else _is_capturing()
 
 
 def transformed(*tensors: Tensor | None) -> bool:

@@ -37,8 +37,7 @@ from .ffn_epilogue import EpiloguePlan
 
 # From how many hidden elements (batch × M × N) on the kernels were faster than torch on an H200, bfloat16: rows of
 # (largest padded width, (launched one by one, inside a CUDA graph)); above the last row torch was as fast or faster.
-# Launched one by one, the host needs about 70 µs for a forward pass and 550 µs with backward, eager torch 40 and 350:
-# a problem must keep the GPU busy longer than that. In a graph torch.compile counts too.
+# Of an FFN at most four times the width count as hidden units: more of them do not keep more processors busy.
 _Thresholds = tuple[tuple[int, tuple[int, int]], ...]
 FASTER_FROM: dict[tuple[str, bool], _Thresholds] = {
     ("ffn", False): ((64, (2**26, 2**22)), (128, (2**26, 2**25))),
@@ -48,15 +47,20 @@ FASTER_FROM: dict[tuple[str, bool], _Thresholds] = {
     ("gemm_gemm", False): ((128, (2**27, 2**25)),),
     ("gemm_gemm", True): ((64, (2**28, 2**25)),),
 }
-# The same where every kernel of the problem is a pipelined one.
+# The same where every kernel of the problem is a pipelined one. An FFN then costs the host as much as torch's launches
+# or less, so that the device alone decides.
 PIPELINED_FASTER_FROM: dict[tuple[str, bool], _Thresholds] = {
-    ("ffn", False): ((64, (2**26, 2**20)), (128, (3 * 2**24, 2**21)), (256, (2**26, 2**23))),
-    ("ffn", True): ((64, (2**27, 2**21)), (128, (2**27, 2**23)), (256, (2**27, 2**23))),
-    ("gated ffn", False): ((64, (3 * 2**24, 2**19)), (128, (3 * 2**24, 2**20)), (256, (45 * 2**20, 2**22))),
-    ("gated ffn", True): ((64, (3 * 2**24, 2**19)), (128, (3 * 2**25, 2**23)), (256, (3 * 2**25, 3 * 2**21))),
+    ("ffn", False): ((64, (2**20, 2**20)), (128, (2**21, 2**21)), (256, (2**23, 2**23))),
+    ("ffn", True): ((64, (2**21, 2**21)), (128, (2**23, 2**23)), (256, (2**23, 2**23))),
+    ("gated ffn", False): ((64, (2**19, 2**19)), (128, (2**20, 2**20)), (256, (2**22, 2**22))),
+    ("gated ffn", True): ((64, (2**19, 2**19)), (128, (2**23, 2**23)), (256, (3 * 2**21, 3 * 2**21))),
     ("gemm_gemm", False): ((128, (2**27, 2**22)),),
     ("gemm_gemm", True): ((64, (2**28, 2**24)), (128, (2**28, 2**26))),
 }
+# Launched one by one, few rows wait for the host: the one launch of a pipelined forward pass costs it two thirds of
+# what torch's cost, about 50 µs. One tile of rows takes as long at twice these elements of weights; whatever is below
+# needs no more rows.
+FEWEST_LAUNCHES = 2**20
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,8 @@ class Problem(Call):
     dropout: bool = False
     needs_data_gradient: bool = False
     needs_weight_gradient: bool = False
+    needs_bias_gradient: bool = False  # of the up or the gate projection
+    compiled: bool = False  # by torch.compile, whose calls cost the host less than launches one by one
     recompute: bool | str = "auto"
     saved_limit: int | None = None
     workspace_limit: int = WORKSPACE_LIMIT
@@ -247,7 +253,13 @@ def why_slower(problem: Problem, device: Device) -> str | None:
     if thresholds is None:
         use = "training" if problem.training else "inference"
         return f"in {use} torch was as fast or faster at width {width}"
-    return too_small(problem.batch * problem.M * problem.N, "hidden elements", thresholds, problem.captured)
+    units = problem.N
+    if problem.operation == "ffn":
+        units = min(units, 4 * width)
+        few = table is PIPELINED_FASTER_FROM and problem.weight_elements <= FEWEST_LAUNCHES
+        if few and not (problem.training or problem.captured or problem.compiled):
+            return None
+    return too_small(problem.batch * problem.M * units, "hidden elements", thresholds, problem.captured)
 
 
 def _tiles(kernel: str, problem: Problem, device: Device) -> TileConfig | None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...kernels.hopper import ALIGNMENT, matrix, untransposed
 from ...planning import Problem
 from ...planning.ffn_epilogue import LEAST_CHUNK_WIDTH
-from ..call import PLAIN_TENSORS, captured, observed, subclass_of, transformed, wants_gradient
+from ..call import PLAIN_TENSORS, captured, observed, subclass_of, traced, transformed, wants_gradient
 from ..operands import check_given, check_layout, check_shape, check_tensors, compute_dtype, input_precision, said
 from ..switches import workspace_limit
 
@@ -130,11 +130,13 @@ def ffn_problem(
         dropout=dropout_p > 0,
         needs_data_gradient=wants_gradient(x),
         needs_weight_gradient=wants_gradient(w_up, w_down, b_up, w_gate, b_gate),
+        needs_bias_gradient=wants_gradient(b_up, b_gate),
         recompute=recompute if isinstance(recompute, (bool, str)) else "auto",
         saved_limit=budget,
         workspace_limit=workspace_limit(),
         input_precision=input_precision(x.device, dtype),
         captured=captured(x.device),
+        compiled=traced(),
         portable=portable_operand(x, w_up, w_down, b_up, w_gate, b_gate),
         subclass=subclass_of(x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual),
     )
