@@ -88,9 +88,9 @@ def _line(what: str, torch: str, speed_up: float, memory: list[int | None]) -> t
 
 def draw(path: Path) -> None:
     """Speed and memory of whole training steps with ours, as multiples of torch's."""
-    rows = [row for row in tables.timed_rows(_read("steps", "h200-bf16.json")) if step_tables.ratio(row, "auto")]
+    rows = [row for row in tables.timed_rows(_read("steps", "h200-bf16.json")) if step_tables.over_torch(row, "auto")]
     names = [f"{row['title'].replace(', 128 images', '')}{_COMPILED[row['direction']]}" for row in rows]
-    speeds = [1 / (step_tables.ratio(row, "auto") or 1) for row in rows]
+    speeds = [1 / (step_tables.over_torch(row, "auto") or 1) for row in rows]
     memory = [(step_tables.peak(row, "auto") or 0) / (step_tables.peak(row, "torch") or 1) for row in rows]
     for name, torch, ours in _compiled_runs():
         names.append(f"language model, {name.replace(' a step', '')}, compiled")

@@ -51,6 +51,7 @@ class Timing:
     """The times of one contender; ``replayed`` is None where no graph could be captured, for ``replay_reason``.
 
     ``host_seconds`` is what the host needs to launch the work once. ``host_bound``: the launched time shows the host.
+    ``rounds`` are the launched times in the order of the rounds, which all contenders share.
     """
 
     launched: Spread
@@ -58,6 +59,15 @@ class Timing:
     replay_reason: str
     host_seconds: float
     host_bound: bool
+    rounds: tuple[float, ...] = ()
+
+    def over(self, other: Timing) -> float:
+        """The median of this launched time over another one of the same round.
+
+        A host that is slower for a while is so for both, where two medians may be those of different whiles.
+        """
+        pairs = zip(self.rounds, other.rounds, strict=True)
+        return statistics.median(ours / theirs for ours, theirs in pairs)
 
     @property
     def device_seconds(self) -> float:
@@ -145,6 +155,7 @@ def measure(
             replay_reasons[name],
             host,
             clock.separate_host and _host_bound(launched_spread, replayed_spread, host),
+            tuple(times[name, "launched"]),
         )
     return timings
 

@@ -168,19 +168,24 @@ def test_a_bad_command_line_names_the_argument(
     assert said in capsys.readouterr().err
 
 
-def timed(microseconds: float, host_bound: bool = True) -> dict[str, Any]:
+def timed(microseconds: float, over_torch: float = 1.0, host_bound: bool = True) -> dict[str, Any]:
     spread = {"median": microseconds / 1e6}
-    return {"status": "timed", "launched": spread, "replayed": None, "host_seconds": 1e-6, "host_bound": host_bound}
+    return {
+        "status": "timed", "launched": spread, "replayed": None, "host_seconds": 1e-6, "host_bound": host_bound,
+        "over_torch": over_torch,
+    }  # fmt: skip
 
 
 def test_ratios_are_of_their_kind_and_limits_hold_where_the_host_decides() -> None:
     contenders = {
-        "torch": timed(100), "auto": timed(104), "kernels": timed(109), "torch, one thread": timed(50),
-        "auto, one thread": timed(51), "kernels, one thread": timed(56),
+        "torch": timed(100), "auto": timed(104, 1.04), "kernels": timed(109, 1.09), "torch, one thread": timed(50),
+        "auto, one thread": timed(51, 1.02), "kernels, one thread": timed(56, 1.12),
     }  # fmt: skip
     row: Any = {"grid": "ffn", "shape": [1, 2, 3], "direction": "forward_backward", "contenders": contenders}
-    found: Any = {"rows": [row, {**row, "contenders": {"torch": timed(100), "auto": timed(200, host_bound=False)}}]}
-    assert host_tables.ratio(row, "kernels, one thread") == pytest.approx(1.12)
+    found: Any = {
+        "rows": [row, {**row, "contenders": {"torch": timed(100), "auto": timed(200, 2.0, host_bound=False)}}]
+    }
+    assert host_tables.over_torch(row, "kernels, one thread") == pytest.approx(1.12)
     assert host_tables.over_limits(found) == [
         "ffn 1×2×3 f+b, auto: 1.04 of torch's time, at most 1.03",
         "ffn 1×2×3 f+b, kernels, one thread: 1.12 of torch's time, at most 1.10",

@@ -140,6 +140,9 @@ def test_liger_changes_the_library_for_its_own_model_alone(monkeypatch: pytest.M
 
     fake = types.ModuleType("liger_kernel.transformers")
     fake._apply_liger_kernel_to_instance = apply  # type: ignore[attr-defined]
+    patches = types.ModuleType("liger_kernel.transformers.monkey_patch")
+    patches.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", patches)
     monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", fake)
     variant = step_models.variants(plain, (TORCH, LIGER))[LIGER]
@@ -152,12 +155,14 @@ def test_liger_changes_the_library_for_its_own_model_alone(monkeypatch: pytest.M
     assert library.apply_rotary_pos_emb is rotary
     fake._apply_liger_kernel_to_instance = None  # type: ignore[attr-defined]
     assert "TypeError" in step_models.variants(plain, (LIGER,))[LIGER].reason
+    patches.MODEL_TYPE_TO_APPLY_LIGER_FN.clear()
+    assert step_models.variants(plain, (LIGER,))[LIGER].reason == "Liger-Kernel has no layers for it"
 
 
 def test_steps_that_take_longer_than_they_may_are_named() -> None:
     def timed(milliseconds: float, peak: int) -> dict[str, Any]:
-        spread = {"median": milliseconds / 1e3}
-        return {"status": "timed", "launched": spread, "host_bound": False, "peak_bytes": peak}
+        entry = {"status": "timed", "launched": {"median": milliseconds / 1e3}, "host_bound": False}
+        return entry | {"peak_bytes": peak, "over_torch": milliseconds / 10}
 
     row: Any = {
         "grid": "bert-768", "title": "BERT", "direction": "compile", "shape": [16_384], "held_bytes": 2**20,

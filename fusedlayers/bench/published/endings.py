@@ -27,6 +27,12 @@ def finish(record: Record, path: Path, tables: ModuleType, passed: str, *, plott
     return True
 
 
+def over_torch(row: Record, name: str) -> float | None:
+    """A contender's launched time over torch's of the same round, which runs the same way; above 1 torch is faster."""
+    found: float | None = row["contenders"].get(name, {}).get("over_torch")
+    return found
+
+
 def day_and_commit(record: Record) -> str:
     """When a record was made, and of which commit if it is one of a clone."""
     return record["started"][:10] + (f", commit {record['commit'][:10]}" if record["commit"] else "")

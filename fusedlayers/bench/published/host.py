@@ -248,6 +248,9 @@ def _timed(
             entries[name] = records.untimed_entry("not timed", timing.reason, (path, None))
         else:
             entries[name] = _entry(timing, path, device)
+            yardstick = timings.get(host_tables.yardstick(name))
+            if isinstance(yardstick, Timing):
+                entries[name]["over_torch"] = timing.over(yardstick)
     loop.forget()
     grid: Grid = row.stand.grid
     return {

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..record import Record
 from ..tables import NONE, Table, median, rows_with_times, shape_of, timed_rows
-from .endings import day_and_commit
+from .endings import day_and_commit, over_torch
 from .plots import figure_class, save
 
 TORCH, AUTO, KERNELS, AUTO_FUNCTION = "torch", "auto", "kernels", "function"
@@ -19,15 +19,9 @@ _PASSES = {"forward": "f", "forward_backward": "f+b"}
 _COLOURS = {AUTO: "#0072b2", KERNELS: "#e69f00", AUTO_FUNCTION: "#56b4e9"}
 
 
-def _yardstick(name: str) -> str:
+def yardstick(name: str) -> str:
     """Torch's name among those that run the same way."""
     return TORCH + name[len(name.partition(",")[0]) :]
-
-
-def ratio(row: Record, name: str, kind: str = "launched") -> float | None:
-    """A contender's time over torch's, which runs the same way; above 1 torch is faster."""
-    ours, theirs = median(row, name, kind), median(row, _yardstick(name), kind)
-    return None if ours is None or theirs is None else ours / theirs
 
 
 def table(record: Record) -> Table:
@@ -67,7 +61,7 @@ def over_limits(record: Record) -> list[str]:
     lines = []
     for row in timed_rows(record):
         for name, entry in row["contenders"].items():
-            limits, found = LIMITS.get(name.partition(",")[0]), ratio(row, name)
+            limits, found = LIMITS.get(name.partition(",")[0]), over_torch(row, name)
             if limits is None or found is None or not entry["host_bound"] or name.endswith(COMPILED):
                 continue
             limit = limits[row["direction"] == "forward"]
@@ -99,7 +93,7 @@ def _bars(axes: Any, rows: list[Record]) -> None:
     width = 0.8 / len(_COLOURS)
     for place, (name, colour) in enumerate(_COLOURS.items()):
         for way, hatch in ((ONE_WAY, ""), (ONE_THREAD, "//")):
-            found = {at: value for at, row in enumerate(rows) if (value := ratio(row, name + way)) is not None}
+            found = {at: value for at, row in enumerate(rows) if (value := over_torch(row, name + way)) is not None}
             if found:
                 # The one without a thread stands before the other, half as wide.
                 at = [i - 0.4 + (place + 0.5) * width for i in found]
@@ -120,8 +114,8 @@ def _cell(row: Record, name: str) -> str:
     if entry is None or seconds is None:
         return NONE
     mark = "*" if entry["host_bound"] else ""
-    found = ratio(row, name)
-    return f"{_microseconds(seconds)}{mark}" + ("" if found is None or name == _yardstick(name) else f" ({found:.2f})")
+    found = over_torch(row, name)
+    return f"{_microseconds(seconds)}{mark}" + ("" if found is None or name == yardstick(name) else f" ({found:.2f})")
 
 
 def _microseconds(seconds: float | None) -> str:

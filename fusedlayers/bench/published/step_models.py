@@ -191,6 +191,9 @@ def _with_liger(model: nn.Module) -> Variant:
         liger = importlib.import_module("liger_kernel.transformers")
     except ImportError:
         return Variant(None, "Liger-Kernel is not installed")
+    known = importlib.import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
+    if model.config.model_type not in known:  # type: ignore[union-attr]
+        return Variant(None, "Liger-Kernel has no layers for it")
     library = sys.modules[type(model).__module__]
     before = dict(vars(library))
     reason = ""

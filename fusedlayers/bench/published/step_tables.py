@@ -7,7 +7,7 @@ from typing import Any
 
 from ..record import Record
 from ..tables import NONE, Table, median, rows_with_times, timed_rows
-from .endings import day_and_commit
+from .endings import day_and_commit, over_torch
 from .plots import figure_class, save
 from .step_models import AUTO, KERNELS, LIGER, NAMES, RECOMPUTE, TORCH
 
@@ -15,12 +15,6 @@ MODES = ("eager", "compile", "reduce-overhead")
 # The most that a step may take with ours in auto mode, as a multiple of the same model's without, in the same mode.
 LIMIT = 1.02
 _COLOURS = {AUTO: "#0072b2", KERNELS: "#e69f00", RECOMPUTE: "#56b4e9", LIGER: "#cc79a7"}
-
-
-def ratio(row: Record, name: str) -> float | None:
-    """A contender's time over torch's in the same mode; above 1 torch is faster."""
-    ours, theirs = median(row, name, "launched"), median(row, TORCH, "launched")
-    return None if ours is None or theirs is None else ours / theirs
 
 
 def peak(row: Record, name: str) -> int | None:
@@ -63,7 +57,7 @@ def markdown(record: Record) -> str:
 
 def over_limits(record: Record) -> list[str]:
     """One line for each model and mode that is slower with ours, in auto mode, than it may be."""
-    found = [(row, ratio(row, AUTO)) for row in timed_rows(record)]
+    found = [(row, over_torch(row, AUTO)) for row in timed_rows(record)]
     return [
         f"{row['grid']}, {row['direction']}: {times:.2f} of its time, at most {LIMIT:.2f}"
         for row, times in found
@@ -81,7 +75,7 @@ def plot(record: Record, path: Path) -> list[Path]:
     rows = rows_with_times(record)
     figure = figure_class()(figsize=(max(8, len(rows)), 8), layout="constrained")
     axes = figure.subplots(2, 1, sharex=True)
-    _bars(axes[0], rows, {name: [ratio(row, name) for row in rows] for name in _COLOURS})
+    _bars(axes[0], rows, {name: [over_torch(row, name) for row in rows] for name in _COLOURS})
     _bars(axes[1], rows, {name: [_memory_ratio(row, name) for row in rows] for name in _COLOURS})
     axes[0].set_ylabel("time of a step over torch's")
     axes[1].set_ylabel("most in memory over torch's")
@@ -109,7 +103,7 @@ def _memory_ratio(row: Record, name: str) -> float | None:
 
 
 def _time(row: Record, name: str) -> str:
-    seconds, found = median(row, name, "launched"), ratio(row, name)
+    seconds, found = median(row, name, "launched"), over_torch(row, name)
     if seconds is None:
         return NONE
     mark = "*" if row["contenders"][name]["host_bound"] else ""

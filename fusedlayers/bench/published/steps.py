@@ -197,7 +197,7 @@ def measured(
     )
     for label, timing in timings.items():
         mode, name = places[label]
-        entries[mode][name] |= _times(timing)
+        entries[mode][name] |= _times(timing, timings.get(f"{TORCH}, {mode}"))
     held = sum(_bytes(parameter) for parameter in plain.parameters())
     held += sum(_bytes(value) for state in optimizer.state.values() for value in state.values())
     return [
@@ -319,12 +319,13 @@ def checked(step: Step, truth: Truth, plain: nn.Module, device: torch.device) ->
     return Verification(step.name, entry["path"] or "", "red" if faults else "green", "; ".join(faults[:3])), entry
 
 
-def _times(timing: Timing | NotTimed) -> Record:
+def _times(timing: Timing | NotTimed, yardstick: Timing | NotTimed | None) -> Record:
     if isinstance(timing, NotTimed):
         return {"reason": timing.reason}
     return {
         "status": "timed",
         "launched": asdict(timing.launched),
+        "over_torch": timing.over(yardstick) if isinstance(yardstick, Timing) else None,
         "host_seconds": timing.host_seconds,
         "host_bound": timing.host_bound,
     }
