@@ -12,7 +12,6 @@ from torch.compiler import is_dynamo_compiling
 from .. import functional
 from ..functional.last_call import LastCall
 from ..functional.linear import LINEAR, check_reduction, check_split_k
-from .children import parameter
 from .keeping import KEPT
 from .traced import outside_of_traces
 
@@ -82,9 +81,13 @@ class SplitKLinear(nn.Linear):
         last = own.get(KEPT)
         if last is None:
             last = own[KEPT] = LastCall(inputs=(0,))
-        y: Tensor = LINEAR.repeat(
-            last, (x, parameter(self, "weight"), parameter(self, "bias")), (None, self.split_k, self.reduction)
-        )
+        held = own["_parameters"]
+        try:
+            # Found where torch keeps them sooner than as attributes.
+            weight, bias = held["weight"], held["bias"]
+        except KeyError:
+            weight, bias = self.weight, self.bias
+        y: Tensor = LINEAR.repeat(last, (x, weight, bias), (None, self.split_k, self.reduction))
         return y
 
     @outside_of_traces
