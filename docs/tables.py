@@ -18,6 +18,7 @@ from typing import Any
 
 from fusedlayers.bench import tables
 from fusedlayers.bench.published import host_tables, step_tables
+from fusedlayers.bench.published.endings import over_torch
 from fusedlayers.bench.published.plots import figure_class
 from tests.models import family_table, step_table
 from train_examples import end_to_end
@@ -52,14 +53,11 @@ def _compiled_runs() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
 def _expectations() -> str:
     """What a user may expect, in few lines: whole models, one layer, and where torch stays faster."""
     lines = []
-    for row in tables.timed_rows(_read("steps", "h200-bf16.json")):
-        ours, theirs = (tables.median(row, name, "launched") for name in ("auto", "torch"))
-        if ours is None or theirs is None or not row["title"].startswith(("Llama", "GPT-2")):
-            continue
-        memory = [step_tables.peak(row, name) for name in ("torch", "auto")]
-        lines.append(
-            _line(f"{row['title']}{_COMPILED[row['direction']]}", f"{1e3 * theirs:.1f} ms", theirs / ours, memory)
-        )
+    for row, over in _steps():
+        if row["title"].startswith(("Llama", "GPT-2")):
+            theirs = 1e3 * (tables.median(row, "torch", "launched") or 0.0)
+            memory = [step_tables.peak(row, name) for name in ("torch", "auto")]
+            lines.append(_line(f"{row['title']}{_COMPILED[row['direction']]}", f"{theirs:.1f} ms", 1 / over, memory))
     for name, torch, ours in _compiled_runs():
         if name.startswith("narrow"):
             speeds = [each["tokens_per_second"] for each in (torch, ours)]
@@ -74,10 +72,16 @@ def _expectations() -> str:
             text = f"One FFN layer in a CUDA graph, {tables.shape_of(row)}{', gated' * (row['grid'] != 'ffn')}"
             lines.append(_line(text, f"{1e6 * best:.0f} µs", ratio or 0.0, [None, None]))
     small = next(row for row in _read("host", "h200-bf16.json")["rows"] if row["direction"] == "forward_backward")
-    theirs, ours = (tables.median(small, name, "launched") or 0.0 for name in ("torch", "auto"))
+    theirs, over = tables.median(small, "torch", "launched") or 0.0, over_torch(small, "auto") or 1.0
     text = f"One small FFN layer launched by itself, {tables.shape_of(small)}"
-    lines.append(_line(text, f"{1e6 * theirs:.0f} µs", theirs / ours, [None, None]))
+    lines.append(_line(text, f"{1e6 * theirs:.0f} µs", 1 / over, [None, None]))
     return table(("on one H200, bf16", "torch", "speed with fusedlayers", "memory, torch's and ours"), lines) + "\n"
+
+
+def _steps() -> list[tuple[Any, float]]:
+    """The whole training steps, eager and compiled, and our time over torch's."""
+    rows = [row for row in tables.timed_rows(_read("steps", "h200-bf16.json")) if row["direction"] in _COMPILED]
+    return [(row, over) for row in rows if (over := over_torch(row, "auto")) is not None]
 
 
 def _line(what: str, torch: str, speed_up: float, memory: list[int | None]) -> tuple[str, ...]:
@@ -88,10 +92,10 @@ def _line(what: str, torch: str, speed_up: float, memory: list[int | None]) -> t
 
 def draw(path: Path) -> None:
     """Speed and memory of whole training steps with ours, as multiples of torch's."""
-    rows = [row for row in tables.timed_rows(_read("steps", "h200-bf16.json")) if step_tables.over_torch(row, "auto")]
-    names = [f"{row['title'].replace(', 128 images', '')}{_COMPILED[row['direction']]}" for row in rows]
-    speeds = [1 / (step_tables.over_torch(row, "auto") or 1) for row in rows]
-    memory = [(step_tables.peak(row, "auto") or 0) / (step_tables.peak(row, "torch") or 1) for row in rows]
+    rows = _steps()
+    names = [f"{row['title'].replace(', 128 images', '')}{_COMPILED[row['direction']]}" for row, _ in rows]
+    speeds = [1 / over for _, over in rows]
+    memory = [(step_tables.peak(row, "auto") or 0) / (step_tables.peak(row, "torch") or 1) for row, _ in rows]
     for name, torch, ours in _compiled_runs():
         names.append(f"language model, {name.replace(' a step', '')}, compiled")
         speeds.append(ours["tokens_per_second"] / torch["tokens_per_second"])

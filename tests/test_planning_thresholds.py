@@ -1,0 +1,62 @@
+"""From which sizes on auto mode takes the fused kernels of a GEMM-GEMM, launched one by one and in a CUDA graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fusedlayers import planning
+from fusedlayers.planning import Device, Problem, plan
+
+H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
+PIPELINED = replace(H200, pipelined=True)
+
+
+@pytest.mark.parametrize("device", [H200, PIPELINED], ids=["portable", "pipelined"])
+def test_thresholds_decide_at_the_element(device: Device) -> None:
+    tables = {H200: planning.gemm_gemm.FASTER_FROM, PIPELINED: planning.gemm_gemm.PIPELINED_FASTER_FROM}
+    for (kind, training), rows in tables[device].items():
+        assert [width for width, _ in rows] == sorted(width for width, _ in rows)
+        for width, thresholds in rows:
+            for captured, least in zip((False, True), thresholds, strict=True):
+                # Pipelined kernels take multiples of eight hidden units alone.
+                problem = Problem(
+                    "gemm_gemm" if kind == "gemm_gemm" else "ffn", batch=1, M=least // 8, K=width, N=8, O=width,
+                    dtype="bfloat16", gated=kind == "gated ffn", captured=captured, needs_data_gradient=training,
+                    needs_weight_gradient=training,
+                )  # fmt: skip
+                made = plan(problem, device)
+                assert made.path == "fused", (kind, training, width)
+                assert (made.forward_tiles.pipelined is not None) == device.pipelined
+                by_host = device.pipelined and kind != "gemm_gemm" and not training and not captured
+                assert plan(replace(problem, M=least // 8 - 1), device).path == ("fused" if by_host else "torch")
+                if not device.pipelined:
+                    # The wider of both sides counts, padded to a power of two.
+                    assert plan(replace(problem, O=1), device).path == "fused"
+                    assert plan(replace(problem, K=width // 2 + 1, O=1), device).path == "fused"
+            assert thresholds[0] >= thresholds[1], "a graph takes the launches' cost away, so it can only help"
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_one_launch_saves_the_host_more_than_a_few_tiles_take(gated: bool) -> None:
+    units = planning.gemm_gemm.FEWEST_LAUNCHES // (256 * (3 if gated else 2)) // 8 * 8
+    problem = Problem("ffn", batch=1, M=1, K=256, N=units, O=256, dtype="bfloat16", gated=gated)
+    assert plan(problem, PIPELINED).path == "fused"
+    for change in ({"N": units + 8}, {"captured": True}, {"needs_data_gradient": True}, {"dtype": "float32"}):
+        assert plan(replace(problem, **change), PIPELINED).path == "torch", change
+    assert plan(problem, H200).path == "torch"
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_hidden_units_do_not_make_up_for_rows(training: bool, captured: bool) -> None:
+    """A tile of rows takes longer with more of them, and the other processors have nothing to do."""
+    problem = Problem(
+        "ffn", batch=1, M=128, K=256, N=2**16, O=256, dtype="bfloat16", captured=captured, needs_data_gradient=training,
+        needs_weight_gradient=training,
+    )  # fmt: skip
+    made = plan(problem, PIPELINED)
+    assert made.path == "torch"
+    assert "131,072 hidden elements" in dict(made.rejected)["fused"]
+    assert plan(replace(problem, M=2**13), PIPELINED).path == "fused"
