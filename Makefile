@@ -94,6 +94,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	    { echo "Python 3.10 or newer is needed and '$(PYTHON)' is not: name one, as in 'make PYTHON=python3.12 $(or $(MAKECMDGOALS),test)'" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --constraint constraints.txt setuptools wheel
-	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@# Python compiles the few modules that are imported; pip would compile all of them, in one process.
+	$(BIN)/python -m pip install --no-compile --constraint constraints.txt setuptools wheel
+	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
