@@ -5,6 +5,7 @@ of its assembler and of Python, and by the code that reads the findings: whateve
 change of kernels the record is made again, from all tests that compile:
 
     FUSEDLAYERS_COMPILED=build/compiled python -m pytest tests -k code_generation
+    FUSEDLAYERS_COMPILED=build/compiled make test-triton
     python -m tests.compilation_record build/compiled
 
 ``FUSEDLAYERS_COMPILE_ALL=1`` compiles everything, whatever the record says.
