@@ -181,6 +181,13 @@ def test_its_links_lead_somewhere(page: str) -> None:
     assert not broken
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_the_files_that_it_names_are_there(page: str) -> None:
+    named = re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|json|txt))`", PAGES[page])
+    # Folders of the package are named without it.
+    assert [name for name in named if not (ROOT / name).is_file() and not (ROOT / "fusedlayers" / name).is_file()] == []
+
+
 def _anchors(text: str) -> set[str]:
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
