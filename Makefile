@@ -9,7 +9,7 @@ GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 # The size of the language model: one that a GPU trains in a minute, or one that two CPU cores do.
 MODEL ?= $(if $(GPU),narrow,tiny)
 MODELS := tiny narrow small
-TARGETS := help train test test-full test-kernel check docs hooks clean
+TARGETS := help train test test-full test-kernel test-triton check docs hooks clean
 # Where the two runs are written; what an earlier `make train` left there is overwritten, or goes on with RESUME=yes.
 RUNS ?= runs
 RESUME ?=
@@ -17,6 +17,9 @@ SETTINGS := model=$(MODEL) run.overwrite=true$(if $(RESUME), run.resume=auto)
 TRAIN := $(BIN)/python -m train_examples.language_model $(SETTINGS)
 WORKERS ?= auto
 NAME ?= gemm_epilogue
+# The oldest and the newest release that README names; the tests run on the one of constraints.txt.
+TRITONS := 3.6.0 3.8.0
+TRITON_FOLDERS := $(TRITONS:%=build/triton-%)
 # One thread per worker, or the workers' threads fight for the same cores.
 PYTEST := OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 PYTEST_ON_GPU := TRITON_INTERPRET=0 $(BIN)/pytest --numprocesses 8 --dist loadgroup
@@ -69,6 +72,14 @@ ifeq ($(GPU),yes)
 	files=$$($(BIN)/python -m tests.kernel_families '$(NAME)' --gpu) && $(PYTEST_ON_GPU) $$files
 endif
 
+test-triton: $(TRITON_FOLDERS) ## Compile every kernel with the oldest and the newest Triton that README names
+	FUSEDLAYERS_TRITONS='$^' $(PYTEST) tests/test_triton_releases.py
+
+$(TRITON_FOLDERS): build/triton-%: | $(INSTALLED)
+	rm -rf $@.unfinished
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $@.unfinished triton==$*
+	mv $@.unfinished $@
+
 docs: $(INSTALLED) ## Write the tables and pictures of README.md and docs/ from the committed results
 	$(BIN)/python -m docs.tables --write
 
@@ -94,6 +105,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	    { echo "Python 3.10 or newer is needed and '$(PYTHON)' is not: name one, as in 'make PYTHON=python3.12 $(or $(MAKECMDGOALS),test)'" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --constraint constraints.txt setuptools wheel
-	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@# Python compiles the few modules that are imported; pip would compile all of them, in one process.
+	$(BIN)/python -m pip install --no-compile --constraint constraints.txt setuptools wheel
+	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@

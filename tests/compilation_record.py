@@ -5,6 +5,7 @@ of its assembler and of Python, and by the code that reads the findings: whateve
 change of kernels the record is made again, from all tests that compile:
 
     FUSEDLAYERS_COMPILED=build/compiled python -m pytest tests -k code_generation
+    FUSEDLAYERS_COMPILED=build/compiled make test-triton
     python -m tests.compilation_record build/compiled
 
 ``FUSEDLAYERS_COMPILE_ALL=1`` compiles everything, whatever the record says.
@@ -65,8 +66,16 @@ def note(compiled: Any, findings: dict[str, Any]) -> None:
 
 def _key(src: Any, target: Any, options: Any) -> str:
     architecture = f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
-    parts = (src.hash(), target, sorted(options.items()), toolchain(architecture), sys.version_info[:2], _reader())
+    # By their content: every environment has these files in a folder of its own.
+    libraries = [(name, _digest(path)) for name, path in options.get("extern_libs", ())]
+    others = sorted((name, value) for name, value in options.items() if name != "extern_libs")
+    parts = (src.hash(), target, others, libraries, toolchain(architecture), sys.version_info[:2], _reader())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+
+
+@functools.cache
+def _digest(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 @functools.cache

@@ -40,9 +40,9 @@ def compiler(compiled: list[str]) -> Any:
     return record.unless_known(compile_it)
 
 
-def make_record(compiled: list[str]) -> None:
+def make_record(compiled: list[str], options: dict[str, Any] = OPTIONS) -> None:
     """Of one kernel, as the tests that compile make it."""
-    found = compiler(compiled)(source("kernel"), target=TARGET, options=OPTIONS)
+    found = compiler(compiled)(source("kernel"), target=TARGET, options=options)
     record.note(found, {"registers": 32})
     record.main(record._FOLDER)
     record._record.cache_clear()
@@ -55,6 +55,22 @@ def test_an_unchanged_kernel_is_not_compiled(compiled: list[str]) -> None:
         compiler(compiled)(source("kernel"), target=TARGET, options=dict(reversed(OPTIONS.items())))
     assert known.value.findings == {"registers": 32}
     assert compiled == []
+
+
+def libraries(folder: Path, content: bytes) -> dict[str, Any]:
+    """The options of a target whose library lies in ``folder``, as that of an environment does."""
+    folder.mkdir()
+    (folder / "libdevice.bc").write_bytes(content)
+    return {**OPTIONS, "extern_libs": (("libdevice", str(folder / "libdevice.bc")),)}
+
+
+def test_another_environment_reads_the_same_record(compiled: list[str], tmp_path: Path) -> None:
+    """A fresh clone has Triton's files in a folder of its own."""
+    make_record(compiled, libraries(tmp_path / "here", b"library"))
+    with pytest.raises(record.Known):
+        compiler(compiled)(source("kernel"), target=TARGET, options=libraries(tmp_path / "there", b"library"))
+    compiler(compiled)(source("kernel"), target=TARGET, options=libraries(tmp_path / "newer", b"newer library"))
+    assert compiled == ["kernel"]
 
 
 @pytest.mark.parametrize("change", ["source", "target", "options", "compiler", "reader", "all"])

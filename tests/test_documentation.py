@@ -38,7 +38,13 @@ def commands(kind: str) -> list[str]:
     return [line for line in lines if re.match(r"([A-Z_]+=\S+ )*(python|torchrun|accelerate|make|pytest) ", line)]
 
 
-@pytest.mark.parametrize("page", blocks("python"))
+# Its C++ compiler takes longer than all other pages; test_compiled.py compiles the operations with other backends.
+COMPILED = ("docs/compile.md",)
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.full) if page in COMPILED else page for page in blocks("python")]
+)
 def test_its_python_runs_in_order(page: str, tmp_path: Path) -> None:
     code = "\n".join(blocks("python")[page])
     if "transformers" in code:
@@ -62,10 +68,13 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt"):
         shutil.copy(ROOT / name, copy)
     home = copy.parent / "environment"
-    venv.create(home, with_pip=True)
-    # Up to Python 3.11 a fresh environment has a setuptools that is too old to build with.
-    pip = [str(home / "bin" / "python"), "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools"]
-    subprocess.run(pip, check=True, capture_output=True)
+    # With the pip and the setuptools of this environment: to install them takes longer than everything else here.
+    venv.create(home, with_pip=False)
+    command = home / "bin" / "pip"
+    command.write_text(
+        f"#!{home / 'bin' / 'python'}\nfrom pip._internal.cli.main import main\nraise SystemExit(main())\n"
+    )
+    command.chmod(0o755)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(home)}))
     here = [path for path in sys.path if path.endswith("site-packages")]
     # A line that imports an editable installation stays behind, so that the library is the one that is installed here.
@@ -170,6 +179,13 @@ def test_its_links_lead_somewhere(page: str) -> None:
         if not target.exists() or (title and title not in _anchors(target.read_text())):
             broken.append(link)
     assert not broken
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_files_that_it_names_are_there(page: str) -> None:
+    named = re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|json|txt))`", PAGES[page])
+    # Folders of the package are named without it.
+    assert [name for name in named if not (ROOT / name).is_file() and not (ROOT / "fusedlayers" / name).is_file()] == []
 
 
 def _anchors(text: str) -> set[str]:

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -164,7 +165,7 @@ def test_the_command_without_a_terminal_prints_plain_lines(tmp_path: Path) -> No
     assert "d_model: 32" in written.read_text()
     assert "d_model" not in done.stdout
     [line] = [line for line in done.stdout.splitlines() if str(written) in line]
-    assert line.startswith("12 steps of 128 tokens on CPU, ")
+    assert re.match(r"12 steps of 128 tokens on CPU, (1 thread|\d+ threads), ", line)
     lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
     assert [line.split(",")[0] for line in lines] == [f"step {step:>2}/12" for step in range(2, 13, 2)]
     assert "\x1b" not in done.stdout

@@ -254,7 +254,8 @@ def device_name(device: torch.device) -> str:
     """A device in words."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def summarise(example: Example, layers: str, run: RunSettings, processes: Processes, rows: list[Row]) -> Row:

@@ -45,7 +45,8 @@ FUSED_BESIDES: dict[str, dict[str, int]] = {
     "rt_detr_v2": {"RTDetrV2MLPPredictionHead": 1},
     "zaya": {"ZayaRouterMLP": 2},
 }
-# Every so many families are in the short run; they are in alphabetical order, so that all kinds are among them.
+# Every so many families are in the short run, by turns in training and in evaluation; they are in alphabetical order,
+# so that all kinds are among them.
 STEP = 12
 # A single draw may be an unlucky one.
 DRAWS = 3
@@ -54,8 +55,9 @@ Run = Callable[[nn.Module, Inputs], Results]
 
 def _families() -> list[object]:
     return [
-        pytest.param(name, marks=[] if place % STEP == 0 else [pytest.mark.full])
+        pytest.param(name, training, marks=[] if place % (2 * STEP) == STEP * training else [pytest.mark.full])
         for place, name in enumerate(sorted(FAMILIES))
+        for training in (False, True)
     ]
 
 
@@ -71,8 +73,7 @@ def _replaced(model: nn.Module) -> fl.Report:
         return fl.replace(model)
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("name", _families())
+@pytest.mark.parametrize(("name", "training"), _families())
 def test_a_family(name: str, training: bool) -> None:
     family: Family = FAMILIES[name]
     model, inputs = family.build().train(training), family.inputs()

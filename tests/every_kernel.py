@@ -1,0 +1,61 @@
+"""Compiles a call or two of every kernel for one GPU of each kind; see ``code_generation.py``.
+
+Run as a script it prints one JSON object per launch, with the release of Triton that compiled it:
+
+    python tests/every_kernel.py sm_90 gfx942
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+import triton
+from code_generation import compiling_for  # sets the switches before the library is imported
+
+from fusedlayers import functional
+from fusedlayers.kernels.column_sums import column_sums
+from fusedlayers.kernels.dropout import drop
+from fusedlayers.kernels.tuning import COLUMN_SUM_TILES
+
+SEED = torch.zeros(1, dtype=torch.int64)
+
+
+def matrix(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16, requires_grad=True)
+
+
+def ffn(width: int, gated: bool, recompute: bool | str = "auto") -> torch.Tensor:
+    weights = {"w_up": matrix(4 * width, width), "w_down": matrix(width, 4 * width), "b_up": matrix(4 * width)}
+    if gated:
+        weights |= {"w_gate": matrix(4 * width, width), "b_gate": matrix(4 * width)}
+    return functional.ffn(matrix(4096, width), **weights, activation="gelu_tanh", recompute=recompute)
+
+
+def calls() -> Iterator[Callable[[], torch.Tensor]]:
+    """Those whose launches are compiled, as are those of their gradients."""
+    yield lambda: ffn(128, gated=False)
+    yield lambda: ffn(256, gated=True)
+    yield lambda: ffn(1024, gated=False)
+    yield lambda: ffn(1024, gated=True, recompute=True)
+    yield lambda: functional.gemm_gemm(matrix(8, 512, 64), matrix(8, 64, 256), matrix(8, 256, 64))
+    yield lambda: functional.gemm_reduce(matrix(8, 1024, 128), matrix(8, 128, 1024), op="max", dim=-1)
+    yield lambda: functional.gemm_reduce(matrix(8, 1024, 128), matrix(8, 128, 1024), op="logsumexp", dim=-2)
+    yield lambda: functional.maxsim(matrix(8, 32, 128), matrix(64, 256, 128))
+    yield lambda: functional.linear(matrix(64, 65536), matrix(64, 65536), matrix(64))
+    yield lambda: functional.linear(matrix(1, 4096), matrix(4096, 4096))
+    yield lambda: functional.weight_gradient(matrix(4096, 512), matrix(4096, 1024))[0]
+    yield lambda: column_sums(matrix(4096, 512), COLUMN_SUM_TILES)
+    yield lambda: drop(matrix(4096, 512), SEED, 0.1)
+
+
+if __name__ == "__main__":
+    for target in sys.argv[1:]:
+        for call in calls():
+            with compiling_for(target, pipelined=target == "sm_90") as reports:
+                y = call()
+                if y.requires_grad and y.grad_fn is not None:
+                    y.backward(torch.empty_like(y))
+            for report in reports:
+                about = {"triton": triton.__version__, "dtype": "bfloat16", "width": 0, "gated": True}
+                print(json.dumps(about | report), flush=True)
