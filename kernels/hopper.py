@@ -11,7 +11,7 @@ import torch
 from .device import HAS_TRITON, Inert, triton
 
 # Gluon is experimental and changes its names: these releases of Triton compile the kernels that use it.
-_OLDEST, _NEWEST = (3, 6), (3, 9)
+_OLDEST, _NEWEST = (3, 6), (3, 8)
 
 try:
     if not HAS_TRITON or not _OLDEST <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= _NEWEST:
