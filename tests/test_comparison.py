@@ -14,6 +14,7 @@ import fusedlayers
 from fusedlayers.devices import assumed
 from tests.training_runs import TINY, settings, train
 from train_examples import comparison, end_to_end, gpu_results, opening
+from train_examples.memory import with_bytes_kept
 from train_examples.settings import LayerSettings, ModelSettings
 from train_examples.transformer import feed_forward
 
@@ -46,6 +47,27 @@ def compare(one: Path, other: Path, capsys: pytest.CaptureFixture[str]) -> str:
     output = capsys.readouterr().out
     assert output.splitlines()[-1].endswith(str(picture))
     return output
+
+
+def test_on_a_cpu_it_shows_how_little_fused_layers_keep(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path / "fused", "layers=fused", "layers.recompute=true")
+    output = compare(runs / "torch", tmp_path / "fused", capsys)
+    [line] = [line for line in output.splitlines() if line.startswith("kept for a backward pass, MiB")]
+    kept = [
+        json.loads((folder / "summary.json").read_text())["kept_bytes"]
+        for folder in (runs / "torch", tmp_path / "fused")
+    ]
+    assert 0 < kept[1] < 0.8 * kept[0]
+    assert line.split()[-1] == f"{kept[1] / kept[0]:.3f}"
+
+
+def test_what_is_kept_are_whole_storages_without_parameters() -> None:
+    linear, x = torch.nn.Linear(8, 8), torch.randn(4, 16)
+    # The linear keeps its input, a part of x, and the activation its argument; weights are no part of a step.
+    _, kept = with_bytes_kept(linear, lambda: torch.nn.functional.gelu(linear(x[:, :8])))
+    assert kept == 4 * (4 * 16 + 4 * 8)
 
 
 def test_on_a_cpu_losses_are_compared_and_a_gpu_s_results_are_shown(

@@ -240,7 +240,7 @@ def test_a_comparison_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         (["MODEL=tiny small", "train"], "MODEL is 'tiny small'; expected one of tiny narrow small"),
         (
             ["trian"],
-            "there is no target 'trian'; expected one of help train test test-full test-kernel check",
+            "there is no target 'trian'; expected one of help train test test-full test-kernel test-triton check",
         ),
     ],
 )

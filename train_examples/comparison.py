@@ -1,7 +1,8 @@
 """Two runs side by side: ``python -m train_examples.comparison RUN_A RUN_B --output comparison.png``.
 
 Reads what the runs wrote (``summary.json``, ``metrics.jsonl``); draws loss, speed and peak memory; prints a table. Of
-runs on a CPU whose layers differ it shows the losses alone, because torch computes both, and then what a GPU showed.
+runs on a CPU whose layers differ it shows the losses and what is kept for the backward pass, because torch computes
+both, and then what a GPU showed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from train_examples.loop import Row
 from train_examples.summaries import peak_flops, read_run
 from train_examples.tables import aligned
 
-ON_A_CPU = "On a CPU torch computes both kinds of layers, so neither speed nor memory is compared."
+ON_A_CPU = "On a CPU torch's operations compute both kinds of layers, so their speed is not compared."
 
 
 def table(names: Sequence[str], summaries: Sequence[Row], measured: bool = True) -> str:
@@ -32,6 +33,8 @@ def table(names: Sequence[str], summaries: Sequence[Row], measured: bool = True)
         source = f"peak memory, MiB ({summaries[0]['peak_memory_source']})"
         lines.append(("tokens per second", "tokens_per_second", 1, "{:,.0f}"))
         lines.append((source, "peak_memory_bytes", 2**20, "{:,.0f}"))
+    if all(summary.get("kept_bytes") for summary in summaries):
+        lines.append(("kept for a backward pass, MiB", "kept_bytes", 2**20, "{:,.1f}"))
     if measured and any(summary.get("model_flops_per_second") for summary in summaries):
         lines.append(("TFLOP/s of the model", "model_flops_per_second", 1e12, "{:,.3g}"))
         peak = peak_flops(summaries[0])

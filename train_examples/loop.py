@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor
 import fusedlayers
 from train_examples import plots
 from train_examples.checkpoints import find_checkpoint, load_checkpoint, remove_checkpoints, save_checkpoint
+from train_examples.memory import with_bytes_kept
 from train_examples.parallel import Processes
 from train_examples.scores import Scores
 from train_examples.settings import OptimSettings, RunSettings
@@ -122,6 +124,8 @@ def train(
         metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     last_step = run.steps if run.stop_after is None else min(run.stop_after, run.steps)
 
+    # A CPU tells no peak of tensors; what is kept for the backward pass can be counted there, too.
+    kept, counts_kept = None, fabric.device.type == "cpu" and processes.kind == "none" and not run.compile
     written = metrics if fabric.is_global_zero else Path(os.devnull)
     with written.open("a") as metrics_file, reporting(run.steps, first_step) as report:
         loss_sum, timed_steps, start = torch.zeros((), device=fabric.device), 0, time.perf_counter()
@@ -130,7 +134,11 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = rate
 
-            loss = example.loss(model, processes.share(example.training_batch(batches)))
+            forward = partial(example.loss, model, processes.share(example.training_batch(batches)))
+            if counts_kept and kept is None:
+                loss, kept = with_bytes_kept(model, forward)
+            else:
+                loss = forward()
             fabric.backward(loss)
             # A non-finite norm shows in the loss of the next row; asking for it here would stall the GPU every step.
             norm = fabric.clip_gradients(model, optimizer, max_norm=optim.clip_norm, error_if_nonfinite=False)
@@ -174,7 +182,7 @@ def train(
 
     with evaluating(model):
         sample, results = example.sample(model)
-    summary = {**summarise(example, layers, run, processes, rows), **results}
+    summary = {**summarise(example, layers, run, processes, rows), "kept_bytes": kept, **results}
     if not fabric.is_global_zero:
         return summary
     title = f"{example.name.replace('_', ' ').capitalize()}, layers={layers}"

@@ -46,8 +46,9 @@ def opening(settings: LanguageModelSettings) -> str:
         sentences.append("The end compares loss, speed and peak memory.")
     else:
         sentences.append(
-            "PyTorch finds no CUDA or ROCm GPU on this machine, so it computes both: the losses will show that fused "
-            "layers train as torch's do, and the end adds the speed and memory that a GPU showed."
+            "PyTorch finds no CUDA or ROCm GPU on this machine, so its operations compute both, the fused layers with "
+            "recompute=True: the losses will show that these train as torch's do, and the end how much less they keep "
+            "for the backward pass. It adds the speed and memory that a GPU showed."
         )
     sentences.append(f"This takes {duration(2 * (run.steps * seconds_per_step(settings, device) + AROUND_SECONDS))}.")
     folders = [Path(run.directory) / name for name in ("torch", "fused")]
