@@ -35,7 +35,7 @@ class Head(NamedTuple):
         input, linear_weight, target, linear_bias, weight = operands
         weights = None if weight is None else weight.to(torch.float32).contiguous()
         total = None if weights is None else weights.sum()
-        return cls(rows_of(input), linear_weight, linear_bias, target, weights, total, plan, arithmetic)
+        return cls(rows_of(input), linear_weight, linear_bias, target.contiguous(), weights, total, plan, arithmetic)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """The rows of each chunk and their logits, all in the same memory."""
