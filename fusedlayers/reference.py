@@ -279,13 +279,35 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """``cross_entropy(logits, target)`` of :func:`logits`, and ``z_loss · logsumexp(logits)²`` for each token.
+    """:func:`cross_entropy` of ``input linear_weightᵀ + linear_bias`` and the target.
 
-    input ``[*B, K]``, linear_weight ``[V, K]``, linear_bias and weight ``[V]``; target holds classes ``[*B]`` or
-    probabilities ``[*B, V]``. The result has at least 32 bits: a scalar, or ``[*B]`` without a reduction; any dtype.
+    input ``[*B, K]``, linear_weight ``[V, K]``, linear_bias ``[V]``; the product is rounded to their dtype.
     """
-    scores = logits(input, linear_weight, linear_bias, softcap=softcap, logit_scale=logit_scale)
-    scores = scores.reshape(math.prod(scores.shape[:-1]), scores.shape[-1])
+    return cross_entropy(
+        F.linear(input, linear_weight, linear_bias), target, weight=weight, reduction=reduction,
+        ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale,
+        z_loss=z_loss,
+    )  # fmt: skip
+
+
+def cross_entropy(
+    product: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """torch's cross-entropy of :func:`logits`, and ``z_loss · logsumexp(logits)²`` for each token that counts.
+
+    product ``[*B, V]``, weight ``[V]``; target holds classes ``[*B]`` or probabilities ``[*B, V]``. The result has at
+    least 32 bits: a scalar, or ``[*B]`` without a reduction; any dtype.
+    """
+    scores = logits(product.reshape(math.prod(product.shape[:-1]), product.shape[-1]), softcap, logit_scale)
     classes = not target.is_floating_point()
     flat = target.reshape(-1) if classes else target.reshape(scores.shape).to(scores.dtype)
     weights = None if weight is None else weight.to(scores.dtype)
@@ -301,7 +323,7 @@ def linear_cross_entropy(
             counted = taking.sum() if weights is None else (weights[flat.where(taking, 0)] * taking).sum()
         total = squares if reduction == "none" else squares.sum()
         loss = loss + (total / counted if reduction == "mean" else total)
-    return loss.reshape(input.shape[:-1]) if reduction == "none" else loss
+    return loss.reshape(product.shape[:-1]) if reduction == "none" else loss
 
 
 def linear_log_probs(
@@ -320,8 +342,7 @@ def linear_log_probs(
     input ``[*B, K]``, linear_weight ``[V, K]``, linear_bias ``[V]``, target ``[*B]`` -> ``[*B]``, at least 32 bits; any
     dtype. Both are 0 where the target is ``ignore_index``.
     """
-    scores = logits(input, linear_weight, linear_bias, softcap=softcap, logit_scale=logit_scale)
-    logarithms = scores.log_softmax(-1)
+    logarithms = logits(F.linear(input, linear_weight, linear_bias), softcap, logit_scale).log_softmax(-1)
     ignored = target == ignore_index
     chosen = logarithms.gather(-1, target.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1).masked_fill(ignored, 0)
     if not return_entropy:
@@ -331,19 +352,8 @@ def linear_log_probs(
     return chosen, -terms.sum(-1).masked_fill(ignored, 0)
 
 
-def logits(
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None = None,
-    *,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-) -> Tensor:
-    """``softcap · tanh(logit_scale · (input linear_weightᵀ + linear_bias) / softcap)``, in at least 32 bits.
-
-    The product is rounded to the dtype of its operands, as torch's layers round it.
-    """
-    product = F.linear(input, linear_weight, linear_bias)
+def logits(product: Tensor, softcap: float | None = None, logit_scale: float = 1.0) -> Tensor:
+    """``softcap · tanh(logit_scale · product / softcap)``, or ``logit_scale · product``, in at least 32 bits."""
     scores = product.to(torch.promote_types(product.dtype, torch.float32))
     if logit_scale != 1:
         scores = scores * logit_scale

@@ -82,8 +82,10 @@ class _LinearLogProbs(LossHead):
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         losses, entropies, statistics = chunked.each(Head.of(operands, call.plan, call.details), any(wanted))
+        # What is kept is a tensor of its own, whatever happens to the result.
+        kept = None if statistics is None or entropies is None else entropies.clone()
         # Subtracted, not negated: the logarithm of 1 is no -0.
-        return (0 - losses, entropies), (statistics, entropies if any(wanted) else None)
+        return (0 - losses, entropies), (statistics, kept)
 
     def backward(
         self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
