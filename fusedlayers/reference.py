@@ -316,7 +316,7 @@ def cross_entropy(
     )
     if z_loss:
         squares = z_loss * scores.logsumexp(-1).square()
-        counted: Any = len(flat)
+        counted: Any = flat.shape[0]
         if classes:
             taking = flat != ignore_index
             squares = squares.masked_fill(~taking, 0)

@@ -41,6 +41,8 @@ class Head(NamedTuple):
         """The rows of each chunk and their logits, all in the same memory."""
         tokens, columns = self.input.shape[0], self.linear_weight.shape[0]
         buffer = self.input.new_empty(self.plan.rows, self.plan.problem.padded_columns)
+        # No product writes what pads the rows, and the kernel computes with it, though for nothing.
+        buffer[:, columns:].zero_()
         for first in range(0, tokens, self.plan.rows):
             rows = slice(first, min(first + self.plan.rows, tokens))
             logits = buffer[: rows.stop - first, :columns]
