@@ -44,7 +44,7 @@ def _target_and_weight(target_ptr, weight_ptr, row, V, ignore_index):
     known = (target >= 0) & (target < V)
     weight = tl.where(known, 1.0, float("nan"))
     if weight_ptr is not None:
-        weight = tl.load(weight_ptr + target, mask=known, other=float("nan")).to(tl.float32)
+        weight = tl.load(weight_ptr + target, mask=known, other=float("nan"))
     return target, target != ignore_index, weight
 
 
@@ -159,9 +159,9 @@ def losses(
     What lies between two rows of logits may be overwritten, also behind the last one: the kernels take rows as long as
     the stride between them, of whole vectors where this is a multiple of 16.
 
-    ``entropy`` ``[M]`` and ``statistics`` ``[2, M]``, top and total, are filled where they are given; the two rows of
+    ``weight``, float32 ``[V]``, and ``weight_sum``, its sum, are those of the classes. ``entropy`` ``[M]`` and ``statistics`` ``[2, M]``, top and total, are filled where they are given; the two rows of
     ``statistics`` may be parts of longer ones. ``gradient`` puts that of ``factor · Σ loss`` in the place of the
-    logits. ``weight_sum`` is the float32 sum of the class weights, for label smoothing.
+    logits.
     """
     launch(
         _losses_kernel,

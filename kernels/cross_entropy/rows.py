@@ -58,9 +58,10 @@ def row_statistics(
         top = tl.where(rises, x, top)
         if SMOOTHING:
             inside = cols < V
+            x = tl.where(inside, x, 0.0)
             if weight_ptr is not None:
-                x *= tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-            weighted += tl.where(inside, x, 0.0)
+                x *= tl.load(weight_ptr + cols, mask=inside, other=0.0)
+            weighted += x
     row_top = tl.max(top, 0)
     distance = top - row_top
     share = exponential(distance, ACCURACY)
@@ -92,7 +93,7 @@ def replace_by_gradient(
             g += p * by_logarithm * tl.where(p == 0.0, 0.0, x - top - log_total)
         if SMOOTHING:
             if weight_ptr is not None:
-                g -= by_weight * tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
+                g -= by_weight * tl.load(weight_ptr + cols, mask=cols < V, other=0.0)
             else:
                 g -= by_weight
         g = tl.where(cols == target, g - by_target, g) * slope
