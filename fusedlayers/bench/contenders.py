@@ -46,8 +46,9 @@ class Contender:
 class Work:
     """What a contender does once: the forward pass without a graph, or forward and backward with all gradients.
 
-    ``upstream`` holds a gradient for each result. ``rotation`` is the same with other tensors, to be done behind it:
-    together they do not fit the L2 cache, so that work of a few microseconds reads its inputs from memory.
+    Inputs that are no real numbers have none. ``upstream`` holds a gradient for each result. ``rotation`` is the
+    same with other tensors, to be done behind it: together they do not fit the L2 cache, so that work of a few
+    microseconds reads its inputs from memory.
     """
 
     inputs: Inputs
@@ -61,6 +62,11 @@ class Work:
         return self.upstream[0].device
 
     @property
+    def leaves(self) -> Inputs:
+        """The inputs that have a gradient, by name."""
+        return {name: tensor for name, tensor in self.inputs.items() if tensor.is_floating_point()}
+
+    @property
     def count(self) -> int:
         """How many times the work is done by :meth:`run_all`."""
         return 1 + len(self.rotation)
@@ -71,7 +77,7 @@ class Work:
             work.run(call)
 
     def run(self, call: Callable[..., Results]) -> tuple[Tensor, ...]:
-        """The results, and with ``backward`` the gradient of each input in order."""
+        """The results, and with ``backward`` the gradient of each leaf in order."""
         results = self.forward(call)
         return (*results, *self.gradients(results))
 
@@ -81,8 +87,8 @@ class Work:
             return as_tuple(call(**self.inputs))
 
     def gradients(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """With ``backward`` the gradient of each input in order."""
-        return torch.autograd.grad(results, tuple(self.inputs.values()), self.upstream) if self.backward else ()
+        """With ``backward`` the gradient of each leaf in order."""
+        return torch.autograd.grad(results, tuple(self.leaves.values()), self.upstream) if self.backward else ()
 
 
 def contender(name: str, case: Case, options: Options) -> Contender:

@@ -159,9 +159,9 @@ def losses(
     What lies between two rows of logits may be overwritten, also behind the last one: the kernels take rows as long as
     the stride between them, of whole vectors where this is a multiple of 16.
 
-    ``weight``, float32 ``[V]``, and ``weight_sum``, its sum, are those of the classes. ``entropy`` ``[M]`` and ``statistics`` ``[2, M]``, top and total, are filled where they are given; the two rows of
-    ``statistics`` may be parts of longer ones. ``gradient`` puts that of ``factor · Σ loss`` in the place of the
-    logits.
+    ``weight``, float32 ``[V]``, and ``weight_sum``, its sum, are those of the classes. ``entropy`` ``[M]`` and
+    ``statistics`` ``[2, M]``, top and total, are filled where they are given; the two rows of ``statistics`` may be
+    parts of longer ones. ``gradient`` puts that of ``factor · Σ loss`` in the place of the logits.
     """
     launch(
         _losses_kernel,

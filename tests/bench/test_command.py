@@ -282,6 +282,8 @@ def test_without_a_shape_the_grid_is_run() -> None:
         *CASES["gemm_reduce"].grids,
         *CASES["maxsim"].grids,
         *CASES["split_k"].grids,
+        *CASES["linear_cross_entropy"].grids,
+        *CASES["linear_log_probs"].grids,
         *WEIGHT_GRADIENT.grids,
     }
     integer = rows_of("ffn", "--init", "integer", "--device", "cpu")[0]

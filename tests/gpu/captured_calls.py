@@ -48,10 +48,7 @@ class CapturedCall:
     def paths(self, shape: Shape, device: Device) -> tuple[str, str]:
         """(launched, recorded) in auto mode; nothing is allocated."""
         operands = self.case.operands(shape, self.options).items()
-        blank = {
-            name: torch.empty(operand.shape, dtype=torch.bfloat16, device="meta", requires_grad=self.case.backward)
-            for name, operand in operands
-        }
+        blank = {name: operand.blank(torch.bfloat16, self.case.backward) for name, operand in operands}
         problem = self.case.problem(blank, self.options)
         launched, recorded = (planning.plan(replace(problem, captured=each), device) for each in (False, True))
         return launched.path, recorded.path
@@ -115,7 +112,7 @@ def recorded(call: CapturedCall, device: torch.device) -> Found:
         "shape": shape, "planned": list(call.paths(shape, describe(device))), "launched": dict(launched),
         "captured": dict(captured), "faults": [],
     }  # fmt: skip
-    names = [*case.results[: len(replayed)], *(f"d{name}" for name in work.inputs if case.backward)]
+    names = [*case.results[: len(replayed)], *(f"d{name}" for name in work.leaves if case.backward)]
     for seed in range(1, 1 + REPLAYS):
         _overwrite(work, random_work(case, options, shape, seed=17 * seed, **drawn))
         graph.replay()
