@@ -83,7 +83,7 @@ def reports(folder: Path, script: str, *arguments: str) -> list[dict[str, Any]]:
 def test_every_option_on_hopper(tmp_path: Path) -> None:
     """No spills; logits are read and written in whole vectors whatever the vocabulary."""
     found = reports(tmp_path, OPTIONS)
-    assert {report["kernel"] for report in found} == {"losses", "gradient", "scaled"}
+    assert {report["kernel"] for report in found} == {"losses", "losses_gradient", "scaled"}
     assert {report["vocabulary"] for report in found} == {100, 1003, 50257, 128256}
     for report in found:
         assert not faults(report), (report["kernel"], report["dtype"], report["vocabulary"], faults(report))
@@ -95,7 +95,7 @@ def test_every_option_on_hopper(tmp_path: Path) -> None:
 def test_every_other_gpu(tmp_path: Path) -> None:
     targets = [target for target in SHARED_LIMITS if target != "sm_90"]
     found = reports(tmp_path, TARGETS, *targets)
-    kernels = ("losses", "gradient", "scaled")
+    kernels = ("losses", "losses_gradient", "scaled")
     assert {(report["target"], report["kernel"]) for report in found} == {(t, k) for t in targets for k in kernels}
     for report in found:
         assert not faults(report), (report["target"], report["kernel"], report["dtype"], faults(report))
@@ -107,7 +107,7 @@ def test_few_variants_for_many_tokens(tmp_path: Path) -> None:
     for report in reports(tmp_path, VARIANTS):
         variants[report["name"], report["kernel"]].add(report["hash"])
         tokens[report["kernel"]].add(report["tokens"])
-    assert {name for _, name in variants} == {"losses", "gradient", "scaled"}
+    assert {name for _, name in variants} == {"losses", "losses_gradient", "scaled"}
     assert all(each >= {1, 777, 4096} for each in tokens.values())
     for key, found in variants.items():
         assert len(found) <= 3, f"{key} is compiled {len(found)} times"

@@ -110,7 +110,7 @@ def _losses_kernel(
 @triton.jit(
     do_not_specialize=["M", "ignore_index", "smoothing", "z_loss", "scale", "softcap", "inverse_cap"]
 )  # fmt: skip
-def _gradient_kernel(
+def _losses_gradient_kernel(
     logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, upstream_ptr, entropy_upstream_ptr, entropy_ptr, statistics_ptr,
     length, V, M, ignore_index, smoothing, z_loss, scale, softcap, inverse_cap,
     BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, ACCURACY: tl.constexpr,
@@ -192,7 +192,7 @@ def gradient(
     What the loss is, how rows lie, and the ``statistics`` and ``entropy`` that it left behind: see :func:`losses`.
     """
     launch(
-        _gradient_kernel,
+        _losses_gradient_kernel,
         logits.shape[0],
         (logits, target, weight, weight_sum, upstream, entropy_upstream, entropy, statistics),
         (logits.stride(0), logits.shape[1]),
