@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from fusedlayers import explain, functional, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.functional.dispatch import decisions
+from fusedlayers.functional.linear_cross_entropy import chunked
 from tests.allocations import AllocatedBytes
 from tests.compiled_cases import nothing_compiled  # noqa: F401
 from tests.loss_operands import CHUNK_ROWS, CHUNKED, IGNORED, PATHS, in_float64, loss_inputs, on_path, results
@@ -331,6 +333,25 @@ def test_no_tensor_is_larger_than_a_chunk(reduction: str, frozen: tuple[str, ...
     assert max(allocated.blocks) <= largest + 4096, (max(allocated.blocks), largest)
     assert (found["dlinear_weight"] is None) == ("linear_weight" in frozen)
     assert 4 * tokens * V > 2 * largest
+
+
+@needs_kernels
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_logits_are_gone_when_the_sum_of_dw_is_rounded(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They, the sum and the rounded gradient together would be the most that a step takes."""
+    inputs = loss_inputs((3 * CHUNK_ROWS,), 16, 4000)
+    chunk = 4 * CHUNK_ROWS * 4032
+    gradients, alive = chunked.Sums.gradients, []
+
+    def watch(sums: chunked.Sums) -> Any:
+        tensors = [each for each in gc.get_objects() if type(each) is Tensor]
+        alive.append([each.shape for each in tensors if each.untyped_storage().nbytes() == chunk])
+        return gradients(sums)
+
+    monkeypatch.setattr(chunked.Sums, "gradients", watch)
+    with on_path("chunked"):
+        results(functional.linear_cross_entropy, inputs, reduction=reduction)
+    assert alive == [[]]
 
 
 @needs_kernels

@@ -3,7 +3,7 @@
 Everything is a matrix of rows here: input ``[M, K]``, linear_weight ``[V, K]``, logits of a chunk ``[m, V]``.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...kernels import cross_entropy as kernels
 from ...kernels.cross_entropy import LossArithmetic
+from ...kernels.tuning.cross_entropy import RowTiles
 from ...planning.linear_cross_entropy import LossPlan
 from ..ffn.sums import accumulated, add_product, summed_rows
 from ..operands import rows as rows_of
@@ -37,8 +38,8 @@ class Head(NamedTuple):
         total = None if weights is None else weights.sum()
         return cls(rows_of(input), linear_weight, linear_bias, target.contiguous(), weights, total, plan, arithmetic)
 
-    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """The rows of each chunk and their logits, all in the same memory."""
+    def for_each_chunk(self, visit: Callable[[slice, Tensor], None]) -> None:
+        """Calls ``visit(rows, logits)`` for every chunk, all in the same memory, which is free again afterwards."""
         tokens, columns = self.input.shape[0], self.linear_weight.shape[0]
         buffer = self.input.new_empty(self.plan.rows, self.plan.problem.padded_columns)
         # No product writes what pads the rows, and the kernel computes with it, though for nothing.
@@ -50,7 +51,12 @@ class Head(NamedTuple):
                 torch.mm(self.input[rows], self.linear_weight.T, out=logits)
             else:
                 torch.addmm(self.linear_bias, self.input[rows], self.linear_weight.T, out=logits)
-            yield rows, logits
+            visit(rows, logits)
+
+    def known(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor | None, LossArithmetic, RowTiles]:
+        """What the kernels take of these tokens besides their logits."""
+        assert self.plan.tiles is not None
+        return self.target[rows], self.weight, self.weight_sum, self.arithmetic, self.plan.tiles
 
     def counted(self) -> Tensor:
         """What a mean divides by: the tokens that count, or the sum of the weights of their classes; float32."""
@@ -105,13 +111,14 @@ def reduced(head: Head, wanted: Sequence[bool]) -> tuple[Tensor, Tensors]:
     factor = None if counted is None else counted.reciprocal()
     sums = Sums(head, wanted) if any(wanted) else None
     losses = head.input.new_empty(head.input.shape[0], dtype=torch.float32)
-    for rows, logits in head.chunks():
-        kernels.losses(
-            logits, head.target[rows], head.weight, head.weight_sum, head.arithmetic, head.plan.tiles,
-            loss=losses[rows], gradient=sums is not None, factor=None if problem.deferred else factor,
-        )  # fmt: skip
+
+    def visit(rows: slice, logits: Tensor) -> None:
+        early = None if problem.deferred else factor
+        kernels.losses(logits, *head.known(rows), loss=losses[rows], gradient=sums is not None, factor=early)
         if sums is not None:
             sums.add(rows, logits)
+
+    head.for_each_chunk(visit)
     loss = losses.sum()
     if counted is not None:
         loss = loss / counted
@@ -128,12 +135,14 @@ def each(head: Head, saving: bool) -> tuple[Tensor, Tensor | None, Tensor | None
     losses = head.input.new_empty(tokens, dtype=torch.float32)
     entropies = torch.empty_like(losses) if entropy else None
     statistics = losses.new_empty(2, tokens) if saving else None
-    for rows, logits in head.chunks():
+
+    def visit(rows: slice, logits: Tensor) -> None:
         kernels.losses(
-            logits, head.target[rows], head.weight, head.weight_sum, head.arithmetic, head.plan.tiles,
-            loss=losses[rows], entropy=None if entropies is None else entropies[rows],
+            logits, *head.known(rows), loss=losses[rows], entropy=None if entropies is None else entropies[rows],
             statistics=None if statistics is None else statistics[:, rows],
         )  # fmt: skip
+
+    head.for_each_chunk(visit)
     return losses, entropies, statistics
 
 
@@ -147,12 +156,15 @@ def gradients_of_each(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients for upstream gradients ``[M]`` of losses and entropies: every chunk's logits are computed again."""
     sums = Sums(head, wanted)
-    for rows, logits in head.chunks():
+
+    def visit(rows: slice, logits: Tensor) -> None:
         kernels.gradient(
-            logits, head.target[rows], head.weight, head.weight_sum, head.arithmetic, head.plan.tiles,
-            statistics=statistics[:, rows], upstream=None if upstream is None else upstream[rows],
+            logits, *head.known(rows), statistics=statistics[:, rows],
+            upstream=None if upstream is None else upstream[rows],
             entropy=None if entropies is None else entropies[rows],
             entropy_upstream=None if entropy_upstream is None else entropy_upstream[rows],
         )  # fmt: skip
         sums.add(rows, logits)
+
+    head.for_each_chunk(visit)
     return sums.gradients()
