@@ -307,7 +307,8 @@ def cross_entropy(
     product ``[*B, V]``, weight ``[V]``; target holds classes ``[*B]`` or probabilities ``[*B, V]``. The result has at
     least 32 bits: a scalar, or ``[*B]`` without a reduction; any dtype.
     """
-    scores = logits(product.reshape(math.prod(product.shape[:-1]), product.shape[-1]), softcap, logit_scale)
+    scores = product if product.dim() == 2 else product.reshape(math.prod(product.shape[:-1]), product.shape[-1])
+    scores = logits(scores, softcap, logit_scale)
     classes = not target.is_floating_point()
     flat = target.reshape(-1) if classes else target.reshape(scores.shape).to(scores.dtype)
     weights = None if weight is None else weight.to(scores.dtype)

@@ -18,9 +18,12 @@ from .cases import Case, Inputs, Options, Results, as_tuple
 EAGER, COMPILED, AUTO, FUSED = "torch eager", "torch.compile", "auto", "fused"
 # Only for those who ask: tuning takes about ten seconds a product, and checkpoints are for layers that keep something.
 AUTOTUNED, CHECKPOINTED = "max-autotune", "checkpoint"
-ON_REQUEST = (AUTOTUNED, CHECKPOINTED)
-TORCH_CONTENDERS, OUR_CONTENDERS = (EAGER, COMPILED, *ON_REQUEST), (AUTO, FUSED)
-CONTENDERS = TORCH_CONTENDERS + OUR_CONTENDERS
+# Others' versions of the same, of cases that have any, where they are installed.
+FUNCTION, LIGER, CCE, QUACK = "torch function", "Liger", "CCE", "quack"
+PEERS = (FUNCTION, LIGER, CCE, QUACK)
+ON_REQUEST = (AUTOTUNED, CHECKPOINTED, *PEERS)
+TORCH_CONTENDERS, OUR_CONTENDERS = (EAGER, COMPILED, AUTOTUNED, CHECKPOINTED), (AUTO, FUSED)
+CONTENDERS = TORCH_CONTENDERS + PEERS + OUR_CONTENDERS
 
 # What the user has set must not decide what is measured: each contender sets both.
 AUTO_SWITCHES = {"FUSEDLAYERS_BACKEND": "auto", "FUSEDLAYERS_STRICT": "0"}
@@ -92,7 +95,14 @@ class Work:
 
 
 def contender(name: str, case: Case, options: Options) -> Contender:
-    """The contender of that name for a case and its options."""
+    """The contender of that name for a case and its options.
+
+    Raises:
+        ImportError: it is another library's, which is not installed, or has not what the case needs.
+        KeyError: the case has no such peer.
+    """
+    if name in PEERS:
+        return Contender(name, case.peers[name](), recorded=False)
     if name in TORCH_CONTENDERS:
         keywords = case.torch_keywords(options)
 

@@ -60,6 +60,8 @@ def linear_log_probs(
 class _LinearLogProbs(LossHead):
     """The negated losses of tokens, and entropies; the backward pass computes the logits again."""
 
+    oracle = staticmethod(reference.linear_log_probs)
+
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         input, linear_weight, target, linear_bias = tensors
         ignore_index, softcap, logit_scale, return_entropy = options

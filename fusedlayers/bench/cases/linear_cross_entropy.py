@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -60,6 +60,33 @@ class HeadCase(Case):
         return found | {"input": drawn, "target": torch.where(some, target, top.indices[:, 0])}
 
 
+def _function() -> Callable[..., Tensor]:
+    """torch's own, in chunks."""
+    from torch.nn import LinearCrossEntropyOptions
+    from torch.nn.functional import linear_cross_entropy
+
+    options = LinearCrossEntropyOptions()
+    return lambda input, linear_weight, target: linear_cross_entropy(input, linear_weight, target, options=options)
+
+
+def _liger() -> Callable[..., Tensor]:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return lambda input, linear_weight, target: liger_fused_linear_cross_entropy(input, linear_weight, target)
+
+
+def _cce() -> Callable[..., Tensor]:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return lambda input, linear_weight, target: linear_cross_entropy(input, linear_weight, target)
+
+
+def _quack() -> Callable[..., Tensor]:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return lambda input, linear_weight, target: chunked_linear_cross_entropy(input, linear_weight, target)
+
+
 def _trials(device: Device) -> Iterator[Trial]:
     for vocabulary in VOCABULARIES:
         for dtype in DTYPES:
@@ -93,6 +120,7 @@ CASE = HeadCase(
     our_keywords=head_keywords,
     torch_keywords=head_keywords,
     result_dtype=torch.float32,
+    peers={"torch function": _function, "Liger": _liger, "CCE": _cce, "quack": _quack},
     has_activation=False,
     trials=_trials,
     few_trials=(

@@ -1,7 +1,7 @@
 """The loss head: cross-entropy of a linear layer's outputs, whose logits are in memory in chunks only."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -89,6 +89,8 @@ class LossHead(Operation):
     problem_type = LossProblem
     operands = "input linear_weight target linear_bias? weight?"
     row_operands = ("input",)
+    # Of ``reference``; with all arguments of the public function.
+    oracle: ClassVar[Callable[..., Any]]
 
     def details(self, plan: LossPlan, extras: dict[str, Any]) -> LossArithmetic:
         return LossArithmetic(accuracy=plan.accuracy, **extras)
@@ -101,9 +103,10 @@ class LossHead(Operation):
         input, linear_weight, target, linear_bias, *rest = tensors
         # Class weights are no operand of the product.
         input, linear_weight, linear_bias = autocast((input, linear_weight, linear_bias), compute_dtype(input))
-        values = (input, linear_weight, target, linear_bias, *rest, *call.options)
+        names, values = (*self.tensor_names[3:], *self.option_names), (linear_bias, *rest, *call.options)
+        options = dict(zip(names, values, strict=True))
         with without_autocast(input.device):
-            return self.reference(**dict(zip((*self.tensor_names, *self.option_names), values, strict=True)))
+            return self.oracle(input, linear_weight, target, **options)
 
     def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
         input, linear_weight, target, linear_bias, *rest = tensors
@@ -113,6 +116,8 @@ class LossHead(Operation):
 
 class _LinearCrossEntropy(LossHead):
     """The losses of tokens, or their mean or sum, which brings its gradients along."""
+
+    oracle = staticmethod(reference.linear_cross_entropy)
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         input, linear_weight, target, linear_bias, weight = tensors
