@@ -29,6 +29,8 @@ ROUNDED_CHUNKS = 2
 # Logits from which the path is taken (launched one by one, inside a CUDA graph): with fewer, torch's few launches cost
 # the host less, and all of them are small anyway.
 FASTER_FROM = (2**26, 2**24)
+# A program takes a row, which must be long enough to keep it busy: a classifier's few classes are torch's.
+FEWEST_CLASSES = 4096
 
 
 @dataclass(frozen=True)
@@ -187,8 +189,11 @@ def why_unsupported(problem: LossProblem, device: Device) -> str | None:
 
 def why_slower(problem: LossProblem, device: Device) -> str | None:
     """Why torch is expected to be faster."""
-    logits = problem.M * problem.V
-    return not_measured(problem, device) or too_small(logits, "logits", FASTER_FROM, problem.captured)
+    if (reason := not_measured(problem, device)) is not None:
+        return reason
+    if problem.V < FEWEST_CLASSES:
+        return f"rows of {problem.V:,} classes are short: torch runs those of fewer than {FEWEST_CLASSES:,}"
+    return too_small(problem.M * problem.V, "logits", FASTER_FROM, problem.captured)
 
 
 def choose_rows(problem: LossProblem) -> int:
