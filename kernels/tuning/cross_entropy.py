@@ -4,9 +4,12 @@ from dataclasses import dataclass
 
 from .limits import padded_width
 
-# Columns of one step: wider ones keep more loads in flight, and need more registers for what a column sums up.
+# Columns of one step. More would keep more loads in flight, and need more registers for the maximum and the sums that
+# every lane has of its own.
 WIDEST_ROW_BLOCK = 4096
 _NARROWEST = 128
+# Of each thread in a step: one load of 16 bytes in 16 bits.
+_ELEMENTS = 8
 
 
 @dataclass(frozen=True)
@@ -20,5 +23,4 @@ class RowTiles:
 def row_tiles(columns: int) -> RowTiles:
     """The tiles for rows of so many columns, in every dtype: sums are float32 in all of them."""
     block = min(WIDEST_ROW_BLOCK, max(_NARROWEST, padded_width(columns)))
-    # Four elements of 32 bits, or more, for every thread and each of its sums.
-    return RowTiles(block, max(1, min(16, block // 256)))
+    return RowTiles(block, max(1, block // (32 * _ELEMENTS)))
