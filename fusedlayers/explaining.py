@@ -13,12 +13,12 @@ from .planning import Decision
 from .planning.avoiding import WHY_AVOIDED
 
 
-def explain(target: nn.Module | Callable[..., Any], *inputs: Tensor, **options: object) -> str:
+def explain(target: nn.Module | Callable[..., Any], /, *inputs: Tensor, **options: object) -> str:
     """What ``target(*inputs)`` would do on this machine, as text; nothing is computed.
 
     Args:
-        target: a :class:`FusedFFN`, :class:`SplitKLinear` or :class:`MaxSim`, a module that :func:`replace` has fused,
-            or a function of ``functional``.
+        target: a :class:`FusedFFN`, :class:`SplitKLinear`, :class:`MaxSim` or :class:`LinearCrossEntropyLoss`, a module
+            that :func:`replace` has fused, or a function of ``functional``.
         inputs: the tensors of the call; ``requires_grad`` of inputs and parameters and the grad mode count.
         options: the keyword arguments of the call.
 
@@ -45,7 +45,8 @@ def explain(target: nn.Module | Callable[..., Any], *inputs: Tensor, **options: 
     operation = operation_of(function)
     if operation is None:
         known = (
-            "a FusedFFN, a SplitKLinear, a MaxSim, a module fused by replace(), or a function of fusedlayers.functional"
+            "a FusedFFN, a SplitKLinear, a MaxSim, a LinearCrossEntropyLoss, a module fused by replace(), or a "
+            "function of fusedlayers.functional"
         )
         raise TypeError(f"target must be {known}, got {type(target).__name__}")
     tensors, given = operation.bound(*inputs, **options)

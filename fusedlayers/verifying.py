@@ -83,7 +83,7 @@ class Verification:
         return all(path in OPERATIONS[operation].torch_paths for operation, path in taken)
 
 
-def verify(target: nn.Module | Callable[..., Any], *inputs: Any, **options: Any) -> Verification:
+def verify(target: nn.Module | Callable[..., Any], /, *inputs: Any, **options: Any) -> Verification:
     """Compare ``target(*inputs, **options)`` and all its gradients with float64 and with torch in the same dtype.
 
     Both are judged by the same computation in float64: see :mod:`fusedlayers.closeness`. The gradients are those of

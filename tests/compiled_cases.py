@@ -79,6 +79,17 @@ def linear(rows: int, **options: Any) -> Call:
     return functional.linear, {"x": _leaf(2, rows, 16), "weight": _leaf(24, 16), "bias": _leaf(24)} | options
 
 
+def linear_cross_entropy(rows: int, **options: Any) -> Call:
+    target = (torch.arange(2 * rows, device=DEVICE) % 24).view(2, rows)
+    tensors = {"input": _leaf(2, rows, 16), "linear_weight": _leaf(24, 16), "target": target, "linear_bias": _leaf(24)}
+    return functional.linear_cross_entropy, tensors | {"ignore_index": 4} | options
+
+
+def linear_log_probs(rows: int) -> Call:
+    _, arguments = linear_cross_entropy(rows)
+    return functional.linear_log_probs, arguments | {"return_entropy": True, "softcap": 5.0}
+
+
 CALLS: dict[str, Callable[[int], Call]] = {
     "ffn": ffn,
     "gated ffn": lambda rows: ffn(rows, gated=True, activation="silu", dropout_p=0.25),
@@ -97,6 +108,9 @@ CALLS: dict[str, Callable[[int], Call]] = {
     "hidden_gradient": hidden_gradient,
     "linear": lambda rows: linear(rows, activation="gelu"),
     "split linear": lambda rows: linear(rows, split_k=2, reduction="atomic"),
+    "linear_cross_entropy": lambda rows: linear_cross_entropy(rows, label_smoothing=0.1),
+    "losses of tokens": lambda rows: linear_cross_entropy(rows, reduction="none", z_loss=0.1),
+    "linear_log_probs": linear_log_probs,
 }
 
 

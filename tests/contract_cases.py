@@ -97,7 +97,7 @@ def made(name: str, dtype: torch.dtype = torch.float32, way: str = "eager", **ch
 def upstream(results: list[Tensor], *batch: int, seed: int = 2) -> list[Tensor]:
     """Gradients of results, the same numbers in every dtype."""
     torch.manual_seed(seed)
-    drawn = [torch.randn(*batch, *result.shape, dtype=torch.float64) for result in results]
+    drawn = [torch.randn((*batch, *result.shape), dtype=torch.float64) for result in results]
     return [each.to(result) for each, result in zip(drawn, results, strict=True)]
 
 

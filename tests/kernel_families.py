@@ -14,6 +14,10 @@ _GPU_GEMM_GEMM = ("gemm_gemm_gpu", "ffn_gpu", "pipelined", "exact_integers")
 _EPILOGUE = ("ffn_epilogue", "ffn_chunked", "data_gradient", "planning_epilogue", "planning_chunks", "layouts")
 _GPU_EPILOGUE = ("ffn_epilogue_gpu", "data_gradient_gpu")
 _HIDDEN_GRADIENT = ("hidden_gradient", "code_generation_gradients")
+_CROSS_ENTROPY = (
+    *("linear_cross_entropy", "linear_cross_entropy_calls", "linear_cross_entropy_module"),
+    *("planning_linear_cross_entropy", "code_generation_cross_entropy"),
+)
 _DROPOUT = ("dropout", "dropping")
 
 # Files of tests/, without test_ and .py.
@@ -25,6 +29,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("gemm_reduce", "gemm_reduce_kernels", "gemm_reduce_calls", "reference_reduce", "planning_reduce"),
         "reduce_code_generation",
     ),
+    "cross_entropy": _CROSS_ENTROPY,
     "maxsim": ("maxsim", "maxsim_arguments", "maxsim_planning", "code_generation_maxsim"),
     "split_k": (*_LINEAR, "prepared_launches"),
     "weight_gradient": (
@@ -34,6 +39,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "ffn": ("ffn", "autograd", "planning_costs", "dropping", *_EPILOGUE),
     "hidden_gradient": _HIDDEN_GRADIENT,
     "linear": _LINEAR,
+    "linear_cross_entropy": _CROSS_ENTROPY,
+    "linear_log_probs": _CROSS_ENTROPY,
     # What kernels share.
     "activations": ("activations", "replacing_activations", "ffn", "gemm_gemm"),
     "column_sums": ("column_sums", "weight_gradient", "prepared_launches"),
@@ -59,11 +66,14 @@ GPU_TESTS: dict[str, tuple[str, ...]] = {
     "gemm_epilogue": (*_GPU_EPILOGUE, "hidden_gradient_gpu"),
     "gemm_reduce": ("gemm_reduce_gpu", "pipelined_reduce", "maxsim_gpu"),
     "maxsim": ("maxsim_gpu",),
+    "cross_entropy": ("linear_cross_entropy_gpu",),
     "split_k": ("linear_gpu",),
     "weight_gradient": ("weight_gradient_gpu",),
     "ffn": (*_GPU_GEMM_GEMM[1:], *_GPU_EPILOGUE),
     "hidden_gradient": ("hidden_gradient_gpu",),
     "linear": ("linear_gpu",),
+    "linear_cross_entropy": ("linear_cross_entropy_gpu",),
+    "linear_log_probs": ("linear_cross_entropy_gpu",),
     "activations": ("ffn_gpu",),
     "column_sums": ("weight_gradient_gpu",),
     "dropout": ("ffn_gpu", "ffn_epilogue_gpu"),

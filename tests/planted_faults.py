@@ -49,6 +49,8 @@ _HIDDEN, _HIDDEN_GRADIENT = "kernels/gemm_epilogue/hidden.py", "kernels/gemm_epi
 _CARRYING, _CARRIED_GRADIENT = "kernels/gemm_epilogue/carrying.py", "kernels/gemm_epilogue/data_gradient.py"
 _REDUCE, _CHUNKED = "kernels/gemm_reduce/forward.py", "fusedlayers/functional/ffn/chunked.py"
 _LINEAR = "fusedlayers/functional/linear.py"
+_LOSSES, _LOGITS = "kernels/cross_entropy/losses.py", "kernels/cross_entropy/rows.py"
+_HEAD = "fusedlayers/functional/linear_cross_entropy/chunked.py"
 
 FAULTS: tuple[Fault, ...] = (
     # Tiles: what lies outside, and where.
@@ -267,6 +269,53 @@ FAULTS: tuple[Fault, ...] = (
         "plan of another moment of autocast recalled", "fusedlayers/functional/call.py",
         "(is_grad_enabled(), dtype, precision", "(is_grad_enabled(), precision",
         "test_recalled_calls settings_between_calls",
+    ),
+    # The loss head.
+    _fault(
+        "padding of a row of logits counted", _LOGITS,
+        "return tl.where(cols < V, value, -float(\"inf\")), slope", "return value, slope",
+        "test_linear_cross_entropy edges_of_rows",
+    ),
+    _fault(
+        "sum of a lane not rescaled", _LOGITS,
+        "tl.where(rises, total * share + 1.0, total + share)", "tl.where(rises, total + 1.0, total + share)",
+        "test_linear_cross_entropy edges_of_rows",
+    ),
+    _fault(
+        "slope of the softcap forgotten", _LOGITS,
+        "slope = tanh_slope * scale", "slope = scale",
+        "test_linear_cross_entropy every_option",
+    ),
+    _fault(
+        "ignored token counted", _LOSSES,
+        "tl.store(loss_ptr + row, tl.where(counts, loss, 0.0))", "tl.store(loss_ptr + row, loss)",
+        "test_linear_cross_entropy no_token_counts",
+    ),
+    _fault(
+        "target that is no class taken for one", _LOSSES,
+        "weight = tl.where(known, 1.0, float(\"nan\"))", "weight = 1.0",
+        "test_linear_cross_entropy_calls no_class_shows",
+    ),
+    _fault(
+        "entropy's own part of its gradient forgotten", _LOSSES,
+        "by_share += tl.where(counts, by_logarithm * tl.load(entropy_ptr + row), 0.0)", "by_share += 0.0",
+        "test_linear_cross_entropy log_probabilities",
+    ),
+    _fault(
+        "sum of dW begun anew in every chunk", _HEAD,
+        "first=not rows.start)", "first=True)",
+        "test_linear_cross_entropy edges_of_chunks",
+    ),
+    _fault(
+        "target of other tokens read", _HEAD,
+        "target.contiguous()", "target",
+        "test_linear_cross_entropy any_layout",
+    ),
+    _fault(
+        "upstream gradient of a mean ignored", "fusedlayers/functional/linear_cross_entropy/__init__.py",
+        "factor = gradient if late is None else gradient * late",
+        "factor = torch.ones_like(gradient) if late is None else gradient * late",
+        "test_linear_cross_entropy every_option",
     ),
 )  # fmt: skip
 

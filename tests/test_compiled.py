@@ -66,7 +66,10 @@ def operations(name: str, backend: str) -> set[str]:
     elif name == "recomputed ffn" or (backend == "triton" and "ffn" in name):
         function = "ffn"
     elif backend == "triton":
-        function = {"logsumexp": "gemm_reduce", "argmax": "gemm_reduce", "split linear": "linear"}.get(name, name)
+        function = {
+            "logsumexp": "gemm_reduce", "argmax": "gemm_reduce", "split linear": "linear",
+            "losses of tokens": "linear_cross_entropy",
+        }.get(name, name)  # fmt: skip
     else:
         return set()
     backward = name != "argmax" and function not in ("weight_gradient", "hidden_gradient")

@@ -61,6 +61,18 @@ CALLS: dict[str, Call] = {
     ),
     "linear": (functional.linear, (normal(2, 9, 7), normal(5, 7), normal(5))),
     "linear, split": (lambda x, w: functional.linear(x, w, activation="relu", split_k=2), (normal(9, 7), normal(5, 7))),
+    "linear_cross_entropy": (
+        lambda x, w, b, target: functional.linear_cross_entropy(x, w, target, linear_bias=b, label_smoothing=0.1),
+        (normal(2, 9, 7), normal(5, 7), normal(5), lambda: torch.randint(5, (2, 9), device=DEVICE)),
+    ),
+    "losses of tokens": (
+        lambda x, w, target: functional.linear_cross_entropy(x, w, target, reduction="none", z_loss=0.1),
+        (normal(2, 9, 7), normal(5, 7), lambda: torch.randint(5, (2, 9), device=DEVICE)),
+    ),
+    "linear_log_probs": (
+        lambda x, w, target: functional.linear_log_probs(x, w, target, return_entropy=True, softcap=5.0),
+        (normal(2, 9, 7), normal(5, 7), lambda: torch.randint(5, (2, 9), device=DEVICE)),
+    ),
     "SplitKLinear": (fl.SplitKLinear(7, 5, device=DEVICE), (normal(2, 9, 7),)),
     "MaxSim": (fl.MaxSim(), (normal(3, 4, 7), normal(5, 6, 7))),
     "FusedFFN": (fl.FusedFFN(7, 12, gated=True, device=DEVICE), (normal(2, 9, 7), normal(2, 9, 7))),

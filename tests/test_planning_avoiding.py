@@ -27,6 +27,7 @@ from fusedlayers.planning import (
     configurations,
     plan,
 )
+from fusedlayers.planning.linear_cross_entropy import LossProblem
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
 SIZES = {"M": 2**20, "K": 128, "N": 512, "O": 128}
@@ -41,6 +42,9 @@ PROBLEMS: dict[str, Call] = {
     "weight_gradient": WeightGradientProblem(65536, 256, 256, "bfloat16"),
     "hidden_gradient": HiddenGradientProblem(4096, 512, 128, "bfloat16"),
     "wide ffn": replace(BLOCK, K=1024, O=1024, gated=True),
+    "linear_cross_entropy": LossProblem(
+        8192, 4096, 128_256, "bfloat16", "mean", needs_data_gradient=True, needs_weight_gradient=True
+    ),
     "linear": LinearProblem(
         64, 1024, 8192, "bfloat16", needs_data_gradient=True, needs_weight_gradient=True, needs_bias_gradient=True
     ),
@@ -67,7 +71,7 @@ def test_names_tell_kernels_gates_and_sizes_apart() -> None:
 def test_no_plan_has_what_is_avoided(operation: str) -> None:
     problem = PROBLEMS[operation]
     usual = plan(problem, H200, "triton")
-    assert usual.path == ("epilogue" if operation == "wide ffn" else "fused")
+    assert usual.path == {"wide ffn": "epilogue", "linear_cross_entropy": "chunked"}.get(operation, "fused")
     assert usual.avoided == ()
     for name in names(usual):
         for wish in ("auto", "triton"):
@@ -166,6 +170,8 @@ def every_problem() -> Iterator[Call]:
         for gated, dropout in itertools.product((False, True), repeat=2):
             wanted = {"needs_data_gradient": True, "needs_weight_gradient": True, "recompute": True}
             yield Problem("ffn", 1, 8192, 4096, 14_336, 4096, dtype, gated=gated, dropout=dropout, **wanted)
+        for V in (2, 128, 129, 300, 1000, 1025, 2049, 4097, 128_256):
+            yield LossProblem(300, 64, V, dtype, "mean", needs_data_gradient=True, needs_weight_gradient=True)
         sides = (1, 2, 16, 17, 32, 33, 64, 65, 128, 2048, 2049)
         for M, N, K in itertools.product(sides, sides, (8, *sides)):
             yield LinearProblem(M, N, K, dtype, needs_data_gradient=True, needs_weight_gradient=True)

@@ -26,6 +26,7 @@ H200 = planning.Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=Tr
 CHECKS = {
     "ffn": "check_ffn", "gemm_gemm": "check_gemm_gemm", "gemm_reduce": "check_gemm_reduce", "linear": "check_linear",
     "maxsim": "check_maxsim", "weight_gradient": "check_weight_gradient", "hidden_gradient": "check_hidden_gradient",
+    "linear_cross_entropy": "check_layer", "linear_log_probs": "check_layer",
 }  # fmt: skip
 
 
@@ -58,6 +59,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 X, WEIGHT, BIAS = torch.randn(5, 8), torch.randn(6, 8), torch.randn(6)
+TARGET = torch.arange(5)
 A, B, C = torch.randn(2, 5, 4), torch.randn(2, 4, 6), torch.randn(2, 6, 3)
 CALLS: dict[str, Callable[[], Any]] = {
     "ffn": lambda: functional.ffn(X, WEIGHT, WEIGHT.T, BIAS),
@@ -67,6 +69,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "maxsim": lambda: functional.maxsim(A, B.mT),
     "weight_gradient": lambda: functional.weight_gradient(X, X),
     "hidden_gradient": lambda: functional.hidden_gradient(X, WEIGHT.T, torch.ones(5, 6), activation="relu"),
+    "linear_cross_entropy": lambda: functional.linear_cross_entropy(X, WEIGHT, TARGET, label_smoothing=0.5),
+    "linear_log_probs": lambda: functional.linear_log_probs(X, WEIGHT, TARGET, return_entropy=True),
 }
 
 

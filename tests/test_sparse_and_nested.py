@@ -54,6 +54,13 @@ CALLS: dict[str, tuple[str, Callable[[], dict[str, Tensor]]]] = {
             "cu_seqlens_queries": torch.tensor([0, 6]), "cu_seqlens_documents": torch.tensor([0, 10]),
         },
     ),
+    "linear_cross_entropy": (
+        "linear_cross_entropy",
+        lambda: {
+            "input": drawn(4, 6), "linear_weight": drawn(5, 6), "target": torch.arange(4), "linear_bias": drawn(5),
+            "weight": torch.ones(5),
+        },
+    ),
     "linear": ("linear", lambda: {"x": drawn(4, 6), "weight": drawn(8, 6), "bias": drawn(8)}),
     "weight_gradient": ("weight_gradient", lambda: {"dy": drawn(4, 6), "x": drawn(4, 5)}),
     "hidden_gradient": (

@@ -27,6 +27,10 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "gemm_gemm": lambda x: functional.gemm_gemm(x, WEIGHT.T, WEIGHT),
     "gemm_reduce": lambda x: functional.gemm_reduce(x, WEIGHT.T, op="max"),
     "maxsim": lambda x: functional.maxsim(x[None], WEIGHT[None]),
+    # Of two logits far apart the probabilities are 0 and 1.
+    "linear_cross_entropy": lambda x: functional.linear_cross_entropy(
+        x, WEIGHT[:2], torch.arange(5) % 2, reduction="sum", logit_scale=1024.0
+    ),
     "weight_gradient": lambda x: functional.weight_gradient(x, x.detach())[0],
 }
 

@@ -61,7 +61,21 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Any], s
         {"activation": "gelu"},
         {"y[0]", "y[2]", "d dy", "d w_down", "d z"},
     ),
+    "linear_cross_entropy": (
+        functional.linear_cross_entropy,
+        (normal(40, 24), normal(33, 24) / 5, torch.arange(40) % 33),
+        {"reduction": "none"},
+        {"y", "d input", "d linear_weight"},
+    ),
+    "linear_log_probs": (
+        functional.linear_log_probs,
+        (normal(40, 24), normal(33, 24) / 5, torch.arange(40) % 33),
+        {"return_entropy": True},
+        {"y[0]", "y[1]", "d input", "d linear_weight"},
+    ),
 }
+# The paths of kernels that are called otherwise.
+PATHS = {"linear_cross_entropy": "chunked", "linear_log_probs": "chunked"}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -100,10 +114,12 @@ def test_every_public_function_is_an_operation_with_a_benchmark_case() -> None:
 def test_every_public_function_is_green_in_its_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function, inputs, options, _ = CALLS[name]
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
-    found = fl.verify(function, *(tensor.to(DEVICE, torch.float16) for tensor in inputs), **options)
+    given = (tensor.to(DEVICE, torch.float16 if tensor.is_floating_point() else None) for tensor in inputs)
+    found = fl.verify(function, *given, **options)
     assert found.ok, found
-    assert found.paths == {f"{name} fused": 1}
-    assert f"{name} fused x 1" in str(found)
+    path = PATHS.get(name, "fused")
+    assert found.paths == {f"{name} {path}": 1}
+    assert f"{name} {path} x 1" in str(found)
     assert TORCH_ALONE not in str(found)
 
 

@@ -42,7 +42,7 @@ from .arguments import (
     show,
 )
 from .cases import CASES, INITS, Case, Grid, Options
-from .contenders import AUTO, AUTOTUNED, CHECKPOINTED, COMPILED, EAGER, FUSED
+from .contenders import AUTO, AUTOTUNED, CCE, CHECKPOINTED, COMPILED, EAGER, FUNCTION, FUSED, LIGER, QUACK
 from .exactness import INTEGER_ACTIVATIONS, INTEGER_OPERATIONS
 from .runner import FORWARD, FORWARD_BACKWARD, Row, Settings, run
 
@@ -51,6 +51,10 @@ _CONTENDER_WORDS = {
     "compile": COMPILED,
     "autotune": AUTOTUNED,
     "checkpoint": CHECKPOINTED,
+    "function": FUNCTION,
+    "liger": LIGER,
+    "cce": CCE,
+    "quack": QUACK,
     "auto": AUTO,
     "fused": FUSED,
 }

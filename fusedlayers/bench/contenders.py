@@ -18,9 +18,12 @@ from .cases import Case, Inputs, Options, Results, as_tuple
 EAGER, COMPILED, AUTO, FUSED = "torch eager", "torch.compile", "auto", "fused"
 # Only for those who ask: tuning takes about ten seconds a product, and checkpoints are for layers that keep something.
 AUTOTUNED, CHECKPOINTED = "max-autotune", "checkpoint"
-ON_REQUEST = (AUTOTUNED, CHECKPOINTED)
-TORCH_CONTENDERS, OUR_CONTENDERS = (EAGER, COMPILED, *ON_REQUEST), (AUTO, FUSED)
-CONTENDERS = TORCH_CONTENDERS + OUR_CONTENDERS
+# Others' versions of the same, of cases that have any, where they are installed.
+FUNCTION, LIGER, CCE, QUACK = "torch function", "Liger", "CCE", "quack"
+PEERS = (FUNCTION, LIGER, CCE, QUACK)
+ON_REQUEST = (AUTOTUNED, CHECKPOINTED, *PEERS)
+TORCH_CONTENDERS, OUR_CONTENDERS = (EAGER, COMPILED, AUTOTUNED, CHECKPOINTED), (AUTO, FUSED)
+CONTENDERS = TORCH_CONTENDERS + PEERS + OUR_CONTENDERS
 
 # What the user has set must not decide what is measured: each contender sets both.
 AUTO_SWITCHES = {"FUSEDLAYERS_BACKEND": "auto", "FUSEDLAYERS_STRICT": "0"}
@@ -46,8 +49,9 @@ class Contender:
 class Work:
     """What a contender does once: the forward pass without a graph, or forward and backward with all gradients.
 
-    ``upstream`` holds a gradient for each result. ``rotation`` is the same with other tensors, to be done behind it:
-    together they do not fit the L2 cache, so that work of a few microseconds reads its inputs from memory.
+    Inputs that are no real numbers have none. ``upstream`` holds a gradient for each result. ``rotation`` is the
+    same with other tensors, to be done behind it: together they do not fit the L2 cache, so that work of a few
+    microseconds reads its inputs from memory.
     """
 
     inputs: Inputs
@@ -61,6 +65,11 @@ class Work:
         return self.upstream[0].device
 
     @property
+    def leaves(self) -> Inputs:
+        """The inputs that have a gradient, by name."""
+        return {name: tensor for name, tensor in self.inputs.items() if tensor.is_floating_point()}
+
+    @property
     def count(self) -> int:
         """How many times the work is done by :meth:`run_all`."""
         return 1 + len(self.rotation)
@@ -71,7 +80,7 @@ class Work:
             work.run(call)
 
     def run(self, call: Callable[..., Results]) -> tuple[Tensor, ...]:
-        """The results, and with ``backward`` the gradient of each input in order."""
+        """The results, and with ``backward`` the gradient of each leaf in order."""
         results = self.forward(call)
         return (*results, *self.gradients(results))
 
@@ -81,12 +90,19 @@ class Work:
             return as_tuple(call(**self.inputs))
 
     def gradients(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """With ``backward`` the gradient of each input in order."""
-        return torch.autograd.grad(results, tuple(self.inputs.values()), self.upstream) if self.backward else ()
+        """With ``backward`` the gradient of each leaf in order."""
+        return torch.autograd.grad(results, tuple(self.leaves.values()), self.upstream) if self.backward else ()
 
 
 def contender(name: str, case: Case, options: Options) -> Contender:
-    """The contender of that name for a case and its options."""
+    """The contender of that name for a case and its options.
+
+    Raises:
+        ImportError: it is another library's, which is not installed, or has not what the case needs.
+        KeyError: the case has no such peer.
+    """
+    if name in PEERS:
+        return Contender(name, case.peers[name](), recorded=False)
     if name in TORCH_CONTENDERS:
         keywords = case.torch_keywords(options)
 

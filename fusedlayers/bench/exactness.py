@@ -37,14 +37,17 @@ def random_work(
         draw(
             Operand(result),
             upstream_init,
-            dtype,
+            case.result_dtype or dtype,
             device,
             generator,
             max(density, min(1.0, _FEWEST_UPSTREAM / max(math.prod(result), 1))),
         )
         for result in case.result_shapes(shape, options)
     )
-    return Work({name: tensor.requires_grad_(backward) for name, tensor in inputs.items()}, upstream, backward)
+    work = Work(inputs, upstream, backward)
+    for leaf in work.leaves.values():
+        leaf.requires_grad_(backward)
+    return work
 
 
 def rotating_work(
@@ -63,7 +66,8 @@ def rotating_work(
 
 def reference_results(case: Case, options: Options, work: Work) -> tuple[Tensor, ...]:
     """The results and all gradients in float64."""
-    inputs = {name: tensor.detach().double().requires_grad_(work.backward) for name, tensor in work.inputs.items()}
+    leaves = {name: tensor.detach().double().requires_grad_(work.backward) for name, tensor in work.leaves.items()}
+    inputs = {**work.inputs, **leaves}
     upstream = tuple(tensor.double() for tensor in work.upstream)
     return Work(inputs, upstream, work.backward).run(contender(EAGER, case, options).call)
 
@@ -85,7 +89,7 @@ def exact_work(
         # In one thread, because the watch belongs to a thread.
         with torch.autograd.set_multithreading_enabled(False), ExactnessWatch() as watch:
             truth = reference_results(case, options, work)
-        if watch.within(dtype):
+        if watch.within(case.result_dtype or dtype):
             if not all(bool(tensor.any()) for tensor in truth):
                 break
             return work, truth
@@ -93,6 +97,13 @@ def exact_work(
         f"--init integer: no density of non-zero values keeps every step of {'x'.join(map(str, shape))} "
         f"exact in {dtype} and every result non-zero; choose other sizes"
     )
+
+
+def in_dtypes(case: Case, work: Work, truth: tuple[Tensor, ...], dtype: torch.dtype) -> list[Tensor]:
+    """The results and gradients of a case in the dtypes that it has them in."""
+    count = len(work.upstream)
+    results = [tensor.to(case.result_dtype or dtype) for tensor in truth[:count]]
+    return [*results, *(tensor.to(dtype) for tensor in truth[count:])]
 
 
 class ExactnessWatch(TorchDispatchMode):

@@ -167,7 +167,13 @@ def _time(row: Row, settings: Settings, direction: str, entry: Record) -> Record
         elif name == FUSED and settings.device.type != "cuda":
             entries[name] = records.untimed_entry("not timed", "the interpreter's time means nothing", paths[FUSED])
         else:
-            entrants.append(contender(name, row.case, row.options))
+            try:
+                entrants.append(contender(name, row.case, row.options))
+            except ImportError as error:
+                entries[name] = records.untimed_entry("not timed", f"not installed here: {error}", (None, None))
+            except KeyError:
+                reason = f"{row.case.name} has no such contender"
+                entries[name] = records.untimed_entry("not timed", reason, (None, None))
     timings = measure(entrants, work, seconds=settings.seconds, clock=clock)
     for entrant in entrants:
         timing = timings[entrant.name]

@@ -12,7 +12,7 @@ from ..closeness import Closeness, compare
 from ..functional.switches import switched
 from .cases import Case, Options, Shape
 from .contenders import AUTO, EAGER, FUSED, contender, our_plan, why_not_forced
-from .exactness import exact_work, inequality, random_work, reference_results
+from .exactness import exact_work, in_dtypes, inequality, random_work, reference_results
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,16 @@ def verify(
         yardstick = work.run(contender(EAGER, case, options).call)
     names = case.results[: len(work.upstream)]
     if case.backward:
-        names += tuple(f"d{name}" for name in work.inputs)
+        names += tuple(f"d{name}" for name in work.leaves)
     plan = our_plan(case, options, work)
     forced = why_not_forced(plan, device, dtype)
+    kernels = our_plan(case, options, work, backend="triton").path if forced is None else "fused"
     results = []
-    for name, path in ((AUTO, plan.path), (FUSED, "fused")):
+    for name, path in ((AUTO, plan.path), (FUSED, kernels)):
         if name == FUSED and forced is not None:
             results.append(Verification(name, path, "not run", forced))
             continue
-        if name == FUSED and plan.path == "fused":
+        if name == FUSED and plan.path == kernels:
             results.append(Verification(name, path, "not run", "auto mode took this path already"))
             continue
         ours = contender(name, case, options)
@@ -108,7 +109,7 @@ def verify(
             results.append(Verification(name, path, "red", f"{type(error).__name__}: {error}"))
             continue
         if yardstick is None:
-            findings = tuple(map(_exact, names, actual, (tensor.to(dtype) for tensor in truth)))
+            findings = tuple(map(_exact, names, actual, in_dtypes(case, work, truth, dtype)))
         else:
             findings = tuple(map(_close, names, actual, yardstick, truth))
         status = "green" if all(finding.ok for finding in findings) else "red"

@@ -9,7 +9,12 @@ from .gemm_gemm import gemm_gemm
 from .gemm_reduce import gemm_reduce
 from .hidden_gradient import hidden_gradient
 from .linear import linear
+from .linear_cross_entropy import linear_cross_entropy
+from .linear_log_probs import linear_log_probs
 from .maxsim import maxsim
 from .weight_gradient import weight_gradient
 
-__all__ = ["ffn", "gemm_gemm", "gemm_reduce", "hidden_gradient", "linear", "maxsim", "weight_gradient"]
+__all__ = [
+    "ffn", "gemm_gemm", "gemm_reduce", "hidden_gradient", "linear", "linear_cross_entropy", "linear_log_probs",
+    "maxsim", "weight_gradient",
+]  # fmt: skip

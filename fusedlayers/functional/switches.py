@@ -43,11 +43,11 @@ def strict() -> bool:
     return value == "1"
 
 
-def workspace_limit() -> int:
-    """Bytes of temporary memory of a call with ``recompute=True``, from ``FUSEDLAYERS_WORKSPACE_MIB`` (default: 64)."""
+def workspace_limit(default: int = WORKSPACE_LIMIT) -> int:
+    """Bytes of temporary memory, from ``FUSEDLAYERS_WORKSPACE_MIB``; else 64 MiB, that of ``recompute=True``."""
     value = os.environ.get("FUSEDLAYERS_WORKSPACE_MIB")
     if value is None:
-        return WORKSPACE_LIMIT
+        return default
     try:
         limit = float(value) * 2**20
     except ValueError:

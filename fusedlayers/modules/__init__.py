@@ -19,6 +19,7 @@ from .children import (
 from .ffn import FusedFFN
 from .keeping import KEPT, forget, keep, kept
 from .linear import SplitKLinear
+from .linear_cross_entropy import LinearCrossEntropyLoss
 from .maxsim import MaxSim
 from .pieces import FFNPieces
 from .traced import outside_of_traces, part_of, traceable, traced_dropout_p, traced_ffn
@@ -27,6 +28,7 @@ __all__ = [
     "KEPT",
     "FFNPieces",
     "FusedFFN",
+    "LinearCrossEntropyLoss",
     "MaxSim",
     "SplitKLinear",
     "class_name",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,26 @@ def test_one_red_row_stops_the_timing_of_all(tmp_path: Path, monkeypatch: pytest
     assert [row["verification"][0]["status"] for row in found["rows"]] == ["green", "red"]
 
 
+def test_versions_of_others_are_timed_where_they_are_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch's own function is; what is missing is named, and so is a case that has no such version."""
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    chosen = ("--time", "--device", "cpu", "--seconds", 0.01, "--contenders", "eager,function,liger,auto")
+    for name, shape in (("linear_cross_entropy", "17x16x129"), ("gemm_gemm", "1x8x8x8x8")):
+        assert bench(name, "--shape", shape, *chosen, "--output", tmp_path) == 0
+        for row in record.read(tmp_path / f"{name}-fp32-cpu.json")["rows"]:
+            entries = row["contenders"]
+            assert entries["Liger"]["status"] == "not timed"
+            if name == "gemm_gemm":
+                assert entries["torch function"]["reason"] == "gemm_gemm has no such contender"
+                continue
+            assert entries["Liger"]["reason"].startswith("not installed here: ")
+            if hasattr(torch.nn, "LinearCrossEntropyOptions"):
+                assert entries["torch function"]["launched"]["median"] > 0
+    assert "torch function" in capsys.readouterr().out
+
+
 def test_without_time_nothing_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, found = run_small(tmp_path, "--verify")
     assert status == 0
@@ -204,7 +225,7 @@ def test_a_contender_that_fails_is_named_and_the_others_are_timed(
         (["ffn", "--init", "ones"], "argument --init: invalid choice: 'ones'"),
         (["ffn", "--time", "--init", "zeros"], "argument --init: zeros: --time needs random data: normal or uniform"),
         (["ffn", "--init", "integer", "--activation", "gelu"], "argument --activation: gelu: --init integer"),
-        (["ffn", "--contenders", "auto,liger"], "argument --contenders: 'liger': expected names out of eager,compile"),
+        (["ffn", "--contenders", "auto,lion"], "argument --contenders: 'lion': expected names out of eager,compile"),
         (["ffn", "--plot"], "argument --plot: expected --time beside it"),
         (["host", "--plot", "--verify"], "argument --plot: expected no --verify beside it"),
         (["ffn", "--seed", "1" * 20], "argument --seed: '11111111111111111111': expected an integer of 64 bits"),
@@ -282,6 +303,8 @@ def test_without_a_shape_the_grid_is_run() -> None:
         *CASES["gemm_reduce"].grids,
         *CASES["maxsim"].grids,
         *CASES["split_k"].grids,
+        *CASES["linear_cross_entropy"].grids,
+        *CASES["linear_log_probs"].grids,
         *WEIGHT_GRADIENT.grids,
     }
     integer = rows_of("ffn", "--init", "integer", "--device", "cpu")[0]

@@ -193,10 +193,14 @@ for trial in all_trials(device):
     if (trial.case, trial.machine, kinds) in seen:
         continue
     seen.add((trial.case, trial.machine, kinds))
-    shapes = {name: operand.shape for name, operand in case.operands(trial.shape, options).items()}
     dtype, names = DTYPES[trial.dtype], set()
-    inputs = {name: torch.ones(shape, dtype=dtype, requires_grad=case.backward) for name, shape in shapes.items()}
-    upstream = tuple(torch.ones(shape, dtype=dtype) for shape in case.result_shapes(trial.shape, options))
+    operands = case.operands(trial.shape, options).items()
+    blank = {name: operand.blank(dtype, case.backward) for name, operand in operands}
+    inputs = {
+        name: torch.ones_like(each, device="cpu", requires_grad=each.requires_grad) for name, each in blank.items()
+    }
+    shapes = case.result_shapes(trial.shape, options)
+    upstream = tuple(torch.ones(shape, dtype=case.result_dtype or dtype) for shape in shapes)
     facts = replace(device, **trial.facts)
     ours = contender(FUSED, case, options)
     with (

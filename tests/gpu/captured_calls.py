@@ -48,10 +48,7 @@ class CapturedCall:
     def paths(self, shape: Shape, device: Device) -> tuple[str, str]:
         """(launched, recorded) in auto mode; nothing is allocated."""
         operands = self.case.operands(shape, self.options).items()
-        blank = {
-            name: torch.empty(operand.shape, dtype=torch.bfloat16, device="meta", requires_grad=self.case.backward)
-            for name, operand in operands
-        }
+        blank = {name: operand.blank(torch.bfloat16, self.case.backward) for name, operand in operands}
         problem = self.case.problem(blank, self.options)
         launched, recorded = (planning.plan(replace(problem, captured=each), device) for each in (False, True))
         return launched.path, recorded.path
@@ -60,7 +57,7 @@ class CapturedCall:
         """The sizes, or None where there are none on this device."""
         for shape in self.shapes:
             launched, recorded = self.paths(shape, device)
-            if launched == "torch" and recorded in planning.KERNEL_PATHS:
+            if launched == "torch" != recorded:
                 return shape
         return None
 
@@ -84,6 +81,12 @@ CALLS: dict[str, dict[str, CapturedCall]] = {
         ),
         "maxsim": CapturedCall(CASES["maxsim"], Options(), tuple((16, 2**n, 32, 256, 128) for n in range(2, 10)), True),
         "linear": CapturedCall(CASES["split_k"], Options(bias=True), ((16, 1024, 4096), (16, 2048, 4096))),
+        "linear_cross_entropy": CapturedCall(
+            CASES["linear_cross_entropy"], Options(op="mean"), tuple((2**n, 256, 32000) for n in range(6, 13))
+        ),
+        "linear_log_probs": CapturedCall(
+            CASES["linear_log_probs"], Options(op="mean"), tuple((2**n, 256, 32000) for n in range(6, 13))
+        ),
         "weight_gradient": CapturedCall(CASES["weight_gradient"], Options(bias=True), _rows(512, 256)),
         "hidden_gradient": CapturedCall(ALL["hidden_gradient"], Options("gelu_tanh", bias=True), _rows(4096, 1024)),
     },
@@ -116,7 +119,7 @@ def recorded(call: CapturedCall, device: torch.device) -> Found:
         "shape": shape, "planned": list(call.paths(shape, describe(device))), "launched": dict(launched),
         "captured": dict(captured), "faults": [],
     }  # fmt: skip
-    names = [*case.results[: len(replayed)], *(f"d{name}" for name in work.inputs if case.backward)]
+    names = [*case.results[: len(replayed)], *(f"d{name}" for name in work.leaves if case.backward)]
     for seed in range(1, 1 + REPLAYS):
         _overwrite(work, random_work(case, options, shape, seed=17 * seed, **drawn))
         graph.replay()

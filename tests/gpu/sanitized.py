@@ -1,6 +1,6 @@
 """A small training step of every kind of kernel, to be run under NVIDIA's compute-sanitizer: see test_sanitizer.py.
 
-python -m tests.gpu.sanitized [products] [reductions] [splits]       those groups of steps alone
+python -m tests.gpu.sanitized [products] [reductions] [splits] [losses]       those groups of steps alone
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ os.environ["FUSEDLAYERS_BACKEND"] = "triton"
 import torch
 
 from fusedlayers import functional
+from fusedlayers.kernels import cross_entropy
 from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.gemm_gemm import stored
 from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES, data_gradient_tiles, epilogue_tiles
+from fusedlayers.kernels.tuning.cross_entropy import row_tiles
 from tests.operands import ffn_inputs, leaves, like_result
 
 # Widths of pipelined and of portable kernels; rows and hidden units that no tile divides.
@@ -52,12 +54,14 @@ REDUCTIONS = [
 ]
 # Rows, columns, inner axis: every kind of tile, ragged, aligned and not.
 LINEARS = [(1, 40, 5000), (16, 30, 4100), (9, 200, 3001), (40, 72, 2064), (200, 70, 1031)]
+# Tokens and classes: less than a block of columns, one, and several, the last of which is ragged.
+LOGITS = [(5, 100), (9, 4096), (33, 9001)]
 DOCUMENTS = [33, 0, 130, 64, 1]
 
 
 def main() -> None:
     chosen = sys.argv[1:]
-    for group in (products, reductions, splits):
+    for group in (products, reductions, splits, losses):
         if not chosen or group.__name__ in chosen:
             group()
     torch.cuda.synchronize()
@@ -155,6 +159,27 @@ def splits() -> None:
             with torch.no_grad():
                 functional.linear(x, w, b, activation="silu", split_k=split_k)
                 functional.linear(x, w, b, activation="silu", split_k=split_k, reduction="atomic")
+
+
+def losses() -> None:
+    """Losses and gradients of rows of logits, padded as they are in a chunk; without torch's products."""
+    for tokens, classes in LOGITS:
+        memory = torch.randn(tokens, -(-classes // 64) * 64, device="cuda", dtype=torch.bfloat16)
+        logits, tiles = memory[:, :classes], row_tiles(classes)
+        target = torch.randint(classes, (tokens,), device="cuda")
+        target[1], weight = -100, torch.rand(classes, device="cuda")
+        found, statistics = torch.empty(2, tokens, device="cuda"), torch.empty(2, tokens, device="cuda")
+        plain = cross_entropy.LossArithmetic(-100, "half")
+        full = plain._replace(label_smoothing=0.1, z_loss=0.1, softcap=5.0)
+        for arithmetic, given in ((plain, (None, None)), (full, (weight, weight.sum()))):
+            rest = (target, *given, arithmetic, tiles)
+            cross_entropy.losses(logits, *rest, loss=found[0], entropy=found[1], statistics=statistics)
+            cross_entropy.losses(memory.clone()[:, :classes], *rest, loss=found[0], gradient=True, factor=weight[0])
+            cross_entropy.gradient(
+                memory.clone()[:, :classes], *rest, statistics=statistics, upstream=found[0], entropy=found[1],
+                entropy_upstream=found[0],
+            )  # fmt: skip
+        cross_entropy.scaled(memory, weight[0], torch.bfloat16)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,10 +41,20 @@ class Options:
 
 @dataclass(frozen=True)
 class Operand:
-    """One input: its shape, and its standard deviation (of weights: one over the root of their fan-in)."""
+    """One input: its shape, and its standard deviation (of weights: one over the root of their fan-in).
+
+    With ``classes`` it holds integers below that number, and has no gradient.
+    """
 
     shape: Shape
     scale: float = 1.0
+    classes: int = 0
+
+    def blank(self, dtype: torch.dtype = torch.float32, requires_grad: bool = False) -> Tensor:
+        """A tensor like it that holds no numbers, on the meta device."""
+        if self.classes:
+            return torch.empty(self.shape, dtype=torch.int64, device="meta")
+        return torch.empty(self.shape, dtype=dtype, device="meta", requires_grad=requires_grad)
 
 
 @dataclass(frozen=True)
@@ -72,10 +82,12 @@ class Case:
     ``operands`` by name and then ``our_keywords`` or ``torch_keywords`` of the options. ``forward_flops`` counts the
     products of the forward pass; each product has two of the same size in the backward pass. ``parameters`` are the
     inputs that a module would own. ``results`` names what the operation returns, a tensor or a tuple, the last of which
-    may be None. Without ``backward`` the forward pass alone is benchmarked. ``rotating`` work takes a few microseconds,
-    and is timed over many inputs in a row. Without ``grids`` the self-test alone runs the case. ``trials`` are those of
-    the self-test on a GPU, one at least for every tile configuration that the planner can choose there; ``few_trials``
-    those for Triton's interpreter. ``place`` says where the case stands among the others, in commands and in tables.
+    may be None; ``result_dtype`` is theirs where it is not that of the inputs. Without ``backward`` the forward pass
+    alone is benchmarked. ``rotating`` work takes a few microseconds, and is timed over many inputs in a row. Without
+    ``grids`` the self-test alone runs the case. ``trials`` are those of the self-test on a GPU, one at least for every
+    tile configuration that the planner can choose there; ``peers`` are others' versions by the name of a contender:
+    what imports them and gives a function of the inputs; ``few_trials`` those for Triton's interpreter. ``place`` says
+    where the case stands among the others, in commands and in tables.
     """
 
     name: str
@@ -95,6 +107,8 @@ class Case:
     few_trials: tuple[Trial, ...]
     place: int
     results: tuple[str, ...] = ("y",)
+    result_dtype: torch.dtype | None = None
+    peers: Mapping[str, Callable[[], Callable[..., Results]]] = field(default_factory=dict)
     backward: bool = True
     has_activation: bool = True
     rotating: bool = False
@@ -122,7 +136,7 @@ class Case:
     def result_shapes(self, shape: Shape, options: Options) -> tuple[Shape, ...]:
         """The shapes of the results, from torch's rules, without computing anything."""
         operands = self.operands(shape, options)
-        blank = {name: torch.empty(operand.shape, device="meta") for name, operand in operands.items()}
+        blank = {name: operand.blank() for name, operand in operands.items()}
         found = as_tuple(self.torch_expression(**blank, **self.torch_keywords(options)))
         return tuple(tuple(tensor.shape) for tensor in found)
 
@@ -153,6 +167,8 @@ def draw(
     density: float = 1.0,
 ) -> Tensor:
     """A tensor of ``operand``'s shape: N(0, scale²), uniform with that deviation, zeros, or integers in -2 … 2."""
+    if operand.classes:
+        return torch.randint(operand.classes, operand.shape, generator=generator, device=device)
     if init == "zeros":
         return torch.zeros(operand.shape, dtype=dtype, device=device)
     if init == "integer":

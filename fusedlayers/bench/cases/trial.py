@@ -85,10 +85,7 @@ class Trial:
         """What runs on ``device`` if kernels are forced; planned without data."""
         case, options = self.prepared()
         operands = case.operands(self.shape, options)
-        blank = {
-            name: torch.empty(operand.shape, dtype=DTYPES[self.dtype], device="meta", requires_grad=case.backward)
-            for name, operand in operands.items()
-        }
+        blank = {name: operand.blank(DTYPES[self.dtype], case.backward) for name, operand in operands.items()}
         with torch.set_grad_enabled(case.backward), switched(self.switches):
             problem = case.problem(blank, options)
         plan: Decision = planning.plan(problem, replace(device, **self.facts), "triton")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..contenders import AUTO, AUTOTUNED, CHECKPOINTED, CONTENDERS, FUSED
+from ..contenders import AUTO, AUTOTUNED, CCE, CHECKPOINTED, CONTENDERS, FUNCTION, FUSED, LIGER, QUACK
 from ..record import Record
 from ..tables import HOW_TO_TIME, KINDS, median, rows_with_times, speed_up
 
@@ -17,6 +17,10 @@ _COLOURS = {
     "torch.compile": "#4c4c4c",
     AUTOTUNED: "#b0a090",
     CHECKPOINTED: "#cc79a7",
+    FUNCTION: "#f0e442",
+    LIGER: "#009e73",
+    CCE: "#d55e00",
+    QUACK: "#56b4e9",
     AUTO: "#0072b2",
     FUSED: "#e69f00",
 }

@@ -12,7 +12,7 @@ from ...planning import Decision
 from ..cases import DTYPES
 from ..cases.trial import Trial
 from ..contenders import FUSED, contender
-from ..exactness import exact_work, inequality
+from ..exactness import exact_work, in_dtypes, inequality
 from .trials import launched
 
 # Some compilers get a configuration wrong only now and then.
@@ -37,8 +37,8 @@ def run(trial: Trial, device: torch.device) -> Outcome:
         case, options = trial.prepared()
         work, truth = exact_work(case, options, trial.shape, dtype=DTYPES[trial.dtype], device=device, seed=0)
         work = replace(work, inputs=trial.laid_out(work.inputs))
-        expected = [tensor.to(DTYPES[trial.dtype]) for tensor in truth]
-        names = [*case.results, *(f"d{name}" for name in work.inputs)] if case.backward else list(case.results)
+        expected = in_dtypes(case, work, truth, DTYPES[trial.dtype])
+        names = [*case.results, *(f"d{name}" for name in work.leaves)] if case.backward else list(case.results)
         ours = contender(FUSED, case, options)
         failures: dict[str, str] = {}
         with switched({**ours.switches, **trial.switches}):

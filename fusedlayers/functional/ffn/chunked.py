@@ -19,7 +19,7 @@ from ...planning import ChunkPass, Plan
 from ..operands import rows as rows_of
 from ..operation import Tensors
 from ..prepared import Prepared
-from .sums import accumulated, summed_rows
+from .sums import accumulated, add_product, summed_rows
 
 Gradients = list[Tensor | None]
 EVERY = slice(None)
@@ -245,13 +245,7 @@ class _Sum:
         """``leftᵀ @ right`` of a chunk's rows to some columns; it is not rounded to the operands' dtype on the way."""
         if self.total is None:
             return
-        total, beta = _columns(self.total, units), 1 if rows.start else 0
-        if left.dtype == total.dtype:
-            torch.addmm(total, left.T, right, beta=beta, out=total)
-        elif left.is_cuda:
-            torch.addmm(total, left.T, right, beta=beta, out_dtype=total.dtype, out=total)
-        else:
-            torch.addmm(total, left.T.to(total.dtype), right.to(total.dtype), beta=beta, out=total)
+        add_product(_columns(self.total, units), left, right, first=not rows.start)
 
     def place(self, rows: slice, units: slice, like: Tensor) -> Tensor:
         """Where a kernel may write a sum over the rows of a chunk before it is added: of the first one, the total."""

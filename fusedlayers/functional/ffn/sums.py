@@ -29,3 +29,14 @@ def summed_rows(matrix: Tensor) -> Tensor:
     whole = matrix.shape[0] // _SHORT * _SHORT
     parts = matrix[:whole].unflatten(0, (-1, _SHORT)).sum(1, dtype=wide)
     return parts.sum(0) + matrix[whole:].sum(0, dtype=wide)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """Adds ``leftᵀ @ right`` to the total, which the ``first`` product begins, unrounded where the total is float32."""
+    beta = 0 if first else 1
+    if left.dtype == total.dtype:
+        torch.addmm(total, left.T, right, beta=beta, out=total)
+    elif left.is_cuda:
+        torch.addmm(total, left.T, right, beta=beta, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, left.T.to(total.dtype), right.to(total.dtype), beta=beta, out=total)

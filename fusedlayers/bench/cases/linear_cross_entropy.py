@@ -1,0 +1,131 @@
+"""The loss head: cross-entropy of a linear layer's classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ... import functional, reference
+from ...planning import Device
+from .case import DTYPES, Case, Grid, Operand, Options, Shape
+from .trial import Trial
+
+# Vocabularies of the trials: one for every width of a block of columns, whole and ragged.
+VOCABULARIES = (100, 128, 250, 300, 1000, 1500, 4096, 5003)
+TOKENS, WIDTH = 300, 64
+# Logits of integers, each this far from the next one: of every token one class has all of the probability.
+SHARPENED = 1024.0
+
+
+def head_operands(shape: Shape, options: Options) -> dict[str, Operand]:
+    """The input, the weight and the target of the loss head."""
+    tokens, width, vocabulary = shape
+    return {
+        "input": Operand((tokens, width)),
+        "linear_weight": Operand((vocabulary, width), width**-0.5),
+        "target": Operand((tokens,), classes=vocabulary),
+    }
+
+
+def head_keywords(options: Options) -> dict[str, object]:
+    """``op`` is the reduction, "mean" in benchmarks; those of integers have the others, and sharp logits."""
+    return {"reduction": options.op} | ({} if options.op == "mean" else {"logit_scale": SHARPENED})
+
+
+class HeadCase(Case):
+    """Integers whose logits have one largest class in every row."""
+
+    def inputs(
+        self, shape: Shape, options: Options, *, init: str, dtype: torch.dtype, device: torch.device, seed: int,
+        density: float = 1.0,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Fresh random inputs by name; of integers most targets are the largest class, so that losses stay small."""
+        found = super().inputs(shape, options, init=init, dtype=dtype, device=device, seed=seed, density=density)
+        if init != "integer":
+            return found
+        weight, target = found["linear_weight"].double(), found["target"]
+        drawn = found["input"]
+        for attempt in range(1, 33):
+            top = (drawn.double() @ weight.T).topk(min(2, weight.shape[0]), dim=1)
+            tied = top.values[:, 0] == top.values[:, -1]
+            if not tied.any() or weight.shape[0] == 1:
+                break
+            again = super().inputs(
+                shape, options, init=init, dtype=dtype, device=device, seed=seed + 1000 * attempt, density=density
+            )
+            drawn = torch.where(tied[:, None], again["input"], drawn)
+        some = torch.arange(len(target), device=device) % 8 == 0
+        return found | {"input": drawn, "target": torch.where(some, target, top.indices[:, 0])}
+
+
+def _function() -> Callable[..., Tensor]:
+    """torch's own, in chunks."""
+    from torch.nn import LinearCrossEntropyOptions
+    from torch.nn.functional import linear_cross_entropy
+
+    options = LinearCrossEntropyOptions()
+    return lambda input, linear_weight, target: linear_cross_entropy(input, linear_weight, target, options=options)
+
+
+def _liger() -> Callable[..., Tensor]:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return lambda input, linear_weight, target: liger_fused_linear_cross_entropy(input, linear_weight, target)
+
+
+def _cce() -> Callable[..., Tensor]:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return lambda input, linear_weight, target: linear_cross_entropy(input, linear_weight, target)
+
+
+def _quack() -> Callable[..., Tensor]:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return lambda input, linear_weight, target: chunked_linear_cross_entropy(input, linear_weight, target)
+
+
+def _trials(device: Device) -> Iterator[Trial]:
+    for vocabulary in VOCABULARIES:
+        for dtype in DTYPES:
+            yield Trial("linear_cross_entropy", Options(op="sum"), (TOKENS, WIDTH, vocabulary), dtype)
+    # Several chunks, whose weight gradients are added up in float32; and in the backward pass.
+    for dtype in ("bf16", "fp16"):
+        for op in ("sum", "none"):
+            yield Trial("linear_cross_entropy", Options(op=op), (TOKENS, WIDTH, 5003), dtype, "in groups")
+
+
+CASE = HeadCase(
+    name="linear_cross_entropy",
+    letters=("M", "K", "V"),
+    meaning="tokens × width × vocabulary",
+    parameters=frozenset({"linear_weight"}),
+    flags=frozenset(),
+    grids=(
+        Grid(
+            name="linear_cross_entropy",
+            title="Loss head",
+            options=Options(op="mean"),
+            shapes=((8192, 4096, 128256), (16384, 2048, 32000), (16384, 768, 50257), (65536, 2048, 128256)),
+            shapes_without_gpu=((40, 24, 300), (17, 16, 129)),
+        ),
+    ),
+    operands=head_operands,
+    forward_flops=lambda shape, options: 2 * shape[0] * shape[1] * shape[2],
+    ours=functional.linear_cross_entropy,
+    torch_expression=reference.linear_cross_entropy,
+    operation="linear_cross_entropy",
+    our_keywords=head_keywords,
+    torch_keywords=head_keywords,
+    result_dtype=torch.float32,
+    peers={"torch function": _function, "Liger": _liger, "CCE": _cce, "quack": _quack},
+    has_activation=False,
+    trials=_trials,
+    few_trials=(
+        Trial("linear_cross_entropy", Options(op="sum"), (40, 24, 300), "fp16"),
+        Trial("linear_cross_entropy", Options(op="none"), (17, 16, 129), "fp32"),
+    ),
+    place=9,
+)

@@ -1,0 +1,216 @@
+"""The loss head: cross-entropy of a linear layer's outputs, whose logits are in memory in chunks only."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ... import reference
+from ...kernels import cross_entropy as kernels
+from ...kernels.cross_entropy import LossArithmetic
+from ...planning.linear_cross_entropy import LossPlan, LossProblem
+from ..custom_ops import Result, Results
+from ..operands import autocast, compute_dtype, rows, said, without_autocast
+from ..operation import Operation, Tensors
+from ..prepared import Prepared
+from . import chunked
+from .arguments import (
+    check_class_weight,
+    check_classes,
+    check_ignore_index,
+    check_layer,
+    check_reduction,
+    checked_scale,
+    checked_smoothing,
+    checked_softcap,
+    checked_z_loss,
+    loss_problem,
+)
+from .chunked import Head
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """``cross_entropy(input linear_weightᵀ + linear_bias, target)`` without all logits in memory.
+
+    Names and meaning are those of ``torch.nn.functional.linear_cross_entropy`` and ``cross_entropy``; the last three
+    arguments go beyond them. The gradients of a mean or a sum are computed in the forward pass, while a chunk of logits
+    is there.
+
+    Args:
+        input: ``[*B, K]`` or ``[K]``, any strides.
+        linear_weight: ``[V, K]``, ``nn.Linear``'s layout: a row for every class.
+        target: int64 classes ``[*B]``, or probabilities ``[*B, V]`` of all classes, which torch's operations take.
+        linear_bias: ``[V]`` or None.
+        weight: ``[V]`` or None: what the losses of a class's tokens are multiplied by. It has no gradient.
+        reduction: "mean" over the tokens that count, weighted by ``weight``, "sum", or "none".
+        ignore_index: tokens with this target do not count; among probabilities it means nothing.
+        label_smoothing: the share of the target that all classes have in equal parts, 0 to 1.
+        softcap: c of ``c · tanh(logits / c)`` (Gemma 2), or None.
+        logit_scale: what the logits are multiplied by, before the softcap (Cohere; Granite divides).
+        z_loss: ``z_loss · logsumexp(logits)²`` is added to the loss of every token that counts (PaLM, ST-MoE). A mean
+            divides it as it divides the rest.
+
+    Returns:
+        The loss, a scalar, or ``[*B]`` without a reduction, in float32 for operands of 16 bits (torch's own has their
+        dtype, in which a loss near 10 has steps of 1/16). The mean of no tokens is NaN with gradients of 0, as torch's.
+        On the chunked path a target that is neither a class nor ignored makes the loss NaN; torch's operations raise.
+
+    Raises:
+        TypeError: an argument of the wrong type, a dtype that is not real floating or differs from that of input, a
+            target that is neither int64 nor floating.
+        ValueError: shapes that do not fit together, tensors on different devices, an unknown ``reduction``, a number
+            outside of its range, a ``weight`` that requires a gradient.
+        RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
+    """
+    loss: Tensor = LINEAR_CROSS_ENTROPY(
+        input, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, softcap,
+        logit_scale, z_loss,
+    )  # fmt: skip
+    return loss
+
+
+class LossHead(Operation):
+    """What losses and log-probabilities of a linear layer's classes have in common."""
+
+    problem_type = LossProblem
+    operands = "input linear_weight target linear_bias? weight?"
+    row_operands = ("input",)
+    # Of ``reference``; with all arguments of the public function.
+    oracle: ClassVar[Callable[..., Any]]
+
+    def details(self, plan: LossPlan, extras: dict[str, Any]) -> LossArithmetic:
+        return LossArithmetic(accuracy=plan.accuracy, **extras)
+
+    def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
+        # Class weights are no operand of the product.
+        return [*super().cast(call, tensors[:4]), *tensors[4:]]
+
+    def through_torch(self, call: Prepared, tensors: Tensors) -> Any:
+        input, linear_weight, target, linear_bias, *rest = tensors
+        # Class weights are no operand of the product.
+        input, linear_weight, linear_bias = autocast((input, linear_weight, linear_bias), compute_dtype(input))
+        names, values = (*self.tensor_names[3:], *self.option_names), (linear_bias, *rest, *call.options)
+        options = dict(zip(names, values, strict=True))
+        with without_autocast(input.device):
+            return self.oracle(input, linear_weight, target, **options)
+
+    def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
+        input, linear_weight, target, linear_bias, *rest = tensors
+        weight = rest[0] if rest else None
+        return rows(input), linear_weight, target.reshape(-1), linear_bias, weight
+
+
+class _LinearCrossEntropy(LossHead):
+    """The losses of tokens, or their mean or sum, which brings its gradients along."""
+
+    oracle = staticmethod(reference.linear_cross_entropy)
+
+    def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
+        input, linear_weight, target, linear_bias, weight = tensors
+        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss = options
+        check_layer(input, linear_weight, target, linear_bias)
+        if target.is_floating_point():
+            expected = (*input.shape[:-1], linear_weight.shape[0])
+            if tuple(target.shape) != expected:
+                raise ValueError(
+                    f"{said('target', target)}: expected int64 classes [*B] = {list(expected[:-1])}, or probabilities "
+                    f"[*B, V] = {list(expected)}"
+                )
+            check_ignore_index(ignore_index)
+        else:
+            check_classes(input, target, ignore_index)
+        check_class_weight(weight, linear_weight)
+        check_reduction(reduction)
+        return (
+            reduction, ignore_index, checked_smoothing(label_smoothing), checked_softcap(softcap),
+            checked_scale(logit_scale), checked_z_loss(z_loss),
+        )  # fmt: skip
+
+    def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> LossProblem:
+        reduction, _, _, softcap, _, z_loss = options
+        return loss_problem(*tensors, reduction=reduction, capped=softcap is not None, squared=z_loss > 0)
+
+    def title(self, problem: LossProblem, tensors: Tensors, options: tuple[Any, ...]) -> str:
+        reduction, *_, z_loss = options
+        total = {"none": "", "sum": "Σ ", "mean": "mean of "}[reduction]
+        square = f" + {z_loss:g} · logsumexp(logits)²" if z_loss else ""
+        return f"linear_cross_entropy: {total}cross_entropy(logits){square}, {logits_formula(problem, options[3:5])}"
+
+    def extras(self, options: tuple[Any, ...]) -> dict[str, Any]:
+        names = ("ignore_index", "label_smoothing", "softcap", "logit_scale", "z_loss")
+        return dict(zip(names, options[1:], strict=True))
+
+    def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
+        head = Head.of(operands, call.plan, call.details)
+        if call.problem.reduction == "none":
+            losses, _, statistics = chunked.each(head, any(wanted))
+            return (losses,), (statistics,)
+        loss, made = chunked.reduced(head, wanted)
+        return (loss,), made
+
+    def backward(
+        self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
+    ) -> Tensors:
+        [gradient] = upstream
+        if call.problem.reduction == "none":
+            head = Head.of(operands, call.plan, call.details)
+            dx, dw, db = chunked.gradients_of_each(head, wanted, made[0], gradient)
+        else:
+            *found, late = made
+            factor = gradient if late is None else gradient * late
+            dx, dw, db = (
+                None if each is None or not want else kernels.scaled(each, factor, operands[0].dtype)
+                for each, want in zip(found, (wanted[0], wanted[1], wanted[3]), strict=True)
+            )
+        return dx, dw, None, db, None
+
+    def expression(self, call: Prepared, operands: Tensors) -> Tensors:
+        input, linear_weight, target, linear_bias, weight = operands
+        return (
+            reference.linear_cross_entropy(
+                input, linear_weight, target, linear_bias=linear_bias, weight=weight, reduction=call.problem.reduction,
+                **call.extras,
+            ),
+        )  # fmt: skip
+
+    def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
+        if problem.reduction == "none":
+            statistics = Result((2, problem.M), torch.float32) if saving else None
+            return [Result((problem.M,), torch.float32)], [statistics]
+        found: list[Result | None] = [None] * 4
+        if saving:
+            dtype = torch.float32 if problem.deferred else operands[0].dtype
+            shapes = (problem.M, problem.K), (problem.V, problem.K), (problem.V,)
+            needs = (problem.needs_data_gradient, problem.needs_weight_gradient, problem.needs_bias_gradient)
+            found = [Result(shape, dtype) if need else None for shape, need in zip(shapes, needs, strict=True)]
+            found.append(Result((), torch.float32) if problem.deferred and problem.reduction == "mean" else None)
+        return [Result((), torch.float32)], found
+
+    def finished(self, call: Prepared, tensors: Tensors, results: Tensor) -> Tensor:
+        return results.view(tensors[0].shape[:-1]) if call.problem.reduction == "none" else results
+
+
+def logits_formula(problem: LossProblem, options: tuple[Any, ...]) -> str:
+    """The logits as titles name them; ``options``: softcap and logit_scale."""
+    softcap, logit_scale = options
+    product = "input linear_weightᵀ" + (" + linear_bias" if problem.biased else "")
+    if logit_scale != 1:
+        product = f"{logit_scale:g} ({product})" if problem.biased else f"{logit_scale:g} {product}"
+    return f"logits = {product}" if softcap is None else f"logits = {softcap:g} tanh(({product}) / {softcap:g})"
+
+
+LINEAR_CROSS_ENTROPY = _LinearCrossEntropy(linear_cross_entropy)

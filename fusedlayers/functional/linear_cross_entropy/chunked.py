@@ -1,0 +1,170 @@
+"""The chunked path of the loss head: the logits of some tokens at a time, which their gradient replaces.
+
+Everything is a matrix of rows here: input ``[M, K]``, linear_weight ``[V, K]``, logits of a chunk ``[m, V]``.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels import cross_entropy as kernels
+from ...kernels.cross_entropy import LossArithmetic
+from ...kernels.tuning.cross_entropy import RowTiles
+from ...planning.linear_cross_entropy import LossPlan
+from ..ffn.sums import accumulated, add_product, summed_rows
+from ..operands import rows as rows_of
+from ..operation import Tensors
+
+
+class Head(NamedTuple):
+    """What the logits are made of, and what they are held against; class weights and their sum are float32."""
+
+    input: Tensor
+    linear_weight: Tensor
+    linear_bias: Tensor | None
+    target: Tensor
+    weight: Tensor | None
+    weight_sum: Tensor | None
+    plan: LossPlan
+    arithmetic: LossArithmetic
+
+    @classmethod
+    def of(cls, operands: Tensors, plan: LossPlan, arithmetic: LossArithmetic) -> "Head":
+        """The head of the operands of a call: input, linear_weight, target, linear_bias and weight."""
+        input, linear_weight, target, linear_bias, weight = operands
+        weights = None if weight is None else weight.to(torch.float32).contiguous()
+        total = None if weights is None else weights.sum()
+        return cls(rows_of(input), linear_weight, linear_bias, target.contiguous(), weights, total, plan, arithmetic)
+
+    def for_each_chunk(self, visit: Callable[[slice, Tensor], None]) -> None:
+        """Calls ``visit(rows, logits)`` for every chunk, all in the same memory, which is free again afterwards."""
+        tokens, columns = self.input.shape[0], self.linear_weight.shape[0]
+        buffer = self.input.new_empty(self.plan.rows, self.plan.problem.padded_columns)
+        # No product writes what pads the rows, and the kernel computes with it, though for nothing.
+        buffer[:, columns:].zero_()
+        for first in range(0, tokens, self.plan.rows):
+            rows = slice(first, min(first + self.plan.rows, tokens))
+            logits = buffer[: rows.stop - first, :columns]
+            if self.linear_bias is None:
+                torch.mm(self.input[rows], self.linear_weight.T, out=logits)
+            else:
+                torch.addmm(self.linear_bias, self.input[rows], self.linear_weight.T, out=logits)
+            visit(rows, logits)
+
+    def known(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor | None, LossArithmetic, RowTiles]:
+        """What the kernels take of these tokens besides their logits."""
+        assert self.plan.tiles is not None
+        return self.target[rows], self.weight, self.weight_sum, self.arithmetic, self.plan.tiles
+
+    def counted(self) -> Tensor:
+        """What a mean divides by: the tokens that count, or the sum of the weights of their classes; float32."""
+        counts = self.target != self.arithmetic.ignore_index
+        if self.weight is None:
+            return counts.sum().to(torch.float32)
+        # A target that is no class gets its NaN from the kernel.
+        classes = self.target.clamp(0, self.weight.shape[0] - 1)
+        return torch.where(counts, self.weight[classes], 0.0).sum()
+
+
+class Sums:
+    """The wanted gradients of input, linear_weight and linear_bias, as chunk after chunk adds to them."""
+
+    def __init__(self, head: Head, wanted: Sequence[bool]) -> None:
+        self.head, plan = head, head.plan
+        input, weight, bias = head.input, head.linear_weight, head.linear_bias
+        self.of_input = self.of_weight = self.of_bias = None
+        if wanted[0]:
+            dtype = torch.float32 if plan.problem.deferred else input.dtype
+            self.of_input = torch.empty(input.shape, dtype=dtype, device=input.device)
+        if wanted[1]:
+            dtype = torch.float32 if plan.wide_sum else weight.dtype
+            self.of_weight = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        if wanted[3] and bias is not None:
+            self.of_bias = torch.zeros(bias.shape, dtype=accumulated(bias.dtype), device=bias.device)
+
+    def add(self, rows: slice, gradient: Tensor) -> None:
+        """What follows from the gradient of a chunk's logits."""
+        input, weight = self.head.input, self.head.linear_weight
+        if self.of_input is not None:
+            add_product(self.of_input[rows], gradient.T, weight, first=True)
+        if self.of_weight is not None:
+            add_product(self.of_weight, gradient, input[rows], first=not rows.start)
+        if self.of_bias is not None:
+            self.of_bias += summed_rows(gradient)
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Those of input, linear_weight and linear_bias; what waits for its factor keeps its float32 until then."""
+        weight, bias = self.of_weight, self.of_bias
+        if not self.head.plan.problem.deferred:
+            weight = None if weight is None else weight.to(self.head.linear_weight.dtype)
+            bias = None if bias is None else bias.to(self.head.linear_weight.dtype)
+        return self.of_input, weight, bias
+
+
+def reduced(head: Head, wanted: Sequence[bool]) -> tuple[Tensor, Tensors]:
+    """The sum or the mean of the losses; its gradients, and a factor that they still lack, where any is wanted."""
+    problem = head.plan.problem
+    mean = problem.reduction == "mean"
+    counted = head.counted() if mean else None
+    factor = None if counted is None else counted.reciprocal()
+    sums = Sums(head, wanted) if any(wanted) else None
+    losses = head.input.new_empty(head.input.shape[0], dtype=torch.float32)
+
+    def visit(rows: slice, logits: Tensor) -> None:
+        early = None if problem.deferred else factor
+        kernels.losses(logits, *head.known(rows), loss=losses[rows], gradient=sums is not None, factor=early)
+        if sums is not None:
+            sums.add(rows, logits)
+
+    head.for_each_chunk(visit)
+    loss = losses.sum()
+    if counted is not None:
+        loss = loss / counted
+    if sums is None:
+        return loss, (None,) * 4
+    # Where no token counts the gradients are 0.
+    late = factor.masked_fill(factor.isinf(), 0.0) if problem.deferred and factor is not None else None
+    return loss, (*sums.gradients(), late)
+
+
+def each(head: Head, saving: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The losses ``[M]``, the entropies if they are wanted, and what the backward pass needs of every token."""
+    tokens, entropy = head.input.shape[0], head.plan.problem.entropy
+    losses = head.input.new_empty(tokens, dtype=torch.float32)
+    entropies = torch.empty_like(losses) if entropy else None
+    statistics = losses.new_empty(2, tokens) if saving else None
+
+    def visit(rows: slice, logits: Tensor) -> None:
+        kernels.losses(
+            logits, *head.known(rows), loss=losses[rows], entropy=None if entropies is None else entropies[rows],
+            statistics=None if statistics is None else statistics[:, rows],
+        )  # fmt: skip
+
+    head.for_each_chunk(visit)
+    return losses, entropies, statistics
+
+
+def gradients_of_each(
+    head: Head,
+    wanted: Sequence[bool],
+    statistics: Tensor,
+    upstream: Tensor | None,
+    entropies: Tensor | None = None,
+    entropy_upstream: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients for upstream gradients ``[M]`` of losses and entropies: every chunk's logits are computed again."""
+    sums = Sums(head, wanted)
+
+    def visit(rows: slice, logits: Tensor) -> None:
+        kernels.gradient(
+            logits, *head.known(rows), statistics=statistics[:, rows],
+            upstream=None if upstream is None else upstream[rows],
+            entropy=None if entropies is None else entropies[rows],
+            entropy_upstream=None if entropy_upstream is None else entropy_upstream[rows],
+        )  # fmt: skip
+        sums.add(rows, logits)
+
+    head.for_each_chunk(visit)
+    return sums.gradients()

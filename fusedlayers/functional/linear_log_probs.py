@@ -1,0 +1,120 @@
+"""Log-probabilities of classes under a linear layer, and entropies: the public function, and its operation."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..planning.linear_cross_entropy import LossProblem
+from .custom_ops import Result, Results
+from .linear_cross_entropy import LossHead, chunked, logits_formula
+from .linear_cross_entropy.arguments import check_classes, check_layer, checked_scale, checked_softcap, loss_problem
+from .linear_cross_entropy.chunked import Head
+from .operation import Tensors
+from .prepared import Prepared
+
+
+def linear_log_probs(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    return_entropy: bool = False,
+) -> Any:
+    """``log_softmax(input linear_weightᵀ + linear_bias)`` at each token's target, without all logits in memory.
+
+    What policies of reinforcement learning and preference losses need of a language model's head.
+
+    Args:
+        input: ``[*B, K]`` or ``[K]``, any strides.
+        linear_weight: ``[V, K]``, ``nn.Linear``'s layout: a row for every class.
+        target: int64 classes ``[*B]``.
+        linear_bias: ``[V]`` or None.
+        ignore_index: a token with this target has log-probability and entropy 0, without a gradient.
+        softcap: c of ``c · tanh(logits / c)``, or None.
+        logit_scale: what the logits are multiplied by, before the softcap: the inverse of a temperature.
+        return_entropy: return the entropy ``-Σ_c p_c log p_c`` of each token's distribution too.
+
+    Returns:
+        The log-probabilities ``[*B]``, or ``(log-probabilities, entropies)``, in float32 for operands of 16 bits. Both
+        have gradients. Where a probability is 0 its term of the entropy is. On the chunked path a target that is
+        neither a class nor ignored has the log-probability NaN; torch's operations raise.
+
+    Raises:
+        TypeError: an argument of the wrong type, a dtype that is not real floating or differs from that of input, a
+            target that is not int64.
+        ValueError: shapes that do not fit together, tensors on different devices, a number outside of its range.
+        RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
+    """
+    return LINEAR_LOG_PROBS(
+        input, linear_weight, target, linear_bias, ignore_index, softcap, logit_scale, return_entropy
+    )  # fmt: skip
+
+
+class _LinearLogProbs(LossHead):
+    """The negated losses of tokens, and entropies; the backward pass computes the logits again."""
+
+    oracle = staticmethod(reference.linear_log_probs)
+
+    def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
+        input, linear_weight, target, linear_bias = tensors
+        ignore_index, softcap, logit_scale, return_entropy = options
+        check_layer(input, linear_weight, target, linear_bias)
+        check_classes(input, target, ignore_index)
+        if not isinstance(return_entropy, bool):
+            raise TypeError(f"return_entropy must be True or False, got {return_entropy!r}")
+        return ignore_index, checked_softcap(softcap), checked_scale(logit_scale), return_entropy
+
+    def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> LossProblem:
+        _, softcap, _, return_entropy = options
+        return loss_problem(*tensors, operation=self.name, capped=softcap is not None, entropy=return_entropy)
+
+    def title(self, problem: LossProblem, tensors: Tensors, options: tuple[Any, ...]) -> str:
+        entropy = " and entropies" if problem.entropy else ""
+        return f"linear_log_probs: log_softmax(logits)[target]{entropy}, {logits_formula(problem, options[1:3])}"
+
+    def extras(self, options: tuple[Any, ...]) -> dict[str, Any]:
+        return dict(zip(("ignore_index", "softcap", "logit_scale"), options, strict=False))
+
+    def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
+        losses, entropies, statistics = chunked.each(Head.of(operands, call.plan, call.details), any(wanted))
+        # What is kept is a tensor of its own, whatever happens to the result.
+        kept = None if statistics is None or entropies is None else entropies.clone()
+        # Subtracted, not negated: the logarithm of 1 is no -0.
+        return (0 - losses, entropies), (statistics, kept)
+
+    def backward(
+        self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
+    ) -> Tensors:
+        of_log_probs, of_entropies = upstream
+        statistics, entropies = made
+        dx, dw, db = chunked.gradients_of_each(
+            Head.of(operands, call.plan, call.details), wanted, statistics,
+            None if of_log_probs is None else -of_log_probs, entropies, of_entropies,
+        )  # fmt: skip
+        return dx, dw, None, db, None
+
+    def expression(self, call: Prepared, operands: Tensors) -> Tensors:
+        input, linear_weight, target, linear_bias, _ = operands
+        found = reference.linear_log_probs(
+            input, linear_weight, target, linear_bias=linear_bias, return_entropy=call.problem.entropy, **call.extras
+        )
+        return tuple(found) if call.problem.entropy else (found, None)
+
+    def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
+        each = Result((problem.M,), torch.float32)
+        entropy = each if problem.entropy else None
+        return [each, entropy], [Result((2, problem.M), torch.float32), entropy] if saving else [None, None]
+
+    def finished(self, call: Prepared, tensors: Tensors, results: Any) -> Any:
+        log_probs, entropies = (None if each is None else each.view(tensors[0].shape[:-1]) for each in results)
+        return (log_probs, entropies) if call.problem.entropy else log_probs
+
+
+LINEAR_LOG_PROBS = _LinearLogProbs(linear_log_probs)

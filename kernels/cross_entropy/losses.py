@@ -1,0 +1,202 @@
+"""Loss, log-probability and entropy of each row of logits, and their gradient in the place of the logits.
+
+Of a row with target y and class weights w (1 without), their sum W, and ``lse = top + log total``:
+
+    loss = (1 - ε) w_y (lse - x_y) + ε / V (W lse - Σ_c w_c x_c) + z lse²
+    dloss / dx_c = p_c ((1 - ε) w_y + ε / V W + 2 z lse) - (1 - ε) w_y [c = y] - ε / V w_c,  p_c = exp(x_c - lse)
+    entropy = -Σ_c p_c log p_c,  dentropy / dx_c = -p_c (log p_c + entropy)
+
+Where y is ``ignore_index`` all of them are 0. Another y that is no column has the loss NaN, and so has its gradient.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ..device import tl, triton
+from ..launching import launch
+from ..tuning.cross_entropy import RowTiles
+from .rows import replace_by_gradient, row_statistics, values_and_slope
+
+
+class LossArithmetic(NamedTuple):
+    """What is computed besides the tensors; ``accuracy`` is that of exponentials and of the softcap's tanh."""
+
+    ignore_index: int
+    accuracy: str
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+    def numbers(self) -> tuple[int | float, ...]:
+        """What the kernels take of it as numbers."""
+        cap = 1.0 if self.softcap is None else self.softcap
+        return (
+            self.ignore_index, float(self.label_smoothing), float(self.z_loss), float(self.logit_scale), cap, 1.0 / cap
+        )  # fmt: skip
+
+
+@triton.jit
+def _target_and_weight(target_ptr, weight_ptr, row, V, ignore_index):
+    """(target, whether its token counts, the class weight: NaN of a target that is no column)."""
+    target = tl.load(target_ptr + row)
+    known = (target >= 0) & (target < V)
+    weight = tl.where(known, 1.0, float("nan"))
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + target, mask=known, other=float("nan"))
+    return target, target != ignore_index, weight
+
+
+@triton.jit
+def _weight_sum(weight_sum_ptr, V):
+    if weight_sum_ptr is not None:
+        return tl.load(weight_sum_ptr)
+    else:
+        return V * 1.0
+
+
+@triton.jit(
+    do_not_specialize=["M", "ignore_index", "smoothing", "z_loss", "scale", "softcap", "inverse_cap"]
+)  # fmt: skip
+def _losses_kernel(
+    logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, factor_ptr, loss_ptr, entropy_ptr, statistics_ptr,
+    length, V, M, ignore_index, smoothing, z_loss, scale, softcap, inverse_cap,
+    BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr,
+    ACCURACY: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * length
+    target, counts, weight = _target_and_weight(target_ptr, weight_ptr, row, V, ignore_index)
+    # Read before anything is written in its place.
+    x_target, _ = values_and_slope(
+        row_ptr, tl.minimum(tl.maximum(target, 0), V - 1), V, length, scale, softcap, inverse_cap, SOFTCAP, ACCURACY
+    )
+    ENTROPY: tl.constexpr = entropy_ptr is not None
+    top, total, weighted, spread = row_statistics(
+        row_ptr, weight_ptr, V, length, scale, softcap, inverse_cap, BLOCK, SMOOTHING, ENTROPY, SOFTCAP, ACCURACY
+    )
+    log_total = tl.log(total)
+    lse = top + log_total
+    kept = weight * (1.0 - smoothing)
+    # The square of a large logit may be infinite.
+    loss = kept * ((top - x_target) + log_total) + tl.where(z_loss > 0.0, z_loss * lse * lse, 0.0)
+    by_share = kept + 2.0 * z_loss * lse
+    by_weight = smoothing / V
+    if SMOOTHING:
+        weight_sum = _weight_sum(weight_sum_ptr, V)
+        loss += by_weight * (weight_sum * lse - weighted)
+        by_share += by_weight * weight_sum
+    tl.store(loss_ptr + row, tl.where(counts, loss, 0.0))
+    if ENTROPY:
+        tl.store(entropy_ptr + row, tl.where(counts, log_total - spread / total, 0.0))
+    if statistics_ptr is not None:
+        tl.store(statistics_ptr + row, top)
+        tl.store(statistics_ptr + M + row, total)
+    if GRADIENT:
+        factor = 1.0
+        if factor_ptr is not None:
+            factor = tl.load(factor_ptr)
+        factor = tl.where(counts, factor, 0.0)
+        # Of a token that does not count all are 0, whatever its weight is; times a NaN among the logits that is NaN.
+        kept = tl.where(counts, kept * factor, 0.0)
+        by_share = tl.where(counts, by_share * factor, 0.0)
+        replace_by_gradient(
+            row_ptr, weight_ptr, target, top, total, by_share, 0.0, kept, by_weight * factor, V, length, scale,
+            softcap, inverse_cap, BLOCK, SMOOTHING, False, SOFTCAP, ACCURACY,
+        )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["M", "ignore_index", "smoothing", "z_loss", "scale", "softcap", "inverse_cap"]
+)  # fmt: skip
+def _losses_gradient_kernel(
+    logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, upstream_ptr, entropy_upstream_ptr, entropy_ptr, statistics_ptr,
+    length, V, M, ignore_index, smoothing, z_loss, scale, softcap, inverse_cap,
+    BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, ACCURACY: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    target, counts, weight = _target_and_weight(target_ptr, weight_ptr, row, V, ignore_index)
+    top = tl.load(statistics_ptr + row)
+    total = tl.load(statistics_ptr + M + row)
+    kept = 0.0
+    by_share = 0.0
+    by_weight = 0.0
+    by_logarithm = 0.0
+    if upstream_ptr is not None:
+        upstream = tl.where(counts, tl.load(upstream_ptr + row), 0.0)
+        kept = tl.where(counts, weight * (1.0 - smoothing) * upstream, 0.0)
+        by_weight = smoothing / V * upstream
+        by_share = kept + tl.where(counts, 2.0 * z_loss * (top + tl.log(total)) * upstream, 0.0)
+        if SMOOTHING:
+            by_share += by_weight * _weight_sum(weight_sum_ptr, V)
+    ENTROPY: tl.constexpr = entropy_upstream_ptr is not None
+    if ENTROPY:
+        by_logarithm = tl.where(counts, -tl.load(entropy_upstream_ptr + row), 0.0)
+        by_share += tl.where(counts, by_logarithm * tl.load(entropy_ptr + row), 0.0)
+    replace_by_gradient(
+        logits_ptr + row * length, weight_ptr, target, top, total, by_share, by_logarithm, kept, by_weight, V, length,
+        scale, softcap, inverse_cap, BLOCK, SMOOTHING, ENTROPY, SOFTCAP, ACCURACY,
+    )  # fmt: skip
+
+
+def losses(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    weight_sum: torch.Tensor | None,
+    arithmetic: LossArithmetic,
+    tiles: RowTiles,
+    *,
+    loss: torch.Tensor,
+    entropy: torch.Tensor | None = None,
+    statistics: torch.Tensor | None = None,
+    gradient: bool = False,
+    factor: torch.Tensor | None = None,
+) -> None:
+    """Fills ``loss``, float32 ``[M]``, for logits ``[M, V]`` and int64 targets ``[M]``.
+
+    What lies between two rows of logits may be overwritten, also behind the last one: the kernels take rows as long as
+    the stride between them, of whole vectors where this is a multiple of 16.
+
+    ``weight``, float32 ``[V]``, and ``weight_sum``, its sum, are those of the classes. ``entropy`` ``[M]`` and
+    ``statistics`` ``[2, M]``, top and total, are filled where they are given; the two rows of ``statistics`` may be
+    parts of longer ones. ``gradient`` puts that of ``factor · Σ loss`` in the place of the logits.
+    """
+    launch(
+        _losses_kernel,
+        logits.shape[0],
+        (logits, target, weight, weight_sum, factor, loss, entropy, statistics),
+        (logits.stride(0), logits.shape[1]),
+        (0 if statistics is None else statistics.stride(0), *arithmetic.numbers()),
+        (tiles.block, arithmetic.label_smoothing > 0, arithmetic.softcap is not None, gradient, arithmetic.accuracy),
+        tiles.num_warps,
+    )
+
+
+def gradient(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    weight_sum: torch.Tensor | None,
+    arithmetic: LossArithmetic,
+    tiles: RowTiles,
+    *,
+    statistics: torch.Tensor,
+    upstream: torch.Tensor | None,
+    entropy: torch.Tensor | None = None,
+    entropy_upstream: torch.Tensor | None = None,
+) -> None:
+    """Puts the gradient of ``Σ upstream · loss + Σ entropy_upstream · entropy`` in the place of the logits.
+
+    What the loss is, how rows lie, and the ``statistics`` and ``entropy`` that it left behind: see :func:`losses`.
+    """
+    launch(
+        _losses_gradient_kernel,
+        logits.shape[0],
+        (logits, target, weight, weight_sum, upstream, entropy_upstream, entropy, statistics),
+        (logits.stride(0), logits.shape[1]),
+        (statistics.stride(0), *arithmetic.numbers()),
+        (tiles.block, arithmetic.label_smoothing > 0, arithmetic.softcap is not None, arithmetic.accuracy),
+        tiles.num_warps,
+    )

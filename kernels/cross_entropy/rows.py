@@ -1,0 +1,100 @@
+"""Device code of one row of logits: its values, its logsumexp in one pass, and the pass that writes its gradient.
+
+``x = softcap · tanh(scale · logits / softcap)``, without a cap ``scale · logits``. A row's statistics are its largest
+value ``top`` and ``total = Σ_c exp(x_c - top)``: two numbers, because the loss of a token that is almost certain is
+lost in their sum ``top + log total``.
+"""
+
+from ..activations import activate
+from ..device import tl, triton
+from ..gemm_reduce.operands import exponential
+
+# Below every finite logit of float32; not -inf, from which nothing can be subtracted.
+_LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def values_and_slope(
+    row_ptr, cols, V, length, scale, softcap, inverse_cap, SOFTCAP: tl.constexpr, ACCURACY: tl.constexpr
+):  # fmt: skip
+    """x at ``cols``, -inf from column V on, and its slope in the logits.
+
+    Of a row all ``length`` elements are read: V divides into no whole vectors, and one by one they would take longer.
+    """
+    value = tl.load(row_ptr + cols, mask=cols < length, other=0.0).to(tl.float32) * scale
+    slope = scale
+    if SOFTCAP:
+        value, tanh_slope = activate(value * inverse_cap, "tanh", ACCURACY)
+        value *= softcap
+        slope = tanh_slope * scale
+    return tl.where(cols < V, value, -float("inf")), slope
+
+
+@triton.jit
+def row_statistics(
+    row_ptr, weight_ptr, V, length, scale, softcap, inverse_cap, BLOCK: tl.constexpr, SMOOTHING: tl.constexpr,
+    ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr, ACCURACY: tl.constexpr,
+):  # fmt: skip
+    """(top, total, Σ_c w_c x_c, Σ_c exp(x_c - top) (x_c - top)) of a row; the last two are 0 where nobody asks.
+
+    Each lane has a maximum and sums of its own, so that nothing crosses the lanes before the end. Of a new value and
+    the lane's maximum one exponential is enough: the other one is 1.
+    """
+    top = tl.full([BLOCK], _LOWEST, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
+    spread = tl.zeros([BLOCK], tl.float32)
+    for first in tl.range(0, V, BLOCK):
+        cols = first + tl.arange(0, BLOCK)
+        x, _ = values_and_slope(row_ptr, cols, V, length, scale, softcap, inverse_cap, SOFTCAP, ACCURACY)
+        distance = x - top
+        share = exponential(-tl.abs(distance), ACCURACY)
+        rises = distance > 0
+        if ENTROPY:
+            # What has no share adds nothing, however far away it is: 0 · inf would be NaN.
+            new = share * tl.where(share == 0.0, 0.0, distance)
+            spread = tl.where(rises, tl.where(share == 0.0, 0.0, share * spread) - new * total, spread + new)
+        total = tl.where(rises, total * share + 1.0, total + share)
+        top = tl.where(rises, x, top)
+        if SMOOTHING:
+            inside = cols < V
+            x = tl.where(inside, x, 0.0)
+            if weight_ptr is not None:
+                x *= tl.load(weight_ptr + cols, mask=inside, other=0.0)
+            weighted += x
+    row_top = tl.max(top, 0)
+    distance = top - row_top
+    share = exponential(distance, ACCURACY)
+    row_total = tl.sum(total * share, 0)
+    row_spread = 0.0
+    if ENTROPY:
+        row_spread = tl.sum(share * (spread + tl.where(share == 0.0, 0.0, distance) * total), 0)
+    return row_top, row_total, tl.sum(weighted, 0), row_spread
+
+
+@triton.jit
+def replace_by_gradient(
+    row_ptr, weight_ptr, target, top, total, by_share, by_logarithm, by_target, by_weight, V, length, scale,
+    softcap, inverse_cap, BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr,
+    ACCURACY: tl.constexpr,
+):  # fmt: skip
+    """Writes ``p (by_share + by_logarithm log p) - by_target [c = target] - by_weight w_c`` through the slope of x.
+
+    All ``length`` elements of the row are written.
+    """
+    log_total = tl.log(total)
+    inverse = 1.0 / total
+    for first in tl.range(0, V, BLOCK):
+        cols = first + tl.arange(0, BLOCK)
+        x, slope = values_and_slope(row_ptr, cols, V, length, scale, softcap, inverse_cap, SOFTCAP, ACCURACY)
+        p = exponential(x - top, ACCURACY) * inverse
+        g = p * by_share
+        if ENTROPY:
+            g += p * by_logarithm * tl.where(p == 0.0, 0.0, x - top - log_total)
+        if SMOOTHING:
+            if weight_ptr is not None:
+                g -= by_weight * tl.load(weight_ptr + cols, mask=cols < V, other=0.0)
+            else:
+                g -= by_weight
+        g = tl.where(cols == target, g - by_target, g) * slope
+        tl.store(row_ptr + cols, g.to(row_ptr.dtype.element_ty), mask=cols < length)

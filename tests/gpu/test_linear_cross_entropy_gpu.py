@@ -1,0 +1,155 @@
+"""The loss head on a GPU: large vocabularies, chunks whose sums are float32, graphs, equal bits, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedlayers import functional, reference
+from fusedlayers.closeness import assert_all_close
+from fusedlayers.functional.dispatch import decisions
+from tests.gpu.graphs import assert_replays_like_launched
+from tests.loss_operands import IGNORED, in_float64, loss_inputs, on_path, results
+from tests.operands import DEVICE
+
+BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+REDUCTIONS = ["mean", "sum", "none"]
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def no_memory_is_kept() -> Iterator[None]:
+    yield
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("V", [32000, 50257])
+@pytest.mark.parametrize("rows", [4096, 2048, 640], ids=lambda rows: f"{rows} tokens of 4096")
+def test_published_vocabularies(V: int, reduction: str, dtype: torch.dtype, rows: int) -> None:
+    """One chunk, two whose sum of dW is rounded, several whose sum is float32."""
+    inputs = loss_inputs((4, 1024), 768, V, dtype, bias=True, ignored=400, peak=3.0)
+    with on_path("chunked", rows):
+        ours = results(functional.linear_cross_entropy, inputs, reduction=reduction)
+    theirs = results(reference.linear_cross_entropy, inputs, reduction=reduction)
+    truth = results(reference.linear_cross_entropy, in_float64(inputs), reduction=reduction)
+    assert_all_close(ours, theirs, truth, independent=4096)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"label_smoothing": 0.1, "z_loss": 1e-4}, {"softcap": 30.0, "logit_scale": 0.25}, {"weight": True}],
+    ids=str,
+)
+def test_options(options: dict[str, Any], dtype: torch.dtype) -> None:
+    weight = options.pop("weight", False)
+    inputs = loss_inputs((2048,), 512, 32001, dtype, weight=weight, peak=8.0)
+    with on_path("chunked", 640):
+        ours = results(functional.linear_cross_entropy, inputs, **options)
+    theirs = results(reference.linear_cross_entropy, inputs, **options)
+    truth = results(reference.linear_cross_entropy, in_float64(inputs), **options)
+    assert_all_close(ours, theirs, truth, independent=2048)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
+def test_log_probabilities_and_entropies(dtype: torch.dtype) -> None:
+    inputs = loss_inputs((2048,), 512, 32001, dtype, peak=8.0)
+    options = {"return_entropy": True, "logit_scale": 1.25}
+    with on_path("chunked", 640):
+        ours = results(functional.linear_log_probs, inputs, **options)
+    theirs = results(reference.linear_log_probs, inputs, **options)
+    truth = results(reference.linear_log_probs, in_float64(inputs), **options)
+    assert_all_close(ours, theirs, truth, independent=2048)
+
+
+def test_float16_with_a_loss_scale() -> None:
+    """Shares of a probability among many tokens are below the smallest float16 until the scale multiplies them."""
+    inputs = loss_inputs((16384,), 128, 32000, FLOAT16)
+    scale = [torch.tensor(2.0**16, device=DEVICE)]
+    with on_path("chunked", 4096):
+        ours = results(functional.linear_cross_entropy, inputs, upstream=scale)
+    theirs = results(reference.linear_cross_entropy, inputs, upstream=scale)
+    truth = results(reference.linear_cross_entropy, in_float64(inputs), upstream=scale)
+    assert_all_close(ours, theirs, truth, independent=16384)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("rows", [4096, 640])
+def test_the_same_bits_every_time(reduction: str, rows: int) -> None:
+    inputs = loss_inputs((4096,), 768, 50257, BFLOAT16, bias=True)
+    with on_path("chunked", rows):
+        first = results(functional.linear_cross_entropy, inputs, reduction=reduction)
+        for _ in range(10):
+            again = results(functional.linear_cross_entropy, inputs, reduction=reduction)
+            for name, tensor in first.items():
+                other = again[name]
+                assert tensor is not None
+                assert other is not None
+                assert torch.equal(tensor, other), name
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_graph_replays_what_is_launched(reduction: str) -> None:
+    inputs = loss_inputs((1024,), 256, 32000, BFLOAT16)
+    leaves = {name: inputs[name].requires_grad_() for name in ("input", "linear_weight")}  # type: ignore[union-attr]
+
+    def step() -> tuple[Tensor, ...]:
+        loss = functional.linear_cross_entropy(**leaves, target=inputs["target"], reduction=reduction)  # type: ignore[arg-type]
+        return (loss.detach(), *torch.autograd.grad(loss.sum(), list(leaves.values())))
+
+    with on_path("chunked", 384):
+        assert_replays_like_launched(step, list(leaves.values()), replays=20)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most"),
+    [((8192, 4096, 128256), 2300), ((16384, 2048, 32000), 500), ((16384, 768, 50257), 500)],
+    ids=str,
+)
+def test_memory_of_a_training_step(sizes: tuple[int, int, int], most: int) -> None:
+    """Beyond the operands, with dx and dW, as auto mode plans it."""
+    tokens, K, V = sizes
+    input = torch.randn(tokens, K, device=DEVICE, dtype=BFLOAT16).requires_grad_()
+    weight = (torch.randn(V, K, device=DEVICE, dtype=BFLOAT16) / K**0.5).requires_grad_()
+    target = torch.randint(V, (tokens,), device=DEVICE)
+    for _ in range(2):
+        input.grad = weight.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with decisions() as paths:
+            functional.linear_cross_entropy(input, weight, target).backward()
+        assert dict(paths) == {"linear_cross_entropy chunked": 1}
+    peak = (torch.cuda.max_memory_allocated() - before) / MIB
+    assert peak <= most, f"{peak:.0f} MiB"
+
+
+def test_more_than_two_to_the_31_logits() -> None:
+    """All of them: chunks that are added up, and a chunk whose own logits are as many."""
+    tokens, K, V = 18432, 64, 131072
+    inputs = loss_inputs((tokens,), K, V, BFLOAT16)
+    assert tokens * V > 2**31
+    found = []
+    for rows in (tokens, 4096):
+        with on_path("chunked", rows):
+            found.append(results(functional.linear_cross_entropy, inputs, reduction="none"))
+    for name, tensor in found[0].items():
+        if tensor is not None:
+            torch.testing.assert_close(tensor, found[1][name], rtol=2e-2, atol=1e-3)
+    last = slice(tokens - 64, tokens)
+    input, weight, target = (inputs[name] for name in ("input", "linear_weight", "target"))
+    assert input is not None
+    assert weight is not None
+    assert target is not None
+    logits = F.linear(input[last], weight).float()
+    expected = F.cross_entropy(logits, target[last], reduction="none", ignore_index=IGNORED)
+    loss = found[0]["result 0"]
+    assert loss is not None
+    torch.testing.assert_close(loss[last], expected, rtol=1e-4, atol=1e-4)

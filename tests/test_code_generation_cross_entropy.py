@@ -1,0 +1,113 @@
+"""What the compilers make of the kernels of the loss head: limits, spills, 64-bit offsets, vectors, few variants."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.test_code_generation import SHARED_LIMITS, compiled, faults
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+STEP = """
+import json
+import re
+import sys
+
+import code_generation
+import compilation_record
+import torch
+from fusedlayers import functional
+
+read = code_generation._findings
+
+
+def findings(compiled, log):
+    vectors = re.findall(r"(?:ld|st)\\.global[.\\w]*\\.v4", compiled.asm.get("ptx", ""))
+    return read(compiled, log) | {"vectors": len(vectors)}
+
+
+# What is on record does not tell vectors.
+code_generation._findings, compilation_record._record = findings, dict
+
+
+def step(target, dtype, tokens, vocabulary, name="linear_cross_entropy", **options):
+    with code_generation.compiling_for(target) as reports:
+        leaf = {"dtype": getattr(torch, dtype), "requires_grad": True}
+        tensors = torch.empty(tokens, 64, **leaf), torch.empty(vocabulary, 64, **leaf)
+        if options.get("weight"):
+            options["weight"] = torch.ones(vocabulary)
+        found = getattr(functional, name)(*tensors, torch.zeros(tokens, dtype=torch.int64), **options)
+        results = found if isinstance(found, tuple) else (found,)
+        torch.autograd.grad(results, tensors, [torch.empty_like(each) for each in results])
+    facts = {"dtype": dtype, "width": 64, "gated": False, "tokens": tokens, "vocabulary": vocabulary, "name": name}
+    for report in {report["hash"]: report for report in reports if "hash" in report}.values():
+        print(json.dumps(report | facts))
+    for report in reports:
+        if "error" in report:
+            print(json.dumps(report | facts))
+
+
+EVERYTHING = {"label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-4, "weight": True}
+"""
+OPTIONS = """
+for dtype in ("bfloat16", "float16", "float32"):
+    for vocabulary in (100, 1003, 50257, 128256) if dtype == "bfloat16" else (50257,):
+        step("sm_90", dtype, 300, vocabulary)
+        step("sm_90", dtype, 300, vocabulary, **EVERYTHING)
+        step("sm_90", dtype, 300, vocabulary, reduction="none", **EVERYTHING)
+        step("sm_90", dtype, 300, vocabulary, "linear_log_probs", return_entropy=True)
+"""
+TARGETS = """
+for target in sys.argv[1:]:
+    for dtype in ("bfloat16", "float32"):
+        step(target, dtype, 300, 50257, reduction="none", **EVERYTHING)
+        step(target, dtype, 300, 50257)
+"""
+VARIANTS = """
+for tokens in (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 100, 127, 128, 255, 512, 777, 1024, 2048, 3000, 4096):
+    step("sm_90", "bfloat16", tokens, 50257)
+    step("sm_90", "bfloat16", tokens, 50257, "linear_log_probs")
+"""
+
+
+def reports(folder: Path, script: str, *arguments: str) -> list[dict[str, Any]]:
+    (folder / "step.py").write_text(STEP + script)
+    return compiled(folder, "step.py", *arguments)
+
+
+def test_every_option_on_hopper(tmp_path: Path) -> None:
+    """No spills; logits are read and written in whole vectors whatever the vocabulary."""
+    found = reports(tmp_path, OPTIONS)
+    assert {report["kernel"] for report in found} == {"losses", "losses_gradient", "scaled"}
+    assert {report["vocabulary"] for report in found} == {100, 1003, 50257, 128256}
+    for report in found:
+        assert not faults(report), (report["kernel"], report["dtype"], report["vocabulary"], faults(report))
+        passes = 1 if report["kernel"] != "losses" else 1 + 2 * report["constants"]["GRADIENT"]
+        if report["dtype"] != "float32" and report["vocabulary"] > 1000:
+            assert report["vectors"] >= passes, (report["kernel"], report["dtype"], report["vocabulary"])
+
+
+def test_every_other_gpu(tmp_path: Path) -> None:
+    targets = [target for target in SHARED_LIMITS if target != "sm_90"]
+    found = reports(tmp_path, TARGETS, *targets)
+    kernels = ("losses", "losses_gradient", "scaled")
+    assert {(report["target"], report["kernel"]) for report in found} == {(t, k) for t in targets for k in kernels}
+    for report in found:
+        assert not faults(report), (report["target"], report["kernel"], report["dtype"], faults(report))
+
+
+def test_few_variants_for_many_tokens(tmp_path: Path) -> None:
+    variants: dict[tuple[str, str], set[str]] = defaultdict(set)
+    tokens: dict[str, set[int]] = defaultdict(set)
+    for report in reports(tmp_path, VARIANTS):
+        variants[report["name"], report["kernel"]].add(report["hash"])
+        tokens[report["kernel"]].add(report["tokens"])
+    assert {name for _, name in variants} == {"losses", "losses_gradient", "scaled"}
+    assert all(each >= {1, 777, 4096} for each in tokens.values())
+    for key, found in variants.items():
+        assert len(found) <= 3, f"{key} is compiled {len(found)} times"

@@ -1,0 +1,204 @@
+"""How the loss head is planned: chunks, sums, bytes, and why a path is taken, all in integers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusedlayers as fl
+from fusedlayers import explaining, functional
+from fusedlayers.functional import dispatch
+from fusedlayers.functional.linear_cross_entropy.arguments import loss_problem
+from fusedlayers.planning import Device, plan
+from fusedlayers.planning.linear_cross_entropy import (
+    CHUNK_WITHOUT_WEIGHT_GRADIENT,
+    FASTER_FROM,
+    LARGEST_CHUNK,
+    SMALLEST_CHUNK,
+    TOKEN_STEP,
+    LossPlan,
+    LossProblem,
+    even_rows,
+)
+
+MIB = 2**20
+H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
+BOTH = {"needs_data_gradient": True, "needs_weight_gradient": True}
+
+
+def training(M: int, K: int, V: int, dtype: str = "bfloat16", **facts: Any) -> LossProblem:
+    return LossProblem(M, K, V, dtype, **{"reduction": "mean", **BOTH, **facts})
+
+
+def peak(made: LossPlan) -> int:
+    """The bytes that a training step takes at once beyond its operands: those of dx and dW, and temporary ones."""
+    p = made.problem
+    gradients = p.element_bytes * (p.M * p.K + p.V * p.K)
+    # While the last chunk is there; where float32 sums are rounded; where the gradients meet their upstream one.
+    sums = made.workspace_bytes - p.element_bytes * made.rows * p.padded_columns
+    chunk = made.workspace_bytes + gradients - (p.element_bytes * p.V * p.K if made.wide_sum else 0)
+    return max(chunk, gradients + sums, 2 * gradients)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "chunks", "wide_sum", "most"),
+    [
+        ((8192, 4096, 128256), 2, False, 2300),
+        ((16384, 2048, 32000), 6, True, 500),
+        ((16384, 768, 50257), 10, True, 500),
+        ((65536, 2048, 128256), 22, True, 2600),
+    ],
+)
+def test_chunks_of_published_sizes(sizes: tuple[int, int, int], chunks: int, wide_sum: bool, most: int) -> None:
+    """A language model's last step stays within so many MiB."""
+    made = plan(training(*sizes), H200)
+    assert (made.path, made.chunks, made.wide_sum) == ("chunked", chunks, wide_sum)
+    assert peak(made) <= most * MIB
+    assert made.tiles.block == 4096
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("V", [100, 32_000, 50_257, 262_144])
+@pytest.mark.parametrize("K", [64, 768, 8192])
+@pytest.mark.parametrize("M", [1, 127, 129, 4096, 10_000, 2**20])
+def test_chunks_are_even_and_within_their_bytes(M: int, K: int, V: int, dtype: str) -> None:
+    for facts in ({}, {"needs_weight_gradient": False}, {"reduction": "none"}, dict.fromkeys(BOTH, False)):
+        problem = training(M, K, V, dtype, **facts)
+        made = plan(problem, H200, "triton")
+        assert 1 <= made.rows <= M
+        assert made.rows == M or made.rows % TOKEN_STEP == 0
+        # No chunk is empty, and none is much smaller than the others.
+        assert (made.chunks - 1) * made.rows < M
+        assert (made.chunks - 1) * (made.rows - TOKEN_STEP) < M
+        row_bytes = problem.element_bytes * problem.padded_columns
+        limit = LARGEST_CHUNK if problem.needs_weight_gradient else CHUNK_WITHOUT_WEIGHT_GRADIENT
+        assert made.rows * row_bytes <= max(limit, TOKEN_STEP * row_bytes)
+        if problem.needs_weight_gradient and made.chunks > 1:
+            # Many short chunks would add to the sum of dW again and again.
+            assert (made.rows + TOKEN_STEP) * row_bytes * 2 > SMALLEST_CHUNK
+        wide = problem.needs_weight_gradient and (problem.deferred or (made.chunks > 2 and dtype != "float32"))
+        assert made.wide_sum == wide
+
+
+def test_even_rows() -> None:
+    assert even_rows(100, 10**6) == 100
+    assert even_rows(1000, 512) == 512
+    assert even_rows(1100, 1023) == 640, "two chunks, not one of 896 and a rest"
+    assert even_rows(1100, 1) == TOKEN_STEP, "never less than one step"
+
+
+@pytest.mark.parametrize("limit", [64, 200, 700, 5000])
+def test_the_users_bound_of_temporary_bytes(limit: int) -> None:
+    """It holds as long as a step's logits and, for more than two chunks, the sum of dW fit."""
+    for sizes in ((16384, 2048, 32000), (8192, 4096, 128256), (16384, 768, 50257)):
+        for facts in ({}, {"needs_weight_gradient": False}):
+            made = plan(training(*sizes, workspace_limit=limit * MIB, **facts), H200)
+            p = made.problem
+            least = TOKEN_STEP * 2 * p.padded_columns + (4 * p.V * p.K if made.wide_sum else 0)
+            assert made.workspace_bytes <= max(limit * MIB, least)
+
+
+@pytest.mark.parametrize(
+    ("problem", "device", "words"),
+    [
+        (training(10, 64, 5000), H200, "the call is too small: 50,000 logits, faster than torch from 67,108,864 on"),
+        (training(2**20, 64, 1000), H200, "rows of 1,000 classes are short: torch runs those of fewer than 4,096"),
+        (training(8192, 768, 50257), replace(H200, architecture="sm_80"), "the kernels were not measured on sm_80"),
+        (training(8192, 768, 50257, "float32"), H200, "float32 products in IEEE precision"),
+        (training(8192, 768, 50257, "float64"), H200, "the kernels take float16, bfloat16, float32, not float64"),
+        (training(8192, 768, 50257, probabilities=True), H200, "takes classes as targets, not their probabilities"),
+        (training(8192, 768, 50257, subclass="DTensor"), H200, "an operand is a DTensor"),
+        (training(0, 768, 50257), H200, "there is nothing to compute"),
+        (training(8192, 768, 50257), Device("cpu"), "the tensors are on device type cpu"),
+    ],
+)
+def test_why_torch(problem: LossProblem, device: Device, words: str) -> None:
+    made = plan(problem, device)
+    assert made.path == "torch"
+    assert words in made.why_torch(device)
+    assert made.summary(device).startswith("Runs through torch: ")
+    assert made.workspace_bytes == made.rows == made.chunks == 0
+
+
+def test_a_graph_takes_it_earlier() -> None:
+    launched, captured = FASTER_FROM
+    tokens = captured // 4096
+    assert captured < launched
+    assert plan(training(tokens, 64, 4096), H200).path == "torch"
+    assert plan(training(tokens, 64, 4096, captured=True), H200).path == "chunked"
+
+
+def test_costs() -> None:
+    """Operations, and bytes that are kept: of tokens whose gradients wait, two or three numbers each."""
+    product = 2 * 8192 * 768 * 50_000
+    early, late = (plan(training(8192, 768, 50_000, reduction=kind), H200) for kind in ("sum", "none"))
+    assert (early.flops, late.flops) == (3 * product, 4 * product)
+    assert early.saved_bytes == 2 * (2 * 8192 * 768 + 50_000 * 768)
+    assert late.saved_bytes == 2 * 8192 * 768 + 8 * 8192
+    assert plan(replace(late.problem, entropy=True), H200).saved_bytes == 2 * 8192 * 768 + 12 * 8192
+    forward = plan(replace(early.problem, **dict.fromkeys(BOTH, False)), H200)
+    assert (forward.flops, forward.saved_bytes) == (product, 0)
+    assert forward.workspace_bytes <= CHUNK_WITHOUT_WEIGHT_GRADIENT
+    frozen = plan(replace(early.problem, needs_weight_gradient=False), H200)
+    assert (frozen.flops, frozen.saved_bytes) == (2 * product, 2 * (2 * 8192 * 768))
+    assert early.problem.kept_by_torch(H200) == 2 * 8192 * 768 + 4 * 8192 * 50_000
+
+
+@pytest.fixture
+def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (dispatch, explaining):
+        monkeypatch.setattr(module, "describe", lambda where: H200)
+
+
+def given(M: int, K: int, V: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    leaf = {"device": "meta", "dtype": dtype, "requires_grad": True}
+    target = torch.empty(M, dtype=torch.int64, device="meta")
+    return {"input": torch.empty(M, K, **leaf), "linear_weight": torch.empty(V, K, **leaf), "target": target}
+
+
+@pytest.mark.usefixtures("on_h200")
+def test_explain() -> None:
+    text = fl.explain(functional.linear_cross_entropy, **given(16384, 2048, 32000), softcap=30.0, z_loss=1e-4)
+    head, title, *rows = text.split("\n")
+    assert head.startswith("Runs in chunks of tokens, forward and backward: keeps ")
+    assert head.endswith(" bytes a token instead of 388,096.")
+    assert title == (
+        "linear_cross_entropy: mean of cross_entropy(logits) + 0.0001 · logsumexp(logits)², "
+        "logits = 30 tanh((input linear_weightᵀ) / 30)"
+    )
+    facts = dict(row.strip().split("  ", 1) for row in rows)
+    assert facts["chunks"].strip() == "6 × 2,816 tokens, 180,224,000 bytes of logits at once"
+    assert facts["sum of dW"].strip() == "over chunks, inside the products, in float32, rounded once"
+    assert facts["gradients"].strip() == "in the forward pass"
+    assert facts["not torch"].strip() == "it would write all logits, and their gradient"
+    text = fl.explain(functional.linear_cross_entropy, **given(8192, 4096, 128256), reduction="none")
+    assert "in bfloat16" in text
+    assert "in the backward pass, from logits anew" in text
+
+
+@pytest.mark.usefixtures("on_h200")
+def test_explain_log_probabilities() -> None:
+    text = fl.explain(functional.linear_log_probs, **given(8192, 768, 50257), return_entropy=True, logit_scale=0.5)
+    assert "linear_log_probs: log_softmax(logits)[target] and entropies, logits = 0.5 input linear_weightᵀ" in text
+    with torch.no_grad():
+        text = fl.explain(functional.linear_log_probs, **given(8192, 768, 50257))
+    assert "Runs in chunks of tokens, forward: " in text
+    assert "sum of dW" not in text
+
+
+def test_a_problem_of_a_call() -> None:
+    tensors = {"linear_bias": None, "weight": None} | given(6, 3, 5, torch.float32)
+    tensors["input"] = tensors["input"].view(2, 3, 3)
+    tensors["target"] = tensors["target"].view(2, 3)
+    problem = loss_problem(**tensors, reduction="sum")
+    assert (problem.M, problem.K, problem.V, problem.dtype, problem.reduction) == (6, 3, 5, "float32", "sum")
+    assert (problem.needs_data_gradient, problem.needs_weight_gradient, problem.needs_bias_gradient) == (
+        True,
+        True,
+        False,
+    )
+    assert problem.padded_columns == 64
