@@ -26,9 +26,8 @@ SMALLEST_CHUNK, LARGEST_CHUNK = 176 * 2**20, 2**30
 CHUNK_WITHOUT_WEIGHT_GRADIENT = 128 * 2**20
 # Up to so many chunks the sum of dW is rounded to its own dtype after each, from more on it is float32.
 ROUNDED_CHUNKS = 2
-# Logits from which the path is taken (launched one by one, inside a CUDA graph): with fewer, torch's few launches cost
-# the host less, and all of them are small anyway.
-FASTER_FROM = (2**26, 2**24)
+# Logits from which the path was faster than torch (launched one by one, inside a CUDA graph); None: not measured.
+FASTER_FROM: tuple[int, int] | None = None
 # A program takes a row, which must be long enough to keep it busy: a classifier's few classes are torch's.
 FEWEST_CLASSES = 4096
 
@@ -193,6 +192,8 @@ def why_slower(problem: LossProblem, device: Device) -> str | None:
         return reason
     if problem.V < FEWEST_CLASSES:
         return f"rows of {problem.V:,} classes are short: torch runs those of fewer than {FEWEST_CLASSES:,}"
+    if FASTER_FROM is None:
+        return "it was not measured beside torch's operations; FUSEDLAYERS_BACKEND=triton runs it"
     return too_small(problem.M * problem.V, "logits", FASTER_FROM, problem.captured)
 
 
