@@ -45,6 +45,9 @@ def calls() -> Iterator[Callable[[], torch.Tensor]]:
     yield lambda: functional.linear(matrix(64, 65536), matrix(64, 65536), matrix(64))
     yield lambda: functional.linear(matrix(1, 4096), matrix(4096, 4096))
     yield lambda: functional.weight_gradient(matrix(4096, 512), matrix(4096, 1024))[0]
+    words = torch.zeros(512, dtype=torch.int64)
+    yield lambda: functional.linear_cross_entropy(matrix(512, 256), matrix(32_000, 256), words)
+    yield lambda: functional.linear_cross_entropy(matrix(512, 256), matrix(32_000, 256), words, reduction="none")
     yield lambda: column_sums(matrix(4096, 512), COLUMN_SUM_TILES)
     yield lambda: drop(matrix(4096, 512), SEED, 0.1)
 
