@@ -17,6 +17,7 @@ ONE_WAY, ONE_THREAD, COMPILED = "", ", one thread", ", compiled"
 LIMITS = {AUTO: (1.03, 1.0), KERNELS: (1.10, 1.0)}
 _PASSES = {"forward": "f", "forward_backward": "f+b"}
 _COLOURS = {AUTO: "#0072b2", KERNELS: "#e69f00", AUTO_FUNCTION: "#56b4e9"}
+_LABELS = {AUTO: "auto mode", KERNELS: "kernels forced", AUTO_FUNCTION: "functional.linear"}
 
 
 def yardstick(name: str) -> str:
@@ -85,8 +86,8 @@ def plot(record: Record, path: Path) -> list[Path]:
     for place, direction in zip(axes, directions, strict=True):
         _bars(place, [row for row in rows if row["direction"] == direction])
         place.set_title({"forward": "forward, no gradients", "forward_backward": "forward + backward"}[direction])
-    axes[0].set_ylabel("time over torch's, launched one by one")
-    return [save(figure, record, "What a layer costs", path.with_suffix(".png"))]
+    axes[0].set_ylabel("time over torch's, launched one by one\n(below 1 is faster)")
+    return [save(figure, record, "Time of a layer beside torch's", path.with_suffix(".png"))]
 
 
 def _bars(axes: Any, rows: list[Record]) -> None:
@@ -98,14 +99,14 @@ def _bars(axes: Any, rows: list[Record]) -> None:
                 # The one without a thread stands before the other, half as wide.
                 at = [i - 0.4 + (place + 0.5) * width for i in found]
                 axes.bar(
-                    at, list(found.values()), width / (2 if way else 1), label=name + way, color=colour, hatch=hatch,
-                    edgecolor="white",
+                    at, list(found.values()), width / (2 if way else 1), label=_LABELS[name] + way, color=colour,
+                    hatch=hatch, edgecolor="white",
                 )  # fmt: skip
     axes.axhline(1.0, color="black", linewidth=1)
     axes.set_xticks(range(len(rows)), [f"{row['grid']} {shape_of(row)}" for row in rows], rotation=30, ha="right")
     # Above the bars, which a legend among them would hide.
-    axes.margins(y=0.2)
-    axes.legend(fontsize="small", loc="upper center", ncols=4, frameon=False)
+    axes.margins(x=0.01, y=0.3)
+    axes.legend(fontsize="small", loc="upper center", ncols=3, columnspacing=1.0, handlelength=1.4, frameon=False)
 
 
 def _cell(row: Record, name: str) -> str:

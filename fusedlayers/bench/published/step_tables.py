@@ -15,6 +15,10 @@ MODES = ("eager", "compile", "reduce-overhead")
 # The most that a step may take with ours in auto mode, as a multiple of the same model's without, in the same mode.
 LIMIT = 1.02
 _COLOURS = {AUTO: "#0072b2", KERNELS: "#e69f00", RECOMPUTE: "#56b4e9", LIGER: "#cc79a7"}
+_LABELS = {
+    AUTO: "fusedlayers, auto mode", KERNELS: "fusedlayers, kernels forced", RECOMPUTE: "fusedlayers, recompute=True",
+    LIGER: "Liger-Kernel",
+}  # fmt: skip
 
 
 def peak(row: Record, name: str) -> int | None:
@@ -73,15 +77,15 @@ def plot(record: Record, path: Path) -> list[Path]:
         MatplotlibMissingError: matplotlib is not installed.
     """
     rows = rows_with_times(record)
-    figure = figure_class()(figsize=(max(8, len(rows)), 8), layout="constrained")
+    figure = figure_class()(figsize=(max(8, 0.6 * len(rows)), 7), layout="constrained")
     axes = figure.subplots(2, 1, sharex=True)
     _bars(axes[0], rows, {name: [over_torch(row, name) for row in rows] for name in _COLOURS})
     _bars(axes[1], rows, {name: [_memory_ratio(row, name) for row in rows] for name in _COLOURS})
-    axes[0].set_ylabel("time of a step over torch's")
-    axes[1].set_ylabel("most in memory over torch's")
+    axes[0].set_ylabel("time over torch's\n(below 1 is faster)")
+    axes[1].set_ylabel("peak memory over torch's\n(below 1 is less)")
     labels = [f"{row['grid']}\n{row['direction']}" for row in rows]
     axes[1].set_xticks(range(len(rows)), labels, rotation=45, ha="right")
-    return [save(figure, record, "Whole training steps", path.with_suffix(".png"))]
+    return [save(figure, record, "Whole training steps beside torch in the same mode", path.with_suffix(".png"))]
 
 
 def _bars(axes: Any, rows: list[Record], series: dict[str, list[float | None]]) -> None:
@@ -89,11 +93,11 @@ def _bars(axes: Any, rows: list[Record], series: dict[str, list[float | None]]) 
     width = 0.8 / max(1, len(series))
     for place, (name, values) in enumerate(series.items()):
         found = {i - 0.4 + (place + 0.5) * width: value for i, value in enumerate(values) if value is not None}
-        axes.bar(list(found), list(found.values()), width, label=name, color=_COLOURS[name])
+        axes.bar(list(found), list(found.values()), width, label=_LABELS[name], color=_COLOURS[name])
     axes.axhline(1.0, color="black", linewidth=1)
     if series:
         # Above the bars, which a legend among them would hide.
-        axes.margins(y=0.2)
+        axes.margins(x=0.01, y=0.25)
         axes.legend(fontsize="small", loc="upper center", ncols=4, frameon=False)
 
 
