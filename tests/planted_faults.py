@@ -267,7 +267,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "plan of another moment of autocast recalled", "fusedlayers/functional/call.py",
-        "(is_grad_enabled(), dtype, precision", "(is_grad_enabled(), precision",
+        "return is_grad_enabled(), dtype, precision", "return is_grad_enabled(), precision",
         "test_recalled_calls settings_between_calls",
     ),
     # The loss head.
