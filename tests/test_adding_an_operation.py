@@ -157,11 +157,13 @@ def test_a_call_through_torch_and_through_the_kernel(clone: Path) -> None:
     run(clone, "-W", "error", "-c", CALLED, TRITON_INTERPRET="1")
 
 
+@pytest.mark.full
 @pytest.mark.interpreter
 def test_the_selftest_has_its_trials(clone: Path) -> None:
     run(clone, "-W", "error", "-c", TESTED, TRITON_INTERPRET="1")
 
 
+@pytest.mark.full
 @pytest.mark.interpreter
 def test_the_benchmark_verifies_it(clone: Path) -> None:
     said = run(clone, "-m", "fusedlayers.bench", "row_sums", "--verify", "--device", "cpu", TRITON_INTERPRET="1")

@@ -104,6 +104,7 @@ def test_every_other_gpu(tmp_path: Path) -> None:
         assert not faults(report), (report["target"], report["kernel"], report["dtype"], faults(report))
 
 
+@pytest.mark.full
 def test_few_variants_for_many_tokens(tmp_path: Path) -> None:
     variants: dict[tuple[str, str], set[str]] = defaultdict(set)
     tokens: dict[str, set[int]] = defaultdict(set)

@@ -81,7 +81,11 @@ def test_the_curve_is_that_of_one_process(
 
 @pytest.mark.parametrize(
     ("layers", "words"),
-    [pytest.param("torch", ("none", "tp"), marks=pytest.mark.full), ("replaced", ("none", *WORDS))],
+    [
+        pytest.param("torch", ("none", "tp"), marks=pytest.mark.full),
+        pytest.param("replaced", ("none", *WORDS), marks=pytest.mark.full),
+        ("replaced", ("none", "fsdp")),
+    ],
 )
 def test_other_layers(layers: str, words: tuple[str, ...], processes: Processes, tmp_path: Path) -> None:
     """torch's own styles split torch layers; the sample is that of one process, byte by byte."""

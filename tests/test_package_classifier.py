@@ -97,6 +97,7 @@ def test_the_installed_library_is_split_by_module() -> None:
     assert f"{len(windows.test):,} for test" in windows.description
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("library")
 def test_everything_before_the_model_is_the_same_in_every_process(library: Path) -> None:
     # Another process has another hash seed, on which the order of a set of strings depends. It imports what it needs:
