@@ -51,7 +51,7 @@ def test_one_launch_saves_the_host_more_than_a_few_tiles_take(gated: bool) -> No
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_hidden_units_do_not_make_up_for_rows(training: bool, captured: bool) -> None:
-    """A tile of rows takes longer with more of them, and the other processors have nothing to do."""
+    """A tile of rows takes longer with more of them, and the other SMs have nothing to do."""
     problem = Problem(
         "ffn", batch=1, M=128, K=256, N=2**16, O=256, dtype="bfloat16", captured=captured, needs_data_gradient=training,
         needs_weight_gradient=training,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusedlayers.functional.ffn.sums import summed_rows
+from fusedlayers.functional.sums import summed_rows
 from tests.allocations import AllocatedBytes
 from tests.operands import DEVICE
 

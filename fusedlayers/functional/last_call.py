@@ -18,7 +18,6 @@ from .call import surroundings
 # dtype, device, requires_grad, sizes and strides. Ours below is the same in Python, several times slower.
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 
-
 _Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 

@@ -88,8 +88,7 @@ def why_slower(problem: Any, device: Device) -> str | None:
         return reason
     if problem.training and hidden_gradient.choose_pipeline(_gradient_problem(problem, problem.M), device) is None:
         return "the sums of so many rows pass their limit in the kernel that was measured faster than torch"
-    launched = not (problem.captured or problem.compiled)
-    least_rows = LEAST_LAUNCHED_ROWS if problem.gated and not problem.training and launched else LEAST_ROWS
+    least_rows = LEAST_LAUNCHED_ROWS if problem.gated and problem.waits_for_host else LEAST_ROWS
     if least_rows > problem.M:
         return f"{problem.M} tokens: torch was as fast or faster below {least_rows:,}"
     flops = 2 * problem.M * problem.K * problem.N * (2 if problem.gated else 1)

@@ -37,7 +37,7 @@ from .ffn_epilogue import EpiloguePlan
 
 # From how many hidden elements (batch × M × N) on the kernels were faster than torch on an H200, bfloat16: rows of
 # (largest padded width, (launched one by one, inside a CUDA graph)); above the last row torch was as fast or faster.
-# Of an FFN at most four times the width count as hidden units: more of them do not keep more processors busy.
+# Of an FFN at most four times the width count as hidden units: more of them do not keep more SMs busy.
 _Thresholds = tuple[tuple[int, tuple[int, int]], ...]
 FASTER_FROM: dict[tuple[str, bool], _Thresholds] = {
     ("ffn", False): ((64, (2**26, 2**22)), (128, (2**26, 2**25))),
@@ -102,6 +102,11 @@ class Problem(Call):
     @property
     def training(self) -> bool:
         return self.needs_data_gradient or self.needs_weight_gradient
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether fewer launches are worth more than a faster device: a forward pass, launched one by one."""
+        return not (self.training or self.captured or self.compiled)
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -256,8 +261,8 @@ def why_slower(problem: Problem, device: Device) -> str | None:
     units = problem.N
     if problem.operation == "ffn":
         units = min(units, 4 * width)
-        few = table is PIPELINED_FASTER_FROM and problem.weight_elements <= FEWEST_LAUNCHES
-        if few and not (problem.training or problem.captured or problem.compiled):
+        short = table is PIPELINED_FASTER_FROM and problem.weight_elements <= FEWEST_LAUNCHES
+        if short and problem.waits_for_host:
             return None
     return too_small(problem.batch * problem.M * units, "hidden elements", thresholds, problem.captured)
 

@@ -16,9 +16,9 @@ from ..custom_ops import Result, Results
 from ..operands import rows, with_leading_dims, without_autocast
 from ..operation import Operation, Tensors, formula
 from ..prepared import Prepared
+from ..sums import summed_rows
 from . import chunked, dropping, epilogue, fused
 from .arguments import check_dropout_seed, check_ffn, ffn_problem
-from .sums import summed_rows
 
 
 def ffn(

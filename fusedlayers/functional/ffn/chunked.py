@@ -19,7 +19,7 @@ from ...planning import ChunkPass, Plan
 from ..operands import rows as rows_of
 from ..operation import Tensors
 from ..prepared import Prepared
-from .sums import accumulated, add_product, summed_rows
+from ..sums import accumulated, add_product, summed_rows
 
 Gradients = list[Tensor | None]
 EVERY = slice(None)

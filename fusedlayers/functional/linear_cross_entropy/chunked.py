@@ -13,9 +13,9 @@ from ...kernels import cross_entropy as kernels
 from ...kernels.cross_entropy import LossArithmetic
 from ...kernels.tuning.cross_entropy import RowTiles
 from ...planning.linear_cross_entropy import LossPlan
-from ..ffn.sums import accumulated, add_product, summed_rows
 from ..operands import rows as rows_of
 from ..operation import Tensors
+from ..sums import accumulated, add_product, summed_rows
 
 
 class Head(NamedTuple):

@@ -1,4 +1,4 @@
-"""Sums over the rows of a matrix in torch's own operations, without scratch memory of the matrix's size."""
+"""Sums of rows, and of products, in torch's own operations, without scratch memory of their operands' size."""
 
 import torch
 from torch import Tensor
