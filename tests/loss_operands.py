@@ -111,6 +111,7 @@ def assert_loss_close(
     rows: int | None = CHUNK_ROWS,
     name: str = "linear_cross_entropy",
     frozen: Sequence[str] = (),
+    upstream: Sequence[Tensor] | None = None,
     **options: Any,
 ) -> None:
     """The results and all gradients pass the closeness rule; several draws of one size are judged together."""
@@ -118,9 +119,9 @@ def assert_loss_close(
     found: list[tuple[Tensors, Tensors, Tensors]] = []
     for inputs in draws:
         with on_path(path, rows):
-            mine = results(ours, inputs, frozen, **options)
-        theirs = results(oracle, inputs, frozen, **options)
-        truth = results(oracle, in_float64(inputs), frozen, **options)
+            mine = results(ours, inputs, frozen, upstream, **options)
+        theirs = results(oracle, inputs, frozen, upstream, **options)
+        truth = results(oracle, in_float64(inputs), frozen, upstream, **options)
         assert {key: None if t is None else t.dtype for key, t in mine.items()} == {
             key: None if t is None else t.dtype for key, t in theirs.items()
         }

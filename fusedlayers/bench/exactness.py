@@ -44,10 +44,18 @@ def random_work(
         )
         for result in case.result_shapes(shape, options)
     )
+    # What programs multiply a loss by: a loss scale, or the share of a micro-batch.
+    upstream = tuple(each if each.dim() else _power_of_two(each) for each in upstream)
     work = Work(inputs, upstream, backward)
     for leaf in work.leaves.values():
         leaf.requires_grad_(backward)
     return work
+
+
+def _power_of_two(value: Tensor) -> Tensor:
+    """The one below, with the sign of the value; 0 of 0."""
+    mantissa, exponent = torch.frexp(value)
+    return torch.ldexp(mantissa.sign(), exponent - 1)
 
 
 def rotating_work(
@@ -69,7 +77,13 @@ def reference_results(case: Case, options: Options, work: Work) -> tuple[Tensor,
     leaves = {name: tensor.detach().double().requires_grad_(work.backward) for name, tensor in work.leaves.items()}
     inputs = {**work.inputs, **leaves}
     upstream = tuple(tensor.double() for tensor in work.upstream)
-    return Work(inputs, upstream, work.backward).run(contender(EAGER, case, options).call)
+    return torch_results(case, options, Work(inputs, upstream, work.backward))
+
+
+def torch_results(case: Case, options: Options, work: Work) -> tuple[Tensor, ...]:
+    """The results and all gradients of torch's expression, in the dtype of the inputs."""
+    case = case if case.yardstick is None else replace(case, torch_expression=case.yardstick)
+    return work.run(contender(EAGER, case, options).call)
 
 
 def exact_work(

@@ -11,8 +11,8 @@ from torch import Tensor
 from ..closeness import Closeness, compare
 from ..functional.switches import switched
 from .cases import Case, Options, Shape
-from .contenders import AUTO, EAGER, FUSED, contender, our_plan, why_not_forced
-from .exactness import exact_work, in_dtypes, inequality, random_work, reference_results
+from .contenders import AUTO, FUSED, contender, our_plan, why_not_forced
+from .exactness import exact_work, in_dtypes, inequality, random_work, reference_results, torch_results
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def verify(
             case, options, shape, init=init, dtype=dtype, device=device, seed=seed, backward=case.backward
         )
         truth = reference_results(case, options, work)
-        yardstick = work.run(contender(EAGER, case, options).call)
+        yardstick = torch_results(case, options, work)
     names = case.results[: len(work.upstream)]
     if case.backward:
         names += tuple(f"d{name}" for name in work.leaves)

@@ -13,17 +13,23 @@ from ..kernels.tuning.cross_entropy import RowTiles, row_tiles
 from .call import Call, Decision, Facts, Yields, direction, no_kernels, not_measured, too_small, why_not_kernels
 from .devices import Device, floor_seconds
 
-# Rows of logits start at a multiple of so many elements, so that products read and write them in whole vectors whatever
-# the vocabulary: GPT-2's 50,257 columns side by side made every product take three to four times as long.
+# Rows of logits are a multiple of so many elements long. Products of a vocabulary that divides into no vectors of 16
+# bytes read a copy of the weight with as many rows: on an H200 those of GPT-2's 50,257 columns ran at 95 to 130 TFLOP/s
+# whatever the stride of the rows of logits, those of 50,304 at 600 to 730.
 ALIGNED_COLUMNS = 64
+VECTOR_BYTES = 16
 # Chunks are multiples of so many tokens: whole tiles of torch's products.
 TOKEN_STEP = 128
 # Bytes of logits at once. Every chunk adds its part of dW to a sum, which is read and written for that: a chunk of T
 # tokens computes 6 T operations for each of the 8 bytes, so that a larger weight wants longer chunks. One and a half
-# times its size is within these bounds.
+# times its size is within these bounds, or what dx, the sum of dW and the copy of the weight leave of ROOM.
 SMALLEST_CHUNK, LARGEST_CHUNK = 176 * 2**20, 2**30
+ROOM = 496 * 2**20
 # Without dW nothing is added up, and the products are as fast from some hundred tokens on.
 CHUNK_WITHOUT_WEIGHT_GRADIENT = 128 * 2**20
+# Up to so many elements of dx a chunk has fewer tiles than a large GPU has SMs. cuBLAS then cuts the axis that the
+# product sums over, and adds up parts that were rounded to 16 bits; for a float32 result it does not.
+SMALL_DATA_GRADIENT = 2**22
 # Up to so many chunks the sum of dW is rounded to its own dtype after each, from more on it is float32.
 ROUNDED_CHUNKS = 2
 # Logits from which the path was faster than torch (launched one by one, inside a CUDA graph); None: not measured.
@@ -96,6 +102,16 @@ class LossProblem(Call):
         return -(-self.V // ALIGNED_COLUMNS) * ALIGNED_COLUMNS
 
     @property
+    def pads_weight(self) -> bool:
+        """Whether products read copies of weight and bias that have a row for every padded column."""
+        return self.V * self.element_bytes % VECTOR_BYTES != 0
+
+    @property
+    def pad_bytes(self) -> int:
+        """Bytes of the copy of the weight."""
+        return self.element_bytes * self.padded_columns * self.K * self.pads_weight
+
+    @property
     def described(self) -> str:
         return f"M={self.M} (tokens) K={self.K} V={self.V} (vocabulary), {self.dtype}, {direction(self)}"
 
@@ -111,6 +127,7 @@ class LossPlan(Decision):
 
     rows: int = 0
     wide_sum: bool = False  # whether dW is added up in float32
+    wide_data_gradient: bool = False  # whether dx of a chunk is float32 first
     tiles: RowTiles | None = None
     accuracy: str = "exact"  # of exponentials in the kernel: one of kernels.activations.ACCURACIES
 
@@ -131,6 +148,8 @@ class LossPlan(Decision):
         p = self.problem
         logits = f"{p.element_bytes * self.rows * p.padded_columns:,} bytes of logits at once"
         rows = [("chunks", f"{self.chunks} × {self.rows:,} tokens, {logits}")]
+        if p.pads_weight:
+            rows.append(("weight", f"copied with {p.padded_columns:,} rows, so that products read whole vectors"))
         if p.needs_weight_gradient and self.chunks > 1:
             how = "in float32, rounded once" if self.wide_sum or p.element_bytes > 2 else f"in {p.dtype}"
             rows.append(("sum of dW", f"over chunks, inside the products, {how}"))
@@ -154,12 +173,19 @@ def plan(problem: LossProblem, device: Device, backend: str = "auto") -> LossPla
     options: dict[str, Any] = {}
     if chunked:
         sum_bytes = 4 * p.V * p.K if wide_sum and not p.deferred else 0
+        wide_data_gradient = (
+            p.needs_data_gradient and p.element_bytes < 4 and not p.deferred and rows * p.K <= SMALL_DATA_GRADIENT
+        )
         options = {
             "rows": rows,
             "wide_sum": wide_sum,
+            "wide_data_gradient": wide_data_gradient,
             "tiles": row_tiles(p.V),
             "accuracy": "exact" if p.dtype == "float32" else "half",
-            "workspace_bytes": p.element_bytes * rows * p.padded_columns + sum_bytes,
+            "workspace_bytes": p.element_bytes * rows * p.padded_columns
+            + sum_bytes
+            + p.pad_bytes
+            + 4 * rows * p.K * wide_data_gradient,
         }
     return LossPlan(
         problem=problem,
@@ -202,12 +228,14 @@ def choose_rows(problem: LossProblem) -> int:
     p = problem
     row_bytes = p.element_bytes * p.padded_columns
     if p.needs_weight_gradient:
-        limit = min(LARGEST_CHUNK, max(SMALLEST_CHUNK, 3 * p.element_bytes * p.V * p.K // 2))
+        room = ROOM - 4 * p.V * p.K - p.pad_bytes - p.element_bytes * p.M * p.K * p.needs_data_gradient
+        limit = min(LARGEST_CHUNK, max(SMALLEST_CHUNK, 3 * p.element_bytes * p.V * p.K // 2, room))
     else:
         limit = CHUNK_WITHOUT_WEIGHT_GRADIENT
     if p.workspace_limit:
         # What the user allows is for the sum of dW, too, where more chunks than two need one.
-        limit = p.workspace_limit
+        limit = p.workspace_limit - p.pad_bytes
+        row_bytes += 4 * p.K * p.needs_data_gradient
         if needs_wide_sum(p, chunks_within(p, limit // row_bytes)):
             limit -= 4 * p.V * p.K
     return even_rows(p.M, limit // row_bytes)

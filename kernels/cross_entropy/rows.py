@@ -80,7 +80,7 @@ def replace_by_gradient(
 ):  # fmt: skip
     """Writes ``p (by_share + by_logarithm log p) - by_target [c = target] - by_weight w_c`` through the slope of x.
 
-    All ``length`` elements of the row are written.
+    All ``length`` elements of the row are written, zeros from column V on.
     """
     log_total = tl.log(total)
     inverse = 1.0 / total
@@ -96,5 +96,5 @@ def replace_by_gradient(
                 g -= by_weight * tl.load(weight_ptr + cols, mask=cols < V, other=0.0)
             else:
                 g -= by_weight
-        g = tl.where(cols == target, g - by_target, g) * slope
+        g = tl.where(cols < V, tl.where(cols == target, g - by_target, g) * slope, 0.0)
         tl.store(row_ptr + cols, g.to(row_ptr.dtype.element_ty), mask=cols < length)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from .limits import padded_width
 
 # Columns of one step. More would keep more loads in flight, and need more registers for the maximum and the sums that
-# every lane has of its own.
-WIDEST_ROW_BLOCK = 4096
+# every lane has of its own: on an H200 2,048 columns took 0.7 to 0.97 of the time of 4,096 to 16,384.
+WIDEST_ROW_BLOCK = 2048
 _NARROWEST = 128
 # Of each thread in a step: one load of 16 bytes in 16 bits.
 _ELEMENTS = 8

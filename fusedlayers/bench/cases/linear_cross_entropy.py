@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ... import functional, reference
 from ...planning import Device
@@ -58,6 +60,22 @@ class HeadCase(Case):
             drawn = torch.where(tied[:, None], again["input"], drawn)
         some = torch.arange(len(target), device=device) % 8 == 0
         return found | {"input": drawn, "target": torch.where(some, target, top.indices[:, 0])}
+
+
+# Bytes of logits that torch's expression has in one tensor while results are verified.
+_SLICE_BYTES = 2**34
+
+
+def _in_slices(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str, **options: float) -> Tensor:
+    """torch's loss of all tokens, some of them at a time where all of their logits would not fit."""
+    logits_bytes = input.shape[0] * linear_weight.shape[0] * input.element_size()
+    if logits_bytes <= _SLICE_BYTES or reduction == "none":
+        return reference.linear_cross_entropy(input, linear_weight, target, reduction=reduction, **options)
+    loss = functools.partial(reference.linear_cross_entropy, reduction="sum", **options)
+    slices = -(-logits_bytes // _SLICE_BYTES)
+    parts = zip(input.chunk(slices), target.chunk(slices), strict=True)
+    total = sum(checkpoint(loss, part, linear_weight, classes, use_reentrant=False) for part, classes in parts)
+    return total / len(target) if reduction == "mean" else total
 
 
 def _function() -> Callable[..., Tensor]:
@@ -120,6 +138,7 @@ CASE = HeadCase(
     our_keywords=head_keywords,
     torch_keywords=head_keywords,
     result_dtype=torch.float32,
+    yardstick=_in_slices,
     peers={"torch function": _function, "Liger": _liger, "CCE": _cce, "quack": _quack},
     has_activation=False,
     trials=_trials,

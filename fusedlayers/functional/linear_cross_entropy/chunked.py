@@ -1,6 +1,7 @@
 """The chunked path of the loss head: the logits of some tokens at a time, which their gradient replaces.
 
-Everything is a matrix of rows here: input ``[M, K]``, linear_weight ``[V, K]``, logits of a chunk ``[m, V]``.
+Everything is a matrix of rows here: input ``[M, K]``, linear_weight ``[V, K]``, logits of a chunk ``[m, V]``. Products
+have ``P`` columns: V, or more where the weight is copied with rows of zeros at its end.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,10 @@ from ..sums import accumulated, add_product, summed_rows
 
 
 class Head(NamedTuple):
-    """What the logits are made of, and what they are held against; class weights and their sum are float32."""
+    """What the logits are made of, and what they are held against; class weights and their sum are float32.
+
+    Weight ``[P, K]`` and bias ``[P]`` are those that products read.
+    """
 
     input: Tensor
     linear_weight: Tensor
@@ -36,10 +40,21 @@ class Head(NamedTuple):
         input, linear_weight, target, linear_bias, weight = operands
         weights = None if weight is None else weight.to(torch.float32).contiguous()
         total = None if weights is None else weights.sum()
+        if plan.problem.pads_weight:
+            linear_weight = _padded(linear_weight, plan.problem.padded_columns)
+            linear_bias = None if linear_bias is None else _padded(linear_bias, plan.problem.padded_columns)
         return cls(rows_of(input), linear_weight, linear_bias, target.contiguous(), weights, total, plan, arithmetic)
 
+    @property
+    def classes(self) -> int:
+        """V."""
+        return self.plan.problem.V
+
     def for_each_chunk(self, visit: Callable[[slice, Tensor], None]) -> None:
-        """Calls ``visit(rows, logits)`` for every chunk, all in the same memory, which is free again afterwards."""
+        """Calls ``visit(rows, logits)`` for every chunk, all in the same memory, which is free again afterwards.
+
+        Logits ``[m, P]`` are those of the products; from column V on they mean nothing, but are no NaN.
+        """
         tokens, columns = self.input.shape[0], self.linear_weight.shape[0]
         buffer = self.input.new_empty(self.plan.rows, self.plan.problem.padded_columns)
         # No product writes what pads the rows, and the kernel computes with it, though for nothing.
@@ -69,7 +84,10 @@ class Head(NamedTuple):
 
 
 class Sums:
-    """The wanted gradients of input, linear_weight and linear_bias, as chunk after chunk adds to them."""
+    """The wanted gradients of input, linear_weight and linear_bias, as chunk after chunk adds to them.
+
+    Those of linear_weight and linear_bias have P rows until :meth:`gradients` returns them.
+    """
 
     def __init__(self, head: Head, wanted: Sequence[bool]) -> None:
         self.head, plan = head, head.plan
@@ -78,6 +96,8 @@ class Sums:
         if wanted[0]:
             dtype = torch.float32 if plan.problem.deferred else input.dtype
             self.of_input = torch.empty(input.shape, dtype=dtype, device=input.device)
+            if plan.wide_data_gradient:
+                self._wide = torch.empty(plan.rows, input.shape[1], dtype=torch.float32, device=input.device)
         if wanted[1]:
             dtype = torch.float32 if plan.wide_sum else weight.dtype
             self.of_weight = torch.empty(weight.shape, dtype=dtype, device=weight.device)
@@ -85,9 +105,12 @@ class Sums:
             self.of_bias = torch.zeros(bias.shape, dtype=accumulated(bias.dtype), device=bias.device)
 
     def add(self, rows: slice, gradient: Tensor) -> None:
-        """What follows from the gradient of a chunk's logits."""
+        """What follows from the gradient ``[m, P]`` of a chunk's logits, which is 0 from column V on."""
         input, weight = self.head.input, self.head.linear_weight
-        if self.of_input is not None:
+        if self.of_input is not None and self.head.plan.wide_data_gradient:
+            add_product(self._wide[: len(gradient)], gradient.T, weight, first=True)
+            self.of_input[rows] = self._wide[: len(gradient)]
+        elif self.of_input is not None:
             add_product(self.of_input[rows], gradient.T, weight, first=True)
         if self.of_weight is not None:
             add_product(self.of_weight, gradient, input[rows], first=not rows.start)
@@ -96,7 +119,9 @@ class Sums:
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Those of input, linear_weight and linear_bias; what waits for its factor keeps its float32 until then."""
-        weight, bias = self.of_weight, self.of_bias
+        classes = self.head.classes
+        weight = None if self.of_weight is None else self.of_weight[:classes]
+        bias = None if self.of_bias is None else self.of_bias[:classes]
         if not self.head.plan.problem.deferred:
             weight = None if weight is None else weight.to(self.head.linear_weight.dtype)
             bias = None if bias is None else bias.to(self.head.linear_weight.dtype)
@@ -114,7 +139,9 @@ def reduced(head: Head, wanted: Sequence[bool]) -> tuple[Tensor, Tensors]:
 
     def visit(rows: slice, logits: Tensor) -> None:
         early = None if problem.deferred else factor
-        kernels.losses(logits, *head.known(rows), loss=losses[rows], gradient=sums is not None, factor=early)
+        kernels.losses(
+            logits[:, : head.classes], *head.known(rows), loss=losses[rows], gradient=sums is not None, factor=early
+        )
         if sums is not None:
             sums.add(rows, logits)
 
@@ -138,7 +165,8 @@ def each(head: Head, saving: bool) -> tuple[Tensor, Tensor | None, Tensor | None
 
     def visit(rows: slice, logits: Tensor) -> None:
         kernels.losses(
-            logits, *head.known(rows), loss=losses[rows], entropy=None if entropies is None else entropies[rows],
+            logits[:, : head.classes], *head.known(rows), loss=losses[rows],
+            entropy=None if entropies is None else entropies[rows],
             statistics=None if statistics is None else statistics[:, rows],
         )  # fmt: skip
 
@@ -159,7 +187,7 @@ def gradients_of_each(
 
     def visit(rows: slice, logits: Tensor) -> None:
         kernels.gradient(
-            logits, *head.known(rows), statistics=statistics[:, rows],
+            logits[:, : head.classes], *head.known(rows), statistics=statistics[:, rows],
             upstream=None if upstream is None else upstream[rows],
             entropy=None if entropies is None else entropies[rows],
             entropy_upstream=None if entropy_upstream is None else entropy_upstream[rows],
@@ -168,3 +196,11 @@ def gradients_of_each(
 
     head.for_each_chunk(visit)
     return sums.gradients()
+
+
+def _padded(tensor: Tensor, rows: int) -> Tensor:
+    """A copy with rows of zeros at its end."""
+    copy = tensor.new_empty(rows, *tensor.shape[1:])
+    copy[: len(tensor)] = tensor
+    copy[len(tensor) :].zero_()
+    return copy
