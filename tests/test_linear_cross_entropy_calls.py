@@ -16,7 +16,7 @@ from fusedlayers.functional.dispatch import decisions
 from fusedlayers.functional.linear_cross_entropy import chunked
 from tests.allocations import AllocatedBytes
 from tests.compiled_cases import nothing_compiled  # noqa: F401
-from tests.loss_operands import CHUNK_ROWS, CHUNKED, IGNORED, PATHS, in_float64, loss_inputs, on_path, results
+from tests.loss_operands import CHUNK_ROWS, CHUNKED, FLOATING, IGNORED, PATHS, in_float64, loss_inputs, on_path, results
 from tests.operands import DEVICE, DTYPES, ON_GPU, infinities, needs_kernels
 
 pytestmark = [
@@ -336,8 +336,7 @@ def test_no_tensor_is_larger_than_a_chunk(reduction: str, frozen: tuple[str, ...
 
 
 @needs_kernels
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_the_logits_are_gone_when_the_sum_of_dw_is_rounded(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_logits_are_gone_when_the_sum_of_dw_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """They, the sum and the rounded gradient together would be the most that a step takes."""
     inputs = loss_inputs((3 * CHUNK_ROWS,), 16, 4000)
     chunk = 4 * CHUNK_ROWS * 4032
@@ -350,8 +349,25 @@ def test_the_logits_are_gone_when_the_sum_of_dw_is_rounded(reduction: str, monke
 
     monkeypatch.setattr(chunked.Sums, "gradients", watch)
     with on_path("chunked"):
-        results(functional.linear_cross_entropy, inputs, reduction=reduction)
+        results(functional.linear_cross_entropy, inputs, reduction="none")
     assert alive == [[]]
+
+
+@needs_kernels
+def test_gradients_stay_as_they_are_while_the_graph_does() -> None:
+    """The last backward pass may scale in place what the forward pass left; those before it may not."""
+    inputs = loss_inputs((17,), 24, 70, bias=True)
+    leaves = {name: tensor.requires_grad_() for name in FLOATING if (tensor := inputs[name]) is not None}
+    with on_path("chunked"):
+        loss = functional.linear_cross_entropy(**inputs)  # type: ignore[arg-type]
+    found = [
+        torch.autograd.grad(loss, list(leaves.values()), torch.tensor(factor), retain_graph=keeps)
+        for factor, keeps in ((1.0, True), (-0.5, True), (1.0, True), (4.0, False))
+    ]
+    for one, half, again, four in zip(*found, strict=True):
+        assert torch.equal(one, again)
+        assert torch.equal(half, -0.5 * one)
+        assert torch.equal(four, 4 * one)
 
 
 @needs_kernels

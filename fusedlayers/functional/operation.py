@@ -35,6 +35,9 @@ OPERATIONS: dict[str, Operation] = {}
 _prepared: dict[tuple[object, ...], Prepared] = {}
 _PREPARED_LIMIT = 4096
 
+# Whether the backward pass that runs may run again (``retain_graph=True``).
+_keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
 
 class Operation:
     """What the way of a call asks of an operation; a subclass answers, and is created with its public function.
@@ -51,6 +54,8 @@ class Operation:
     added: ClassVar[int | None] = None
     # Paths that run torch's own expression.
     torch_paths: ClassVar[tuple[str, ...]] = ("torch",)
+    # :meth:`backward` where nobody reads ``made`` again, so that it may be overwritten; None: there is nothing to gain.
+    last_backward: Callable[..., Tensors] | None = None
     # Whether kernels compute the backward pass, which is a custom operation of its own then; else torch does.
     has_backward: ClassVar[bool] = True
 
@@ -282,10 +287,13 @@ class Operation:
         if observed() and not inside and any(each is not None for each in saved):
             return self.kernel_operation.gradients(call, operands, made, wanted, upstream)
         upstream = [contiguous(each) for each in upstream]
+        backward = self.backward
+        if self.last_backward is not None and not inside and not _keeps_graph():
+            backward = self.last_backward
         if autocast_dtype(first.device) is None:
-            return self.backward(call, operands, made, wanted, upstream)
+            return backward(call, operands, made, wanted, upstream)
         with torch.autocast(first.device.type, enabled=False):
-            return self.backward(call, operands, made, wanted, upstream)
+            return backward(call, operands, made, wanted, upstream)
 
     def differentiable_gradients(
         self, call: Prepared, operands: Tensors, wanted: Sequence[bool], upstream: Tensors

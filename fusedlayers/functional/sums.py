@@ -33,10 +33,13 @@ def summed_rows(matrix: Tensor) -> Tensor:
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
     """Adds ``leftᵀ @ right`` to the total, which the ``first`` product begins, unrounded where the total is float32."""
-    beta = 0 if first else 1
-    if left.dtype == total.dtype:
-        torch.addmm(total, left.T, right, beta=beta, out=total)
-    elif left.is_cuda:
-        torch.addmm(total, left.T, right, beta=beta, out_dtype=total.dtype, out=total)
+    wider: dict[str, torch.dtype] = {}
+    left = left.T
+    if left.dtype != total.dtype and left.is_cuda:
+        wider = {"out_dtype": total.dtype}
+    elif left.dtype != total.dtype:
+        left, right = left.to(total.dtype), right.to(total.dtype)
+    if first:
+        torch.mm(left, right, out=total, **wider)
     else:
-        torch.addmm(total, left.T.to(total.dtype), right.to(total.dtype), beta=beta, out=total)
+        torch.addmm(total, left, right, out=total, **wider)

@@ -23,17 +23,19 @@ TOKEN_STEP = 128
 # Bytes of logits at once. Every chunk adds its part of dW to a sum, which is read and written for that: a chunk of T
 # tokens computes 6 T operations for each of the 8 bytes, so that a larger weight wants longer chunks. One and a half
 # times its size is within these bounds, or what dx, the sum of dW and the copy of the weight leave of ROOM.
-SMALLEST_CHUNK, LARGEST_CHUNK = 176 * 2**20, 2**30
+SMALLEST_CHUNK, LARGEST_CHUNK = 176 * 2**20, 1224 * 2**20
 ROOM = 496 * 2**20
 # Without dW nothing is added up, and the products are as fast from some hundred tokens on.
 CHUNK_WITHOUT_WEIGHT_GRADIENT = 128 * 2**20
-# Up to so many elements of dx a chunk has fewer tiles than a large GPU has SMs. cuBLAS then cuts the axis that the
-# product sums over, and adds up parts that were rounded to 16 bits; for a float32 result it does not.
-SMALL_DATA_GRADIENT = 2**22
-# Up to so many chunks the sum of dW is rounded to its own dtype after each, from more on it is float32.
-ROUNDED_CHUNKS = 2
-# Logits from which the path was faster than torch (launched one by one, inside a CUDA graph); None: not measured.
-FASTER_FROM: tuple[int, int] | None = None
+# Where some thousand tokens have so few elements of dx, it has fewer tiles than a large GPU has SMs. cuBLAS then cuts
+# the axis that the product sums over, and adds up parts that were rounded to 16 bits; for a float32 result it does not.
+SMALL_DATA_GRADIENT, SOME_TOKENS = 2**21, 2048
+# The sum of dW over chunks is float32, but for two chunks whose float32 sum would take so many bytes: what the first
+# one gives is rounded to the dtype of dW, so that it is the shorter one.
+LARGE_SUM, ROUNDED_CHUNKS = 3 * 2**29, 2
+# Logits from which the path is taken (launched one by one, inside a CUDA graph). On an H200 it took the host 600 to 900
+# us to launch; at 2^25 logits replayed kernels took as long as torch.compile's, at 2^27 0.79 to 0.98 of their time.
+FASTER_FROM = (2**27, 2**26)
 # A program takes a row, which must be long enough to keep it busy: a classifier's few classes are torch's.
 FEWEST_CLASSES = 4096
 
@@ -127,7 +129,7 @@ class LossPlan(Decision):
 
     rows: int = 0
     wide_sum: bool = False  # whether dW is added up in float32
-    wide_data_gradient: bool = False  # whether dx of a chunk is float32 first
+    wide_data_gradient: bool = False  # whether dx is float32 until it is rounded
     tiles: RowTiles | None = None
     accuracy: str = "exact"  # of exponentials in the kernel: one of kernels.activations.ACCURACIES
 
@@ -172,20 +174,15 @@ def plan(problem: LossProblem, device: Device, backend: str = "auto") -> LossPla
     moved += p.element_bytes * (p.M * p.K * p.needs_data_gradient + p.V * p.K * p.needs_weight_gradient)
     options: dict[str, Any] = {}
     if chunked:
-        sum_bytes = 4 * p.V * p.K if wide_sum and not p.deferred else 0
-        wide_data_gradient = (
-            p.needs_data_gradient and p.element_bytes < 4 and not p.deferred and rows * p.K <= SMALL_DATA_GRADIENT
-        )
+        # Of a loss that is reduced they are kept for the backward pass.
+        unrounded = 0 if p.early else 4 * (p.V * p.K * wide_sum + p.M * p.K * wide_data_gradient(p))
         options = {
             "rows": rows,
             "wide_sum": wide_sum,
-            "wide_data_gradient": wide_data_gradient,
+            "wide_data_gradient": wide_data_gradient(p),
             "tiles": row_tiles(p.V),
             "accuracy": "exact" if p.dtype == "float32" else "half",
-            "workspace_bytes": p.element_bytes * rows * p.padded_columns
-            + sum_bytes
-            + p.pad_bytes
-            + 4 * rows * p.K * wide_data_gradient,
+            "workspace_bytes": p.element_bytes * rows * p.padded_columns + unrounded + p.pad_bytes,
         }
     return LossPlan(
         problem=problem,
@@ -218,8 +215,6 @@ def why_slower(problem: LossProblem, device: Device) -> str | None:
         return reason
     if problem.V < FEWEST_CLASSES:
         return f"rows of {problem.V:,} classes are short: torch runs those of fewer than {FEWEST_CLASSES:,}"
-    if FASTER_FROM is None:
-        return "it was not measured beside torch's operations; FUSEDLAYERS_BACKEND=triton runs it"
     return too_small(problem.M * problem.V, "logits", FASTER_FROM, problem.captured)
 
 
@@ -228,17 +223,24 @@ def choose_rows(problem: LossProblem) -> int:
     p = problem
     row_bytes = p.element_bytes * p.padded_columns
     if p.needs_weight_gradient:
-        room = ROOM - 4 * p.V * p.K - p.pad_bytes - p.element_bytes * p.M * p.K * p.needs_data_gradient
+        dx_bytes = (4 if wide_data_gradient(p) else p.element_bytes) * p.M * p.K * p.needs_data_gradient
+        room = ROOM - 4 * p.V * p.K - p.pad_bytes - dx_bytes
         limit = min(LARGEST_CHUNK, max(SMALLEST_CHUNK, 3 * p.element_bytes * p.V * p.K // 2, room))
+        if p.M * row_bytes <= min(LARGEST_CHUNK, limit + 2 * p.V * p.K):
+            # A single chunk needs no sum, and no more memory than several with theirs.
+            limit = LARGEST_CHUNK
     else:
         limit = CHUNK_WITHOUT_WEIGHT_GRADIENT
     if p.workspace_limit:
         # What the user allows is for the sum of dW, too, where more chunks than two need one.
         limit = p.workspace_limit - p.pad_bytes
-        row_bytes += 4 * p.K * p.needs_data_gradient
         if needs_wide_sum(p, chunks_within(p, limit // row_bytes)):
             limit -= 4 * p.V * p.K
-    return even_rows(p.M, limit // row_bytes)
+        limit -= 4 * p.M * p.K * wide_data_gradient(p)
+    rows = even_rows(p.M, limit // row_bytes)
+    if -(-p.M // rows) == ROUNDED_CHUNKS and rounds_first_chunk(p):
+        return limit // row_bytes // TOKEN_STEP * TOKEN_STEP
+    return rows
 
 
 def even_rows(tokens: int, most: int) -> int:
@@ -255,8 +257,32 @@ def chunks_within(problem: LossProblem, most: int) -> int:
 
 def needs_wide_sum(problem: LossProblem, chunks: int) -> bool:
     """Whether the sum of dW over so many chunks is float32, and no sum of results that were rounded."""
-    wide = problem.deferred or (problem.element_bytes < 4 and chunks > ROUNDED_CHUNKS)
-    return problem.needs_weight_gradient and wide
+    p = problem
+    rounded = chunks == 1 or (chunks == ROUNDED_CHUNKS and rounds_first_chunk(p))
+    return p.needs_weight_gradient and (p.deferred or (p.element_bytes < 4 and not rounded))
+
+
+def rounds_first_chunk(problem: LossProblem) -> bool:
+    """Whether two chunks do without a float32 sum of dW."""
+    p = problem
+    return p.needs_weight_gradient and not p.deferred and p.element_bytes < 4 and 4 * p.V * p.K > LARGE_SUM
+
+
+def wide_data_gradient(problem: LossProblem) -> bool:
+    """Whether dx is float32 until the backward pass rounds it."""
+    p = problem
+    small = min(p.M, SOME_TOKENS) * p.K <= SMALL_DATA_GRADIENT
+    return p.needs_data_gradient and (p.deferred or (p.element_bytes < 4 and small))
+
+
+def wide_gradients(problem: LossProblem) -> tuple[bool, bool, bool]:
+    """Which gradients of input, linear_weight and linear_bias the forward pass leaves in float32."""
+    return wide_data_gradient(problem), needs_wide_sum(problem, chunks_of(problem)), True
+
+
+def chunks_of(problem: LossProblem) -> int:
+    """How many chunks :func:`choose_rows` makes of the tokens."""
+    return -(-problem.M // choose_rows(problem))
 
 
 def saved_bytes(problem: LossProblem, chunked: bool) -> int:
@@ -270,5 +296,7 @@ def saved_bytes(problem: LossProblem, chunked: bool) -> int:
         return kept + max(4, p.element_bytes) * p.M * p.V * (1 + p.capped + p.squared)
     if not p.early:
         return kept + (12 if p.entropy else 8) * p.M
-    gradients = p.M * p.K * p.needs_data_gradient + p.V * p.K * p.needs_weight_gradient
-    return kept + (4 if p.deferred else p.element_bytes) * gradients
+    of_input, of_weight, _ = wide_gradients(p)
+    kept += (4 if of_input else p.element_bytes) * p.M * p.K * p.needs_data_gradient
+    kept += (4 if of_weight else p.element_bytes) * p.V * p.K * p.needs_weight_gradient
+    return kept

@@ -15,20 +15,29 @@ _VECTOR = 16
 
 
 @triton.jit(do_not_specialize=["count"])
-def _scaled_kernel(values_ptr, factor_ptr, out_ptr, count, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
+def _scaled_kernel(
+    values_ptr, factor_ptr, out_ptr, count, VECTOR: tl.constexpr, BLOCK: tl.constexpr, IN_PLACE: tl.constexpr
+):  # fmt: skip
+    factor = tl.load(factor_ptr)
     # The compiler is shown what the number is a multiple of.
     count = count // VECTOR * VECTOR
+    if IN_PLACE:
+        count = tl.where(factor == 1.0, 0, count)
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
     values = tl.load(values_ptr + index, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + index, (values * tl.load(factor_ptr)).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + index, (values * factor).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def scaled(values: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``factor · values`` in ``dtype``, for contiguous values and one float32 factor."""
-    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+def scaled(values: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, *, in_place: bool = False) -> torch.Tensor:
+    """``factor · values`` in ``dtype``, for contiguous values and one float32 factor.
+
+    ``in_place``: in the memory of the values, if they have that dtype; a factor of 1 leaves them as they are.
+    """
+    in_place = in_place and values.dtype == dtype
+    out = values if in_place else torch.empty(values.shape, dtype=dtype, device=values.device)
     if out.numel():
         count = out.numel()
-        constants = (_VECTOR if count % _VECTOR == 0 else 1, _BLOCK)
+        constants = (_VECTOR if count % _VECTOR == 0 else 1, _BLOCK, in_place)
         launch(_scaled_kernel, ceil_div(count, _BLOCK), (values, factor, out), (), (count,), constants, _WARPS)
     return out

@@ -81,6 +81,12 @@ CALLS: dict[str, dict[str, CapturedCall]] = {
         ),
         "maxsim": CapturedCall(CASES["maxsim"], Options(), tuple((16, 2**n, 32, 256, 128) for n in range(2, 10)), True),
         "linear": CapturedCall(CASES["split_k"], Options(bias=True), ((16, 1024, 4096), (16, 2048, 4096))),
+        "linear_cross_entropy": CapturedCall(
+            CASES["linear_cross_entropy"], Options(op="mean"), tuple((2**n, 256, 32000) for n in range(6, 14))
+        ),
+        "linear_log_probs": CapturedCall(
+            CASES["linear_log_probs"], Options(op="mean"), tuple((2**n, 256, 32000) for n in range(6, 14))
+        ),
         "weight_gradient": CapturedCall(CASES["weight_gradient"], Options(bias=True), _rows(512, 256)),
         "hidden_gradient": CapturedCall(ALL["hidden_gradient"], Options("gelu_tanh", bias=True), _rows(4096, 1024)),
     },

@@ -9,7 +9,7 @@ from torch import Tensor
 from ... import reference
 from ...kernels import cross_entropy as kernels
 from ...kernels.cross_entropy import LossArithmetic
-from ...planning.linear_cross_entropy import LossPlan, LossProblem
+from ...planning.linear_cross_entropy import LossPlan, LossProblem, wide_gradients
 from ..custom_ops import Result, Results
 from ..operands import autocast, compute_dtype, rows, said, without_autocast
 from ..operation import Operation, Tensors
@@ -165,17 +165,29 @@ class _LinearCrossEntropy(LossHead):
     def backward(
         self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
     ) -> Tensors:
-        [gradient] = upstream
+        if call.problem.reduction != "none":
+            return self._scaled(operands, made, wanted, upstream, False)
+        head = Head.of(operands, call.plan, call.details)
+        dx, dw, db = chunked.gradients_of_each(head, wanted, made[0], upstream[0])
+        return dx, dw, None, db, None
+
+    def last_backward(
+        self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
+    ) -> Tensors:
         if call.problem.reduction == "none":
-            head = Head.of(operands, call.plan, call.details)
-            dx, dw, db = chunked.gradients_of_each(head, wanted, made[0], gradient)
-        else:
-            *found, late = made
-            factor = gradient if late is None else gradient * late
-            dx, dw, db = (
-                None if each is None or not want else kernels.scaled(each, factor, operands[0].dtype)
-                for each, want in zip(found, (wanted[0], wanted[1], wanted[3]), strict=True)
-            )
+            return self.backward(call, operands, made, wanted, upstream)
+        return self._scaled(operands, made, wanted, upstream, True)
+
+    def _scaled(
+        self, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors, in_place: bool
+    ) -> Tensors:
+        """The gradients of the forward pass times that of the loss; ``in_place`` where they have its dtype already."""
+        *found, late = made
+        factor = upstream[0] if late is None else upstream[0] * late
+        dx, dw, db = (
+            None if each is None or not want else kernels.scaled(each, factor, operands[0].dtype, in_place=in_place)
+            for each, want in zip(found, (wanted[0], wanted[1], wanted[3]), strict=True)
+        )
         return dx, dw, None, db, None
 
     def expression(self, call: Prepared, operands: Tensors) -> Tensors:
@@ -193,10 +205,13 @@ class _LinearCrossEntropy(LossHead):
             return [Result((problem.M,), torch.float32)], [statistics]
         found: list[Result | None] = [None] * 4
         if saving:
-            dtype = torch.float32 if problem.deferred else operands[0].dtype
+            dtype = operands[0].dtype
             shapes = (problem.M, problem.K), (problem.V, problem.K), (problem.V,)
             needs = (problem.needs_data_gradient, problem.needs_weight_gradient, problem.needs_bias_gradient)
-            found = [Result(shape, dtype) if need else None for shape, need in zip(shapes, needs, strict=True)]
+            found = [
+                Result(shape, torch.float32 if wide else dtype) if need else None
+                for shape, need, wide in zip(shapes, needs, wide_gradients(problem), strict=True)
+            ]
             found.append(Result((), torch.float32) if problem.deferred and problem.reduction == "mean" else None)
         return [Result((), torch.float32)], found
 

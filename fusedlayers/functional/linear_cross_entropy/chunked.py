@@ -53,15 +53,15 @@ class Head(NamedTuple):
     def for_each_chunk(self, visit: Callable[[slice, Tensor], None]) -> None:
         """Calls ``visit(rows, logits)`` for every chunk, all in the same memory, which is free again afterwards.
 
-        Logits ``[m, P]`` are those of the products; from column V on they mean nothing, but are no NaN.
+        The first chunk is the shortest. Logits ``[m, P]`` are those of the products; from column V on they mean nothing, but are no NaN.
         """
         tokens, columns = self.input.shape[0], self.linear_weight.shape[0]
         buffer = self.input.new_empty(self.plan.rows, self.plan.problem.padded_columns)
         # No product writes what pads the rows, and the kernel computes with it, though for nothing.
         buffer[:, columns:].zero_()
-        for first in range(0, tokens, self.plan.rows):
-            rows = slice(first, min(first + self.plan.rows, tokens))
-            logits = buffer[: rows.stop - first, :columns]
+        for last in range((tokens - 1) % self.plan.rows + 1, tokens + 1, self.plan.rows):
+            rows = slice(max(0, last - self.plan.rows), last)
+            logits = buffer[: rows.stop - rows.start, :columns]
             if self.linear_bias is None:
                 torch.mm(self.input[rows], self.linear_weight.T, out=logits)
             else:
@@ -86,7 +86,7 @@ class Head(NamedTuple):
 class Sums:
     """The wanted gradients of input, linear_weight and linear_bias, as chunk after chunk adds to them.
 
-    Those of linear_weight and linear_bias have P rows until :meth:`gradients` returns them.
+    Those of linear_weight and linear_bias have P rows until they are read. Each is float32 where its plan says so.
     """
 
     def __init__(self, head: Head, wanted: Sequence[bool]) -> None:
@@ -94,10 +94,8 @@ class Sums:
         input, weight, bias = head.input, head.linear_weight, head.linear_bias
         self.of_input = self.of_weight = self.of_bias = None
         if wanted[0]:
-            dtype = torch.float32 if plan.problem.deferred else input.dtype
+            dtype = torch.float32 if plan.wide_data_gradient else input.dtype
             self.of_input = torch.empty(input.shape, dtype=dtype, device=input.device)
-            if plan.wide_data_gradient:
-                self._wide = torch.empty(plan.rows, input.shape[1], dtype=torch.float32, device=input.device)
         if wanted[1]:
             dtype = torch.float32 if plan.wide_sum else weight.dtype
             self.of_weight = torch.empty(weight.shape, dtype=dtype, device=weight.device)
@@ -107,25 +105,23 @@ class Sums:
     def add(self, rows: slice, gradient: Tensor) -> None:
         """What follows from the gradient ``[m, P]`` of a chunk's logits, which is 0 from column V on."""
         input, weight = self.head.input, self.head.linear_weight
-        if self.of_input is not None and self.head.plan.wide_data_gradient:
-            add_product(self._wide[: len(gradient)], gradient.T, weight, first=True)
-            self.of_input[rows] = self._wide[: len(gradient)]
-        elif self.of_input is not None:
+        if self.of_input is not None:
             add_product(self.of_input[rows], gradient.T, weight, first=True)
         if self.of_weight is not None:
             add_product(self.of_weight, gradient, input[rows], first=not rows.start)
         if self.of_bias is not None:
             self.of_bias += summed_rows(gradient)
 
-    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Those of input, linear_weight and linear_bias; what waits for its factor keeps its float32 until then."""
+    def unrounded(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of input, linear_weight and linear_bias, in the dtypes that they were added up in."""
         classes = self.head.classes
         weight = None if self.of_weight is None else self.of_weight[:classes]
-        bias = None if self.of_bias is None else self.of_bias[:classes]
-        if not self.head.plan.problem.deferred:
-            weight = None if weight is None else weight.to(self.head.linear_weight.dtype)
-            bias = None if bias is None else bias.to(self.head.linear_weight.dtype)
-        return self.of_input, weight, bias
+        return self.of_input, weight, None if self.of_bias is None else self.of_bias[:classes]
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients in the dtype of their operands."""
+        dx, dw, db = (None if each is None else each.to(self.head.input.dtype) for each in self.unrounded())
+        return dx, dw, db
 
 
 def reduced(head: Head, wanted: Sequence[bool]) -> tuple[Tensor, Tensors]:
@@ -153,7 +149,7 @@ def reduced(head: Head, wanted: Sequence[bool]) -> tuple[Tensor, Tensors]:
         return loss, (None,) * 4
     # Where no token counts the gradients are 0.
     late = factor.masked_fill(factor.isinf(), 0.0) if problem.deferred and factor is not None else None
-    return loss, (*sums.gradients(), late)
+    return loss, (*sums.unrounded(), late)
 
 
 def each(head: Head, saving: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
