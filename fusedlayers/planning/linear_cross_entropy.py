@@ -1,5 +1,7 @@
 """How the loss of a linear layer's classes runs: which tokens have their logits in memory at once, and why.
 
+Where no gradient is wanted, the fused path writes no logits: a kernel reduces the tiles of the product on chip.
+
 The chunked path takes the tokens in chunks. torch's product writes the logits of a chunk, one kernel makes the losses
 of them and, where gradients are wanted, puts the gradient in their place, and two products take dx and the chunk's part
 of dW from it. The gradient of a mean or a sum is known but for a factor, so that all of this happens in the forward
@@ -9,7 +11,15 @@ pass; losses of single tokens wait for their upstream gradients, and the backwar
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..kernels.tuning.cross_entropy import RowTiles, row_tiles
+from ..kernels.tuning import CONSUMER_ROWS
+from ..kernels.tuning.cross_entropy import (
+    LogitTiles,
+    RowTiles,
+    logit_tiles,
+    pipelined_shares,
+    portable_shares,
+    row_tiles,
+)
 from .call import Call, Decision, Facts, Yields, direction, no_kernels, not_measured, too_small, why_not_kernels
 from .devices import Device, floor_seconds
 
@@ -28,6 +38,8 @@ CHUNK_WITHOUT_WEIGHT_GRADIENT = 128 * 2**20
 ROUNDED_CHUNKS = 2
 # Logits from which the path was faster than torch (launched one by one, inside a CUDA graph); None: not measured.
 FASTER_FROM: tuple[int, int] | None = None
+# Programs of the portable fused kernel that run on a processor at once.
+RESIDENT = 2
 # A program takes a row, which must be long enough to keep it busy: a classifier's few classes are torch's.
 FEWEST_CLASSES = 4096
 
@@ -105,13 +117,15 @@ class LossProblem(Call):
 
 @dataclass(frozen=True, kw_only=True)
 class LossPlan(Decision):
-    """The path is "chunked", ``rows`` tokens at a time, or "torch"."""
+    """The path is "fused", "chunked", ``rows`` tokens at a time, or "torch"."""
 
     yields: ClassVar[Yields] = {}
 
     rows: int = 0
     wide_sum: bool = False  # whether dW is added up in float32
     tiles: RowTiles | None = None
+    logit_tiles: LogitTiles | None = None  # of the fused path
+    ranges: int = 1  # into which its portable kernel divides the columns
     accuracy: str = "exact"  # of exponentials in the kernel: one of kernels.activations.ACCURACIES
 
     @property
@@ -123,9 +137,11 @@ class LossPlan(Decision):
         return "in chunks of tokens" if self.path == "chunked" else super().runs()
 
     def why_torch(self, device: Device) -> str:
-        return self.unsupported or dict(self.rejected).get("chunked", self.reason)
+        return self.unsupported or dict(self.rejected).get(kernel_path(self.problem), self.reason)
 
     def kernel_facts(self) -> Facts:
+        if self.logit_tiles is not None:
+            return [("logits", "none in memory"), ("tiles", logit_text(self.logit_tiles, self.ranges))]
         if self.tiles is None:
             return []
         p = self.problem
@@ -143,40 +159,74 @@ def plan(problem: LossProblem, device: Device, backend: str = "auto") -> LossPla
     """The path that runs ``problem`` on ``device``."""
     unsupported = why_unsupported(problem, device)
     torch_because = why_not_kernels(problem, device, backend, unsupported, why_slower)
-    p, chunked = problem, torch_because is None
-    rows = choose_rows(problem) if chunked else 0
+    p, path = problem, kernel_path(problem) if torch_because is None else "torch"
+    rows = choose_rows(problem) if path == "chunked" else 0
     chunks = -(-p.M // rows) if rows else 0
     wide_sum = needs_wide_sum(problem, chunks)
     product = 2 * p.M * p.K * p.V
-    flops = sum(p.model_flops) + (product if chunked and p.training and not p.early else 0)
+    flops = sum(p.model_flops) + (product if path == "chunked" and not p.early else 0)
     moved = p.element_bytes * (p.M * p.K + p.V * p.K) * (2 if p.training else 1)
     moved += p.element_bytes * (p.M * p.K * p.needs_data_gradient + p.V * p.K * p.needs_weight_gradient)
-    options: dict[str, Any] = {}
-    if chunked:
+    options: dict[str, Any] = {"accuracy": "exact" if p.dtype == "float32" else "half"}
+    if path == "fused":
+        options |= fused_options(problem, device)
+    elif path == "chunked":
         sum_bytes = 4 * p.V * p.K if wide_sum and not p.deferred else 0
-        options = {
+        options |= {
             "rows": rows,
             "wide_sum": wide_sum,
             "tiles": row_tiles(p.V),
-            "accuracy": "exact" if p.dtype == "float32" else "half",
             "workspace_bytes": p.element_bytes * rows * p.padded_columns + sum_bytes,
         }
     return LossPlan(
         problem=problem,
-        path="chunked" if chunked else "torch",
-        reason="the logits of one chunk of tokens are in memory at once"
-        if chunked
-        else "no other path is both possible and faster",
-        rejected=(("torch", "it would write all logits, and their gradient"),)
+        path=path,
+        reason={
+            "fused": "no logits are in memory: their tiles are reduced on chip",
+            "chunked": "the logits of one chunk of tokens are in memory at once",
+            "torch": "no other path is both possible and faster",
+        }[path],
+        rejected=(("torch", "it would write all logits" + (", and their gradient" if p.training else "")),)
         if torch_because is None
-        else (("chunked", torch_because),),
+        else ((kernel_path(problem), torch_because),),
         flops=flops,
         bytes=moved,
-        saved_bytes=saved_bytes(problem, chunked),
+        saved_bytes=saved_bytes(problem, path == "chunked"),
         floor_seconds=floor_seconds(flops, moved, p.dtype, device),
         unsupported=unsupported,
         **options,
     )
+
+
+def kernel_path(problem: LossProblem) -> str:
+    """The path on which kernels run the problem."""
+    return "chunked" if problem.training else "fused"
+
+
+def fused_options(problem: LossProblem, device: Device) -> dict[str, Any]:
+    """The tiles of the fused path, how many programs share a row of them, and the bytes of their partial results."""
+    p = problem
+    tiles = logit_tiles(device.architecture, 8 * p.element_bytes, device.processors, device.pipelined)
+    bands, columns = -(-p.M // tiles.block_m), -(-p.V // tiles.block_n)
+    ranges = max(1, min(RESIDENT * device.processors // bands, columns))
+    shares = portable_shares(tiles, p.M, p.V, ranges)
+    if tiles.pipelined is not None:
+        shares = pipelined_shares(tiles.pipelined, p.M, p.V)
+    return {
+        "logit_tiles": tiles,
+        "ranges": ranges,
+        "workspace_bytes": (12 if p.entropy else 8) * shares.partials + 4 * p.M,
+    }
+
+
+def logit_text(tiles: LogitTiles, ranges: int) -> str:
+    """The tiles of logits in words."""
+    config = tiles.pipelined
+    if config is None:
+        size = f"{tiles.block_m} tokens × {tiles.block_n} columns × {tiles.block_k} inner"
+        return f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages, columns in {ranges} ranges"
+    size = f"{2 * CONSUMER_ROWS} tokens × {config.columns} columns × {config.step} inner"
+    return f"pipelined: {size}, consumers 2, stages {config.stages}"
 
 
 def why_unsupported(problem: LossProblem, device: Device) -> str | None:
