@@ -16,6 +16,7 @@ _GPU_EPILOGUE = ("ffn_epilogue_gpu", "data_gradient_gpu")
 _HIDDEN_GRADIENT = ("hidden_gradient", "code_generation_gradients")
 _CROSS_ENTROPY = (
     *("linear_cross_entropy", "linear_cross_entropy_calls", "linear_cross_entropy_module"),
+    "linear_cross_entropy_fused",
     *("planning_linear_cross_entropy", "code_generation_cross_entropy"),
 )
 _DROPOUT = ("dropout", "dropping")
