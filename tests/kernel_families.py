@@ -16,6 +16,7 @@ _GPU_EPILOGUE = ("ffn_epilogue_gpu", "data_gradient_gpu")
 _HIDDEN_GRADIENT = ("hidden_gradient", "code_generation_gradients")
 _CROSS_ENTROPY = (
     *("linear_cross_entropy", "linear_cross_entropy_calls", "linear_cross_entropy_module"),
+    "linear_cross_entropy_fused",
     *("planning_linear_cross_entropy", "code_generation_cross_entropy"),
 )
 _DROPOUT = ("dropout", "dropping")
@@ -66,14 +67,14 @@ GPU_TESTS: dict[str, tuple[str, ...]] = {
     "gemm_epilogue": (*_GPU_EPILOGUE, "hidden_gradient_gpu"),
     "gemm_reduce": ("gemm_reduce_gpu", "pipelined_reduce", "maxsim_gpu"),
     "maxsim": ("maxsim_gpu",),
-    "cross_entropy": ("linear_cross_entropy_gpu",),
+    "cross_entropy": ("linear_cross_entropy_gpu", "linear_cross_entropy_fused_gpu"),
     "split_k": ("linear_gpu",),
     "weight_gradient": ("weight_gradient_gpu",),
     "ffn": (*_GPU_GEMM_GEMM[1:], *_GPU_EPILOGUE),
     "hidden_gradient": ("hidden_gradient_gpu",),
     "linear": ("linear_gpu",),
-    "linear_cross_entropy": ("linear_cross_entropy_gpu",),
-    "linear_log_probs": ("linear_cross_entropy_gpu",),
+    "linear_cross_entropy": ("linear_cross_entropy_gpu", "linear_cross_entropy_fused_gpu"),
+    "linear_log_probs": ("linear_cross_entropy_gpu", "linear_cross_entropy_fused_gpu"),
     "activations": ("ffn_gpu",),
     "column_sums": ("weight_gradient_gpu",),
     "dropout": ("ffn_gpu", "ffn_epilogue_gpu"),

@@ -312,6 +312,16 @@ FAULTS: tuple[Fault, ...] = (
         "test_linear_cross_entropy any_layout",
     ),
     _fault(
+        "sum not rescaled where a logit on chip is the largest", "kernels/cross_entropy/tile.py",
+        "total * factor + tl.sum(shares, 1)", "total + tl.sum(shares, 1)",
+        "test_linear_cross_entropy_fused ranges_of_columns",
+    ),
+    _fault(
+        "range of a logit on chip forgotten", "kernels/cross_entropy/statistics.py",
+        "inside = (here < ranges)[:, None]", "inside = (here < ranges - ranges // 2)[:, None]",
+        "test_linear_cross_entropy_fused groups_of_bands",
+    ),
+    _fault(
         "upstream gradient of a mean ignored", "fusedlayers/functional/linear_cross_entropy/__init__.py",
         "factor = gradient if late is None else gradient * late",
         "factor = torch.ones_like(gradient) if late is None else gradient * late",

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fusedlayers.kernels.tuning.cross_entropy import LogitPipeline
 from tests.selection import FULL
 from tests.test_code_generation import SHARED_LIMITS, compiled, faults
 
@@ -23,6 +24,8 @@ import code_generation
 import compilation_record
 import torch
 from fusedlayers import functional
+from fusedlayers.kernels import cross_entropy
+from fusedlayers.kernels.tuning.cross_entropy import logit_tiles
 
 read = code_generation._findings
 
@@ -53,6 +56,25 @@ def step(target, dtype, tokens, vocabulary, name="linear_cross_entropy", **optio
             print(json.dumps(report | facts))
 
 
+def statistics(target, dtype, sizes, pipelined, bias=False, entropy=False, weight=False, **options):
+    M, K, V = sizes
+    dtype = getattr(torch, dtype)
+    bits = 8 * dtype.itemsize
+    tiles = logit_tiles(target, bits, 132, pipelined)
+    tensors = torch.empty(M, K, dtype=dtype), torch.empty(V, K, dtype=dtype)
+    bias = torch.empty(V, dtype=dtype) if bias else None
+    weight, found = torch.ones(V) if weight else None, torch.empty(4, M)
+    arithmetic = cross_entropy.LossArithmetic(-100, "exact" if bits == 32 else "half", **options)
+    with code_generation.compiling_for(target, pipelined=pipelined) as reports:
+        cross_entropy.losses_of_product(
+            *tensors, bias, torch.zeros(M, dtype=torch.int64), weight, weight if weight is None else weight.sum(),
+            arithmetic, "ieee", tiles, 4, loss=found[0], entropy=found[1] if entropy else None, statistics=found[2:],
+        )
+    facts = {"dtype": str(dtype).removeprefix("torch."), "width": K, "gated": False, "vocabulary": V}
+    for report in reports:
+        print(json.dumps(report | facts | {"entropy": entropy}))
+
+
 EVERYTHING = {"label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-4, "weight": True}
 """
 OPTIONS = """
@@ -62,6 +84,21 @@ for dtype in ("bfloat16", "float16", "float32"):
         step("sm_90", dtype, 300, vocabulary, **EVERYTHING)
         step("sm_90", dtype, 300, vocabulary, reduction="none", **EVERYTHING)
         step("sm_90", dtype, 300, vocabulary, "linear_log_probs", return_entropy=True)
+"""
+ON_HOPPER = """
+ALL = {"bias": True, "entropy": True, "label_smoothing": 0.1, "softcap": 30.0, "logit_scale": 0.5}
+statistics("sm_90", "bfloat16", (8192, 4096, 128256), True)
+statistics("sm_90", "bfloat16", (8192, 4096, 128256), True, entropy=True)
+statistics("sm_90", "float16", (1003, 776, 50257), True, bias=True)
+statistics("sm_90", "bfloat16", (1003, 776, 50257), True, **ALL)
+statistics("sm_90", "bfloat16", (1, 16, 100), True)
+"""
+PORTABLE = """
+for target in sys.argv[1:]:
+    for dtype in ("bfloat16", "float32"):
+        statistics(target, dtype, (8192, 4096, 128256), False)
+        statistics(target, dtype, (1003, 768, 50257), False, bias=True, entropy=True, **EVERYTHING)
+statistics("sm_90", "bfloat16", (1003, 768, 50257), True, **EVERYTHING)
 """
 TARGETS = """
 for target in sys.argv[1:]:
@@ -92,6 +129,31 @@ def test_every_option_on_hopper(tmp_path: Path) -> None:
         passes = 1 if report["kernel"] != "losses" else 1 + 2 * report["constants"]["GRADIENT"]
         if report["dtype"] != "float32" and report["vocabulary"] > 1000:
             assert report["vectors"] >= passes, (report["kernel"], report["dtype"], report["vocabulary"])
+
+
+def test_the_product_without_logits_on_hopper(tmp_path: Path) -> None:
+    """Two consumers with whole instructions of 256 columns, no spills, and no products that wait for one another."""
+    found = reports(tmp_path, ON_HOPPER)
+    for report in found:
+        assert not faults(report), (report["dtype"], report["vocabulary"], faults(report))
+    pipelined = [report for report in found if report["kernel"] == "pipelined_statistics"]
+    assert len(pipelined) == 5
+    assert len(found) == 10, "what is combined"
+    for report in pipelined:
+        config = LogitPipeline()
+        assert report["wgmma"] == 2 * config.step // 16
+        assert ("spread_ptr" in report["pointers"]) == report["entropy"]
+
+
+def test_the_product_without_logits_elsewhere(tmp_path: Path) -> None:
+    targets = tuple(SHARED_LIMITS) if FULL else ("sm_80", "sm_90", "gfx942")
+    found = reports(tmp_path, PORTABLE, *targets)
+    for report in found:
+        assert not faults(report), (report["target"], report["kernel"], report["dtype"], faults(report))
+    kernels = [report["kernel"] for report in found]
+    # Weights of a tile's columns have no registers beside two consumers' sums.
+    assert set(kernels) == {"statistics", "combined_losses"}
+    assert kernels.count("statistics") == 4 * len(targets) + 1
 
 
 @pytest.mark.full

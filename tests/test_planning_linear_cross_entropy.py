@@ -13,6 +13,7 @@ import fusedlayers as fl
 from fusedlayers import explaining, functional
 from fusedlayers.functional import dispatch
 from fusedlayers.functional.linear_cross_entropy.arguments import loss_problem
+from fusedlayers.kernels.tuning.cross_entropy import pipelined_shares, portable_shares
 from fusedlayers.planning import Device, plan
 from fusedlayers.planning import linear_cross_entropy as planner
 from fusedlayers.planning.linear_cross_entropy import (
@@ -66,7 +67,7 @@ def test_chunks_of_published_sizes(sizes: tuple[int, int, int], chunks: int, wid
 @pytest.mark.parametrize("K", [64, 768, 8192])
 @pytest.mark.parametrize("M", [1, 127, 129, 4096, 10_000, 2**20])
 def test_chunks_are_even_and_within_their_bytes(M: int, K: int, V: int, dtype: str) -> None:
-    for facts in ({}, {"needs_weight_gradient": False}, {"reduction": "none"}, dict.fromkeys(BOTH, False)):
+    for facts in ({}, {"needs_weight_gradient": False}, {"reduction": "none"}):
         problem = training(M, K, V, dtype, **facts)
         made = plan(problem, H200, "triton")
         assert 1 <= made.rows <= M
@@ -133,10 +134,11 @@ def test_why_torch(problem: LossProblem, device: Device, words: str) -> None:
 
 
 def test_thresholds_are_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "FASTER_FROM", (2**26, 2**24))
+    monkeypatch.setattr(planner, "FASTER_FROM", {"chunked": (2**26, 2**24), "fused": (2**24, 2**22)})
     assert plan(training(2**12, 64, 4096), H200).path == "torch"
     assert plan(training(2**12, 64, 4096, captured=True), H200).path == "chunked"
     assert plan(training(2**14, 64, 4096), H200).path == "chunked"
+    assert [plan(forward(M, 64, 4096), H200).path for M in (2**11, 2**12)] == ["torch", "fused"]
 
 
 def test_costs() -> None:
@@ -148,11 +150,66 @@ def test_costs() -> None:
     assert late.saved_bytes == 2 * 8192 * 768 + 8 * 8192
     assert plan(replace(late.problem, entropy=True), H200, "triton").saved_bytes == 2 * 8192 * 768 + 12 * 8192
     forward = plan(replace(early.problem, **dict.fromkeys(BOTH, False)), H200, "triton")
-    assert (forward.flops, forward.saved_bytes) == (product, 0)
-    assert forward.workspace_bytes <= CHUNK_WITHOUT_WEIGHT_GRADIENT
+    assert (forward.path, forward.flops, forward.saved_bytes) == ("fused", product, 0)
     frozen = plan(replace(early.problem, needs_weight_gradient=False), H200, "triton")
     assert (frozen.flops, frozen.saved_bytes) == (2 * product, (2 + 4) * 8192 * 768)
     assert early.problem.kept_by_torch(H200) == 2 * 8192 * 768 + 4 * 8192 * 50_000
+
+
+def forward(M: int, K: int, V: int, dtype: str = "bfloat16", **facts: Any) -> LossProblem:
+    return LossProblem(M, K, V, dtype, **{"reduction": "mean", **facts})
+
+
+@pytest.mark.parametrize("operation", ["linear_cross_entropy", "linear_log_probs"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_without_gradients_no_logits_are_written(dtype: str, operation: str) -> None:
+    problem = forward(8192, 768, 50257, dtype, operation=operation, reduction="none")
+    made = plan(problem, H200, "triton")
+    assert (made.path, made.rows, made.tiles) == ("fused", 0, None)
+    assert made.logit_tiles is not None
+    assert (made.logit_tiles.pipelined is None) == (dtype == "float32")
+    assert made.accuracy == ("exact" if dtype == "float32" else "half")
+    assert plan(problem, replace(H200, pipelined=False), "triton").logit_tiles.pipelined is None
+    assert plan(problem, H200).path == ("torch" if dtype == "float32" else "fused")
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("V", [1, 100, 32_000, 50_257, 262_144])
+@pytest.mark.parametrize("M", [1, 128, 129, 8192, 10_000, 65_537, 2**20])
+def test_partial_results_are_few(M: int, V: int, pipelined: bool, entropy: bool) -> None:
+    """Those of every row at least once; at most those of each program for each group of bands, and never 100 MiB."""
+    device = replace(H200, pipelined=pipelined)
+    made = plan(forward(M, 768, V, entropy=entropy), device, "triton")
+    tiles = made.logit_tiles
+    assert tiles is not None
+    shares = portable_shares(tiles, M, V, made.ranges)
+    if tiles.pipelined is not None:
+        shares = pipelined_shares(tiles.pipelined, M, V)
+        groups = -(-shares.bands // shares.group)
+        assert shares.partials <= 128 * 132 * groups
+    assert shares.partials >= M
+    assert made.workspace_bytes == (12 if entropy else 8) * shares.partials + 4 * M
+    if M <= 65_537:
+        assert made.workspace_bytes <= 32 * MIB
+
+
+def test_every_program_of_the_warp_specialised_kernel_has_work() -> None:
+    """The published sizes: bands of tokens and their columns are shared out to 132 programs almost evenly."""
+    for M, V in ((8192, 128_256), (16_384, 32_000), (16_384, 50_257)):
+        tiles = plan(forward(M, 4096, V), H200, "triton").logit_tiles
+        assert tiles is not None
+        assert tiles.pipelined is not None
+        shares = pipelined_shares(tiles.pipelined, M, V)
+        work = [0] * shares.programs
+        for first in range(0, shares.bands, shares.group):
+            height = min(shares.group, shares.bands - first)
+            ranges = min(shares.programs // height, shares.tile_columns)
+            for program in range(height * ranges):
+                turned = program // height + first // shares.group * (ranges - shares.tile_columns % ranges)
+                work[program] += len(range(turned % ranges, shares.tile_columns, ranges))
+        assert sum(work) == shares.bands * shares.tile_columns
+        assert max(work) <= 1.02 * sum(work) / 132, (M, V, max(work) * 132 / sum(work))
 
 
 @pytest.fixture
@@ -195,7 +252,13 @@ def test_explain_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "linear_log_probs: log_softmax(logits)[target] and entropies, logits = 0.5 input linear_weightᵀ" in text
     with torch.no_grad():
         text = fl.explain(functional.linear_log_probs, **given(8192, 768, 50257))
-    assert "Runs in chunks of tokens, forward: " in text
+    assert text.startswith(
+        "Runs in the fused kernels, forward: no logits are in memory (their tiles are reduced on chip)."
+    )
+    facts = dict(row.strip().split("  ", 1) for row in text.split("\n")[2:])
+    assert facts["logits"].strip() == "none in memory"
+    assert facts["tiles"].strip() == "pipelined: 128 tokens × 256 columns × 64 inner, consumers 2, stages 4"
+    assert facts["not torch"].strip() == "it would write all logits"
     assert "sum of dW" not in text
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -80,13 +80,15 @@ def verify(
     """
     if init == "integer":
         work, truth = exact_work(case, options, shape, dtype=dtype, device=device, seed=seed)
-        yardstick = None
+        works, yardstick = [work], None
     else:
-        work = random_work(
-            case, options, shape, init=init, dtype=dtype, device=device, seed=seed, backward=case.backward
-        )
-        truth = reference_results(case, options, work)
-        yardstick = torch_results(case, options, work)
+        drawn = {"init": init, "dtype": dtype, "device": device, "backward": case.backward}
+        works = [random_work(case, options, shape, seed=seed + 1009 * index, **drawn) for index in range(case.draws)]
+        # Errors grow with the upstream gradient: that of all draws is one.
+        works = [replace(each, upstream=works[0].upstream) for each in works]
+        work = works[0]
+        truth = _together([reference_results(case, options, each) for each in works])
+        yardstick = _together([torch_results(case, options, each) for each in works])
     names = case.results[: len(work.upstream)]
     if case.backward:
         names += tuple(f"d{name}" for name in work.leaves)
@@ -104,14 +106,17 @@ def verify(
         ours = contender(name, case, options)
         try:
             with switched(ours.switches):
-                actual = work.run(ours.call)
+                actual = _together([each.run(ours.call) for each in works])
         except Exception as error:
             results.append(Verification(name, path, "red", f"{type(error).__name__}: {error}"))
             continue
         if yardstick is None:
             findings = tuple(map(_exact, names, actual, in_dtypes(case, work, truth, dtype)))
         else:
-            findings = tuple(map(_close, names, actual, yardstick, truth))
+            findings = tuple(
+                close(compare(mine, theirs, right, name=name, draws=len(works) > 1))
+                for name, mine, theirs, right in zip(names, actual, yardstick, truth, strict=True)
+            )
         status = "green" if all(finding.ok for finding in findings) else "red"
         results.append(Verification(name, path, status, "", findings))
     return results
@@ -124,8 +129,9 @@ def close(verdict: Closeness) -> Finding:
     )
 
 
-def _close(name: str, actual: Tensor, torch_result: Tensor, truth: Tensor) -> Finding:
-    return close(compare(actual, torch_result, truth, name=name))
+def _together(draws: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """The results of several draws, stacked."""
+    return draws[0] if len(draws) == 1 else tuple(map(torch.stack, zip(*draws, strict=True)))
 
 
 def _exact(name: str, actual: Tensor, expected: Tensor) -> Finding:

@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import reference
 from ..planning.linear_cross_entropy import LossProblem
 from .custom_ops import Result, Results
-from .linear_cross_entropy import LossHead, chunked, logits_formula
+from .linear_cross_entropy import LossHead, chunked, fused, logits_formula
 from .linear_cross_entropy.arguments import check_classes, check_layer, checked_scale, checked_softcap, loss_problem
 from .linear_cross_entropy.chunked import Head
 from .operation import Tensors
@@ -83,7 +83,11 @@ class _LinearLogProbs(LossHead):
         return dict(zip(("ignore_index", "softcap", "logit_scale"), options, strict=False))
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
-        losses, entropies, statistics = chunked.each(Head.of(operands, call.plan, call.details), any(wanted))
+        head = Head.of(operands, call.plan, call.details)
+        if call.plan.path == "fused":
+            losses, entropies = fused.each(head)
+            return (0 - losses, entropies), (None, None)
+        losses, entropies, statistics = chunked.each(head, any(wanted))
         # What is kept is a tensor of its own, whatever happens to the result.
         kept = None if statistics is None or entropies is None else entropies.clone()
         # Subtracted, not negated: the logarithm of 1 is no -0.

@@ -1,5 +1,7 @@
 """How the loss of a linear layer's classes runs: which tokens have their logits in memory at once, and why.
 
+Where no gradient is wanted, the fused path writes no logits: a kernel reduces the tiles of the product on chip.
+
 The chunked path takes the tokens in chunks. torch's product writes the logits of a chunk, one kernel makes the losses
 of them and, where gradients are wanted, puts the gradient in their place, and two products take dx and the chunk's part
 of dW from it. The gradient of a mean or a sum is known but for a factor, so that all of this happens in the forward
@@ -9,7 +11,15 @@ pass; losses of single tokens wait for their upstream gradients, and the backwar
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..kernels.tuning.cross_entropy import RowTiles, row_tiles
+from ..kernels.tuning import CONSUMER_ROWS
+from ..kernels.tuning.cross_entropy import (
+    LogitTiles,
+    RowTiles,
+    logit_tiles,
+    pipelined_shares,
+    portable_shares,
+    row_tiles,
+)
 from .call import Call, Decision, Facts, Yields, direction, no_kernels, not_measured, too_small, why_not_kernels
 from .devices import Device, floor_seconds
 
@@ -33,9 +43,12 @@ SMALL_DATA_GRADIENT, SOME_TOKENS = 2**21, 2048
 # The sum of dW over chunks is float32, but for two chunks whose float32 sum would take so many bytes: what the first
 # one gives is rounded to the dtype of dW, so that it is the shorter one.
 LARGE_SUM, ROUNDED_CHUNKS = 3 * 2**29, 2
-# Logits from which the path is taken (launched one by one, inside a CUDA graph). On an H200 it took the host 600 to 900
-# us to launch; at 2^25 logits replayed kernels took as long as torch.compile's, at 2^27 0.79 to 0.98 of their time.
-FASTER_FROM = (2**27, 2**26)
+# Logits from which a path is taken (launched one by one, inside a CUDA graph). On an H200 the host took 600 to 900 us
+# to launch the chunked path; at 2^25 logits it took as long as torch.compile's kernels when replayed, at 2^27 0.79 to
+# 0.98 of their time. The fused path took 0.78 launched at 2^25, 0.91 replayed at 2^23.
+FASTER_FROM = {"chunked": (2**27, 2**26), "fused": (2**25, 2**23)}
+# Programs of the portable fused kernel that run on a processor at once.
+RESIDENT = 2
 # A program takes a row, which must be long enough to keep it busy: a classifier's few classes are torch's.
 FEWEST_CLASSES = 4096
 
@@ -123,7 +136,7 @@ class LossProblem(Call):
 
 @dataclass(frozen=True, kw_only=True)
 class LossPlan(Decision):
-    """The path is "chunked", ``rows`` tokens at a time, or "torch"."""
+    """The path is "fused", "chunked", ``rows`` tokens at a time, or "torch"."""
 
     yields: ClassVar[Yields] = {}
 
@@ -131,6 +144,8 @@ class LossPlan(Decision):
     wide_sum: bool = False  # whether dW is added up in float32
     wide_data_gradient: bool = False  # whether dx is float32 until it is rounded
     tiles: RowTiles | None = None
+    logit_tiles: LogitTiles | None = None  # of the fused path
+    ranges: int = 1  # into which its portable kernel divides the columns
     accuracy: str = "exact"  # of exponentials in the kernel: one of kernels.activations.ACCURACIES
 
     @property
@@ -142,9 +157,11 @@ class LossPlan(Decision):
         return "in chunks of tokens" if self.path == "chunked" else super().runs()
 
     def why_torch(self, device: Device) -> str:
-        return self.unsupported or dict(self.rejected).get("chunked", self.reason)
+        return self.unsupported or dict(self.rejected).get(kernel_path(self.problem), self.reason)
 
     def kernel_facts(self) -> Facts:
+        if self.logit_tiles is not None:
+            return [("logits", "none in memory"), ("tiles", logit_text(self.logit_tiles, self.ranges))]
         if self.tiles is None:
             return []
         p = self.problem
@@ -164,42 +181,76 @@ def plan(problem: LossProblem, device: Device, backend: str = "auto") -> LossPla
     """The path that runs ``problem`` on ``device``."""
     unsupported = why_unsupported(problem, device)
     torch_because = why_not_kernels(problem, device, backend, unsupported, why_slower)
-    p, chunked = problem, torch_because is None
-    rows = choose_rows(problem) if chunked else 0
+    p, path = problem, kernel_path(problem) if torch_because is None else "torch"
+    rows = choose_rows(problem) if path == "chunked" else 0
     chunks = -(-p.M // rows) if rows else 0
     wide_sum = needs_wide_sum(problem, chunks)
     product = 2 * p.M * p.K * p.V
-    flops = sum(p.model_flops) + (product if chunked and p.training and not p.early else 0)
+    flops = sum(p.model_flops) + (product if path == "chunked" and not p.early else 0)
     moved = p.element_bytes * (p.M * p.K + p.V * p.K) * (2 if p.training else 1)
     moved += p.element_bytes * (p.M * p.K * p.needs_data_gradient + p.V * p.K * p.needs_weight_gradient)
-    options: dict[str, Any] = {}
-    if chunked:
+    options: dict[str, Any] = {"accuracy": "exact" if p.dtype == "float32" else "half"}
+    if path == "fused":
+        options |= fused_options(problem, device)
+    elif path == "chunked":
         # Of a loss that is reduced they are kept for the backward pass.
         unrounded = 0 if p.early else 4 * (p.V * p.K * wide_sum + p.M * p.K * wide_data_gradient(p))
-        options = {
+        options |= {
             "rows": rows,
             "wide_sum": wide_sum,
             "wide_data_gradient": wide_data_gradient(p),
             "tiles": row_tiles(p.V),
-            "accuracy": "exact" if p.dtype == "float32" else "half",
             "workspace_bytes": p.element_bytes * rows * p.padded_columns + unrounded + p.pad_bytes,
         }
     return LossPlan(
         problem=problem,
-        path="chunked" if chunked else "torch",
-        reason="the logits of one chunk of tokens are in memory at once"
-        if chunked
-        else "no other path is both possible and faster",
-        rejected=(("torch", "it would write all logits, and their gradient"),)
+        path=path,
+        reason={
+            "fused": "no logits are in memory: their tiles are reduced on chip",
+            "chunked": "the logits of one chunk of tokens are in memory at once",
+            "torch": "no other path is both possible and faster",
+        }[path],
+        rejected=(("torch", "it would write all logits" + (", and their gradient" if p.training else "")),)
         if torch_because is None
-        else (("chunked", torch_because),),
+        else ((kernel_path(problem), torch_because),),
         flops=flops,
         bytes=moved,
-        saved_bytes=saved_bytes(problem, chunked),
+        saved_bytes=saved_bytes(problem, path == "chunked"),
         floor_seconds=floor_seconds(flops, moved, p.dtype, device),
         unsupported=unsupported,
         **options,
     )
+
+
+def kernel_path(problem: LossProblem) -> str:
+    """The path on which kernels run the problem."""
+    return "chunked" if problem.training else "fused"
+
+
+def fused_options(problem: LossProblem, device: Device) -> dict[str, Any]:
+    """The tiles of the fused path, how many programs share a row of them, and the bytes of their partial results."""
+    p = problem
+    tiles = logit_tiles(device.architecture, 8 * p.element_bytes, device.processors, device.pipelined)
+    bands, columns = -(-p.M // tiles.block_m), -(-p.V // tiles.block_n)
+    ranges = max(1, min(RESIDENT * device.processors // bands, columns))
+    shares = portable_shares(tiles, p.M, p.V, ranges)
+    if tiles.pipelined is not None:
+        shares = pipelined_shares(tiles.pipelined, p.M, p.V)
+    return {
+        "logit_tiles": tiles,
+        "ranges": ranges,
+        "workspace_bytes": (12 if p.entropy else 8) * shares.partials + 4 * p.M,
+    }
+
+
+def logit_text(tiles: LogitTiles, ranges: int) -> str:
+    """The tiles of logits in words."""
+    config = tiles.pipelined
+    if config is None:
+        size = f"{tiles.block_m} tokens × {tiles.block_n} columns × {tiles.block_k} inner"
+        return f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages, columns in {ranges} ranges"
+    size = f"{2 * CONSUMER_ROWS} tokens × {config.columns} columns × {config.step} inner"
+    return f"pipelined: {size}, consumers 2, stages {config.stages}"
 
 
 def why_unsupported(problem: LossProblem, device: Device) -> str | None:
@@ -215,7 +266,7 @@ def why_slower(problem: LossProblem, device: Device) -> str | None:
         return reason
     if problem.V < FEWEST_CLASSES:
         return f"rows of {problem.V:,} classes are short: torch runs those of fewer than {FEWEST_CLASSES:,}"
-    return too_small(problem.M * problem.V, "logits", FASTER_FROM, problem.captured)
+    return too_small(problem.M * problem.V, "logits", FASTER_FROM[kernel_path(problem)], problem.captured)
 
 
 def choose_rows(problem: LossProblem) -> int:

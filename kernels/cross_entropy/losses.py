@@ -38,14 +38,13 @@ class LossArithmetic(NamedTuple):
 
 
 @triton.jit
-def _target_and_weight(target_ptr, weight_ptr, row, V, ignore_index):
-    """(target, whether its token counts, the class weight: NaN of a target that is no column)."""
-    target = tl.load(target_ptr + row)
+def class_weight(target, weight_ptr, V):
+    """The weight of the target's class, NaN of a target that is no column."""
     known = (target >= 0) & (target < V)
     weight = tl.where(known, 1.0, float("nan"))
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + target, mask=known, other=float("nan"))
-    return target, target != ignore_index, weight
+    return weight
 
 
 @triton.jit
@@ -54,6 +53,20 @@ def _weight_sum(weight_sum_ptr, V):
         return tl.load(weight_sum_ptr)
     else:
         return V * 1.0
+
+
+@triton.jit
+def loss_of(
+    top, log_total, x_target, weighted, weight, weight_sum_ptr, V, smoothing, z_loss, SMOOTHING: tl.constexpr
+):  # fmt: skip
+    """The loss of a row by its statistics, its target's value and the weight of its class."""
+    lse = top + log_total
+    # The square of a large logit may be infinite.
+    loss = weight * (1.0 - smoothing) * ((top - x_target) + log_total)
+    loss += tl.where(z_loss > 0.0, z_loss * lse * lse, 0.0)
+    if SMOOTHING:
+        loss += smoothing / V * (_weight_sum(weight_sum_ptr, V) * lse - weighted)
+    return loss
 
 
 @triton.jit(
@@ -67,7 +80,9 @@ def _losses_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * length
-    target, counts, weight = _target_and_weight(target_ptr, weight_ptr, row, V, ignore_index)
+    target = tl.load(target_ptr + row)
+    counts = target != ignore_index
+    weight = class_weight(target, weight_ptr, V)
     # Read before anything is written in its place.
     x_target, _ = values_and_slope(
         row_ptr, tl.minimum(tl.maximum(target, 0), V - 1), V, length, scale, softcap, inverse_cap, SOFTCAP, ACCURACY
@@ -78,15 +93,12 @@ def _losses_kernel(
     )
     log_total = tl.log(total)
     lse = top + log_total
+    loss = loss_of(top, log_total, x_target, weighted, weight, weight_sum_ptr, V, smoothing, z_loss, SMOOTHING)
     kept = weight * (1.0 - smoothing)
-    # The square of a large logit may be infinite.
-    loss = kept * ((top - x_target) + log_total) + tl.where(z_loss > 0.0, z_loss * lse * lse, 0.0)
     by_share = kept + 2.0 * z_loss * lse
     by_weight = smoothing / V
     if SMOOTHING:
-        weight_sum = _weight_sum(weight_sum_ptr, V)
-        loss += by_weight * (weight_sum * lse - weighted)
-        by_share += by_weight * weight_sum
+        by_share += by_weight * _weight_sum(weight_sum_ptr, V)
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0))
     if ENTROPY:
         tl.store(entropy_ptr + row, tl.where(counts, log_total - spread / total, 0.0))
@@ -116,7 +128,9 @@ def _losses_gradient_kernel(
     BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, ACCURACY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    target, counts, weight = _target_and_weight(target_ptr, weight_ptr, row, V, ignore_index)
+    target = tl.load(target_ptr + row)
+    counts = target != ignore_index
+    weight = class_weight(target, weight_ptr, V)
     top = tl.load(statistics_ptr + row)
     total = tl.load(statistics_ptr + M + row)
     kept = 0.0

@@ -10,7 +10,7 @@ from ..device import tl, triton
 from ..gemm_reduce.operands import exponential
 
 # Below every finite logit of float32; not -inf, from which nothing can be subtracted.
-_LOWEST = tl.constexpr(-3.4028234663852886e38)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def row_statistics(
     Each lane has a maximum and sums of its own, so that nothing crosses the lanes before the end. Of a new value and
     the lane's maximum one exponential is enough: the other one is 1.
     """
-    top = tl.full([BLOCK], _LOWEST, tl.float32)
+    top = tl.full([BLOCK], LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
     spread = tl.zeros([BLOCK], tl.float32)

@@ -10,23 +10,27 @@ from ..launching import ceil_div, launch
 
 _BLOCK = 2048
 _WARPS = 4
+# At most: enough to fill any GPU, and few enough to be gone at once where there is nothing to do.
+_PROGRAMS = 2048
 # Elements that are read and written at once where their number is a multiple of it.
 _VECTOR = 16
 
 
 @triton.jit(do_not_specialize=["count"])
 def _scaled_kernel(
-    values_ptr, factor_ptr, out_ptr, count, VECTOR: tl.constexpr, BLOCK: tl.constexpr, IN_PLACE: tl.constexpr
+    values_ptr, factor_ptr, out_ptr, count, VECTOR: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+    IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     factor = tl.load(factor_ptr)
     # The compiler is shown what the number is a multiple of.
-    count = count // VECTOR * VECTOR
+    count = tl.cast(count, tl.int64) // VECTOR * VECTOR
     if IN_PLACE:
         count = tl.where(factor == 1.0, 0, count)
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < count
-    values = tl.load(values_ptr + index, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + index, (values * factor).to(out_ptr.dtype.element_ty), mask=inside)
+    for first in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, count, PROGRAMS * BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        inside = index < count
+        values = tl.load(values_ptr + index, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + index, (values * factor).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def scaled(values: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, *, in_place: bool = False) -> torch.Tensor:
@@ -38,6 +42,7 @@ def scaled(values: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, *, in
     out = values if in_place else torch.empty(values.shape, dtype=dtype, device=values.device)
     if out.numel():
         count = out.numel()
-        constants = (_VECTOR if count % _VECTOR == 0 else 1, _BLOCK, in_place)
-        launch(_scaled_kernel, ceil_div(count, _BLOCK), (values, factor, out), (), (count,), constants, _WARPS)
+        programs = min(_PROGRAMS, ceil_div(count, _BLOCK))
+        constants = (_VECTOR if count % _VECTOR == 0 else 1, _BLOCK, _PROGRAMS, in_place)
+        launch(_scaled_kernel, programs, (values, factor, out), (), (count,), constants, _WARPS)
     return out

@@ -1,8 +1,9 @@
-"""Cross-entropy of rows of logits: the columns that a program reads at a time."""
+"""Cross-entropy: the columns of a row of logits that a program reads at a time, and the tiles of logits on chip."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from .limits import padded_width
+from .limits import CONSUMER_ROWS, padded_width
 
 # Columns of one step. More would keep more loads in flight, and need more registers for the maximum and the sums that
 # every lane has of its own: on an H200 2,048 columns took 0.7 to 0.97 of the time of 4,096 to 16,384.
@@ -24,3 +25,87 @@ def row_tiles(columns: int) -> RowTiles:
     """The tiles for rows of so many columns, in every dtype: sums are float32 in all of them."""
     block = min(WIDEST_ROW_BLOCK, max(_NARROWEST, padded_width(columns)))
     return RowTiles(block, max(1, block // (32 * _ELEMENTS)))
+
+
+@dataclass(frozen=True)
+class LogitPipeline:
+    """The warp-specialised kernel: two consumers of 64 rows each share a tile of 128 rows and ``columns`` columns.
+
+    ``stages`` of ``step`` of the inner axis are on their way or on chip at once. The second consumer is ``lead``
+    stages behind the first one, so that one of them has the matrix units while the other one reduces its tile.
+    ``group`` tiles below one another are computed before those to their right, by ``programs`` programs.
+    """
+
+    columns: int = 256
+    step: int = 64
+    stages: int = 4
+    lead: int = 2
+    group: int = 12
+    programs: int = 132
+
+
+@dataclass(frozen=True)
+class LogitTiles:
+    """The portable kernel: ``block_m × block_n`` logits at once, ``block_k`` of the inner axis at a time.
+
+    ``pipelined`` is the warp-specialised kernel, if it may compute the call.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    pipelined: LogitPipeline | None = None
+
+
+class Shares(NamedTuple):
+    """Who computes which tiles of logits: see ``ranges_of`` beside the kernels.
+
+    ``bands`` of ``rows`` rows have ``tile_columns`` tiles each; ``programs`` programs compute ``group`` bands at once.
+    """
+
+    rows: int
+    bands: int
+    tile_columns: int
+    programs: int
+    group: int
+
+    @property
+    def partials(self) -> int:
+        """How many partial results there are: one for every row and every range of its columns."""
+        whole, rest = self.bands // self.group * self.group, self.bands % self.group
+        places = whole * min(self.programs // min(self.group, self.bands), self.tile_columns)
+        places += rest * min(self.programs // rest, self.tile_columns) if rest else 0
+        return self.rows * places
+
+
+# By (architecture, bits of an element); architectures without a row take that of "other".
+LOGIT_TILES: dict[tuple[str, int], LogitTiles] = {
+    ("sm_90", 16): LogitTiles(128, 128, 64, 8, 3),
+    ("other", 16): LogitTiles(64, 64, 32, 4, 2),
+    ("other", 32): LogitTiles(64, 64, 32, 4, 2),
+}
+
+
+def logit_tiles(architecture: str, bits: int, processors: int, pipelined: bool) -> LogitTiles:
+    """The tiles of logits for operands of ``bits`` bits; ``pipelined``: where the warp-specialised kernel runs."""
+    tiles = LOGIT_TILES.get((architecture, bits)) or LOGIT_TILES["other", bits]
+    if not pipelined or bits != 16:
+        return tiles
+    pipeline = LogitPipeline(programs=processors)
+    # A band of rows has at least one program.
+    return replace(tiles, pipelined=replace(pipeline, group=min(pipeline.group, processors)))
+
+
+def portable_shares(tiles: LogitTiles, rows: int, columns: int, ranges: int) -> Shares:
+    """Those of the portable kernel, whose programs have a band of rows and one of so many ranges each."""
+    tile_columns = -(-columns // tiles.block_n)
+    return Shares(tiles.block_m, -(-rows // tiles.block_m), tile_columns, min(ranges, tile_columns), 1)
+
+
+def pipelined_shares(pipeline: LogitPipeline, rows: int, columns: int) -> Shares:
+    """Those of the warp-specialised kernel, whose programs take a range of every group of bands."""
+    band = 2 * CONSUMER_ROWS
+    bands, tile_columns = -(-rows // band), -(-columns // pipeline.columns)
+    return Shares(band, bands, tile_columns, min(pipeline.programs, bands * tile_columns), pipeline.group)

@@ -18,7 +18,7 @@ from fusedlayers.kernels import cross_entropy
 from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.gemm_gemm import stored
 from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES, data_gradient_tiles, epilogue_tiles
-from fusedlayers.kernels.tuning.cross_entropy import row_tiles
+from fusedlayers.kernels.tuning.cross_entropy import logit_tiles, row_tiles
 from tests.operands import ffn_inputs, leaves, like_result
 
 # Widths of pipelined and of portable kernels; rows and hidden units that no tile divides.
@@ -180,6 +180,15 @@ def losses() -> None:
                 entropy_upstream=found[0],
             )  # fmt: skip
         cross_entropy.scaled(memory, weight[0], torch.bfloat16)
+        input = torch.randn(tokens, 320, device="cuda", dtype=torch.bfloat16)
+        linear_weight = torch.randn(classes, 320, device="cuda", dtype=torch.bfloat16)
+        for pipelined in (False, True):
+            tiles = logit_tiles("sm_90", 16, 4, pipelined)
+            for arithmetic, given in ((plain, (None, None)), (full, (weight, weight.sum())), (full, (None, None))):
+                cross_entropy.losses_of_product(
+                    input, linear_weight, linear_weight[:, 0], target, *given, arithmetic, "ieee", tiles, 3,
+                    loss=found[0], entropy=found[1], statistics=statistics,
+                )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -109,6 +109,11 @@ def _trials(device: Device) -> Iterator[Trial]:
     for vocabulary in VOCABULARIES:
         for dtype in DTYPES:
             yield Trial("linear_cross_entropy", Options(op="sum"), (TOKENS, WIDTH, vocabulary), dtype)
+    # Without gradients: one step of the inner axis, and more than the stages of a ring.
+    for sizes in ((TOKENS, WIDTH, 250), (TOKENS, 5 * WIDTH, 1000)):
+        for machine in ("few", "all", "portable"):
+            for dtype in DTYPES if machine == "all" else ("bf16", "fp16"):
+                yield Trial("linear_cross_entropy", Options(op="none"), sizes, dtype, machine, backward=False)
     # Several chunks, whose weight gradients are added up in float32; and in the backward pass.
     for dtype in ("bf16", "fp16"):
         for op in ("sum", "none"):
@@ -139,12 +144,15 @@ CASE = HeadCase(
     torch_keywords=head_keywords,
     result_dtype=torch.float32,
     yardstick=_in_slices,
+    # Of a tile of dW few tokens decide: those whose target or likeliest class is there.
+    draws=3,
     peers={"torch function": _function, "Liger": _liger, "CCE": _cce, "quack": _quack},
     has_activation=False,
     trials=_trials,
     few_trials=(
         Trial("linear_cross_entropy", Options(op="sum"), (40, 24, 300), "fp16"),
         Trial("linear_cross_entropy", Options(op="none"), (17, 16, 129), "fp32"),
+        Trial("linear_cross_entropy", Options(op="sum"), (40, 40, 129), "fp16", backward=False),
     ),
     place=9,
 )

@@ -22,6 +22,7 @@ def _trials(device: Device) -> Iterator[Trial]:
     for vocabulary in (VOCABULARIES[0], VOCABULARIES[-1]):
         for dtype in DTYPES:
             yield Trial("linear_log_probs", Options(), (TOKENS, WIDTH, vocabulary), dtype)
+            yield Trial("linear_log_probs", Options(), (TOKENS, WIDTH, vocabulary), dtype, backward=False)
 
 
 CASE = HeadCase(

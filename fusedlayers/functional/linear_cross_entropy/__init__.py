@@ -1,4 +1,4 @@
-"""The loss head: cross-entropy of a linear layer's outputs, whose logits are in memory in chunks only."""
+"""The loss head: cross-entropy of a linear layer's outputs, whose logits are in memory in chunks only, or never."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ from ..custom_ops import Result, Results
 from ..operands import autocast, compute_dtype, rows, said, without_autocast
 from ..operation import Operation, Tensors
 from ..prepared import Prepared
-from . import chunked
+from . import chunked, fused
 from .arguments import (
     check_class_weight,
     check_classes,
@@ -48,7 +48,7 @@ def linear_cross_entropy(
 
     Names and meaning are those of ``torch.nn.functional.linear_cross_entropy`` and ``cross_entropy``; the last three
     arguments go beyond them. The gradients of a mean or a sum are computed in the forward pass, while a chunk of logits
-    is there.
+    is there. Where no gradient is wanted, no logits are written at all.
 
     Args:
         input: ``[*B, K]`` or ``[K]``, any strides.
@@ -67,7 +67,7 @@ def linear_cross_entropy(
     Returns:
         The loss, a scalar, or ``[*B]`` without a reduction, in float32 for operands of 16 bits (torch's own has their
         dtype, in which a loss near 10 has steps of 1/16). The mean of no tokens is NaN with gradients of 0, as torch's.
-        On the chunked path a target that is neither a class nor ignored makes the loss NaN; torch's operations raise.
+        In kernels a target that is neither a class nor ignored makes the loss NaN; torch's operations raise.
 
     Raises:
         TypeError: an argument of the wrong type, a dtype that is not real floating or differs from that of input, a
@@ -156,6 +156,10 @@ class _LinearCrossEntropy(LossHead):
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         head = Head.of(operands, call.plan, call.details)
+        if call.plan.path == "fused":
+            if call.problem.reduction == "none":
+                return (fused.each(head)[0],), (None,)
+            return (fused.reduced(head),), (None,) * 4
         if call.problem.reduction == "none":
             losses, _, statistics = chunked.each(head, any(wanted))
             return (losses,), (statistics,)

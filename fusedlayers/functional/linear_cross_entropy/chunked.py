@@ -53,7 +53,8 @@ class Head(NamedTuple):
     def for_each_chunk(self, visit: Callable[[slice, Tensor], None]) -> None:
         """Calls ``visit(rows, logits)`` for every chunk, all in the same memory, which is free again afterwards.
 
-        The first chunk is the shortest. Logits ``[m, P]`` are those of the products; from column V on they mean nothing, but are no NaN.
+        The first chunk is the shortest. Logits ``[m, P]`` are those of the products; what lies from column V on means
+        nothing, but is no NaN.
         """
         tokens, columns = self.input.shape[0], self.linear_weight.shape[0]
         buffer = self.input.new_empty(self.plan.rows, self.plan.problem.padded_columns)

@@ -1,0 +1,189 @@
+"""Losses straight from the product ``input linear_weightᵀ``: a tile of logits lives in registers until it is reduced.
+
+What a row's loss is made of (``losses.py``) is found for ranges of its columns: the largest value ``top``,
+``total = Σ_c exp(x_c - top)``, where wanted ``spread = Σ_c exp(x_c - top) (x_c - top)`` and ``weighted = Σ_c w_c x_c``,
+and the target's value ``chosen``. A second kernel combines the ranges, always in the same order.
+"""
+
+import torch
+
+from ..device import tl, triton
+from ..gemm_reduce.operands import exponential, scores
+from ..launching import ceil_div, launch
+from ..tiles import load_vector
+from ..tuning.cross_entropy import LogitTiles, pipelined_shares, portable_shares
+from . import pipelined
+from .losses import LossArithmetic, class_weight, loss_of
+from .rows import LOWEST
+from .tile import add_tile, logits_of, ranges_of
+
+# Rows that a program combines, and ranges at a time. Every band is a multiple of so many rows.
+_COMBINED_ROWS, _COMBINED_RANGES = 32, 32
+
+
+@triton.jit(do_not_specialize=["M", "bands", "scale", "softcap", "inverse_cap", "zero"])
+def _statistics_kernel(
+    x_ptr, linear_ptr, target_ptr, bias_ptr, weight_ptr, top_ptr, total_ptr, spread_ptr, weighted_ptr, chosen_ptr,
+    stride_xm, stride_xk, stride_wv, stride_wk, V, tile_columns, ranges, M, bands, scale, softcap, inverse_cap, zero,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr,
+    SCALED: tl.constexpr, SOFTCAP: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    ENTROPY: tl.constexpr = spread_ptr is not None
+    SMOOTHING: tl.constexpr = weighted_ptr is not None
+    program = tl.program_id(0)
+    band = program % bands
+    own = program // bands
+    rows = band * BLOCK_M + tl.arange(0, BLOCK_M)
+    target = tl.load(target_ptr + rows, mask=rows < M, other=-1)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    spread = tl.zeros([BLOCK_M], tl.float32)
+    weighted = tl.zeros([BLOCK_M], tl.float32)
+    chosen = tl.zeros([BLOCK_M], tl.float32)
+    found = tl.zeros([BLOCK_M], tl.int32)
+    for tile in tl.range(own, tile_columns, ranges):
+        cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        x = scores(
+            x_ptr, linear_ptr, rows, cols, stride_xm, stride_xk, stride_wv, stride_wk, M, V, zero,
+            K, BLOCK_K, False, EVEN_N, INPUT_PRECISION,
+        )  # fmt: skip
+        if bias_ptr is not None:
+            x += load_vector(bias_ptr, cols, 1, V)[None, :]
+        x = logits_of(x, scale, softcap, inverse_cap, SCALED, SOFTCAP, ACCURACY)
+        inside = (cols < V)[None, :]
+        x = tl.where(inside, x, -float("inf"))
+        hit = cols[None, :] == target[:, None]
+        here = (target >= tile * BLOCK_N) & (target < tl.minimum(tile * BLOCK_N + BLOCK_N, V))
+        chosen = tl.where(here, tl.sum(tl.where(hit, x, 0.0), 1), chosen)
+        found = tl.where(here, 1, found)
+        if SMOOTHING:
+            shares = tl.where(inside, x, 0.0)
+            if weight_ptr is not None:
+                shares *= load_vector(weight_ptr, cols, 1, V)[None, :]
+            weighted += tl.sum(shares, 1)
+        top, total, spread = add_tile(x, top, total, spread, ENTROPY, ACCURACY)
+    at = (band.to(tl.int64) * ranges + own) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(top_ptr + at, top)
+    tl.store(total_ptr + at, total)
+    if ENTROPY:
+        tl.store(spread_ptr + at, spread)
+    if SMOOTHING:
+        tl.store(weighted_ptr + at, weighted)
+    tl.store(chosen_ptr + rows, chosen, mask=found != 0)
+
+
+@triton.jit(
+    do_not_specialize=["M", "bands", "tile_columns", "programs", "group", "ignore_index", "smoothing", "z_loss"]
+)  # fmt: skip
+def _combined_losses_kernel(
+    top_ptr, total_ptr, spread_ptr, weighted_ptr, chosen_ptr, target_ptr, weight_ptr, weight_sum_ptr,
+    loss_ptr, entropy_ptr, statistics_ptr, V, M, bands, tile_columns, programs, group, ignore_index, smoothing, z_loss,
+    BAND: tl.constexpr, ROWS: tl.constexpr, RANGES: tl.constexpr, ACCURACY: tl.constexpr,
+):  # fmt: skip
+    ENTROPY: tl.constexpr = spread_ptr is not None
+    SMOOTHING: tl.constexpr = weighted_ptr is not None
+    first = tl.program_id(0) * ROWS
+    rows = first + tl.arange(0, ROWS)
+    ranges, place = ranges_of(first // BAND, bands, tile_columns, programs, group)
+    start = place * BAND + first % BAND
+    top = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    spread = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS], tl.float32)
+    for r in tl.range(0, ranges, RANGES):
+        here = r + tl.arange(0, RANGES)
+        at = start + (here.to(tl.int64) * BAND)[:, None] + tl.arange(0, ROWS)[None, :]
+        inside = (here < ranges)[:, None]
+        tops = tl.load(top_ptr + at, mask=inside, other=LOWEST)
+        totals = tl.load(total_ptr + at, mask=inside, other=0.0)
+        higher = tl.maximum(top, tl.max(tops, 0))
+        changes = tl.maximum(tops - higher[None, :], LOWEST)
+        # NaN where both are infinite, as in torch.
+        factors = exponential(tops - higher[None, :], ACCURACY)
+        change = tl.maximum(top - higher, LOWEST)
+        factor = exponential(change, ACCURACY)
+        if ENTROPY:
+            spreads = tl.load(spread_ptr + at, mask=inside, other=0.0)
+            spread = factor * (spread + change * total) + tl.sum(factors * (spreads + changes * totals), 0)
+        total = factor * total + tl.sum(factors * totals, 0)
+        if SMOOTHING:
+            weighted += tl.sum(tl.load(weighted_ptr + at, mask=inside, other=0.0), 0)
+        top = higher
+    target = tl.load(target_ptr + rows, mask=rows < M, other=-1)
+    counts = target != ignore_index
+    weight = class_weight(target, weight_ptr, V)
+    # Nobody has written the value of a target that is no column.
+    chosen = tl.load(chosen_ptr + rows, mask=(rows < M) & (target >= 0) & (target < V), other=float("nan"))
+    log_total = tl.log(total)
+    loss = loss_of(top, log_total, chosen, weighted, weight, weight_sum_ptr, V, smoothing, z_loss, SMOOTHING)
+    tl.store(loss_ptr + rows, tl.where(counts, loss, 0.0), mask=rows < M)
+    if ENTROPY:
+        tl.store(entropy_ptr + rows, tl.where(counts, log_total - spread / total, 0.0), mask=rows < M)
+    if statistics_ptr is not None:
+        tl.store(statistics_ptr + rows, top, mask=rows < M)
+        tl.store(statistics_ptr + M + rows, total, mask=rows < M)
+
+
+def losses_of_product(
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    linear_bias: torch.Tensor | None,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    weight_sum: torch.Tensor | None,
+    arithmetic: LossArithmetic,
+    input_precision: str,
+    tiles: LogitTiles,
+    ranges: int,
+    *,
+    loss: torch.Tensor,
+    entropy: torch.Tensor | None = None,
+    statistics: torch.Tensor | None = None,
+) -> None:
+    """Fills ``loss``, float32 ``[M]``, for input ``[M, K]``, linear_weight ``[V, K]`` and int64 targets ``[M]``.
+
+    ``weight``, float32 ``[V]``, and ``weight_sum``, its sum, are those of the classes. ``entropy`` ``[M]`` and
+    ``statistics`` ``[2, M]``, top and total, are filled where they are given. ``ranges`` is how many programs of the
+    portable kernel share a row; the pipelined one decides for itself.
+    """
+    (rows, width), columns = input.shape, linear_weight.shape[0]
+    _, smoothing, z_loss, *numbers = arithmetic.numbers()
+    smoothed, capped = arithmetic.label_smoothing > 0, arithmetic.softcap is not None
+    matrices = None
+    # Weights of a tile's columns take more registers than the pipelined kernel has left.
+    if tiles.pipelined is not None and not (smoothed and weight is not None):
+        matrices = pipelined.takes(input, linear_weight)
+    if tiles.pipelined is None or matrices is None:
+        shares = portable_shares(tiles, rows, columns, ranges)
+    else:
+        shares = pipelined_shares(tiles.pipelined, rows, columns)
+    top, total, *more = loss.new_empty(2 + (entropy is not None) + smoothed, shares.partials).unbind()
+    spread = None if entropy is None else more.pop(0)
+    weighted = more.pop(0) if smoothed else None
+    partials = (top, total, spread, weighted, torch.empty_like(loss))
+    bias = None if linear_bias is None else linear_bias.contiguous()
+    if tiles.pipelined is None or matrices is None:
+        launch(
+            _statistics_kernel,
+            shares.bands * shares.programs,
+            (input, linear_weight, target, bias, weight if smoothed else None, *partials),
+            (*input.stride(), *linear_weight.stride(), columns, shares.tile_columns, shares.programs),
+            (rows, shares.bands, *numbers, 0.0),
+            (
+                width, tiles.block_m, tiles.block_n, tiles.block_k, columns % tiles.block_n == 0, numbers[0] != 1.0,
+                capped, arithmetic.accuracy, input_precision,
+            ),
+            tiles.num_warps,
+            tiles.num_stages,
+        )  # fmt: skip
+    else:
+        vectors = (target, bias, *partials)
+        pipelined.statistics(matrices, vectors, numbers, capped, arithmetic.accuracy, shares, tiles.pipelined)
+    launch(
+        _combined_losses_kernel,
+        ceil_div(rows, _COMBINED_ROWS),
+        (*partials, target, weight, weight_sum, loss, entropy, statistics),
+        (columns,),
+        (rows, *shares[1:], arithmetic.ignore_index, smoothing, z_loss),
+        (shares.rows, _COMBINED_ROWS, _COMBINED_RANGES, arithmetic.accuracy),
+    )
