@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from .kernels import hopper
 from .kernels.device import HAS_TRITON, interpreted, toolchain
-from .kernels.hopper import HAS_GLUON
 from .planning import Device
 
 # What tests and the self-test assume instead of what is asked.
@@ -56,7 +56,7 @@ def _describe(device: torch.device) -> Device:
             architecture=architecture,
             processors=found.multi_processor_count,
             triton=HAS_TRITON,
-            pipelined=HAS_GLUON and architecture == "sm_90",
+            pipelined=hopper.runs_on(architecture),
         )
     return replace(facts, avoided=failures_on_record(facts)) if facts.triton else facts
 
