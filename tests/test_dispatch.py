@@ -132,10 +132,10 @@ def test_recompute_decides_too(
 
 
 def test_auto_takes_the_kernels_where_they_were_measured_faster(
-    reached: list[str], pretend: Callable[[Device], None], monkeypatch: pytest.MonkeyPatch
+    reached: list[str], pretend: Callable[[Device], None], measured: Callable[..., None]
 ) -> None:
     pretend(H200)
-    monkeypatch.setitem(planning.gemm_gemm.FASTER_FROM, ("ffn", False), ((64, (5 * 24, 0)),))
+    measured("gemm_gemm", faster_from={("ffn", False): ((64, (5 * 24, 0)),)})
     with torch.no_grad():
         x = torch.ones(5, 16, dtype=torch.bfloat16)
         w_up, w_down = x.new_ones(24, 16), x.new_ones(16, 24)

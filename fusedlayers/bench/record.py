@@ -60,7 +60,6 @@ import torch
 from .. import __version__, planning, sources
 from ..devices import describe
 from ..kernels.device import HAS_TRITON
-from ..planning import CEILINGS
 from .timing import Timing
 
 SCHEMA = 1
@@ -232,7 +231,7 @@ def device_facts(device: torch.device) -> Record:
         "driver": None,
         "memory_bytes": None,
         "l2_bytes": None,
-        "ceilings": list(CEILINGS[facts.name]) if facts.name in CEILINGS else None,
+        "ceilings": None if facts.ceilings is None else list(facts.ceilings),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

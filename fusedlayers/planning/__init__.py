@@ -8,7 +8,7 @@ from typing import Any
 
 from .avoiding import configurations, without_avoided
 from .call import KERNEL_PATHS, Call, Decision, why_never_kernels
-from .devices import BACKENDS, CEILINGS, Device, floor_seconds
+from .devices import BACKENDS, Device, floor_seconds
 from .ffn_chunked import WORKSPACE_LIMIT, ChunkPass, ChunkPlan
 from .gemm_gemm import Plan, Problem
 from .gemm_reduce import ReducePlan, ReduceProblem
@@ -30,7 +30,6 @@ def plan(problem: Call, device: Device, backend: str = "auto") -> Any:
 
 __all__ = [
     "BACKENDS",
-    "CEILINGS",
     "KERNEL_PATHS",
     "WORKSPACE_LIMIT",
     "Call",

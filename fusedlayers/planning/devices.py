@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 
+from .measured import FIGURES, Figures
+
 BACKENDS = ("auto", "triton", "torch")
 
 # Bound of temporary memory, in bytes: the float32 partials of one call.
 PARTIALS_LIMIT = 128 * 2**20
-
-# Peak rates, (FLOP/s in 16 bits, bytes/s): large matrix products and device copies measured on random data.
-CEILINGS: dict[str, tuple[float, float]] = {"NVIDIA H200": (790e12, 4.3e12)}
 
 SIXTEEN_BITS = ("float16", "bfloat16")
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -31,10 +30,24 @@ class Device:
     avoided: frozenset[str] = frozenset()
     why_no_kernels: str = ""  # why no kernel may run although Triton is there
 
+    @property
+    def measured(self) -> bool:
+        """Whether anything was measured on GPUs of this architecture."""
+        return self.architecture in FIGURES
+
+    @property
+    def figures(self) -> Figures:
+        """What was measured on GPUs of this architecture."""
+        return FIGURES.get(self.architecture, FIGURES["other"])
+
+    @property
+    def ceilings(self) -> tuple[float, float] | None:
+        """Its peak rates, (FLOP/s in 16 bits, bytes/s), where they are on record."""
+        return self.figures.ceilings.get(self.name)
+
 
 def floor_seconds(flops: int, moved_bytes: int, dtype: str, device: Device) -> float | None:
     """The time no version beats by much, from the device's measured ceilings; None where these are unknown."""
-    ceilings = CEILINGS.get(device.name)
-    if ceilings is None or dtype not in SIXTEEN_BITS:
+    if device.ceilings is None or dtype not in SIXTEEN_BITS:
         return None
-    return max(flops / ceilings[0], moved_bytes / ceilings[1])
+    return max(flops / device.ceilings[0], moved_bytes / device.ceilings[1])

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..kernels.tuning.cross_entropy import RowTiles, row_tiles
-from .call import Call, Decision, Facts, Yields, direction, no_kernels, not_measured, too_small, why_not_kernels
+from .call import Call, Decision, Facts, Yields, direction, no_kernels, too_small, why_not_kernels
 from .devices import Device, floor_seconds
+from .measured import LinearCrossEntropy
 
 # Rows of logits start at a multiple of so many elements, so that products read and write them in whole vectors whatever
 # the vocabulary: GPT-2's 50,257 columns side by side made every product take three to four times as long.
@@ -26,10 +27,6 @@ SMALLEST_CHUNK, LARGEST_CHUNK = 176 * 2**20, 2**30
 CHUNK_WITHOUT_WEIGHT_GRADIENT = 128 * 2**20
 # Up to so many chunks the sum of dW is rounded to its own dtype after each, from more on it is float32.
 ROUNDED_CHUNKS = 2
-# Logits from which the path was faster than torch (launched one by one, inside a CUDA graph); None: not measured.
-FASTER_FROM: tuple[int, int] | None = None
-# A program takes a row, which must be long enough to keep it busy: a classifier's few classes are torch's.
-FEWEST_CLASSES = 4096
 
 
 @dataclass(frozen=True)
@@ -142,7 +139,8 @@ class LossPlan(Decision):
 def plan(problem: LossProblem, device: Device, backend: str = "auto") -> LossPlan:
     """The path that runs ``problem`` on ``device``."""
     unsupported = why_unsupported(problem, device)
-    torch_because = why_not_kernels(problem, device, backend, unsupported, why_slower)
+    figures = device.figures.linear_cross_entropy
+    torch_because = why_not_kernels(problem, device, backend, unsupported, figures, why_slower)
     p, chunked = problem, torch_because is None
     rows = choose_rows(problem) if chunked else 0
     chunks = -(-p.M // rows) if rows else 0
@@ -186,15 +184,13 @@ def why_unsupported(problem: LossProblem, device: Device) -> str | None:
     return "the kernel takes classes as targets, not their probabilities" if problem.probabilities else None
 
 
-def why_slower(problem: LossProblem, device: Device) -> str | None:
+def why_slower(problem: LossProblem, device: Device, figures: LinearCrossEntropy) -> str | None:
     """Why torch is expected to be faster."""
-    if (reason := not_measured(problem, device)) is not None:
-        return reason
-    if problem.V < FEWEST_CLASSES:
-        return f"rows of {problem.V:,} classes are short: torch runs those of fewer than {FEWEST_CLASSES:,}"
-    if FASTER_FROM is None:
+    if figures.fewest_classes > problem.V:
+        return f"rows of {problem.V:,} classes are short: torch runs those of fewer than {figures.fewest_classes:,}"
+    if figures.faster_from is None:
         return "it was not measured beside torch's operations; FUSEDLAYERS_BACKEND=triton runs it"
-    return too_small(problem.M * problem.V, "logits", FASTER_FROM, problem.captured)
+    return too_small(problem.M * problem.V, "logits", figures.faster_from, problem.captured)
 
 
 def choose_rows(problem: LossProblem) -> int:
