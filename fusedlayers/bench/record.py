@@ -59,6 +59,7 @@ import torch
 
 from .. import __version__, planning, sources
 from ..devices import describe
+from ..folders import write_json
 from ..kernels.device import HAS_TRITON
 from .timing import Timing
 
@@ -90,10 +91,7 @@ def new_record(arguments: list[str], device: torch.device, method: dict[str, obj
 
 def write(record: Record, path: Path) -> None:
     """The record as JSON; a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
-    partial.replace(path)
+    write_json(record, path)
 
 
 def finish(record: Record) -> None:

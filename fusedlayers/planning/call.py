@@ -149,6 +149,8 @@ class Decision:
         return []
 
 
+# What measures kernels beside torch on the user's own GPU.
+CALIBRATE = "python -m fusedlayers.bench calibrate"
 # The paths that launch kernels of ours.
 KERNEL_PATHS = ("fused", "epilogue")
 
@@ -168,11 +170,20 @@ def no_kernels(problem: Any, device: Device) -> str | None:
     return "there is nothing to compute" if problem.empty else None
 
 
+def unmeasured(device: Device) -> str | None:
+    """Why auto mode takes no kernel on this device unless something like the call was measured on it, or None."""
+    if device.measured:
+        return None
+    where = device.architecture or device.kind
+    if device.calibration is not None:
+        return f"nothing like it was measured on this {where} GPU; {CALIBRATE} measures more"
+    return f"the kernels were not measured on {where}; {CALIBRATE} does that, FUSEDLAYERS_BACKEND=triton runs them"
+
+
 def not_measured(problem: Any, device: Device) -> str | None:
     """Why auto mode leaves this device or this dtype to torch whatever the sizes, or None."""
-    if not device.measured:
-        where = device.architecture or device.kind
-        return f"the kernels were not measured on {where}; FUSEDLAYERS_BACKEND=triton runs them"
+    if reason := device.left_to_torch or unmeasured(device):
+        return reason
     if problem.dtype == "float32":
         return "float32 products in IEEE precision do not use the matrix units; torch's kernels are faster"
     return None
@@ -215,6 +226,9 @@ def why_not_kernels(
 
 def why_never_kernels(problem: Any, device: Device, backend: str) -> str | None:
     """Why no kernel runs ``problem`` on this device at any size, given the user's wish; None where some may."""
+    known = device.calibration
+    if backend == "auto" and known is not None and known.has_wins(problem.operation, problem.dtype):
+        backend = "triton"
     return why_not_kernels(problem, device, backend, no_kernels(problem, device), device.figures, lambda *_: None)
 
 

@@ -1,8 +1,14 @@
 """What every plan knows: the device, its peak rates, dtypes, and the user's switches."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .measured import FIGURES, Figures
+
+if TYPE_CHECKING:
+    from .calibration import Calibration
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -18,7 +24,8 @@ KERNEL_DTYPES = ("float16", "bfloat16", "float32")
 class Device:
     """What planning knows of a device: ``kind`` is torch's device type, ``triton`` whether kernels run on it.
 
-    ``avoided`` names the tile configurations that failed the self-test on it.
+    ``avoided`` names the tile configurations that failed the self-test on it, ``calibration`` is what was measured on
+    it, and ``left_to_torch`` why auto mode takes no kernel on it.
     """
 
     kind: str
@@ -28,6 +35,8 @@ class Device:
     triton: bool = False
     pipelined: bool = False  # whether the warp-specialised kernels run on it too
     avoided: frozenset[str] = frozenset()
+    calibration: Calibration | None = None
+    left_to_torch: str = ""
     why_no_kernels: str = ""  # why no kernel may run although Triton is there
 
     @property
