@@ -260,8 +260,8 @@ def test_the_backend_that_the_user_set(pretend: Callable[[Device], None], monkey
             A100,
             (2**22, 64, 256),
             {},
-            "Runs through torch: the kernels were not measured on sm_80; python -m fusedlayers.bench calibrate does that, "
-            "FUSEDLAYERS_BACKEND=triton runs them.",
+            "Runs through torch: the kernels were not measured on sm_80; python -m fusedlayers.bench calibrate does "
+            "that, FUSEDLAYERS_BACKEND=triton runs them.",
         ),
     ],
 )

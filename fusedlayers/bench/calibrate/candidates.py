@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from itertools import chain, zip_longest
@@ -91,7 +92,10 @@ def of_model(name: str) -> tuple[list[Trial], list[str]]:
         ValueError: there is no such function, or it gives something else.
     """
     model, inputs = _made(name)
-    replacing.replace(model)
+    with warnings.catch_warnings():
+        # Where there is nothing to replace, the model may call this library itself.
+        warnings.filterwarnings("ignore", message="nothing was replaced")
+        replacing.replace(model)
     trials, left = [], []
     for problem in _problems(model, inputs):
         trial = trial_of(problem)
@@ -116,8 +120,8 @@ def trial_of(problem: Any) -> Trial | None:
         given = {name: values[name] for name in ("activation", "gated", "op") if name in values}
         backward = bool(getattr(problem, "training", False)) and case.backward
         dropped = 0.1 if values.get("dropout") else 0.0
-        # Of losses, which have a mean.
-        given.setdefault("op", "mean")
+        if "reduction" in values:
+            given["op"] = "mean"  # the one that losses are benchmarked with
         for bias in (True, False):
             options = Options(**given, bias=bias, dropout_p=dropped)
             trial = Trial(case.name, options, shape, dtype, backward=backward)
