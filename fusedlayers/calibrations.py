@@ -32,6 +32,7 @@ logger = logging.getLogger("fusedlayers")
 
 SCHEMA = 1
 _PLACE = ("gpu", "processors", "torch", "compiler", "sources")
+Place = tuple[Any, ...]
 # JSON as it is read and written.
 Json = dict[str, Any]
 
@@ -52,10 +53,10 @@ def on_record(facts: Device) -> Calibration | None:
     except ValueError as error:
         logger.warning("%s; it is ignored until the next calibration", error)
         return None
-    place = place_of(facts) if records else {}
+    place = place_of(facts) if records else ()
     entries = [found for record in records if _place(record) == place for found in trusted(record)]
     if records and not entries:
-        changed = [name for name in _PLACE if any(record[name] != place[name] for record in records)]
+        changed = [name for name, now in zip(_PLACE, place, strict=True) if any(each[name] != now for each in records)]
         logger.warning(
             "%s has no figures for %s with these versions (others: %s): python -m fusedlayers.bench calibrate",
             path, facts.name, ", ".join(changed) or "none",
@@ -63,24 +64,20 @@ def on_record(facts: Device) -> Calibration | None:
     return Calibration(entries) if entries else None
 
 
-def place_of(facts: Device) -> Json:
+def place_of(facts: Device) -> Place:
     """Where figures hold: the device, and all versions that they depend on."""
-    values = (
-        facts.name, facts.processors, torch.__version__, toolchain(facts.architecture), sources.kernels_and_rules(),
-    )  # fmt: skip
-    return dict(zip(_PLACE, values, strict=True))
+    compiler = toolchain(facts.architecture)
+    return facts.name, facts.processors, torch.__version__, compiler, sources.kernels_and_rules()
 
 
 def add(facts: Device, entries: Iterable[Entry], driver: str | None) -> Path:
     """Puts entries on record, in place of earlier ones for the same problems, and returns the file."""
-    path, place = calibration_file(), place_of(facts)
-    records = {_key(record): record for record in (_read_or_none(path) or [])}
+    path, place, records = calibration_file(), place_of(facts), _own_records()
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    known = records.get(_key(place), {"entries": []})["entries"]
-    merged = {_problem(entry): entry for entry in known} | {
-        _problem(entry): entry for entry in (_as_json(found, place) for found in entries)
-    }
-    records[_key(place)] = place | {"driver": driver, "measured": now, "entries": list(merged.values())}
+    known = records.get(place, {"entries": []})["entries"]
+    merged = {_problem(entry): entry for entry in [*known, *(_as_json(found, place) for found in entries)]}
+    about = dict(zip(_PLACE, place, strict=True)) | {"driver": driver, "measured": now}
+    records[place] = about | {"entries": list(merged.values())}
     _write(records.values(), path)
     return path
 
@@ -91,13 +88,11 @@ def merge(paths: Sequence[Path]) -> tuple[int, int]:
     Raises:
         ValueError: a file cannot be read, or is no record; the message names it, and nothing was merged.
     """
-    own = calibration_file()
-    given = [record for path in paths for record in read(path)]
-    records = {_key(record): record for record in (_read_or_none(own) or [])}
+    given, records = [record for path in paths for record in read(path)], _own_records()
     taken = dropped = 0
     for record in given:
         place = _place(record)
-        into = records.setdefault(_key(record), record | {"entries": []})
+        into = records.get(place, record | {"entries": []})
         known = {_problem(entry): entry for entry in into["entries"]}
         for entry in record["entries"]:
             if entry["hash"] != _hash(entry, place):
@@ -105,8 +100,8 @@ def merge(paths: Sequence[Path]) -> tuple[int, int]:
             elif _problem(entry) not in known or entry["speed"] < known[_problem(entry)]["speed"]:
                 known[_problem(entry)] = entry
                 taken += 1
-        records[_key(record)] = into | {"entries": list(known.values())}
-    _write(records.values(), own)
+        records[place] = into | {"entries": list(known.values())}
+    _write(records.values(), calibration_file())
     return taken, dropped
 
 
@@ -155,23 +150,19 @@ def trusted(record: Json) -> list[Entry]:
     return [_entry(entry) for entry in record["entries"] if entry["hash"] == _hash(entry, place)]
 
 
-def _read_or_none(path: Path) -> list[Json] | None:
-    """Records that can be read; what cannot be is replaced."""
+def _own_records() -> dict[Place, Json]:
+    """The user's own by their place; a file that cannot be read is replaced."""
     try:
-        return read(path)
+        return {_place(record): record for record in read(calibration_file())}
     except ValueError:
-        return None
+        return {}
 
 
 def _write(records: Iterable[Json], path: Path) -> None:
     write_json({"schema": SCHEMA, "records": list(records)}, path)
 
 
-def _place(record: Json) -> Json:
-    return {name: record[name] for name in _PLACE}
-
-
-def _key(record: Json) -> tuple[Any, ...]:
+def _place(record: Json) -> Place:
     return tuple(record[name] for name in _PLACE)
 
 
@@ -179,12 +170,12 @@ def _problem(entry: Json) -> str:
     return json.dumps([entry[name] for name in ("operation", "flags", "sizes", "replayed")], sort_keys=True)
 
 
-def _hash(entry: Json, place: Json) -> str:
+def _hash(entry: Json, place: Place) -> str:
     figures = {name: value for name, value in entry.items() if name != "hash"}
     return hashlib.sha256(json.dumps([place, figures], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _as_json(entry: Entry, place: Json) -> Json:
+def _as_json(entry: Entry, place: Place) -> Json:
     found: Json = {
         "operation": entry.features.operation,
         "flags": dict(entry.features.flags),

@@ -390,6 +390,17 @@ def test_one_rank_measures(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert capsys.readouterr().out.startswith("calibrate: rank 0 measures; what it writes is read by the other ranks")
 
 
+def test_a_cache_folder_that_cannot_be_written_is_named_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for words in ([], ["--merge", "team.json"]):
+        with pytest.raises(SystemExit):
+            command.main(["calibrate", *words])
+        assert "file is no folder)" in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

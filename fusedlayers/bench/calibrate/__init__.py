@@ -18,6 +18,7 @@ import torch
 
 from ... import calibrations
 from ...devices import describe, record_failures, uncalibrated
+from ...folders import check_folder
 from ...kernels.device import HAS_TRITON, interpreted, toolchain
 from ...planning import Device
 from ...planning.calibration import Calibration, Entry, features
@@ -63,6 +64,7 @@ def main(chosen: argparse.Namespace) -> int:
     Raises:
         ValueError: an argument is wrong, or a file; the message names it.
     """
+    check_folder(calibrations.calibration_file().parent)
     if chosen.export or chosen.merge:
         return _share(chosen.merge or (), chosen.export)
     if os.environ.get("RANK", "0") != "0":
@@ -135,6 +137,7 @@ def _calibrate(chosen: argparse.Namespace, device: torch.device) -> int:
                 break
             continue
         print(f"  {label(trial)}: {', '.join(map(outcome, entries))}")
+        torch.cuda.empty_cache()
         # After each call, so that nothing is lost where the run is interrupted.
         path = calibrations.add(facts, entries, driver)
         found += entries
@@ -176,7 +179,8 @@ def passed(trials: Sequence[Trial], facts: Device, device: torch.device) -> list
 def label(trial: Trial) -> str:
     """A call in words."""
     options, case = trial.options, trial.prepared()[0]
-    words = [options.activation] if case.has_activation else [options.op] if "op" in case.flags else []
+    words = [options.activation] if case.has_activation else []
+    words += [options.op, "rows" if options.dim == -2 else "columns"] if "op" in case.flags else []
     words += [word for word, given in (("gated", options.gated), ("bias", options.bias)) if given]
     passes = "forward and backward" if case.backward else "forward"
     return f"{' '.join([trial.case, shape_text(trial.shape), *words, trial.dtype])}, {passes}"

@@ -174,7 +174,7 @@ def _rows(case: Case, shape: Shape) -> list[Shape]:
     if _ROWS not in case.letters:
         return [shape]
     place = case.letters.index(_ROWS)
-    fewer = max(1, shape[place] // 4 - 1)
+    fewer = max(1, (shape[place] // 4 - 1) | 1)
     return [shape, (*shape[:place], fewer, *shape[place + 1 :])]
 
 
