@@ -126,12 +126,9 @@ def _calibrate(chosen: argparse.Namespace, device: torch.device) -> int:
             break
         try:
             entries = entries_of(trial, device, SECONDS)
-        except DroppedError as error:
-            print(f"  dropped: {label(trial)}: {error}")
-            continue
         except Exception as error:
-            words = f"{type(error).__name__}: {error}".splitlines()[0]
-            print(f"  dropped: {label(trial)}: {words}")
+            words = str(error) if isinstance(error, DroppedError) else f"{type(error).__name__}: {error}"
+            print(f"  dropped: {label(trial)}: {words.splitlines()[0]}")
             if is_broken(device):
                 print("calibrate: the GPU takes no more calls of this process; run it again", file=sys.stderr)
                 break
