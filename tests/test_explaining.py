@@ -176,7 +176,12 @@ def test_lines_follow_the_call(pretend: Callable[[Device], None]) -> None:
     [
         (CPU, (100, 64, 256), {}, "the kernels need a CUDA or ROCm GPU, and the tensors are on device type cpu"),
         (changed(H200, triton=False), (100, 64, 256), {}, "Triton is not installed"),
-        (A100, (2**22, 64, 256), {}, "the kernels were not measured on sm_80; FUSEDLAYERS_BACKEND=triton runs them"),
+        (
+            A100,
+            (2**22, 64, 256),
+            {},
+            "the kernels were not measured on sm_80; python -m fusedlayers.bench calibrate does that",
+        ),
         (H200, (100, 64, 256), {}, "the call is too small: 25,600 hidden elements"),
         (H200, (2**20, 1024, 4096), {}, "width 1024 (padded 1024) of bfloat16 does not fit on chip in forward"),
         (H200, (2**20, 256, 1024), {}, "in training torch was as fast or faster at width 256"),
@@ -255,7 +260,8 @@ def test_the_backend_that_the_user_set(pretend: Callable[[Device], None], monkey
             A100,
             (2**22, 64, 256),
             {},
-            "Runs through torch: the kernels were not measured on sm_80; FUSEDLAYERS_BACKEND=triton runs them.",
+            "Runs through torch: the kernels were not measured on sm_80; python -m fusedlayers.bench calibrate does "
+            "that, FUSEDLAYERS_BACKEND=triton runs them.",
         ),
     ],
 )

@@ -65,7 +65,7 @@ def test_kernels_run_where_they_were_measured_faster(problem: Problem) -> None:
         (replace(TRAINING, K=512, O=512), H200, "width 512 (padded 512) of bfloat16 does not fit on chip in forward"),
         (replace(TRAINING, O=257), H200, "width 257 (padded 512) of bfloat16 does not fit on chip"),
         (replace(TRAINING, K=129, O=129, dtype="float32"), H200, "width 129 (padded 256) of float32 does not fit"),
-        (TRAINING, A100, "the kernels were not measured on sm_80; FUSEDLAYERS_BACKEND=triton runs them"),
+        (TRAINING, A100, "the kernels were not measured on sm_80; python -m fusedlayers.bench calibrate"),
         (TRAINING, MI300, "not measured on gfx942"),
         (replace(TRAINING, dtype="float32"), H200, "float32 products in IEEE precision do not use the matrix units"),
         (replace(TRAINING, M=100), H200, "too small: 25,600 hidden elements, faster than torch from"),

@@ -80,7 +80,7 @@ def test_chunks_of_the_widest_layers_keep_the_limit(size: tuple[int, int, int], 
 @pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
 def test_no_cut_costs_less_than_the_one_that_is_found(kernels: bool, gated: bool, size: tuple[int, int, int]) -> None:
     """The search leaves out cuts by bounds of their costs; here all of them are tried."""
-    layer = Layer(*size, "bfloat16", 2, gated, False, 2**26, kernels, "cuda", 132)
+    layer = Layer(*size, "bfloat16", 2, gated, False, 2**26, kernels, "cuda", 132, H200.figures.chunk_costs)
     for data, weights in ((True, True), (True, False), (False, True)):
         search = _search(layer, data, weights)
         for tokens in (2, 100, 1000, 8192, 16_384, 24_577, 50_000, 131_072, 10**6):

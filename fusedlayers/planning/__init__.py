@@ -7,8 +7,9 @@ holds its problem, its planner, and its plan with what ``explain`` prints of it.
 from typing import Any
 
 from .avoiding import configurations, without_avoided
-from .call import KERNEL_PATHS, Call, Decision, why_never_kernels
-from .devices import BACKENDS, CEILINGS, Device, floor_seconds
+from .calibration import as_measured
+from .call import KERNEL_PATHS, Call, Decision, unmeasured, why_never_kernels
+from .devices import BACKENDS, Device, floor_seconds
 from .ffn_chunked import WORKSPACE_LIMIT, ChunkPass, ChunkPlan
 from .gemm_gemm import Plan, Problem
 from .gemm_reduce import ReducePlan, ReduceProblem
@@ -23,14 +24,16 @@ def plan(problem: Call, device: Device, backend: str = "auto") -> Any:
     """The path that runs ``problem`` on ``device``: the plan of its operation.
 
     ``backend`` is the user's wish: ``"auto"`` takes what was measured fastest, ``"triton"`` the kernels wherever they
-    can run, ``"torch"`` never a kernel. What failed the self-test on the device is avoided whatever the wish.
+    can run, ``"torch"`` never a kernel. What was measured on the device itself comes before what is known of its
+    architecture, and what failed the self-test on it is avoided whatever the wish.
     """
+    if backend == "auto" and (made := as_measured(problem, device)) is not None:
+        return made
     return without_avoided(problem.plan, device, backend) if device.avoided else problem.plan(device, backend)
 
 
 __all__ = [
     "BACKENDS",
-    "CEILINGS",
     "KERNEL_PATHS",
     "WORKSPACE_LIMIT",
     "Call",
@@ -56,5 +59,6 @@ __all__ = [
     "configurations",
     "floor_seconds",
     "plan",
+    "unmeasured",
     "why_never_kernels",
 ]

@@ -6,15 +6,12 @@ Every new number of tokens is planned while a user waits, so that only what depe
 import math
 from typing import NamedTuple
 
-# What a launch costs, in bytes that could be moved meanwhile: the device fills and drains. On an H200 (16,384 tokens ×
-# 1024 × 4096) two slices instead of one, 12 launches more, took 131 µs, in which it moves 48 MiB for each of them.
-LAUNCH_BYTES = 48 * 2**20
+from .measured import ChunkCosts
+
 # Rows and columns of tiles: those of cuBLAS's large products, and those of the kernels and of what is added to float32
 # sums, which were not seen to be computed in larger ones, nor in ranges of the tokens. Two shapes of the same size.
 LARGE_TILES = ((128, 256), (256, 128))
 SMALL_TILES = ((128, 128), (128, 128))
-# What an H200 computes in the time in which it moves a byte.
-FLOPS_FOR_A_BYTE = 184
 
 
 class Layer(NamedTuple):
@@ -31,6 +28,7 @@ class Layer(NamedTuple):
     kernels: bool  # whether kernels compute the chunks, or torch's operations
     device_kind: str
     processors: int
+    costs: ChunkCosts
 
     @property
     def parts(self) -> int:
@@ -74,7 +72,7 @@ class ChunkCost(NamedTuple):
 
 def chunk_cost(layer: Layer, cut: Cut, whole: bool) -> ChunkCost:
     """The cost of a chunk but for what is the same however the hidden is cut; ``whole``: it has all tokens."""
-    parts, element, processors = layer.parts, layer.element_bytes, layer.processors
+    parts, element, processors, costs = layer.parts, layer.element_bytes, layer.processors, layer.costs
     K, O, columns, part = layer.K, layer.O, cut.columns, cut.slice_columns
     slices = math.ceil(columns / part)
     first, down = parts * columns * K, columns * O
@@ -99,14 +97,14 @@ def chunk_cost(layer: Layer, cut: Cut, whole: bool) -> ChunkCost:
             ranges = _ranges(height, width, processors) if whole else 1
             sums += count * 2 * 4 * height * width * (ranges if ranges > 1 else 0)
             idle = _idle_elements(height, width, processors, LARGE_TILES if whole else SMALL_TILES, ranges)
-            row_sums += count * 2 * idle / FLOPS_FOR_A_BYTE
+            row_sums += count * 2 * idle / costs.flops_for_a_byte
     waves = []
     for count, width, inner, tiles in products:
         (height, across), (other_height, other_across) = tiles
-        wave = 2 * count * inner * processors * height * across / FLOPS_FOR_A_BYTE
+        wave = 2 * count * inner * processors * height * across / costs.flops_for_a_byte
         waves.append((wave, height, math.ceil(width / across), other_height, math.ceil(width / other_across)))
-    computed = sum(2 * count * width * inner for count, width, inner, _ in products) / FLOPS_FOR_A_BYTE
-    fixed = launches * LAUNCH_BYTES + elements * element + sums
+    computed = sum(2 * count * width * inner for count, width, inner, _ in products) / costs.flops_for_a_byte
+    fixed = launches * costs.launch_bytes + elements * element + sums
     return ChunkCost(fixed, row_elements * element + row_sums, computed, tuple(waves), processors)
 
 

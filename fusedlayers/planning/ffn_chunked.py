@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from .devices import SIXTEEN_BITS, Device
-from .ffn_chunk_costs import FLOPS_FOR_A_BYTE, ChunkCost, Cut, Layer, chunk_cost
+from .ffn_chunk_costs import ChunkCost, Cut, Layer, chunk_cost
 
 # Bytes of temporary memory that a call with recompute=True may take, forward or backward, unless the user names others.
 WORKSPACE_LIMIT = 64 * 2**20
@@ -188,7 +188,7 @@ def plan(problem: Any, device: Device, kernels: bool) -> ChunkPlan:
     p = problem
     layer = Layer(
         p.K, p.N, p.O, p.dtype, p.element_bytes, p.gated, p.dropout, p.workspace_limit, kernels, device.kind,
-        device.processors,
+        device.processors, device.figures.chunk_costs,
     )  # fmt: skip
     forward = p.N * _forward_bytes(layer)
     rows = _rows(p.M, p.workspace_limit // forward)
@@ -208,7 +208,7 @@ def _passes(layer: Layer, tokens: int, data: bool, weights: bool) -> tuple[Chunk
         _, first = _search(layer, True, False).cheapest(tokens)
         _, second = _search(layer, False, True).cheapest(tokens)
         return first or ChunkPass(1, 1, 1, True, False), second or ChunkPass(1, 1, 1, False, True)
-    again = 2.0 * tokens * layer.N * (layer.parts * layer.K + layer.O) / FLOPS_FOR_A_BYTE
+    again = 2.0 * tokens * layer.N * (layer.parts * layer.K + layer.O) / layer.costs.flops_for_a_byte
     # What both may cost; often one pass alone costs more, and the other is not looked for.
     left = cost / APART_FROM - again
     cost, first = _search(layer, True, False).cheapest(tokens, left)

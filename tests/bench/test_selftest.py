@@ -94,6 +94,14 @@ def test_a_fault_is_named_recorded_avoided_and_forgotten(
     assert ffn_plan().path == "fused"
 
 
+def test_a_test_of_some_configurations_leaves_what_is_on_record_of_others(cache: Path) -> None:
+    devices.record_failures(H200, ["first", "second"])
+    devices.record_failures(H200, ["third"], tested={"second", "third"})
+    assert devices.failures_on_record(H200) == {"first", "third"}
+    devices.record_failures(H200, [], tested={"first", "third"})
+    assert json.loads(cache.read_text()) == {}
+
+
 @pytest.mark.interpreter
 @pytest.mark.parametrize("trial", few_trials(), ids=str)
 def test_every_operation_passes_through_the_interpreter(trial: Trial) -> None:

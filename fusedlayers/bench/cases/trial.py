@@ -9,7 +9,7 @@ import torch
 
 from ... import planning
 from ...functional.switches import switched
-from ...planning import Decision, Device
+from ...planning import Call, Decision, Device
 from .case import ALL, DTYPES, Case, Inputs, Options, Shape
 
 # (tokens, hidden) of a feed-forward block: whole tiles, and tails in both.
@@ -81,12 +81,15 @@ class Trial:
             for name, tensor in inputs.items()
         }
 
-    def plan(self, device: Device) -> Decision:
-        """What runs on ``device`` if kernels are forced; planned without data."""
+    def problem(self) -> Call:
+        """The planning problem, without data."""
         case, options = self.prepared()
         operands = case.operands(self.shape, options)
         blank = {name: operand.blank(DTYPES[self.dtype], case.backward) for name, operand in operands.items()}
         with torch.set_grad_enabled(case.backward), switched(self.switches):
-            problem = case.problem(blank, options)
-        plan: Decision = planning.plan(problem, replace(device, **self.facts), "triton")
+            return case.problem(blank, options)
+
+    def plan(self, device: Device) -> Decision:
+        """What runs on ``device`` if kernels are forced."""
+        plan: Decision = planning.plan(self.problem(), replace(device, **self.facts), "triton")
         return plan
