@@ -113,7 +113,7 @@ class LossProblem(Call):
 
     @property
     def pads_weight(self) -> bool:
-        """Whether products read copies of weight and bias that have a row for every padded column."""
+        """Whether torch's products are slow unless weight and bias have a row for every padded column."""
         return self.V * self.element_bytes % VECTOR_BYTES != 0
 
     @property
@@ -147,6 +147,11 @@ class LossPlan(Decision):
     def chunks(self) -> int:
         """How many chunks the tokens are cut into."""
         return -(-self.problem.M // self.rows) if self.rows else 0
+
+    @property
+    def pads_weight(self) -> bool:
+        """Whether products read copies of weight and bias that have a row for every padded column."""
+        return self.path == "chunked" and self.problem.pads_weight
 
     def runs(self) -> str:
         return "in chunks of tokens" if self.path == "chunked" else super().runs()

@@ -40,7 +40,7 @@ class Head(NamedTuple):
         input, linear_weight, target, linear_bias, weight = operands
         weights = None if weight is None else weight.to(torch.float32).contiguous()
         total = None if weights is None else weights.sum()
-        if plan.problem.pads_weight:
+        if plan.pads_weight:
             linear_weight = _padded(linear_weight, plan.problem.padded_columns)
             linear_bias = None if linear_bias is None else _padded(linear_bias, plan.problem.padded_columns)
         return cls(rows_of(input), linear_weight, linear_bias, target.contiguous(), weights, total, plan, arithmetic)
