@@ -258,7 +258,10 @@ def _replace_heads(model: nn.Module, replaced: list[Entry], skipped: list[Entry]
             skipped.append(Entry(path, kind.__name__, None, "already fused"))
         if isinstance(module, ReplacedModule) or module in changing or (name := find_head(module)) is None:
             continue
-        if reason := why_class_stays(module) or why_head_left(module, name):
+        reason = why_class_stays(module) or why_head_left(module, name)
+        if getattr(module, name) in changing:
+            reason = f"a rule takes {name}"
+        if reason is not None:
             skipped.append(Entry(path, kind.__name__, None, f"its loss makes logits: {reason}"))
             continue
         head = getattr(module, name)
