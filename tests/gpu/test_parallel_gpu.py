@@ -6,7 +6,11 @@ import pytest
 import torch
 
 # Imported to be collected here, too.
-from tests.models.test_distributed import test_checkpointing_stays, test_two_steps_are_the_same  # noqa: F401
+from tests.models.test_distributed import (  # noqa: F401
+    test_a_loss_without_logits,
+    test_checkpointing_stays,
+    test_two_steps_are_the_same,
+)
 from tests.test_parallel import (  # noqa: F401
     test_data_parallel,
     test_dropout_differs_between_processes_and_is_replayed,
