@@ -88,7 +88,9 @@ class FusedLossHead(ReplacedModule):
                 return method(self, *args, **kwargs)
         else:
             reason = self.why_called()
-            if reason is not None or traced() or torch.is_inference_mode_enabled():
+            # Off in inference mode, where nobody counts what is written into, and in the forward pass of an autograd
+            # Function, such as a reentrant checkpoint's, outside of which logits would have no gradient.
+            if reason is not None or traced() or not torch._C._is_fwd_grad_enabled():
                 if reason is not None:
                     say_once(self, reason, OWN_FORWARD)
                 return method(self, *args, **kwargs)
@@ -190,6 +192,9 @@ class HeadInside:
             return logits._values
         if is_dynamo_compiling():
             return NO_LOGITS
+        if torch._C._current_graph_task_id() != -1:
+            # A checkpoint runs the model again in its backward pass, and takes tensors alone for outputs.
+            return logits._tensor("in a backward pass")
         # No wrapper of a model takes what is no tensor for an output with a gradient, which DDP and FSDP2 would use.
         return logits if logits._modes[0] else LogitsOnDemand(logits)
 

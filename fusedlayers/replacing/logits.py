@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_map_only
 
 from .uncomputed import Uncomputed
 
+# A softcap, or None, and a scale.
+_Arithmetic = tuple["float | None", float]
 # By the names of functions and methods.
 _PRODUCTS = ("mul", "multiply", "__mul__", "__rmul__")
 _QUOTIENTS = ("div", "divide", "true_divide", "__truediv__")
@@ -125,7 +127,7 @@ class Logits(Uncomputed):
                 return after
         return self._tensor("in to").to(*args, **kwargs)
 
-    def _arithmetic(self) -> tuple[float | None, float] | None:
+    def _arithmetic(self) -> _Arithmetic | None:
         """The softcap and the scale of ``linear_cross_entropy`` that amount to the steps; None where none do."""
         factor, divisor, cap, cap_divisor, capped = 1.0, 1.0, 1.0, 1.0, False
         for step, value in self._steps:
@@ -157,7 +159,7 @@ class LogitsOnDemand(Tensor):
 
     @staticmethod
     def __new__(cls: type[LogitsOnDemand], logits: Logits) -> LogitsOnDemand:
-        found: Any = Tensor._make_wrapper_subclass(cls, logits.shape, dtype=logits.dtype, device=logits.device)  # type: ignore[attr-defined]
+        found: Any = Tensor._make_wrapper_subclass(cls, logits.shape, dtype=logits.dtype, device=logits.device)
         found._logits = logits
         return found
 
@@ -173,7 +175,7 @@ class LogitsOnDemand(Tensor):
         return cls._computed(function, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return cls._computed(function, args, kwargs)

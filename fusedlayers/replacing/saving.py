@@ -13,6 +13,7 @@ from ..devices import describe
 from ..functional.ffn.arguments import ffn_problem
 from ..functional.linear import LINEAR
 from ..functional.linear_cross_entropy.arguments import loss_problem
+from ..functional.operands import compute_dtype
 from ..functional.switches import backend
 from ..kernels.activations import ACTIVATIONS, canonical_activation
 from ..modules import FFNPieces, linear_weight
@@ -53,7 +54,7 @@ def facts_of_head(head: nn.Linear) -> tuple[tuple[int, int], str | None, str]:
     """The same of the loss of a model's last linear layer: the mean of a training batch's tokens."""
     weight, bias = head.weight, head.bias
     with torch.enable_grad():
-        x = torch.empty(TOKENS, weight.shape[1], dtype=weight.dtype, device="meta", requires_grad=True)
+        x = torch.empty(TOKENS, weight.shape[1], dtype=compute_dtype(weight), device="meta", requires_grad=True)
         target = torch.empty(TOKENS, dtype=torch.int64, device="meta")
         problem = loss_problem(x, weight, target, bias, reduction="mean")
     device = describe(weight.device)

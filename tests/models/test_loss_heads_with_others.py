@@ -227,3 +227,25 @@ def test_a_hook_of_the_model_sees_its_outputs(monkeypatch: pytest.MonkeyPatch) -
     with in_kernels(monkeypatch):
         results(model, inputs)
     assert all(torch.equal(each, seen[0]) for each in seen)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_all_of_it(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build("Llama"), text()
+
+    def run() -> dict[str, Tensor | None]:
+        # A reentrant checkpoint has a gradient if an input of its has one.
+        embedded = model.get_input_embeddings()(inputs["input_ids"])  # type: ignore[operator]
+        function = lambda x: model(inputs_embeds=x, labels=inputs["labels"], return_dict=False)  # noqa: E731
+        loss, logits = torch.utils.checkpoint.checkpoint(function, embedded, use_reentrant=reentrant)
+        model.zero_grad()
+        (loss + (logits * 1).square().mean()).backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    expected = run()
+    replaced(model)
+    with in_kernels(monkeypatch) as paths:
+        found = run()
+    assert paths["linear_cross_entropy chunked"] == 2 - reentrant
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
