@@ -36,6 +36,7 @@ SIZES = [0, 1, 2, 3, 15, 16, 17, 31, 33, 63, 65, *([127, 129, 431, 767] if ON_GP
 # Rows of a chunk on the chunked path: no test's row count is a multiple of it.
 CHUNK_ROWS = 7
 
+LOSSES = ("linear_cross_entropy", "linear_log_probs")
 BIASES = ("b_up", "b_down", "b_gate")
 Tensors = Mapping[str, Tensor | None]
 
@@ -56,9 +57,9 @@ def on_path(
     def plan(problem: planning.Problem, device: planning.Device, wish: str) -> planning.Plan:
         # What failed the self-test on this machine is not what a test means to leave out.
         made = planning.plan(problem, replace(device, **{"avoided": frozenset(), **facts}), wish)
-        # The loss of a whole model has its own path in kernels.
-        ours = fused if problem.operation != "linear_cross_entropy" else "chunked" if in_triton else "torch"
-        assert problem.empty or made.path == ours, made
+        # The loss of a whole model has paths of its own.
+        taken = (made.path != "torch") is in_triton if problem.operation in LOSSES else made.path == fused
+        assert problem.empty or taken, made
         return made
 
     with pytest.MonkeyPatch.context() as patch:
