@@ -1,4 +1,4 @@
-"""``tests/test_parallel.py`` and ``tests/models/test_distributed.py`` over NCCL, on two GPUs, with compiled kernels."""
+"""The tests of two processes over NCCL, on two GPUs, with compiled kernels."""
 
 from __future__ import annotations
 
@@ -21,6 +21,16 @@ from tests.test_parallel import (  # noqa: F401
     test_tensor_parallel_keeping_less,
     test_tensor_parallel_modules,
     test_tensor_parallel_under_autocast,
+)
+from tests.test_parallel_loss import (  # noqa: F401
+    test_autocast,
+    test_classes_in_parts,
+    test_classes_in_parts_in_other_dtypes,
+    test_classes_in_parts_with_tokens_in_parts,
+    test_data_parallel_loss,
+    test_frozen_classes,
+    test_targets_that_are_no_classes,
+    test_what_is_not_split,
 )
 
 pytestmark = [
