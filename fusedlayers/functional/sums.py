@@ -32,11 +32,15 @@ def summed_rows(matrix: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """Adds ``leftᵀ @ right`` to the total, which the ``first`` product begins, unrounded where the total is float32."""
+    """Adds ``leftᵀ @ right`` to the total, which the ``first`` product begins, unrounded where the total is wider."""
     beta = 0 if first else 1
     if left.dtype == total.dtype:
         torch.addmm(total, left.T, right, beta=beta, out=total)
     elif left.is_cuda:
         torch.addmm(total, left.T, right, beta=beta, out_dtype=total.dtype, out=total)
     else:
-        torch.addmm(total, left.T.to(total.dtype), right.to(total.dtype), beta=beta, out=total)
+        # Without that product both are converted first: so much at a time that it takes a quarter of the total's bytes.
+        step = max(1, total.numel() // (4 * max(1, sum(total.shape))))
+        for left_part, right_part in zip(left.split(step), right.split(step), strict=True):
+            torch.addmm(total, left_part.T.to(total.dtype), right_part.to(total.dtype), beta=beta, out=total)
+            beta = 1

@@ -9,7 +9,7 @@ from typing import Any
 from .avoiding import configurations, without_avoided
 from .call import KERNEL_PATHS, Call, Decision, why_never_kernels
 from .devices import BACKENDS, CEILINGS, Device, floor_seconds
-from .ffn_chunked import WORKSPACE_LIMIT, ChunkPass, ChunkPlan
+from .ffn_chunked import ChunkPlan
 from .gemm_gemm import Plan, Problem
 from .gemm_reduce import ReducePlan, ReduceProblem
 from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem
@@ -32,10 +32,8 @@ __all__ = [
     "BACKENDS",
     "CEILINGS",
     "KERNEL_PATHS",
-    "WORKSPACE_LIMIT",
     "Call",
     "Choice",
-    "ChunkPass",
     "ChunkPlan",
     "Decision",
     "Device",
