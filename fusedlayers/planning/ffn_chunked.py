@@ -79,7 +79,12 @@ def plan(problem: Any, device: Device, kernels: bool) -> ChunkPlan:
     room = limit - sums - (0 if kernels else limit // ROWS_SHARE)
     most = max(room // (unit + hidden), min(p.K, room // unit) if summed else 0, 1)
     # As few groups as fit, but two, so that nothing holds the whole hidden.
-    columns = _columns(p.N, max(2, math.ceil(p.N / (most // _step(most) * _step(most)))))
+    groups = max(2, math.ceil(p.N / (most // _step(most) * _step(most))))
+    columns = _columns(p.N, groups)
+    if groups > 2 and columns < p.K <= most:
+        # Not more of them, and square weight gradients, as whole waves of tiles as those of the width itself: of 14,336
+        # units and 4096 columns, 512 tiles of 128 × 256 and not 448 on 132 SMs.
+        columns = p.K
     hidden_in_dx = summed and columns <= p.K
     taken = sums + columns * (unit + hidden * (not hidden_in_dx))
     group_rows = p.M

@@ -108,14 +108,15 @@ def _one_group(
     """
     dx, dw_up, dw_down, db_up, _, dw_gate, db_gate = found
     size, hidden = (x.shape[0], weights.w_up.shape[0]), None
-    if dw_down is not None:
+    if dw_down is not None and dx is not None and call.plan.chunks.hidden_in_dx:
         # Nobody needs the memory of dx before the last group is done with its hidden.
-        lent = dx is not None and call.plan.chunks.hidden_in_dx
-        hidden = dx.view(-1)[: size[0] * size[1]].view(size) if lent else x.new_empty(size)
+        hidden = dx.view(-1)[: size[0] * size[1]].view(size)
+    elif dw_down is not None:
+        hidden = x.new_empty(size)
     dz = _pre_activations(x, weights)
     biases = [None if gradient is None else gradient[units] for gradient in (db_up, db_gate)]
     _hidden_gradient(call, dy, weights, dz, hidden, biases, seed)
-    if dw_down is not None:
+    if dw_down is not None and hidden is not None:
         torch.mm(dy.T, hidden, out=dw_down[:, units])
     for d_pre, gradient in zip(dz, (dw_up, dw_gate), strict=False):
         if gradient is not None:
