@@ -121,7 +121,7 @@ class Descriptor(NamedTuple):
 
     def complete(self) -> Any:
         """Gluon's own descriptor, with the layout of the block in shared memory, as compilation needs it."""
-        dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int8: gl.int8}[self.base.dtype]
+        dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[self.base.dtype]
         layout = gl.NVMMASharedLayout.get_default_for(self.block_shape, dtype)
         return TensorDescriptor(self.base, self.shape, self.strides, self.block_shape, layout)
 

@@ -111,11 +111,13 @@ class _Forgetful(dict[Any, Any]):
         pass
 
 
-def small_chunks(problem: planning.Problem, rows: int) -> planning.ChunkPlan:
-    """Chunks of ``rows`` tokens and all hidden units, as the planner has them where these are few."""
-    wanted = (problem.needs_data_gradient, problem.needs_weight_gradient)
-    step = planning.ChunkPass(rows, problem.N, max(1, problem.N // 2), *wanted)
-    return planning.ChunkPlan(rows, (step,) if problem.training else (), 0)
+def small_chunks(problem: planning.Problem, rows: int, columns: int | None = None) -> planning.ChunkPlan:
+    """Chunks of ``rows`` tokens, and groups of ``columns`` hidden units, or of two thirds of them."""
+    if not problem.training:
+        return planning.ChunkPlan(rows, 0, 0, False, 0)
+    columns = columns or -(-2 * problem.N // 3)
+    hidden_in_dx = problem.needs_data_gradient and problem.element_bytes == 2 and columns <= problem.K
+    return planning.ChunkPlan(rows, columns, rows, hidden_in_dx, 0)
 
 
 def ffn_inputs(

@@ -166,7 +166,7 @@ def every_problem() -> Iterator[Call]:
                         yield MaxSimProblem(2, 3, M, 3 * N, K, dtype, **gradients)
                     yield WeightGradientProblem(M, N, K, dtype)
                     yield HiddenGradientProblem(M, N, K, dtype, gated=M > N)
-        # So wide that the gradient of x is carried over groups of hidden units.
+        # So wide that the gradient of x is summed over groups of hidden units.
         for gated, dropout in itertools.product((False, True), repeat=2):
             wanted = {"needs_data_gradient": True, "needs_weight_gradient": True, "recompute": True}
             yield Problem("ffn", 1, 8192, 4096, 14_336, 4096, dtype, gated=gated, dropout=dropout, **wanted)

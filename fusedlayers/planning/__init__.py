@@ -10,7 +10,7 @@ from .avoiding import configurations, without_avoided
 from .calibration import as_measured
 from .call import KERNEL_PATHS, Call, Decision, unmeasured, why_never_kernels
 from .devices import BACKENDS, Device, floor_seconds
-from .ffn_chunked import WORKSPACE_LIMIT, ChunkPass, ChunkPlan
+from .ffn_chunked import ChunkPlan
 from .gemm_gemm import Plan, Problem
 from .gemm_reduce import ReducePlan, ReduceProblem
 from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem
@@ -35,10 +35,8 @@ def plan(problem: Call, device: Device, backend: str = "auto") -> Any:
 __all__ = [
     "BACKENDS",
     "KERNEL_PATHS",
-    "WORKSPACE_LIMIT",
     "Call",
     "Choice",
-    "ChunkPass",
     "ChunkPlan",
     "Decision",
     "Device",

@@ -6,7 +6,7 @@ Its forward pass keeps the pre-activations, where torch keeps them, the activate
 from dataclasses import dataclass
 from typing import Any
 
-from ..kernels.tuning import EpiloguePipeline, EpilogueTiles, data_gradient_tiles, epilogue_tiles
+from ..kernels.tuning import EpiloguePipeline, EpilogueTiles, epilogue_tiles
 from . import hidden_gradient
 from .call import no_kernels, too_small
 from .devices import Device
@@ -21,33 +21,35 @@ VECTOR = 8
 class EpiloguePlan:
     """The tiles of the kernels; no gradient without one that goes through the hidden.
 
-    Those of dx are there where it is carried from one group of hidden units to the next: the chunked path alone.
+    ``data_gradient_pipeline`` is there where dx is summed over groups of hidden units: on the chunked path alone, and
+    where no kernel does that, torch's product does.
     """
 
     hidden_tiles: EpilogueTiles
     hidden_pipeline: EpiloguePipeline | None
     gradient: HiddenGradientPlan | None
-    data_gradient_tiles: EpilogueTiles | None = None
     data_gradient_pipeline: EpiloguePipeline | None = None
 
 
-def plan(problem: Any, device: Device, rows: int, carried: bool = False) -> EpiloguePlan:
-    """The tiles for at most so many ``rows`` of ``problem``, a ``planning.Problem`` of an FFN; ``carried``: dx is."""
+def plan(problem: Any, device: Device, columns: int, summed: bool = False) -> EpiloguePlan:
+    """The tiles for ``problem``, a ``planning.Problem`` of an FFN, whose backward pass takes ``columns`` at a time.
+
+    ``summed``: dx is summed over such groups of hidden units.
+    """
     p = problem
-    gradient = None
+    gradient = data = None
     if p.training:
-        gradient = hidden_gradient.plan(_gradient_problem(p, rows), device, "triton")
+        gradient = hidden_gradient.plan(_gradient_problem(p, columns), device, "triton")
+        if summed and p.needs_data_gradient:
+            data = hidden_gradient.epilogue_pipeline("data_gradient", p, device)
     pipeline = hidden_gradient.epilogue_pipeline("hidden", p, device)
     tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
-    if not carried:
-        return EpiloguePlan(tiles, pipeline, gradient)
-    data_pipeline = hidden_gradient.epilogue_pipeline("data_gradient", p, device)
-    return EpiloguePlan(tiles, pipeline, gradient, data_gradient_tiles(device.architecture), data_pipeline)
+    return EpiloguePlan(tiles, pipeline, gradient, data)
 
 
-def _gradient_problem(p: Any, rows: int) -> HiddenGradientProblem:
+def _gradient_problem(p: Any, columns: int) -> HiddenGradientProblem:
     return HiddenGradientProblem(
-        M=rows, N=p.N, O=p.O, dtype=p.dtype, activation=p.activation, gated=p.gated, dropout=p.dropout,
+        M=p.M, N=columns, O=p.O, dtype=p.dtype, activation=p.activation, gated=p.gated, dropout=p.dropout,
         bias=p.needs_bias_gradient,
     )  # fmt: skip
 
@@ -68,7 +70,7 @@ def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
     if (reason := _why_portable(problem, device, figures.least_width)) is not None:
         return reason
-    if problem.training and hidden_gradient.choose_pipeline(_gradient_problem(problem, problem.M), device) is None:
+    if problem.training and hidden_gradient.choose_pipeline(_gradient_problem(problem, problem.N), device) is None:
         return "the sums of so many rows pass their limit in the kernel that was measured faster than torch"
     few = problem.gated and problem.waits_for_host
     least_rows = figures.least_launched_rows if few else figures.least_rows

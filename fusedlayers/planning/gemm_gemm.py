@@ -31,7 +31,7 @@ from .call import (
 )
 from .costs import gemm_units, kept_by_torch, saved_bytes
 from .devices import PARTIALS_LIMIT, Device, floor_seconds
-from .ffn_chunked import WORKSPACE_LIMIT, ChunkPlan
+from .ffn_chunked import ChunkPlan
 from .ffn_epilogue import EpiloguePlan
 from .measured import GemmGemm
 
@@ -41,8 +41,7 @@ class Problem(Call):
     """One call: ``y = act(x W_upᵀ) W_downᵀ`` per batch entry, and which gradients will be asked for.
 
     ``needs_data_gradient`` speaks of x, ``needs_weight_gradient`` of anything that the weight-gradient kernel yields.
-    ``saved_limit`` is the most bytes that may be kept for the backward pass, None for any number; ``workspace_limit``
-    is the most bytes of temporary memory with ``recompute=True``.
+    ``saved_limit`` is the most bytes that may be kept for the backward pass, None for any number.
     """
 
     operation: str  # "ffn" (weights shared by the batch) or "gemm_gemm" (weights of each batch entry)
@@ -61,7 +60,6 @@ class Problem(Call):
     compiled: bool = False  # by torch.compile, whose calls cost the host less than launches one by one
     recompute: bool | str = "auto"
     saved_limit: int | None = None
-    workspace_limit: int = WORKSPACE_LIMIT
     portable: str = ""  # the name of an operand of a wide FFN that only portable kernels can read, if there is one
 
     family: ClassVar[str] = "gemm_gemm"  # an FFN and a batched GEMM-GEMM are the same kernels
@@ -129,7 +127,7 @@ class Plan(Decision):
 
     yields: ClassVar[Yields] = {
         **dict.fromkeys(("forward_tiles", "epilogue hidden_tiles", "epilogue hidden_pipeline"), ("y",)),
-        **dict.fromkeys(("epilogue data_gradient_tiles", "epilogue data_gradient_pipeline"), ("dx",)),
+        "epilogue data_gradient_pipeline": ("dx",),
         "data_gradient_tiles": ("dx", "da", "db_down"),
     }
 
@@ -293,7 +291,7 @@ def _bounded_splits(problem: Problem, wanted: int, row_tile: int) -> int:
     limit = PARTIALS_LIMIT
     if problem.recompute is True:
         # Partials of few units and many splits could be larger than the hidden itself.
-        limit = min(limit, problem.workspace_limit, 4 * problem.batch * problem.M * problem.N - 1)
+        limit = min(limit, ffn_chunked.workspace_limit(problem), 4 * problem.batch * problem.M * problem.N - 1)
     return max(1, min(wanted, most, limit // problem.partial_bytes))
 
 
@@ -313,8 +311,6 @@ def plan_on(
         weight_tiles = _tiles("weight_gradient", problem, device)
     passes = 1 if weight_tiles is None else (weight_tiles.pipelined or weight_tiles).passes
     chunks = ffn_chunked.plan(problem, device, chunk_kernels) if path == "chunked" else None
-    if chunks is not None:
-        passes = max(1, len(chunks.passes))
     stored = _stored(problem, device) if path == "fused" else None
     forward_units, backward_units = gemm_units(problem, path, passes, stored is not None)
     flops = int(2 * rows * problem.K * problem.N * (forward_units + backward_units))
@@ -348,7 +344,7 @@ def plan_on(
                 "workspace_bytes": hidden_bytes + partial_bytes,
             }
     elif path == "epilogue":
-        epilogue = ffn_epilogue.plan(problem, device, problem.M)
+        epilogue = ffn_epilogue.plan(problem, device, problem.N)
         workspace = problem.hidden_bytes
         if epilogue.gradient is not None:
             # The gradients of the pre-activations, the hidden for that of w_down, and sums over rows.
@@ -361,9 +357,7 @@ def plan_on(
     elif chunks is not None:
         options = {"chunks": chunks, "workspace_bytes": chunks.workspace_bytes}
         if chunk_kernels:
-            largest = max([chunks.rows, *(each.rows for each in chunks.passes)])
-            carried = any(each.carried for each in chunks.passes)
-            epilogue = ffn_epilogue.plan(problem, device, largest, carried)
+            epilogue = ffn_epilogue.plan(problem, device, chunks.columns, summed=True)
             options |= {"epilogue": epilogue, "accuracy": activation_accuracy(problem, device)}
     reason = {
         "fused": "the kernels keep no hidden",

@@ -5,7 +5,7 @@ other architectures were compiled only. ``python -m fusedlayers.bench selftest``
 """
 
 from .column_sums import BAND_BLOCKS, COLUMN_SUM_TILES, ColumnSumTiles
-from .gemm_epilogue import EPILOGUE_PIPELINES, EpiloguePipeline, EpilogueTiles, data_gradient_tiles, epilogue_tiles
+from .gemm_epilogue import EPILOGUE_PIPELINES, EpiloguePipeline, EpilogueTiles, epilogue_tiles
 from .gemm_gemm import (
     SHORTEST_SPLIT,
     WIDEST_X_IN_REGISTERS,
@@ -55,7 +55,6 @@ __all__ = [
     "TileConfig",
     "WeightGradientPipeline",
     "WeightGradientTiles",
-    "data_gradient_tiles",
     "epilogue_tiles",
     "gather_config",
     "has_tanh",

@@ -117,7 +117,7 @@ def _trials(device: Device) -> Iterator[Trial]:
     # Several chunks, whose weight gradients are added up in float32; and in the backward pass.
     for dtype in ("bf16", "fp16"):
         for op in ("sum", "none"):
-            yield Trial("linear_cross_entropy", Options(op=op), (TOKENS, WIDTH, 5003), dtype, "in groups")
+            yield Trial("linear_cross_entropy", Options(op=op), (TOKENS, WIDTH, 5003), dtype, "in chunks")
 
 
 CASE = HeadCase(

@@ -16,18 +16,18 @@ from .case import ALL, DTYPES, Case, Inputs, Options, Shape
 WHOLE, RAGGED = (1024, 512), (1061, 488)
 # Few SMs, so that each program of a pipelined kernel takes many tiles, with two consumers; as many as there are,
 # with one consumer; the portable kernels, where the pipelined ones would run; recomputing, where a backward pass would
-# store what is hidden; recomputing in little memory, so that there are several groups of hidden units; and weights that
-# lie transposed, which the pipelined kernels read as they are.
+# store what is hidden, or pre-activations; in little memory, so that there are several chunks of logits; and weights
+# that lie transposed, which the pipelined kernels read as they are.
 MACHINES: dict[str, dict[str, Any]] = {
     "few": {"processors": 4},
     "all": {},
     "portable": {"pipelined": False},
     "recomputing": {"processors": 4, "recompute": True},
     "recomputing, all": {"recompute": True},
-    "in groups": {"processors": 4, "recompute": True, "workspace": 2},
-    "in groups, portable": {"pipelined": False, "recompute": True, "workspace": 2},
+    "recomputing, portable": {"pipelined": False, "recompute": True},
+    "in chunks": {"processors": 4, "workspace": 2},
     "few, transposed": {"processors": 4, "transposed": True},
-    "in groups, transposed": {"processors": 4, "recompute": True, "workspace": 2, "transposed": True},
+    "recomputing, transposed": {"processors": 4, "recompute": True, "transposed": True},
 }
 # What is no fact of the device: an argument of the call, MiB of temporary memory, and how weights lie.
 _NO_FACTS = ("recompute", "workspace", "transposed")

@@ -9,7 +9,6 @@ from ...kernels.hopper import ALIGNMENT, matrix, untransposed
 from ...planning import Problem
 from ..call import PLAIN_TENSORS, captured, observed, subclass_of, traced, transformed, wants_gradient
 from ..operands import check_given, check_layout, check_shape, check_tensors, compute_dtype, input_precision, said
-from ..switches import workspace_limit
 
 _PLAIN = frozenset({*PLAIN_TENSORS, type(None)})
 _NAMES = ("x", "w_up", "w_down", "w_gate", "b_up", "b_gate")
@@ -134,7 +133,6 @@ def ffn_problem(
         needs_bias_gradient=wants_gradient(b_up, b_gate),
         recompute=recompute if isinstance(recompute, (bool, str)) else "auto",
         saved_limit=budget,
-        workspace_limit=workspace_limit(),
         input_precision=input_precision(x.device, dtype),
         captured=captured(x.device),
         compiled=traced(),

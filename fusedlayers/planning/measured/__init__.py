@@ -104,14 +104,6 @@ class LinearCrossEntropy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkCosts:
-    """What an FFN's chunks cost, roughly."""
-
-    launch_bytes: int  # that could be moved during a launch: the device fills and drains
-    flops_for_a_byte: float  # computed in the time in which a byte is moved
-
-
-@dataclass(frozen=True, kw_only=True)
 class TileCosts:
     """What a pipelined tile of a weight gradient costs, which the choice among them is made by."""
 
@@ -134,7 +126,6 @@ class Figures:
     copies on random data.
     """
 
-    chunk_costs: ChunkCosts
     tile_costs: TileCosts
     ceilings: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     gemm_gemm: GemmGemm | None = None

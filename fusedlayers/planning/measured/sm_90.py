@@ -1,7 +1,6 @@
 """Measured on an H200, in bfloat16, against the best of torch."""
 
 from . import (
-    ChunkCosts,
     Epilogue,
     Figures,
     GemmGemm,
@@ -113,9 +112,6 @@ FIGURES = Figures(
         faster_from={"chunked": (2**27, 2**26), "fused": (2**25, 2**23)},
         fewest_classes=4096,  # a program takes a row, which must keep it busy
     ),
-    # Two slices instead of one, 12 launches more, took 131 µs (16,384 tokens × 1024 × 4096), in which it moves 48 MiB
-    # for each of them.
-    chunk_costs=ChunkCosts(launch_bytes=48 * 2**20, flops_for_a_byte=184),
     tile_costs=TileCosts(
         clock=1.6e9,
         products_per_cycle=2048,
