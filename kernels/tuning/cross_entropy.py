@@ -33,14 +33,17 @@ class LogitPipeline:
 
     ``stages`` of ``step`` of the inner axis are on their way or on chip at once. The second consumer is ``lead``
     stages behind the first one, so that one of them has the matrix units while the other one reduces its tile.
-    ``group`` tiles below one another are computed before those to their right, by ``programs`` programs.
+    ``group`` tiles below one another are computed before those to their right, by ``programs`` programs; of
+    gradients, ``gradient_group``, which leave the chip through ``places`` of 64 columns for each consumer.
     """
 
     columns: int = 256
     step: int = 64
     stages: int = 4
     lead: int = 2
+    places: int = 2
     group: int = 12
+    gradient_group: int = 16
     programs: int = 132
 
 

@@ -189,6 +189,11 @@ def losses() -> None:
                     input, linear_weight, linear_weight[:, 0], target, *given, arithmetic, "ieee", tiles, 3,
                     loss=found[0], entropy=found[1], statistics=statistics,
                 )  # fmt: skip
+                factors = cross_entropy.row_factors(target, *given, classes, arithmetic, statistics, found[0])
+                cross_entropy.gradient_of_product(
+                    input, linear_weight, linear_weight[:, 0], target, given[0], statistics[0], factors, 0, arithmetic,
+                    "ieee", tiles, out=torch.empty_like(memory),
+                )  # fmt: skip
 
 
 if __name__ == "__main__":
