@@ -21,6 +21,8 @@ from tests.operands import DEVICE, DTYPES, ON_GPU, infinities, needs_kernels
 
 pytestmark = [
     infinities,
+    # The interpreter's maximum of a row of NaN.
+    pytest.mark.filterwarnings("ignore:All-NaN (slice|axis) encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
