@@ -322,6 +322,26 @@ FAULTS: tuple[Fault, ...] = (
         "test_linear_cross_entropy_fused groups_of_bands",
     ),
     _fault(
+        "last part of the vocabulary not padded with zeros", "kernels/cross_entropy/product_gradient.py",
+        "gradient = tl.where((cols < V)[None, :], gradient, 0.0)", "gradient = gradient + 0.0",
+        "test_linear_cross_entropy frozen_operands",
+    ),
+    _fault(
+        "target sought among the first columns of the vocabulary", "kernels/cross_entropy/product_gradient.py",
+        "other=-1) - start", "other=-1)",
+        "test_linear_cross_entropy edges_of_rows",
+    ),
+    _fault(
+        "sum of dx begun anew for every part of the vocabulary", "fusedlayers/functional/linear_cross_entropy/fused.py",
+        "first=not first)", "first=True)",
+        "test_linear_cross_entropy edges_of_rows",
+    ),
+    _fault(
+        "mean recomputed as a sum", "fusedlayers/functional/linear_cross_entropy/__init__.py",
+        "each = upstream[0] if factor in ([], [None]) else upstream[0] * factor[0]", "each = upstream[0]",
+        "test_linear_cross_entropy every_option",
+    ),
+    _fault(
         "padding of the chunked path's weight counted on chip", "fusedlayers/planning/linear_cross_entropy.py",
         "return self.path == \"chunked\" and self.problem.pads_weight", "return self.problem.pads_weight",
         "test_linear_cross_entropy_fused log_probabilities",

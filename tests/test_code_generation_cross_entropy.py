@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fusedlayers.kernels.tuning.cross_entropy import LogitPipeline
+from fusedlayers.kernels.tuning.cross_entropy import GradientPipeline, LogitPipeline
 from tests.selection import FULL
 from tests.test_code_generation import SHARED_LIMITS, compiled, faults
 
@@ -25,7 +25,7 @@ import compilation_record
 import torch
 from fusedlayers import functional
 from fusedlayers.kernels import cross_entropy
-from fusedlayers.kernels.tuning.cross_entropy import logit_tiles
+from fusedlayers.kernels.tuning.cross_entropy import gradient_tiles, logit_tiles
 
 read = code_generation._findings
 
@@ -79,7 +79,7 @@ def gradient(target, dtype, sizes, pipelined, bias=False, weight=False, **option
     M, K, V = sizes
     dtype = getattr(torch, dtype)
     bits = 8 * dtype.itemsize
-    tiles = logit_tiles(target, bits, 132, pipelined)
+    tiles = gradient_tiles(target, bits, 132, pipelined)
     tensors = torch.empty(M, K, dtype=dtype), torch.empty(V, K, dtype=dtype)
     bias, weight = torch.empty(V, dtype=dtype) if bias else None, torch.ones(V) if weight else None
     classes, statistics = torch.zeros(M, dtype=torch.int64), torch.empty(2, M)
@@ -181,7 +181,7 @@ def test_the_gradient_of_some_columns_on_hopper(tmp_path: Path) -> None:
     for report in found:
         assert not faults(report), (report["kernel"], report["dtype"], report["vocabulary"], faults(report))
     pipelined = [report for report in found if report["kernel"] == "pipelined_logit_gradient"]
-    assert [report["wgmma"] for report in pipelined] == [2 * LogitPipeline().step // 16] * 4
+    assert [report["wgmma"] for report in pipelined] == [2 * GradientPipeline().step // 16] * 4
     assert len(found) == 8, "factors of rows"
 
 

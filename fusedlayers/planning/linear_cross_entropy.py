@@ -15,8 +15,10 @@ from typing import Any, ClassVar
 
 from ..kernels.tuning import CONSUMER_ROWS
 from ..kernels.tuning.cross_entropy import (
+    GradientTiles,
     LogitTiles,
     RowTiles,
+    gradient_tiles,
     logit_tiles,
     pipelined_shares,
     portable_shares,
@@ -149,7 +151,7 @@ class LossProblem(Call):
 class LossPlan(Decision):
     """The path is "fused", "chunked", ``rows`` tokens at a time, or "torch"."""
 
-    yields: ClassVar[Yields] = {}
+    yields: ClassVar[Yields] = {"logit_tiles": ("y", "log_probs", "entropies")}
 
     rows: int = 0
     columns: int = 0  # of the logits whose gradient is in memory at once, with ``recompute``
@@ -157,6 +159,7 @@ class LossPlan(Decision):
     wide_data_gradient: bool = False  # whether dx is float32 until it is rounded
     tiles: RowTiles | None = None
     logit_tiles: LogitTiles | None = None  # of the fused path
+    gradient_tiles: GradientTiles | None = None  # of its backward pass
     ranges: int = 1  # into which its portable kernel divides the columns
     accuracy: str = "exact"  # of exponentials in the kernel: one of kernels.activations.ACCURACIES
 
@@ -272,6 +275,7 @@ def fused_options(problem: LossProblem, device: Device) -> dict[str, Any]:
     return {
         "logit_tiles": tiles,
         "ranges": ranges,
+        "gradient_tiles": gradient_tiles(device.architecture, 8 * p.element_bytes, device.processors, device.pipelined),
         "columns": gradient_columns,
         "wide_sum": wide_sum,
         "wide_data_gradient": p.needs_data_gradient and p.element_bytes < 4,

@@ -10,7 +10,7 @@ from ..device import tl, triton
 from ..gemm_reduce.operands import scores
 from ..launching import ceil_div, launch
 from ..tiles import grouped_tile, load_vector, store_tile
-from ..tuning.cross_entropy import LogitTiles
+from ..tuning.cross_entropy import GradientTiles
 from . import pipelined
 from .elements import gradient_of, logits_of
 from .losses import LossArithmetic, class_weight, gradient_factors
@@ -122,7 +122,7 @@ def gradient_of_product(
     start: int,
     arithmetic: LossArithmetic,
     input_precision: str,
-    tiles: LogitTiles,
+    tiles: GradientTiles,
     *,
     out: torch.Tensor,
 ) -> None:

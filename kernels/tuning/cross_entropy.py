@@ -33,18 +33,26 @@ class LogitPipeline:
 
     ``stages`` of ``step`` of the inner axis are on their way or on chip at once. The second consumer is ``lead``
     stages behind the first one, so that one of them has the matrix units while the other one reduces its tile.
-    ``group`` tiles below one another are computed before those to their right, by ``programs`` programs; of
-    gradients, ``gradient_group``, which leave the chip through ``places`` of 64 columns for each consumer.
+    ``group`` tiles below one another are computed before those to their right, by ``programs`` programs.
     """
 
     columns: int = 256
     step: int = 64
     stages: int = 4
     lead: int = 2
-    places: int = 2
     group: int = 12
-    gradient_group: int = 16
     programs: int = 132
+
+
+@dataclass(frozen=True)
+class GradientPipeline(LogitPipeline):
+    """The same product with the gradient of logits as its result, which leaves the chip in parts of 64 columns.
+
+    Each consumer has ``places`` for them. A power of two as ``group``, whose tiles are next to one another.
+    """
+
+    group: int = 16
+    places: int = 2
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,13 @@ class LogitTiles:
     num_warps: int
     num_stages: int
     pipelined: LogitPipeline | None = None
+
+
+@dataclass(frozen=True)
+class GradientTiles(LogitTiles):
+    """The same for the gradient of logits."""
+
+    pipelined: GradientPipeline | None = None
 
 
 class Shares(NamedTuple):
@@ -99,6 +114,13 @@ def logit_tiles(architecture: str, bits: int, processors: int, pipelined: bool) 
     pipeline = LogitPipeline(programs=processors)
     # A band of rows has at least one program.
     return replace(tiles, pipelined=replace(pipeline, group=min(pipeline.group, processors)))
+
+
+def gradient_tiles(architecture: str, bits: int, processors: int, pipelined: bool) -> GradientTiles:
+    """The tiles of the gradient of logits, likewise."""
+    tiles = logit_tiles(architecture, bits, processors, pipelined)
+    pipeline = None if tiles.pipelined is None else GradientPipeline(programs=processors)
+    return GradientTiles(tiles.block_m, tiles.block_n, tiles.block_k, tiles.num_warps, tiles.num_stages, pipeline)
 
 
 def portable_shares(tiles: LogitTiles, rows: int, columns: int, ranges: int) -> Shares:

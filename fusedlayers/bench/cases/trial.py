@@ -16,14 +16,16 @@ from .case import ALL, DTYPES, Case, Inputs, Options, Shape
 WHOLE, RAGGED = (1024, 512), (1061, 488)
 # Few SMs, so that each program of a pipelined kernel takes many tiles, with two consumers; as many as there are,
 # with one consumer; the portable kernels, where the pipelined ones would run; recomputing, where a backward pass would
-# store what is hidden; recomputing in little memory, so that there are several groups of hidden units; and weights that
-# lie transposed, which the pipelined kernels read as they are.
+# store what is hidden; recomputing in little memory, so that there are several groups of hidden units or of classes;
+# little memory for what does not recompute; and weights that lie transposed, which the pipelined kernels read as they
+# are.
 MACHINES: dict[str, dict[str, Any]] = {
     "few": {"processors": 4},
     "all": {},
     "portable": {"pipelined": False},
     "recomputing": {"processors": 4, "recompute": True},
     "recomputing, all": {"recompute": True},
+    "in chunks": {"processors": 4, "workspace": 2},
     "in groups": {"processors": 4, "recompute": True, "workspace": 2},
     "in groups, portable": {"pipelined": False, "recompute": True, "workspace": 2},
     "few, transposed": {"processors": 4, "transposed": True},

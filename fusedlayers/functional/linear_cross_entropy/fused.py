@@ -46,7 +46,7 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The wanted gradients of input, linear_weight and linear_bias, for upstream gradients ``[M]`` of the losses."""
     plan, input, dtype = head.plan, head.input, head.input.dtype
-    assert plan.logit_tiles is not None
+    assert plan.gradient_tiles is not None
     tokens, classes = len(input), head.classes
     factors = kernels.row_factors(
         head.target, head.weight, head.weight_sum, classes, head.arithmetic, statistics, upstream
@@ -65,7 +65,7 @@ def gradients(
         kernels.gradient_of_product(
             input, weight, None if head.linear_bias is None else head.linear_bias[columns], head.target,
             None if head.weight is None else head.weight[columns], statistics[0], factors, first, head.arithmetic,
-            plan.problem.input_precision, plan.logit_tiles, out=gradient,
+            plan.problem.input_precision, plan.gradient_tiles, out=gradient,
         )  # fmt: skip
         if dx is not None:
             add_product(dx, gradient.T, weight if width == count else padded(weight, width), first=not first)

@@ -9,7 +9,7 @@ from ...hopper import Descriptor, Matrix, dense, fence_async_shared, gl, gluon, 
 from ...launching import launch
 from ...tiles import grouped_tile
 from ...tuning import CONSUMER_ROWS
-from ...tuning.cross_entropy import LogitPipeline
+from ...tuning.cross_entropy import GradientPipeline
 from ..elements import gradient_of, logits_of
 from .product import BAND, ROWS, begin, copy_tile, halves, make_ring, multiply
 
@@ -138,7 +138,7 @@ def gradient(
     numbers: Sequence[float],
     capped: bool,
     accuracy: str,
-    pipeline: LogitPipeline,
+    pipeline: GradientPipeline,
 ) -> None:
     """Fills ``out``, ``[M, C]``; ``vectors`` and the last ``numbers`` are those of the kernel's signature."""
     x, weight = matrices
@@ -152,7 +152,7 @@ def gradient(
         (x.columns, weight.rows, tile_columns),
         (rows, bands, start, *numbers),
         (
-            pipeline.columns, pipeline.step, pipeline.stages, pipeline.lead, pipeline.places, pipeline.gradient_group,
+            pipeline.columns, pipeline.step, pipeline.stages, pipeline.lead, pipeline.places, pipeline.group,
             numbers[0] != 1.0, capped, accuracy,
         ),
         descriptors=(
