@@ -1,11 +1,10 @@
-"""What a torch device can do, asked once per device: the facts that planning works with."""
+"""What a torch device can do, asked once per device: the facts that planning works with, and what is on record."""
 
 from __future__ import annotations
 
 import json
-import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -14,12 +13,16 @@ from typing import Any
 
 import torch
 
+from . import calibrations
+from .folders import cache_file, write_json
+from .kernels import hopper
 from .kernels.device import HAS_TRITON, interpreted, toolchain
-from .kernels.hopper import HAS_GLUON
 from .planning import Device
 
 # What tests and the self-test assume instead of what is asked.
 _assumed: dict[str, Any] = {}
+# Whether what was measured on a device is read with its facts.
+_calibrated = True
 
 
 def describe(device: torch.device) -> Device:
@@ -56,14 +59,37 @@ def _describe(device: torch.device) -> Device:
             architecture=architecture,
             processors=found.multi_processor_count,
             triton=HAS_TRITON,
-            pipelined=HAS_GLUON and architecture == "sm_90",
+            pipelined=hopper.runs_on(architecture),
         )
-    return replace(facts, avoided=failures_on_record(facts)) if facts.triton else facts
+    if not facts.triton:
+        return facts
+    calibration = calibrations.on_record(facts) if _calibrated else None
+    return replace(facts, avoided=failures_on_record(facts), calibration=calibration)
+
+
+@contextmanager
+def uncalibrated() -> Iterator[None]:
+    """What was measured on devices is unknown for a while, as if nothing had been; what is recorded then is known."""
+    global _calibrated
+    _calibrated = False
+    _describe.cache_clear()
+    try:
+        yield
+    finally:
+        _calibrated = True
+        _describe.cache_clear()
+
+
+def records() -> str:
+    """Which state of the user's records there is, by their sizes and times of change; empty without any."""
+    paths = (failures_file(), calibrations.calibration_file())
+    found = [path.stat() for path in paths if path.exists()]
+    return "".join(f" {each.st_size}-{each.st_mtime_ns}" for each in found)
 
 
 def failures_file() -> Path:
-    """Where the self-test records what failed: ``fusedlayers/selftest.json`` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusedlayers" / "selftest.json"
+    """Where the self-test records what failed."""
+    return cache_file("selftest.json")
 
 
 def failures_on_record(facts: Device) -> frozenset[str]:
@@ -73,20 +99,20 @@ def failures_on_record(facts: Device) -> frozenset[str]:
     return frozenset(_read(path).get(_place(facts), ())) if path.exists() else frozenset()
 
 
-def record_failures(facts: Device, names: Sequence[str]) -> Path | None:
-    """Replaces what is on record for such a device, and returns the file; None where there was and is nothing."""
+def record_failures(facts: Device, names: Collection[str], tested: Collection[str] | None = None) -> Path | None:
+    """Replaces what is on record for such a device, and returns the file; None where there was and is nothing.
+
+    ``tested`` are the configurations of a test of some; what is on record of others stays.
+    """
     path = failures_file()
     record = _read(path) if path.exists() else {}
     before = record.pop(_place(facts), None)
-    if names:
-        record[_place(facts)] = sorted(names)
+    kept = set() if tested is None or before is None else set(before) - set(tested)
+    if failed := kept.union(names):
+        record[_place(facts)] = sorted(failed)
     elif before is None:
         return None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Under a name of its own first, so that no other process reads half a file.
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps(record, indent=1))
-    unfinished.replace(path)
+    write_json(record, path)
     _describe.cache_clear()
     return path
 

@@ -1,10 +1,24 @@
-"""Whether files can be written somewhere, asked before the work whose results they hold."""
+"""Files that the library writes: where its own lie, how they are written, and whether a folder takes them."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
+
+
+def cache_file(name: str) -> Path:
+    """A file of the library's own in the user's cache folder, whether it is there or not."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusedlayers" / name
+
+
+def write_json(value: object, path: Path) -> None:
+    """``value`` as JSON; another process never reads half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")
+    unfinished.replace(path)
 
 
 def check_folder(folder: Path) -> None:

@@ -6,22 +6,28 @@ from pathlib import Path
 
 from . import kernels
 
-_ROOTS = (Path(__file__).resolve().parent, Path(kernels.__file__).resolve().parent)
+_PACKAGE, _KERNELS = Path(__file__).resolve().parent, Path(kernels.__file__).resolve().parent
+_ROOTS = (_PACKAGE, _KERNELS)
 
 
-def python_files() -> Iterator[tuple[str, Path]]:
+def python_files(roots: tuple[Path, ...] = _ROOTS) -> Iterator[tuple[str, Path]]:
     """Each file's path relative to its package, and the file."""
-    for root in _ROOTS:
+    for root in roots:
         for path in sorted(root.rglob("*.py")):
             yield path.relative_to(root).as_posix(), path
 
 
-def contents() -> str:
+def contents(roots: tuple[Path, ...] = _ROOTS) -> str:
     """A digest of all files, the same wherever the same sources are installed."""
     digest = hashlib.sha256()
-    for name, path in python_files():
+    for name, path in python_files(roots):
         digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def kernels_and_rules() -> str:
+    """A digest of what decides how fast a call is: the kernels, their tiles, and the rules of planning."""
+    return contents((_KERNELS, _PACKAGE / "planning"))[:16]
 
 
 def stamp() -> str:

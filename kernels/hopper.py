@@ -40,6 +40,11 @@ ALIGNMENT = 16  # bytes: of a copied matrix's address and row stride
 _MOST_ROWS = 2**31 - 2**16  # coordinates have 32 bits, also those of a tile that reaches past the end
 
 
+def runs_on(architecture: str) -> bool:
+    """Whether the kernels that use these instructions run on GPUs of ``architecture``."""
+    return HAS_GLUON and architecture == "sm_90"
+
+
 class Matrix(NamedTuple):
     """A tensor ``[Z, rows, columns]`` (or without Z) as TMA sees it: rows behind one another.
 
@@ -116,7 +121,7 @@ class Descriptor(NamedTuple):
 
     def complete(self) -> Any:
         """Gluon's own descriptor, with the layout of the block in shared memory, as compilation needs it."""
-        dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int8: gl.int8}[self.base.dtype]
+        dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[self.base.dtype]
         layout = gl.NVMMASharedLayout.get_default_for(self.block_shape, dtype)
         return TensorDescriptor(self.base, self.shape, self.strides, self.block_shape, layout)
 
@@ -129,7 +134,6 @@ class Descriptor(NamedTuple):
 
 __all__ = [
     "ALIGNMENT",
-    "HAS_GLUON",
     "Descriptor",
     "Geometry",
     "Matrix",

@@ -11,7 +11,7 @@ import argparse
 _LINEAR = ("linear", "linear_autograd", "linear_module", "planning_linear", "code_generation_split_k")
 _GEMM_GEMM = ("gemm_gemm", "ffn", "autograd", "planning", "planning_pipelined", "code_generation", "prepared_launches")
 _GPU_GEMM_GEMM = ("gemm_gemm_gpu", "ffn_gpu", "pipelined", "exact_integers")
-_EPILOGUE = ("ffn_epilogue", "ffn_chunked", "data_gradient", "planning_epilogue", "planning_chunks", "layouts")
+_EPILOGUE = ("ffn_epilogue", "ffn_chunked", "planning_epilogue", "planning_chunks", "layouts")
 _GPU_CROSS_ENTROPY = tuple(f"linear_cross_entropy_{kind}gpu" for kind in ("", "fused_", "recomputed_"))
 _GPU_EPILOGUE = ("ffn_epilogue_gpu", "data_gradient_gpu")
 _HIDDEN_GRADIENT = ("hidden_gradient", "code_generation_gradients")

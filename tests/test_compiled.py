@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedlayers as fl
-from fusedlayers import functional
+from fusedlayers import folders, functional
 from tests.compiled_cases import CALLS, ffn, given, nothing_compiled, outcome  # noqa: F401
 from tests.ffn_blocks import GatedBlock, mlp, rule_for
 from tests.operands import DEVICE, assert_equal, needs_kernels, on_path
@@ -233,8 +234,9 @@ def test_the_switches_are_read_when_a_call_is_traced(graphs: Graphs, monkeypatch
         graphs.compiled(functional.ffn)(**arguments)
 
 
-def test_what_dynamo_writes_down_names_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By that, torch's caches on disk tell the graphs of one version of the package from those of another."""
+def test_what_dynamo_writes_down_names_the_sources_and_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By that, torch's caches on disk tell graphs of another version of the package, or before a calibration."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     seen: list[str] = []
     ours = import_module("fusedlayers.functional.custom_ops")._SOURCES
     assert len(ours) == 16
@@ -248,7 +250,15 @@ def test_what_dynamo_writes_down_names_the_sources(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("fusedlayers.functional.custom_ops._SOURCES", "others")
     torch._dynamo.reset()
     torch.compile(functional.ffn, fullgraph=True, backend=keep)(**arguments)
-    assert seen == [f"auto False {ours}", "auto False others"]
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("selftest.json", "calibration.json"):
+        folders.write_json({}, folders.cache_file(name))
+        torch._dynamo.reset()
+        torch.compile(functional.ffn, fullgraph=True, backend=keep)(**arguments)
+    assert seen[:2] == [f"auto False {ours}", "auto False others"]
+    assert all(said.startswith(f"auto False {ours} 3-") for said in seen[2:])
+    assert len(seen[2].split()) + 1 == len(seen[3].split()) == 5
 
 
 def test_inference_mode(graphs: Graphs) -> None:

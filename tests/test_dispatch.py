@@ -132,10 +132,10 @@ def test_recompute_decides_too(
 
 
 def test_auto_takes_the_kernels_where_they_were_measured_faster(
-    reached: list[str], pretend: Callable[[Device], None], monkeypatch: pytest.MonkeyPatch
+    reached: list[str], pretend: Callable[[Device], None], measured: Callable[..., None]
 ) -> None:
     pretend(H200)
-    monkeypatch.setitem(planning.gemm_gemm.FASTER_FROM, ("ffn", False), ((64, (5 * 24, 0)),))
+    measured("gemm_gemm", faster_from={("ffn", False): ((64, (5 * 24, 0)),)})
     with torch.no_grad():
         x = torch.ones(5, 16, dtype=torch.bfloat16)
         w_up, w_down = x.new_ones(24, 16), x.new_ones(16, 24)
@@ -227,9 +227,8 @@ def test_one_line_says_which_path_and_why(caplog: pytest.LogCaptureFixture) -> N
         made(planning.Problem("ffn", 1, 5, 16, 24, 16, "float32"), dispatch.describe(torch.device("cpu"))).rejected
     )
     assert lines == [
-        f"ffn takes the torch path: {reason['fused']}",
-        f"gemm_gemm takes the torch path: {reason['fused']}",
-        f"ffn takes the chunked path: {reason['fused']}",
+        f"auto mode takes the torch path: {reason['fused']}",
+        "ffn takes the chunked path: recompute=True forbids keeping the hidden, which no kernel here holds on chip",
     ]
 
 

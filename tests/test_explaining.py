@@ -84,7 +84,7 @@ def test_every_line_on_a_cpu(pretend: Callable[[Device], None]) -> None:
         "if save, torch": "keeps 1,280 bytes, computes nothing again, takes 0 bytes of temporary memory (chosen)",
         "if save, epilogue": "the kernels need a CUDA or ROCm GPU, and the tensors are on device type cpu",
         "if recompute, fused": "the kernels need a CUDA or ROCm GPU, and the tensors are on device type cpu",
-        "if chunked": "keeps 320 bytes, computes 1 GEMM unit again, takes 2,368 bytes of temporary memory",
+        "if chunked": "keeps 320 bytes, computes 1 GEMM unit again, takes 2,560 bytes of temporary memory",
         "not fused": "the kernels need a CUDA or ROCm GPU, and the tensors are on device type cpu",
         "not epilogue": "the kernels need a CUDA or ROCm GPU, and the tensors are on device type cpu",
         "not chunked": "only recompute=True needs its memory guarantee",
@@ -160,14 +160,12 @@ def test_lines_follow_the_call(pretend: Callable[[Device], None]) -> None:
     assert call(operands, recompute=True)["not chunked"].startswith("the fused path keeps no hidden either")
     wide = call(tensors(2**16, 1024, 4096), recompute=True)
     assert wide["path"].startswith("chunked: recompute=True forbids keeping the hidden")
-    assert wide["chunks"] == "2560 tokens at a time; backward 2816 tokens × 2048 hidden units, 1024 at a time"
+    assert wide["chunks"] == "16384 tokens at a time; backward 1024 hidden units at a time"
     assert "does not fit on chip" in wide["not fused"]
     pretend(changed(H200, pipelined=True))
-    carried = call(tensors(8192, 2048, 8192), recompute=True)
-    assert carried["chunks"].endswith(
-        "; backward 8192 tokens × 2048 hidden units, 1024 at a time, dx carried in 20 bits"
-    )
-    assert carried["data-gradient tiles"].startswith("pipelined: 128 × 128 of the product")
+    grouped = call(tensors(8192, 2048, 8192), recompute=True)
+    assert grouped["chunks"] == "4096 tokens at a time; backward 2048 hidden units at a time"
+    assert grouped["data-gradient tiles"].startswith("pipelined: 128 × 128 of the product")
     assert wide["not torch"] == "recompute=True forbids keeping the hidden"
 
 
@@ -176,7 +174,12 @@ def test_lines_follow_the_call(pretend: Callable[[Device], None]) -> None:
     [
         (CPU, (100, 64, 256), {}, "the kernels need a CUDA or ROCm GPU, and the tensors are on device type cpu"),
         (changed(H200, triton=False), (100, 64, 256), {}, "Triton is not installed"),
-        (A100, (2**22, 64, 256), {}, "the kernels were not measured on sm_80; FUSEDLAYERS_BACKEND=triton runs them"),
+        (
+            A100,
+            (2**22, 64, 256),
+            {},
+            "the kernels were not measured on sm_80; python -m fusedlayers.bench calibrate does that",
+        ),
         (H200, (100, 64, 256), {}, "the call is too small: 25,600 hidden elements"),
         (H200, (2**20, 1024, 4096), {}, "width 1024 (padded 1024) of bfloat16 does not fit on chip in forward"),
         (H200, (2**20, 256, 1024), {}, "in training torch was as fast or faster at width 256"),
@@ -255,7 +258,8 @@ def test_the_backend_that_the_user_set(pretend: Callable[[Device], None], monkey
             A100,
             (2**22, 64, 256),
             {},
-            "Runs through torch: the kernels were not measured on sm_80; FUSEDLAYERS_BACKEND=triton runs them.",
+            "Runs through torch: the kernels were not measured on sm_80; python -m fusedlayers.bench calibrate does "
+            "that, FUSEDLAYERS_BACKEND=triton runs them.",
         ),
     ],
 )

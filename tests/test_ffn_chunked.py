@@ -15,7 +15,6 @@ from fusedlayers.functional import dispatch
 from fusedlayers.functional.ffn.arguments import ffn_problem
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.kernels.dropout import draw_seed
-from fusedlayers.planning import ChunkPass, ChunkPlan
 from tests.allocations import AllocatedBytes
 from tests.operands import (
     DEVICE,
@@ -32,28 +31,19 @@ from tests.operands import (
     on_path,
     results,
     seed_after,
+    small_chunks,
 )
 
 CPU = torch.device("cpu")
 GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-# Tokens × hidden units of a chunk × those of a slice, for 31 tokens and 24 hidden units: ragged ones, single ones, all
-# of one axis.
-CHUNKS = [(1, 24, 24), (7, 5, 2), (30, 23, 8), (31, 8, 8), (16, 24, 7), (64, 1, 1)]
+# Tokens at a time forward, hidden units at a time backward, for 31 tokens and 24 hidden units: ragged ones, single
+# ones, all of one axis.
+CHUNKS = [(1, 24), (7, 5), (30, 23), (31, 8), (16, 4), (64, 1)]
 
 
-def cut(monkeypatch: pytest.MonkeyPatch, *sizes: int, apart: bool = False, carried: bool = False) -> None:
-    """Chunks of these sizes from now on; ``apart``: dx and the weight gradients have a pass of their own.
-
-    ``carried``: dx is carried from group to group of hidden units, where both passes are one.
-    """
-
-    def plan(problem: planning.Problem, *_: Any) -> ChunkPlan:
-        data, weights = problem.needs_data_gradient, problem.needs_weight_gradient
-        passes = [(data, False), (False, weights)] if apart else [(data, weights)]
-        steps = tuple(ChunkPass(*sizes, *wanted, carried and wanted[0]) for wanted in passes if any(wanted))
-        return ChunkPlan(sizes[0], steps, 0)
-
-    monkeypatch.setattr(planning.ffn_chunked, "plan", plan)
+def cut(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
+    """Chunks of so many tokens, and groups of so many hidden units, from now on."""
+    monkeypatch.setattr(planning.ffn_chunked, "plan", lambda problem, *rest: small_chunks(problem, rows, columns))
 
 
 def force_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,35 +58,31 @@ def force_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.sampled(together=2)
 @GATED
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chunk", CHUNKS, ids=str)
 def test_chunks_of_any_size_give_the_same(
-    chunk: tuple[int, int, int], apart: bool, dropout_p: float, gated: bool, monkeypatch: pytest.MonkeyPatch
+    chunk: tuple[int, int], dtype: torch.dtype, dropout_p: float, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exact integers, so that the order of summation does not count; the mask does not restart at a chunk."""
-    draw = INTEGERS[torch.float32]
-    t = ffn_inputs(31, 5, 24, 4, gated=gated, residual=True, draw=draw, device=CPU)
+    draw = INTEGERS[dtype]
+    t = ffn_inputs(31, 5, 24, 4, dtype, gated=gated, residual=True, draw=draw, device=CPU)
     dy = like_result(t, draw)
     seed = torch.tensor([99])
     arithmetic: dict[str, Any] = {"activation": "relu", "dropout_p": dropout_p}
     expected = results(reference.ffn, t, dy, seed=seed, **arithmetic)
     with on_path("chunked", None) as options:
-        cut(monkeypatch, *chunk, apart=apart)
+        cut(monkeypatch, *chunk)
         assert_equal(results(functional.ffn, t, dy, dropout_seed=seed, **arithmetic, **options), expected)
 
 
 @needs_kernels
 @GATED
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-@pytest.mark.parametrize(
-    ("chunk", "carried"),
-    [((32, 64, 32), False), ((20, 128, 128), False), ((70, 64, 64), False), ((70, 32, 32), True), ((32, 64, 32), True)],
-    ids=str,
-)
+@pytest.mark.parametrize("chunk", [(32, 64), (20, 24), (70, 16), (9, 128)], ids=str)
 def test_kernels_compute_chunks(
-    chunk: tuple[int, int, int], carried: bool, dropout_p: float, gated: bool, monkeypatch: pytest.MonkeyPatch
+    chunk: tuple[int, int], dropout_p: float, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the mask of the whole hidden, drawn where the chunk lies in it."""
+    """With the mask of the whole hidden, drawn where the chunk lies in it; the hidden in its own memory, and in dx."""
     draw = INTEGERS[torch.float16]
     t = ffn_inputs(70, 24, 128, 16, torch.float16, gated=gated, residual=True, draw=draw)
     dy = like_result(t, draw)
@@ -104,28 +90,28 @@ def test_kernels_compute_chunks(
     arithmetic: dict[str, Any] = {"activation": "relu", "dropout_p": dropout_p}
     expected = results(reference.ffn, t, dy, seed=seed, **arithmetic)
     force_kernels(monkeypatch)
-    cut(monkeypatch, *chunk, carried=carried)
+    cut(monkeypatch, *chunk)
     launched = []
     kernels = import_module("fusedlayers.functional.ffn.chunked").kernels
-    for name in ("hidden", "hidden_gradient", "data_gradient"):
+    for name in ("hidden", "hidden_gradient"):
         kernel = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *a, _of=kernel, **o: launched.append(_of.__name__) or _of(*a, **o))
-    assert_equal(results(functional.ffn, t, dy, dropout_seed=seed, recompute=True, **arithmetic), expected)
-    chunks, slices = -(-70 // chunk[0]), chunk[1] // chunk[2]
-    one_chunk = ["hidden_gradient"] * slices + ["data_gradient"] * carried
-    assert launched == ["hidden"] * chunks + one_chunk * chunks * (128 // chunk[1])
+    for _ in range(2):
+        launched.clear()
+        assert_equal(results(functional.ffn, t, dy, dropout_seed=seed, recompute=True, **arithmetic), expected)
+        assert launched == ["hidden"] * -(-70 // chunk[0]) + ["hidden_gradient"] * -(-128 // chunk[1])
 
 
 @needs_kernels
 @GATED
 def test_kernels_compute_chunks_of_what_is_wanted(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One gradient alone, and all but one: a pass may need neither dx, nor the hidden, nor its pre-activations."""
+    """One gradient alone, and all but one: there may be no dx in whose memory the hidden could lie."""
     draw = INTEGERS[torch.float16]
     t = ffn_inputs(33, 24, 48, 16, torch.float16, gated=gated, draw=draw)
     dy = like_result(t, draw)
     names = [name for name, tensor in t.items() if tensor is not None]
     force_kernels(monkeypatch)
-    cut(monkeypatch, 20, 24, 16, carried=True)
+    cut(monkeypatch, 20, 20)
     expected = results(reference.ffn, t, dy, activation="relu")
     for alone in names:
         for frozen in ((alone,), tuple(name for name in names if name != alone)):
@@ -133,34 +119,57 @@ def test_kernels_compute_chunks_of_what_is_wanted(gated: bool, monkeypatch: pyte
             assert_equal(found, {key: None if key[1:] in frozen else value for key, value in expected.items()})
 
 
+@GATED
+@pytest.mark.parametrize("wanted", ["x", "w_up", "w_down"])
+def test_a_backward_pass_for_one_gradient_of_all(wanted: str, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is made for all of them, and the hidden may lie in dx, which is not there then."""
+    t = ffn_inputs(33, 24, 48, 16, torch.bfloat16, gated=gated, device=CPU)
+    with on_path("chunked", None) as options:
+        cut(monkeypatch, 20, 20)
+        named = leaves(t)
+        y = functional.ffn(**named, **options)
+        dy = torch.randn_like(y)
+        [alone] = torch.autograd.grad(y, [named[wanted]], dy, retain_graph=True)
+        y.backward(dy)
+    assert torch.equal(alone, named[wanted].grad)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_chunks_are_summed_in_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """3000 times one: 16 bits would stop counting at 2048 or at 256, chunk by chunk."""
-    names = ("x", "w_up", "w_down", "b_up")
-    t = dict(zip(names, (torch.ones(3000, 1), torch.ones(1, 1), torch.ones(1, 1), torch.zeros(1)), strict=True))
+@pytest.mark.parametrize("sizes", [(3000, 1), (1, 3000)], ids=["tokens", "hidden units"])
+def test_gradients_are_summed_in_float32(
+    sizes: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3000 times one: 16 bits would stop counting at 2048 or at 256, group by group of hidden units, row by row."""
+    tokens, d_ff = sizes
+    t = {
+        "x": torch.ones(tokens, 1),
+        "w_up": torch.ones(d_ff, 1),
+        "w_down": torch.ones(1, d_ff),
+        "b_up": torch.zeros(d_ff),
+    }
     t = {name: tensor.to(dtype) for name, tensor in t.items()}
     with on_path("chunked", None) as options:
-        cut(monkeypatch, 10, 1, 1)
+        cut(monkeypatch, 10, 10)
         found = results(functional.ffn, t, torch.ones_like(t["x"]), activation="identity", **options)
     exact = torch.tensor(3000.0).to(dtype)
-    assert all(bool((found[f"d{name}"] == exact).all()) for name in names[1:])
+    assert all(bool((found[f"d{name}"] == exact).all()) for name in (["x"] if d_ff > 1 else ["w_up", "w_down", "b_up"]))
 
 
 @GATED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_recompute_is_as_exact_as_torch(dtype: torch.dtype, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With as many groups of hidden units, whose parts of dx are rounded each, as a plan may have."""
+    """Also dx, of sixteen groups of hidden units."""
     tensors = ffn_inputs((4, 96), 64, 512, 64, dtype, gated=gated, residual=True, device=CPU)
     with on_path("chunked", None) as options:
-        cut(monkeypatch, 160, 512 // planning.ffn_chunked.MOST_GROUPS[gated], 100)
+        cut(monkeypatch, 160, 32)
         assert_ffn_close(functional.ffn, tensors, options=options)
 
 
 @needs_kernels
 @GATED
-def test_many_carried_groups_are_as_exact_as_torch(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_groups_in_kernels_are_as_exact_as_torch(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     force_kernels(monkeypatch)
-    cut(monkeypatch, 96, 32, 32, carried=True)
+    cut(monkeypatch, 96, 32)
     tensors = ffn_inputs((2, 48), 64, 512, 64, torch.float16, gated=gated, residual=True)
     assert_ffn_close(functional.ffn, tensors, options={"recompute": True})
 
@@ -212,8 +221,13 @@ def test_a_checkpoint_around_chunks_replays_the_mask() -> None:
         assert_equal(results(checkpointed, t, dy), plain)
 
 
-LIMIT = 2**17  # less than 64 MiB, so that small tensors pass it
-TOKENS, D_MODEL, D_FF = 192, 8, 512
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times the bytes of x however small it is, through torch: small tensors reach the bound."""
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
+    monkeypatch.setattr(planning.ffn_chunked, "LEAST_WORKSPACE", 0)
+    monkeypatch.setattr(functional.dispatch, "_cached_plan", planning.plan)
+    forget_calls()
 
 
 def allocated(tensors: Tensors, **options: Any) -> tuple[AllocatedBytes, AllocatedBytes, int, int]:
@@ -225,8 +239,21 @@ def allocated(tensors: Tensors, **options: Any) -> tuple[AllocatedBytes, Allocat
     dy = torch.randn_like(y)
     with AllocatedBytes() as backward:
         y.backward(dy)
-    gradients = [tensor.grad for tensor in named.values() if tensor is not None]
-    return forward, backward, y.nbytes, sum(gradient.nbytes for gradient in gradients if gradient is not None)
+    gradients = [tensor.grad for tensor in named.values() if tensor is not None and tensor.grad is not None]
+    # That of the residual is dy itself.
+    made = sum(gradient.nbytes for gradient in gradients if gradient.data_ptr() != dy.data_ptr())
+    return forward, backward, y.nbytes, made
+
+
+def scratch(tokens: int, d_model: int, dtype: torch.dtype) -> int:
+    """What torch's own products allocate beside their results: oneDNN's memory for 16 bits, the same for any tokens."""
+    x, h = torch.ones(tokens, d_model, dtype=dtype), torch.ones(tokens, 2 * d_model, dtype=dtype)
+    weight = torch.empty(2 * d_model, d_model, dtype=dtype)
+    with AllocatedBytes() as found:
+        torch.mm(h.T, x, out=weight)
+        torch.mm(x, weight.T, out=h)
+        torch.mm(h, weight, out=x)
+    return max(found.blocks, default=0)
 
 
 @pytest.mark.sampled(together=2)
@@ -234,24 +261,21 @@ def allocated(tensors: Tensors, **options: Any) -> tuple[AllocatedBytes, Allocat
 # The mask is drawn alike for all activations, and slowly: it goes with the one that needs most memory.
 @pytest.mark.parametrize(("activation", "dropout_p"), [*((name, 0.0) for name in ACTIVATIONS), ("relu2", 0.25)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_allocator_never_gives_a_hidden(
-    activation: str, dtype: torch.dtype, dropout_p: float, gated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither a block of tokens × d_ff elements, nor more than the limit beside the result and the gradients."""
-    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
-    # The operations of a mask are so many that a recorder of them fills gigabytes: fewer tokens, in fewer chunks.
-    limit, tokens = (2 * LIMIT, TOKENS // dtype.itemsize) if dropout_p else (LIMIT, TOKENS)
-    monkeypatch.setenv("FUSEDLAYERS_WORKSPACE_MIB", str(limit / 2**20))
-    monkeypatch.setattr(functional.dispatch, "_cached_plan", planning.plan)
-    tensors = ffn_inputs(tokens, D_MODEL, D_FF, D_MODEL, dtype, gated=gated, residual=True, device=CPU)
-    hidden = tokens * D_FF * dtype.itemsize
+@pytest.mark.usefixtures("small")
+def test_the_allocator_never_gives_a_hidden(activation: str, dtype: torch.dtype, dropout_p: float, gated: bool) -> None:
+    """Neither a block of tokens × d_ff elements, nor more than four times x beside the result and the gradients."""
+    # The operations of a mask are so many that a recorder of them fills gigabytes: fewer elements for each of x.
+    tokens, d_model, d_ff = (2048, 64, 192) if dropout_p else (4096, 32, 256)
+    tensors = ffn_inputs(tokens, d_model, d_ff, d_model, dtype, gated=gated, residual=True, device=CPU)
+    # Beside the plan's own sum: results of a few numbers, such as a probability.
+    limit = 4 * tokens * d_model * dtype.itemsize + 4096 + scratch(tokens, d_model, dtype)
+    hidden = tokens * d_ff * dtype.itemsize
     call = {"activation": activation, "dropout_p": dropout_p}
     forward, backward, y, gradients = allocated(tensors, recompute=True, **call)
     assert len(backward.blocks) > 10, "nothing was recorded"
     assert max(forward.blocks + backward.blocks) < hidden
-    # Beside the plan's own sum: results of a few numbers, such as a probability.
-    assert forward.peak - y <= limit + 4096
-    assert backward.peak - gradients <= limit + 4096
+    assert forward.peak - y <= limit
+    assert backward.peak - gradients <= limit
     # The recorder does see a hidden where there is one.
     forward, backward, y, gradients = allocated(tensors, recompute=False, **call)
     assert max(forward.blocks) >= hidden
@@ -261,23 +285,20 @@ def test_the_allocator_never_gives_a_hidden(
 
 @GATED
 @pytest.mark.parametrize("d_ff", [8, 70])
-def test_the_mask_of_few_columns_is_no_larger_than_they_are(
-    d_ff: int, gated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
-    monkeypatch.setenv("FUSEDLAYERS_WORKSPACE_MIB", str(LIMIT / 2**20))
-    monkeypatch.setattr(functional.dispatch, "_cached_plan", planning.plan)
-    tokens = 2500 // d_ff
-    tensors = ffn_inputs(tokens, 1, d_ff, 1, gated=gated, device=CPU)
+@pytest.mark.usefixtures("small")
+def test_the_mask_of_few_columns_is_no_larger_than_they_are(d_ff: int, gated: bool) -> None:
+    tokens = 1000 // d_ff
+    tensors = ffn_inputs(tokens, 8, d_ff, 8, gated=gated, device=CPU)
+    limit = 4 * tokens * 8 * 4
     forward, backward, y, gradients = allocated(tensors, recompute=True, activation="relu2", dropout_p=0.25)
     assert max(forward.blocks + backward.blocks) <= max(tokens * d_ff * 4, y)
-    assert forward.peak - y <= LIMIT + 4096
-    assert backward.peak - gradients <= LIMIT + 4096
+    assert forward.peak - y <= limit + 4096
+    assert backward.peak - gradients <= limit + 4096
 
 
 @pytest.mark.parametrize("tokens", [2, 33, 500])
 def test_recompute_keeps_its_promise_however_small_the_problem(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a patched limit: a problem that would fit one chunk is cut all the same."""
+    """With 64 MiB to take, a problem that would fit one chunk is cut all the same."""
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
     forward, backward, *_ = allocated(ffn_inputs(tokens, 1, 640, 1, gated=True, device=CPU), recompute=True)
     assert max(forward.blocks + backward.blocks) < max(tokens * 640 * 4, 3 * 640 * 4 + 1)
@@ -307,5 +328,5 @@ def test_a_budget_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plans_of_chunks_are_data() -> None:
     made = planning.plan(planning.Problem("ffn", 1, 64, 8, 16, 8, "float32", recompute=True), planning.Device("cpu"))
     assert made.chunks is not None
-    assert {field.name for field in dataclasses.fields(made.chunks)} == {"rows", "passes", "workspace_bytes"}
-    assert made.chunks.passes == (), "nothing is wanted of a backward pass"
+    assert all(type(value) in (int, bool) for value in dataclasses.astuple(made.chunks))
+    assert made.chunks.columns == 0, "nothing is wanted of a backward pass"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from fusedlayers import explain, functional, planning, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.kernels import gemm_reduce as kernels
 from fusedlayers.planning import Device, ReduceProblem
-from fusedlayers.planning import gemm_reduce as planner
 from tests.operands import DEVICE, PATHS, Tensors, assert_equal, in_float64, leaves, needs_kernels, on_path
 from tests.reduce_operands import DIFFERENTIABLE, reduce_inputs, reduce_results, upstream
 from tests.selection import draws
@@ -271,8 +271,8 @@ def test_plans(change: dict[str, Any], backend: str, path: str, words: str) -> N
     assert {name for name, _ in made.rejected} == {"fused", "algebraic", "torch"} - {path}
 
 
-def test_auto_mode_takes_the_kernels_where_they_were_measured_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "REDUCE_FASTER_FROM", {("max", False): ((128, (2**26, 2**25)),)})
+def test_auto_mode_takes_the_kernels_where_they_were_measured_faster(measured: Callable[..., None]) -> None:
+    measured("gemm_reduce", faster_from={("max", False): ((128, (2**26, 2**25)),)})
     assert planning.plan(problem(), H200).path == "fused"
     for change, words in (
         ({"batch": 32}, "too small"),

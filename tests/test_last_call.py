@@ -16,7 +16,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
+import fusedlayers as fl
 from fusedlayers.functional import last_call
 from fusedlayers.functional.last_call import LastCall
 from fusedlayers.functional.operation import OPERATIONS
@@ -224,3 +226,47 @@ def test_no_tensor_is_kept_alive() -> None:
     gc.collect()
     assert gone() is None
     assert last is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["rows", "dtype", "requires_grad", "grad mode", "autocast", "backend", "split_k", "dispatch mode", "tangents"],
+)
+def test_a_linear_layer_asks_again_when_anything_is_other(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch ran goes to torch at once, as long as the input and everything around it are the same."""
+    if last_call._Guards is None:
+        pytest.skip("without torch's own comparison every call asks")
+    layer, x = fl.SplitKLinear(8, 6), torch.randn(5, 8)
+    asked: list[Any] = []
+    repeat = LINEAR.repeat
+
+    def watched(*given: Any) -> Any:
+        asked.append(given)
+        return repeat(*given)
+
+    monkeypatch.setattr(LINEAR, "repeat", watched)
+    for _ in range(4):
+        layer(x)
+    assert len(asked) == 2, "the first call is remembered, the second one kept"
+    around: Any = nullcontext()
+    if change == "rows":
+        x = torch.randn(7, 8)
+    elif change == "dtype":
+        layer, x = layer.double(), x.double()
+    elif change == "requires_grad":
+        x = x.requires_grad_()
+    elif change == "grad mode":
+        around = torch.no_grad()
+    elif change == "autocast":
+        around = torch.autocast("cpu")
+    elif change == "backend":
+        monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
+    elif change == "split_k":
+        layer.split_k = 3
+    elif change == "dispatch mode":
+        around = FlopCounterMode(display=False)
+    else:
+        around = forward_ad.dual_level()
+    with around:
+        layer(x)
+    assert len(asked) == 3

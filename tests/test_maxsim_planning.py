@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -47,8 +48,8 @@ def test_what_the_kernels_do_not_take(problem: MaxSimProblem, device: Device, wo
         assert dict(plan.rejected)["fused"] == plan.unsupported
 
 
-def test_auto_mode_takes_what_was_measured_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning.maxsim, "FASTER_FROM", {False: (2**27, 2**20), True: None})
+def test_auto_mode_takes_what_was_measured_faster(measured: Callable[..., None]) -> None:
+    measured("maxsim", faster_from={False: (2**27, 2**20)})
     for problem, path, word in (
         (MANY, "fused", ""),
         (replace(MANY, query_tokens=32), "torch", "too small: 1,228,800 similarities"),

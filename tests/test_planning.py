@@ -65,7 +65,7 @@ def test_kernels_run_where_they_were_measured_faster(problem: Problem) -> None:
         (replace(TRAINING, K=512, O=512), H200, "width 512 (padded 512) of bfloat16 does not fit on chip in forward"),
         (replace(TRAINING, O=257), H200, "width 257 (padded 512) of bfloat16 does not fit on chip"),
         (replace(TRAINING, K=129, O=129, dtype="float32"), H200, "width 129 (padded 256) of float32 does not fit"),
-        (TRAINING, A100, "the kernels were not measured on sm_80; FUSEDLAYERS_BACKEND=triton runs them"),
+        (TRAINING, A100, "the kernels were not measured on sm_80; python -m fusedlayers.bench calibrate"),
         (TRAINING, MI300, "not measured on gfx942"),
         (replace(TRAINING, dtype="float32"), H200, "float32 products in IEEE precision do not use the matrix units"),
         (replace(TRAINING, M=100), H200, "too small: 25,600 hidden elements, faster than torch from"),
@@ -327,21 +327,20 @@ def test_every_plan_keeps_the_rules(problem: Problem, device: Device, backend: s
     if made.chunks is not None:
         assert problem.recompute is True
         assert 1 <= made.chunks.rows <= max(1, problem.M // 2)
-        yielded = [step.data for step in made.chunks.passes], [step.weights for step in made.chunks.passes]
-        assert (sum(yielded[0]), sum(yielded[1])) == (problem.needs_data_gradient, problem.needs_weight_gradient)
-        for step in made.chunks.passes:
-            # Nothing holds the whole hidden, but that of a single token.
-            assert step.rows * step.columns < problem.M * problem.N or problem.M == 1
-        assert made.workspace_bytes <= planning.ffn_chunked.WORKSPACE_LIMIT
+        assert (made.chunks.columns > 0) == problem.training
+        # Nothing holds the whole hidden, but that of a single unit.
+        assert made.chunks.columns < problem.N or problem.N == 1
+        x = problem.element_bytes * problem.M * max(problem.K, 8)
+        assert made.workspace_bytes <= max(4 * x, 64 * 2**20)
     assert made.flops >= 0
     assert made.bytes >= 0
     assert (made.saved_bytes > 0) <= problem.training
     assert (made.backward_units > 0) <= problem.training
 
 
-def test_more_workspace_does_not_loosen_the_bound_of_partial_sums() -> None:
+def test_the_workspace_of_many_tokens_does_not_loosen_the_bound_of_partial_sums() -> None:
     """On a device of so many processors that these would be used for splits without it."""
-    problem = replace(TRAINING, M=2**20, K=256, N=2048, O=256, recompute=True, workspace_limit=2**40)
+    problem = replace(TRAINING, M=2**20, K=256, N=2048, O=256, recompute=True)
     made = plan(problem, replace(DEVICES[0], processors=4096), "triton")
     assert made.path == "fused"
     assert 1 < made.splits <= planning.devices.PARTIALS_LIMIT // problem.partial_bytes

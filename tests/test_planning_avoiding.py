@@ -166,12 +166,13 @@ def every_problem() -> Iterator[Call]:
                         yield MaxSimProblem(2, 3, M, 3 * N, K, dtype, **gradients)
                     yield WeightGradientProblem(M, N, K, dtype)
                     yield HiddenGradientProblem(M, N, K, dtype, gated=M > N)
-        # So wide that the gradient of x is carried over groups of hidden units.
+        # So wide that the gradient of x is summed over groups of hidden units.
         for gated, dropout in itertools.product((False, True), repeat=2):
             wanted = {"needs_data_gradient": True, "needs_weight_gradient": True, "recompute": True}
             yield Problem("ffn", 1, 8192, 4096, 14_336, 4096, dtype, gated=gated, dropout=dropout, **wanted)
         for V in (2, 128, 129, 300, 1000, 1025, 2049, 4097, 128_256):
             yield LossProblem(300, 64, V, dtype, "mean", needs_data_gradient=True, needs_weight_gradient=True)
+            yield LossProblem(300, 64, V, dtype, "mean")
         sides = (1, 2, 16, 17, 32, 33, 64, 65, 128, 2048, 2049)
         for M, N, K in itertools.product(sides, sides, (8, *sides)):
             yield LinearProblem(M, N, K, dtype, needs_data_gradient=True, needs_weight_gradient=True)

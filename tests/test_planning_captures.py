@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fusedlayers import planning
 from fusedlayers.planning import Device
 from tests.gpu.captured_calls import CALLS, CapturedCall
 
@@ -16,8 +15,10 @@ FLAT = {f"{group}, {name}": call for group, calls in CALLS.items() for name, cal
 def test_there_are_sizes_between_the_thresholds(call: CapturedCall) -> None:
     shape = call.shape_between(H200)
     assert shape is not None
-    assert call.paths(shape, H200) == ("torch", "epilogue" if shape[1] == 1024 and call.case.name == "ffn" else "fused")
-    assert set(planning.KERNEL_PATHS) == {"fused", "epilogue"}
+    kernels = {"linear_cross_entropy": "chunked", "linear_log_probs": "chunked"}.get(call.case.name, "fused")
+    if shape[1] == 1024 and call.case.name == "ffn":
+        kernels = "epilogue"
+    assert call.paths(shape, H200) == ("torch", kernels)
 
 
 def test_elsewhere_there_are_none() -> None:

@@ -23,8 +23,6 @@ from tests.test_planning import A100, CPU, H200, INFERENCE, TRAINING
         (True, "epilogue", 1, (3, 6)),
         (False, "chunked", 1, (2, 5)),  # the pre-activations once more
         (True, "chunked", 1, (3, 8)),
-        (False, "chunked", 2, (2, 7)),  # a second pass has those, and the gradient of the hidden, once more
-        (True, "chunked", 2, (3, 11)),
         (False, "fused", 1, (2, 7)),  # nine for a strict recompute in two kernels
         (True, "fused", 1, (3, 11)),
         (False, "fused", 2, (2, 8)),  # each further pass computes the pre-activation anew

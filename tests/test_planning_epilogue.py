@@ -11,19 +11,21 @@ import fusedlayers as fl
 from fusedlayers import explaining, functional
 from fusedlayers.functional import dispatch
 from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES, epilogue_tiles
-from fusedlayers.planning import Device, Problem, ffn_epilogue, plan
+from fusedlayers.planning import Device, Problem, plan
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
 PIPELINED = replace(H200, pipelined=True)
 A100 = Device("cuda", "NVIDIA A100", "sm_80", processors=108, triton=True)
 INFERENCE = Problem("ffn", batch=1, M=16_384, K=1024, N=4096, O=1024, dtype="bfloat16", activation="gelu_tanh")
+assert H200.figures.epilogue is not None
+FASTER_FROM = H200.figures.epilogue.faster_from
 TRAINING = replace(INFERENCE, needs_data_gradient=True, needs_weight_gradient=True, needs_bias_gradient=True)
 
 
 @pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize(("gated", "training"), ffn_epilogue.FASTER_FROM)
+@pytest.mark.parametrize(("gated", "training"), FASTER_FROM)
 def test_thresholds_decide_at_the_operation(gated: bool, training: bool, captured: bool) -> None:
-    least = ffn_epilogue.FASTER_FROM[gated, training][captured]
+    least = FASTER_FROM[gated, training][captured]
     # One hidden unit more or less is one step of 2 × rows × width, twice that with a gate.
     rows, width = 4096, 512
     units = least // (2 * rows * width * (2 if gated else 1))
@@ -39,7 +41,7 @@ def test_thresholds_decide_at_the_operation(gated: bool, training: bool, capture
 
 
 def test_a_graph_can_only_help_a_training_step() -> None:
-    assert all(alone >= captured for (_, training), (alone, captured) in ffn_epilogue.FASTER_FROM.items() if training)
+    assert all(alone >= captured for (_, training), (alone, captured) in FASTER_FROM.items() if training)
 
 
 def test_few_tokens_take_two_launches_for_five() -> None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from fusedlayers.kernels.tuning import SHARED_MEMORY, SplitTiles, reduce_blocks, split_tiles
+from fusedlayers.kernels.tuning import SHARED_MEMORY, SplitTiles, reduce_blocks, split_tiles, starts_early
 from fusedlayers.kernels.tuning.split_k import shipped
-from fusedlayers.planning import Device, LinearPlan, LinearProblem, linear, plan
+from fusedlayers.planning import Device, LinearPlan, LinearProblem, plan
 from fusedlayers.planning.devices import PARTIALS_LIMIT
 from fusedlayers.planning.linear import DATA_GRADIENT, FORWARD, Product, choose_splits, filled_splits
 
@@ -208,5 +208,5 @@ def test_costs() -> None:
     assert made.bytes == 2 * (2 * 64 * 65_536 + 64 * 64)
     assert made.saved_bytes == 0
     assert made.floor_seconds == pytest.approx(made.bytes / 4.3e12)
-    assert linear.starts_early(replace(H200, architecture="sm_100"))
-    assert not linear.starts_early(replace(H200, architecture="gfx942"))
+    assert starts_early("sm_100")
+    assert not starts_early("gfx942")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,6 @@ from fusedlayers.functional import dispatch
 from fusedlayers.functional.linear_cross_entropy.arguments import loss_problem
 from fusedlayers.kernels.tuning.cross_entropy import pipelined_shares, portable_shares
 from fusedlayers.planning import Device, plan
-from fusedlayers.planning import linear_cross_entropy as planner
 from fusedlayers.planning.linear_cross_entropy import (
     CHUNK_WITHOUT_WEIGHT_GRADIENT,
     COLUMN_STEP,
@@ -134,8 +134,8 @@ def test_why_torch(problem: LossProblem, device: Device, words: str) -> None:
     assert made.workspace_bytes == made.rows == made.chunks == 0
 
 
-def test_thresholds_are_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "FASTER_FROM", {"chunked": (2**26, 2**24), "fused": (2**24, 2**22)})
+def test_thresholds_are_of_logits(measured: Callable[..., None]) -> None:
+    measured("linear_cross_entropy", faster_from={"chunked": (2**26, 2**24), "fused": (2**24, 2**22)})
     assert plan(training(2**12, 64, 4096), H200).path == "torch"
     assert plan(training(2**12, 64, 4096, captured=True), H200).path == "chunked"
     assert plan(training(2**14, 64, 4096), H200).path == "chunked"

@@ -6,16 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from fusedlayers import planning
 from fusedlayers.planning import Device, Problem, plan
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
 PIPELINED = replace(H200, pipelined=True)
+FIGURES = H200.figures.gemm_gemm
 
 
 @pytest.mark.parametrize("device", [H200, PIPELINED], ids=["portable", "pipelined"])
 def test_thresholds_decide_at_the_element(device: Device) -> None:
-    tables = {H200: planning.gemm_gemm.FASTER_FROM, PIPELINED: planning.gemm_gemm.PIPELINED_FASTER_FROM}
+    assert FIGURES is not None
+    tables = {H200: FIGURES.faster_from, PIPELINED: FIGURES.pipelined_faster_from}
     for (kind, training), rows in tables[device].items():
         assert [width for width, _ in rows] == sorted(width for width, _ in rows)
         for width, thresholds in rows:
@@ -40,7 +41,8 @@ def test_thresholds_decide_at_the_element(device: Device) -> None:
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_one_launch_saves_the_host_more_than_a_few_tiles_take(gated: bool) -> None:
-    units = planning.gemm_gemm.FEWEST_LAUNCHES // (256 * (3 if gated else 2)) // 8 * 8
+    assert FIGURES is not None
+    units = FIGURES.fewest_launches // (256 * (3 if gated else 2)) // 8 * 8
     problem = Problem("ffn", batch=1, M=1, K=256, N=units, O=256, dtype="bfloat16", gated=gated)
     assert plan(problem, PIPELINED).path == "fused"
     for change in ({"N": units + 8}, {"captured": True}, {"needs_data_gradient": True}, {"dtype": "float32"}):

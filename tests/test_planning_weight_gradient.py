@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from fusedlayers.kernels.tuning import PIPELINES, SHARED_MEMORY
 from fusedlayers.kernels.tuning.limits import BARRIER_BYTES
-from fusedlayers.planning import Device, WeightGradientPlan, WeightGradientProblem, plan, weight_gradient
+from fusedlayers.planning import Device, WeightGradientPlan, WeightGradientProblem, plan
 from fusedlayers.planning.devices import PARTIALS_LIMIT
 from fusedlayers.planning.weight_gradient import choose_pipeline, pipelined_seconds, tile_count
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
+COSTS = H200.figures.tile_costs
 A100 = Device("cuda", "NVIDIA A100", "sm_80", processors=108, triton=True)
 CPU = Device("cpu", "cpu")
 LARGE = WeightGradientProblem(M=65_536, O=1024, K=256, dtype="bfloat16")
@@ -42,9 +44,8 @@ def test_what_the_kernels_do_not_take(change: dict[str, object], device: Device,
     assert (made.tiles, made.pipeline, made.splits, made.workspace_bytes) == (None, None, 1, 0)
 
 
-def test_auto_mode_takes_what_was_measured_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(weight_gradient.FASTER_FROM, True, (2**34, 2**30))
-    monkeypatch.setitem(weight_gradient.FASTER_FROM, False, None)
+def test_auto_mode_takes_what_was_measured_faster(measured: Callable[..., None]) -> None:
+    measured("weight_gradient", faster_from={True: (2**34, 2**30), False: None})
     assert LARGE.flops > 2**34
     assert plan(LARGE, H200).path == "fused"
     small = replace(LARGE, M=8192)
@@ -99,19 +100,19 @@ def test_published_shapes_fill_the_device(sizes: tuple[int, int, int]) -> None:
     ids=str,
 )
 def test_the_choice_of_tile_and_splits(sizes: tuple[int, int, int], tile: tuple[int, int], splits: int) -> None:
-    pipeline, chosen = choose_pipeline(problem(*sizes), 132)
+    pipeline, chosen = choose_pipeline(problem(*sizes), 132, COSTS)
     assert (pipeline.tile, chosen) == (tile, splits)
 
 
 def test_the_expected_time_grows_with_waves_and_with_splits() -> None:
     large = PIPELINES[0]
-    one_wave = pipelined_seconds(problem(65_536, 128 * 132, 256), large, 1, 132)
-    two_waves = pipelined_seconds(problem(65_536, 128 * 133, 256), large, 1, 132)
+    one_wave = pipelined_seconds(problem(65_536, 128 * 132, 256), large, 1, 132, COSTS)
+    two_waves = pipelined_seconds(problem(65_536, 128 * 133, 256), large, 1, 132, COSTS)
     assert 1.9 * one_wave < two_waves < 2.1 * one_wave
     # 8 tiles: 17 splits need a second wave.
-    times = [pipelined_seconds(LARGE, large, splits, 132) for splits in (1, 2, 8, 16)]
+    times = [pipelined_seconds(LARGE, large, splits, 132, COSTS) for splits in (1, 2, 8, 16)]
     assert times == sorted(times, reverse=True)
-    assert pipelined_seconds(LARGE, large, 17, 132) > times[-1]
+    assert pipelined_seconds(LARGE, large, 17, 132, COSTS) > times[-1]
 
 
 @pytest.mark.parametrize("device", [H200, replace(H200, pipelined=False), A100], ids=["pipelined", "sm_90", "sm_80"])

@@ -42,7 +42,8 @@ def test_a_recipe_trains_through_fused_layers(name: str, tmp_path: Path, capsys:
     with decisions() as paths:
         losses = main(STEPS, str(tmp_path))
     assert paths["ffn torch"] == STEPS * LAYERS, "every feed-forward block of every step"
-    assert f"{LAYERS} replaced" in capsys.readouterr().out
+    # With the loss.
+    assert f"{LAYERS + 1} replaced" in capsys.readouterr().out
     assert all(math.isfinite(loss) for loss in losses)
     # Of random bytes it would be log 256 = 5.5 nats, from which the model starts.
     assert losses[-1] < (5.5 if len(losses) == 1 else losses[0])

@@ -238,7 +238,8 @@ HALF = torch.bfloat16
         (H200, torch.float32, "auto", "float32 products in IEEE precision do not use the matrix units; torch's kernels "
          "are faster (unless autocast changes the dtype)"),
         (H200, torch.float32, "triton", None),
-        (A100, HALF, "auto", "the kernels were not measured on sm_80; FUSEDLAYERS_BACKEND=triton runs them"),
+        (A100, HALF, "auto", "the kernels were not measured on sm_80; python -m fusedlayers.bench calibrate does "
+         "that, FUSEDLAYERS_BACKEND=triton runs them"),
         (A100, HALF, "triton", None),
         (replace(H200, triton=False), HALF, "triton", "Triton is not installed"),
     ],

@@ -6,6 +6,7 @@
     python -m fusedlayers.bench table FILE.json                      the tables of a record in markdown
     python -m fusedlayers.bench update FILE.json NEWER.json          put rows that were measured anew into a record
     python -m fusedlayers.bench selftest                             every kernel configuration on this machine
+    python -m fusedlayers.bench calibrate                            what runs faster in kernels on this machine
 
 In a clone, not in a wheel:
 
@@ -27,10 +28,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-from ..functional.switches import backend, workspace_limit
+from ..functional.switches import backend
 from ..kernels.activations import canonical_activation
 from ..kernels.gemm_reduce import OPERATIONS
-from . import record, selftest, tables
+from . import calibrate, record, selftest, tables
 from .arguments import (
     add_device_option,
     add_record_options,
@@ -82,9 +83,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = build_parser()
     # A flag too, for the sake of those who look for one.
     chosen = parser.parse_args(["selftest" if word == "--selftest" else word for word in words])
-    if chosen.name == "selftest":
+    if chosen.name in ("selftest", "calibrate"):
         try:
-            return selftest.main(chosen_device(chosen))
+            return selftest.main(chosen_device(chosen)) if chosen.name == "selftest" else calibrate.main(chosen)
         except ValueError as error:
             parser.error(str(error))
     if chosen.name in ("table", "plot"):
@@ -126,6 +127,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("newer", type=Path, metavar="NEWER.json")
     command = commands.add_parser("selftest", help="test every kernel configuration on this machine with integers")
     add_device_option(command)
+    calibrate.add_options(commands.add_parser("calibrate", help=calibrate.HELP))
     return parser
 
 
@@ -251,7 +253,7 @@ def _title(case: Case, options: Options) -> str:
     if "op" in case.flags:
         parts.append(f"{options.op} over {'M' if options.dim == -2 else 'N'}")
     if options.recompute is True:
-        parts.append(f"recompute=True within {workspace_limit() / 2**20:g} MiB")
+        parts.append("recompute=True")
     return ", ".join(parts)
 
 

@@ -59,8 +59,8 @@ import torch
 
 from .. import __version__, planning, sources
 from ..devices import describe
+from ..folders import write_json
 from ..kernels.device import HAS_TRITON
-from ..planning import CEILINGS
 from .timing import Timing
 
 SCHEMA = 1
@@ -91,10 +91,7 @@ def new_record(arguments: list[str], device: torch.device, method: dict[str, obj
 
 def write(record: Record, path: Path) -> None:
     """The record as JSON; a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
-    partial.replace(path)
+    write_json(record, path)
 
 
 def finish(record: Record) -> None:
@@ -232,7 +229,7 @@ def device_facts(device: torch.device) -> Record:
         "driver": None,
         "memory_bytes": None,
         "l2_bytes": None,
-        "ceilings": list(CEILINGS[facts.name]) if facts.name in CEILINGS else None,
+        "ceilings": None if facts.ceilings is None else list(facts.ceilings),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..devices import records
 from ..kernels.launching import layout_of
 from ..planning import Call
 from ..sources import stamp
@@ -63,8 +64,8 @@ class Composite:
         self.words = {name: read for name, read in found.items() if read is not None}
         arguments = [f"{_SCHEMA_TYPES[each.annotation]} {name}" for name, each in self.parameters.items()]
         name = function.__name__
-        # What the user's switches said, and which sources ran, is an argument: no cache of compiled graphs, on disk or
-        # not, mixes them up.
+        # What the user's switches said, which sources ran, and what was on record of the device, is an argument: no
+        # cache of compiled graphs, on disk or not, mixes them up.
         _LIBRARY.define(f"{name}({', '.join(arguments)}, str switches) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
         # The second is for torch.func.vmap, which looks for a rule of its own.
         for key in ("CompositeImplicitAutograd", "FuncTorchBatchedDecomposition"):
@@ -96,8 +97,8 @@ class Composite:
     constants._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def switches(self) -> str:
-        """The last argument of the operation: what the user's switches say now, and which sources run."""
-        return f"{backend()} {strict()} {_SOURCES}"
+        """The last argument of the operation: the switches as they are now, which sources run, what is on record."""
+        return f"{backend()} {strict()} {_SOURCES}{records()}"
 
 
 class Result(NamedTuple):

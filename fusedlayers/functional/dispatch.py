@@ -17,8 +17,17 @@ from .switches import backend, strict
 
 logger = logging.getLogger("fusedlayers")
 
+
+class Decisions(Counter[str]):
+    """How many calls of each operation and path there were, and the problems that were planned for the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.problems: dict[Any, None] = {}
+
+
 # Counts the paths that calls take, while somebody asks for it.
-_counted: Counter[str] | None = None
+_counted: Decisions | None = None
 
 
 def dispatch(problem: Any, device: torch.device) -> Any:
@@ -30,6 +39,8 @@ def dispatch(problem: Any, device: torch.device) -> Any:
     wish, must = backend(), strict()
     if observed():
         problem = with_known_sizes(problem)
+    if _counted is not None:
+        _counted.problems[problem] = None
     plan = _cached_plan(problem, describe(device), wish)
     if plan.unsupported is not None and not problem.empty and (wish == "triton" or (must and wish == "auto")):
         switch = "FUSEDLAYERS_BACKEND=triton" if wish == "triton" else "FUSEDLAYERS_STRICT=1"
@@ -62,10 +73,10 @@ def count(plan: Decision) -> None:
 
 
 @contextmanager
-def decisions() -> Iterator[Counter[str]]:
+def decisions() -> Iterator[Decisions]:
     """Counts the calls of each operation and path ("ffn fused") for a while; not for use inside itself."""
     global _counted
-    _counted = Counter()
+    _counted = Decisions()
     try:
         yield _counted
     finally:
@@ -77,6 +88,12 @@ def _cached_plan(problem: Any, device: Device, wish: str) -> Any:
     plan: Decision = planning.plan(problem, device, wish)
     if logger.isEnabledFor(logging.INFO):
         reasons = dict(plan.rejected)
+        if (unmeasured := planning.unmeasured(device)) in reasons.values():
+            # Said of every operation at once: it is the same for all of them.
+            _log_once("auto mode", "torch", str(unmeasured))
+            if plan.path == "torch":
+                return plan
+            reasons = {}
         told = planning.KERNEL_PATHS if plan.path == "torch" else ("fused",)
         # Drop the sizes, or every sequence length would log its own line; give each reason once.
         said = "; ".join(dict.fromkeys(reasons[path].split(":")[0] for path in told if path in reasons))

@@ -7,12 +7,14 @@ from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
+from torch import Tensor, is_grad_enabled
+from torch._C import _get_tracing_state, _is_any_autocast_enabled, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 
 from ..kernels.launching import ALIGNMENT_MASK, layout_of
-from .call import surroundings
+from . import dispatch
+from .call import _is_capturing, surroundings
+from .switches import switches
 
 # torch.compile's own comparison of tensors, in C++: class, dispatch keys (which tell autocast and transforms, too),
 # dtype, device, requires_grad, sizes and strides. Ours below is the same in Python, several times slower.
@@ -43,15 +45,19 @@ class LastCall:
         inputs: the places of the tensors that are no parameters of the module that calls: torch's own expression takes
             whatever parameters have become. None: no module calls.
         guarded: the module has compared its parameters itself, but for addresses.
+
+    ``by_torch(x)`` tells of a module with one input whether torch runs the call, as it ran the last one, which had the
+    same ``options``: it asks less than :meth:`again`. None: nothing is known.
     """
 
-    __slots__ = ("_guarded", "_inputs", "_record", "_seen")
+    __slots__ = ("_guarded", "_inputs", "_record", "_seen", "by_torch")
 
     def __init__(self, inputs: tuple[int, ...] | None = None, *, guarded: bool = False) -> None:
         self._inputs, self._guarded = inputs, guarded
         self._seen: Any = None
         # One object that is never changed, so that threads do not mix what belongs to several calls.
         self._record: _Record | None = None
+        self.by_torch: tuple[Callable[[Any], bool], tuple[Any, ...]] | None = None
 
     def again(self, tensors: Sequence[Any], options: tuple[Any, ...]) -> Any:
         """The prepared call, if this one is like it; else None."""
@@ -77,6 +83,8 @@ class LastCall:
         self._seen = call if call.repeatable else None
 
     def _keep(self, call: Any, tensors: Sequence[Any], options: tuple[Any, ...]) -> None:
+        alone = self._inputs == (0,) and call.sees_through and not call.problem.subclass
+        self.by_torch = (_comes_again(tensors[0], call.facts), options) if alone else None
         absent = tuple(place for place, tensor in enumerate(tensors) if tensor is None)
         given = [place for place, tensor in enumerate(tensors) if tensor is not None]
         alone = self._inputs is not None and (self._guarded or call.sees_through)
@@ -89,6 +97,42 @@ class LastCall:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
+
+
+def _comes_again(x: Tensor, device: Any) -> Callable[[Any], bool]:
+    """Whether an input is like ``x``, and everything around it as it is now; ``device``: what is known of the device.
+
+    All in one function, as small calls wait for this one.
+    """
+    check = _comparison(x)
+    if check is None:
+        return lambda x: False
+    place, facts = x.device, surroundings(x)
+    grad, _, precision, recording, known = facts
+    on_gpu = x.is_cuda
+    # The rest of the surroundings takes longer to read.
+    plain = precision is None and not _is_any_autocast_enabled()
+
+    def again(x: Any) -> bool:
+        try:
+            # torch's comparison asks for strides first, and ends the process where there are none.
+            alike = not x.is_nested and check(x)
+        except AttributeError:
+            return False
+        return (
+            alike
+            and is_grad_enabled() is grad
+            and switches() == known
+            and (not on_gpu or _is_capturing() is recording)
+            and (not _is_any_autocast_enabled() if plain else surroundings(x) == facts)
+            and forward_ad._current_level < 0
+            and not _len_torch_dispatch_stack()
+            and _get_tracing_state() is None
+            and dispatch._counted is None
+            and dispatch.describe(place) is device
+        )
+
+    return again
 
 
 def at_places(places: Sequence[int]) -> _Picker:
@@ -122,16 +166,24 @@ def same_as(*tensors: Tensor) -> Callable[..., bool]:
     """Whether other tensors are like these: of their classes, dtypes, devices and shapes, under the same modes."""
     if not all(map(_has_strides, tensors)):
         return lambda *others: False
-    try:
-        check: Callable[..., bool] = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        if check(*tensors):
-            return _safe(check)
-    except Exception:
-        # Another release of torch: the comparison below needs nothing of it.
-        pass
+    check = _comparison(*tensors)
+    if check is not None:
+        return _safe(check)
     local, facts = _local_keys(), [_facts(tensor) for tensor in tensors]
     # The tensors of a transform, which the thread's keys tell, have no address to ask for.
     return lambda *others: _local_keys() == local and facts == [_facts(other) for other in others]
+
+
+def _comparison(*tensors: Tensor) -> Callable[..., bool] | None:
+    """torch's own, for tensors with strides."""
+    if not all(map(_has_strides, tensors)):
+        return None
+    try:
+        check: Callable[..., bool] = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        return check if check(*tensors) else None
+    except Exception:
+        # Another release of torch: the comparison in Python needs nothing of it.
+        return None
 
 
 def _safe(check: Callable[..., bool]) -> Callable[..., bool]:

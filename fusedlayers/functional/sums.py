@@ -32,14 +32,19 @@ def summed_rows(matrix: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """Adds ``leftᵀ @ right`` to the total, which the ``first`` product begins, unrounded where the total is float32."""
-    wider: dict[str, torch.dtype] = {}
-    left = left.T
+    """Adds ``leftᵀ @ right`` to the total, which the ``first`` product begins, unrounded where the total is wider."""
+    # Without a product of 16-bit operands that adds to float32 both are converted first: so much at a time that it
+    # takes a quarter of the total's bytes.
+    step, wider = max(1, len(left)), {}
     if left.dtype != total.dtype and left.is_cuda:
         wider = {"out_dtype": total.dtype}
     elif left.dtype != total.dtype:
-        left, right = left.to(total.dtype), right.to(total.dtype)
-    if first:
-        torch.mm(left, right, out=total, **wider)
-    else:
-        torch.addmm(total, left, right, out=total, **wider)
+        step = max(1, total.numel() // (4 * max(1, sum(total.shape))))
+    for left_part, right_part in zip(left.split(step), right.split(step), strict=True):
+        if not left.is_cuda:
+            left_part, right_part = left_part.to(total.dtype), right_part.to(total.dtype)
+        if first:
+            torch.mm(left_part.T, right_part, out=total, **wider)
+        else:
+            torch.addmm(total, left_part.T, right_part, out=total, **wider)
+        first = False

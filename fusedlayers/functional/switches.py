@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..planning import BACKENDS, WORKSPACE_LIMIT
+from ..planning import BACKENDS
 
 SWITCHES = ("FUSEDLAYERS_BACKEND", "FUSEDLAYERS_STRICT", "FUSEDLAYERS_WORKSPACE_MIB")
 
@@ -43,11 +43,11 @@ def strict() -> bool:
     return value == "1"
 
 
-def workspace_limit(default: int = WORKSPACE_LIMIT) -> int:
-    """Bytes of temporary memory, from ``FUSEDLAYERS_WORKSPACE_MIB``; else 64 MiB, that of ``recompute=True``."""
+def workspace_limit() -> int:
+    """The most bytes of temporary memory of a loss head, from ``FUSEDLAYERS_WORKSPACE_MIB``; 0 where it is not set."""
     value = os.environ.get("FUSEDLAYERS_WORKSPACE_MIB")
     if value is None:
-        return default
+        return 0
     try:
         limit = float(value) * 2**20
     except ValueError:

@@ -68,27 +68,36 @@ class SplitKLinear(nn.Linear):
         Raises:
             TypeError, ValueError: x does not fit the weight; the message names it.
         """
-        # Nested tensors, and the stand-ins of torch.fx, which answer every question with another one.
-        if getattr(x, "is_nested", False) is not False:
-            return F.linear(x, self.weight, self.bias)
         if is_dynamo_compiling():
-            # Everything is read as torch's own forward reads it, so that Dynamo guards hardly more than there.
-            found: list[Tensor] = _operation(
-                x, self.weight, self.bias, None, f"{self.split_k}", self.reduction, self.traced_switches()
-            )
-            return found[0]
+            return self._traced(x)
         own = self.__dict__
-        last = own.get(KEPT)
-        if last is None:
-            last = own[KEPT] = LastCall(inputs=(0,))
         held = own["_parameters"]
         try:
             # Found where torch keeps them sooner than as attributes.
             weight, bias = held["weight"], held["bias"]
         except KeyError:
             weight, bias = self.weight, self.bias
+        last = own.get(KEPT)
+        if last is None:
+            last = own[KEPT] = LastCall(inputs=(0,))
+        elif last.by_torch is not None:
+            again, (_, split_k, reduction) = last.by_torch
+            if own.get("split_k") is split_k and own.get("reduction") is reduction and again(x):
+                return F.linear(x, weight, bias)
+        # Nested tensors, and the stand-ins of torch.fx, which answer every question with another one.
+        if getattr(x, "is_nested", False) is not False:
+            return F.linear(x, weight, bias)
         y: Tensor = LINEAR.repeat(last, (x, weight, bias), (None, self.split_k, self.reduction))
         return y
+
+    def _traced(self, x: Tensor) -> Tensor:
+        """Everything is read as torch's own forward reads it, so that Dynamo guards hardly more than there."""
+        if getattr(x, "is_nested", False) is not False:
+            return F.linear(x, self.weight, self.bias)
+        found: list[Tensor] = _operation(
+            x, self.weight, self.bias, None, f"{self.split_k}", self.reduction, self.traced_switches()
+        )
+        return found[0]
 
     @outside_of_traces
     def traced_switches(self) -> str:

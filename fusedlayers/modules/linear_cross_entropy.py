@@ -118,7 +118,11 @@ class LinearCrossEntropyLoss(nn.Module):
         if reason is None:
             return functional.linear_cross_entropy(**self.call_arguments(input, target))
         say_once(self, reason)
-        return reference.cross_entropy(self.linear(input), target, **self.options())
+        return self.loss_of(self.linear(input), target)
+
+    def loss_of(self, logits: Tensor, target: Tensor) -> Tensor:
+        """The loss of logits that the linear layer was called for."""
+        return reference.cross_entropy(logits, target, **self.options())
 
     def extra_repr(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options().items() if name != "weight")

@@ -7,9 +7,10 @@ holds its problem, its planner, and its plan with what ``explain`` prints of it.
 from typing import Any
 
 from .avoiding import configurations, without_avoided
-from .call import KERNEL_PATHS, Call, Decision, why_never_kernels
-from .devices import BACKENDS, CEILINGS, Device, floor_seconds
-from .ffn_chunked import WORKSPACE_LIMIT, ChunkPass, ChunkPlan
+from .calibration import as_measured
+from .call import KERNEL_PATHS, Call, Decision, unmeasured, why_never_kernels
+from .devices import BACKENDS, Device, floor_seconds
+from .ffn_chunked import ChunkPlan
 from .gemm_gemm import Plan, Problem
 from .gemm_reduce import ReducePlan, ReduceProblem
 from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem
@@ -23,19 +24,19 @@ def plan(problem: Call, device: Device, backend: str = "auto") -> Any:
     """The path that runs ``problem`` on ``device``: the plan of its operation.
 
     ``backend`` is the user's wish: ``"auto"`` takes what was measured fastest, ``"triton"`` the kernels wherever they
-    can run, ``"torch"`` never a kernel. What failed the self-test on the device is avoided whatever the wish.
+    can run, ``"torch"`` never a kernel. What was measured on the device itself comes before what is known of its
+    architecture, and what failed the self-test on it is avoided whatever the wish.
     """
+    if backend == "auto" and (made := as_measured(problem, device)) is not None:
+        return made
     return without_avoided(problem.plan, device, backend) if device.avoided else problem.plan(device, backend)
 
 
 __all__ = [
     "BACKENDS",
-    "CEILINGS",
     "KERNEL_PATHS",
-    "WORKSPACE_LIMIT",
     "Call",
     "Choice",
-    "ChunkPass",
     "ChunkPlan",
     "Decision",
     "Device",
@@ -56,5 +57,6 @@ __all__ = [
     "configurations",
     "floor_seconds",
     "plan",
+    "unmeasured",
     "why_never_kernels",
 ]

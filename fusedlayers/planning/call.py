@@ -3,12 +3,15 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+from ..kernels.tuning import has_tanh
 from .devices import DTYPE_BYTES, KERNEL_DTYPES, Device
 
 # Rows of what ``explain`` prints: (what, text).
 Facts = list[tuple[str, str]]
+# What was measured of an operation.
+Measured = TypeVar("Measured")
 # Field of a plan -> the results that are computed by it.
 Yields = Mapping[str, tuple[str, ...]]
 
@@ -146,6 +149,8 @@ class Decision:
         return []
 
 
+# What measures kernels beside torch on the user's own GPU.
+CALIBRATE = "python -m fusedlayers.bench calibrate"
 # The paths that launch kernels of ours.
 KERNEL_PATHS = ("fused", "epilogue")
 
@@ -165,11 +170,20 @@ def no_kernels(problem: Any, device: Device) -> str | None:
     return "there is nothing to compute" if problem.empty else None
 
 
+def unmeasured(device: Device) -> str | None:
+    """Why auto mode takes no kernel on this device unless something like the call was measured on it, or None."""
+    if device.measured:
+        return None
+    where = device.architecture or device.kind
+    if device.calibration is not None:
+        return f"nothing like it was measured on this {where} GPU; {CALIBRATE} measures more"
+    return f"the kernels were not measured on {where}; {CALIBRATE} does that, FUSEDLAYERS_BACKEND=triton runs them"
+
+
 def not_measured(problem: Any, device: Device) -> str | None:
     """Why auto mode leaves this device or this dtype to torch whatever the sizes, or None."""
-    if device.architecture != "sm_90":
-        where = device.architecture or device.kind
-        return f"the kernels were not measured on {where}; FUSEDLAYERS_BACKEND=triton runs them"
+    if reason := device.left_to_torch or unmeasured(device):
+        return reason
     if problem.dtype == "float32":
         return "float32 products in IEEE precision do not use the matrix units; torch's kernels are faster"
     return None
@@ -185,21 +199,37 @@ def too_small(amount: int, what: str, thresholds: tuple[int, int], captured: boo
 
 
 def why_not_kernels(
-    problem: Any, device: Device, backend: str, unsupported: str | None, why_slower: Callable[[Any, Device], str | None]
+    problem: Any,
+    device: Device,
+    backend: str,
+    unsupported: str | None,
+    figures: Measured | None,
+    why_slower: Callable[[Any, Device, Measured], str | None],
 ) -> str | None:
-    """Why the kernels do not run a problem, given the user's wish; None where they do."""
+    """Why the kernels do not run a problem, given the user's wish; None where they do.
+
+    ``why_slower`` says by the ``figures`` of the operation, which were measured on such a device, why torch is expected
+    to be faster.
+    """
     if unsupported is not None:
         return unsupported
     if backend == "torch":
         return "the backend is set to torch"
-    if backend == "auto":
-        return why_slower(problem, device)
-    return None
+    if backend == "triton":
+        return None
+    if (reason := not_measured(problem, device)) is not None:
+        return reason
+    if figures is None:
+        return f"{problem.operation} was not measured on {device.architecture}; FUSEDLAYERS_BACKEND=triton runs it"
+    return why_slower(problem, device, figures)
 
 
 def why_never_kernels(problem: Any, device: Device, backend: str) -> str | None:
     """Why no kernel runs ``problem`` on this device at any size, given the user's wish; None where some may."""
-    return why_not_kernels(problem, device, backend, no_kernels(problem, device), not_measured)
+    known = device.calibration
+    if backend == "auto" and known is not None and known.has_wins(problem.operation, problem.dtype):
+        backend = "triton"
+    return why_not_kernels(problem, device, backend, no_kernels(problem, device), device.figures, lambda *_: None)
 
 
 def direction(problem: Any) -> str:
@@ -211,8 +241,8 @@ def activation_accuracy(problem: Any, device: Device) -> str:
     """The accuracy that kernels compute activations with: one of ``kernels.activations.ACCURACIES``."""
     if problem.dtype == "float32":
         return "exact"
-    # The hardware tanh is an NVIDIA instruction, and its error is above the rounding of float16.
-    return "coarse" if problem.dtype == "bfloat16" and device.architecture.startswith("sm_") else "half"
+    # The error of the hardware tanh is above the rounding of float16.
+    return "coarse" if problem.dtype == "bfloat16" and has_tanh(device.architecture) else "half"
 
 
 def _in_brackets(reason: str) -> str:

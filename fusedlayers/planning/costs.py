@@ -13,8 +13,8 @@ SLOPE_FROM_VALUE = ("relu", "tanh", "sigmoid")
 def gemm_units(problem: Any, path: str, passes: int = 1, stored: bool = False) -> tuple[float, float]:
     """GEMM units of forward and backward: a unit is one product of tokens × K × N.
 
-    ``passes`` is the number of launches that share out the weight gradients on the fused path, and of passes over the
-    hidden on the chunked one; ``stored`` says that the backward pass of the fused one stores what is hidden.
+    ``passes`` is the number of launches that share out the weight gradients on the fused path; ``stored`` says that its
+    backward pass stores what is hidden.
     """
     first = 2.0 if problem.gated else 1.0  # products with x
     second = problem.O / problem.K if problem.K else 0.0  # one product with O columns, in units
@@ -26,9 +26,7 @@ def gemm_units(problem: Any, path: str, passes: int = 1, stored: bool = False) -
     if stored:
         return forward, first + data + weights
     if path == "chunked":
-        # A second pass computes the gradient of the hidden once more, too.
-        again = first + (passes - 1) * (first + second)
-        return forward, (again if problem.training else 0.0) + data + weights
+        return forward, (first if problem.training else 0.0) + data + weights
     data = 2 * first + second if problem.needs_data_gradient else 0.0
     # The first pass recomputes the pre-activations; each further one does so again, and dH from the second on.
     weights = {1: 2 * first + 2 * second, 2: 3 * first + 2 * second, 3: 4 * first + 3 * second}[passes]

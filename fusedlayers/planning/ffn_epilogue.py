@@ -6,26 +6,13 @@ Its forward pass keeps the pre-activations, where torch keeps them, the activate
 from dataclasses import dataclass
 from typing import Any
 
-from ..kernels.tuning import EpiloguePipeline, EpilogueTiles, data_gradient_tiles, epilogue_tiles
+from ..kernels.tuning import EpiloguePipeline, EpilogueTiles, epilogue_tiles
 from . import hidden_gradient
-from .call import no_kernels, not_measured, too_small
+from .call import no_kernels, too_small
 from .devices import Device
-from .hidden_gradient import LEAST_WIDTH, HiddenGradientPlan, HiddenGradientProblem
+from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem
+from .measured import Epilogue
 
-# From how many floating-point operations of the products with x on (tokens × d_model × d_ff × 2, gated twice that)
-# the path was faster than torch on an H200, bfloat16: (launched one by one, inside a CUDA graph). By (gated, training).
-# Launched one by one, the host needs 0.4 to 0.5 ms for a forward and backward pass, eager torch 0.3 to 0.4.
-FASTER_FROM: dict[tuple[bool, bool], tuple[int, int]] = {
-    (False, False): (2**34, 2**32),
-    (False, True): (9 * 2**32, 2**34),
-    (True, False): (2**29, 2**32),
-    (True, True): (11 * 2**32, 2**34),
-}
-# With 256 tokens the device was as fast or faster with torch at every width: too few tiles of 128 rows. Without a
-# backward pass a gated FFN is two launches, torch's are five: launched one by one, the host decides.
-LEAST_ROWS, LEAST_LAUNCHED_ROWS = 1024, 64
-# In chunks they are measured against torch's operations in chunks, which are many more.
-LEAST_CHUNK_WIDTH = 320
 # Elements of 16 bits at a multiple of which rows must start for the warp-specialised kernels: the only ones measured.
 VECTOR = 8
 
@@ -34,33 +21,35 @@ VECTOR = 8
 class EpiloguePlan:
     """The tiles of the kernels; no gradient without one that goes through the hidden.
 
-    Those of dx are there where it is carried from one group of hidden units to the next: the chunked path alone.
+    ``data_gradient_pipeline`` is there where dx is summed over groups of hidden units: on the chunked path alone, and
+    where no kernel does that, torch's product does.
     """
 
     hidden_tiles: EpilogueTiles
     hidden_pipeline: EpiloguePipeline | None
     gradient: HiddenGradientPlan | None
-    data_gradient_tiles: EpilogueTiles | None = None
     data_gradient_pipeline: EpiloguePipeline | None = None
 
 
-def plan(problem: Any, device: Device, rows: int, carried: bool = False) -> EpiloguePlan:
-    """The tiles for at most so many ``rows`` of ``problem``, a ``planning.Problem`` of an FFN; ``carried``: dx is."""
+def plan(problem: Any, device: Device, columns: int, summed: bool = False) -> EpiloguePlan:
+    """The tiles for ``problem``, a ``planning.Problem`` of an FFN, whose backward pass takes ``columns`` at a time.
+
+    ``summed``: dx is summed over such groups of hidden units.
+    """
     p = problem
-    gradient = None
+    gradient = data = None
     if p.training:
-        gradient = hidden_gradient.plan(_gradient_problem(p, rows), device, "triton")
+        gradient = hidden_gradient.plan(_gradient_problem(p, columns), device, "triton")
+        if summed and p.needs_data_gradient:
+            data = hidden_gradient.epilogue_pipeline("data_gradient", p, device)
     pipeline = hidden_gradient.epilogue_pipeline("hidden", p, device)
     tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
-    if not carried:
-        return EpiloguePlan(tiles, pipeline, gradient)
-    data_pipeline = hidden_gradient.epilogue_pipeline("data_gradient", p, device)
-    return EpiloguePlan(tiles, pipeline, gradient, data_gradient_tiles(device.architecture), data_pipeline)
+    return EpiloguePlan(tiles, pipeline, gradient, data)
 
 
-def _gradient_problem(p: Any, rows: int) -> HiddenGradientProblem:
+def _gradient_problem(p: Any, columns: int) -> HiddenGradientProblem:
     return HiddenGradientProblem(
-        M=rows, N=p.N, O=p.O, dtype=p.dtype, activation=p.activation, gated=p.gated, dropout=p.dropout,
+        M=p.M, N=columns, O=p.O, dtype=p.dtype, activation=p.activation, gated=p.gated, dropout=p.dropout,
         bias=p.needs_bias_gradient,
     )  # fmt: skip
 
@@ -72,27 +61,23 @@ def why_unsupported(problem: Any, device: Device) -> str | None:
     return no_kernels(problem, device)
 
 
-def why_slower_in_chunks(problem: Any, device: Device) -> str | None:
-    """Why torch's operations compute the chunks in auto mode, or None.
-
-    On an H200 a training step in chunks took 4.0, 14.5 and 3.6 ms in the warp-specialised kernels, and 8.2, 24 and 9.0
-    in torch's operations (16,384 tokens × 1024 × 4096, 8192 × 4096 × 14,336, gated 16,384 × 1024 × 2816); narrow ones
-    4.0, 4.6 and 2.4 ms, and 10.4, 9.2 and 3.7 (49,152 × 384 × 1536, 65,536 × 320 × 1280, gated 8192 × 320 × 864).
-    """
-    return not_measured(problem, device) or _why_portable(problem, device, LEAST_CHUNK_WIDTH)
+def why_slower_in_chunks(problem: Any, device: Device, figures: Epilogue) -> str | None:
+    """Why torch's operations compute the chunks in auto mode, or None."""
+    return _why_portable(problem, device, figures.least_chunk_width)
 
 
-def why_slower(problem: Any, device: Device) -> str | None:
+def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
-    if (reason := not_measured(problem, device) or _why_portable(problem, device, LEAST_WIDTH)) is not None:
+    if (reason := _why_portable(problem, device, figures.least_width)) is not None:
         return reason
-    if problem.training and hidden_gradient.choose_pipeline(_gradient_problem(problem, problem.M), device) is None:
+    if problem.training and hidden_gradient.choose_pipeline(_gradient_problem(problem, problem.N), device) is None:
         return "the sums of so many rows pass their limit in the kernel that was measured faster than torch"
-    least_rows = LEAST_LAUNCHED_ROWS if problem.gated and problem.waits_for_host else LEAST_ROWS
+    few = problem.gated and problem.waits_for_host
+    least_rows = figures.least_launched_rows if few else figures.least_rows
     if least_rows > problem.M:
         return f"{problem.M} tokens: torch was as fast or faster below {least_rows:,}"
     flops = 2 * problem.M * problem.K * problem.N * (2 if problem.gated else 1)
-    return too_small(flops, "FLOPs", FASTER_FROM[problem.gated, problem.training], problem.captured)
+    return too_small(flops, "FLOPs", figures.faster_from[problem.gated, problem.training], problem.captured)
 
 
 def _why_portable(problem: Any, device: Device, least_width: int) -> str | None:

@@ -26,41 +26,14 @@ from .call import (
     Yields,
     activation_accuracy,
     no_kernels,
-    not_measured,
     too_small,
     why_not_kernels,
 )
 from .costs import gemm_units, kept_by_torch, saved_bytes
 from .devices import PARTIALS_LIMIT, Device, floor_seconds
-from .ffn_chunked import WORKSPACE_LIMIT, ChunkPlan
+from .ffn_chunked import ChunkPlan
 from .ffn_epilogue import EpiloguePlan
-
-# From how many hidden elements (batch × M × N) on the kernels were faster than torch on an H200, bfloat16: rows of
-# (largest padded width, (launched one by one, inside a CUDA graph)); above the last row torch was as fast or faster.
-# Of an FFN at most four times the width count as hidden units: more of them do not keep more SMs busy.
-_Thresholds = tuple[tuple[int, tuple[int, int]], ...]
-FASTER_FROM: dict[tuple[str, bool], _Thresholds] = {
-    ("ffn", False): ((64, (2**26, 2**22)), (128, (2**26, 2**25))),
-    ("ffn", True): ((64, (2**27, 2**22)),),
-    ("gated ffn", False): ((64, (3 * 2**24, 2**20)), (128, (3 * 2**24, 2**22)), (256, (45 * 2**20, 2**24))),
-    ("gated ffn", True): ((64, (3 * 2**24, 2**20)),),
-    ("gemm_gemm", False): ((128, (2**27, 2**25)),),
-    ("gemm_gemm", True): ((64, (2**28, 2**25)),),
-}
-# The same where every kernel of the problem is a pipelined one. An FFN then costs the host as much as torch's launches
-# or less, so that the device alone decides.
-PIPELINED_FASTER_FROM: dict[tuple[str, bool], _Thresholds] = {
-    ("ffn", False): ((64, (2**20, 2**20)), (128, (2**21, 2**21)), (256, (2**23, 2**23))),
-    ("ffn", True): ((64, (2**21, 2**21)), (128, (2**23, 2**23)), (256, (2**23, 2**23))),
-    ("gated ffn", False): ((64, (2**19, 2**19)), (128, (2**20, 2**20)), (256, (2**22, 2**22))),
-    ("gated ffn", True): ((64, (2**19, 2**19)), (128, (2**23, 2**23)), (256, (3 * 2**21, 3 * 2**21))),
-    ("gemm_gemm", False): ((128, (2**27, 2**22)),),
-    ("gemm_gemm", True): ((64, (2**28, 2**24)), (128, (2**28, 2**26))),
-}
-# Launched one by one, few rows wait for the host: the one launch of a pipelined forward pass costs it two thirds of
-# what torch's cost, about 50 µs. One tile of rows takes as long at twice these elements of weights; whatever is below
-# needs no more rows.
-FEWEST_LAUNCHES = 2**20
+from .measured import GemmGemm
 
 
 @dataclass(frozen=True)
@@ -68,8 +41,7 @@ class Problem(Call):
     """One call: ``y = act(x W_upᵀ) W_downᵀ`` per batch entry, and which gradients will be asked for.
 
     ``needs_data_gradient`` speaks of x, ``needs_weight_gradient`` of anything that the weight-gradient kernel yields.
-    ``saved_limit`` is the most bytes that may be kept for the backward pass, None for any number; ``workspace_limit``
-    is the most bytes of temporary memory with ``recompute=True``.
+    ``saved_limit`` is the most bytes that may be kept for the backward pass, None for any number.
     """
 
     operation: str  # "ffn" (weights shared by the batch) or "gemm_gemm" (weights of each batch entry)
@@ -88,7 +60,6 @@ class Problem(Call):
     compiled: bool = False  # by torch.compile, whose calls cost the host less than launches one by one
     recompute: bool | str = "auto"
     saved_limit: int | None = None
-    workspace_limit: int = WORKSPACE_LIMIT
     portable: str = ""  # the name of an operand of a wide FFN that only portable kernels can read, if there is one
 
     family: ClassVar[str] = "gemm_gemm"  # an FFN and a batched GEMM-GEMM are the same kernels
@@ -156,7 +127,7 @@ class Plan(Decision):
 
     yields: ClassVar[Yields] = {
         **dict.fromkeys(("forward_tiles", "epilogue hidden_tiles", "epilogue hidden_pipeline"), ("y",)),
-        **dict.fromkeys(("epilogue data_gradient_tiles", "epilogue data_gradient_pipeline"), ("dx",)),
+        "epilogue data_gradient_pipeline": ("dx",),
         "data_gradient_tiles": ("dx", "da", "db_down"),
     }
 
@@ -203,7 +174,8 @@ def plan(problem: Problem, device: Device, backend: str = "auto") -> Plan:
 
 def _plan(problem: Problem, device: Device, backend: str) -> Plan:
     not_fused = why_unsupported(problem, device)
-    reasons = {"fused": why_not_kernels(problem, device, backend, not_fused, why_slower)}
+    figures = device.figures
+    reasons = {"fused": why_not_kernels(problem, device, backend, not_fused, figures.gemm_gemm, why_slower)}
     # The kernels of the epilogue path hold an FFN of any width, whole or in chunks.
     unsupported = not_fused if problem.operation == "gemm_gemm" else no_kernels(problem, device)
     chunk_kernels = False
@@ -211,11 +183,13 @@ def _plan(problem: Problem, device: Device, backend: str) -> Plan:
         reasons["chunked"] = "a batched GEMM-GEMM is not cut into chunks"
     else:
         not_epilogue = ffn_epilogue.why_unsupported(problem, device)
-        reasons["epilogue"] = why_not_kernels(problem, device, backend, not_epilogue, ffn_epilogue.why_slower)
+        slower = ffn_epilogue.why_slower
+        reasons["epilogue"] = why_not_kernels(problem, device, backend, not_epilogue, figures.epilogue, slower)
         if problem.recompute is True:
             # Chunks keep no pre-activations, so that the same kernels may compute them.
             slower = ffn_epilogue.why_slower_in_chunks
-            chunk_kernels = why_not_kernels(problem, device, backend, unsupported, slower) is None
+            not_chunks = why_not_kernels(problem, device, backend, unsupported, figures.epilogue, slower)
+            chunk_kernels = not_chunks is None
         reasons["chunked"] = None if problem.recompute is True else "only recompute=True needs its memory guarantee"
         if problem.subclass:
             reasons["chunked"] = f"an operand is a {problem.subclass}: parts of it cannot be written one by one"
@@ -244,16 +218,14 @@ def why_unsupported(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def why_slower(problem: Problem, device: Device) -> str | None:
+def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
-    if (reason := not_measured(problem, device)) is not None:
-        return reason
     if problem.recompute is True:
         return None  # the alternative is to recompute in chunks, many launches for each
     kind = problem.operation if problem.operation == "gemm_gemm" else "gated ffn" if problem.gated else "ffn"
     width = padded_width(max(problem.K, problem.O))
-    table = PIPELINED_FASTER_FROM if _all_pipelined(problem, device) else FASTER_FROM
-    rows = table[(kind, problem.training)]
+    pipelined = _all_pipelined(problem, device)
+    rows = (figures.pipelined_faster_from if pipelined else figures.faster_from)[kind, problem.training]
     thresholds = next((limits for largest, limits in rows if width <= largest), None)
     if thresholds is None:
         use = "training" if problem.training else "inference"
@@ -261,8 +233,7 @@ def why_slower(problem: Problem, device: Device) -> str | None:
     units = problem.N
     if problem.operation == "ffn":
         units = min(units, 4 * width)
-        short = table is PIPELINED_FASTER_FROM and problem.weight_elements <= FEWEST_LAUNCHES
-        if short and problem.waits_for_host:
+        if pipelined and problem.waits_for_host and problem.weight_elements <= figures.fewest_launches:
             return None
     return too_small(problem.batch * problem.M * units, "hidden elements", thresholds, problem.captured)
 
@@ -320,7 +291,7 @@ def _bounded_splits(problem: Problem, wanted: int, row_tile: int) -> int:
     limit = PARTIALS_LIMIT
     if problem.recompute is True:
         # Partials of few units and many splits could be larger than the hidden itself.
-        limit = min(limit, problem.workspace_limit, 4 * problem.batch * problem.M * problem.N - 1)
+        limit = min(limit, ffn_chunked.workspace_limit(problem), 4 * problem.batch * problem.M * problem.N - 1)
     return max(1, min(wanted, most, limit // problem.partial_bytes))
 
 
@@ -340,8 +311,6 @@ def plan_on(
         weight_tiles = _tiles("weight_gradient", problem, device)
     passes = 1 if weight_tiles is None else (weight_tiles.pipelined or weight_tiles).passes
     chunks = ffn_chunked.plan(problem, device, chunk_kernels) if path == "chunked" else None
-    if chunks is not None:
-        passes = max(1, len(chunks.passes))
     stored = _stored(problem, device) if path == "fused" else None
     forward_units, backward_units = gemm_units(problem, path, passes, stored is not None)
     flops = int(2 * rows * problem.K * problem.N * (forward_units + backward_units))
@@ -375,7 +344,7 @@ def plan_on(
                 "workspace_bytes": hidden_bytes + partial_bytes,
             }
     elif path == "epilogue":
-        epilogue = ffn_epilogue.plan(problem, device, problem.M)
+        epilogue = ffn_epilogue.plan(problem, device, problem.N)
         workspace = problem.hidden_bytes
         if epilogue.gradient is not None:
             # The gradients of the pre-activations, the hidden for that of w_down, and sums over rows.
@@ -388,9 +357,7 @@ def plan_on(
     elif chunks is not None:
         options = {"chunks": chunks, "workspace_bytes": chunks.workspace_bytes}
         if chunk_kernels:
-            largest = max([chunks.rows, *(each.rows for each in chunks.passes)])
-            carried = any(each.carried for each in chunks.passes)
-            epilogue = ffn_epilogue.plan(problem, device, largest, carried)
+            epilogue = ffn_epilogue.plan(problem, device, chunks.columns, summed=True)
             options |= {"epilogue": epilogue, "accuracy": activation_accuracy(problem, device)}
     reason = {
         "fused": "the kernels keep no hidden",

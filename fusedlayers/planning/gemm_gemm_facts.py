@@ -76,16 +76,11 @@ def _epilogue(epilogue: EpiloguePlan) -> Facts:
     gradient = epilogue.gradient
     if gradient is not None and gradient.tiles is not None:
         rows.append(("hidden-gradient tiles", epilogue_text(gradient.tiles, gradient.pipeline)))
-    if epilogue.data_gradient_tiles is not None:
-        text = epilogue_text(epilogue.data_gradient_tiles, epilogue.data_gradient_pipeline)
-        rows.append(("data-gradient tiles", text))
+    if epilogue.data_gradient_pipeline is not None:
+        rows.append(("data-gradient tiles", epilogue_text(epilogue.hidden_tiles, epilogue.data_gradient_pipeline)))
     return rows
 
 
 def _chunks(chunks: ChunkPlan) -> str:
-    passes = [
-        f"{each.rows} tokens × {each.columns} hidden units, {each.slice_columns} at a time"
-        + ", dx carried in 20 bits" * each.carried
-        for each in chunks.passes
-    ]
-    return f"{chunks.rows} tokens at a time" + (f"; backward {', then '.join(passes)}" if passes else "")
+    backward = f"; backward {chunks.columns} hidden units at a time" if chunks.columns else ""
+    return f"{chunks.rows} tokens at a time{backward}"

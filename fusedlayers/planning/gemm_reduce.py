@@ -14,37 +14,14 @@ from ..kernels.tuning import (
     reduce_config,
     reduce_gradient_config,
 )
-from .call import Call, Decision, Facts, Yields, direction, no_kernels, not_measured, too_small
+from .call import Call, Decision, Facts, Yields, direction, no_kernels, too_small, why_not_kernels
 from .devices import PARTIALS_LIMIT, Device, floor_seconds
+from .measured import GemmReduce
 
 # A split of the reduced axis shorter than this many tiles spends more on its partials than on its products.
 SHORTEST_REDUCED_SPLIT = 4
 # Programs of the forward kernel that run on a processor at once.
 RESIDENT = 2
-# From how many elements of the product (batch × M × N) on the kernels were faster than torch on an H200, bfloat16:
-# (operation, whether gradients are wanted) -> rows of (largest inner width, (launched one by one, in a CUDA graph)),
-# narrowest first; above the last row torch was as fast or faster. A pair that is missing was not measured, and torch
-# runs it. Launched, the host needs 45 µs for a forward pass and 330 to 440 with backward, eager torch 20 and 100.
-_Rows = tuple[tuple[int, tuple[int, int]], ...]
-_MAXIMA: dict[bool, _Rows] = {
-    False: ((128, (2**26, 2**22)), (256, (2**26, 2**26))),
-    True: ((128, (2**27, 2**25)),),
-}
-_SUMS: dict[bool, _Rows] = {
-    False: ((128, (2**26, 2**23)), (256, (2**26, 2**26))),
-    True: ((128, (2**27, 2**24)),),
-}
-# Torch takes longer for its gradient than for those of the others.
-_LOGSUMEXP: dict[bool, _Rows] = {**_SUMS, True: ((128, (2**26, 2**24)),)}
-REDUCE_FASTER_FROM: dict[tuple[str, bool], _Rows] = {
-    (op, training): rows[training]
-    for op, rows in {
-        "max": _MAXIMA, "min": _MAXIMA, "absmax": _MAXIMA, "sumsq": _SUMS, "logsumexp": _LOGSUMEXP,
-    }.items()
-    for training in (False, True)
-}  # fmt: skip
-
-
 # Activations that fall before they rise: around their minimum values lie so close together that small errors choose
 # which element is the least, and with it where the gradient goes.
 _FALLING = ("gelu", "gelu_tanh", "silu", "quick_gelu")
@@ -149,8 +126,10 @@ def plan(problem: ReduceProblem, device: Device, backend: str = "auto") -> Reduc
     elif problem.atomic:
         # What atomic=True asks for by name is no question of speed.
         algebraic = algebraic or "atomic=True asks for the kernels"
-    elif fused is None:
-        fused = "the sum of a product is the product of a sum" if algebraic is None else why_slower(problem, device)
+    elif algebraic is None:
+        fused = fused or "the sum of a product is the product of a sum"
+    else:
+        fused = why_not_kernels(problem, device, backend, unsupported, device.figures.gemm_reduce, why_slower)
     reasons = {"fused": fused, "algebraic": algebraic, "torch": None}
     path = next(name for name, reason in reasons.items() if reason is None)
     rejected = [(name, reason) for name, reason in reasons.items() if reason is not None]
@@ -176,16 +155,14 @@ def why_not_algebraic(problem: ReduceProblem) -> str | None:
     return None
 
 
-def why_slower(problem: ReduceProblem, device: Device) -> str | None:
+def why_slower(problem: ReduceProblem, device: Device, figures: GemmReduce) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
-    if (reason := not_measured(problem, device)) is not None:
-        return reason
     if problem.activation != "identity" or problem.biased or problem.product:
         return "bias, activation and writing the product were not measured; FUSEDLAYERS_BACKEND=triton runs the kernels"
     if not device.pipelined or problem.K % 8:
         return f"inner width {problem.K} is none of the warp-specialised kernel, which was measured"
     use = "training" if problem.training else "inference"
-    rows = REDUCE_FASTER_FROM.get((problem.op, problem.training))
+    rows = figures.faster_from.get((problem.op, problem.training))
     if rows is None:
         return f"{problem.op} was not measured in {use}; FUSEDLAYERS_BACKEND=triton runs the kernels"
     thresholds = next((limits for widest, limits in rows if widest >= problem.K), None)

@@ -6,21 +6,9 @@ from functools import cache
 from typing import Any, ClassVar
 
 from ..kernels.tuning import CONSUMER_ROWS, EPILOGUE_PIPELINES, EpiloguePipeline, EpilogueTiles, epilogue_tiles
-from .call import Call, Decision, Facts, activation_accuracy, no_kernels, not_measured, too_small, why_not_kernels
+from .call import Call, Decision, Facts, activation_accuracy, no_kernels, too_small, why_not_kernels
 from .devices import PARTIALS_LIMIT, SIXTEEN_BITS, Device, floor_seconds
-
-# From how many floating-point operations on the kernel was faster than torch on an H200, bfloat16: (launched one by
-# one, inside a CUDA graph), by whether there is a gate. Launching it costs the host 0.3 ms.
-FASTER_FROM: dict[bool, tuple[int, int]] = {False: (2**37, 2**36), True: (2**39, 2**36)}
-# Narrower ones were slower than what torch.compile makes of them.
-LEAST_WIDTH = 512
-
-# Without a gate and up to these (O, N), programs that stay in a column of tiles were faster on an H200, bfloat16:
-# 32,768 rows × (512, 2048) 189 instead of 213 µs, 16,384 × (1024, 4096) 248 instead of 269; at 8192 × (2048, 8192) they
-# took 516 instead of 422, as each reads all of w_down again and again.
-WIDEST_STAYING = (1024, 4096)
-# The share of the processors that as many programs in each column must keep busy; where it was measured, 0.97.
-LEAST_STAYING = 0.95
+from .measured import HiddenGradient
 
 # Partial sums of the rows beyond this number are added up by a program itself, one tile after the other.
 MOST_BANDS = 256
@@ -81,7 +69,7 @@ class HiddenGradientPlan(Decision):
 def plan(problem: HiddenGradientProblem, device: Device, backend: str = "auto") -> HiddenGradientPlan:
     """The path that runs ``problem`` on ``device``."""
     unsupported = no_kernels(problem, device)
-    fused = why_not_kernels(problem, device, backend, unsupported, why_slower)
+    fused = why_not_kernels(problem, device, backend, unsupported, device.figures.hidden_gradient, why_slower)
     p = problem
     parts = 2 if p.gated else 1
     read = p.M * p.O + p.O * p.N + parts * p.M * p.N
@@ -117,15 +105,13 @@ def plan(problem: HiddenGradientProblem, device: Device, backend: str = "auto") 
     )
 
 
-def why_slower(problem: HiddenGradientProblem, device: Device) -> str | None:
+def why_slower(problem: HiddenGradientProblem, device: Device, figures: HiddenGradient) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
-    if (reason := not_measured(problem, device)) is not None:
-        return reason
     if not device.pipelined:
         return "only the warp-specialised kernel was measured faster than torch, and it does not run here"
-    if problem.O < LEAST_WIDTH:
-        return f"torch was as fast or faster below width {LEAST_WIDTH}"
-    return too_small(problem.flops, "FLOPs", FASTER_FROM[problem.gated], problem.captured)
+    if figures.least_width > problem.O:
+        return f"torch was as fast or faster below width {figures.least_width}"
+    return too_small(problem.flops, "FLOPs", figures.faster_from[problem.gated], problem.captured)
 
 
 def choose_row_tiles(problem: HiddenGradientProblem, tiles: EpilogueTiles) -> int:
@@ -139,20 +125,21 @@ def choose_row_tiles(problem: HiddenGradientProblem, tiles: EpilogueTiles) -> in
 def choose_pipeline(problem: HiddenGradientProblem, device: Device) -> EpiloguePipeline | None:
     """The warp-specialised kernel, where it runs and its partial sums stay within their limit."""
     pipeline = epilogue_pipeline("hidden_gradient", problem, device)
-    if pipeline is not None and _programs_stay(problem, pipeline):
+    if pipeline is not None and _programs_stay(problem, pipeline, device.figures.hidden_gradient):
         pipeline = _pipeline_on("hidden_gradient", problem.gated, device.processors, stays=True)
     if pipeline is not None and _pipelined_partial_bytes(problem, pipeline) > PARTIALS_LIMIT:
         return None
     return pipeline
 
 
-def _programs_stay(problem: HiddenGradientProblem, pipeline: EpiloguePipeline) -> bool:
+def _programs_stay(problem: HiddenGradientProblem, pipeline: EpiloguePipeline, figures: HiddenGradient | None) -> bool:
     """Whether a program has tiles of one column alone, where that was measured faster and few SMs stay idle."""
-    narrow = all(size <= most for size, most in zip((problem.O, problem.N), WIDEST_STAYING, strict=True))
-    if problem.gated or problem.empty or not narrow:
+    if figures is None or problem.gated or problem.empty:
+        return False
+    if figures.widest_staying[0] < problem.O or figures.widest_staying[1] < problem.N:
         return False
     busy = pipeline.programs_for_columns(math.ceil(problem.N / (2 * CONSUMER_ROWS)))
-    return busy >= LEAST_STAYING * pipeline.programs
+    return busy >= figures.least_staying * pipeline.programs
 
 
 def epilogue_pipeline(kernel: str, problem: Any, device: Device) -> EpiloguePipeline | None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
-from ..kernels.tuning import SplitTiles, split_tiles
+from ..kernels.tuning import SplitTiles, split_tiles, starts_early
 from . import weight_gradient
 from .call import (
     Call,
@@ -13,36 +13,22 @@ from .call import (
     activation_accuracy,
     direction,
     no_kernels,
-    not_measured,
     too_small,
     why_not_kernels,
 )
 from .devices import PARTIALS_LIMIT, Device, floor_seconds
+from .measured import Linear
 from .weight_gradient import WeightGradientPlan, WeightGradientProblem
 
 FORWARD, DATA_GRADIENT = "forward", "data gradient"
 
-# All of these from random products on an H200 in bfloat16, with up to 512 rows, against torch in a CUDA graph.
-MOST_ROWS = 512  # more were not measured
-# With more rows and columns than these, torch's own splits were as fast; but where its columns are no whole number of
-# vectors, its kernels took 1.3 to 5 times as long as these.
-FEW = 64
+# Columns of torch's result that are whole vectors.
 VECTOR = 8
-# Up to 128 rows and columns, kernels were faster again from this length of the inner axis on.
-MIDDLE, LONG = 128, 2**17
-# Many columns are enough programs without a split, unless each has much to add up.
-MANY_COLUMNS, SHORT = 1024, 2048
-# With more rows than these, torch was faster from so many columns on (0.77 to 0.88 of its speed at 8,192 and 14,336).
-FEW_ROWS, WIDE_COLUMNS = 16, 8192
 # Operands whose rows do not all start at a multiple of so many elements are read in small pieces: twice the programs
-# wait for memory at once. Torch was as fast or faster there (kernels had 0.65 to 1.0 of its speed), but for rows of odd
-# length and more than so many bytes, which its kernels read one by one.
-ALIGNED, UNALIGNED_PROGRAMS, UNALIGNED_BYTES = 16, 2, 2**20
-# A data gradient reads W across its rows, which torch does better with more rows of its own than these.
-DATA_GRADIENT_ROWS, DATA_GRADIENT_INNER = 16, 1024
-# Bytes from which the kernels were faster (launched one by one, inside a CUDA graph): launching a product and its sum
-# costs the host 64 µs, torch's one kernel 14 µs.
-FASTER_FROM = (2**28, 2**18)
+# wait for memory at once.
+ALIGNED, UNALIGNED_PROGRAMS = 16, 2
+# Of the tile of a data gradient, which reads W across its rows.
+LEAST_COLUMNS = 64
 
 
 @dataclass(frozen=True)
@@ -232,15 +218,9 @@ def plan(problem: LinearProblem, device: Device, backend: str = "auto") -> Linea
         reason=f"kernels that split what they sum over: {', '.join(by_kernels)}",
         rejected=tuple((f"kernels for the {name}", str(reason)) for name, kernels, reason in products if not kernels),
         accuracy=activation_accuracy(problem, device),
-        dependent=starts_early(device),
+        dependent=starts_early(device.architecture),
         **options,
     )
-
-
-def starts_early(device: Device) -> bool:
-    """Whether the device starts a kernel while the one before it runs: NVIDIA GPUs from Hopper on."""
-    name = device.architecture
-    return name.startswith("sm_") and int(name.removeprefix("sm_")) >= 90
 
 
 def plan_product(
@@ -248,14 +228,14 @@ def plan_product(
 ) -> ProductPlan:
     """Kernels with tiles and splits for one product, or torch and the reason."""
 
-    def slower(problem: LinearProblem, device: Device) -> str | None:
-        return why_slower(problem, product, device)
+    def slower(problem: LinearProblem, device: Device, figures: Linear) -> str | None:
+        return why_slower(problem, product, figures)
 
-    torch_because = why_not_kernels(problem, device, backend, unsupported, slower)
+    torch_because = why_not_kernels(problem, device, backend, unsupported, device.figures.linear, slower)
     if torch_because is not None:
         return ProductPlan(torch_because)
     # A product that reads its right operand across rows takes tiles that hold whole vectors of them.
-    least_rows, least_columns = (2, FEW) if product.name == DATA_GRADIENT else (1, 1)
+    least_rows, least_columns = (2, LEAST_COLUMNS) if product.name == DATA_GRADIENT else (1, 1)
     sides = max(least_rows, product.M), max(least_columns, product.N)
     tiles = split_tiles(device.architecture, 8 * problem.element_bytes, *sides)
     splits = choose_splits(product, tiles, device.processors, problem.split_k, problem.atomic)
@@ -293,30 +273,29 @@ def choose_splits(product: Product, tiles: SplitTiles, processors: int, wanted: 
     return filled_splits(blocks, max(1, splits))
 
 
-def why_slower(problem: LinearProblem, product: Product, device: Device) -> str | None:
+def why_slower(problem: LinearProblem, product: Product, figures: Linear) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
-    if (reason := not_measured(problem, device)) is not None:
-        return reason
     p = product
+    fewer, more = min(p.M, p.N), max(p.M, p.N)
     moved = problem.element_bytes * (p.M * p.K + p.N * p.K + p.M * p.N)
-    small = too_small(moved, "bytes", FASTER_FROM, problem.captured)
-    if p.M > MOST_ROWS:
-        return f"{p.M:,} rows: not measured with more than {MOST_ROWS}"
+    if figures.most_rows < p.M:
+        return f"{p.M:,} rows: not measured with more than {figures.most_rows}"
     if p.name == DATA_GRADIENT:
-        if p.M > DATA_GRADIENT_ROWS:
-            return f"{p.M:,} rows: torch was as fast or faster with more than {DATA_GRADIENT_ROWS}"
-        if p.K < DATA_GRADIENT_INNER:
-            return f"it sums over {p.K:,} elements: torch was as fast or faster below {DATA_GRADIENT_INNER:,}"
-    elif not p.aligned and (p.K % 2 == 0 or moved < UNALIGNED_BYTES or min(p.M, p.N) > FEW):
+        if figures.data_gradient_rows < p.M:
+            return f"{p.M:,} rows: torch was as fast or faster with more than {figures.data_gradient_rows}"
+        if figures.data_gradient_inner > p.K:
+            least = figures.data_gradient_inner
+            return f"it sums over {p.K:,} elements: torch was as fast or faster below {least:,}"
+    elif not p.aligned and (p.K % 2 == 0 or moved < figures.unaligned_bytes or fewer > figures.few):
         return f"rows of {p.K:,} elements are not aligned: torch was as fast or faster"
-    elif min(p.M, p.N) > FEW_ROWS and max(p.M, p.N) >= WIDE_COLUMNS:
+    elif fewer > figures.few_rows and more >= figures.wide_columns:
         return f"{p.M:,} rows and {p.N:,} columns fill the GPU without a split: torch was as fast or faster"
-    elif min(p.M, p.N) > FEW:
-        long = max(p.M, p.N) <= MIDDLE and p.K >= LONG
-        if (p.N % VECTOR == 0 and not long) or p.K < SHORT:
-            return f"more than {FEW} rows and columns: torch was as fast or faster"
-    elif max(p.M, p.N) >= MANY_COLUMNS and p.K < SHORT:
+    elif fewer > figures.few:
+        long = more <= figures.middle and figures.long <= p.K
+        if (p.N % VECTOR == 0 and not long) or figures.short > p.K:
+            return f"more than {figures.few} rows and columns: torch was as fast or faster"
+    elif more >= figures.many_columns and figures.short > p.K:
         return (
             f"{p.N:,} columns fill the GPU without a split, and {p.K:,} elements are few: torch was as fast or faster"
         )
-    return small
+    return too_small(moved, "bytes", figures.faster_from, problem.captured)

@@ -24,8 +24,9 @@ from ..kernels.tuning.cross_entropy import (
     portable_shares,
     row_tiles,
 )
-from .call import Call, Decision, Facts, Yields, direction, no_kernels, not_measured, too_small, why_not_kernels
+from .call import Call, Decision, Facts, Yields, direction, no_kernels, too_small, why_not_kernels
 from .devices import Device, floor_seconds
+from .measured import LinearCrossEntropy
 
 # Rows of logits are a multiple of so many elements long. Products of a vocabulary that divides into no vectors of 16
 # bytes read a copy of the weight with as many rows: on an H200 those of GPT-2's 50,257 columns ran at 95 to 130 TFLOP/s
@@ -50,14 +51,8 @@ SMALL_DATA_GRADIENT, SOME_TOKENS = 2**21, 2048
 # The sum of dW over chunks is float32, but for two chunks whose float32 sum would take so many bytes: what the first
 # one gives is rounded to the dtype of dW, so that it is the shorter one.
 LARGE_SUM, ROUNDED_CHUNKS = 3 * 2**29, 2
-# Logits from which a path is taken (launched one by one, inside a CUDA graph). On an H200 the host took 600 to 900 us
-# to launch the chunked path; at 2^25 logits it took as long as torch.compile's kernels when replayed, at 2^27 0.79 to
-# 0.98 of their time. The fused path took 0.78 launched at 2^25, 0.91 replayed at 2^23.
-FASTER_FROM = {"chunked": (2**27, 2**26), "fused": (2**25, 2**23)}
 # Programs of the portable fused kernel that run on a processor at once.
 RESIDENT = 2
-# A program takes a row, which must be long enough to keep it busy: a classifier's few classes are torch's.
-FEWEST_CLASSES = 4096
 
 
 @dataclass(frozen=True)
@@ -207,7 +202,8 @@ class LossPlan(Decision):
 def plan(problem: LossProblem, device: Device, backend: str = "auto") -> LossPlan:
     """The path that runs ``problem`` on ``device``."""
     unsupported = why_unsupported(problem, device)
-    torch_because = why_not_kernels(problem, device, backend, unsupported, why_slower)
+    figures = device.figures.linear_cross_entropy
+    torch_because = why_not_kernels(problem, device, backend, unsupported, figures, why_slower)
     p, path = problem, kernel_path(problem) if torch_because is None else "torch"
     rows = choose_rows(problem) if path == "chunked" else 0
     chunks = -(-p.M // rows) if rows else 0
@@ -300,13 +296,11 @@ def why_unsupported(problem: LossProblem, device: Device) -> str | None:
     return "the kernel takes classes as targets, not their probabilities" if problem.probabilities else None
 
 
-def why_slower(problem: LossProblem, device: Device) -> str | None:
+def why_slower(problem: LossProblem, device: Device, figures: LinearCrossEntropy) -> str | None:
     """Why torch is expected to be faster."""
-    if (reason := not_measured(problem, device)) is not None:
-        return reason
-    if problem.V < FEWEST_CLASSES:
-        return f"rows of {problem.V:,} classes are short: torch runs those of fewer than {FEWEST_CLASSES:,}"
-    faster_from = FASTER_FROM["chunked" if problem.training else "fused"]
+    if figures.fewest_classes > problem.V:
+        return f"rows of {problem.V:,} classes are short: torch runs those of fewer than {figures.fewest_classes:,}"
+    faster_from = figures.faster_from["chunked" if problem.training else "fused"]
     return too_small(problem.M * problem.V, "logits", faster_from, problem.captured)
 
 

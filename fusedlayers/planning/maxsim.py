@@ -14,15 +14,10 @@ from ..kernels.tuning import (
     pipelined_reduce_config,
     reduce_config,
 )
-from .call import Call, Decision, Facts, Yields, direction, no_kernels, not_measured, too_small, why_not_kernels
+from .call import Call, Decision, Facts, Yields, direction, no_kernels, too_small, why_not_kernels
 from .devices import PARTIALS_LIMIT, Device, floor_seconds
 from .gemm_reduce import reduce_text
-
-# From how many similarities (query tokens × document tokens) on the kernels were faster than torch on an H200, in
-# bfloat16, d = 128: (launched one by one, inside a CUDA graph), without and with a backward pass. Launched, the host
-# needs 40 µs for a forward pass and 450 or more with backward, eager torch 270.
-FASTER_FROM: dict[bool, tuple[int, int] | None] = {False: (2**24, 2**21), True: (2**26, 2**22)}
-WIDEST = 128  # inner dimension that was measured
+from .measured import MaxSim
 
 # Programs that a split aims at for every processor, and the fewest steps of a split that are worth its partial.
 FORWARD_PROGRAMS = 2
@@ -113,18 +108,16 @@ class MaxSimPlan(Decision):
 def plan(problem: MaxSimProblem, device: Device, backend: str = "auto") -> MaxSimPlan:
     """The path that runs ``problem`` on ``device``."""
     unsupported = no_kernels(problem, device)
-    fused = why_not_kernels(problem, device, backend, unsupported, why_slower)
+    fused = why_not_kernels(problem, device, backend, unsupported, device.figures.maxsim, why_slower)
     if fused is None:
         return _costed(problem, device, "fused", (("torch", "the kernels cover the problem"),), unsupported)
     return _costed(problem, device, "torch", (("fused", fused),), unsupported)
 
 
-def why_slower(problem: MaxSimProblem, device: Device) -> str | None:
+def why_slower(problem: MaxSimProblem, device: Device, figures: MaxSim) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
-    if (reason := not_measured(problem, device)) is not None:
-        return reason
-    thresholds = FASTER_FROM[problem.training]
-    if thresholds is None or problem.K > WIDEST or not device.pipelined:
+    thresholds = figures.faster_from.get(problem.training)
+    if thresholds is None or figures.widest < problem.K or not device.pipelined:
         return "not measured; FUSEDLAYERS_BACKEND=triton runs the kernels"
     similarities = problem.query_tokens * problem.document_tokens
     return too_small(similarities, "similarities", thresholds, problem.captured)

@@ -10,28 +10,13 @@ from ..kernels.tuning import (
     WeightGradientTiles,
     weight_gradient_tiles,
 )
-from .call import Call, Decision, Facts, no_kernels, not_measured, too_small, why_not_kernels
-from .devices import CEILINGS, PARTIALS_LIMIT, Device, floor_seconds
-
-# From how many floating-point operations on the kernels were faster than torch on an H200, bfloat16: (launched one by
-# one, inside a CUDA graph); None where they never were. By whether the bias gradient is wanted. With more weights than
-# these cuBLAS gains more from its clusters, which share what they copy, than one pass over dy saves.
-FASTER_FROM: dict[bool, tuple[int, int] | None] = {True: (2**34, 2**31), False: None}
-MOST_WEIGHTS = 2**18
+from .call import Call, Decision, Facts, no_kernels, too_small, why_not_kernels
+from .devices import PARTIALS_LIMIT, Device, floor_seconds
+from .measured import TileCosts, WeightGradient
 
 # A split shorter than this many row blocks spends more on its partial than on its products.
 SHORTEST_SPLIT = 4
 MOST_SPLITS = 256
-
-# The cost of a pipelined tile on an H200, which the choice among them is made by.
-CLOCK = 1.6e9  # of a processor, Hz, under this load
-PRODUCTS_PER_CYCLE = 2048  # multiply-adds of a processor's matrix unit, in 16 bits
-SHARE_OF_PEAK = 0.92  # that a ring which never runs dry reaches
-BYTES_PER_CYCLE = 44  # that a processor gets out of the L2 cache while all of them ask
-FILL_SECONDS = 1.5e-6  # until the first stage of a program has arrived
-STORE_BYTES_PER_SECOND = 25e9  # of one processor, at the end of a tile, when nothing else is done
-REDUCE_SECONDS = 4e-6  # of the kernel that adds up partials, beside their bytes
-PARTIAL_BYTES_PER_SECOND = 3.5e12  # of reading partials, mostly out of the L2 cache
 
 
 @dataclass(frozen=True)
@@ -104,7 +89,7 @@ class WeightGradientPlan(Decision):
 def plan(problem: WeightGradientProblem, device: Device, backend: str = "auto") -> WeightGradientPlan:
     """The path that runs ``problem`` on ``device``."""
     unsupported = no_kernels(problem, device)
-    fused = why_not_kernels(problem, device, backend, unsupported, why_slower)
+    fused = why_not_kernels(problem, device, backend, unsupported, device.figures.weight_gradient, why_slower)
     element = problem.element_bytes
     io_bytes = element * (problem.M * (problem.O + problem.K) + problem.O * (problem.K + problem.bias))
     options: dict[str, Any] = {
@@ -126,7 +111,7 @@ def plan(problem: WeightGradientProblem, device: Device, backend: str = "auto") 
     tiles = weight_gradient_tiles(device.architecture, 8 * element)
     pipeline = None
     if device.pipelined and element == 2:
-        pipeline, splits = choose_pipeline(problem, device.processors)
+        pipeline, splits = choose_pipeline(problem, device.processors, device.figures.tile_costs)
     else:
         splits = choose_splits(problem, device, tiles)
     return WeightGradientPlan(
@@ -143,15 +128,13 @@ def plan(problem: WeightGradientProblem, device: Device, backend: str = "auto") 
     )
 
 
-def why_slower(problem: WeightGradientProblem, device: Device) -> str | None:
+def why_slower(problem: WeightGradientProblem, device: Device, figures: WeightGradient) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
-    if (reason := not_measured(problem, device)) is not None:
-        return reason
-    least = FASTER_FROM[problem.bias] if device.pipelined else None
+    least = figures.faster_from[problem.bias] if device.pipelined else None
     if least is None:
         return "torch was as fast or faster" + ("" if problem.bias else " where only dW is wanted")
-    if problem.O * problem.K > MOST_WEIGHTS:
-        return f"{problem.O * problem.K:,} weights: torch was as fast or faster from {MOST_WEIGHTS:,} on"
+    if figures.most_weights < problem.O * problem.K:
+        return f"{problem.O * problem.K:,} weights: torch was as fast or faster from {figures.most_weights:,} on"
     return too_small(problem.flops, "FLOPs", least, problem.captured)
 
 
@@ -163,10 +146,12 @@ def choose_splits(problem: WeightGradientProblem, device: Device, tiles: WeightG
     return max(1, min(resident // programs, most_splits(problem, tiles.block_m)))
 
 
-def choose_pipeline(problem: WeightGradientProblem, processors: int) -> tuple[WeightGradientPipeline, int]:
+def choose_pipeline(
+    problem: WeightGradientProblem, processors: int, costs: TileCosts
+) -> tuple[WeightGradientPipeline, int]:
     """The tile and the number of row ranges that are expected to take least time."""
     choices = [
-        (pipelined_seconds(problem, pipeline, splits, processors), pipeline, splits)
+        (pipelined_seconds(problem, pipeline, splits, processors, costs), pipeline, splits)
         for pipeline in PIPELINES
         for splits in sorted(candidate_splits(problem, pipeline, processors))
     ]
@@ -194,7 +179,7 @@ def tile_count(problem: WeightGradientProblem, pipeline: WeightGradientPipeline)
 
 
 def pipelined_seconds(
-    problem: WeightGradientProblem, pipeline: WeightGradientPipeline, splits: int, processors: int
+    problem: WeightGradientProblem, pipeline: WeightGradientPipeline, splits: int, processors: int, costs: TileCosts
 ) -> float:
     """What the pipelined kernel, and the sum of its partials, are expected to take: waves of programs × their work.
 
@@ -204,13 +189,13 @@ def pipelined_seconds(
     programs = tile_count(problem, pipeline) * splits
     waves = -(-programs // processors)
     blocks = math.ceil(math.ceil(problem.M / pipeline.rows) / splits)
-    products = units * columns * pipeline.rows / (PRODUCTS_PER_CYCLE * SHARE_OF_PEAK)
-    loads = 2 * (units + columns) * pipeline.rows / BYTES_PER_CYCLE
-    on_chip = waves * blocks * max(products, loads) / CLOCK
+    products = units * columns * pipeline.rows / (costs.products_per_cycle * costs.share_of_peak)
+    loads = 2 * (units + columns) * pipeline.rows / costs.bytes_per_cycle
+    on_chip = waves * blocks * max(products, loads) / costs.clock
     # Every wave that starts anew reads both sides again, at worst.
-    memory = 2 * problem.M * (problem.O + problem.K) / CEILINGS["NVIDIA H200"][1]
+    memory = 2 * problem.M * (problem.O + problem.K) / costs.bytes_per_second
     stored = units * columns * (4 if splits > 1 else 2)
-    seconds = max(on_chip, memory) + FILL_SECONDS + waves * stored / STORE_BYTES_PER_SECOND
+    seconds = max(on_chip, memory) + costs.fill_seconds + waves * stored / costs.store_bytes_per_second
     if splits > 1:
-        seconds += REDUCE_SECONDS + splits * problem.partial_bytes / PARTIAL_BYTES_PER_SECOND
+        seconds += costs.reduce_seconds + splits * problem.partial_bytes / costs.partial_bytes_per_second
     return seconds

@@ -1,4 +1,4 @@
-"""`replace` and `restore`: existing FFN blocks run through `functional.ffn`, and everything else about them stays.
+"""`replace` and `restore`: FFN blocks run through `functional.ffn`, losses without logits, and everything else stays.
 
 A replaced block is the same module object with another class: a subclass of its own, whose forward hands the weights of
 plain children to ``functional.ffn`` and otherwise runs the original forward. So parameters, names, hooks, buffers, tied
@@ -29,11 +29,12 @@ from .blocks import (
     FusedTransformerEncoderLayer,
     ReplacedModule,
 )
+from .heads import FusedLossHead, find_head, head_class, why_class_stays, why_head_left
 from .linears import split_k_class
 from .patterns import Patterns
 from .report import Entry, Report
 from .rules import FFNRule, LinearRule
-from .saving import facts_of_ffn, why_no_kernels_for_linear
+from .saving import facts_of_ffn, facts_of_head, why_no_kernels_for_linear
 from .small_copies import widths
 
 __all__ = [
@@ -59,10 +60,12 @@ def replace(
     *,
     rules: Sequence[FFNRule | LinearRule] = (),
     recompute: Literal["auto"] | bool | int = "auto",
+    loss: bool = True,
     strict: bool = False,
     dry_run: bool = False,
 ) -> Report:
-    """Let the FFN blocks of ``model`` run through ``functional.ffn``, in place; ``restore`` undoes it exactly.
+    """Let the FFN blocks of ``model`` run through ``functional.ffn``, and the loss of a language model through
+    ``functional.linear_cross_entropy``, in place; ``restore`` undoes it exactly.
 
     Blocks are: every ``Linear, activation, [Dropout,] Linear`` in a row in an ``nn.Sequential`` (from the left, where
     two overlap); the feed-forward half of ``nn.TransformerEncoderLayer`` and ``nn.TransformerDecoderLayer``; instances
@@ -71,6 +74,8 @@ def replace(
     Only plain children count. Dropout follows the block's own modules at every call, but the mask of the hidden
     is not the one that ``nn.Dropout`` would draw. A call with more than one tensor, with a tensor that is not plain, or
     after a child ceased to be plain runs the original forward.
+    The loss is that of transformers' causal models, whose forward calls its last linear layer and then
+    ``self.loss_function``: called with labels, it makes no logits, unless somebody reads them from its result.
     A block that sits in the tree twice is replaced once; a second `replace` finds nothing new. Replace first, then
     ``torch.compile`` or shard (``fully_shard`` changes classes itself, and replaced blocks work inside it). What knows
     layers by the name of their class must be told the new one, ``Fused`` and the old name.
@@ -80,6 +85,7 @@ def replace(
         rules: what the classes of other blocks compute, instead of a row of the table where both know a class; and
             which linears outside of FFNs become :class:`SplitKLinear` (none without a rule).
         recompute: as in ``functional.ffn``, for every block: True never allocates a hidden, forward or backward.
+        loss: whether to take the loss of a language model, too.
         strict: raise where an FFN, or what looks like one, would stay as it is; and where nothing in the model is
             fused, instead of warning. Nothing is changed then.
         dry_run: report and change nothing.
@@ -88,18 +94,22 @@ def replace(
         What was replaced, and what was skipped and why; also logged once at INFO.
 
     Raises:
-        TypeError: ``model`` is no module, or ``rules`` is no tuple or list of rules.
+        TypeError: ``model`` is no module, ``rules`` is no tuple or list of rules, or ``loss`` is no bool.
         ValueError: two rules for one class, a rule for a class that needs none, an unknown ``recompute``, or an
             FFN that stays under ``strict``.
     """
     _check_model(model)
     check_recompute(recompute)
+    if not isinstance(loss, bool):
+        raise TypeError(f"loss must be True or False, got {loss!r}")
     ffn_rules, linear_rules = _checked(rules)
     replaced: list[Entry] = []
     skipped: list[Entry] = []
     changes: _Changes = []
     parts = _replace_ffns(model, Patterns(ffn_rules, recompute), replaced, skipped, changes)
     _replace_linears(model, linear_rules, parts, replaced, skipped, changes)
+    if loss:
+        _replace_heads(model, replaced, skipped, changes)
     classes = {type(module) for module in model.modules()}
     paths = {class_path(getattr(kind, "fused_from", kind)) for kind in classes}
     for rule in ffn_rules:
@@ -237,6 +247,27 @@ def _replace_linears(
         replaced.append(Entry(path, name, fused.__name__, text, why_no_kernels=why_no_kernels))
         changes.append((module, fused))
     skipped += [Entry("(rules)", "Linear", None, f"no linear meets the conditions of {rule}") for rule in idle]
+
+
+def _replace_heads(model: nn.Module, replaced: list[Entry], skipped: list[Entry], changes: _Changes) -> None:
+    """Find the models whose loss needs no logits."""
+    changing = {module for module, _ in changes}
+    for path, module in model.named_modules():
+        kind = type(module)
+        if isinstance(module, FusedLossHead):
+            skipped.append(Entry(path, kind.__name__, None, "already fused"))
+        if isinstance(module, ReplacedModule) or module in changing or (name := find_head(module)) is None:
+            continue
+        reason = why_class_stays(module) or why_head_left(module, name)
+        if getattr(module, name) in changing:
+            reason = f"a rule takes {name}"
+        if reason is not None:
+            skipped.append(Entry(path, kind.__name__, None, f"its loss makes logits: {reason}"))
+            continue
+        head = getattr(module, name)
+        text = f"{name}, loss_function: {head.in_features} -> {head.out_features} classes, without logits"
+        replaced.append(Entry(path, kind.__name__, FusedLossHead.__name__, text, *facts_of_head(head)))
+        changes.append((module, head_class(kind, name)))
 
 
 def _description(pieces: FFNPieces) -> str:

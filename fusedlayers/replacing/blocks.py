@@ -44,6 +44,8 @@ class ReplacedModule(nn.Module):
     fused_from: ClassVar[type[nn.Module]]
     # Makes an empty module of a class that cannot be imported; None: it can.
     fused_new: ClassVar[Callable[..., nn.Module] | None] = None
+    # The methods of the original class that this one runs in its own way, as they were when it was made.
+    fused_methods: ClassVar[dict[str, Callable[..., Any]]] = {}
 
     def __init_subclass__(cls) -> None:
         """End here: a base class of the user that registers its subclasses must not see this one."""
@@ -59,6 +61,14 @@ class ReplacedModule(nn.Module):
             return (self.fused_new, reduced[1][1:], *reduced[2:])
         return reduced
 
+    @classmethod
+    def why_fused_class_changed(cls) -> str | None:
+        """Which method of the original class somebody has changed since, or None: it runs as it is now, not fused."""
+        for name, method in cls.fused_methods.items():
+            if getattr(cls.fused_from, name) is not method:
+                return f"the {name} of {cls.fused_from.__qualname__} was changed after replace"
+        return None
+
 
 def restored_method(module: nn.Module, name: str) -> Callable[..., Any]:
     """The method of a restored module's own class. A fused one outlives `restore` where somebody kept it, bound: hooks
@@ -70,16 +80,6 @@ class FusedBlock(ReplacedModule):
     """Mixin of the classes of modules that hold FFNs."""
 
     fused_recompute: ClassVar[Literal["auto"] | bool | int] = "auto"
-    # The methods of the original class that this one runs in its own way, as they were when it was made.
-    fused_methods: ClassVar[dict[str, Callable[..., Any]]] = {}
-
-    @classmethod
-    def why_fused_class_changed(cls) -> str | None:
-        """Which method of the original class somebody has changed since, or None: it runs as it is now, not fused."""
-        for name, method in cls.fused_methods.items():
-            if getattr(cls.fused_from, name) is not method:
-                return f"the {name} of {cls.fused_from.__qualname__} was changed after replace"
-        return None
 
     @classmethod
     def find_ffn_pieces(cls, module: nn.Module) -> dict[str, FFNPieces | str]:

@@ -27,7 +27,8 @@ from .activations import torch_module_activation
 from .blocks import OWN_FORWARD, FusedBlock, FusedOneFFN, restored_method, try_fused
 from .finding import attribute, find_by_rule
 from .rules import FFNRule, FoundRule
-from .stand_ins import InsideFFN, Places, computed
+from .stand_ins import InsideFFN, Places
+from .uncomputed import computed
 
 _Options = tuple[tuple[str, Any], ...]
 

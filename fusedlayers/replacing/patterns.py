@@ -20,6 +20,7 @@ from .blocks import (
 )
 from .by_rule import FusedInside, FusedWholeBlock, Recipe, fused_class
 from .finding import attribute, find_runs
+from .heads import FusedLossHead
 from .recognising import recognise
 from .rules import FFNRule
 from .signatures import signature
@@ -83,7 +84,7 @@ class Patterns:
     def _recognise(self, module: nn.Module) -> FFNRule | str | None:
         kind = type(module)
         of_torch = kind.__module__.startswith("torch.nn.") and kind is not nn.Sequential
-        known = isinstance(module, (FusedBlock, FusedFFN, torch.jit.ScriptModule))
+        known = isinstance(module, (FusedBlock, FusedFFN, FusedLossHead, torch.jit.ScriptModule))
         if of_torch or known or kind.forward is nn.Module.forward:
             return None
         if any(map(is_lazy, (*module.parameters(), *module.buffers()))):

@@ -8,8 +8,9 @@ from .. import reference
 from ..modules import FFNPieces
 from .finding import find_by_rule
 from .rules import FFNRule
-from .stand_ins import InsideFFN, computed
+from .stand_ins import InsideFFN
 from .trials import Bench, alike, gradients, tensors_in
+from .uncomputed import computed
 
 
 def why_not_proven(bench: Bench, rule: FFNRule) -> str | None:

@@ -1,4 +1,4 @@
-"""What the FFN of a block keeps for its backward pass, and whether kernels can run it at all: for the report."""
+"""What an FFN or a loss keeps for its backward pass, and whether kernels can run it at all: for the report."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from .. import planning
 from ..devices import describe
 from ..functional.ffn.arguments import ffn_problem
 from ..functional.linear import LINEAR
+from ..functional.linear_cross_entropy.arguments import loss_problem
+from ..functional.operands import compute_dtype
 from ..functional.switches import backend
 from ..kernels.activations import ACTIVATIONS, canonical_activation
 from ..modules import FFNPieces, linear_weight
 from ..planning import Device
 from ..planning.costs import SAVED_FOR_SLOPE, mask_bytes
+from ..planning.linear_cross_entropy import saved_bytes as kept_for_loss
 from .rules import LinearRule
 
 # A training batch: enough that the planner does not call it too small.
@@ -45,6 +48,19 @@ def facts_of_ffn(pieces: FFNPieces, recompute: Literal["auto"] | bool | int) -> 
         if pieces.output_dropout_p:
             result = mask_bytes(problem, device) * down.shape[0]
     return (theirs + result, ours + result), _why_no_kernels(problem, device, backend()), plan.path
+
+
+def facts_of_head(head: nn.Linear) -> tuple[tuple[int, int], str | None, str]:
+    """The same of the loss of a model's last linear layer: the mean of a training batch's tokens."""
+    weight, bias = head.weight, head.bias
+    with torch.enable_grad():
+        x = torch.empty(TOKENS, weight.shape[1], dtype=compute_dtype(weight), device="meta", requires_grad=True)
+        target = torch.empty(TOKENS, dtype=torch.int64, device="meta")
+        problem = loss_problem(x, weight, target, bias, reduction="mean")
+    device = describe(weight.device)
+    plan = planning.plan(problem, device, backend())
+    saved = kept_for_loss(problem, chunked=False) // TOKENS, plan.saved_bytes // TOKENS
+    return saved, _why_no_kernels(problem, device, backend()), plan.path
 
 
 def why_no_kernels_for_linear(linear: nn.Linear, rule: LinearRule) -> str | None:

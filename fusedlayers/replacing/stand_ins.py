@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from ..kernels.activations import ACTIVATIONS
+from .uncomputed import Uncomputed, computed
 
 # Paths of up, activation, down, gate and the child that computes act(up(x)) in their block, name by name, None where
 # there is none; and of the children that hold some, innermost first.
@@ -33,8 +32,6 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Tensor], ...]] = {
     "sigmoid": (F.sigmoid, torch.sigmoid),
     "leaky_relu": (F.leaky_relu,),
 }
-# torch.is_autocast_enabled raises for these, and no release's Dynamo traces torch.amp.is_autocast_available.
-_WITHOUT_AUTOCAST = ("meta", "lazy", "vulkan")
 
 
 def why_no_stand_in(name: str, function: Callable[..., Any]) -> str | None:
@@ -168,32 +165,27 @@ class InsideFFN:
         return args, given[0] if len(given) == 1 and (args or "input" in options) else None
 
 
-class Pending:
+class Pending(Uncomputed):
     """A hidden that nobody has computed yet: ``up`` of x, then the activation, then the dropout, as far as they came.
 
     With a gate the activation is the gate's, and the product of both is the hidden. So the role of a pending hidden is
     "up" or "gate", what this linear gives, "both", what one linear for both gives, or their "product"; as a global name
     each of these would cost Dynamo a guard.
 
-    It is no tensor. Every use of it as one computes it, by the original parts and under the modes in which ``up`` was
-    called, and then it is computed once: a hidden that was seen is the one that ``down`` gets.
+    It is computed by the original parts; a hidden that was seen is the one that ``down`` gets.
     """
+
+    _named = "the hidden"
+    _advice = "leave this class out of the rules"
 
     def __init__(
         self, ffn: InsideFFN, x: Tensor, role: str, activated: bool = False, dropout_p: float | None = None
     ) -> None:
-        self._ffn, self._x, self._role, self._activated, self._dropout_p = ffn, x, role, activated, dropout_p
-        self._modes = self._modes_now()
+        super().__init__(x)
+        self._ffn, self._role, self._activated, self._dropout_p = ffn, role, activated, dropout_p
         # How often somebody has written into x; None where nobody counts.
         self._version = None if torch.compiler.is_compiling() or x.is_inference() else x._version
-        self._values: Tensor | None = None
         self._gone = False
-
-    def _modes_now(self) -> tuple[bool, torch.dtype | None]:
-        """Whether gradients are wanted, and autocast's dtype where it is on, in calls that Dynamo can trace."""
-        kind = self._x.device.type
-        autocast = kind not in _WITHOUT_AUTOCAST and torch.is_autocast_enabled(kind)
-        return torch.is_grad_enabled(), torch.get_autocast_dtype(kind) if autocast else None
 
     def _is_next(self, *, activated: bool) -> bool:
         """Whether a part that follows the activation, or precedes it, is to be called with this hidden now."""
@@ -238,39 +230,25 @@ class Pending:
         hidden._version = self._version
         return hidden
 
-    def _tensor(self, use: str) -> Tensor:
-        """The hidden, computed by the original parts because of this ``use``."""
-        if self._values is None:
-            self._check("its hidden")
-            if self._again():
-                raise RuntimeError(
-                    f"the hidden was dropped out inside of the FFN and is used again ({use}), which no FFNRule "
-                    "describes: leave this class out of the rules"
-                )
-            off = not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
-            if self._modes[0] and off:
-                # Both are off in the forward pass of an autograd Function, which took this for no tensor.
-                raise RuntimeError(
-                    f"a torch.autograd.Function was given the hidden ({use}), whose gradient would be lost: leave this "
-                    "class out of the rules"
-                )
-            self._ffn.say(f"the method uses the hidden otherwise than its rule says ({use})")
-            grad, dtype = self._modes
-            if self._modes_now()[1] == dtype:
-                autocast: AbstractContextManager[object] = nullcontext()
-            else:
-                autocast = torch.autocast(self._x.device.type, dtype, enabled=dtype is not None)
-            with torch.set_grad_enabled(grad), autocast:
-                if self._ffn.into is not None:
-                    values = self._ffn.into(self._x)
-                else:
-                    values = self._ffn.linear("gate" if self._role == "product" else self._role, self._x)
-                    if self._activated:
-                        values = self._ffn.activation(values)
-                if self._role == "product":
-                    values = values * self._ffn.linear("up", self._x)
-                self._values = F.dropout(values, self._dropout_p) if self._dropout_p else values
-        return self._values
+    def _before(self, use: str) -> None:
+        self._check("its hidden")
+        if self._again():
+            raise RuntimeError(
+                f"the hidden was dropped out inside of the FFN and is used again ({use}), which no FFNRule describes: "
+                f"{self._advice}"
+            )
+
+    def _compute(self, use: str) -> Tensor:
+        self._ffn.say(f"the method uses the hidden otherwise than its rule says ({use})")
+        if self._ffn.into is not None:
+            values: Tensor = self._ffn.into(self._x)
+        else:
+            values = self._ffn.linear("gate" if self._role == "product" else self._role, self._x)
+            if self._activated:
+                values = self._ffn.activation(values)
+        if self._role == "product":
+            values = values * self._ffn.linear("up", self._x)
+        return F.dropout(values, self._dropout_p) if self._dropout_p else values
 
     def _down(self) -> Tensor:
         """The FFN of x, as far as the parts were called."""
@@ -313,9 +291,10 @@ class Pending:
             product = args[0]._times(args[1])
             if product is not None:
                 return product
-        use = f"in {getattr(function, '__name__', function)}"
-        args, options = computed((args, options), use)
-        return function(*args, **options)
+        return super().__torch_function__(function, types, args, options)
+
+    def _operated(self, name: str, others: tuple[Any, ...]) -> Any:
+        return self._times(others[0]) if name == "__mul__" else None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -343,30 +322,6 @@ class Pending:
         if self._values is None and not kwargs and args == (self._own_dtype(),):
             return self
         return self._tensor("its to").to(*args, **kwargs)
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    def operator(self: Pending, *others: Any) -> Any:
-        if name == "__mul__" and (product := self._times(others[0])) is not None:
-            return product
-        return getattr(self._tensor(f"in {name}"), name)(*computed(others, f"in {name}"))
-
-    return operator
-
-
-# Python looks these up on the class.
-_NUMERIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
-_OTHERS = ("neg", "pos", "abs", "invert", "lt", "le", "gt", "ge", "eq", "ne", "bool", "float", "int")
-_ITEMS = ("getitem", "setitem", "len", "iter", "contains")
-for _name in (*(side + name for name in _NUMERIC for side in ("", "r", "i")), *_OTHERS, *_ITEMS):
-    setattr(Pending, f"__{_name}__", _operator(f"__{_name}__"))
-
-
-def computed(values: Any, use: str) -> Any:
-    """``values``, however nested, with tensors in the place of pending hiddens."""
-    if isinstance(values, Tensor):
-        return values
-    return tree_map_only(Pending, lambda hidden: hidden._tensor(use), values)
 
 
 def _dropped(hidden: Pending, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:

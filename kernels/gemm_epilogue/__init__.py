@@ -12,9 +12,8 @@ gradients with their sums, and H once more where the gradient of w_down needs it
 
 The products that remain, y = H W_downᵀ, dx = dZ W_up and the weight gradients, are matrices in and matrices out:
 cuBLAS, which shares what it copies in clusters of processors, was faster there, and nothing is left to fuse. But where
-the hidden is in memory in groups of units only, ``data_gradient`` adds up dx over them and carries it from one to the
-next in 20 bits (``carrying``): rounded to 16 bits each time it would lose too many, and 32 would take memory that the
-groups need.
+the hidden is in memory in groups of units only, dx is a sum over them in float32: ``data_gradient``, on Hopper, reads
+and writes that sum in its epilogue.
 
 Sums over rows are float32 partials of every band of rows, added up in a fixed order by ``kernels.partials`` and rounded
 once: no atomics, the same bits every time. The files beside this one hold the portable kernels, of any
@@ -22,8 +21,8 @@ strides and sizes, and launch those of ``pipelined/`` where the plan names them 
 wants them.
 """
 
-from .data_gradient import data_gradient
 from .hidden import hidden
 from .hidden_gradient import HiddenGradients, hidden_gradient
+from .pipelined import data_gradient
 
 __all__ = ["HiddenGradients", "data_gradient", "hidden", "hidden_gradient"]

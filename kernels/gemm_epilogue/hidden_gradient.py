@@ -109,6 +109,7 @@ def hidden_gradient(
     side_by_side: bool = False,
     in_place: bool = False,
     sums_into: Sequence[torch.Tensor] = (),
+    hidden_into: torch.Tensor | None = None,
     dropout: Dropout = NO_DROPOUT,
     column_sums: ColumnSumTiles | None = None,
     ready: dict[Any, Any] | None = None,
@@ -119,12 +120,13 @@ def hidden_gradient(
 
     Operands ``[M, *]`` of any strides. Results are contiguous; ``side_by_side``, dz and dz_gate are the halves of one
     ``[M, 2 N]``; ``in_place``, they replace z and z_gate, whose rows are contiguous and start alike then.
-    The sums fill ``sums_into``, of up and of the gate, or new tensors of dy's dtype. A program of the portable kernel
-    computes ``row_tiles`` tiles.
+    The sums fill ``sums_into``, of up and of the gate, or new tensors of dy's dtype; the hidden, if it is to be kept, a
+    new tensor or ``hidden_into``, which is contiguous. A program of the portable kernel computes ``row_tiles`` tiles.
 
     ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``), whose options are all but those that say what
     is asked for; dy may lie differently from call to call.
     """
+    keep_hidden = keep_hidden or hidden_into is not None
     name = ("hidden gradient", bias, keep_hidden, column_sums is not None, bool(sums_into), *layout_of(dy))
     prepared = None if ready is None else ready.get(name)
     copied = prepared.copied if prepared is not None else _to_copy(dy, pipeline, dropout)
@@ -149,7 +151,7 @@ def hidden_gradient(
     else:
         dz = dy.new_empty(shape)
         d_gate = None if z_gate is None else dy.new_empty(shape)
-    hidden = dy.new_empty(shape) if keep_hidden else None
+    hidden = dy.new_empty(shape) if keep_hidden and hidden_into is None else hidden_into
     # Of few rows the kernel's sums are the result.
     complete = prepared.sums is not None and len(prepared.sums) == 1
     sums = None

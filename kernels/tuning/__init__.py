@@ -5,7 +5,7 @@ other architectures were compiled only. ``python -m fusedlayers.bench selftest``
 """
 
 from .column_sums import BAND_BLOCKS, COLUMN_SUM_TILES, ColumnSumTiles
-from .gemm_epilogue import EPILOGUE_PIPELINES, EpiloguePipeline, EpilogueTiles, data_gradient_tiles, epilogue_tiles
+from .gemm_epilogue import EPILOGUE_PIPELINES, EpiloguePipeline, EpilogueTiles, epilogue_tiles
 from .gemm_gemm import (
     SHORTEST_SPLIT,
     WIDEST_X_IN_REGISTERS,
@@ -27,7 +27,7 @@ from .gemm_reduce import (
     reduce_config,
     reduce_gradient_config,
 )
-from .limits import CONSUMER_ROWS, SHARED_MEMORY, padded_width
+from .limits import CONSUMER_ROWS, SHARED_MEMORY, has_tanh, padded_width, starts_early
 from .maxsim import GatherConfig, OneHotConfig, gather_config, one_hot_config
 from .split_k import SplitTiles, reduce_blocks, split_tiles
 from .weight_gradient import PIPELINES, WeightGradientPipeline, WeightGradientTiles, weight_gradient_tiles
@@ -55,9 +55,9 @@ __all__ = [
     "TileConfig",
     "WeightGradientPipeline",
     "WeightGradientTiles",
-    "data_gradient_tiles",
     "epilogue_tiles",
     "gather_config",
+    "has_tanh",
     "one_hot_config",
     "one_hot_pipeline",
     "padded_width",
@@ -69,6 +69,7 @@ __all__ = [
     "reduce_gradient_config",
     "rows",
     "split_tiles",
+    "starts_early",
     "stored_config",
     "tile_config",
     "weight_gradient_tiles",

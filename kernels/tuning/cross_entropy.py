@@ -111,9 +111,7 @@ def logit_tiles(architecture: str, bits: int, processors: int, pipelined: bool) 
     tiles = LOGIT_TILES.get((architecture, bits)) or LOGIT_TILES["other", bits]
     if not pipelined or bits != 16:
         return tiles
-    pipeline = LogitPipeline(programs=processors)
-    # A band of rows has at least one program.
-    return replace(tiles, pipelined=replace(pipeline, group=min(pipeline.group, processors)))
+    return replace(tiles, pipelined=LogitPipeline(programs=processors))
 
 
 def gradient_tiles(architecture: str, bits: int, processors: int, pipelined: bool) -> GradientTiles:
@@ -133,4 +131,6 @@ def pipelined_shares(pipeline: LogitPipeline, rows: int, columns: int) -> Shares
     """Those of the warp-specialised kernel, whose programs take a range of every group of bands."""
     band = 2 * CONSUMER_ROWS
     bands, tile_columns = -(-rows // band), -(-columns // pipeline.columns)
-    return Shares(band, bands, tile_columns, min(pipeline.programs, bands * tile_columns), pipeline.group)
+    # A band of rows has at least one program.
+    group = min(pipeline.group, pipeline.programs)
+    return Shares(band, bands, tile_columns, min(pipeline.programs, bands * tile_columns), group)

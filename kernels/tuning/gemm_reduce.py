@@ -3,12 +3,9 @@
 Rows of every architecture are conservative ones that were compiled for it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .limits import BARRIER_BYTES, CONSUMER_ROWS, SHARED_MEMORY, padded_width
-
-# Columns of the inner dimension that one step of a product takes at most; a wider one is computed in several.
-WIDEST_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -58,15 +55,40 @@ class ReduceConfig:
     pipelined: PipelinedReduceConfig | None = None
 
 
+# Up to which padded width a row holds; a narrower one takes fewer columns at once.
+_Rows = tuple[tuple[int, ReduceConfig], ...]
+_ANY = 2**31
+# By (architecture, bits of an element), as below; architectures without rows of their own take those of "other".
+TABLE: dict[tuple[str, int], _Rows] = {
+    # In several steps 128 columns of the inner dimension at once spilled registers.
+    ("sm_90", 16): (
+        (64, ReduceConfig(64, 128, 64, 4, 4)),
+        (128, ReduceConfig(64, 128, 128, 4, 3)),
+        (_ANY, ReduceConfig(64, 128, 64, 4, 3)),
+    ),
+    ("other", 16): ((_ANY, ReduceConfig(64, 64, 64, 4, 2)),),
+    ("other", 32): ((_ANY, ReduceConfig(64, 64, 32, 4, 2)),),
+}
+# Of the gradients, also by whether they go through an index. The matrix of weights is then made in registers: with more
+# than one stage its products wait for one another.
+GRADIENT_TABLE: dict[tuple[str, int, bool], _Rows] = {
+    ("sm_90", 16, False): (
+        (128, ReduceConfig(64, 64, 128, 4, 2)),
+        (256, ReduceConfig(64, 32, 256, 4, 2)),
+        (_ANY, ReduceConfig(64, 64, 128, 4, 2)),
+    ),
+    ("sm_90", 16, True): ((256, ReduceConfig(64, 64, 256, 4, 1)), (_ANY, ReduceConfig(64, 64, 128, 4, 1))),
+    ("other", 16, False): ((128, ReduceConfig(64, 64, 128, 4, 2)), (_ANY, ReduceConfig(64, 64, 64, 4, 2))),
+    ("other", 16, True): ((_ANY, ReduceConfig(64, 64, 128, 4, 1)),),
+    ("other", 32, False): ((_ANY, ReduceConfig(32, 32, 64, 4, 1)),),
+    ("other", 32, True): ((_ANY, ReduceConfig(32, 32, 64, 4, 1)),),
+}
+
+
 def reduce_config(architecture: str, element_bits: int, width: int) -> ReduceConfig:
     """The tiles of the forward pass for products of inner dimension ``width``."""
-    padded = padded_width(width)
-    if element_bits == 32:
-        return ReduceConfig(64, 64, min(padded, 32), 4, 2)
-    if architecture == "sm_90":
-        # In several steps 128 columns of the inner dimension at once spilled registers.
-        return ReduceConfig(64, 128, padded if padded <= WIDEST_BLOCK else 64, 4, 3 if padded > 64 else 4)
-    return ReduceConfig(64, 64, min(padded, 64), 4, 2)
+    rows = TABLE.get((architecture, element_bits)) or TABLE["other", element_bits]
+    return _fitted(rows, padded_width(width))
 
 
 def reduce_gradient_config(architecture: str, element_bits: int, width: int, indexed: bool) -> ReduceConfig:
@@ -75,18 +97,14 @@ def reduce_gradient_config(architecture: str, element_bits: int, width: int, ind
     An accumulator has ``block_k`` columns of the gradient; a wider one is shared out among programs, each of which
     computes the first product for itself. ``indexed`` is the gradient through an index.
     """
+    rows = GRADIENT_TABLE.get((architecture, element_bits, indexed)) or GRADIENT_TABLE["other", element_bits, indexed]
     # With 16 columns Triton 3.7 made the products of sm_90 wait for one another.
-    padded = max(padded_width(width), 32)
-    if element_bits == 32:
-        return ReduceConfig(32, 32, min(padded, 64), 4, 1)
-    if indexed:
-        # The matrix of weights is made in registers: with more than one stage its products wait for one another.
-        return ReduceConfig(64, 64, padded if padded <= 256 and architecture == "sm_90" else min(padded, 128), 4, 1)
-    if padded <= 128:
-        return ReduceConfig(64, 64, padded, 4, 2)
-    if padded == 256 and architecture == "sm_90":
-        return ReduceConfig(64, 32, 256, 4, 2)
-    return ReduceConfig(64, 64, 128 if architecture == "sm_90" else 64, 4, 2)
+    return _fitted(rows, max(padded_width(width), 32))
+
+
+def _fitted(rows: _Rows, padded: int) -> ReduceConfig:
+    config = next(config for largest, config in rows if padded <= largest)
+    return replace(config, block_k=min(padded, config.block_k))
 
 
 # Rows of the reduced axis from which on blocks of 128 are as good as blocks of 64 whatever remains for the last one.

@@ -1,4 +1,4 @@
-"""What the hardware sets, whatever the kernel."""
+"""What the hardware sets, whatever the kernel: sizes, and which architectures have an instruction."""
 
 MINIMUM_WIDTH = 16  # the smallest inner dimension a matrix instruction takes
 
@@ -6,6 +6,16 @@ CONSUMER_ROWS = 64  # of one group of four warps: the rows of a matrix instructi
 SHARED_MEMORY = 227 * 1024  # bytes that one program may have on Hopper
 BARRIER_BYTES = 1024  # of them, kept for the barriers of all rings
 MOST_STAGES = 4  # of a ring, beyond which more did not help
+
+
+def has_tanh(architecture: str) -> bool:
+    """Whether there is an instruction for tanh."""
+    return architecture.startswith("sm_")
+
+
+def starts_early(architecture: str) -> bool:
+    """Whether a kernel may be started while the one before it still runs: on NVIDIA's GPUs from Hopper on."""
+    return architecture.startswith("sm_") and int(architecture.removeprefix("sm_")) >= 90
 
 
 def padded_width(width: int) -> int:

@@ -3,7 +3,7 @@
 Conservative ones that were compiled for every architecture.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .gemm_reduce import OneHotPipeline
 from .limits import padded_width
@@ -36,6 +36,15 @@ class OneHotConfig:
     pipelined: OneHotPipeline | None = None
 
 
+# By (architecture, bits of an element); architectures without a row take that of "other". Narrower
+# gradients take fewer columns.
+TABLE: dict[tuple[str, int], OneHotConfig] = {
+    ("sm_90", 16): OneHotConfig(64, 64, WIDEST_COLUMNS, 4, 3),
+    ("other", 16): OneHotConfig(64, 32, 64, 4, 2),
+    ("other", 32): OneHotConfig(32, 32, 64, 4, 2),
+}
+
+
 def gather_config(architecture: str, element_bits: int, width: int) -> GatherConfig:
     """The tiles of the queries' gradient, ``width`` columns."""
     return GatherConfig(8, min(padded_width(width), WIDEST_COLUMNS), 4, 4)
@@ -43,9 +52,5 @@ def gather_config(architecture: str, element_bits: int, width: int) -> GatherCon
 
 def one_hot_config(architecture: str, element_bits: int, width: int) -> OneHotConfig:
     """The tiles of the documents' gradient, ``width`` columns."""
-    columns = min(padded_width(width), WIDEST_COLUMNS)
-    if element_bits == 32:
-        return OneHotConfig(32, 32, min(columns, 64), 4, 2)
-    if architecture == "sm_90":
-        return OneHotConfig(64, 64, columns, 4, 3)
-    return OneHotConfig(64, 32, min(columns, 64), 4, 2)
+    config = TABLE.get((architecture, element_bits)) or TABLE["other", element_bits]
+    return replace(config, block_k=min(padded_width(width), config.block_k))

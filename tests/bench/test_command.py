@@ -311,7 +311,7 @@ def test_without_a_shape_the_grid_is_run() -> None:
     assert (integer.options.activation, integer.grid.title) == ("relu", "ffn, relu, bias")
     other = rows_of("ffn", "--gated", "--bias", "--recompute", "--activation", "swish", "--device", "cpu")[0]
     assert other.options == Options("silu", gated=True, bias=True, recompute=True)
-    assert other.grid.title == "gated ffn, silu, bias, recompute=True within 64 MiB"
+    assert other.grid.title == "gated ffn, silu, bias, recompute=True"
 
 
 def test_the_grids_of_a_reduction() -> None:

@@ -94,6 +94,14 @@ def test_a_fault_is_named_recorded_avoided_and_forgotten(
     assert ffn_plan().path == "fused"
 
 
+def test_a_test_of_some_configurations_leaves_what_is_on_record_of_others(cache: Path) -> None:
+    devices.record_failures(H200, ["first", "second"])
+    devices.record_failures(H200, ["third"], tested={"second", "third"})
+    assert devices.failures_on_record(H200) == {"first", "third"}
+    devices.record_failures(H200, [], tested={"first", "third"})
+    assert json.loads(cache.read_text()) == {}
+
+
 @pytest.mark.interpreter
 @pytest.mark.parametrize("trial", few_trials(), ids=str)
 def test_every_operation_passes_through_the_interpreter(trial: Trial) -> None:
@@ -155,9 +163,9 @@ def test_without_anything_to_test_the_reason_is_said(
         ("gated ffn 1024x512x512 relu bf16 (few)", "y", ["epilogue hidden_pipeline"]),
         ("gated ffn 1024x512x512 relu bf16 (few)", "dx", ["pipeline"]),
         ("gated ffn 1024x512x512 relu bf16 (portable)", None, ["epilogue hidden", "tiles"]),
-        ("gated ffn 2048x512x1024 relu bf16 (in groups)", "dx", ["epilogue data_gradient_pipeline"]),
-        ("ffn 2077x544x1000 relu bf16 (in groups, portable)", "dx", ["epilogue data_gradient"]),
-        ("gated ffn 2048x512x1024 relu bf16 (in groups)", "dw_up", ["pipeline"]),
+        ("gated ffn 2048x512x1024 relu bf16 (recomputing)", "dx", ["epilogue data_gradient_pipeline"]),
+        ("ffn 2077x544x1000 relu bf16 (recomputing, portable)", "dx", ["tiles"]),
+        ("gated ffn 2048x512x1024 relu bf16 (recomputing)", "dw_up", ["pipeline"]),
         ("split_k 64x4096x1032 identity bf16 (all)", "y", ["forward tiles"]),
         ("split_k 64x4096x1032 identity bf16 (all)", "dx", ["data_gradient tiles"]),
         ("split_k 64x4096x1032 identity bf16 (all)", "dbias", ["pipeline"]),

@@ -1,4 +1,4 @@
-"""``tests/test_parallel.py`` and ``tests/models/test_distributed.py`` over NCCL, on two GPUs, with compiled kernels."""
+"""The tests of two processes over NCCL, on two GPUs, with compiled kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import pytest
 import torch
 
 # Imported to be collected here, too.
-from tests.models.test_distributed import test_checkpointing_stays, test_two_steps_are_the_same  # noqa: F401
+from tests.models.test_distributed import (  # noqa: F401
+    test_a_loss_without_logits,
+    test_checkpointing_stays,
+    test_two_steps_are_the_same,
+)
 from tests.test_parallel import (  # noqa: F401
     test_data_parallel,
     test_dropout_differs_between_processes_and_is_replayed,
@@ -17,6 +21,16 @@ from tests.test_parallel import (  # noqa: F401
     test_tensor_parallel_keeping_less,
     test_tensor_parallel_modules,
     test_tensor_parallel_under_autocast,
+)
+from tests.test_parallel_loss import (  # noqa: F401
+    test_autocast,
+    test_classes_in_parts,
+    test_classes_in_parts_in_other_dtypes,
+    test_classes_in_parts_with_tokens_in_parts,
+    test_data_parallel_loss,
+    test_frozen_classes,
+    test_targets_that_are_no_classes,
+    test_what_is_not_split,
 )
 
 pytestmark = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -13,7 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
-from tests.models.small import FAMILIES, HIDDEN, LAYERS, Family, InFloat64, Inputs, Results
+from fusedlayers.functional.dispatch import decisions
+from fusedlayers.replacing.logits import Logits
+from tests.models.loss_heads import losses
+from tests.models.small import FAMILIES, HIDDEN, LAYERS, Family, InFloat64, Inputs, Results, blocks
 from tests.parallel_checks import counted, device, full, gathered, mesh, mine
 
 STEPS = 2
@@ -89,7 +93,7 @@ def check_training(engine: str, name: str, path: str, precision: str, checkpoint
         model = deepcopy(original)
         if kind != "torch":
             report = fl.replace(model)
-            assert len(report.replaced) == family.count
+            assert len(blocks(report.replaced)) == family.count
             assert not report.skipped
         if kind == "restored":
             fl.restore(model)
@@ -108,3 +112,40 @@ def check_training(engine: str, name: str, path: str, precision: str, checkpoint
     # Of the whole hidden, and once more where the forward pass is computed again.
     assert calls == [HIDDEN] * (family.count * STEPS * (2 if checkpointed else 1))
     assert_all_close(ours, theirs, truth, computed_in=torch.bfloat16 if mixed else None)
+
+
+def check_loss(engine: str) -> None:
+    """The loss of a replaced model needs no logits under the engine either, and who reads them in time gets them."""
+    family = FAMILIES["Llama"]
+    original = family.build().to(device()).train()
+    inputs = {key: tensor.to(device()) for key, tensor in family.inputs().items()}
+    with InFloat64():
+        truth = family.results(deepcopy(original).double(), inputs)
+    plain, ours = deepcopy(original), deepcopy(original)
+    assert "FusedLossHead" in [entry.became for entry in fl.replace(ours).replaced]
+    options = {"find_unused_parameters": True} if engine == "ddp, unused" else {}
+    wrapped = [
+        parallel(model, "fsdp", False) if engine == "fsdp" else DistributedDataParallel(model, **options)
+        for model in (plain, ours)
+    ]
+    theirs, found = wrapped
+    outputs = theirs(**inputs)
+    outputs.loss.backward()
+    logits = outputs.logits
+    with counted("kernels"), decisions() as paths:
+        outputs = found(**inputs)
+        late = found(**inputs)
+        assert losses(paths) == 2
+        assert type(outputs.logits) is Logits
+        assert outputs.logits._values is None
+        torch.testing.assert_close(torch.clone(outputs.logits), logits)
+        outputs.loss.backward()
+    expected, results = (
+        {f"d{name.removeprefix('module.')}": full(parameter.grad) for name, parameter in model.named_parameters()}
+        for model in wrapped
+    )
+    # All processes have the same batch, so that the mean of their gradients is that of one.
+    assert_all_close(results, expected, {name: truth[name] for name in expected})
+    if engine == "fsdp":
+        with pytest.raises(RuntimeError, match="now it is too late"):
+            late.logits.argmax(-1)

@@ -22,6 +22,7 @@ import fusedlayers as fl
 from tests.models.device_table import worst_error
 from tests.models.every_family import FAMILIES, Family
 from tests.models.family_data import NO_TRUTH
+from tests.models.small import blocks
 
 RECORD = Path(__file__).with_name("results") / "families.json"
 # What comes of experts is said once, and not for every class of them.
@@ -36,7 +37,7 @@ def row(name: str, family: Family) -> dict[str, Any]:
         warnings.simplefilter("ignore", UserWarning)
         report = fl.replace(model)
     ours = family.results(model, inputs)
-    modules = {(entry.path, entry.module): entry.reason.partition(": ")[2] for entry in report.replaced}
+    modules = {(entry.path, entry.module): entry.reason.partition(": ")[2] for entry in blocks(report.replaced)}
     left = {entry.module: _shorter(entry.reason) for entry in report.skipped if entry.is_ffn_left}
     found: dict[str, Any] = {
         "family": name,

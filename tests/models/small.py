@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+import fusedlayers as fl
 
 # Widths that divide nothing: tails everywhere.
 WIDTH, HIDDEN, LAYERS, HEADS, WORDS = 24, 52, 2, 2, 61
@@ -72,7 +74,8 @@ class Family:
         """(logits, loss)."""
         if self.package == "transformers":
             found = model(**inputs)
-            return found.logits, found.loss
+            # A copy is a tensor, whether the logits were computed or wait for somebody to read them.
+            return torch.clone(found.logits), found.loss
         logits = model(inputs["pixel_values"])
         return logits, F.cross_entropy(logits, inputs["labels"])
 
@@ -98,6 +101,11 @@ TORCH_GELU_TANH = {
     "Phi": {"hidden_act": "gelu_pytorch_tanh"},
     "T5 1.1": {"feed_forward_proj": "gated-gelu_pytorch_tanh"},
 }
+
+
+def blocks(entries: Sequence[fl.Entry]) -> list[fl.Entry]:
+    """The entries of a report that are not of the loss."""
+    return [entry for entry in entries if entry.became != "FusedLossHead" and "its loss " not in entry.reason]
 
 
 class InFloat64(TorchFunctionMode):

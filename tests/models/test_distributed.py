@@ -43,3 +43,10 @@ def test_two_steps_are_the_same(processes: Processes, engine: str, name: str, pa
 def test_checkpointing_stays(processes: Processes, engine: str, name: str) -> None:
     installed(name)
     processes.run(checks.check_training, engine, name, "torch", "whole", True)
+
+
+@needs_kernels
+@pytest.mark.parametrize("engine", ["ddp", "ddp, unused", "fsdp"])
+def test_a_loss_without_logits(processes: Processes, engine: str) -> None:
+    installed("Llama")
+    processes.run(checks.check_loss, engine)

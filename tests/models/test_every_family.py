@@ -16,6 +16,7 @@ from tests.ffn_blocks import assert_same, seeded_dropout
 from tests.models.device_table import changed, judged, stacked
 from tests.models.every_family import FAMILIES, Family, Inputs, Results
 from tests.models.family_data import NO_TRUTH
+from tests.models.small import blocks
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'fusedlayers[models]'")
 
@@ -63,7 +64,7 @@ def _families() -> list[object]:
 
 def _fused(report: fl.Report) -> dict[str, int]:
     """How many modules of which class are fused."""
-    return dict(Counter(module for _, module in {(entry.path, entry.module) for entry in report.replaced}))
+    return dict(Counter(module for _, module in {(entry.path, entry.module) for entry in blocks(report.replaced)}))
 
 
 def _replaced(model: nn.Module) -> fl.Report:

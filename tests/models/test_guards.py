@@ -20,6 +20,7 @@ from torch._dynamo.testing import CompileCounter
 
 from fusedlayers import FusedFFN, SplitKLinear, replace, restore
 from fusedlayers.replacing.blocks import FusedBlock
+from fusedlayers.replacing.heads import FusedLossHead
 from tests.ffn_blocks import mlp
 
 transformers = pytest.importorskip("transformers")
@@ -109,7 +110,8 @@ def pair(name: str) -> tuple[nn.Module, nn.Module]:
 
 
 def blocks_of(model: nn.Module) -> int:
-    return sum(isinstance(module, (FusedBlock, FusedFFN, SplitKLinear)) for module in model.modules())
+    kinds = (FusedBlock, FusedFFN, FusedLossHead, SplitKLinear)
+    return sum(isinstance(module, kinds) for module in model.modules())
 
 
 @contextmanager

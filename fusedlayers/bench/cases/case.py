@@ -81,14 +81,14 @@ class Case:
     ``operation`` names the public function that plans it. ``ours`` and ``torch_expression`` take the inputs of
     ``operands`` by name and then ``our_keywords`` or ``torch_keywords`` of the options. ``forward_flops`` counts the
     products of the forward pass; each product has two of the same size in the backward pass. ``parameters`` are the
-    inputs that a module would own. ``results`` names what the operation returns, a tensor or a tuple, the last of which
-    may be None; ``result_dtype`` is theirs where it is not that of the inputs. ``yardstick`` is torch's expression in
-    less memory, for verification, which judges so many ``draws`` of inputs together. Without ``backward`` the forward pass
-    alone is benchmarked. ``rotating`` work takes a few microseconds, and is timed over many inputs in a row. Without
-    ``grids`` the self-test alone runs the case. ``trials`` are those of the self-test on a GPU, one at least for every
-    tile configuration that the planner can choose there; ``peers`` are others' versions by the name of a contender:
-    what imports them and gives a function of the inputs; ``few_trials`` those for Triton's interpreter. ``place`` says
-    where the case stands among the others, in commands and in tables.
+    inputs that a module would own. ``results`` names what the operation returns, a tensor or a tuple, the last of
+    which may be None; ``result_dtype`` is theirs where it is not that of the inputs. ``yardstick`` is torch's
+    expression in less memory, for verification, which judges so many ``draws`` of inputs together. Without
+    ``backward`` the forward pass alone is benchmarked. ``rotating`` work takes a few microseconds, and is timed over
+    many inputs in a row. Without ``grids`` the self-test alone runs the case. ``trials`` are those of the self-test on
+    a GPU, one at least for every tile configuration that the planner can choose there; ``peers`` are others' versions
+    by the name of a contender: what imports them and gives a function of the inputs; ``few_trials`` those for Triton's
+    interpreter. ``place`` says where the case stands among the others, in commands and in tables.
     """
 
     name: str

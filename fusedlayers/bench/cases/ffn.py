@@ -19,7 +19,7 @@ from .trial import MACHINES, RAGGED, WHOLE, Trial
 _PIPELINED_WIDTHS = (64, 128, 256)
 # Widths of a block that no fused kernel holds: whole tiles, and tails.
 _WIDE = (512, 520)
-# The same of one whose groups of hidden units take less than the memory of the machines of the trials.
+# The same of one that takes groups of hidden units.
 _GROUPED = ((2048, 512, 1024), (2077, 544, 1000))
 
 
@@ -123,14 +123,14 @@ def _wide_trials(relu: Options, plain: Options, device: Device) -> Iterator[Tria
 
 
 def _grouped_trials(relu: Options, plain: Options, device: Device) -> Iterator[Trial]:
-    """Blocks whose gradient of x is carried from one group of hidden units to the next."""
-    for machine in ("in groups", "in groups, portable") if device.pipelined else ("in groups, portable",):
+    """Blocks whose gradient of x is summed over groups of hidden units."""
+    for machine in ("recomputing", "recomputing, portable") if device.pipelined else ("recomputing, portable",):
         for shape in _GROUPED:
             yield Trial("ffn", relu, shape, "bf16", machine)
             yield Trial("ffn", plain, shape, "fp16", machine)
     if device.pipelined:
-        yield Trial("ffn", relu, _GROUPED[1], "bf16", "in groups, transposed")
-        yield Trial("ffn", plain, _GROUPED[0], "fp16", "in groups, transposed")
+        yield Trial("ffn", relu, _GROUPED[1], "bf16", "recomputing, transposed")
+        yield Trial("ffn", plain, _GROUPED[0], "fp16", "recomputing, transposed")
 
 
 CASE = Case(

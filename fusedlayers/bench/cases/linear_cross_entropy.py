@@ -127,7 +127,7 @@ def _trials(device: Device) -> Iterator[Trial]:
         for machine in ("recomputing", "recomputing, all"):
             for dtype in DTYPES if machine == "recomputing, all" else ("bf16", "fp16"):
                 yield Trial("linear_cross_entropy", Options(op="sum"), sizes, dtype, machine)
-    for machine in ("in groups", "in groups, portable"):
+    for machine in ("in chunks, recomputing", "in chunks, recomputing, portable"):
         for dtype, op in (("bf16", "none"), ("fp16", "sum")):
             yield Trial("linear_cross_entropy", Options(op=op), (TOKENS, WIDTH, 5003), dtype, machine)
 

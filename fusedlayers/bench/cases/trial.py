@@ -9,27 +9,27 @@ import torch
 
 from ... import planning
 from ...functional.switches import switched
-from ...planning import Decision, Device
+from ...planning import Call, Decision, Device
 from .case import ALL, DTYPES, Case, Inputs, Options, Shape
 
 # (tokens, hidden) of a feed-forward block: whole tiles, and tails in both.
 WHOLE, RAGGED = (1024, 512), (1061, 488)
 # Few SMs, so that each program of a pipelined kernel takes many tiles, with two consumers; as many as there are,
 # with one consumer; the portable kernels, where the pipelined ones would run; recomputing, where a backward pass would
-# store what is hidden; recomputing in little memory, so that there are several groups of hidden units or of classes;
-# little memory for what does not recompute; and weights that lie transposed, which the pipelined kernels read as they
-# are.
+# store what is hidden, or pre-activations; in little memory, so that there are several chunks of logits; and weights
+# that lie transposed, which the pipelined kernels read as they are.
 MACHINES: dict[str, dict[str, Any]] = {
     "few": {"processors": 4},
     "all": {},
     "portable": {"pipelined": False},
     "recomputing": {"processors": 4, "recompute": True},
     "recomputing, all": {"recompute": True},
+    "recomputing, portable": {"pipelined": False, "recompute": True},
     "in chunks": {"processors": 4, "workspace": 2},
-    "in groups": {"processors": 4, "recompute": True, "workspace": 2},
-    "in groups, portable": {"pipelined": False, "recompute": True, "workspace": 2},
+    "in chunks, recomputing": {"processors": 4, "recompute": True, "workspace": 2},
+    "in chunks, recomputing, portable": {"pipelined": False, "recompute": True, "workspace": 2},
     "few, transposed": {"processors": 4, "transposed": True},
-    "in groups, transposed": {"processors": 4, "recompute": True, "workspace": 2, "transposed": True},
+    "recomputing, transposed": {"processors": 4, "recompute": True, "transposed": True},
 }
 # What is no fact of the device: an argument of the call, MiB of temporary memory, and how weights lie.
 _NO_FACTS = ("recompute", "workspace", "transposed")
@@ -83,12 +83,15 @@ class Trial:
             for name, tensor in inputs.items()
         }
 
-    def plan(self, device: Device) -> Decision:
-        """What runs on ``device`` if kernels are forced; planned without data."""
+    def problem(self) -> Call:
+        """The planning problem, without data."""
         case, options = self.prepared()
         operands = case.operands(self.shape, options)
         blank = {name: operand.blank(DTYPES[self.dtype], case.backward) for name, operand in operands.items()}
         with torch.set_grad_enabled(case.backward), switched(self.switches):
-            problem = case.problem(blank, options)
-        plan: Decision = planning.plan(problem, replace(device, **self.facts), "triton")
+            return case.problem(blank, options)
+
+    def plan(self, device: Device) -> Decision:
+        """What runs on ``device`` if kernels are forced."""
+        plan: Decision = planning.plan(self.problem(), replace(device, **self.facts), "triton")
         return plan

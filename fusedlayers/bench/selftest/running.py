@@ -52,7 +52,7 @@ def run(trial: Trial, device: torch.device) -> Outcome:
                     reason = f"{trial}: {type(error).__name__}: {error}"
                     # A gradient that cannot be computed says nothing about the forward pass.
                     computed = case.results if results else ()
-                    return Outcome(failures | blamed(plan, None, reason, computed), _is_broken(device))
+                    return Outcome(failures | blamed(plan, None, reason, computed), is_broken(device))
                 for name, fault in zip(names, faults, strict=False):
                     if fault is not None:
                         failures = blamed(plan, name, f"{trial}: {fault}") | failures
@@ -71,7 +71,7 @@ def blamed(plan: Decision, result: str | None, reason: str, computed: tuple[str,
     return {found[field]: reason for field in fields}
 
 
-def _is_broken(device: torch.device) -> bool:
+def is_broken(device: torch.device) -> bool:
     """Whether the device refuses everything after an error, as CUDA does after an illegal access."""
     if device.type != "cuda":
         return False

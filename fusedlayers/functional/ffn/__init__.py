@@ -53,9 +53,9 @@ def ffn(
         dropout_p: probability of dropping an element of the hidden, in [0, 1); pass 0 in inference. The nearest
             multiple of 2⁻¹⁶ is taken, and what is kept is scaled by that. The mask follows from one seed, the same on
             every path, with and without gradients.
-        recompute: ``True`` guarantees that no tensor of size tokens × N is allocated, forward or backward, and at most
-            64 MiB (``FUSEDLAYERS_WORKSPACE_MIB``) beside results, gradients and one copy of operands that are not laid
-            out in rows; x alone is kept, of frozen layers too. dx is rounded twice at most, gradients of weights once.
+        recompute: ``True`` guarantees that no tensor of size tokens × N is allocated, forward or backward, and beside
+            results, gradients and one copy of operands that are not laid out in rows at most four times the bytes of x,
+            or 64 MiB if these are more; x alone is kept, of frozen layers too. Every gradient is rounded once.
             Tensor subclasses, ``torch.func`` and forward-mode derivatives are excepted: torch's expression runs.
             ``"auto"`` and ``False`` take the fastest path, whose backward pass may need such tensors while it runs. An
             int above 1 is a budget: the bytes that this call may keep for its backward pass (``saved bytes`` of

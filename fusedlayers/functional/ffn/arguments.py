@@ -7,14 +7,14 @@ from torch import Tensor
 
 from ...kernels.hopper import ALIGNMENT, matrix, untransposed
 from ...planning import Problem
-from ...planning.ffn_epilogue import LEAST_CHUNK_WIDTH
 from ..call import PLAIN_TENSORS, captured, observed, subclass_of, traced, transformed, wants_gradient
 from ..operands import check_given, check_layout, check_shape, check_tensors, compute_dtype, input_precision, said
-from ..switches import workspace_limit
 
 _PLAIN = frozenset({*PLAIN_TENSORS, type(None)})
 _NAMES = ("x", "w_up", "w_down", "w_gate", "b_up", "b_gate")
 _MATRICES = 4
+# Layers of up to this width are the fused kernels', whose launches ask each operand for itself.
+_NARROW = 256
 
 
 def check_ffn(
@@ -133,7 +133,6 @@ def ffn_problem(
         needs_bias_gradient=wants_gradient(b_up, b_gate),
         recompute=recompute if isinstance(recompute, (bool, str)) else "auto",
         saved_limit=budget,
-        workspace_limit=workspace_limit(),
         input_precision=input_precision(x.device, dtype),
         captured=captured(x.device),
         compiled=traced(),
@@ -154,7 +153,7 @@ def portable_operand(
 
     Narrow layers are not asked, nor is anything but plain tensors: what is traced has no address.
     """
-    if type(x) not in PLAIN_TENSORS or x.is_nested or not (sizes := x.shape) or sizes[-1] < LEAST_CHUNK_WIDTH:
+    if type(x) not in PLAIN_TENSORS or x.is_nested or not (sizes := x.shape) or sizes[-1] <= _NARROW:
         return ""
     if observed() or transformed():
         return ""

@@ -1,12 +1,12 @@
 """The chunked path of the FFN, on rows ``[M, *]``: the hidden is in memory in parts only, forward and backward.
 
 A part is computed by the kernels of the epilogue path where the plan has their tiles, else by torch's operations. The
-backward pass computes the pre-activations of a chunk, and the hidden in slices of it, because only the gradient of
-w_down needs it; the gradients of the pre-activations take their place, so that each of the other products has one sum.
+forward pass takes some tokens at a time. The backward pass takes all tokens for one group of hidden units after the
+other: it computes their pre-activations again, whose gradients take their place, and the hidden with these.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,15 +14,12 @@ from torch import Tensor
 from ... import reference
 from ...kernels import gemm_epilogue as kernels
 from ...kernels.dropout import Dropout
-from ...kernels.gemm_gemm import Arithmetic
-from ...planning import ChunkPass, Plan
 from ..operands import rows as rows_of
 from ..operation import Tensors
 from ..prepared import Prepared
 from ..sums import accumulated, add_product, summed_rows
 
 Gradients = list[Tensor | None]
-EVERY = slice(None)
 
 
 class Weights(NamedTuple):
@@ -31,7 +28,6 @@ class Weights(NamedTuple):
     w_up: Tensor
     w_down: Tensor
     b_up: Tensor | None
-    b_down: Tensor | None
     w_gate: Tensor | None
     b_gate: Tensor | None
     first: int = 0
@@ -39,26 +35,21 @@ class Weights(NamedTuple):
     def group(self, units: slice) -> "Weights":
         """Those of some hidden units."""
         b_up, w_gate, b_gate = (None if t is None else t[units] for t in (self.b_up, self.w_gate, self.b_gate))
-        first = self.first + units.start
-        return Weights(self.w_up[units], self.w_down[:, units], b_up, self.b_down, w_gate, b_gate, first)
-
-
-Slices = list[tuple[slice, Weights]]
+        return Weights(self.w_up[units], self.w_down[:, units], b_up, w_gate, b_gate, units.start)
 
 
 def forward(call: Prepared, operands: Tensors) -> Tensor:
     """y ``[M, O]`` of (x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, seed)."""
-    x, *given, residual, seed = operands
-    x, weights = rows_of(x), Weights(*given)
+    x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, seed = operands
+    x, weights = rows_of(x), Weights(w_up, w_down, b_up, w_gate, b_gate)
     residual = None if residual is None else rows_of(residual)
-    plan, arithmetic = call.plan, call.details
-    y = x.new_empty(x.shape[0], weights.w_down.shape[0])
-    for rows in _ranges(x.shape[0], plan.chunks.rows):
-        hidden = _hidden(x[rows], weights, rows.start, seed, arithmetic, plan)
-        if weights.b_down is None:
-            torch.mm(hidden, weights.w_down.T, out=y[rows])
+    y = x.new_empty(x.shape[0], w_down.shape[0])
+    for rows in _ranges(x.shape[0], call.plan.chunks.rows):
+        hidden = _hidden(call, x[rows], weights, rows.start, seed)
+        if b_down is None:
+            torch.mm(hidden, w_down.T, out=y[rows])
         else:
-            torch.addmm(weights.b_down, hidden, weights.w_down.T, out=y[rows])
+            torch.addmm(b_down, hidden, w_down.T, out=y[rows])
         # Free this chunk's hidden before the next chunk allocates its own.
         del hidden
         if residual is not None:
@@ -66,220 +57,152 @@ def forward(call: Prepared, operands: Tensors) -> Tensor:
     return y
 
 
-def _hidden(
-    x: Tensor, weights: Weights, first_row: int, seed: Tensor | None, arithmetic: Arithmetic, plan: Plan
-) -> Tensor:
-    place = (first_row, weights.first)
-    if plan.epilogue is not None:
-        tiles = plan.epilogue
+def _hidden(call: Prepared, x: Tensor, weights: Weights, first_row: int, seed: Tensor | None) -> Tensor:
+    arithmetic, place = call.details, (first_row, weights.first)
+    tiles = call.plan.epilogue
+    if tiles is not None:
         return kernels.hidden(
             x, weights.w_up, weights.b_up, weights.w_gate, weights.b_gate, False, arithmetic.activation,
             arithmetic.accuracy, arithmetic.input_precision, tiles.hidden_tiles, tiles.hidden_pipeline,
-            Dropout(seed, arithmetic.dropout_p, place),
+            Dropout(seed, arithmetic.dropout_p, place), _ready(call, *place, x.shape[0]),
         )[0]  # fmt: skip
     hidden = reference.hidden(*_pre_activations(x, weights), activation=arithmetic.activation)
     return reference.dropped(hidden, arithmetic.dropout_p, seed, place)
 
 
+def _ready(call: Prepared, *part: int) -> dict[Any, Any]:
+    """What belongs to the launches of one part of a prepared call: all its executions have the same parts."""
+    ready: dict[Any, Any] = call.ready.setdefault(("part", *part), {})
+    return ready
+
+
 @torch.no_grad()
 def gradients(call: Prepared, operands: Tensors, wanted: Sequence[bool], dy: Tensor) -> Gradients:
-    """The wanted gradients of (x, w_up, w_down, b_up, b_down, w_gate, b_gate); not that of b_down.
-
-    Each is rounded once, but dx where it is added up over groups of hidden units and not carried by a kernel: that is
-    rounded once for each group, gated twice.
-    """
+    """The wanted gradients of (x, w_up, w_down, b_up, b_down, w_gate, b_gate) but that of b_down, each rounded once."""
     x, w_up, w_down, b_up, _, w_gate, b_gate, _, seed = operands
-    x, weights = rows_of(x), Weights(w_up, w_down, b_up, None, w_gate, b_gate)
-    plan = call.plan
+    x, weights = rows_of(x), Weights(w_up, w_down, b_up, w_gate, b_gate)
     found: Gradients = [
         None if tensor is None or not want else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        for tensor, want in zip((x, *weights[:6]), wanted[:7], strict=True)
+        for tensor, want in zip((x, w_up, w_down, b_up, None, w_gate, b_gate), wanted[:7], strict=True)
     ]
-    step_call = _Call(x, dy, seed, call.details, plan)
-    hidden_units = weights.w_up.shape[0]
-    for step in plan.chunks.passes:
-        dx = found[0] if step.data else None
-        rest = x.new_empty(x.shape[0], -(-x.shape[1] // 2), dtype=torch.int8) if step.carried else None
-        for units in _ranges(hidden_units, step.columns):
-            data = None if dx is None else _DataSum(dx, rest, units.start == 0, units.stop == hidden_units)
-            _one_group(step_call, weights.group(units), step, data, found)
+    dx = found[0]
+    total = None if dx is None else _sum_of(dx)
+    for units in _ranges(w_up.shape[0], call.plan.chunks.columns):
+        _one_group(call, x, dy, weights.group(units), units, found, total, seed)
     return found
 
 
-class _Call(NamedTuple):
-    """What all parts of a backward pass share."""
-
-    x: Tensor
-    dy: Tensor
-    seed: Tensor | None
-    arithmetic: Arithmetic
-    plan: Plan
-
-
-def _one_group(call: _Call, weights: Weights, step: ChunkPass, data: "_DataSum | None", found: Gradients) -> None:
-    """Fills those of ``found`` that the pass yields, and adds what comes through these hidden units to dx."""
-    size = weights.w_up.shape[0]
-    units = slice(weights.first, weights.first + size)
-    dw_up, dw_down, db_up, _, dw_gate, db_gate = found[1:] if step.weights else [None] * 6
-    whole = step.rows >= call.x.shape[0]
-    sums = _Sums(
-        (_Sum(dw_up, units, whole), _Sum(dw_gate, units, whole)),
-        (_Sum(db_up, units, whole), _Sum(db_gate, units, whole)),
-        _Sum(dw_down, (EVERY, units), whole),
-    )
-    slices: Slices = [(EVERY, weights)]
-    if step.slice_columns < size:
-        slices = [(each, weights.group(each)) for each in _ranges(size, step.slice_columns)]
-    for rows in _ranges(call.x.shape[0], step.rows):
-        _one_chunk(call, weights, slices, rows, data, sums)
-    for each in (*sums.of_inputs, *sums.of_rows, sums.of_down):
-        each.store()
-
-
-def _one_chunk(
-    call: _Call, weights: Weights, slices: Slices, rows: slice, data: "_DataSum | None", sums: "_Sums"
+def _one_group(
+    call: Prepared,
+    x: Tensor,
+    dy: Tensor,
+    weights: Weights,
+    units: slice,
+    found: Gradients,
+    total: Tensor | None,
+    seed: Tensor | None,
 ) -> None:
-    # A function of its own, so that nothing of a chunk is left when the next one begins.
-    x, dy = call.x[rows], call.dy[rows]
-    through = data is not None or any(each.wanted for each in (*sums.of_rows, *sums.of_inputs))
-    # Together they give dz, of which every product with it needs all; the hidden is needed by one, slice by slice.
-    dz = _pre_activations(x, weights) if through else []
-    for units, part in slices:
-        if through:
-            _one_slice(call, dy, part, [_columns(each, units) for each in dz], rows, units, sums)
-        elif sums.of_down.wanted:
-            hidden = _hidden(x, part, rows.start, call.seed, call.arithmetic, call.plan)
-            sums.of_down.add_product(dy, hidden, rows, units)
-    for place, d_pre in enumerate(dz):
-        sums.of_inputs[place].add_product(d_pre, x, rows)
-    if data is not None:
-        data.add_products(call, dz, weights, rows)
+    """Fills the part of ``found`` that belongs to these hidden units, and adds what comes through them to dx's total.
+
+    A function of its own, so that nothing of a group is left when the next one begins.
+    """
+    dx, dw_up, dw_down, db_up, _, dw_gate, db_gate = found
+    size, hidden = (x.shape[0], weights.w_up.shape[0]), None
+    if dw_down is not None and dx is not None and call.plan.chunks.hidden_in_dx:
+        # Nobody needs the memory of dx before the last group is done with its hidden.
+        hidden = dx.view(-1)[: size[0] * size[1]].view(size)
+    elif dw_down is not None:
+        hidden = x.new_empty(size)
+    dz = _pre_activations(x, weights)
+    biases = [None if gradient is None else gradient[units] for gradient in (db_up, db_gate)]
+    _hidden_gradient(call, dy, weights, dz, hidden, biases, seed)
+    if dw_down is not None and hidden is not None:
+        torch.mm(dy.T, hidden, out=dw_down[:, units])
+    for d_pre, gradient in zip(dz, (dw_up, dw_gate), strict=False):
+        if gradient is not None:
+            torch.mm(d_pre.T, x, out=gradient[units])
+    if dx is not None and total is not None:
+        _add_to_dx(call, dz, weights, dx, total)
+
+
+def _sum_of(gradient: Tensor) -> Tensor:
+    """Where the parts of a gradient are added up: in itself, if it has the bits."""
+    wide = accumulated(gradient.dtype)
+    return gradient if gradient.dtype == wide else torch.empty(gradient.shape, dtype=wide, device=gradient.device)
 
 
 def _pre_activations(x: Tensor, weights: Weights) -> list[Tensor]:
-    found = []
-    for weight, bias in ((weights.w_up, weights.b_up), (weights.w_gate, weights.b_gate)):
-        if weight is not None:
-            found.append(torch.nn.functional.linear(x, weight, bias))
-    return found
+    pairs = ((weights.w_up, weights.b_up), (weights.w_gate, weights.b_gate))
+    return [torch.nn.functional.linear(x, weight, bias) for weight, bias in pairs if weight is not None]
 
 
-def _one_slice(
-    call: _Call, dy: Tensor, weights: Weights, z: list[Tensor], rows: slice, units: slice, sums: "_Sums"
+def _hidden_gradient(
+    call: Prepared,
+    dy: Tensor,
+    weights: Weights,
+    z: list[Tensor],
+    hidden: Tensor | None,
+    biases: list[Tensor | None],
+    seed: Tensor | None,
 ) -> None:
-    """Puts the gradients of the pre-activations ``z`` in their place, and adds up what else comes of them."""
-    arithmetic, plan = call.arithmetic, call.plan
-    biases, place = any(each.wanted for each in sums.of_rows), (rows.start, weights.first)
-    if plan.epilogue is not None:
-        gradient = plan.epilogue.gradient
-        assert gradient is not None
-        assert gradient.tiles is not None
-        terms = [total.place(rows, units, each) for total, each in zip(sums.of_rows, z, strict=False)] if biases else []
-        found = kernels.hidden_gradient(
-            dy, weights.w_down, z[0], z[1] if len(z) > 1 else None, biases, gradient.row_tiles, arithmetic.activation,
-            arithmetic.accuracy, arithmetic.input_precision, gradient.tiles, gradient.pipeline,
-            keep_hidden=sums.of_down.wanted, in_place=True, sums_into=terms,
-            dropout=Dropout(call.seed, arithmetic.dropout_p, place),
+    """Puts the gradients of the pre-activations ``z`` in their place, and fills the hidden and ``biases`` if wanted."""
+    arithmetic, tiles = call.details, call.plan.epilogue
+    if tiles is not None:
+        gradient, summed = tiles.gradient, any(bias is not None for bias in biases)
+        # The kernel adds up both; one of them may be frozen.
+        sums = [each.new_empty(each.shape[1]) if b is None else b for b, each in zip(biases, z, strict=False) if summed]
+        kernels.hidden_gradient(
+            dy, weights.w_down, z[0], z[1] if len(z) > 1 else None, summed, gradient.row_tiles, arithmetic.activation,
+            arithmetic.accuracy, arithmetic.input_precision, gradient.tiles, gradient.pipeline, in_place=True,
+            sums_into=sums, hidden_into=hidden, dropout=Dropout(seed, arithmetic.dropout_p, (0, weights.first)),
+            ready=_ready(call, weights.first, z[0].shape[1]),
         )  # fmt: skip
-        if found.hidden is not None:
-            sums.of_down.add_product(dy, found.hidden, rows, units)
-    else:
-        with torch.enable_grad():
-            followed = [each.detach().requires_grad_() for each in z]
-            hidden = reference.hidden(*followed, activation=arithmetic.activation)
-            hidden = reference.dropped(hidden, arithmetic.dropout_p, call.seed, place)
-        gradients = torch.autograd.grad(hidden, followed, dy @ weights.w_down)
-        terms = [summed_rows(each) for each in gradients] if biases else []
-        # Before the pre-activations are replaced: without an activation they are the hidden.
-        sums.of_down.add_product(dy, hidden.detach(), rows, units)
-        for each, d_pre in zip(z, gradients, strict=True):
-            each.copy_(d_pre)
-    for total, term in zip(sums.of_rows, terms, strict=False):
-        total.add(term, rows, units)
+        return
+    totals = [torch.zeros(each.shape[1], dtype=accumulated(each.dtype), device=each.device) for each in z]
+    for rows in _ranges(dy.shape[0], call.plan.chunks.group_rows):
+        _through_torch(call, dy, weights, z, hidden, totals, rows, seed)
+    for bias, total in zip(biases, totals, strict=False):
+        if bias is not None:
+            bias.copy_(total)
 
 
-class _DataSum(NamedTuple):
-    """dx as the sum of products of each group of hidden units, the ``first`` and the ``last`` of which are known.
-
-    With ``rest``, a kernel carries what is beyond its bits from group to group; else each product is rounded to it.
-    """
-
-    gradient: Tensor
-    rest: Tensor | None
-    first: bool
-    last: bool
-
-    def add_products(self, call: _Call, dz: list[Tensor], weights: Weights, rows: slice) -> None:
-        """Those of one chunk: of the gradients of its pre-activations with the weights of the group."""
-        dx = self.gradient[rows]
-        matrices = [weight for weight in (weights.w_up, weights.w_gate) if weight is not None]
-        terms = list(zip(dz, matrices, strict=True))
-        if self.rest is None:
-            for place, (d_pre, weight) in enumerate(terms):
-                torch.addmm(dx, d_pre, weight, beta=0 if self.first and not place else 1, out=dx)
-            return
-        tiles = call.plan.epilogue
-        assert tiles is not None
-        assert tiles.data_gradient_tiles is not None
-        kernels.data_gradient(
-            terms, dx, self.rest[rows], self.first, self.last, call.arithmetic.input_precision,
-            tiles.data_gradient_tiles, tiles.data_gradient_pipeline,
-        )  # fmt: skip
+def _through_torch(
+    call: Prepared,
+    dy: Tensor,
+    weights: Weights,
+    z: list[Tensor],
+    hidden: Tensor | None,
+    totals: list[Tensor],
+    rows: slice,
+    seed: Tensor | None,
+) -> None:
+    """The same of some rows by torch's operations; what these allocate is gone when the next rows begin."""
+    arithmetic = call.details
+    with torch.enable_grad():
+        followed = [each[rows].detach().requires_grad_() for each in z]
+        values = reference.hidden(*followed, activation=arithmetic.activation)
+        values = reference.dropped(values, arithmetic.dropout_p, seed, (rows.start, weights.first))
+    found = torch.autograd.grad(values, followed, dy[rows] @ weights.w_down)
+    # Before the pre-activations are replaced: without an activation they are the hidden.
+    if hidden is not None:
+        hidden[rows] = values.detach()
+    for each, d_pre, total in zip(z, found, totals, strict=True):
+        each[rows] = d_pre
+        total += summed_rows(d_pre)
 
 
-class _Sum:
-    """The ``part`` of a gradient that one group yields, summed over chunks of tokens in at least float32, rounded once.
-
-    The first chunk begins it. ``whole`` says that there is one chunk: the gradient itself takes the product then.
-    """
-
-    def __init__(self, gradient: Tensor | None, part: slice | tuple[slice, slice], whole: bool) -> None:
-        self.wanted = gradient is not None
-        self.gradient = self.total = None if gradient is None else gradient[part]
-        if self.gradient is not None and not whole and self.gradient.dtype != accumulated(self.gradient.dtype):
-            self.total = torch.empty(
-                self.gradient.shape, dtype=accumulated(self.gradient.dtype), device=self.gradient.device
-            )
-
-    def add_product(self, left: Tensor, right: Tensor, rows: slice, units: slice = EVERY) -> None:
-        """``leftᵀ @ right`` of a chunk's rows to some columns; it is not rounded to the operands' dtype on the way."""
-        if self.total is None:
-            return
-        add_product(_columns(self.total, units), left, right, first=not rows.start)
-
-    def place(self, rows: slice, units: slice, like: Tensor) -> Tensor:
-        """Where a kernel may write a sum over the rows of a chunk before it is added: of the first one, the total."""
-        if self.total is not None and not rows.start:
-            return self.total[units]
-        return torch.empty(like.shape[1], dtype=accumulated(like.dtype), device=like.device)
-
-    def add(self, term: Tensor, rows: slice, units: slice) -> None:
-        """A sum over the rows of a chunk, to some elements."""
-        if self.total is None:
-            return
-        total = self.total[units]
-        if rows.start:
-            total += term
-        elif term.data_ptr() != total.data_ptr():
-            total.copy_(term)
-
-    def store(self) -> None:
-        """Rounds the sum into the gradient."""
-        if self.gradient is not None and self.total is not None and self.total is not self.gradient:
-            self.gradient.copy_(self.total)
-
-
-class _Sums(NamedTuple):
-    """The sums of one group: those of the weights and biases before the activation, up and gate, and of w_down."""
-
-    of_inputs: tuple[_Sum, _Sum]
-    of_rows: tuple[_Sum, _Sum]
-    of_down: _Sum
-
-
-def _columns(matrix: Tensor, units: slice) -> Tensor:
-    """Those columns; a view of all of them costs the host time for nothing."""
-    return matrix if units is EVERY else matrix[:, units]
+def _add_to_dx(call: Prepared, dz: list[Tensor], weights: Weights, dx: Tensor, total: Tensor) -> None:
+    """Adds what comes through these hidden units to the total; the last ones fill dx."""
+    matrices = [weight for weight in (weights.w_up, weights.w_gate) if weight is not None]
+    terms = list(zip(dz, matrices, strict=True))
+    first, last = weights.first == 0, weights.first + weights.w_up.shape[0] == call.problem.N
+    pipeline = None if call.plan.epilogue is None else call.plan.epilogue.data_gradient_pipeline
+    if pipeline is not None and kernels.data_gradient(terms, dx, total, first, last, pipeline):
+        return
+    for place, (d_pre, weight) in enumerate(terms):
+        add_product(total, d_pre.T, weight, first=first and not place)
+    if last and total is not dx:
+        dx.copy_(total)
 
 
 def _ranges(size: int, step: int) -> Iterator[slice]:

@@ -129,7 +129,7 @@ def loss_problem(
         needs_data_gradient=wants_gradient(input),
         needs_weight_gradient=wants_gradient(linear_weight),
         needs_bias_gradient=wants_gradient(linear_bias),
-        workspace_limit=workspace_limit(0),
+        workspace_limit=workspace_limit(),
         input_precision=input_precision(input.device, dtype),
         captured=captured(input.device),
         subclass=subclass_of(input, linear_weight, target, linear_bias, weight),

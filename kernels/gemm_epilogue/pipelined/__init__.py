@@ -4,12 +4,12 @@ They take 16-bit operands whose rows lie as TMA wants them; anything else runs i
 ``products.py`` holds what they share: the copies of the operands and the product of one tile.
 """
 
-from .data_gradient import launch_data_gradient
+from .data_gradient import data_gradient
 from .hidden import launch_hidden, prepare_hidden
 from .hidden_gradient import launch_hidden_gradient, prepare_hidden_gradient
 
 __all__ = [
-    "launch_data_gradient",
+    "data_gradient",
     "launch_hidden",
     "launch_hidden_gradient",
     "prepare_hidden",

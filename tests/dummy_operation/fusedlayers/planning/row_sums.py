@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..kernels.tuning.row_sums import RowSumTiles
-from .call import Call, Decision, Facts, direction, no_kernels, not_measured, why_not_kernels
+from .call import Call, Decision, Facts, direction, no_kernels, why_not_kernels
 from .devices import Device, floor_seconds
 
 
@@ -48,7 +48,8 @@ class RowSumsPlan(Decision):
 def plan(problem: RowSumsProblem, device: Device, backend: str = "auto") -> RowSumsPlan:
     """The path that runs ``problem`` on ``device``."""
     unsupported = no_kernels(problem, device)
-    fused = why_not_kernels(problem, device, backend, unsupported, why_slower)
+    # Without figures, auto mode takes torch.
+    fused = why_not_kernels(problem, device, backend, unsupported, None, lambda *_: None)
     flops, io_bytes = problem.M * problem.N, problem.element_bytes * problem.M * (problem.N + 1)
     return RowSumsPlan(
         problem=problem,
@@ -62,8 +63,3 @@ def plan(problem: RowSumsProblem, device: Device, backend: str = "auto") -> RowS
         unsupported=unsupported,
         tiles=None if fused else RowSumTiles(),
     )
-
-
-def why_slower(problem: RowSumsProblem, device: Device) -> str | None:
-    """Why torch is expected to be faster."""
-    return not_measured(problem, device) or "torch was as fast"

@@ -1,7 +1,4 @@
-"""Tensor parallelism of a `FusedFFN`, in torch's own words: a ``ParallelStyle`` for ``parallelize_module``.
-
-DDP and FSDP2 need nothing from here: the weights that they give to a forward pass are plain tensors.
-"""
+"""Tensor parallelism of a `FusedFFN`: each process has a part of the hidden."""
 
 from __future__ import annotations
 
@@ -10,14 +7,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from . import functional
-from .modules import FusedFFN, class_name, say_once, why_not_now, why_not_plain, why_not_read_past
-
-__all__ = ["FusedFFNParallel", "TensorParallelFFN"]
+from .. import functional
+from ..modules import FusedFFN, class_name, say_once, why_not_now
+from .shards import check_mesh, checked_placement, distribute, local_part, why_not_local
 
 
 class FusedFFNParallel(ParallelStyle):
@@ -50,23 +46,18 @@ class FusedFFNParallel(ParallelStyle):
         use_local_output: bool = True,
     ) -> None:
         super().__init__()
-        self.input_layouts = _placement("input_layouts", input_layouts)
-        self.output_layouts = _placement("output_layouts", output_layouts)
+        self.input_layouts = checked_placement("input_layouts", input_layouts)
+        self.output_layouts = checked_placement("output_layouts", output_layouts)
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) is not FusedFFN:
             raise TypeError(f"module must be exactly a FusedFFN, got a {class_name(module)}")
-        if device_mesh.ndim != 1:
-            raise ValueError(f"device_mesh must have one dimension, got {device_mesh.ndim}: pass one of its submeshes")
+        check_mesh(device_mesh)
         if reason := module.ffn_pieces().why_not_plain():
             raise ValueError(f"module cannot be split: {reason}")
         for linear, placements in _layouts(module):
-            for name, placement in placements.items():
-                parameter = getattr(linear, name)
-                whole = parameter.detach()
-                part = distribute_tensor(whole, device_mesh, [placement], src_data_rank=self.src_data_rank)
-                linear.register_parameter(name, nn.Parameter(part, parameter.requires_grad))
+            distribute(linear, placements, device_mesh, self.src_data_rank)
         module.__class__ = TensorParallelFFN
         assert isinstance(module, TensorParallelFFN)
         module.style = self
@@ -90,7 +81,7 @@ class TensorParallelFFN(FusedFFN):
     def why_called(self, *tensors: Tensor | None) -> str | None:
         """Why a call would call the children, or None if ``functional.ffn`` would run on the local shards."""
         for linear, placements in _layouts(self):
-            if reason := _why_not_local(linear, placements):
+            if reason := why_not_local(linear, placements):
                 return f"a linear child {reason}"
         return why_not_now(*(tensor for tensor in tensors if not isinstance(tensor, DTensor)))
 
@@ -101,7 +92,7 @@ class TensorParallelFFN(FusedFFN):
         arguments["x"] = self._replicated(x).to_local(grad_placements=[Partial()])
         for name, value in arguments.items():
             if isinstance(value, DTensor):
-                arguments[name] = _UnevenPart.apply(value) if _is_uneven(value) else value.to_local()
+                arguments[name] = local_part(value)
         if arguments["b_down"] is not None:
             arguments["b_down"] = _OnOneProcess.apply(arguments["b_down"], self._mesh().get_local_rank() == 0)
         return arguments
@@ -157,30 +148,6 @@ class TensorParallelFFN(FusedFFN):
         return f"{super().extra_repr()}, style={self.style}"
 
 
-class _UnevenPart(torch.autograd.Function):
-    """The local part of a parameter whose parts differ in size; its gradient lies on the mesh as the parameter does.
-
-    ``to_local`` guesses the strides of the whole gradient from those of one part, which is right for even parts only.
-    Gradients of other strides than their parameter's are copied, and torch 2.11 makes replicas of them then.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, whole: DTensor) -> Tensor:
-        ctx.layout = whole.device_mesh, whole.placements
-        ctx.geometry = {"shape": whole.shape, "stride": whole.stride()}
-        part = whole.to_local()
-        return part.view_as(part)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> DTensor:
-        return DTensor.from_local(gradient, *ctx.layout, run_check=False, **ctx.geometry)
-
-
-def _is_uneven(whole: DTensor) -> bool:
-    parts = whole.device_mesh.size()
-    return any(isinstance(each, Shard) and whole.shape[each.dim] % parts for each in whole.placements)
-
-
 class _OnOneProcess(torch.autograd.Function):
     """A bias that is added to a sum over processes once; each of them knows its whole gradient."""
 
@@ -191,12 +158,6 @@ class _OnOneProcess(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-def _placement(name: str, layout: Placement | None) -> Placement:
-    if layout is not None and not isinstance(layout, Placement):
-        raise TypeError(f"{name} must be a placement (Replicate(), Shard(1)) or None, got {layout!r}")
-    return Replicate() if layout is None else layout
 
 
 def _layouts(ffn: FusedFFN) -> list[tuple[nn.Module, dict[str, Placement]]]:
@@ -210,16 +171,3 @@ def _layouts(ffn: FusedFFN) -> list[tuple[nn.Module, dict[str, Placement]]]:
         (linear, {name: placement for name, placement in placements.items() if getattr(linear, name, None) is not None})
         for linear, placements in found
     ]
-
-
-def _why_not_local(linear: nn.Module, placements: dict[str, Placement]) -> str | None:
-    """Why the local shards of ``linear`` may not be read past its call, or None."""
-    if type(linear) is not nn.Linear:
-        return why_not_plain(linear)
-    if reason := why_not_read_past(linear):
-        return reason
-    for name, placement in placements.items():
-        parameter = getattr(linear, name)
-        if not isinstance(parameter, DTensor) or parameter.placements != (placement,):
-            return f"has a {name} that is not laid out as {placement}"
-    return None

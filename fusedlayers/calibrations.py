@@ -1,0 +1,199 @@
+"""The record of what was measured on the user's own GPUs, beside that of the self-test in the user's cache folder.
+
+    schema   1
+    records  one for each GPU and all versions that its figures depend on:
+        gpu, processors, torch, compiler, sources   where they hold; sources is a digest of the kernels and of the rules
+        driver, measured                            of the last run, for the reader
+        entries  list of {operation, flags, sizes, replayed, choice, path, speed, spread, hash}
+
+The hash of an entry is that of all its figures and of where they hold, so that what was edited, or put into another
+record, is not trusted. Files of a team, or of an image, are merged: of two entries for one problem the slower counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import sources
+from .folders import cache_file, write_json
+from .kernels.device import toolchain
+from .planning import Device
+from .planning.calibration import CHOICES, Calibration, Entry, Features
+
+logger = logging.getLogger("fusedlayers")
+
+SCHEMA = 1
+_PLACE = ("gpu", "processors", "torch", "compiler", "sources")
+Place = tuple[Any, ...]
+# JSON as it is read and written.
+Json = dict[str, Any]
+
+
+def calibration_file() -> Path:
+    """Where it lies."""
+    return cache_file("calibration.json")
+
+
+def on_record(facts: Device) -> Calibration | None:
+    """What was measured on such a device with these versions, or None."""
+    path = calibration_file()
+    # Most machines have no such file, and pay nothing for it.
+    if not path.exists():
+        return None
+    try:
+        records = [record for record in read(path) if record["gpu"] == facts.name]
+    except ValueError as error:
+        logger.warning("%s; it is ignored until the next calibration", error)
+        return None
+    place = place_of(facts) if records else ()
+    entries = [found for record in records if _place(record) == place for found in trusted(record)]
+    if records and not entries:
+        changed = [name for name, now in zip(_PLACE, place, strict=True) if any(each[name] != now for each in records)]
+        logger.warning(
+            "%s has no figures for %s with these versions (others: %s): python -m fusedlayers.bench calibrate",
+            path, facts.name, ", ".join(changed) or "none",
+        )  # fmt: skip
+    return Calibration(entries) if entries else None
+
+
+def place_of(facts: Device) -> Place:
+    """Where figures hold: the device, and all versions that they depend on."""
+    compiler = toolchain(facts.architecture)
+    return facts.name, facts.processors, torch.__version__, compiler, sources.kernels_and_rules()
+
+
+def add(facts: Device, entries: Iterable[Entry], driver: str | None) -> Path:
+    """Puts entries on record, in place of earlier ones for the same problems, and returns the file."""
+    path, place, records = calibration_file(), place_of(facts), _own_records()
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    known = records.get(place, {"entries": []})["entries"]
+    merged = {_problem(entry): entry for entry in [*known, *(_as_json(found, place) for found in entries)]}
+    about = dict(zip(_PLACE, place, strict=True)) | {"driver": driver, "measured": now}
+    records[place] = about | {"entries": list(merged.values())}
+    _write(records.values(), path)
+    return path
+
+
+def merge(paths: Sequence[Path]) -> tuple[int, int]:
+    """Puts the records of other files beside one's own: (entries that are new or slower, those not trusted).
+
+    Raises:
+        ValueError: a file cannot be read, or is no record; the message names it, and nothing was merged.
+    """
+    given, records = [record for path in paths for record in read(path)], _own_records()
+    taken = dropped = 0
+    for record in given:
+        place = _place(record)
+        into = records.get(place, record | {"entries": []})
+        known = {_problem(entry): entry for entry in into["entries"]}
+        for entry in record["entries"]:
+            if entry["hash"] != _hash(entry, place):
+                dropped += 1
+            elif _problem(entry) not in known or entry["speed"] < known[_problem(entry)]["speed"]:
+                known[_problem(entry)] = entry
+                taken += 1
+        records[place] = into | {"entries": list(known.values())}
+    _write(records.values(), calibration_file())
+    return taken, dropped
+
+
+def export(path: Path) -> int:
+    """Writes all that is on record into a file, for others to merge: how many entries.
+
+    Raises:
+        ValueError: nothing is on record, or what there is cannot be read.
+    """
+    own = calibration_file()
+    if not own.exists():
+        raise ValueError(f"{own}: nothing was measured here yet")
+    records = read(own)
+    _write(records, path)
+    return sum(len(record["entries"]) for record in records)
+
+
+def read(path: Path) -> list[Json]:
+    """The records of a file.
+
+    Raises:
+        ValueError: it cannot be read, or is no record; the message names the file.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON: {error}") from error
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        raise ValueError(f"{path}: expected a calibration of schema {SCHEMA}")
+    try:
+        for record in found["records"]:
+            _place(record)
+            for entry in record["entries"]:
+                _entry(entry)
+                _ = entry["hash"]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path}: is no complete calibration ({type(error).__name__}: {error})") from error
+    return list(found["records"])
+
+
+def trusted(record: Json) -> list[Entry]:
+    """The entries of a record whose figures are those that were measured."""
+    place = _place(record)
+    return [_entry(entry) for entry in record["entries"] if entry["hash"] == _hash(entry, place)]
+
+
+def _own_records() -> dict[Place, Json]:
+    """The user's own by their place; a file that cannot be read is replaced."""
+    try:
+        return {_place(record): record for record in read(calibration_file())}
+    except ValueError:
+        return {}
+
+
+def _write(records: Iterable[Json], path: Path) -> None:
+    write_json({"schema": SCHEMA, "records": list(records)}, path)
+
+
+def _place(record: Json) -> Place:
+    return tuple(record[name] for name in _PLACE)
+
+
+def _problem(entry: Json) -> str:
+    return json.dumps([entry[name] for name in ("operation", "flags", "sizes", "replayed")], sort_keys=True)
+
+
+def _hash(entry: Json, place: Place) -> str:
+    figures = {name: value for name, value in entry.items() if name != "hash"}
+    return hashlib.sha256(json.dumps([place, figures], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _as_json(entry: Entry, place: Place) -> Json:
+    found: Json = {
+        "operation": entry.features.operation,
+        "flags": dict(entry.features.flags),
+        "sizes": dict(entry.features.sizes),
+        "replayed": entry.replayed,
+        "choice": entry.choice,
+        "path": entry.path,
+        "speed": round(entry.speed, 4),
+        "spread": round(entry.spread, 4),
+    }
+    return found | {"hash": _hash(found, place)}
+
+
+def _entry(found: Json) -> Entry:
+    if found["choice"] not in CHOICES:
+        raise ValueError(f"choice {found['choice']!r}")
+    flags, sizes = tuple(sorted(found["flags"].items())), tuple(found["sizes"].items())
+    return Entry(
+        Features(found["operation"], flags, sizes),
+        bool(found["replayed"]), found["choice"], found["path"], float(found["speed"]), float(found["spread"]),
+    )  # fmt: skip

@@ -1,0 +1,166 @@
+"""Losses of classes that are spread over several processes, each with the rows of the weight that are its own.
+
+Every process makes the logits of its classes, chunk by chunk, and of each token's their largest and the sum of their
+exponentials. What all of them found is gathered once, and is all that the loss needs; the backward pass makes the
+logits anew, and gives the part of the input's gradient that follows from the classes here.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import reference
+from ...kernels import cross_entropy as kernels
+from ...kernels.cross_entropy import LossArithmetic
+from ...planning.linear_cross_entropy import LossPlan
+from .. import dispatch
+from ..autograd import contiguous
+from ..operands import autocast, compute_dtype, without_autocast
+from .arguments import loss_problem
+from .chunked import Head, Sums
+
+# Targets as a process sees them: its own classes, from 0 on; V, the number of them, for a class of another process; and
+# for a token that does not count, or whose target is nowhere a class:
+_IGNORED, _UNKNOWN = -1, -2
+
+
+class Part(NamedTuple):
+    """The classes of a process: where they begin, how many there are in all, and what the loss is.
+
+    ``gather`` gives the tensors of all processes for that of this one: ``[...] -> [processes, ...]``.
+    """
+
+    first: int
+    classes: int
+    gather: Callable[[Tensor], Tensor]
+    ignore_index: int = -100
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    z_loss: float = 0.0
+
+    def arithmetic(self, accuracy: str, z_loss: float = 0.0) -> LossArithmetic:
+        """What the kernels compute of it here."""
+        return LossArithmetic(_IGNORED, accuracy, 0.0, z_loss, self.logit_scale, self.softcap)
+
+    def targets(self, target: Tensor, own: int) -> Tensor:
+        """The targets as this process sees them, with ``own`` classes."""
+        local = target - self.first
+        local = torch.where((local >= 0) & (local < own), local, own)
+        local = torch.where((target >= 0) & (target < self.classes), local, _UNKNOWN)
+        return torch.where(target == self.ignore_index, _IGNORED, local)
+
+
+def losses_of_part(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, part: Part
+) -> Tensor:
+    """The losses ``[M]`` of input ``[M, K]``, in at least 32 bits; the same in all processes.
+
+    linear_weight ``[V, K]`` and linear_bias ``[V]`` are those of the classes here. A target that is no class of any
+    process makes the loss NaN. The gradient of the input is this process's share of a sum over all.
+    """
+    dtype = compute_dtype(input)
+    input, linear_weight, linear_bias = autocast((input, linear_weight, linear_bias), dtype)
+    facts = {"capped": part.softcap is not None, "squared": part.z_loss > 0}
+    problem = loss_problem(input, linear_weight, target, linear_bias, **facts)
+    # With a column to spare, and on the path that a call with gradients takes, as nothing else gives statistics.
+    problem = replace(problem, V=problem.V + 1, needs_data_gradient=True)
+    plan = dispatch.dispatch(problem, input.device)
+    dispatch.count(plan)
+    with without_autocast(input.device):
+        losses: Tensor = _LossesOfPart.apply(input, linear_weight, linear_bias, target, part, plan)
+    return losses
+
+
+class _LossesOfPart(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, part: Part, plan: LossPlan
+    ) -> Tensor:
+        head = _head(input, weight, bias, target, part, plan, 0.0)
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        # Top and total of every token, its loss as if there were no other classes, and whether its target is here.
+        found = torch.empty(4, input.shape[0], dtype=dtype, device=input.device)
+        here = (head.target >= 0) & (head.target < weight.shape[0])
+        found[3] = here
+
+        def visit(rows: slice, logits: Tensor) -> None:
+            _statistics(head, rows, logits, here[rows], found)
+
+        head.for_each_chunk(visit)
+        tops, totals, losses, owning = part.gather(found).unbind(1)
+        top = tops.amax(0)
+        total = (totals * (tops - top).exp()).sum(0)
+        # In the process that has the target: exact for a token that is almost certain, as the local loss is.
+        wider = losses + ((top - tops) + (total.log() - totals.log()))
+        loss = torch.where(owning > 0, wider, 0.0).sum(0)
+        if part.z_loss:
+            loss = loss + part.z_loss * (top + total.log()).square()
+        loss = loss.masked_fill(head.target == _UNKNOWN, torch.nan).masked_fill(head.target == _IGNORED, 0.0)
+        ctx.save_for_backward(input, weight, bias, target, torch.stack([top, total]))
+        ctx.part, ctx.plan = part, plan
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, bias, target, statistics = ctx.saved_tensors
+        head = _head(input, weight, bias, target, ctx.part, ctx.plan, ctx.part.z_loss)
+        needs = ctx.needs_input_grad
+        sums = Sums(head, (needs[0], needs[1], False, needs[2]))
+        gradient = contiguous(upstream)
+        assert gradient is not None
+
+        def visit(rows: slice, logits: Tensor) -> None:
+            _gradient(head, rows, logits, statistics[:, rows], gradient[rows])
+            sums.add(rows, logits)
+
+        with without_autocast(input.device):
+            head.for_each_chunk(visit)
+        return *sums.gradients(), None, None, None
+
+
+def _head(
+    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, part: Part, plan: LossPlan, z_loss: float
+) -> Head:
+    """What makes the logits here: in one chunk, where torch computes with them."""
+    plan = plan if plan.path == "chunked" else replace(plan, rows=max(input.shape[0], 1))
+    local = part.targets(target, weight.shape[0])
+    return Head(input, weight, bias, local, None, None, plan, part.arithmetic(plan.accuracy, z_loss))
+
+
+def _statistics(head: Head, rows: slice, logits: Tensor, here: Tensor, found: Tensor) -> None:
+    """Fills the first three rows of ``found`` for the tokens of a chunk."""
+    local = head.target[rows]
+    if head.plan.path == "chunked":
+        # To the kernel a class of another process is none.
+        known = torch.where(here, local, _IGNORED), *head.known(rows)[1:]
+        kernels.losses(logits, *known, loss=found[2, rows], statistics=found[:2, rows])
+        return
+    scores = reference.logits(logits, head.arithmetic.softcap, head.arithmetic.logit_scale)
+    top = scores.amax(-1)
+    total = (scores - top.unsqueeze(-1)).exp().sum(-1)
+    chosen = scores.gather(-1, torch.where(here, local, 0).unsqueeze(-1)).squeeze(-1)
+    found[0, rows], found[1, rows], found[2, rows] = top, total, torch.where(here, top - chosen + total.log(), 0.0)
+
+
+def _gradient(head: Head, rows: slice, logits: Tensor, statistics: Tensor, upstream: Tensor) -> None:
+    """Puts the gradient of the losses of a chunk's tokens in the place of their logits."""
+    if head.plan.path == "chunked":
+        # A class of another process is the column behind the last one: the rows are padded, and nobody reads it.
+        wider = logits.as_strided((logits.shape[0], logits.shape[1] + 1), logits.stride())
+        kernels.gradient(wider, *head.known(rows), statistics=statistics, upstream=upstream)
+        return
+    arithmetic, local, own = head.arithmetic, head.target[rows], logits.shape[1]
+    scores = reference.logits(logits, arithmetic.softcap, arithmetic.logit_scale)
+    top, total = statistics
+    counted = torch.where(local == _IGNORED, 0.0, upstream).masked_fill(local == _UNKNOWN, torch.nan)
+    share = counted * (1 + 2 * arithmetic.z_loss * (top + total.log())) / total
+    gradient = (scores - top.unsqueeze(-1)).exp() * share.unsqueeze(-1)
+    here = (local >= 0) & (local < own)
+    gradient.scatter_add_(-1, torch.where(here, local, 0).unsqueeze(-1), torch.where(here, -counted, 0.0).unsqueeze(-1))
+    if arithmetic.softcap is not None:
+        gradient *= 1 - (scores / arithmetic.softcap).square()
+    logits.copy_(gradient * arithmetic.logit_scale)

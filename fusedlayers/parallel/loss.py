@@ -1,0 +1,154 @@
+"""A vocabulary in parts: each process has some classes of a `LinearCrossEntropyLoss`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from ..functional.linear_cross_entropy.arguments import check_classes, check_layer
+from ..functional.linear_cross_entropy.parts import Part, losses_of_part
+from ..modules import LinearCrossEntropyLoss, class_name, say_once, why_not_now, why_not_plain
+from .shards import check_mesh, checked_placement, distribute, local_part, why_not_local
+
+
+class LinearCrossEntropyLossParallel(ParallelStyle):
+    """Splits the classes of a `LinearCrossEntropyLoss` over the P processes of a device mesh.
+
+    Each process keeps V / P rows of ``linear.weight``, and of its bias, as DTensors under the same keys, and makes the
+    logits of its own classes, chunk by chunk. Two numbers for each token are gathered in the forward pass (with its
+    loss, and who has its class), and the gradient of the input is summed in the backward pass, by one all-reduce, or by
+    a reduce-scatter where ``input_layouts`` is a ``Shard``. The loss is the same in all processes, bit for bit.
+
+        parallelize_module(model, mesh, {"loss": LinearCrossEntropyLossParallel()})
+
+    Args:
+        input_layouts: how the input ``[*B, K]`` lies on the mesh, if it is no DTensor. Default: ``Replicate()``. Plain
+            tensors that are sharded have one shape in all processes. Targets are whole in every process.
+
+    Raises:
+        TypeError: the layout is no placement, or the module is not exactly a `LinearCrossEntropyLoss`.
+        ValueError: the mesh has more than one dimension, the linear layer is no longer plain, the module has class
+            weights or smooths labels, for which a process would need all classes, or a process would have no class.
+    """
+
+    def __init__(self, *, input_layouts: Placement | None = None) -> None:
+        super().__init__()
+        self.input_layouts = checked_placement("input_layouts", input_layouts)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if type(module) is not LinearCrossEntropyLoss:
+            raise TypeError(f"module must be exactly a LinearCrossEntropyLoss, got a {class_name(module)}")
+        check_mesh(device_mesh)
+        if reason := why_not_plain(module.linear):
+            raise ValueError(f"module cannot be split: linear {reason}")
+        if module.weight is not None or module.label_smoothing:
+            raise ValueError("module cannot be split: class weights and label_smoothing take all classes at once")
+        classes, parts = module.linear.out_features, device_mesh.size()
+        if (parts - 1) * _part_size(classes, parts) >= classes:
+            raise ValueError(f"module cannot be split: of {classes} classes one of {parts} processes would have none")
+        distribute(module.linear, _layouts(module), device_mesh, self.src_data_rank)
+        module.__class__ = VocabularyParallelLoss
+        assert isinstance(module, VocabularyParallelLoss)
+        module.style = self
+        return module
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(input_layouts={self.input_layouts})"
+
+
+class VocabularyParallelLoss(LinearCrossEntropyLoss):
+    """What `LinearCrossEntropyLossParallel` makes of a `LinearCrossEntropyLoss`: parameters and keys stay.
+
+    A linear layer that holds something else than its shards (LoRA, hooks, ...) is called with DTensors, and its logits
+    are gathered. Second derivatives, and probabilities as targets, are not for this module.
+    """
+
+    style: LinearCrossEntropyLossParallel
+
+    def why_called(self, *tensors: Tensor | None) -> str | None:
+        """Why a call would call the linear layer, or None if it would read its local shards."""
+        if reason := why_not_local(self.linear, _layouts(self)):
+            return f"linear {reason}"
+        return why_not_now(*(tensor for tensor in tensors if not isinstance(tensor, DTensor)))
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """The loss of input ``[*B, K]``, as the style says it lies, and of classes ``[*B]``.
+
+        Raises:
+            TypeError, ValueError: input or target does not fit the linear layer; the message names it.
+        """
+        whole = self._replicated(input)
+        target = target.full_tensor() if isinstance(target, DTensor) else target
+        if (reason := self.why_called(input, target)) is not None:
+            say_once(self, reason)
+            logits: Any = self.linear(whole)
+            return self.loss_of(logits.full_tensor(), target)
+        arguments = self.call_arguments(whole, target)
+        x, weight, bias = (arguments[name] for name in ("input", "linear_weight", "linear_bias"))
+        check_layer(x, weight, target, bias)
+        check_classes(x, target, self.ignore_index)
+        mesh = self.mesh_of_classes()
+        classes, parts, rank = self.linear.weight.shape[0], mesh.size(), mesh.get_local_rank()
+
+        def gather(found: Tensor) -> Tensor:
+            everywhere = [torch.empty_like(found) for _ in range(parts)]
+            dist.all_gather(everywhere, found, group=mesh.get_group())
+            return torch.stack(everywhere)
+
+        part = Part(
+            rank * _part_size(classes, parts), classes, gather, self.ignore_index, self.softcap, self.logit_scale,
+            self.z_loss,
+        )  # fmt: skip
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        losses = losses_of_part(rows, weight, target.reshape(-1), bias, part)
+        if self.reduction == "none":
+            return losses.view(target.shape)
+        if self.reduction == "sum":
+            return losses.sum()
+        return losses.sum() / (target != self.ignore_index).sum()
+
+    def call_arguments(self, input: Tensor, target: Tensor) -> dict[str, Any]:
+        """What this process computes with: the whole input and its own classes, of which the losses follow last."""
+        arguments = super().call_arguments(input, target) | {"reduction": "none"}
+        # Every process turns the loss into its own share of the gradient of the input.
+        arguments["input"] = self._replicated(input).to_local(grad_placements=[Partial()])
+        for name in ("linear_weight", "linear_bias"):
+            if isinstance(whole := arguments[name], DTensor):
+                arguments[name] = local_part(whole)
+        return arguments
+
+    def _replicated(self, input: Tensor) -> DTensor:
+        given = input
+        if not isinstance(given, DTensor):
+            given = DTensor.from_local(input, self.mesh_of_classes(), [self.style.input_layouts], run_check=False)
+        return given.redistribute(placements=[Replicate()])
+
+    def mesh_of_classes(self) -> DeviceMesh:
+        """The mesh on which the classes lie."""
+        weight = self.linear.weight
+        if not isinstance(weight, DTensor):
+            raise TypeError(
+                f"linear.weight must be a DTensor, as LinearCrossEntropyLossParallel made it, got {class_name(weight)}"
+            )
+        return weight.device_mesh
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, style={self.style}"
+
+
+def _part_size(classes: int, parts: int) -> int:
+    """How many classes each process has, but for the last ones."""
+    return -(-classes // parts)
+
+
+def _layouts(loss: LinearCrossEntropyLoss) -> dict[str, Placement]:
+    names = ("weight",) if loss.linear.bias is None else ("weight", "bias")
+    return {name: Shard(0) for name in names}

@@ -1,0 +1,74 @@
+"""Parameters that lie on a device mesh in parts, and the part that a process has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from ..modules import why_not_plain, why_not_read_past
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """One dimension."""
+    if mesh.ndim != 1:
+        raise ValueError(f"device_mesh must have one dimension, got {mesh.ndim}: pass one of its submeshes")
+
+
+def distribute(linear: nn.Module, placements: dict[str, Placement], mesh: DeviceMesh, source: int | None) -> None:
+    """Lays the parameters of a linear out on a mesh, under their names; ``source`` is the process that has them."""
+    for name, placement in placements.items():
+        parameter = getattr(linear, name)
+        part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=source)
+        linear.register_parameter(name, nn.Parameter(part, parameter.requires_grad))
+
+
+def local_part(whole: DTensor) -> Tensor:
+    """The part of a parameter that this process has; gradients flow back to the whole."""
+    parts = whole.device_mesh.size()
+    uneven = any(isinstance(each, Shard) and whole.shape[each.dim] % parts for each in whole.placements)
+    part: Tensor = _UnevenPart.apply(whole) if uneven else whole.to_local()
+    return part
+
+
+class _UnevenPart(torch.autograd.Function):
+    """The local part of a parameter whose parts differ in size; its gradient lies on the mesh as the parameter does.
+
+    ``to_local`` guesses the strides of the whole gradient from those of one part, which is right for even parts only.
+    Gradients of other strides than their parameter's are copied, and torch 2.11 makes replicas of them then.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, whole: DTensor) -> Tensor:
+        ctx.layout = whole.device_mesh, whole.placements
+        ctx.geometry = {"shape": whole.shape, "stride": whole.stride()}
+        part = whole.to_local()
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> DTensor:
+        return DTensor.from_local(gradient, *ctx.layout, run_check=False, **ctx.geometry)
+
+
+def checked_placement(name: str, layout: Placement | None) -> Placement:
+    """A placement, ``Replicate()`` by default."""
+    if layout is not None and not isinstance(layout, Placement):
+        raise TypeError(f"{name} must be a placement (Replicate(), Shard(1)) or None, got {layout!r}")
+    return Replicate() if layout is None else layout
+
+
+def why_not_local(linear: nn.Module, placements: dict[str, Placement]) -> str | None:
+    """Why the local shards of ``linear`` may not be read past its call, or None."""
+    if type(linear) is not nn.Linear:
+        return why_not_plain(linear)
+    if reason := why_not_read_past(linear):
+        return reason
+    for name, placement in placements.items():
+        parameter = getattr(linear, name)
+        if not isinstance(parameter, DTensor) or parameter.placements != (placement,):
+            return f"has a {name} that is not laid out as {placement}"
+    return None

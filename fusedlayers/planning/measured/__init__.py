@@ -1,0 +1,144 @@
+"""Every figure that was measured on a GPU and that planning decides by: thresholds, peak rates and cost figures.
+
+One file per architecture, which is its name: its ``FIGURES`` are found by that alone; architectures without a file take
+those of ``other``. Where an operation has no figures, nothing was measured, and auto mode takes torch.
+
+A threshold is a pair: (launched one by one, inside a CUDA graph). It says from which size on the kernels were faster
+than torch; rows of thresholds give one for all widths up to their first number, narrowest first, and above the last row
+torch was as fast or faster. Costs choose among ways to run, never between kernels and torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pkgutil import iter_modules
+
+Threshold = tuple[int, int]
+Rows = tuple[tuple[int, Threshold], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmGemm:
+    """The fused kernels of a GEMM-GEMM or an FFN: hidden elements (batch × M × N) by padded width.
+
+    By (kind, whether gradients are wanted); the kinds are "ffn", "gated ffn" and "gemm_gemm". Of an FFN at most four
+    times the width count as hidden units: more of them do not keep more SMs busy.
+    """
+
+    faster_from: Mapping[tuple[str, bool], Rows]
+    pipelined_faster_from: Mapping[tuple[str, bool], Rows]  # where every kernel of the problem is a pipelined one
+    # Elements of weights below which a pipelined forward pass that is launched one by one needs no more rows.
+    fewest_launches: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epilogue:
+    """The epilogue path of an FFN: floating-point operations of the products with x, by (gated, training)."""
+
+    faster_from: Mapping[tuple[bool, bool], Threshold]
+    least_rows: int
+    least_launched_rows: int  # of a gated forward pass that is launched one by one
+    least_width: int
+    least_chunk_width: int  # in chunks, which are measured against torch's operations in chunks
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenGradient:
+    """Floating-point operations of the hidden gradient, by whether there is a gate."""
+
+    faster_from: Mapping[bool, Threshold]
+    least_width: int
+    # Without a gate and up to these (O, N) programs that stay in a column of tiles were faster, where as many programs
+    # in each column keep at least this share of the SMs busy.
+    widest_staying: tuple[int, int]
+    least_staying: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmReduce:
+    """Elements of the product (batch × M × N) by inner width, for (operation, whether gradients are wanted)."""
+
+    faster_from: Mapping[tuple[str, bool], Rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaxSim:
+    """Similarities (query tokens × document tokens), by whether gradients are wanted."""
+
+    faster_from: Mapping[bool, Threshold]
+    widest: int  # inner dimension
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightGradient:
+    """Floating-point operations by whether the bias gradient is wanted, None where torch was always as fast."""
+
+    faster_from: Mapping[bool, Threshold | None]
+    most_weights: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """Split products, by the sizes of one product; its rows are the tokens."""
+
+    faster_from: Threshold  # bytes of both operands and of the result
+    most_rows: int  # that were measured
+    few: int  # rows or columns up to which a split was faster than torch's own
+    middle: int  # rows and columns up to which kernels were faster again from a ``long`` inner axis on
+    long: int
+    many_columns: int  # enough programs without a split, unless each has a ``short`` inner axis or more to add up
+    short: int
+    few_rows: int  # with more rows than these torch was faster from so many columns on
+    wide_columns: int
+    unaligned_bytes: int  # of rows of odd length, from which kernels were faster
+    data_gradient_rows: int  # up to which a data gradient was faster, if it sums over so many elements
+    data_gradient_inner: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCrossEntropy:
+    """Logits (tokens × classes), by path."""
+
+    faster_from: dict[str, Threshold]
+    fewest_classes: int  # a program takes a row, which must be long enough to keep it busy
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileCosts:
+    """What a pipelined tile of a weight gradient costs, which the choice among them is made by."""
+
+    clock: float  # of an SM, Hz, under this load
+    products_per_cycle: int  # multiply-adds of an SM's matrix unit, in 16 bits
+    share_of_peak: float  # that a ring which never runs dry reaches
+    bytes_per_cycle: int  # that an SM gets out of the L2 cache while all of them ask
+    bytes_per_second: float  # of device memory
+    fill_seconds: float  # until the first stage of a program has arrived
+    store_bytes_per_second: float  # of one SM, at the end of a tile, when nothing else is done
+    reduce_seconds: float  # of the kernel that adds up partials, beside their bytes
+    partial_bytes_per_second: float  # of reading partials, mostly out of the L2 cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What was measured on the GPUs of one architecture; None where an operation was not.
+
+    ``ceilings`` are peak rates by the device's name, (FLOP/s in 16 bits, bytes/s): large matrix products and device
+    copies on random data.
+    """
+
+    tile_costs: TileCosts
+    ceilings: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    gemm_gemm: GemmGemm | None = None
+    epilogue: Epilogue | None = None
+    hidden_gradient: HiddenGradient | None = None
+    gemm_reduce: GemmReduce | None = None
+    maxsim: MaxSim | None = None
+    weight_gradient: WeightGradient | None = None
+    linear: Linear | None = None
+    linear_cross_entropy: LinearCrossEntropy | None = None
+
+
+# By architecture, one for each file of this folder.
+FIGURES: dict[str, Figures] = {
+    found.name: import_module(f"{__name__}.{found.name}").FIGURES for found in iter_modules(__path__)
+}

@@ -1,0 +1,126 @@
+"""Measured on an H200, in bfloat16, against the best of torch."""
+
+from . import (
+    Epilogue,
+    Figures,
+    GemmGemm,
+    GemmReduce,
+    HiddenGradient,
+    Linear,
+    LinearCrossEntropy,
+    MaxSim,
+    Rows,
+    TileCosts,
+    WeightGradient,
+)
+
+_MAXIMUM: Rows = ((128, (2**26, 2**22)), (256, (2**26, 2**26)))
+_MAXIMUM_GRADIENT: Rows = ((128, (2**27, 2**25)),)
+_SUM: Rows = ((128, (2**26, 2**23)), (256, (2**26, 2**26)))
+
+FIGURES = Figures(
+    ceilings={"NVIDIA H200": (790e12, 4.3e12)},
+    gemm_gemm=GemmGemm(
+        faster_from={
+            ("ffn", False): ((64, (2**26, 2**22)), (128, (2**26, 2**25))),
+            ("ffn", True): ((64, (2**27, 2**22)),),
+            ("gated ffn", False): ((64, (3 * 2**24, 2**20)), (128, (3 * 2**24, 2**22)), (256, (45 * 2**20, 2**24))),
+            ("gated ffn", True): ((64, (3 * 2**24, 2**20)),),
+            ("gemm_gemm", False): ((128, (2**27, 2**25)),),
+            ("gemm_gemm", True): ((64, (2**28, 2**25)),),
+        },
+        # An FFN costs the host as much as torch's launches or less, so that the device alone decides.
+        pipelined_faster_from={
+            ("ffn", False): ((64, (2**20, 2**20)), (128, (2**21, 2**21)), (256, (2**23, 2**23))),
+            ("ffn", True): ((64, (2**21, 2**21)), (128, (2**23, 2**23)), (256, (2**23, 2**23))),
+            ("gated ffn", False): ((64, (2**19, 2**19)), (128, (2**20, 2**20)), (256, (2**22, 2**22))),
+            ("gated ffn", True): ((64, (2**19, 2**19)), (128, (2**23, 2**23)), (256, (3 * 2**21, 3 * 2**21))),
+            ("gemm_gemm", False): ((128, (2**27, 2**22)),),
+            ("gemm_gemm", True): ((64, (2**28, 2**24)), (128, (2**28, 2**26))),
+        },
+        # Few rows wait for the host: one launch costs it two thirds of what torch's cost, about 50 µs. One tile of rows
+        # takes as long at twice these elements of weights.
+        fewest_launches=2**20,
+    ),
+    epilogue=Epilogue(
+        # Launched one by one, the host needs 0.4 to 0.5 ms for a forward and backward pass, eager torch 0.3 to 0.4.
+        faster_from={
+            (False, False): (2**34, 2**32),
+            (False, True): (9 * 2**32, 2**34),
+            (True, False): (2**29, 2**32),
+            (True, True): (11 * 2**32, 2**34),
+        },
+        # With 256 tokens the device was as fast or faster with torch at every width: too few tiles of 128 rows. Without
+        # a backward pass a gated FFN is two launches, torch's are five: launched one by one, the host decides.
+        least_rows=1024,
+        least_launched_rows=64,
+        least_width=512,
+        # A training step in chunks took 4.0, 14.5 and 3.6 ms in the warp-specialised kernels, and 8.2, 24 and 9.0 in
+        # torch's operations (16,384 tokens × 1024 × 4096, 8192 × 4096 × 14,336, gated 16,384 × 1024 × 2816); narrow
+        # ones 4.0, 4.6 and 2.4 ms, and 10.4, 9.2 and 3.7 (49,152 × 384 × 1536, 65,536 × 320 × 1280, gated 8192 × 320 ×
+        # 864).
+        least_chunk_width=320,
+    ),
+    hidden_gradient=HiddenGradient(
+        faster_from={False: (2**37, 2**36), True: (2**39, 2**36)},  # launching it costs the host 0.3 ms
+        least_width=512,  # narrower ones were slower than what torch.compile makes of them
+        # 32,768 rows × (512, 2048) 189 instead of 213 µs, 16,384 × (1024, 4096) 248 instead of 269; at 8192 × (2048,
+        # 8192) they took 516 instead of 422, as each reads all of w_down again and again.
+        widest_staying=(1024, 4096),
+        least_staying=0.95,  # where it was measured, 0.97
+    ),
+    # Launched, the host needs 45 µs for a forward pass and 330 to 440 with backward, eager torch 20 and 100.
+    gemm_reduce=GemmReduce(
+        faster_from={
+            **{(op, False): _MAXIMUM for op in ("max", "min", "absmax")},
+            **{(op, True): _MAXIMUM_GRADIENT for op in ("max", "min", "absmax")},
+            ("sumsq", False): _SUM,
+            ("sumsq", True): ((128, (2**27, 2**24)),),
+            ("logsumexp", False): _SUM,
+            # Torch takes longer for its gradient than for those of the others.
+            ("logsumexp", True): ((128, (2**26, 2**24)),),
+        },
+    ),
+    # For d = 128. Launched, the host needs 40 µs for a forward pass and 450 or more with backward, eager torch 270.
+    maxsim=MaxSim(faster_from={False: (2**24, 2**21), True: (2**26, 2**22)}, widest=128),
+    # With more weights than these cuBLAS gains more from its clusters, which share what they copy, than one pass over
+    # dy saves.
+    weight_gradient=WeightGradient(faster_from={True: (2**34, 2**31), False: None}, most_weights=2**18),
+    # From random products with up to 512 rows, against torch in a CUDA graph.
+    linear=Linear(
+        faster_from=(2**28, 2**18),  # launching a product and its sum costs the host 64 µs, torch's one kernel 14 µs
+        most_rows=512,
+        # With more rows and columns torch's own splits were as fast; but where its columns are no whole number of
+        # vectors, its kernels took 1.3 to 5 times as long as these.
+        few=64,
+        middle=128,
+        long=2**17,
+        many_columns=1024,
+        short=2048,
+        few_rows=16,
+        wide_columns=8192,  # 0.77 to 0.88 of torch's speed at 8,192 and 14,336
+        # Torch was as fast or faster for rows that are not aligned (kernels had 0.65 to 1.0 of its speed), but for rows
+        # of odd length and more than so many bytes, which its kernels read one by one.
+        unaligned_bytes=2**20,
+        # A data gradient reads W across its rows, which torch does better with more rows of its own than these.
+        data_gradient_rows=16,
+        data_gradient_inner=1024,
+    ),
+    # Launching the chunked path costs the host 600 to 900 µs; replayed, it took as long as torch.compile at 2^25
+    # logits, and 0.79 to 0.98 of its time at 2^27. The fused path took 0.78 launched at 2^25, 0.91 replayed at 2^23.
+    linear_cross_entropy=LinearCrossEntropy(
+        faster_from={"chunked": (2**27, 2**26), "fused": (2**25, 2**23)},
+        fewest_classes=4096,  # a program takes a row, which must keep it busy
+    ),
+    tile_costs=TileCosts(
+        clock=1.6e9,
+        products_per_cycle=2048,
+        share_of_peak=0.92,
+        bytes_per_cycle=44,
+        bytes_per_second=4.3e12,
+        fill_seconds=1.5e-6,
+        store_bytes_per_second=25e9,
+        reduce_seconds=4e-6,
+        partial_bytes_per_second=3.5e12,
+    ),
+)

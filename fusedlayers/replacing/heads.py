@@ -1,0 +1,251 @@
+"""The class that `replace` gives to a language model whose loss can do without logits.
+
+Its forward is the original one, run on a stand-in for the model: the last linear layer gives :class:`Logits` that
+nobody has computed yet, and the loss function makes the loss of what they follow from, where they still are
+uncomputed. Nothing is assumed of what the forward does with them: any use that the loss cannot take over computes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from ..functional.call import traced
+from ..functional.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from ..modules import class_name, outside_of_traces, say_once, why_not_now, why_not_plain
+from .blocks import OWN_FORWARD, ReplacedModule, restored_method
+from .causal_loss import IGNORED, PARAMETERS, divided, shifted, why_other_loss
+from .formulas import codes_in
+from .logits import NO_LOGITS, Logits, LogitsOnDemand
+from .saving import facts_of_head
+from .stand_ins import StandIn, why_no_stand_in
+from .uncomputed import computed
+
+_COMPUTES = "computes its logits"
+
+
+def find_head(model: nn.Module) -> str | None:
+    """The name of the last linear layer of a model whose forward calls it and ``self.loss_function``, or None."""
+    forward = type(model).forward
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    embeddings = getattr(model, "get_output_embeddings", None)
+    if code is None or embeddings is None or "labels" not in inspect.signature(forward).parameters:
+        return None
+    read = {name for each in codes_in(code) for name in each.co_names}
+    if "loss_function" not in read or not hasattr(type(model), "loss_function"):
+        return None
+    try:
+        head = embeddings()
+    except Exception:  # of the user's class
+        return None
+    return next((name for name, child in model._modules.items() if child is head and name in read), None)
+
+
+def why_head_left(model: nn.Module, name: str) -> str | None:
+    """Why the loss of a model with this head needs logits, or None."""
+    head: Any = getattr(model, name)
+    if type(head) is not nn.Linear:
+        return f"{name} is a {class_name(head)}, not exactly nn.Linear"
+    if reason := why_not_plain(head):
+        return f"{name} {reason}"
+    if getattr(model, "_is_replica", False):
+        return "it is a replica of nn.DataParallel, which gathers logits"
+    return why_other_loss(cast(Any, model).loss_function)
+
+
+def why_class_stays(model: nn.Module) -> str | None:
+    """What else keeps a model with a head from getting another class, or None."""
+    if "forward" in vars(model):
+        return "has a forward of its own, set on the instance"
+    return why_no_stand_in("forward", type(model).forward)
+
+
+class FusedLossHead(ReplacedModule):
+    """Mixin of the classes of models that need no logits for their loss."""
+
+    fused_head: ClassVar[str]
+
+    def why_called(self, *tensors: Tensor | None) -> str | None:
+        """Why a call with labels would run the original forward, or None."""
+        changed = self.why_fused_class_changed()
+        return changed or why_head_left(self, self.fused_head) or why_not_now(*tensors)
+
+    def run_without_logits(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the original forward returns, with logits that wait until somebody asks for them."""
+        head, function = getattr(self, self.fused_head), cast(Any, self).loss_function
+        if is_dynamo_compiling():
+            # In evaluation results are logits, and a compiled model computes its results.
+            if not (self.training and torch.is_grad_enabled()) or not self.may_leave_logits_in_traces():
+                return method(self, *args, **kwargs)
+            # Dynamo guards what is read here.
+            if head.forward is None or function is None:
+                return method(self, *args, **kwargs)
+        else:
+            reason = self.why_called()
+            # Off in inference mode, where nobody counts what is written into, and in the forward pass of an autograd
+            # Function, such as a reentrant checkpoint's, outside of which logits would have no gradient.
+            if reason is not None or traced() or not torch._C._is_fwd_grad_enabled():
+                if reason is not None:
+                    say_once(self, reason, OWN_FORWARD)
+                return method(self, *args, **kwargs)
+        inside = HeadInside(self, self.fused_head, head, function)
+        return inside.handed_out(method(inside.stand_in(method), *args, **kwargs))
+
+    @outside_of_traces
+    def may_leave_logits_in_traces(self) -> bool:
+        """Whether a traced call may go without logits: not where torch computes the loss of any batch from them."""
+        if self.why_called() is not None:
+            return False
+        _, _, path = facts_of_head(getattr(self, self.fused_head))
+        return path not in LINEAR_CROSS_ENTROPY.torch_paths
+
+
+class HeadInside:
+    """The last linear layer and the loss function of a model, during one call of its forward.
+
+    As with :class:`InsideFFN`, what takes the place of both are methods, for Dynamo's sake.
+    """
+
+    def __init__(self, model: nn.Module, name: str, head: nn.Linear, function: Callable[..., Tensor]) -> None:
+        self.model, self.name, self.head, self.function = model, name, head, function
+
+    def stand_in(self, method: Callable[..., Any]) -> StandIn:
+        """The model as its forward is to see it."""
+        head = StandIn(self.head, self.call_head, {})
+        return StandIn(self.model, method, {self.name: head, "loss_function": self.call_loss})
+
+    def call_head(self, stand_in: StandIn, *args: Any, **options: Any) -> Any:
+        """What the forward gets from the linear layer."""
+        given = (*args, *options.values())
+        if len(given) == 1 and isinstance(given[0], Tensor) and self.is_plain(given[0]):
+            return Logits(given[0], self.head.weight, self.head.bias)
+        return self.head(*args, **options)
+
+    def is_plain(self, x: Tensor) -> bool:
+        """Whether logits of x can wait. Dynamo tells tensors of other classes itself."""
+        return is_dynamo_compiling() or (why_not_now(x) is None and not x.is_inference())
+
+    def call_loss(self, *args: Any, **options: Any) -> Tensor:
+        """What the forward gets from the loss function."""
+        given = dict(zip(PARAMETERS, args, strict=False)) | options
+        logits, labels = given.get("logits"), given.get("labels")
+        found = None
+        if isinstance(logits, Logits) and isinstance(labels, Tensor):
+            found = self.loss(
+                logits, labels, given.get("vocab_size"), given.get("num_items_in_batch"),
+                given.get("ignore_index", IGNORED), given.get("shift_labels"),
+            )  # fmt: skip
+        elif not isinstance(logits, Logits):
+            say_once(self.model, "its forward does more with them than scale, cap and cast them", _COMPUTES)
+        if found is not None:
+            return found
+        args, options = computed((args, options), "in the loss function")
+        return self.function(*args, **options)
+
+    def loss(
+        self,
+        logits: Logits,
+        labels: Tensor,
+        classes: int | None,
+        items: Tensor | int | None,
+        ignore_index: int,
+        shift_labels: Tensor | None,
+    ) -> Tensor | None:
+        """The loss without logits; None where the loss function takes them, which it does if torch computes both."""
+        arithmetic = logits._arithmetic()
+        x, weight, bias = logits._x, logits._weight, logits._bias
+        as_made = logits._values is None and logits._modes_now() == logits._modes
+        if arithmetic is None or not as_made or classes != weight.shape[0] or type(ignore_index) is not int:
+            return None
+        target = shifted(labels, shift_labels, ignore_index)
+        if target.dtype is not torch.int64 or target.numel() != x.shape[:-1].numel():
+            return None
+        target = target.reshape(x.shape[:-1]).to(x.device)
+        logits._before("in the loss")
+        softcap, scale = arithmetic
+        reduction = "mean" if items is None else "sum"
+        tensors, options = (x, weight, target, bias, None), (reduction, ignore_index, 0.0, softcap, scale, 0.0)
+        if is_dynamo_compiling():
+            return divided(LINEAR_CROSS_ENTROPY(x, weight, target, bias, None, *options), items)
+        call = LINEAR_CROSS_ENTROPY.prepared(tensors, options)
+        return None if call.sees_through else divided(LINEAR_CROSS_ENTROPY.run(call, tensors), items)
+
+    def handed_out(self, outputs: Any) -> Any:
+        """The outputs of the forward, with what their reader is to have in the place of logits."""
+        if isinstance(outputs, dict):
+            for name, value in list(outputs.items()):
+                if isinstance(value, Logits):
+                    outputs[name] = self.in_place_of(value)
+        elif type(outputs) is tuple:
+            return tuple([self.in_place_of(each) if isinstance(each, Logits) else each for each in outputs])
+        return outputs
+
+    def in_place_of(self, logits: Logits) -> Any:
+        """Logits that the forward computed; else what computes them, or says why it is too late."""
+        if logits._values is not None:
+            return logits._values
+        if is_dynamo_compiling():
+            return NO_LOGITS
+        if torch._C._current_graph_task_id() != -1:
+            # A checkpoint runs the model again in its backward pass, and takes tensors alone for outputs.
+            return logits._tensor("in a backward pass")
+        # No wrapper of a model takes what is no tensor for an output with a gradient, which DDP and FSDP2 would use.
+        return logits if logits._modes[0] else LogitsOnDemand(logits)
+
+
+def _forward_without_logits(original: type[nn.Module]) -> Callable[..., Any]:
+    method = original.forward
+    _, *names = inspect.signature(method).parameters
+    place = names.index("labels")
+
+    # The signature stays visible: callers ask for it.
+    @functools.wraps(method)
+    def forward(self: FusedLossHead, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, FusedLossHead):
+            return restored_method(self, "forward")(*args, **kwargs)
+        # Dynamo guards these, and so notices a patch, too.
+        if original.forward is not method:
+            say_once(self, str(self.why_fused_class_changed()), OWN_FORWARD)
+            return original.forward(self, *args, **kwargs)
+        labels = args[place] if len(args) > place else kwargs.get("labels")
+        if labels is None:
+            return method(self, *args, **kwargs)
+        return self.run_without_logits(method, args, kwargs)
+
+    return forward
+
+
+_made: dict[type[nn.Module], type[FusedLossHead]] = {}
+
+
+def head_class(original: type[nn.Module], name: str) -> type[FusedLossHead]:
+    """The class for models of this one, whose last linear layer has this name; the same while its forward stays.
+
+    Its name is that of the original class: transformers writes it into checkpoints, and looks it up in tables.
+    """
+    made = _made.get(original)
+    if made is None or made.fused_head != name or made.why_fused_class_changed():
+        names: dict[str, Any] = {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "fused_from": original,
+            "fused_head": name,
+            "fused_methods": {"forward": original.forward},
+            "fused_new": staticmethod(functools.partial(_new_head, original, name)),
+            "forward": _forward_without_logits(original),
+        }
+        made = _made[original] = type(original.__name__, (FusedLossHead, original), names)
+    return made
+
+
+def _new_head(original: type[nn.Module], name: str, *arguments: Any) -> nn.Module:
+    # A copy is what the model is: fused for the forward that replace saw, whatever it is now.
+    kind = _made.get(original) or head_class(original, name)
+    return kind.__new__(kind, *arguments)

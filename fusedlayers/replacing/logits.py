@@ -1,0 +1,216 @@
+"""Logits that nobody has computed yet: what the last linear layer of a model gives while its loss needs none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from .uncomputed import Uncomputed
+
+# A softcap, or None, and a scale.
+_Arithmetic = tuple["float | None", float]
+# By the names of functions and methods.
+_PRODUCTS = ("mul", "multiply", "__mul__", "__rmul__")
+_QUOTIENTS = ("div", "divide", "true_divide", "__truediv__")
+
+
+class Logits(Uncomputed):
+    """What a linear layer makes of x, and what was done to it since, step by step.
+
+    The loss of a linear layer can take some steps over, and these leave it uncomputed: factors, the hyperbolic tangent
+    of a softcap, a cast to float32. Any other use computes it.
+    """
+
+    _named = "the logits"
+    _advice = "replace the model with loss=False"
+
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, steps: tuple[tuple[str, Any], ...] = ()) -> None:
+        super().__init__(x)
+        self._weight, self._bias, self._steps = weight, bias, steps
+        # None where Dynamo traces, and nobody counts.
+        self._versions = None if torch.compiler.is_compiling() else self._versions_now()
+
+    def _versions_now(self) -> tuple[tuple[int, bool], ...]:
+        """How often each tensor was written into, and whether its memory is there: FSDP2 frees that of a weight."""
+        tensors = [each for each in (self._x, self._weight, self._bias) if each is not None]
+        return tuple((each._version, bool(each.untyped_storage().nbytes())) for each in tensors)
+
+    def _before(self, use: str) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self._versions is None:
+            raise RuntimeError(NO_LOGITS.why)
+        if self._versions != self._versions_now():
+            raise RuntimeError(
+                f"the logits were not computed with the loss, and now it is too late ({use}): the weight of their "
+                "linear layer, or its input, was written into or freed since, as an optimizer's step does. Read them "
+                "earlier, or replace the model with loss=False"
+            )
+
+    def _compute(self, use: str) -> Tensor:
+        values = F.linear(self._x, self._weight, self._bias)
+        for step, value in self._steps:
+            if step == "mul":
+                values = values * value
+            elif step == "div":
+                values = values / value
+            else:
+                values = values.tanh() if step == "tanh" else values.to(value)
+        return values
+
+    def _then(self, step: str, value: Any = None) -> Logits | None:
+        """The logits after one more step; None where they are to be computed."""
+        if self._values is not None or torch.is_grad_enabled() is not self._modes[0]:
+            return None
+        after = Logits(self._x, self._weight, self._bias, (*self._steps, (step, value)))
+        # As they were at the beginning: autocast may be off when somebody casts the result.
+        after._modes, after._versions = self._modes, self._versions
+        return after
+
+    def _operated(self, name: str, others: tuple[Any, ...]) -> Logits | None:
+        if name == "tanh":
+            return None if others else self._then("tanh")
+        if len(others) != 1 or type(others[0]) not in (int, float):
+            return None
+        if name in _PRODUCTS:
+            return self._then("mul", others[0])
+        return self._then("div", others[0]) if name in _QUOTIENTS else None
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if args and not kwargs and isinstance(args[0], Logits):
+            after = args[0]._operated(getattr(function, "__name__", ""), args[1:])
+            if after is not None:
+                return after
+        return super().__torch_function__(function, types, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if self._values is None and name in ("dtype", "device", "shape"):
+            if name == "shape":
+                return torch.Size((*self._x.shape[:-1], self._weight.shape[0]))
+            return self._own_dtype() if name == "dtype" else self._x.device
+        return super().__getattr__(name)
+
+    def _own_dtype(self) -> torch.dtype:
+        """The dtype that they will have; autocast leaves float64 as it is."""
+        dtype = self._x.dtype if self._x.dtype is torch.float64 else self._modes[1] or self._x.dtype
+        for step, value in self._steps:
+            if step == "to":
+                dtype = value
+        return dtype
+
+    def tanh(self) -> Any:
+        """``Tensor.tanh``."""
+        after = self._operated("tanh", ())
+        return self._tensor("in tanh").tanh() if after is None else after
+
+    def contiguous(self) -> Any:
+        """``Tensor.contiguous``: they will be."""
+        return self if self._values is None else self._values.contiguous()
+
+    def float(self) -> Any:
+        """``Tensor.float``."""
+        return self.to(torch.float32)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """``Tensor.to``, which leaves them uncomputed where it asks for nothing but float32."""
+        if args == (torch.float32,) and not kwargs:
+            after = self if self._values is None and self._own_dtype() is torch.float32 else self._then("to", args[0])
+            if after is not None:
+                return after
+        return self._tensor("in to").to(*args, **kwargs)
+
+    def _arithmetic(self) -> _Arithmetic | None:
+        """The softcap and the scale of ``linear_cross_entropy`` that amount to the steps; None where none do."""
+        factor, divisor, cap, cap_divisor, capped = 1.0, 1.0, 1.0, 1.0, False
+        for step, value in self._steps:
+            if step == "tanh":
+                if capped:
+                    return None
+                capped = True
+            elif step == "mul":
+                factor, cap = (factor, cap * value) if capped else (factor * value, cap)
+            elif step == "div":
+                divisor, cap_divisor = (divisor, cap_divisor * value) if capped else (divisor * value, cap_divisor)
+            elif value is not torch.float32:
+                return None
+        if not divisor or not cap_divisor:
+            return None
+        # What is divided by and multiplied with the same number is to come out as 1.
+        softcap = cap / cap_divisor
+        scale = factor * softcap / divisor if capped else factor / divisor
+        # Neither infinite nor NaN.
+        if scale - scale != 0 or not 0 < softcap < float("inf"):
+            return None
+        return (softcap if capped else None), scale
+
+
+class LogitsOnDemand(Tensor):
+    """Logits without a gradient, as a tensor: its first use computes them."""
+
+    _logits: Logits
+
+    @staticmethod
+    def __new__(cls: type[LogitsOnDemand], logits: Logits) -> LogitsOnDemand:
+        found: Any = Tensor._make_wrapper_subclass(cls, logits.shape, dtype=logits.dtype, device=logits.device)
+        found._logits = logits
+        return found
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in _KNOWN_BEFORE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        if function is Tensor.float and isinstance(after := args[0]._logits.float(), Logits):
+            return LogitsOnDemand(after)
+        return cls._computed(function, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return cls._computed(function, args, kwargs)
+
+    @staticmethod
+    def _computed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        use = f"in {getattr(function, '__name__', function)}"
+        args, kwargs = tree_map_only(LogitsOnDemand, lambda each: each._logits._tensor(use), (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+# What a tensor tells without its numbers, and those who hand it on ask for.
+_KNOWN_BEFORE: tuple[Any, ...] = (Tensor.dtype.__get__, Tensor.device.__get__, Tensor.shape.__get__)  # type: ignore[attr-defined]
+
+
+class NoLogits:
+    """What stands where a compiled model would give its logits: every use is an error that says why."""
+
+    why = (
+        "the logits were not computed: a compiled model in training computes the loss alone. Replace the model with "
+        "loss=False to have both"
+    )
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(cls.why)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(self.why)
+
+    def __getitem__(self, key: Any) -> Any:
+        raise RuntimeError(self.why)
+
+    def __repr__(self) -> str:
+        return f"<no logits: {self.why}>"
+
+
+NO_LOGITS = NoLogits()

@@ -1,0 +1,436 @@
+"""The command that measures on the user's own GPU: what it measures, what is a win, what it says and records."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from functools import cache as cached
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fusedlayers as fl
+from fusedlayers import calibrations, devices
+from fusedlayers.bench import __main__ as command
+from fusedlayers.bench import calibrate
+from fusedlayers.bench.calibrate import candidates, measuring
+from fusedlayers.bench.cases import CASES, Options
+from fusedlayers.bench.cases.trial import Trial
+from fusedlayers.bench.contenders import AUTO, COMPILED, EAGER, FUSED
+from fusedlayers.bench.selftest.trials import few_trials
+from fusedlayers.bench.timing import NotTimed, Spread, Timing
+from fusedlayers.functional.dispatch import decisions
+from fusedlayers.planning import Device
+from fusedlayers.planning.calibration import features
+from tests.operands import forget_calls
+
+CPU = torch.device("cpu")
+CARD = Device("cuda", "Some Card", "sm_86", processors=4, triton=True)
+BLOCK = Trial("ffn", Options("relu"), (37, 24, 40), "fp16")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache folder, empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "fusedlayers" / "calibration.json"
+
+
+@pytest.fixture
+def card(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A GPU without figures that is the CPU, whose kernels the interpreter runs; the file of its record."""
+
+    @cached
+    def described(device: torch.device) -> Device:
+        return replace(CARD, calibration=calibrations.on_record(CARD) if devices._calibrated else None)
+
+    monkeypatch.setattr(devices, "_describe", described)
+    monkeypatch.setattr(calibrate, "why_nothing_to_measure", lambda device: None)
+    monkeypatch.setattr(calibrate, "all_trials", lambda facts: few_trials())
+    forget_calls()
+    yield cache
+    forget_calls()
+
+
+def timing(launched: float, replayed: float | None = None, spread: float = 0.0) -> Timing:
+    def around(median: float) -> Spread:
+        return Spread(median, median * (1 - spread / 2), median * (1 + spread / 2), median, 9)
+
+    return Timing(around(launched), None if replayed is None else around(replayed), "", 0.0, False)
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Says how long each contender takes."""
+
+    def say(**found: Timing | NotTimed) -> None:
+        names = {"eager": EAGER, "compiled": COMPILED, "kernels": FUSED, "auto": AUTO}
+        known = {names[name]: value for name, value in found.items()}
+        monkeypatch.setattr(
+            measuring, "measure", lambda entrants, *rest, **options: {each.name: known[each.name] for each in entrants}
+        )
+
+    return say
+
+
+# What is measured.
+
+
+def test_published_sizes_come_one_of_each_grid_after_the_other() -> None:
+    found = candidates.published("bf16")
+    assert len(found) == len(set(found)) > 100
+    assert {trial.case for trial in found} == CASES.keys()
+    first = [trial.case for trial in found[:40]]
+    assert first.index("gemm_gemm") < 20, "a short run has something of everything"
+    both = [trial for trial in found if trial.case == "ffn" and trial.shape == (16384, 1024, 4096)]
+    assert [trial.backward for trial in both] == [False, True]
+    assert any(trial.shape == (4095, 1024, 4096) for trial in found), "an odd number of fewer rows"
+    assert all(not trial.backward for trial in found if trial.case == "weight_gradient")
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "shape"),
+    [
+        ("ffn:64x32x128", CASES["ffn"].grids[0].options, (64, 32, 128)),
+        ("ffn:64×32×128:silu,gated", Options("silu", gated=True), (64, 32, 128)),
+        ("ffn:64x32x128:gelu,bias", Options("gelu", bias=True), (64, 32, 128)),
+        ("gemm_reduce:2x3x4x8:max,columns", Options(op="max", dim=-1), (2, 3, 4, 8)),
+        ("split_k:1x2x3:bias", Options(bias=True), (1, 2, 3)),
+        ("linear_cross_entropy:8x16x100", Options(op="mean"), (8, 16, 100)),
+    ],
+)
+def test_calls_are_named_in_one_word(text: str, options: Options, shape: tuple[int, ...]) -> None:
+    assert candidates.parse_candidate(text) == (CASES[text.split(":")[0]], options, shape)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ff:1x2x3", "expected CASE:SIZES[:WORD,...] with a case out of "),
+        ("ffn", "expected 3 positive integers MxKxN"),
+        ("ffn:1x2", "expected 3 positive integers MxKxN"),
+        ("ffn:1x2x3:swish", "'swish' of 'ffn:1x2x3:swish': expected words out of identity"),
+        ("split_k:1x2x3:gated", "expected words out of identity"),
+        ("gemm_reduce:1x2x3x4:bias", "expected words out of identity"),
+        ("ffn:1x2x3:max", "'max' of"),
+    ],
+)
+def test_a_wrong_word_is_named(text: str, words: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError) as caught:
+        candidates.parse_candidate(text)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("trial", [trial for trial in candidates.published("bf16") if trial.shape[0] > 1], ids=str)
+def test_the_call_of_a_problem_has_that_problem(trial: Trial) -> None:
+    problem: Any = trial.problem()
+    found = candidates.trial_of(problem)
+    if found is None:
+        # Both axes of these are one number in a problem, or how operands lie is part of it.
+        assert trial.case in ("gemm_reduce", "maxsim")
+    else:
+        assert features(found.problem()) == features(problem)
+
+
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    block = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16))
+    return nn.Sequential(nn.Linear(8, 16), block), {"input": torch.randn(40, 8)}
+
+def tensor():
+    return torch.ones(3)
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(16, 4)
+    def forward(self, x):
+        from fusedlayers import functional
+        queries = self.proj(x).unsqueeze(0)
+        return {"scores": (functional.maxsim(queries, queries), None)}
+
+def late():
+    return Head(), torch.randn(5, 16)
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "own_model.py").write_text(MODEL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    forget_calls()
+    yield
+    sys.modules.pop("own_model", None)
+
+
+@pytest.mark.usefixtures("model")
+def test_a_model_is_measured_at_its_own_sizes() -> None:
+    found, left = candidates.of_model("own_model:build")
+    options = Options("gelu", bias=True, dropout_p=0.1)
+    assert found == [
+        Trial("ffn", options, (40, 16, 64), "fp32"),
+        Trial("ffn", options, (9, 16, 64), "fp32"),
+        Trial("ffn", replace(options, dropout_p=0.0), (40, 16, 64), "fp32", backward=False),
+        Trial("ffn", replace(options, dropout_p=0.0), (9, 16, 64), "fp32", backward=False),
+    ]
+    assert left == []
+
+
+@pytest.mark.usefixtures("model")
+def test_what_no_case_calls_is_said() -> None:
+    found, left = candidates.of_model("own_model:late")
+    assert found == []
+    assert [words.split(" (")[0] for words in left] == ["maxsim, Q=1"] * 2
+
+
+@pytest.mark.usefixtures("model")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("own_model", "expected MODULE:FUNCTION"),
+        ("own_model:nothing", "has no attribute 'nothing'"),
+        ("no_such_module:build", "No module named"),
+        ("own_model:tensor", "expected a function that gives (model, inputs)"),
+    ],
+)
+def test_a_model_that_is_none_is_named(name: str, words: str) -> None:
+    with pytest.raises(ValueError, match="argument --model: ") as caught:
+        candidates.of_model(name)
+    assert words in str(caught.value)
+
+
+# What is a win.
+
+
+@pytest.mark.parametrize(
+    ("found", "launched", "replayed"),
+    [
+        ({EAGER: timing(1.2, 1.2), FUSED: timing(1.0, 1.0)}, "triton", "triton"),
+        # The best of torch counts.
+        ({EAGER: timing(1.2, 1.2), COMPILED: timing(1.0, 1.1), FUSED: timing(1.0, 1.0)}, "torch", "triton"),
+        # Three per cent, and twice the spread of either.
+        ({EAGER: timing(1.031, 1.029), FUSED: timing(1.0, 1.0)}, "triton", "torch"),
+        ({EAGER: timing(1.2, 1.2, spread=0.11), FUSED: timing(1.0, 1.0)}, "torch", "torch"),
+        ({EAGER: timing(1.2, 1.2), FUSED: timing(1.0, 1.0, spread=0.09)}, "triton", "triton"),
+        # Nothing is recorded of what could not be put into a graph.
+        ({EAGER: timing(1.2), FUSED: timing(1.0, 1.0)}, "triton", None),
+        ({EAGER: NotTimed("out of memory"), COMPILED: timing(2.0), FUSED: timing(1.0)}, "triton", None),
+        ({EAGER: timing(1.2, 1.2), FUSED: NotTimed("no registers")}, None, None),
+    ],
+)
+def test_wins(found: dict[str, Timing | NotTimed], launched: str | None, replayed: str | None) -> None:
+    forced: Any = BLOCK.plan(CARD)
+    ways = {FUSED: measuring.Way("triton", (forced, forced))}
+    for captured, choice in ((False, launched), (True, replayed)):
+        entry = measuring.decide(features(forced.problem), ways, found, captured)
+        assert (None if entry is None else entry.choice) == choice
+        assert entry is None or (entry.path, entry.replayed) == ("torch" if choice == "torch" else "fused", captured)
+
+
+def test_what_the_figures_say_is_measured_where_it_is_something_else() -> None:
+    """Auto mode takes the epilogue path of some layers that force would run in the fused kernels."""
+    h200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
+    forced: Any = replace(BLOCK, shape=(4096, 512, 2048), dtype="bf16").plan(h200)
+    ways = {
+        FUSED: measuring.Way("triton", (replace(forced, path="fused"),) * 2),
+        AUTO: measuring.Way("auto", (forced, replace(forced, path="torch"))),
+    }
+    found = {EAGER: timing(1.2, 1.2), FUSED: timing(1.1, 1.1), AUTO: timing(1.0, 1.0)}
+    launched, replayed = (
+        measuring.decide(features(forced.problem), ways, found, captured) for captured in (False, True)
+    )
+    assert launched is not None
+    assert (launched.choice, launched.path, launched.speed) == ("auto", "epilogue", 1.2)
+    # In a graph auto mode takes torch: that is no way of ours.
+    assert replayed is not None
+    assert (replayed.choice, replayed.path, replayed.speed) == ("triton", "fused", pytest.approx(1.2 / 1.1))
+
+
+# The command.
+
+
+@pytest.mark.interpreter
+def test_from_measuring_to_auto_mode(
+    card: Path, times: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    x, w_up, w_down = (torch.randn(*sizes).half() for sizes in ((37, 24), (40, 24), (24, 40)))
+
+    def paths() -> set[str]:
+        with decisions() as taken, torch.no_grad():
+            fl.functional.ffn(x, w_up, w_down, activation="relu")
+        return {*taken}
+
+    assert paths() == {"ffn torch"}
+    times(eager=timing(1.5, 0.5), compiled=timing(1.3, 0.6), kernels=timing(1.0, 1.0))
+    words = ["calibrate", "--shape", "ffn:37x24x40:relu", "--dtype", "fp16"]
+    assert command.main(words) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("calibrate: 2 of 2 calls are to be measured on Some Card, Triton ")
+    assert "calibrate: self-test of 3 configurations first\n" in said
+    assert (
+        "  ffn 37×24×40 relu fp16, forward: launched 1.30 of torch's speed (kernels), "
+        "replayed 0.50 of torch's speed (torch)\n"
+    ) in said
+    assert "ffn 37×24×40 relu fp16, forward and backward: launched 1.30" in said
+    assert f"calibrate: 2 of 4 were faster than torch; recorded in {card}, which auto mode reads" in said
+    assert not (card.parent / "selftest.json").exists()
+
+    # Known from now on, also to calls that ran before.
+    assert paths() == {"ffn fused"}
+    text = fl.explain(fl.functional.ffn, x, w_up, w_down, activation="relu")
+    assert "1.30 times as fast as torch here, as calibrated" in text
+
+    # Measured once, unless again.
+    assert command.main(words) == 0
+    assert capsys.readouterr().out.startswith("calibrate: 0 of 2 calls are to be measured")
+    times(eager=timing(0.9, 0.5), compiled=NotTimed("no compiler"), kernels=timing(1.0, 1.0))
+    assert command.main([*words, "--again"]) == 0
+    assert "0 of 4 were faster than torch" in capsys.readouterr().out
+    assert paths() == {"ffn torch"}
+    assert "torch was as fast or faster here, as calibrated" in fl.explain(
+        fl.functional.ffn, x, w_up, w_down, activation="relu"
+    )
+
+    # Others' files.
+    team = tmp_path / "team.json"
+    assert command.main(["calibrate", "--export", str(team)]) == 0
+    assert capsys.readouterr().out == f"calibrate: 4 entries in {team}\n"
+    card.unlink()
+    assert command.main(["calibrate", "--merge", str(team)]) == 0
+    assert "calibrate: 4 entries are new, or slower than those on record" in capsys.readouterr().out
+    assert json.loads(card.read_text()) == json.loads(team.read_text())
+
+
+@pytest.mark.interpreter
+def test_what_cannot_be_trusted_is_dropped_with_a_word(
+    card: Path, times: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["calibrate", "--shape", "ffn:37x24x40:relu", "--dtype", "fp16"]
+    times(eager=timing(1.0), compiled=timing(1.0), kernels=NotTimed("CompilationError: no registers"))
+    assert command.main(words) == 1
+    assert "  dropped: ffn 37×24×40 relu fp16, forward: CompilationError: no registers\n" in capsys.readouterr().out
+
+    # A kernel that is wrong at this size, although its integers were right.
+    from fusedlayers.kernels import gemm_gemm
+
+    right = gemm_gemm.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(calibrate, "find_failures", lambda trials, device: {})
+        patch.setattr(gemm_gemm, "forward", lambda *given, **options: right(*given, **options) * 1.5)
+        assert command.main(words) == 1
+    assert "relu fp16, forward: fused (fused path): RED: y: " in capsys.readouterr().out
+
+    # What fails the self-test is recorded there, too, and none of its calls is measured.
+    [name] = [name for name in calibrate.launched(BLOCK.plan(CARD)).values() if "weight_gradient" in name]
+    with monkeypatch.context() as patch:
+        patch.setattr(calibrate, "find_failures", lambda trials, device: {name: "dw_up: NOT equal"})
+        times(eager=timing(1.3), compiled=timing(1.3), kernels=timing(1.0))
+        assert command.main(words) == 0
+    said = capsys.readouterr().out
+    assert f"FAILED {name}\n         dw_up: NOT equal" in said
+    assert "dropped: ffn 37×24×40 relu fp16, forward and backward: its kernels give wrong numbers here" in said
+    assert "1 of 1 were faster than torch" in said
+    [failed] = json.loads((card.parent / "selftest.json").read_text()).values()
+    assert failed == [name]
+
+
+@pytest.mark.interpreter
+def test_the_time_is_kept_and_a_broken_gpu_ends_it(
+    card: Path, times: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["calibrate", "--shape", "ffn:37x24x40:relu", "--dtype", "fp16"]
+    monkeypatch.setattr(calibrate, "find_failures", lambda trials, device: {})
+    times(eager=timing(1.3), compiled=timing(1.3), kernels=timing(1.0))
+    assert command.main([*words, "--minutes", "0.000001"]) == 1
+    assert "the time is up before 2 calls; run it again to go on with them" in capsys.readouterr().out
+    assert not card.exists()
+
+    def fails(*given: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore words")
+
+    monkeypatch.setattr(calibrate, "entries_of", fails)
+    monkeypatch.setattr(calibrate, "is_broken", lambda device: True)
+    assert command.main(words) == 1
+    said = capsys.readouterr()
+    assert said.out.count("dropped:") == 1
+    assert "forward: RuntimeError: CUDA error: an illegal memory access was encountered\n" in said.out
+    assert said.err == "calibrate: the GPU takes no more calls of this process; run it again\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_one_line_says_so(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["calibrate"]) == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "calibrate: there is nothing to measure: there is no GPU\n")
+    assert not cache.exists()
+
+
+def test_why_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(calibrate, "HAS_TRITON", True)
+    monkeypatch.setattr(calibrate, "interpreted", lambda: True)
+    assert "TRITON_INTERPRET is set" in str(calibrate.why_nothing_to_measure(gpu))
+    monkeypatch.setattr(calibrate, "interpreted", lambda: False)
+    assert calibrate.why_nothing_to_measure(gpu) is None
+    monkeypatch.setattr(calibrate, "HAS_TRITON", False)
+    assert "Triton is not installed" in str(calibrate.why_nothing_to_measure(gpu))
+
+
+def test_one_rank_measures(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "3")
+    assert command.main(["calibrate"]) == 0
+    assert capsys.readouterr().out.startswith("calibrate: rank 0 measures; what it writes is read by the other ranks")
+
+
+def test_a_cache_folder_that_cannot_be_written_is_named_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for words in ([], ["--merge", "team.json"]):
+        with pytest.raises(SystemExit):
+            command.main(["calibrate", *words])
+        assert "file is no folder)" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--shape", "ffn:1x2"], "argument --shape: '1x2': expected 3 positive integers MxKxN"),
+        (["--minutes", "0"], "argument --minutes: '0': expected more than 0 seconds"),
+        (["--merge", "none.json"], "none.json: cannot be read: No such file or directory"),
+        (["--export", "team.json"], "calibration.json: nothing was measured here yet"),
+        (["--device", "tpu"], "argument --device: 'tpu': expected cuda, cuda:N or cpu"),
+    ],
+)
+@pytest.mark.usefixtures("cache")
+def test_wrong_words_end_in_one_line(
+    words: list[str],
+    complaint: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        command.main(["calibrate", *words])
+    assert ended.value.code == 2
+    assert complaint in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_every_flag_of_a_problem_can_be_recorded() -> None:
+    """JSON gives back what it is given."""
+    for case in CASES.values():
+        problem: Any = Trial(case.name, case.grids[0].options, case.grids[0].shapes[0], "bf16").problem()
+        found = features(problem)
+        assert json.loads(json.dumps(dict(found.flags))) == dict(found.flags)
+        assert len(found.sizes) >= 3
+        assert {name for name, _ in found.sizes} <= {each.name for each in fields(problem)}

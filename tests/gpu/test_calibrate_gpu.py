@@ -1,0 +1,68 @@
+"""Calibration on a GPU of which nothing is known: measured, recorded, and heeded by auto mode."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusedlayers as fl
+from fusedlayers import calibrations, devices
+from fusedlayers.bench import __main__ as command
+from fusedlayers.functional import dispatch
+from fusedlayers.functional.dispatch import decisions
+from fusedlayers.planning.measured import FIGURES
+from tests.operands import forget_calls
+
+
+def forget_everything() -> None:
+    """What this process knows of devices, plans and calls."""
+    devices._describe.cache_clear()
+    dispatch._cached_plan.cache_clear()
+    forget_calls()
+
+
+@pytest.fixture
+def unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No figures of this architecture, and an empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delitem(FIGURES, devices.describe(torch.device("cuda", 0)).architecture, raising=False)
+    forget_everything()
+    yield
+    forget_everything()
+
+
+@pytest.mark.usefixtures("unknown")
+def test_what_was_measured_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    device = torch.device("cuda", 0)
+    x = torch.randn(65_536, 64, device=device, dtype=torch.bfloat16)
+    w_up, w_down = (torch.randn(*sizes, device=device, dtype=torch.bfloat16) / 16 for sizes in ((256, 64), (64, 256)))
+
+    def paths(rows: int) -> list[str]:
+        with torch.no_grad(), decisions() as taken:
+            fl.functional.ffn(x[:rows], w_up, w_down, activation="relu")
+        return list(taken)
+
+    assert paths(65_536) == ["ffn torch"]
+    shapes = ["ffn:65536x64x256:relu", "ffn:16383x64x256:relu"]
+    assert command.main(["calibrate", "--shape", *shapes]) == 0
+    said = capsys.readouterr().out
+    assert "4 of 4 calls are to be measured" in said
+    assert "dropped" not in said
+    [record] = json.loads(calibrations.calibration_file().read_text())["records"]
+    assert record["driver"]
+    assert "ptxas" in record["compiler"] or torch.version.hip
+    assert len(record["entries"]) == 8, "launched and replayed, forward alone and with backward"
+    chosen = {
+        entry["sizes"]["M"]: entry["choice"]
+        for entry in record["entries"]
+        if not entry["replayed"] and "needs_data_gradient" not in entry["flags"]
+    }
+    for rows, choice in chosen.items():
+        assert paths(rows) == [f"ffn {'torch' if choice == 'torch' else 'fused'}"]
+    if set(chosen.values()) == {"triton"}:
+        assert paths(30_001) == ["ffn fused"], "between two that won"
+    assert paths(16_382) == ["ffn torch"], "beyond what was measured"
