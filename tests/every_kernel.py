@@ -49,6 +49,7 @@ def calls() -> Iterator[Callable[[], torch.Tensor]]:
     yield lambda: functional.linear_cross_entropy(matrix(512, 256), matrix(32_000, 256), words)
     yield lambda: functional.linear_cross_entropy(matrix(512, 256), matrix(32_000, 256), words, reduction="none")
     yield lambda: functional.linear_cross_entropy(matrix(512, 256).detach(), matrix(32_000, 256).detach(), words)
+    yield lambda: functional.linear_cross_entropy(matrix(512, 256), matrix(32_000, 256), words, recompute=True)
     yield lambda: column_sums(matrix(4096, 512), COLUMN_SUM_TILES)
     yield lambda: drop(matrix(4096, 512), SEED, 0.1)
 

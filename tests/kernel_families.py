@@ -12,6 +12,7 @@ _LINEAR = ("linear", "linear_autograd", "linear_module", "planning_linear", "cod
 _GEMM_GEMM = ("gemm_gemm", "ffn", "autograd", "planning", "planning_pipelined", "code_generation", "prepared_launches")
 _GPU_GEMM_GEMM = ("gemm_gemm_gpu", "ffn_gpu", "pipelined", "exact_integers")
 _EPILOGUE = ("ffn_epilogue", "ffn_chunked", "planning_epilogue", "planning_chunks", "layouts")
+_GPU_CROSS_ENTROPY = tuple(f"linear_cross_entropy_{kind}gpu" for kind in ("", "fused_", "recomputed_"))
 _GPU_EPILOGUE = ("ffn_epilogue_gpu", "data_gradient_gpu")
 _HIDDEN_GRADIENT = ("hidden_gradient", "code_generation_gradients")
 _CROSS_ENTROPY = (
@@ -67,14 +68,14 @@ GPU_TESTS: dict[str, tuple[str, ...]] = {
     "gemm_epilogue": (*_GPU_EPILOGUE, "hidden_gradient_gpu"),
     "gemm_reduce": ("gemm_reduce_gpu", "pipelined_reduce", "maxsim_gpu"),
     "maxsim": ("maxsim_gpu",),
-    "cross_entropy": ("linear_cross_entropy_gpu", "linear_cross_entropy_fused_gpu"),
+    "cross_entropy": _GPU_CROSS_ENTROPY,
     "split_k": ("linear_gpu",),
     "weight_gradient": ("weight_gradient_gpu",),
     "ffn": (*_GPU_GEMM_GEMM[1:], *_GPU_EPILOGUE),
     "hidden_gradient": ("hidden_gradient_gpu",),
     "linear": ("linear_gpu",),
-    "linear_cross_entropy": ("linear_cross_entropy_gpu", "linear_cross_entropy_fused_gpu"),
-    "linear_log_probs": ("linear_cross_entropy_gpu", "linear_cross_entropy_fused_gpu"),
+    "linear_cross_entropy": _GPU_CROSS_ENTROPY,
+    "linear_log_probs": _GPU_CROSS_ENTROPY,
     "activations": ("ffn_gpu",),
     "column_sums": ("weight_gradient_gpu",),
     "dropout": ("ffn_gpu", "ffn_epilogue_gpu"),

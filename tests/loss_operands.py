@@ -15,13 +15,18 @@ from fusedlayers import functional, planning, reference
 from fusedlayers.closeness import compare_all
 from fusedlayers.functional import dispatch, operation
 from fusedlayers.functional.last_call import LastCall
+from fusedlayers.functional.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fusedlayers.planning import linear_cross_entropy as planner
 from tests.operands import DEVICE, Tensors, _Forgetful, _stacked, needs_kernels
 
 CHUNKED = pytest.param("chunked", marks=needs_kernels)
-PATHS = [CHUNKED, "torch"]
+RECOMPUTED = pytest.param("recomputed", marks=needs_kernels)
+KERNELS = [CHUNKED, RECOMPUTED]
+PATHS = [*KERNELS, "torch"]
 # Tokens of a chunk here: no test's number of tokens is a multiple of it.
 CHUNK_ROWS = 8
+# Columns whose gradient is in memory at once: most tests have more, and no whole number of them.
+COLUMNS = 64
 IGNORED = -100
 FLOATING = ("input", "linear_weight", "linear_bias")
 
@@ -30,12 +35,16 @@ FLOATING = ("input", "linear_weight", "linear_bias")
 def on_path(path: str, rows: int | None = CHUNK_ROWS) -> Iterator[None]:
     """Sends every call to one path, in chunks of so many tokens (None: as planned). A call elsewhere fails.
 
-    Beside the chunked path those without gradients take the fused one.
+    Where the backward pass is "recomputed", every loss is told so, and ``rows`` None has the columns as planned, too.
+    Beside the chunked path calls without gradients take the fused one.
     """
 
     def plan(problem: planning.Call, device: planning.Device, wish: str) -> Any:
         made = planning.plan(problem, replace(device, avoided=frozenset()), wish)
-        expected = "fused" if path == "chunked" and not problem.training else path  # type: ignore[attr-defined]
+        expected = path
+        if path in ("chunked", "recomputed"):
+            fused = not problem.training or getattr(problem, "recompute", False)  # type: ignore[attr-defined]
+            expected = "fused" if fused else "chunked"
         assert problem.empty or made.path == expected, made  # type: ignore[attr-defined]
         return made
 
@@ -47,8 +56,12 @@ def on_path(path: str, rows: int | None = CHUNK_ROWS) -> Iterator[None]:
         patch.setattr(LastCall, "again", lambda *arguments: None)
         for each in operation.OPERATIONS.values():
             patch.setattr(each.kernel_operation, "_ready", _Forgetful())
+        if path == "recomputed":
+            head, check = type(LINEAR_CROSS_ENTROPY), LINEAR_CROSS_ENTROPY.check
+            patch.setattr(head, "check", lambda self, *given: (*check(*given)[:-1], True))
         if rows is not None:
             patch.setattr(planner, "choose_rows", lambda problem: min(rows, problem.M))
+            patch.setattr(planner, "choose_columns", lambda problem: min(COLUMNS, problem.padded_columns))
         yield
 
 

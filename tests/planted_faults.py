@@ -269,8 +269,8 @@ FAULTS: tuple[Fault, ...] = (
         "test_linear_cross_entropy edges_of_rows",
     ),
     _fault(
-        "slope of the softcap forgotten", _LOGITS,
-        "slope = tanh_slope * scale", "slope = scale",
+        "slope of the softcap forgotten", "kernels/cross_entropy/elements.py",
+        "slope = tanh_slope * slope", "slope = slope * 1.0",
         "test_linear_cross_entropy every_option",
     ),
     _fault(
@@ -307,6 +307,26 @@ FAULTS: tuple[Fault, ...] = (
         "range of a logit on chip forgotten", "kernels/cross_entropy/statistics.py",
         "inside = (here < ranges)[:, None]", "inside = (here < ranges - ranges // 2)[:, None]",
         "test_linear_cross_entropy_fused groups_of_bands",
+    ),
+    _fault(
+        "last part of the vocabulary not padded with zeros", "kernels/cross_entropy/product_gradient.py",
+        "gradient = tl.where((cols < V)[None, :], gradient, 0.0)", "gradient = gradient + 0.0",
+        "test_linear_cross_entropy frozen_operands",
+    ),
+    _fault(
+        "target sought among the first columns of the vocabulary", "kernels/cross_entropy/product_gradient.py",
+        "other=-1) - start", "other=-1)",
+        "test_linear_cross_entropy targets_of_any_shape",
+    ),
+    _fault(
+        "sum of dx begun anew for every part of the vocabulary", "fusedlayers/functional/linear_cross_entropy/fused.py",
+        "first=not first)", "first=True)",
+        "test_linear_cross_entropy targets_of_any_shape",
+    ),
+    _fault(
+        "mean recomputed as a sum", "fusedlayers/functional/linear_cross_entropy/__init__.py",
+        "each = upstream[0] if factor in ([], [None]) else upstream[0] * factor[0]", "each = upstream[0]",
+        "test_linear_cross_entropy targets_of_any_shape",
     ),
     _fault(
         "padding of the chunked path's weight counted on chip", "fusedlayers/planning/linear_cross_entropy.py",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fusedlayers.kernels.tuning.cross_entropy import LogitPipeline
+from fusedlayers.kernels.tuning.cross_entropy import GradientPipeline, LogitPipeline
 from tests.selection import FULL
 from tests.test_code_generation import SHARED_LIMITS, compiled, faults
 
@@ -25,7 +25,7 @@ import compilation_record
 import torch
 from fusedlayers import functional
 from fusedlayers.kernels import cross_entropy
-from fusedlayers.kernels.tuning.cross_entropy import logit_tiles
+from fusedlayers.kernels.tuning.cross_entropy import gradient_tiles, logit_tiles
 
 read = code_generation._findings
 
@@ -75,6 +75,28 @@ def statistics(target, dtype, sizes, pipelined, bias=False, entropy=False, weigh
         print(json.dumps(report | facts | {"entropy": entropy}))
 
 
+def gradient(target, dtype, sizes, pipelined, bias=False, weight=False, **options):
+    M, K, V = sizes
+    dtype = getattr(torch, dtype)
+    bits = 8 * dtype.itemsize
+    tiles = gradient_tiles(target, bits, 132, pipelined)
+    tensors = torch.empty(M, K, dtype=dtype), torch.empty(V, K, dtype=dtype)
+    bias, weight = torch.empty(V, dtype=dtype) if bias else None, torch.ones(V) if weight else None
+    classes, statistics = torch.zeros(M, dtype=torch.int64), torch.empty(2, M)
+    arithmetic = cross_entropy.LossArithmetic(-100, "exact" if bits == 32 else "half", **options)
+    with code_generation.compiling_for(target, pipelined=pipelined) as reports:
+        factors = cross_entropy.row_factors(
+            classes, weight, None if weight is None else weight.sum(), V, arithmetic, statistics, torch.empty(M)
+        )
+        cross_entropy.gradient_of_product(
+            *tensors, bias, classes, weight, statistics[0], factors, 4096, arithmetic, "ieee", tiles,
+            out=torch.empty(M, -(-V // 64) * 64, dtype=dtype),
+        )
+    facts = {"dtype": str(dtype).removeprefix("torch."), "width": K, "gated": False, "vocabulary": V}
+    for report in reports:
+        print(json.dumps(report | facts))
+
+
 EVERYTHING = {"label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-4, "weight": True}
 """
 OPTIONS = """
@@ -93,11 +115,19 @@ statistics("sm_90", "float16", (1003, 776, 50257), True, bias=True)
 statistics("sm_90", "bfloat16", (1003, 776, 50257), True, **ALL)
 statistics("sm_90", "bfloat16", (1, 16, 100), True)
 """
+GRADIENTS_ON_HOPPER = """
+gradient("sm_90", "bfloat16", (8192, 4096, 4096), True)
+gradient("sm_90", "float16", (1003, 776, 1105), True, bias=True)
+gradient("sm_90", "bfloat16", (1003, 776, 4096), True, bias=True, logit_scale=0.5, **EVERYTHING)
+gradient("sm_90", "bfloat16", (1, 16, 100), True)
+"""
 PORTABLE = """
 for target in sys.argv[1:]:
     for dtype in ("bfloat16", "float32"):
         statistics(target, dtype, (8192, 4096, 128256), False)
         statistics(target, dtype, (1003, 768, 50257), False, bias=True, entropy=True, **EVERYTHING)
+        gradient(target, dtype, (8192, 4096, 4096), False)
+        gradient(target, dtype, (1003, 768, 1105), False, bias=True, **EVERYTHING)
 statistics("sm_90", "bfloat16", (1003, 768, 50257), True, **EVERYTHING)
 """
 TARGETS = """
@@ -145,6 +175,16 @@ def test_the_product_without_logits_on_hopper(tmp_path: Path) -> None:
         assert ("spread_ptr" in report["pointers"]) == report["entropy"]
 
 
+def test_the_gradient_of_some_columns_on_hopper(tmp_path: Path) -> None:
+    """The same product, with a softcap, smoothing and class weights in its epilogue, too."""
+    found = reports(tmp_path, GRADIENTS_ON_HOPPER)
+    for report in found:
+        assert not faults(report), (report["kernel"], report["dtype"], report["vocabulary"], faults(report))
+    pipelined = [report for report in found if report["kernel"] == "pipelined_logit_gradient"]
+    assert [report["wgmma"] for report in pipelined] == [2 * GradientPipeline().step // 16] * 4
+    assert len(found) == 8, "factors of rows"
+
+
 def test_the_product_without_logits_elsewhere(tmp_path: Path) -> None:
     targets = tuple(SHARED_LIMITS) if FULL else ("sm_80", "sm_90", "gfx942")
     found = reports(tmp_path, PORTABLE, *targets)
@@ -152,8 +192,9 @@ def test_the_product_without_logits_elsewhere(tmp_path: Path) -> None:
         assert not faults(report), (report["target"], report["kernel"], report["dtype"], faults(report))
     kernels = [report["kernel"] for report in found]
     # Weights of a tile's columns have no registers beside two consumers' sums.
-    assert set(kernels) == {"statistics", "combined_losses"}
+    assert set(kernels) == {"statistics", "combined_losses", "logit_gradient", "row_factors"}
     assert kernels.count("statistics") == 4 * len(targets) + 1
+    assert kernels.count("logit_gradient") == 4 * len(targets)
 
 
 @pytest.mark.full

@@ -18,6 +18,7 @@ from tests.loss_operands import (
     CHUNK_ROWS,
     FLOATING,
     IGNORED,
+    KERNELS,
     PATHS,
     assert_loss_close,
     in_float64,
@@ -41,14 +42,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.sampled
-@needs_kernels
+@pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("extras", [(), ("bias",), ("weight",), ("bias", "weight")], ids=str)
-def test_every_option(dtype: torch.dtype, reduction: str, options: dict[str, Any], extras: tuple[str, ...]) -> None:
+def test_every_option(
+    dtype: torch.dtype, reduction: str, options: dict[str, Any], extras: tuple[str, ...], path: str
+) -> None:
     given = [loss_inputs((3, 7), 24, 150, dtype, **dict.fromkeys(extras, True)) for _ in range(4)]
-    assert_loss_close(*given, reduction=reduction, **options)
+    assert_loss_close(*given, path=path, reduction=reduction, **options)
 
 
 def by_torch(
@@ -103,44 +106,45 @@ def test_targets_of_any_shape(leading: tuple[int, ...], reduction: str, path: st
 
 
 @pytest.mark.sampled
-@needs_kernels
+@pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("V", [1, 2, 63, 64, 65, 127, 128, 129, 255, 257, 1000, 4095, 4096, 4097, 8200])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_edges_of_rows(V: int, reduction: str) -> None:
+def test_edges_of_rows(V: int, reduction: str, path: str) -> None:
     """Vocabularies around the padding, around a block of columns, and of several; targets at both ends."""
     inputs = loss_inputs((11,), 16, V, bias=True)
     target = inputs["target"]
     assert target is not None
     target[1:3], target[-2:] = 0, V - 1
     # The gradient of a single class is 0, an error of which nothing can be measured by.
-    assert_loss_close(inputs, reduction=reduction, label_smoothing=0.1 if V > 1 else 0.0)
+    assert_loss_close(inputs, path=path, reduction=reduction, label_smoothing=0.1 if V > 1 else 0.0)
 
 
-@needs_kernels
+@pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("tokens", [1, 7, 8, 9, 15, 16, 17, 24, 33])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_edges_of_chunks(tokens: int, dtype: torch.dtype) -> None:
+def test_edges_of_chunks(tokens: int, dtype: torch.dtype, path: str) -> None:
     """One chunk, two whose sum of dW is rounded, more whose sum is float32; whole and ragged ones."""
-    assert_loss_close(*[loss_inputs((tokens,), 24, 70, dtype, ignored=tokens // 4, bias=True) for _ in range(4)])
+    given = [loss_inputs((tokens,), 24, 70, dtype, ignored=tokens // 4, bias=True) for _ in range(4)]
+    assert_loss_close(*given, path=path)
 
 
-@needs_kernels
+@pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("peak", [8.0, 64.0])
-def test_peaked_logits(dtype: torch.dtype, reduction: str, peak: float) -> None:
+def test_peaked_logits(dtype: torch.dtype, reduction: str, peak: float, path: str) -> None:
     """Of most tokens one class has all but 1e-5 of the probability, of half of them the target."""
     given = [loss_inputs((30,), 24, 70, dtype, peak=peak) for _ in range(4)]
     for inputs in given:
         logits = F.linear(inputs["input"], inputs["linear_weight"])  # type: ignore[arg-type]
         inputs["target"] = torch.where(torch.arange(30, device=DEVICE) % 2 == 0, logits.argmax(-1), inputs["target"])
-    assert_loss_close(*given, reduction=reduction)
+    assert_loss_close(*given, path=path, reduction=reduction)
 
 
-@needs_kernels
+@pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_exact_integers(dtype: torch.dtype, reduction: str) -> None:
+def test_exact_integers(dtype: torch.dtype, reduction: str, path: str) -> None:
     """Probabilities of 0 and 1, or of 1/2 where two logits are equal: every number is exact, so are all sums."""
     tokens, K, V = 32, 16, 70
     for seed in range(5):
@@ -158,7 +162,7 @@ def test_exact_integers(dtype: torch.dtype, reduction: str) -> None:
         inputs = {"input": input, "linear_weight": linear_weight, "target": target}
         options = {"reduction": reduction, "logit_scale": 1024.0}
         upstream = torch.tensor(2.0**-8, device=DEVICE)
-        with on_path("chunked"):
+        with on_path(path):
             ours = results(functional.linear_cross_entropy, inputs, upstream=[upstream], **options)
         truth = results(reference.linear_cross_entropy, in_float64(inputs), upstream=[upstream.double()], **options)
         for name in ("dinput", "dlinear_weight"):
@@ -251,9 +255,9 @@ def test_probabilities_as_targets(reduction: str, backend: str, monkeypatch: pyt
     torch.testing.assert_close(leaves[0], leaves[1])
 
 
-@needs_kernels
+@pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_any_layout(reduction: str) -> None:
+def test_any_layout(reduction: str, path: str) -> None:
     """Transposed, sliced and expanded operands, and upstream gradients that are expanded and lie apart."""
     inputs = loss_inputs((2, 9), 24, 70, bias=True, weight=True)
     given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
@@ -266,7 +270,7 @@ def test_any_layout(reduction: str) -> None:
         "weight": torch.stack([given["weight"]] * 2, 1)[:, 1],
     }
     upstream = torch.randn(()).expand(2, 9) if reduction == "none" else torch.randn(3)[1]
-    with on_path("chunked"):
+    with on_path(path):
         ours, theirs = (
             results(functional.linear_cross_entropy, each, reduction=reduction, upstream=[upstream.to(DEVICE)])
             for each in (strided, plain)
@@ -275,14 +279,15 @@ def test_any_layout(reduction: str) -> None:
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@needs_kernels
+@pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_nothing_uninitialised_is_read(reduction: str) -> None:
+def test_nothing_uninitialised_is_read(reduction: str, path: str) -> None:
     """Neither the columns between two rows of logits nor a sum before its first chunk."""
-    assert_loss_close(loss_inputs((19,), 24, 70, bias=True, weight=True), reduction=reduction, label_smoothing=0.1)
+    given = loss_inputs((19,), 24, 70, bias=True, weight=True)
+    assert_loss_close(given, path=path, reduction=reduction, label_smoothing=0.1)
 
 
-@needs_kernels
+@pytest.mark.parametrize("path", KERNELS)
 @hypothesis.settings(max_examples=60 if ON_GPU else draws(6, 20))
 @hypothesis.given(
     sizes=strategies.tuples(*[strategies.integers(1, 40)] * 3),
@@ -290,7 +295,7 @@ def test_nothing_uninitialised_is_read(reduction: str) -> None:
     reduction=strategies.sampled_from(REDUCTIONS),
     options=strategies.sampled_from(list(OPTIONS.values())),
 )
-def test_random_sizes(sizes: tuple[int, int, int], V: int, reduction: str, options: dict[str, Any]) -> None:
+def test_random_sizes(sizes: tuple[int, int, int], V: int, reduction: str, options: dict[str, Any], path: str) -> None:
     tokens, K, rows = sizes
     inputs = loss_inputs((tokens,), K, V, ignored=tokens // 5)
-    assert_loss_close(inputs, reduction=reduction, rows=rows, **options)
+    assert_loss_close(inputs, path=path, reduction=reduction, rows=rows, **options)

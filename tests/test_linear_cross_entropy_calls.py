@@ -16,11 +16,24 @@ from fusedlayers.functional.dispatch import decisions
 from fusedlayers.functional.linear_cross_entropy import chunked
 from tests.allocations import AllocatedBytes
 from tests.compiled_cases import nothing_compiled  # noqa: F401
-from tests.loss_operands import CHUNK_ROWS, CHUNKED, FLOATING, IGNORED, PATHS, in_float64, loss_inputs, on_path, results
+from tests.loss_operands import (
+    CHUNK_ROWS,
+    COLUMNS,
+    FLOATING,
+    IGNORED,
+    KERNELS,
+    PATHS,
+    in_float64,
+    loss_inputs,
+    on_path,
+    results,
+)
 from tests.operands import DEVICE, DTYPES, ON_GPU, infinities, needs_kernels
 
 pytestmark = [
     infinities,
+    # The interpreter's maximum of a row of NaN.
+    pytest.mark.filterwarnings("ignore:All-NaN (slice|axis) encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
@@ -60,6 +73,7 @@ LOSSES = [
     ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be a number from 0 to 1, got 1.5"),
     ({"label_smoothing": None}, TypeError, "label_smoothing must be a number from 0 to 1, got None"),
     ({"z_loss": -1e-4}, ValueError, "z_loss must be a number from 0 on, got -0.0001"),
+    ({"recompute": "auto"}, TypeError, "recompute must be True or False, got 'auto' (str)"),
     ({"weight": [1.0]}, TypeError, "weight must be a torch.Tensor or None, got list"),
     ({"weight": torch.ones(3)}, ValueError, "weight of shape [3] and dtype torch.float32 on cpu: expected [V] = [4]"),
     ({"weight": torch.ones(4).int()}, TypeError, "weight of shape [4] and dtype torch.int32 on cpu: expected a real"),
@@ -97,7 +111,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("path", [CHUNKED])
+@pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize(
     "options", [{}, {"label_smoothing": 0.25}, {"weight": 1}, {"softcap": 2.0}, {"z_loss": 0.5}], ids=str
 )
@@ -140,15 +154,15 @@ def test_special_values_of_log_probabilities(row: list[float]) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-@needs_kernels
+@pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("target", [-1, 70, 2**40])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("weight", [False, True])
-def test_a_target_that_is_no_class_shows(target: int, reduction: str, weight: bool) -> None:
+def test_a_target_that_is_no_class_shows(target: int, reduction: str, weight: bool, path: str) -> None:
     """Without a copy to the host nobody can raise; other tokens keep their losses."""
     inputs = loss_inputs((9,), 24, 70, weight=weight, ignored=0)
     given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-    with on_path("chunked"):
+    with on_path(path):
         right = results(functional.linear_cross_entropy, given, reduction=reduction)["result 0"]
         wrong = given["target"].clone()
         wrong[4] = target
@@ -286,12 +300,16 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again(reduction: str, dty
 @needs_kernels
 @pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_log_probs"])
 @pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"softcap": 30, "logit_scale": 2}], ids=str)
-def test_compiled(name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled(name: str, options: dict[str, Any], recompute: bool) -> None:
     """fullgraph, forward and backward, and several lengths: no break, and what eager calls give."""
     if name == "linear_log_probs":
         options = {key: value for key, value in options.items() if key != "reduction"} | {"return_entropy": True}
+    elif recompute:
+        options = options | {"recompute": True}
+    path = "fused" if "recompute" in options else "chunked"
     function = getattr(functional, name)
-    with on_path("chunked"):
+    with on_path("recomputed" if path == "fused" else path):
         compiled = torch.compile(
             lambda **given: function(**given, **options), backend="aot_eager", fullgraph=True, dynamic=True
         )
@@ -299,17 +317,17 @@ def test_compiled(name: str, options: dict[str, Any]) -> None:
             inputs = loss_inputs((tokens,), 24, 70, bias=True)
             with decisions() as paths:
                 ours = results(compiled, inputs)
-            assert set(paths) <= {f"{name} chunked"}
+            assert set(paths) <= {f"{name} {path}"}
             torch.testing.assert_close(ours, results(function, inputs, **options))
 
 
-@needs_kernels
+@pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_gradients_of_some_operands_alone_are_asked_for(reduction: str) -> None:
+def test_gradients_of_some_operands_alone_are_asked_for(reduction: str, path: str) -> None:
     inputs = loss_inputs((17,), 24, 70, bias=True)
     names = ("input", "linear_weight", "linear_bias")
     leaves = {name: inputs[name].requires_grad_() for name in names}  # type: ignore[union-attr]
-    with on_path("chunked"):
+    with on_path(path):
         loss = functional.linear_cross_entropy(**leaves, target=inputs["target"], reduction=reduction).sum()  # type: ignore[arg-type]
         everything = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
         for leaf, expected in zip(leaves.values(), everything, strict=True):
@@ -333,6 +351,36 @@ def test_no_tensor_is_larger_than_a_chunk(reduction: str, frozen: tuple[str, ...
     assert max(allocated.blocks) <= largest + 4096, (max(allocated.blocks), largest)
     assert (found["dlinear_weight"] is None) == ("linear_weight" in frozen)
     assert 4 * tokens * V > 2 * largest
+
+
+@needs_kernels
+@pytest.mark.skipif(ON_GPU, reason="what the CPU's allocator hands out")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("frozen", [(), ("linear_weight",), ("input",), ("input", "linear_weight")], ids=str)
+def test_no_tensor_is_larger_than_the_gradient_of_some_columns(reduction: str, frozen: tuple[str, ...]) -> None:
+    """What is computed again is never there for all columns, and the forward pass writes none of it."""
+    tokens, K, V = 600, 8, 4001
+    inputs = loss_inputs((tokens,), K, V)
+    with on_path("recomputed"), AllocatedBytes() as allocated:
+        found = results(functional.linear_cross_entropy, inputs, frozen, reduction=reduction)
+    part, weight = 4 * tokens * COLUMNS, 4 * V * K
+    # The interpreter copies the tiles that a kernel works on.
+    assert max(allocated.blocks) <= max(part, weight) + 2**16, (max(allocated.blocks), part, weight)
+    assert (found["dlinear_weight"] is None) == ("linear_weight" in frozen)
+
+
+@needs_kernels
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_recomputing_keeps_two_numbers_of_each_token(reduction: str) -> None:
+    inputs = loss_inputs((17,), 24, 70)
+    given = inputs | {name: inputs[name].requires_grad_() for name in ("input", "linear_weight")}  # type: ignore[union-attr]
+    with on_path("recomputed"):
+        loss = functional.linear_cross_entropy(**given, reduction=reduction)  # type: ignore[arg-type]
+    operands = {tensor.data_ptr() for tensor in inputs.values() if tensor is not None}
+    # Losses of tokens are shaped as the input is.
+    node = loss.grad_fn.next_functions[0][0] if reduction == "none" else loss.grad_fn  # type: ignore[union-attr]
+    saved = [t for t in node.saved_tensors if t is not None and t.data_ptr() not in operands]  # type: ignore[union-attr]
+    assert [tensor.shape for tensor in saved] == [(2, 17), *([()] if reduction == "mean" else [])]
 
 
 @needs_kernels

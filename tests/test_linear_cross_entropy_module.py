@@ -16,7 +16,7 @@ from fusedlayers import LinearCrossEntropyLoss, functional
 from fusedlayers.functional.dispatch import decisions
 from tests.compiled_cases import nothing_compiled  # noqa: F401
 from tests.loss_operands import CHUNKED, on_path
-from tests.operands import DEVICE
+from tests.operands import DEVICE, needs_kernels
 
 needs_torch_module = pytest.mark.skipif(
     not hasattr(nn, "LinearCrossEntropyLoss"), reason="this torch has no LinearCrossEntropyLoss"
@@ -55,6 +55,20 @@ def test_it_is_torchs_module(bias: bool, path: str) -> None:
     with on_path(path):
         found = filled(ours.to(DEVICE), *call)
     torch.testing.assert_close(found, filled(theirs.to(DEVICE), *call), rtol=1e-5, atol=1e-6)
+
+
+@needs_kernels
+def test_recompute_reaches_the_function() -> None:
+    layer = LinearCrossEntropyLoss(24, 70, recompute=True, device=DEVICE)
+    call = torch.randn(9, 24, device=DEVICE), torch.arange(9, device=DEVICE)
+    with on_path("recomputed"), decisions() as paths:
+        found = filled(layer, *call)
+    assert dict(paths) == {"linear_cross_entropy fused": 1}
+    assert "recompute=True" in repr(layer)
+    with on_path("torch"):
+        torch.testing.assert_close(found, filled(layer, *call), rtol=1e-5, atol=1e-6)
+    with pytest.raises(TypeError, match="recompute must be True or False"):
+        LinearCrossEntropyLoss(24, 70, recompute="auto")  # type: ignore[arg-type]
 
 
 def test_copies_pickles_and_conversions() -> None:

@@ -171,7 +171,9 @@ def every_problem() -> Iterator[Call]:
             wanted = {"needs_data_gradient": True, "needs_weight_gradient": True, "recompute": True}
             yield Problem("ffn", 1, 8192, 4096, 14_336, 4096, dtype, gated=gated, dropout=dropout, **wanted)
         for V in (2, 128, 129, 300, 1000, 1025, 2049, 4097, 128_256):
-            yield LossProblem(300, 64, V, dtype, "mean", needs_data_gradient=True, needs_weight_gradient=True)
+            wanted = {"needs_data_gradient": True, "needs_weight_gradient": True}
+            for recompute in (False, True):
+                yield LossProblem(300, 64, V, dtype, "mean", recompute=recompute, **wanted)
             yield LossProblem(300, 64, V, dtype, "mean")
         sides = (1, 2, 16, 17, 32, 33, 64, 65, 128, 2048, 2049)
         for M, N, K in itertools.product(sides, sides, (8, *sides)):

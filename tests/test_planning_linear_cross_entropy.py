@@ -18,6 +18,7 @@ from fusedlayers.kernels.tuning.cross_entropy import pipelined_shares, portable_
 from fusedlayers.planning import Device, plan
 from fusedlayers.planning.linear_cross_entropy import (
     CHUNK_WITHOUT_WEIGHT_GRADIENT,
+    COLUMN_STEP,
     LARGEST_CHUNK,
     SMALLEST_CHUNK,
     TOKEN_STEP,
@@ -156,6 +157,44 @@ def test_costs() -> None:
     assert early.problem.kept_by_torch(H200) == 2 * 8192 * 768 + 4 * 8192 * 50_000
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("sizes", [(8192, 4096, 128_256), (16_384, 2048, 32_000), (16_384, 768, 50_257), (64, 64, 300)])
+def test_recomputing(sizes: tuple[int, int, int], reduction: str, dtype: str) -> None:
+    """The gradient of whole tiles of columns within 64 MiB, and a float32 sum of dx; two numbers kept of each token."""
+    M, K, V = sizes
+    made = plan(training(M, K, V, dtype, reduction=reduction, recompute=True), H200, "triton")
+    p = made.problem
+    assert (made.path, made.rows, made.chunks, made.tiles) == ("fused", 0, 0, None)
+    assert made.logit_tiles is not None
+    assert made.columns == p.padded_columns or made.columns % COLUMN_STEP == 0
+    gradient = p.element_bytes * M * made.columns
+    assert gradient <= 64 * MIB < p.element_bytes * M * (made.columns + COLUMN_STEP) or made.columns == p.padded_columns
+    wide = 4 * M * K * (dtype != "float32")
+    small = 4 * made.columns * K * (dtype != "float32" and made.columns * K <= 2**21)
+    assert made.wide_sum == bool(small)
+    assert made.workspace_bytes == gradient + wide + small
+    assert made.saved_bytes == p.element_bytes * M * K + 8 * M
+    assert made.flops == 4 * 2 * M * K * V
+    assert plan(replace(p, **dict.fromkeys(BOTH, False)), H200, "triton").columns == 0
+
+
+def test_recomputing_within_the_users_bound() -> None:
+    columns = {
+        limit: plan(training(8192, 4096, 128_256, recompute=True, workspace_limit=limit * MIB), H200, "triton").columns
+        for limit in (1, 128, 192, 256)
+    }
+    assert columns == {1: COLUMN_STEP, 128: COLUMN_STEP, 192: 4096, 256: 8192}
+    frozen = training(8192, 4096, 128_256, recompute=True, workspace_limit=64 * MIB, needs_data_gradient=False)
+    assert plan(frozen, H200, "triton").columns == 4096
+
+
+def test_recomputing_starts_where_the_chunked_path_does() -> None:
+    for M in (2048, 4096):
+        found = [plan(training(M, 768, 32_768, recompute=each), H200).path for each in (False, True)]
+        assert found == (["torch", "torch"] if M * 32_768 < 2**27 else ["chunked", "fused"])
+
+
 def forward(M: int, K: int, V: int, dtype: str = "bfloat16", **facts: Any) -> LossProblem:
     return LossProblem(M, K, V, dtype, **{"reduction": "mean", **facts})
 
@@ -240,6 +279,15 @@ def test_explain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts["sum of dW"].strip() == "over chunks, inside the products, in float32, rounded once"
     assert facts["gradients"].strip() == "in the forward pass"
     assert facts["not torch"].strip() == "it would write all logits, and their gradient"
+    text = fl.explain(functional.linear_cross_entropy, **given(8192, 4096, 128256), recompute=True)
+    facts = dict(row.strip().split("  ", 1) for row in text.split("\n")[2:])
+    assert facts["path"].strip() == (
+        "fused: no logits are in memory: their tiles are reduced on chip, and computed again in the backward pass"
+    )
+    assert facts["logits"].strip() == "none in memory"
+    assert facts["gradients"].strip() == (
+        "in the backward pass, 32 × 4,096 columns, 67,108,864 bytes of their gradient at once"
+    )
     text = fl.explain(functional.linear_cross_entropy, **given(8192, 4096, 128256), reduction="none")
     assert "in bfloat16" in text
     assert "in the backward pass, from logits anew" in text

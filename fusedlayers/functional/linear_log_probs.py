@@ -85,7 +85,7 @@ class _LinearLogProbs(LossHead):
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         head = Head.of(operands, call.plan, call.details)
         if call.plan.path == "fused":
-            losses, entropies = fused.each(head)
+            losses, entropies, _ = fused.each(head, False)
             return (0 - losses, entropies), (None, None)
         losses, entropies, statistics = chunked.each(head, any(wanted))
         # What is kept is a tensor of its own, whatever happens to the result.

@@ -12,6 +12,7 @@ from .. import functional, reference
 from ..functional.linear_cross_entropy.arguments import (
     check_class_weight,
     check_ignore_index,
+    check_recompute,
     check_reduction,
     checked_scale,
     checked_smoothing,
@@ -35,7 +36,7 @@ class LinearCrossEntropyLoss(nn.Module):
         bias: whether the linear layer has a bias.
         device, dtype: of its parameters, as in ``nn.Linear``.
         weight: ``[V]``, what the losses of a class's tokens are multiplied by, or None; a buffer.
-        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss: as in the function.
+        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, recompute: as in the function.
 
     Raises:
         TypeError, ValueError: an argument is not what is described here; the message names it.
@@ -60,11 +61,13 @@ class LinearCrossEntropyLoss(nn.Module):
         softcap: float | None = None,
         logit_scale: float = 1.0,
         z_loss: float = 0.0,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         check_reduction(reduction)
         check_ignore_index(ignore_index)
-        self.reduction, self.ignore_index = reduction, ignore_index
+        check_recompute(recompute)
+        self.reduction, self.ignore_index, self.recompute = reduction, ignore_index, recompute
         self.label_smoothing = checked_smoothing(label_smoothing)
         self.softcap = checked_softcap(softcap)
         self.logit_scale = checked_scale(logit_scale)
@@ -93,7 +96,7 @@ class LinearCrossEntropyLoss(nn.Module):
     def call_arguments(self, input: Tensor, target: Tensor) -> dict[str, Any]:
         """The arguments that ``forward(input, target)`` gives to ``functional.linear_cross_entropy``, by name."""
         layer = {"linear_weight": self.linear.weight, "linear_bias": self.linear.bias}
-        return {"input": input, "target": target} | layer | self.options()
+        return {"input": input, "target": target} | layer | self.options() | {"recompute": self.recompute}
 
     def why_called(self, *tensors: Tensor | None) -> str | None:
         """Why a call with these tensors would call the linear layer, or None if it would read its weights."""
@@ -123,4 +126,4 @@ class LinearCrossEntropyLoss(nn.Module):
 
     def extra_repr(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options().items() if name != "weight")
-        return f"{options}, weighted={self.weight is not None}"
+        return f"{options}, recompute={self.recompute}, weighted={self.weight is not None}"

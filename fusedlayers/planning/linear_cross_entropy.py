@@ -1,6 +1,8 @@
 """How the loss of a linear layer's classes runs: which tokens have their logits in memory at once, and why.
 
-Where no gradient is wanted, the fused path writes no logits: a kernel reduces the tiles of the product on chip.
+Where no gradient is wanted, the fused path writes no logits: a kernel reduces the tiles of the product on chip. With
+``recompute`` it is taken for gradients, too: the backward pass computes the product again, and writes the gradient of
+some columns of the logits at a time, each of which completes its row of dW and adds to dx.
 
 The chunked path takes the tokens in chunks. torch's product writes the logits of a chunk, one kernel makes the losses
 of them and, where gradients are wanted, puts the gradient in their place, and two products take dx and the chunk's part
@@ -13,8 +15,10 @@ from typing import Any, ClassVar
 
 from ..kernels.tuning import CONSUMER_ROWS
 from ..kernels.tuning.cross_entropy import (
+    GradientTiles,
     LogitTiles,
     RowTiles,
+    gradient_tiles,
     logit_tiles,
     pipelined_shares,
     portable_shares,
@@ -36,6 +40,9 @@ TOKEN_STEP = 128
 # and 768 × 50,257, and one of 8,192 no less than two of 4,096.
 CHUNK_TOKENS = 4096
 SMALLEST_CHUNK, LARGEST_CHUNK = 176 * 2**20, 1224 * 2**20
+# With ``recompute``: bytes of the gradient of some columns of the logits, and the step of their number, a whole tile.
+COLUMNS_BYTES = 64 * 2**20
+COLUMN_STEP = 256
 # Without dW nothing is added up, and the products are as fast from some hundred tokens on.
 CHUNK_WITHOUT_WEIGHT_GRADIENT = 128 * 2**20
 # Where some thousand tokens have so few elements of dx, it has fewer tiles than a large GPU has SMs. cuBLAS then cuts
@@ -67,6 +74,7 @@ class LossProblem(Call):
     entropy: bool = False
     capped: bool = False
     squared: bool = False  # whether the z-loss is added
+    recompute: bool = False  # whether no gradient may be computed, nor any logits be written, in the forward pass
     needs_data_gradient: bool = False
     needs_weight_gradient: bool = False
     needs_bias_gradient: bool = False
@@ -86,7 +94,7 @@ class LossProblem(Call):
     @property
     def early(self) -> bool:
         """Whether gradients are computed in the forward pass."""
-        return self.training and self.reduction != "none"
+        return self.training and self.reduction != "none" and not self.recompute
 
     @property
     def deferred(self) -> bool:
@@ -109,7 +117,12 @@ class LossProblem(Call):
     @property
     def padded_columns(self) -> int:
         """The length of a row of logits in memory."""
-        return -(-self.V // ALIGNED_COLUMNS) * ALIGNED_COLUMNS
+        return self.aligned(self.V)
+
+    @staticmethod
+    def aligned(columns: int) -> int:
+        """The length in memory of a row of so many columns."""
+        return -(-columns // ALIGNED_COLUMNS) * ALIGNED_COLUMNS
 
     @property
     def pads_weight(self) -> bool:
@@ -133,13 +146,15 @@ class LossProblem(Call):
 class LossPlan(Decision):
     """The path is "fused", "chunked", ``rows`` tokens at a time, or "torch"."""
 
-    yields: ClassVar[Yields] = {}
+    yields: ClassVar[Yields] = {"logit_tiles": ("y", "log_probs", "entropies")}
 
     rows: int = 0
+    columns: int = 0  # of the logits whose gradient is in memory at once, with ``recompute``
     wide_sum: bool = False  # whether dW is added up in float32
     wide_data_gradient: bool = False  # whether dx is float32 until it is rounded
     tiles: RowTiles | None = None
     logit_tiles: LogitTiles | None = None  # of the fused path
+    gradient_tiles: GradientTiles | None = None  # of its backward pass
     ranges: int = 1  # into which its portable kernel divides the columns
     accuracy: str = "exact"  # of exponentials in the kernel: one of kernels.activations.ACCURACIES
 
@@ -160,11 +175,18 @@ class LossPlan(Decision):
         return self.unsupported or dict(self.rejected).get(kernel_path(self.problem), self.reason)
 
     def kernel_facts(self) -> Facts:
+        p = self.problem
         if self.logit_tiles is not None:
-            return [("logits", "none in memory"), ("tiles", logit_text(self.logit_tiles, self.ranges))]
+            recomputed: Facts = []
+            if self.columns:
+                gradient = f"{p.element_bytes * p.M * self.columns:,} bytes of their gradient at once"
+                count = -(-p.V // self.columns)
+                recomputed = [("gradients", f"in the backward pass, {count} × {self.columns:,} columns, {gradient}")]
+            return [
+                ("logits", "none in memory"), *recomputed, ("tiles", logit_text(self.logit_tiles, self.ranges))
+            ]  # fmt: skip
         if self.tiles is None:
             return []
-        p = self.problem
         logits = f"{p.element_bytes * self.rows * p.padded_columns:,} bytes of logits at once"
         rows = [("chunks", f"{self.chunks} × {self.rows:,} tokens, {logits}")]
         if p.pads_weight:
@@ -187,7 +209,7 @@ def plan(problem: LossProblem, device: Device, backend: str = "auto") -> LossPla
     chunks = -(-p.M // rows) if rows else 0
     wide_sum = needs_wide_sum(problem, chunks)
     product = 2 * p.M * p.K * p.V
-    flops = sum(p.model_flops) + (product if path == "chunked" and not p.early else 0)
+    flops = sum(p.model_flops) + (product if path != "torch" and p.training and not p.early else 0)
     moved = p.element_bytes * (p.M * p.K + p.V * p.K) * (2 if p.training else 1)
     moved += p.element_bytes * (p.M * p.K * p.needs_data_gradient + p.V * p.K * p.needs_weight_gradient)
     options: dict[str, Any] = {"accuracy": "exact" if p.dtype == "float32" else "half"}
@@ -207,7 +229,8 @@ def plan(problem: LossProblem, device: Device, backend: str = "auto") -> LossPla
         problem=problem,
         path=path,
         reason={
-            "fused": "no logits are in memory: their tiles are reduced on chip",
+            "fused": "no logits are in memory: their tiles are reduced on chip"
+            + (", and computed again in the backward pass" if p.training else ""),
             "chunked": "the logits of one chunk of tokens are in memory at once",
             "torch": "no other path is both possible and faster",
         }[path],
@@ -216,7 +239,7 @@ def plan(problem: LossProblem, device: Device, backend: str = "auto") -> LossPla
         else ((kernel_path(problem), torch_because),),
         flops=flops,
         bytes=moved,
-        saved_bytes=saved_bytes(problem, path == "chunked"),
+        saved_bytes=saved_bytes(problem, path != "torch"),
         floor_seconds=floor_seconds(flops, moved, p.dtype, device),
         unsupported=unsupported,
         **options,
@@ -225,7 +248,7 @@ def plan(problem: LossProblem, device: Device, backend: str = "auto") -> LossPla
 
 def kernel_path(problem: LossProblem) -> str:
     """The path on which kernels run the problem."""
-    return "chunked" if problem.training else "fused"
+    return "chunked" if problem.training and not problem.recompute else "fused"
 
 
 def fused_options(problem: LossProblem, device: Device) -> dict[str, Any]:
@@ -237,10 +260,22 @@ def fused_options(problem: LossProblem, device: Device) -> dict[str, Any]:
     shares = portable_shares(tiles, p.M, p.V, ranges)
     if tiles.pipelined is not None:
         shares = pipelined_shares(tiles.pipelined, p.M, p.V)
+    forward = (12 if p.entropy else 8) * shares.partials + 4 * p.M
+    if not p.training:
+        return {"logit_tiles": tiles, "ranges": ranges, "workspace_bytes": forward}
+    gradient_columns = choose_columns(problem)
+    # So few tiles of dW are cut, as those of dx.
+    wide_sum = p.needs_weight_gradient and p.element_bytes < 4 and gradient_columns * p.K <= SMALL_DATA_GRADIENT
+    backward = p.element_bytes * p.M * gradient_columns + 4 * gradient_columns * p.K * wide_sum
+    backward += 4 * p.M * p.K * (p.needs_data_gradient and p.element_bytes < 4)
     return {
         "logit_tiles": tiles,
         "ranges": ranges,
-        "workspace_bytes": (12 if p.entropy else 8) * shares.partials + 4 * p.M,
+        "gradient_tiles": gradient_tiles(device.architecture, 8 * p.element_bytes, device.processors, device.pipelined),
+        "columns": gradient_columns,
+        "wide_sum": wide_sum,
+        "wide_data_gradient": p.needs_data_gradient and p.element_bytes < 4,
+        "workspace_bytes": max(forward, backward),
     }
 
 
@@ -265,7 +300,8 @@ def why_slower(problem: LossProblem, device: Device, figures: LinearCrossEntropy
     """Why torch is expected to be faster."""
     if figures.fewest_classes > problem.V:
         return f"rows of {problem.V:,} classes are short: torch runs those of fewer than {figures.fewest_classes:,}"
-    return too_small(problem.M * problem.V, "logits", figures.faster_from[kernel_path(problem)], problem.captured)
+    faster_from = figures.faster_from["chunked" if problem.training else "fused"]
+    return too_small(problem.M * problem.V, "logits", faster_from, problem.captured)
 
 
 def choose_rows(problem: LossProblem) -> int:
@@ -289,6 +325,16 @@ def choose_rows(problem: LossProblem) -> int:
     if -(-p.M // rows) == ROUNDED_CHUNKS and rounds_first_chunk(p):
         return limit // row_bytes // TOKEN_STEP * TOKEN_STEP
     return rows
+
+
+def choose_columns(problem: LossProblem) -> int:
+    """Columns of the logits whose gradient is in memory at once, with ``recompute``: whole tiles."""
+    p = problem
+    limit = COLUMNS_BYTES
+    if p.workspace_limit:
+        limit = p.workspace_limit - 4 * p.M * p.K * (p.needs_data_gradient and p.element_bytes < 4)
+    columns = max(COLUMN_STEP, limit // (p.element_bytes * p.M) // COLUMN_STEP * COLUMN_STEP)
+    return min(columns, p.padded_columns)
 
 
 def even_rows(tokens: int, most: int) -> int:

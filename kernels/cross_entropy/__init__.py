@@ -1,12 +1,22 @@
 """Cross-entropy of logits: loss, log-probability, entropy, and the gradient in the place of logits in memory.
 
 ``losses`` takes logits that a product has written, ``losses_of_product`` computes them tile by tile and writes none.
+``gradient`` and ``gradient_of_product`` are their backward passes.
 
 The letters: ``M`` rows (tokens), ``V`` columns (the vocabulary), ``K`` the inner dimension of the product.
 """
 
 from .losses import LossArithmetic, gradient, losses
+from .product_gradient import gradient_of_product, row_factors
 from .scaling import scaled
 from .statistics import losses_of_product
 
-__all__ = ["LossArithmetic", "gradient", "losses", "losses_of_product", "scaled"]
+__all__ = [
+    "LossArithmetic",
+    "gradient",
+    "gradient_of_product",
+    "losses",
+    "losses_of_product",
+    "row_factors",
+    "scaled",
+]

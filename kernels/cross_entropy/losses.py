@@ -69,6 +69,21 @@ def loss_of(
     return loss
 
 
+@triton.jit
+def gradient_factors(
+    upstream, counts, weight, weight_sum_ptr, top, log_total, V, smoothing, z_loss, SMOOTHING: tl.constexpr
+):  # fmt: skip
+    """(by_share, by_target, by_weight) of ``gradient_of`` for shares of 1, of a row's loss times ``upstream``."""
+    # Of a token that does not count all are 0, whatever its weight is; times a NaN among the logits that is NaN.
+    upstream = tl.where(counts, upstream, 0.0)
+    by_target = tl.where(counts, weight * (1.0 - smoothing) * upstream, 0.0)
+    by_weight = smoothing / V * upstream
+    by_share = by_target + tl.where(counts, 2.0 * z_loss * (top + log_total) * upstream, 0.0)
+    if SMOOTHING:
+        by_share += by_weight * _weight_sum(weight_sum_ptr, V)
+    return by_share, by_target, by_weight
+
+
 @triton.jit(
     do_not_specialize=["M", "ignore_index", "smoothing", "z_loss", "scale", "softcap", "inverse_cap"]
 )  # fmt: skip
@@ -92,13 +107,7 @@ def _losses_kernel(
         row_ptr, weight_ptr, V, length, scale, softcap, inverse_cap, BLOCK, SMOOTHING, ENTROPY, SOFTCAP, ACCURACY
     )
     log_total = tl.log(total)
-    lse = top + log_total
     loss = loss_of(top, log_total, x_target, weighted, weight, weight_sum_ptr, V, smoothing, z_loss, SMOOTHING)
-    kept = weight * (1.0 - smoothing)
-    by_share = kept + 2.0 * z_loss * lse
-    by_weight = smoothing / V
-    if SMOOTHING:
-        by_share += by_weight * _weight_sum(weight_sum_ptr, V)
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0))
     if ENTROPY:
         tl.store(entropy_ptr + row, tl.where(counts, log_total - spread / total, 0.0))
@@ -109,12 +118,11 @@ def _losses_kernel(
         factor = 1.0
         if factor_ptr is not None:
             factor = tl.load(factor_ptr)
-        factor = tl.where(counts, factor, 0.0)
-        # Of a token that does not count all are 0, whatever its weight is; times a NaN among the logits that is NaN.
-        kept = tl.where(counts, kept * factor, 0.0)
-        by_share = tl.where(counts, by_share * factor, 0.0)
+        by_share, by_target, by_weight = gradient_factors(
+            factor, counts, weight, weight_sum_ptr, top, log_total, V, smoothing, z_loss, SMOOTHING
+        )
         replace_by_gradient(
-            row_ptr, weight_ptr, target, top, total, by_share, 0.0, kept, by_weight * factor, V, length, scale,
+            row_ptr, weight_ptr, target, top, total, by_share, 0.0, by_target, by_weight, V, length, scale,
             softcap, inverse_cap, BLOCK, SMOOTHING, False, SOFTCAP, ACCURACY,
         )  # fmt: skip
 
@@ -133,24 +141,22 @@ def _losses_gradient_kernel(
     weight = class_weight(target, weight_ptr, V)
     top = tl.load(statistics_ptr + row)
     total = tl.load(statistics_ptr + M + row)
-    kept = 0.0
     by_share = 0.0
+    by_target = 0.0
     by_weight = 0.0
     by_logarithm = 0.0
     if upstream_ptr is not None:
-        upstream = tl.where(counts, tl.load(upstream_ptr + row), 0.0)
-        kept = tl.where(counts, weight * (1.0 - smoothing) * upstream, 0.0)
-        by_weight = smoothing / V * upstream
-        by_share = kept + tl.where(counts, 2.0 * z_loss * (top + tl.log(total)) * upstream, 0.0)
-        if SMOOTHING:
-            by_share += by_weight * _weight_sum(weight_sum_ptr, V)
+        by_share, by_target, by_weight = gradient_factors(
+            tl.load(upstream_ptr + row), counts, weight, weight_sum_ptr, top, tl.log(total), V, smoothing, z_loss,
+            SMOOTHING,
+        )  # fmt: skip
     ENTROPY: tl.constexpr = entropy_upstream_ptr is not None
     if ENTROPY:
         by_logarithm = tl.where(counts, -tl.load(entropy_upstream_ptr + row), 0.0)
         by_share += tl.where(counts, by_logarithm * tl.load(entropy_ptr + row), 0.0)
     replace_by_gradient(
-        logits_ptr + row * length, weight_ptr, target, top, total, by_share, by_logarithm, kept, by_weight, V, length,
-        scale, softcap, inverse_cap, BLOCK, SMOOTHING, ENTROPY, SOFTCAP, ACCURACY,
+        logits_ptr + row * length, weight_ptr, target, top, total, by_share, by_logarithm, by_target, by_weight, V,
+        length, scale, softcap, inverse_cap, BLOCK, SMOOTHING, ENTROPY, SOFTCAP, ACCURACY,
     )  # fmt: skip
 
 

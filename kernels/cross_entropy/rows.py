@@ -1,16 +1,12 @@
 """Device code of one row of logits: its values, its logsumexp in one pass, and the pass that writes its gradient.
 
-``x = softcap · tanh(scale · logits / softcap)``, without a cap ``scale · logits``. A row's statistics are its largest
-value ``top`` and ``total = Σ_c exp(x_c - top)``: two numbers, because the loss of a token that is almost certain is
-lost in their sum ``top + log total``.
+A row's statistics are its largest value ``top`` and ``total = Σ_c exp(x_c - top)``: two numbers, because the loss of a
+token that is almost certain is lost in their sum ``top + log total``.
 """
 
-from ..activations import activate
 from ..device import tl, triton
 from ..gemm_reduce.operands import exponential
-
-# Below every finite logit of float32; not -inf, from which nothing can be subtracted.
-LOWEST = tl.constexpr(-3.4028234663852886e38)
+from .elements import LOWEST, gradient_of, logits_of
 
 
 @triton.jit
@@ -21,12 +17,8 @@ def values_and_slope(
 
     Of a row all ``length`` elements are read: V divides into no whole vectors, and one by one they would take longer.
     """
-    value = tl.load(row_ptr + cols, mask=cols < length, other=0.0).to(tl.float32) * scale
-    slope = scale
-    if SOFTCAP:
-        value, tanh_slope = activate(value * inverse_cap, "tanh", ACCURACY)
-        value *= softcap
-        slope = tanh_slope * scale
+    value = tl.load(row_ptr + cols, mask=cols < length, other=0.0).to(tl.float32)
+    value, slope = logits_of(value, scale, softcap, inverse_cap, True, SOFTCAP, ACCURACY)
     return tl.where(cols < V, value, -float("inf")), slope
 
 
@@ -78,7 +70,7 @@ def replace_by_gradient(
     softcap, inverse_cap, BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr,
     ACCURACY: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``p (by_share + by_logarithm log p) - by_target [c = target] - by_weight w_c`` through the slope of x.
+    """Writes the gradient of the row, see ``gradient_of``, whose factors are those of p here.
 
     All ``length`` elements of the row are written, zeros from column V on.
     """
@@ -87,14 +79,13 @@ def replace_by_gradient(
     for first in tl.range(0, V, BLOCK):
         cols = first + tl.arange(0, BLOCK)
         x, slope = values_and_slope(row_ptr, cols, V, length, scale, softcap, inverse_cap, SOFTCAP, ACCURACY)
-        p = exponential(x - top, ACCURACY) * inverse
-        g = p * by_share
-        if ENTROPY:
-            g += p * by_logarithm * tl.where(p == 0.0, 0.0, x - top - log_total)
-        if SMOOTHING:
-            if weight_ptr is not None:
-                g -= by_weight * tl.load(weight_ptr + cols, mask=cols < V, other=0.0)
-            else:
-                g -= by_weight
-        g = tl.where(cols < V, tl.where(cols == target, g - by_target, g) * slope, 0.0)
+        if SMOOTHING and weight_ptr is not None:
+            class_weights = tl.load(weight_ptr + cols, mask=cols < V, other=0.0)
+        else:
+            class_weights = 1.0
+        g = gradient_of(
+            x, slope, cols == target, class_weights, top, log_total, by_share * inverse, by_logarithm * inverse,
+            by_target, by_weight, ENTROPY, SMOOTHING, ACCURACY,
+        )  # fmt: skip
+        g = tl.where(cols < V, g, 0.0)
         tl.store(row_ptr + cols, g.to(row_ptr.dtype.element_ty), mask=cols < length)

@@ -13,9 +13,9 @@ from ..launching import ceil_div, launch
 from ..tiles import load_vector
 from ..tuning.cross_entropy import LogitTiles, pipelined_shares, portable_shares
 from . import pipelined
+from .elements import LOWEST, logits_of
 from .losses import LossArithmetic, class_weight, loss_of
-from .rows import LOWEST
-from .tile import add_tile, logits_of, ranges_of
+from .tile import add_tile, ranges_of
 
 # Rows that a program combines, and ranges at a time. Every band is a multiple of so many rows.
 _COMBINED_ROWS, _COMBINED_RANGES = 32, 32
@@ -49,7 +49,7 @@ def _statistics_kernel(
         )  # fmt: skip
         if bias_ptr is not None:
             x += load_vector(bias_ptr, cols, 1, V)[None, :]
-        x = logits_of(x, scale, softcap, inverse_cap, SCALED, SOFTCAP, ACCURACY)
+        x, _ = logits_of(x, scale, softcap, inverse_cap, SCALED, SOFTCAP, ACCURACY)
         inside = (cols < V)[None, :]
         x = tl.where(inside, x, -float("inf"))
         hit = cols[None, :] == target[:, None]

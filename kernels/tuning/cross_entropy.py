@@ -45,6 +45,17 @@ class LogitPipeline:
 
 
 @dataclass(frozen=True)
+class GradientPipeline(LogitPipeline):
+    """The same product with the gradient of logits as its result, which leaves the chip in parts of 64 columns.
+
+    Each consumer has ``places`` for them. A power of two as ``group``, whose tiles are next to one another.
+    """
+
+    group: int = 16
+    places: int = 2
+
+
+@dataclass(frozen=True)
 class LogitTiles:
     """The portable kernel: ``block_m × block_n`` logits at once, ``block_k`` of the inner axis at a time.
 
@@ -57,6 +68,13 @@ class LogitTiles:
     num_warps: int
     num_stages: int
     pipelined: LogitPipeline | None = None
+
+
+@dataclass(frozen=True)
+class GradientTiles(LogitTiles):
+    """The same for the gradient of logits."""
+
+    pipelined: GradientPipeline | None = None
 
 
 class Shares(NamedTuple):
@@ -94,6 +112,13 @@ def logit_tiles(architecture: str, bits: int, processors: int, pipelined: bool) 
     if not pipelined or bits != 16:
         return tiles
     return replace(tiles, pipelined=LogitPipeline(programs=processors))
+
+
+def gradient_tiles(architecture: str, bits: int, processors: int, pipelined: bool) -> GradientTiles:
+    """The tiles of the gradient of logits, likewise."""
+    tiles = logit_tiles(architecture, bits, processors, pipelined)
+    pipeline = None if tiles.pipelined is None else GradientPipeline(programs=processors)
+    return GradientTiles(tiles.block_m, tiles.block_n, tiles.block_k, tiles.num_warps, tiles.num_stages, pipeline)
 
 
 def portable_shares(tiles: LogitTiles, rows: int, columns: int, ranges: int) -> Shares:

@@ -18,7 +18,7 @@ from fusedlayers.kernels import cross_entropy
 from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.gemm_gemm import stored
 from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES, epilogue_tiles
-from fusedlayers.kernels.tuning.cross_entropy import logit_tiles, row_tiles
+from fusedlayers.kernels.tuning.cross_entropy import gradient_tiles, logit_tiles, row_tiles
 from tests.operands import ffn_inputs, leaves, like_result
 
 # Widths of pipelined and of portable kernels; rows and hidden units that no tile divides.
@@ -186,6 +186,11 @@ def losses() -> None:
                 cross_entropy.losses_of_product(
                     input, linear_weight, linear_weight[:, 0], target, *given, arithmetic, "ieee", tiles, 3,
                     loss=found[0], entropy=found[1], statistics=statistics,
+                )  # fmt: skip
+                factors = cross_entropy.row_factors(target, *given, classes, arithmetic, statistics, found[0])
+                cross_entropy.gradient_of_product(
+                    input, linear_weight, linear_weight[:, 0], target, given[0], statistics[0], factors, 0, arithmetic,
+                    "ieee", gradient_tiles("sm_90", 16, 4, pipelined), out=torch.empty_like(memory),
                 )  # fmt: skip
 
 

@@ -36,6 +36,10 @@ def head_keywords(options: Options) -> dict[str, object]:
     return {"reduction": options.op} | ({} if options.op == "mean" else {"logit_scale": SHARPENED})
 
 
+def _our_keywords(options: Options) -> dict[str, object]:
+    return head_keywords(options) | {"recompute": options.recompute is True}
+
+
 class HeadCase(Case):
     """Integers whose logits have one largest class in every row."""
 
@@ -118,6 +122,14 @@ def _trials(device: Device) -> Iterator[Trial]:
     for dtype in ("bf16", "fp16"):
         for op in ("sum", "none"):
             yield Trial("linear_cross_entropy", Options(op=op), (TOKENS, WIDTH, 5003), dtype, "in chunks")
+    # The gradient of all classes at once, in few steps of the inner axis and in many, and that of some of them.
+    for sizes in ((TOKENS, WIDTH, 250), (TOKENS, 5 * WIDTH, 1000)):
+        for machine in ("recomputing", "recomputing, all"):
+            for dtype in DTYPES if machine == "recomputing, all" else ("bf16", "fp16"):
+                yield Trial("linear_cross_entropy", Options(op="sum"), sizes, dtype, machine)
+    for machine in ("in chunks, recomputing", "in chunks, recomputing, portable"):
+        for dtype, op in (("bf16", "none"), ("fp16", "sum")):
+            yield Trial("linear_cross_entropy", Options(op=op), (TOKENS, WIDTH, 5003), dtype, machine)
 
 
 CASE = HeadCase(
@@ -125,7 +137,7 @@ CASE = HeadCase(
     letters=("M", "K", "V"),
     meaning="tokens × width × vocabulary",
     parameters=frozenset({"linear_weight"}),
-    flags=frozenset(),
+    flags=frozenset({"recompute"}),
     grids=(
         Grid(
             name="linear_cross_entropy",
@@ -140,7 +152,7 @@ CASE = HeadCase(
     ours=functional.linear_cross_entropy,
     torch_expression=reference.linear_cross_entropy,
     operation="linear_cross_entropy",
-    our_keywords=head_keywords,
+    our_keywords=_our_keywords,
     torch_keywords=head_keywords,
     result_dtype=torch.float32,
     yardstick=_in_slices,
@@ -153,6 +165,7 @@ CASE = HeadCase(
         Trial("linear_cross_entropy", Options(op="sum"), (40, 24, 300), "fp16"),
         Trial("linear_cross_entropy", Options(op="none"), (17, 16, 129), "fp32"),
         Trial("linear_cross_entropy", Options(op="sum"), (40, 40, 129), "fp16", backward=False),
+        Trial("linear_cross_entropy", Options(op="sum"), (40, 24, 129), "fp16", "recomputing, all"),
     ),
     place=9,
 )

@@ -26,6 +26,8 @@ MACHINES: dict[str, dict[str, Any]] = {
     "recomputing, all": {"recompute": True},
     "recomputing, portable": {"pipelined": False, "recompute": True},
     "in chunks": {"processors": 4, "workspace": 2},
+    "in chunks, recomputing": {"processors": 4, "recompute": True, "workspace": 2},
+    "in chunks, recomputing, portable": {"pipelined": False, "recompute": True, "workspace": 2},
     "few, transposed": {"processors": 4, "transposed": True},
     "recomputing, transposed": {"processors": 4, "recompute": True, "transposed": True},
 }

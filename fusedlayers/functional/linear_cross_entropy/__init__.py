@@ -20,6 +20,7 @@ from .arguments import (
     check_classes,
     check_ignore_index,
     check_layer,
+    check_recompute,
     check_reduction,
     checked_scale,
     checked_smoothing,
@@ -43,12 +44,13 @@ def linear_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     z_loss: float = 0.0,
+    recompute: bool = False,
 ) -> Tensor:
     """``cross_entropy(input linear_weightᵀ + linear_bias, target)`` without all logits in memory.
 
-    Names and meaning are those of ``torch.nn.functional.linear_cross_entropy`` and ``cross_entropy``; the last three
+    Names and meaning are those of ``torch.nn.functional.linear_cross_entropy`` and ``cross_entropy``; the last four
     arguments go beyond them. The gradients of a mean or a sum are computed in the forward pass, while a chunk of logits
-    is there. Where no gradient is wanted, no logits are written at all.
+    is there, unless ``recompute`` says otherwise. Where no gradient is wanted, no logits are written at all.
 
     Args:
         input: ``[*B, K]`` or ``[K]``, any strides.
@@ -63,6 +65,10 @@ def linear_cross_entropy(
         logit_scale: what the logits are multiplied by, before the softcap (Cohere; Granite divides).
         z_loss: ``z_loss · logsumexp(logits)²`` is added to the loss of every token that counts (PaLM, ST-MoE). A mean
             divides it as it divides the rest.
+        recompute: where gradients are wanted, the forward pass keeps the input and two numbers of each token alone, and
+            the backward pass computes the logits again, some columns at a time: beside the gradients themselves it
+            takes a float32 sum of that of the input, and 64 MiB (or ``FUSEDLAYERS_WORKSPACE_MIB`` for both) as long as
+            256 columns fit. One product in three is computed twice. Without kernels it changes nothing.
 
     Returns:
         The loss, a scalar, or ``[*B]`` without a reduction, in float32 for operands of 16 bits (torch's own has their
@@ -78,7 +84,7 @@ def linear_cross_entropy(
     """
     loss: Tensor = LINEAR_CROSS_ENTROPY(
         input, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, softcap,
-        logit_scale, z_loss,
+        logit_scale, z_loss, recompute,
     )  # fmt: skip
     return loss
 
@@ -105,6 +111,7 @@ class LossHead(Operation):
         input, linear_weight, linear_bias = autocast((input, linear_weight, linear_bias), compute_dtype(input))
         names, values = (*self.tensor_names[3:], *self.option_names), (linear_bias, *rest, *call.options)
         options = dict(zip(names, values, strict=True))
+        options.pop("recompute", None)
         with without_autocast(input.device):
             return self.oracle(input, linear_weight, target, **options)
 
@@ -121,7 +128,7 @@ class _LinearCrossEntropy(LossHead):
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         input, linear_weight, target, linear_bias, weight = tensors
-        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss = options
+        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, recompute = options
         check_layer(input, linear_weight, target, linear_bias)
         if target.is_floating_point():
             expected = (*input.shape[:-1], linear_weight.shape[0])
@@ -135,50 +142,55 @@ class _LinearCrossEntropy(LossHead):
             check_classes(input, target, ignore_index)
         check_class_weight(weight, linear_weight)
         check_reduction(reduction)
+        check_recompute(recompute)
         return (
             reduction, ignore_index, checked_smoothing(label_smoothing), checked_softcap(softcap),
-            checked_scale(logit_scale), checked_z_loss(z_loss),
+            checked_scale(logit_scale), checked_z_loss(z_loss), recompute,
         )  # fmt: skip
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> LossProblem:
-        reduction, _, _, softcap, _, z_loss = options
-        return loss_problem(*tensors, reduction=reduction, capped=softcap is not None, squared=z_loss > 0)
+        reduction, _, _, softcap, _, z_loss, recompute = options
+        return loss_problem(
+            *tensors, reduction=reduction, capped=softcap is not None, squared=z_loss > 0, recompute=recompute
+        )
 
     def title(self, problem: LossProblem, tensors: Tensors, options: tuple[Any, ...]) -> str:
-        reduction, *_, z_loss = options
+        reduction, *_, z_loss, _ = options
         total = {"none": "", "sum": "Σ ", "mean": "mean of "}[reduction]
         square = f" + {z_loss:g} · logsumexp(logits)²" if z_loss else ""
         return f"linear_cross_entropy: {total}cross_entropy(logits){square}, {logits_formula(problem, options[3:5])}"
 
     def extras(self, options: tuple[Any, ...]) -> dict[str, Any]:
         names = ("ignore_index", "label_smoothing", "softcap", "logit_scale", "z_loss")
-        return dict(zip(names, options[1:], strict=True))
+        return dict(zip(names, options[1:-1], strict=True))
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         head = Head.of(operands, call.plan, call.details)
-        if call.plan.path == "fused":
-            if call.problem.reduction == "none":
-                return (fused.each(head)[0],), (None,)
-            return (fused.reduced(head),), (None,) * 4
+        path = fused if call.plan.path == "fused" else chunked
         if call.problem.reduction == "none":
-            losses, _, statistics = chunked.each(head, any(wanted))
+            losses, _, statistics = path.each(head, any(wanted))
             return (losses,), (statistics,)
-        loss, made = chunked.reduced(head, wanted)
+        loss, made = fused.reduced(head, any(wanted)) if path is fused else chunked.reduced(head, wanted)
         return (loss,), made
 
     def backward(
         self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
     ) -> Tensors:
-        if call.problem.reduction != "none":
+        if call.problem.early:
             return self._scaled(operands, made, wanted, upstream, False)
         head = Head.of(operands, call.plan, call.details)
-        dx, dw, db = chunked.gradients_of_each(head, wanted, made[0], upstream[0])
+        statistics, *factor = made
+        if call.plan.path == "fused":
+            each = upstream[0] if factor in ([], [None]) else upstream[0] * factor[0]
+            dx, dw, db = fused.gradients(head, wanted, statistics, each.expand(len(head.target)).contiguous())
+        else:
+            dx, dw, db = chunked.gradients_of_each(head, wanted, statistics, upstream[0])
         return dx, dw, None, db, None
 
     def last_backward(
         self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
     ) -> Tensors:
-        if call.problem.reduction == "none":
+        if not call.problem.early:
             return self.backward(call, operands, made, wanted, upstream)
         return self._scaled(operands, made, wanted, upstream, True)
 
@@ -204,9 +216,12 @@ class _LinearCrossEntropy(LossHead):
         )  # fmt: skip
 
     def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
+        statistics = Result((2, problem.M), torch.float32) if saving else None
         if problem.reduction == "none":
-            statistics = Result((2, problem.M), torch.float32) if saving else None
             return [Result((problem.M,), torch.float32)], [statistics]
+        if path == "fused":
+            factor = Result((), torch.float32) if saving and problem.reduction == "mean" else None
+            return [Result((), torch.float32)], [statistics, factor]
         found: list[Result | None] = [None] * 4
         if saving:
             dtype = operands[0].dtype

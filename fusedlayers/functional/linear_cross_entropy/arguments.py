@@ -71,6 +71,12 @@ def check_reduction(reduction: Any) -> None:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
 
 
+def check_recompute(recompute: Any) -> None:
+    """``True`` or ``False``."""
+    if not isinstance(recompute, bool):
+        raise TypeError(f"recompute must be True or False, got {recompute!r} ({type(recompute).__name__})")
+
+
 def number(name: str, value: Any, expected: str, least: float = -math.inf, most: float = math.inf) -> float:
     """A finite number between two bounds, as a float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -41,8 +41,8 @@ class Head(NamedTuple):
         weights = None if weight is None else weight.to(torch.float32).contiguous()
         total = None if weights is None else weights.sum()
         if plan.pads_weight:
-            linear_weight = _padded(linear_weight, plan.problem.padded_columns)
-            linear_bias = None if linear_bias is None else _padded(linear_bias, plan.problem.padded_columns)
+            linear_weight = padded(linear_weight, plan.problem.padded_columns)
+            linear_bias = None if linear_bias is None else padded(linear_bias, plan.problem.padded_columns)
         return cls(rows_of(input), linear_weight, linear_bias, target.contiguous(), weights, total, plan, arithmetic)
 
     @property
@@ -195,7 +195,7 @@ def gradients_of_each(
     return sums.gradients()
 
 
-def _padded(tensor: Tensor, rows: int) -> Tensor:
+def padded(tensor: Tensor, rows: int) -> Tensor:
     """A copy with rows of zeros at its end."""
     copy = tensor.new_empty(rows, *tensor.shape[1:])
     copy[: len(tensor)] = tensor

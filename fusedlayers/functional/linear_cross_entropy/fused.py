@@ -1,27 +1,82 @@
-"""The fused path of the loss head: losses straight from the product of input and weight, without gradients."""
+"""The fused path of the loss head: losses straight from the product of input and weight.
+
+With ``recompute`` the backward pass computes this product again, some columns at a time, whose gradient it writes.
+"""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ...kernels import cross_entropy as kernels
-from .chunked import Head
+from ..operation import Tensors
+from ..sums import accumulated, add_product, summed_rows
+from .chunked import Head, padded
 
 
-def each(head: Head) -> tuple[Tensor, Tensor | None]:
-    """The losses ``[M]``, and the entropies if they are wanted."""
+def each(head: Head, saving: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The losses ``[M]``, the entropies if they are wanted, and what the backward pass needs of every token."""
     plan = head.plan
     assert plan.logit_tiles is not None
     losses = head.input.new_empty(head.input.shape[0], dtype=torch.float32)
     entropies = torch.empty_like(losses) if plan.problem.entropy else None
+    statistics = losses.new_empty(2, len(losses)) if saving else None
     kernels.losses_of_product(
         head.input, head.linear_weight, head.linear_bias, head.target, head.weight, head.weight_sum, head.arithmetic,
         plan.problem.input_precision, plan.logit_tiles, plan.ranges, loss=losses, entropy=entropies,
+        statistics=statistics,
     )  # fmt: skip
-    return losses, entropies
+    return losses, entropies, statistics
 
 
-def reduced(head: Head) -> Tensor:
-    """The sum or the mean of the losses."""
-    losses, _ = each(head)
+def reduced(head: Head, saving: bool) -> tuple[Tensor, Tensors]:
+    """The sum or the mean of the losses; what the backward pass needs, with the factor that makes a mean of a sum."""
+    losses, _, statistics = each(head, saving)
     loss = losses.sum()
-    return loss / head.counted() if head.plan.problem.reduction == "mean" else loss
+    if head.plan.problem.reduction == "sum":
+        return loss, (statistics, None)
+    counted = head.counted()
+    factor = counted.reciprocal() if saving else None
+    # Where no token counts the gradients are 0.
+    return loss / counted, (statistics, None if factor is None else factor.masked_fill(factor.isinf(), 0.0))
+
+
+def gradients(
+    head: Head, wanted: Sequence[bool], statistics: Tensor, upstream: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The wanted gradients of input, linear_weight and linear_bias, for upstream gradients ``[M]`` of the losses."""
+    plan, input, dtype = head.plan, head.input, head.input.dtype
+    assert plan.gradient_tiles is not None
+    tokens, classes = len(input), head.classes
+    factors = kernels.row_factors(
+        head.target, head.weight, head.weight_sum, classes, head.arithmetic, statistics, upstream
+    )
+    sums_dtype = accumulated(dtype)
+    dx = input.new_empty(input.shape, dtype=sums_dtype) if wanted[0] else None
+    dw = input.new_empty(head.linear_weight.shape) if wanted[1] else None
+    db = input.new_empty(classes) if wanted[3] else None
+    memory = input.new_empty(tokens * plan.columns)
+    for first in range(0, classes, plan.columns):
+        columns = slice(first, min(first + plan.columns, classes))
+        weight, count = head.linear_weight[columns], columns.stop - first
+        # The last columns may be no whole vectors, without which products are slow.
+        width = plan.problem.aligned(count)
+        gradient = memory[: tokens * width].view(tokens, width)
+        kernels.gradient_of_product(
+            input, weight, None if head.linear_bias is None else head.linear_bias[columns], head.target,
+            None if head.weight is None else head.weight[columns], statistics[0], factors, first, head.arithmetic,
+            plan.problem.input_precision, plan.gradient_tiles, out=gradient,
+        )  # fmt: skip
+        if dx is not None:
+            add_product(dx, gradient.T, weight if width == count else padded(weight, width), first=not first)
+        if dw is not None and width == count and not plan.wide_sum:
+            torch.mm(gradient.T, input, out=dw[columns])
+        elif dw is not None:
+            whole = dw.new_empty((width, dw.shape[1]), dtype=sums_dtype if plan.wide_sum else dtype)
+            add_product(whole, gradient, input, first=True)
+            dw[columns] = whole[:count]
+        if db is not None:
+            db[columns] = summed_rows(gradient)[:count]
+    # The memory of the last columns is free before dx is rounded.
+    del memory, gradient
+    return None if dx is None else dx.to(dtype), dw, db

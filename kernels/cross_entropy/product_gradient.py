@@ -1,0 +1,157 @@
+"""The gradient of some columns of the logits from the product ``input linear_weightᵀ``, which is computed again.
+
+Of every row it needs the statistics that ``losses_of_product`` left behind, and three factors that follow from them,
+from the target and from the upstream gradient: see ``gradient_of``.
+"""
+
+import torch
+
+from ..device import tl, triton
+from ..gemm_reduce.operands import scores
+from ..launching import ceil_div, launch
+from ..tiles import grouped_tile, load_vector, store_tile
+from ..tuning.cross_entropy import GradientTiles
+from . import pipelined
+from .elements import gradient_of, logits_of
+from .losses import LossArithmetic, class_weight, gradient_factors
+
+# Rows that a program finds the factors of.
+_ROWS = 128
+# Rows of tiles that are computed at the same time.
+_GROUP = 8
+
+
+@triton.jit(do_not_specialize=["M", "ignore_index", "smoothing", "z_loss"])
+def _row_factors_kernel(
+    target_ptr, weight_ptr, weight_sum_ptr, upstream_ptr, statistics_ptr, by_share_ptr, by_target_ptr, by_weight_ptr,
+    V, M, ignore_index, smoothing, z_loss, ROWS: tl.constexpr,
+):  # fmt: skip
+    SMOOTHING: tl.constexpr = by_weight_ptr is not None
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < M
+    target = tl.load(target_ptr + rows, mask=inside, other=-1)
+    top = tl.load(statistics_ptr + rows, mask=inside, other=0.0)
+    total = tl.load(statistics_ptr + M + rows, mask=inside, other=1.0)
+    upstream = tl.load(upstream_ptr + rows, mask=inside, other=0.0)
+    weight = class_weight(target, weight_ptr, V)
+    by_share, by_target, by_weight = gradient_factors(
+        upstream, target != ignore_index, weight, weight_sum_ptr, top, tl.log(total), V, smoothing, z_loss, SMOOTHING
+    )
+    tl.store(by_share_ptr + rows, by_share / total, mask=inside)
+    tl.store(by_target_ptr + rows, by_target, mask=inside)
+    if SMOOTHING:
+        tl.store(by_weight_ptr + rows, by_weight, mask=inside)
+
+
+@triton.jit(do_not_specialize=["M", "bands", "start", "scale", "softcap", "inverse_cap", "zero"])
+def _logit_gradient_kernel(
+    x_ptr, linear_ptr, out_ptr, target_ptr, bias_ptr, weight_ptr, top_ptr, by_share_ptr, by_target_ptr, by_weight_ptr,
+    stride_xm, stride_xk, stride_wv, stride_wk, V, columns, tile_columns, M, bands, start, scale, softcap, inverse_cap,
+    zero, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr,
+    SCALED: tl.constexpr, SOFTCAP: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    SMOOTHING: tl.constexpr = by_weight_ptr is not None
+    band, tile = grouped_tile(tl.program_id(0), bands, tile_columns, GROUP)
+    rows = band * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    c = scores(
+        x_ptr, linear_ptr, rows, cols, stride_xm, stride_xk, stride_wv, stride_wk, M, V, zero,
+        K, BLOCK_K, False, EVEN_N, INPUT_PRECISION,
+    )  # fmt: skip
+    if bias_ptr is not None:
+        c += load_vector(bias_ptr, cols, 1, V)[None, :]
+    x, slope = logits_of(c, scale, softcap, inverse_cap, SCALED, SOFTCAP, ACCURACY)
+    inside = rows < M
+    target = tl.load(target_ptr + rows, mask=inside, other=-1) - start
+    top = tl.load(top_ptr + rows, mask=inside, other=0.0)[:, None]
+    by_share = tl.load(by_share_ptr + rows, mask=inside, other=0.0)[:, None]
+    by_target = tl.load(by_target_ptr + rows, mask=inside, other=0.0)[:, None]
+    by_weight = by_target
+    class_weights = 1.0
+    if SMOOTHING:
+        by_weight = tl.load(by_weight_ptr + rows, mask=inside, other=0.0)[:, None]
+        if weight_ptr is not None:
+            class_weights = load_vector(weight_ptr, cols, 1, V)[None, :]
+    gradient = gradient_of(
+        x, slope, cols[None, :] == target[:, None], class_weights, top, 0.0, by_share, 0.0, by_target, by_weight,
+        False, SMOOTHING, ACCURACY,
+    )  # fmt: skip
+    gradient = tl.where((cols < V)[None, :], gradient, 0.0)
+    store_tile(out_ptr, gradient, rows, cols, columns, 1, M, columns)
+
+
+def row_factors(
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    weight_sum: torch.Tensor | None,
+    classes: int,
+    arithmetic: LossArithmetic,
+    statistics: torch.Tensor,
+    upstream: torch.Tensor,
+) -> torch.Tensor:
+    """What :func:`gradient_of_product` needs of every row, for ``classes`` classes and upstream gradients ``[M]``.
+
+    ``statistics`` ``[2, M]`` are those of ``losses_of_product``; upstream gradients are contiguous and float32.
+    """
+    rows, smoothed = target.shape[0], arithmetic.label_smoothing > 0
+    factors = statistics.new_empty(2 + smoothed, rows)
+    ignore_index, smoothing, z_loss, *_ = arithmetic.numbers()
+    launch(
+        _row_factors_kernel,
+        ceil_div(rows, _ROWS),
+        (
+            target, weight, weight_sum, upstream, statistics, factors[0], factors[1],
+            factors[2] if smoothed else None,
+        ),
+        (classes,),
+        (rows, ignore_index, smoothing, z_loss),
+        (_ROWS,),
+    )  # fmt: skip
+    return factors
+
+
+def gradient_of_product(
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    linear_bias: torch.Tensor | None,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    top: torch.Tensor,
+    factors: torch.Tensor,
+    start: int,
+    arithmetic: LossArithmetic,
+    input_precision: str,
+    tiles: GradientTiles,
+    *,
+    out: torch.Tensor,
+) -> None:
+    """Fills ``out``, contiguous ``[M, C]``: the gradient of the logits of C classes, zeros behind the last of them.
+
+    linear_weight ``[≤ C, K]``, linear_bias and weight are those of these classes, the first of which is number
+    ``start``. ``top`` ``[M]`` is the first of the statistics, ``factors`` are those of :func:`row_factors`. The
+    pipelined kernel takes a whole number of vectors of 16 bytes as C.
+    """
+    (rows, width), columns, classes = input.shape, out.shape[1], linear_weight.shape[0]
+    *_, scale, softcap, inverse_cap = arithmetic.numbers()
+    numbers, capped, smoothed = (scale, softcap, inverse_cap), arithmetic.softcap is not None, len(factors) == 3
+    bias = None if linear_bias is None else linear_bias.contiguous()
+    of_rows = (top, factors[0], factors[1], factors[2] if smoothed else None)
+    vectors = (target, bias, weight if smoothed else None, *of_rows)
+    if tiles.pipelined is not None and (matrices := pipelined.takes(input, linear_weight)) is not None:
+        pipelined.gradient(matrices, out, vectors, start, numbers, capped, arithmetic.accuracy, tiles.pipelined)
+        return
+    bands, tile_columns = ceil_div(rows, tiles.block_m), ceil_div(columns, tiles.block_n)
+    launch(
+        _logit_gradient_kernel,
+        bands * tile_columns,
+        (input, linear_weight, out, *vectors),
+        (*input.stride(), *linear_weight.stride(), classes, columns, tile_columns),
+        (rows, bands, start, *numbers, 0.0),
+        (
+            width, tiles.block_m, tiles.block_n, tiles.block_k, classes % tiles.block_n == 0, scale != 1.0, capped,
+            arithmetic.accuracy, input_precision, _GROUP,
+        ),
+        tiles.num_warps,
+        tiles.num_stages,
+    )  # fmt: skip
