@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..functional.call import traced, transformed
-from ..functional.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from ..functional.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy
 from ..modules import class_name, outside_of_traces, say_once, why_not_now, why_not_plain
 from .blocks import OWN_FORWARD, ReplacedModule, restored_method
 from .causal_loss import IGNORED, PARAMETERS, divided, shifted, why_other_loss
@@ -174,9 +174,13 @@ class HeadInside:
         logits._before("in the loss")
         softcap, scale = arithmetic
         reduction = "mean" if items is None else "sum"
-        tensors, options = (x, weight, target, bias, None), (reduction, ignore_index, 0.0, softcap, scale, 0.0)
+        given: dict[str, Any] = {
+            "linear_bias": bias, "reduction": reduction, "ignore_index": ignore_index, "softcap": softcap,
+            "logit_scale": scale,
+        }  # fmt: skip
         if is_dynamo_compiling():
-            return divided(LINEAR_CROSS_ENTROPY(x, weight, target, bias, None, *options), items)
+            return divided(linear_cross_entropy(x, weight, target, **given), items)
+        tensors, options = LINEAR_CROSS_ENTROPY.bound(x, weight, target, **given)
         call = LINEAR_CROSS_ENTROPY.prepared(tensors, options)
         return None if call.sees_through else divided(LINEAR_CROSS_ENTROPY.run(call, tensors), items)
 
