@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedlayers import LinearCrossEntropyLoss
+from fusedlayers import LinearCrossEntropyLoss, explain
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.parallel import LinearCrossEntropyLossParallel, VocabularyParallelLoss
 from tests.loss_operands import on_path
@@ -135,6 +135,7 @@ def check_called_linears() -> None:
     x, target = batch(CLASSES[0], torch.float32)
     theirs, truth = found(deepcopy(whole), x, target), found(deepcopy(whole).double(), x.double(), target)
     loss = split(whole)
+    assert f"V={loss.linear.weight.to_local().shape[0]} (vocabulary)" in explain(loss, x, target)  # type: ignore[operator]
     seen: list[type] = []
     loss.linear.register_forward_hook(lambda module, inputs, output: seen.append(type(output)))
     assert loss.why_called(x, target) == "linear has a forward hook"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..functional.call import traced
+from ..functional.call import traced, transformed
 from ..functional.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from ..modules import class_name, outside_of_traces, say_once, why_not_now, why_not_plain
 from .blocks import OWN_FORWARD, ReplacedModule, restored_method
@@ -27,7 +27,9 @@ from .saving import facts_of_head
 from .stand_ins import StandIn, why_no_stand_in
 from .uncomputed import computed
 
+# What a model does instead of leaving its logits uncomputed, and why.
 _COMPUTES = "computes its logits"
+_MORE = "its forward does more with them than scale, cap and cast them before the loss"
 
 
 def find_head(model: nn.Module) -> str | None:
@@ -90,7 +92,7 @@ class FusedLossHead(ReplacedModule):
             reason = self.why_called()
             # Off in inference mode, where nobody counts what is written into, and in the forward pass of an autograd
             # Function, such as a reentrant checkpoint's, outside of which logits would have no gradient.
-            if reason is not None or traced() or not torch._C._is_fwd_grad_enabled():
+            if reason is not None or traced() or transformed() or not torch._C._is_fwd_grad_enabled():
                 if reason is not None:
                     say_once(self, reason, OWN_FORWARD)
                 return method(self, *args, **kwargs)
@@ -142,7 +144,7 @@ class HeadInside:
                 given.get("ignore_index", IGNORED), given.get("shift_labels"),
             )  # fmt: skip
         elif not isinstance(logits, Logits):
-            say_once(self.model, "its forward does more with them than scale, cap and cast them", _COMPUTES)
+            say_once(self.model, _MORE, _COMPUTES)
         if found is not None:
             return found
         args, options = computed((args, options), "in the loss function")
@@ -159,9 +161,11 @@ class HeadInside:
     ) -> Tensor | None:
         """The loss without logits; None where the loss function takes them, which it does if torch computes both."""
         arithmetic = logits._arithmetic()
+        if arithmetic is None or logits._values is not None:
+            say_once(self.model, _MORE, _COMPUTES)
+            return None
         x, weight, bias = logits._x, logits._weight, logits._bias
-        as_made = logits._values is None and logits._modes_now() == logits._modes
-        if arithmetic is None or not as_made or classes != weight.shape[0] or type(ignore_index) is not int:
+        if logits._modes_now() != logits._modes or classes != weight.shape[0] or type(ignore_index) is not int:
             return None
         target = shifted(labels, shift_labels, ignore_index)
         if target.dtype is not torch.int64 or target.numel() != x.shape[:-1].numel():

@@ -98,6 +98,14 @@ class Logits(Uncomputed):
             return self._own_dtype() if name == "dtype" else self._x.device
         return super().__getattr__(name)
 
+    def __repr__(self) -> str:
+        state = "not computed yet" if self._values is None else "computed"
+        return f"<logits {list(self.shape)}, {self.dtype}, {state}>"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Wherever it goes, the weight does not go with it.
+        return self._tensor("in a copy").__reduce_ex__(protocol)
+
     def _own_dtype(self) -> torch.dtype:
         """The dtype that they will have; autocast leaves float64 as it is."""
         dtype = self._x.dtype if self._x.dtype is torch.float64 else self._modes[1] or self._x.dtype

@@ -64,7 +64,7 @@ def build(name: str, **options: Any) -> nn.Module:
     library = pytest.importorskip("transformers", reason="transformers is not installed")
     model, config, own = FAMILIES[name]
     torch.manual_seed(0)
-    configured = getattr(library, config)(**own, use_cache=False, attn_implementation="eager", **options)
+    configured = getattr(library, config)(**own | {"use_cache": False, "attn_implementation": "eager"} | options)
     configured._experts_implementation = "eager"
     made: nn.Module = getattr(library, model)(configured)
     with torch.no_grad():

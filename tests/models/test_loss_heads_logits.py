@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -94,6 +95,16 @@ def test_every_way_to_read_them(reader: str, grad: bool, monkeypatch: pytest.Mon
     with torch.no_grad():
         found = READERS[reader](outputs.logits)
     assert found == expected if isinstance(expected, int) else torch.equal(found, expected)
+
+
+def test_a_copy_is_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("Llama")
+    expected = model(**text()).logits
+    replaced(model)
+    logits = outputs_of(model, monkeypatch).logits
+    assert repr(logits) == f"<logits [2, 9, {WORDS}], torch.float32, not computed yet>"
+    assert torch.equal(pickle.loads(pickle.dumps(logits)), expected)
+    assert repr(logits) == f"<logits [2, 9, {WORDS}], torch.float32, computed>"
 
 
 def test_a_tuple_holds_them_at_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +273,9 @@ TAKEN_OVER = ("cut", "branched", "capped", "capped_by_a_function")
 
 
 @pytest.mark.parametrize("name", [name for name in vars(Written) if not name.startswith("_")])
-def test_any_forward_computes_what_it_computed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_forward_computes_what_it_computed(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     change = getattr(Written, name)
     llama: Any = type(build("Llama"))
 
@@ -279,9 +292,12 @@ def test_any_forward_computes_what_it_computed(name: str, monkeypatch: pytest.Mo
     expected = results(model, inputs)
     logits = model(**inputs)[1]
     replaced(model)
-    with in_kernels(monkeypatch) as paths:
+    monkeypatch.setattr("fusedlayers.modules.children._said", set())
+    with in_kernels(monkeypatch) as paths, caplog.at_level("INFO", "fusedlayers"):
         found = results(model, inputs)
         outputs = model(**inputs)
+    said = [line for line in caplog.messages if "computes its logits: its forward does more with them" in line]
+    assert len(said) == (name not in TAKEN_OVER)
     assert losses(paths) == (2 if name in TAKEN_OVER else 0)
     if name in TAKEN_OVER:
         assert_all_close(found, expected, exact)

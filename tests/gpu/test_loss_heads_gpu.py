@@ -1,0 +1,96 @@
+"""Losses of causal models without logits on a GPU: the same loss and gradients, compiled and not, and less memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fusedlayers as fl
+from fusedlayers.closeness import assert_all_close
+from fusedlayers.replacing.logits import Logits, NoLogits
+from tests.models.loss_heads import FAMILIES, IGNORED, Inputs, build, in_kernels, losses, replaced, results, truth
+from tests.operands import DEVICE, ON_GPU
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'fusedlayers[models]'")
+# Logits are by far the largest tensors.
+WORDS, WIDTH, TOKENS = (32768, 256, 8192) if ON_GPU else (384, 32, 40)
+MIB = 2**20
+
+
+def large(name: str) -> nn.Module:
+    """A model with a large vocabulary, in bfloat16."""
+    sizes = {"vocab_size": WORDS, "n_embd" if name == "GPT-2" else "hidden_size": WIDTH}
+    sizes |= {"head_dim": WIDTH // 2} if "head_dim" in FAMILIES[name][2] else {}
+    return build(name, **sizes).to(DEVICE, torch.bfloat16 if ON_GPU else torch.float32).train()
+
+
+def text() -> Inputs:
+    words = torch.randint(3, WORDS, (TOKENS // 8, 8), device=DEVICE)
+    labels = words.clone()
+    labels[0, :4] = IGNORED
+    return {"input_ids": words, "labels": labels}
+
+
+@pytest.mark.parametrize("name", ["Llama, tied", "GPT-2", "Phi", "Gemma 2", "Granite", "Cohere"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_large_vocabularies(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = large(name)
+    inputs = text()
+    # Where transformers does not know it, it warns, which Dynamo does not trace.
+    model.loss_type = "ForCausalLM"
+    options = {"num_items_in_batch": torch.tensor(TOKENS - 9, device=DEVICE)}
+    exact = truth(copy.deepcopy(model), inputs, **options)
+    theirs = results(model, inputs, **options)
+    replaced(model)
+    torch._dynamo.reset()
+    run: Any = (
+        torch.compile(model, fullgraph=True, backend="inductor" if ON_GPU else "aot_eager") if compiled else model
+    )
+    with in_kernels(monkeypatch) as paths:
+        ours = {name.replace("_orig_mod.", ""): tensor for name, tensor in results(run, inputs, **options).items()}
+        outputs = run(**inputs, **options)
+    # A compiled call is counted where it is traced, too.
+    assert losses(paths) >= 2
+    assert type(outputs.logits) is (NoLogits if compiled else Logits)
+    assert_all_close(ours, theirs, exact, computed_in=model.dtype)
+
+
+def test_the_logits_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = large("Llama"), text()
+    logits = TOKENS * WORDS * 4 / MIB
+    peaks = []
+    for kind in ("torch", "ours"):
+        if kind == "ours":
+            replaced(model)
+        with in_kernels(monkeypatch):
+            for _ in range(2):
+                model.zero_grad()
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                model(**inputs).loss.backward()
+        peaks.append((torch.cuda.max_memory_allocated() - before) / MIB)
+    theirs, ours = peaks
+    # In float32 they and their gradient are there at once in torch; of ours the largest are chunks of 16 bits.
+    assert theirs > 2 * logits
+    assert ours < logits / 2, f"{ours:.0f} MiB, and {theirs:.0f} MiB of torch"
+
+
+def test_a_training_step_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a whole replaced model, blocks and loss, under autocast."""
+    plain = large("Llama").float()
+    ours, inputs = copy.deepcopy(plain), text()
+    fl.replace(ours)
+    found = []
+    for model in (plain, ours):
+        with in_kernels(monkeypatch), torch.autocast(torch.device(DEVICE).type, torch.bfloat16, enabled=ON_GPU):
+            found.append(results(model, inputs))
+    theirs, mine = found
+    for name, tensor in theirs.items():
+        if tensor is not None:
+            scale = float(tensor.float().square().mean().sqrt())
+            torch.testing.assert_close(mine[name], tensor, rtol=5e-2, atol=5e-2 * scale + 1e-6, msg=name)
