@@ -110,6 +110,7 @@ CALLS: dict[str, Callable[[int], Call]] = {
     "split linear": lambda rows: linear(rows, split_k=2, reduction="atomic"),
     "linear_cross_entropy": lambda rows: linear_cross_entropy(rows, label_smoothing=0.1),
     "losses of tokens": lambda rows: linear_cross_entropy(rows, reduction="none", z_loss=0.1),
+    "recomputed loss": lambda rows: linear_cross_entropy(rows, recompute=True),
     "linear_log_probs": linear_log_probs,
 }
 

@@ -69,7 +69,7 @@ def operations(name: str, backend: str) -> set[str]:
     elif backend == "triton":
         function = {
             "logsumexp": "gemm_reduce", "argmax": "gemm_reduce", "split linear": "linear",
-            "losses of tokens": "linear_cross_entropy",
+            "losses of tokens": "linear_cross_entropy", "recomputed loss": "linear_cross_entropy",
         }.get(name, name)  # fmt: skip
     else:
         return set()

@@ -142,6 +142,16 @@ def test_peaked_logits(dtype: torch.dtype, reduction: str, peak: float, path: st
 
 
 @pytest.mark.parametrize("path", KERNELS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logits_far_below_zero(dtype: torch.dtype, path: str) -> None:
+    """The largest of them is so far below that of what pads a row, 0, that their exponentials are infinite."""
+    given = [loss_inputs((19,), 24, 70, dtype) for _ in range(4)]
+    for inputs in given:
+        inputs["input"][:, 0], inputs["linear_weight"][:, 0] = 1.0, -256.0  # type: ignore[index]
+    assert_loss_close(*given, path=path)
+
+
+@pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_exact_integers(dtype: torch.dtype, reduction: str, path: str) -> None:

@@ -152,7 +152,7 @@ def _add_case_options(command: argparse.ArgumentParser, case: Case) -> None:
         command.add_argument("--op", choices=OPERATIONS, help="default: those of the published grids")
         command.add_argument("--dim", type=int, choices=(-2, -1), help="-2: over M, -1: over N (default: as published)")
     if "recompute" in case.flags:
-        command.add_argument("--recompute", action="store_true", help="ours keeps no hidden, whatever it costs")
+        command.add_argument("--recompute", action="store_true", help="ours keeps nothing that it can compute again")
 
 
 def _add_run_options(command: argparse.ArgumentParser) -> None:

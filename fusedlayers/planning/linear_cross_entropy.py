@@ -264,16 +264,14 @@ def fused_options(problem: LossProblem, device: Device) -> dict[str, Any]:
     if not p.training:
         return {"logit_tiles": tiles, "ranges": ranges, "workspace_bytes": forward}
     gradient_columns = choose_columns(problem)
-    # So few tiles of dW are cut, as those of dx.
-    wide_sum = p.needs_weight_gradient and p.element_bytes < 4 and gradient_columns * p.K <= SMALL_DATA_GRADIENT
-    backward = p.element_bytes * p.M * gradient_columns + 4 * gradient_columns * p.K * wide_sum
+    backward = part_bytes(problem, gradient_columns)
     backward += 4 * p.M * p.K * (p.needs_data_gradient and p.element_bytes < 4)
     return {
         "logit_tiles": tiles,
         "ranges": ranges,
         "gradient_tiles": gradient_tiles(device.architecture, 8 * p.element_bytes, device.processors, device.pipelined),
         "columns": gradient_columns,
-        "wide_sum": wide_sum,
+        "wide_sum": wide_part(problem, gradient_columns),
         "wide_data_gradient": p.needs_data_gradient and p.element_bytes < 4,
         "workspace_bytes": max(forward, backward),
     }
@@ -334,7 +332,28 @@ def choose_columns(problem: LossProblem) -> int:
     if p.workspace_limit:
         limit = p.workspace_limit - 4 * p.M * p.K * (p.needs_data_gradient and p.element_bytes < 4)
     columns = max(COLUMN_STEP, limit // (p.element_bytes * p.M) // COLUMN_STEP * COLUMN_STEP)
-    return min(columns, p.padded_columns)
+    columns = min(columns, p.padded_columns)
+    while columns > COLUMN_STEP and part_bytes(p, columns) > limit:
+        columns = (columns - 1) // COLUMN_STEP * COLUMN_STEP
+    return columns
+
+
+def wide_part(problem: LossProblem, columns: int) -> bool:
+    """Whether so many rows of dW are float32 until they are rounded: cuBLAS cuts the product, as one of a small dx."""
+    p = problem
+    return p.needs_weight_gradient and p.element_bytes < 4 and columns * p.K <= SMALL_DATA_GRADIENT
+
+
+def part_bytes(problem: LossProblem, columns: int) -> int:
+    """The temporary bytes of so many columns at a time: their gradient, and copies of rows of dW and of the weight."""
+    p, size = problem, problem.element_bytes
+    wide = 4 * p.K * wide_part(problem, columns)
+    last = p.aligned(p.V % columns or columns)
+    # Only the last columns may be no whole vectors, for which rows are padded.
+    padded = (
+        0 if p.padded_columns == p.V else size * p.K * (p.needs_data_gradient + (p.needs_weight_gradient and not wide))
+    )
+    return max((size * p.M + wide) * min(columns, p.padded_columns), (size * p.M + wide + padded) * last)
 
 
 def even_rows(tokens: int, most: int) -> int:

@@ -62,6 +62,16 @@ def test_options(
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+def test_logits_far_below_zero(machine: dict[str, Any]) -> None:
+    """The largest of them is so far below that of what pads a row, 0, that their exponentials are infinite."""
+    draws = [loss_inputs((300,), 64, 1001, BFLOAT16) for _ in range(DRAWS)]
+    for inputs in draws:
+        inputs["input"][:, 0], inputs["linear_weight"][:, 0] = 1.0, -256.0  # type: ignore[index]
+    with assumed(**machine):
+        assert_loss_close(*draws, path="recomputed", rows=None)
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize("K", [8, 64, 192, 256, 320, 2048])
 def test_exact_integers(K: int, dtype: torch.dtype, machine: dict[str, Any]) -> None:

@@ -55,13 +55,12 @@ def gradients(
     dx = input.new_empty(input.shape, dtype=sums_dtype) if wanted[0] else None
     dw = input.new_empty(head.linear_weight.shape) if wanted[1] else None
     db = input.new_empty(classes) if wanted[3] else None
-    memory = input.new_empty(tokens * plan.columns)
     for first in range(0, classes, plan.columns):
         columns = slice(first, min(first + plan.columns, classes))
         weight, count = head.linear_weight[columns], columns.stop - first
         # The last columns may be no whole vectors, without which products are slow.
         width = plan.problem.aligned(count)
-        gradient = memory[: tokens * width].view(tokens, width)
+        gradient = input.new_empty(tokens, width)
         kernels.gradient_of_product(
             input, weight, None if head.linear_bias is None else head.linear_bias[columns], head.target,
             None if head.weight is None else head.weight[columns], statistics[0], factors, first, head.arithmetic,
@@ -72,11 +71,16 @@ def gradients(
         if dw is not None and width == count and not plan.wide_sum:
             torch.mm(gradient.T, input, out=dw[columns])
         elif dw is not None:
-            whole = dw.new_empty((width, dw.shape[1]), dtype=sums_dtype if plan.wide_sum else dtype)
-            add_product(whole, gradient, input, first=True)
-            dw[columns] = whole[:count]
+            dw[columns] = _product(gradient, input, sums_dtype if plan.wide_sum else dtype)[:count]
         if db is not None:
             db[columns] = summed_rows(gradient)[:count]
-    # The memory of the last columns is free before dx is rounded.
-    del memory, gradient
+        # Free before that of the next columns is taken, and before dx is rounded.
+        del gradient
     return None if dx is None else dx.to(dtype), dw, db
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """``leftᵀ @ right`` in ``dtype``."""
+    product = left.new_empty((left.shape[1], right.shape[1]), dtype=dtype)
+    add_product(product, left, right, first=True)
+    return product
