@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +83,7 @@ def verify(
         work, truth = exact_work(case, options, shape, dtype=dtype, device=device, seed=seed)
         works, yardstick = [work], None
     else:
-        drawn = {"init": init, "dtype": dtype, "device": device, "backward": case.backward}
+        drawn: dict[str, Any] = {"init": init, "dtype": dtype, "device": device, "backward": case.backward}
         works = [random_work(case, options, shape, seed=seed + 1009 * index, **drawn) for index in range(case.draws)]
         # Errors grow with the upstream gradient: that of all draws is one.
         works = [replace(each, upstream=works[0].upstream) for each in works]

@@ -46,5 +46,5 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None
         if first:
             torch.mm(left_part.T, right_part, out=total, **wider)
         else:
-            torch.addmm(total, left_part.T, right_part, out=total, **wider)
+            torch.addmm(total, left_part.T, right_part, out=total, **wider)  # type: ignore[call-overload]
         first = False

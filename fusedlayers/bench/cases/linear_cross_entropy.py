@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ class HeadCase(Case):
 _SLICE_BYTES = 2**34
 
 
-def _in_slices(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str, **options: float) -> Tensor:
+def _in_slices(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str, **options: Any) -> Tensor:
     """torch's loss of all tokens, some of them at a time where all of their logits would not fit."""
     logits_bytes = input.shape[0] * linear_weight.shape[0] * input.element_size()
     if logits_bytes <= _SLICE_BYTES or reduction == "none":
