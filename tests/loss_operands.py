@@ -16,7 +16,7 @@ from fusedlayers.closeness import compare_all
 from fusedlayers.functional import dispatch, operation
 from fusedlayers.functional.last_call import LastCall
 from fusedlayers.functional.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from fusedlayers.planning import linear_cross_entropy as planner
+from fusedlayers.planning import linear_cross_entropy_chunks as cutting
 from tests.operands import DEVICE, Tensors, _Forgetful, _stacked, needs_kernels
 
 CHUNKED = pytest.param("chunked", marks=needs_kernels)
@@ -60,8 +60,8 @@ def on_path(path: str, rows: int | None = CHUNK_ROWS) -> Iterator[None]:
             head, check = type(LINEAR_CROSS_ENTROPY), LINEAR_CROSS_ENTROPY.check
             patch.setattr(head, "check", lambda self, *given: (*check(*given)[:-1], True))
         if rows is not None:
-            patch.setattr(planner, "choose_rows", lambda problem: min(rows, problem.M))
-            patch.setattr(planner, "choose_columns", lambda problem: min(COLUMNS, problem.padded_columns))
+            patch.setattr(cutting, "choose_rows", lambda problem: min(rows, problem.M))
+            patch.setattr(cutting, "choose_columns", lambda problem: min(COLUMNS, problem.padded_columns))
         yield
 
 

@@ -185,6 +185,7 @@ def test_the_gradient_of_some_columns_on_hopper(tmp_path: Path) -> None:
     assert len(found) == 8, "factors of rows"
 
 
+@pytest.mark.full
 def test_the_product_without_logits_elsewhere(tmp_path: Path) -> None:
     targets = tuple(SHARED_LIMITS) if FULL else ("sm_80", "sm_90", "gfx942")
     found = reports(tmp_path, PORTABLE, *targets)

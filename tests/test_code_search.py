@@ -102,6 +102,7 @@ def test_no_code_holds_its_docstring_and_no_two_pairs_are_equal(pairs: Pairs) ->
         assert len(pair.code_words) >= 10
 
 
+@pytest.mark.full
 def test_the_pairs_are_the_same_in_every_process(library: Path) -> None:
     # Another process has another hash seed, on which the order of a set of strings depends. It imports what it needs:
     # all that a run does would take most of its time.

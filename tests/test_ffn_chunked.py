@@ -256,7 +256,7 @@ def scratch(tokens: int, d_model: int, dtype: torch.dtype) -> int:
     return max(found.blocks, default=0)
 
 
-@pytest.mark.sampled(together=2)
+@pytest.mark.sampled
 @GATED
 # The mask is drawn alike for all activations, and slowly: it goes with the one that needs most memory.
 @pytest.mark.parametrize(("activation", "dropout_p"), [*((name, 0.0) for name in ACTIVATIONS), ("relu2", 0.25)])
@@ -283,6 +283,7 @@ def test_the_allocator_never_gives_a_hidden(activation: str, dtype: torch.dtype,
     assert backward.peak - gradients > 0
 
 
+@pytest.mark.sampled
 @GATED
 @pytest.mark.parametrize("d_ff", [8, 70])
 @pytest.mark.usefixtures("small")

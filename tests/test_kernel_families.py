@@ -21,8 +21,10 @@ OF_ALL = {
     "tests/test_adding_an_operation.py",
     "tests/test_verifying.py",
     "tests/bench/test_selftest.py",
+    "tests/bench/test_calibrate.py",
     *(f"tests/gpu/test_{name}.py" for name in ("compiled_gpu", "large", "sanitizer", "selftest_gpu", "parallel_gpu")),
-    *(f"tests/gpu/test_{name}_gpu.py" for name in ("language_model_parallel", "package_classifier")),
+    *(f"tests/gpu/test_{name}_gpu.py" for name in ("calibrate", "language_model_parallel", "loss_heads")),
+    "tests/gpu/test_package_classifier_gpu.py",
 }
 
 

@@ -84,7 +84,7 @@ def test_the_curve_is_that_of_one_process(
     [
         pytest.param("torch", ("none", "tp"), marks=pytest.mark.full),
         pytest.param("replaced", ("none", *WORDS), marks=pytest.mark.full),
-        ("replaced", ("none", "fsdp")),
+        pytest.param("replaced", ("none", "fsdp"), marks=pytest.mark.full),
     ],
 )
 def test_other_layers(layers: str, words: tuple[str, ...], processes: Processes, tmp_path: Path) -> None:

@@ -355,6 +355,7 @@ def test_no_tensor_is_larger_than_a_chunk(reduction: str, frozen: tuple[str, ...
 
 @needs_kernels
 @pytest.mark.skipif(ON_GPU, reason="what the CPU's allocator hands out")
+@pytest.mark.sampled
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("frozen", [(), ("linear_weight",), ("input",), ("input", "linear_weight")], ids=str)
 def test_no_tensor_is_larger_than_the_gradient_of_some_columns(reduction: str, frozen: tuple[str, ...]) -> None:

@@ -79,6 +79,7 @@ def parts(windows: Windows) -> dict[str, list[Window]]:
     return {"training": windows.training, "validation": windows.validation, "test": windows.test}
 
 
+@pytest.mark.full
 def test_the_installed_library_is_split_by_module() -> None:
     windows = load_windows(WindowSettings(kind="stdlib", **SPLIT))
     modules = {name: {module_of(window) for window in part} for name, part in parts(windows).items()}

@@ -99,7 +99,7 @@ def test_the_whole_call_with_a_new_number_of_tokens(monkeypatch: pytest.MonkeyPa
     bias = _tensor(2048)
     nothing = (None,) * 5
     left, right = _tensor(4, 64, 256), _tensor(4, 256, 64)
-    head = ("mean", -100, 0.0, None, 1.0, 0.0)
+    head = ("mean", -100, 0.0, None, 1.0, 0.0, False)
     for name, given, options, most in (
         ("ffn", lambda M: (_tensor(M, 512), up, down, bias, *nothing), ("gelu", 0.0, "auto"), 400),
         ("ffn", lambda M: (_tensor(M, 512), up, down, bias, *nothing), ("gelu", 0.0, True), 500),

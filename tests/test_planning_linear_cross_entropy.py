@@ -16,14 +16,13 @@ from fusedlayers.functional import dispatch
 from fusedlayers.functional.linear_cross_entropy.arguments import loss_problem
 from fusedlayers.kernels.tuning.cross_entropy import pipelined_shares, portable_shares
 from fusedlayers.planning import Device, plan
-from fusedlayers.planning.linear_cross_entropy import (
+from fusedlayers.planning.linear_cross_entropy import LossPlan, LossProblem
+from fusedlayers.planning.linear_cross_entropy_chunks import (
     CHUNK_WITHOUT_WEIGHT_GRADIENT,
     COLUMN_STEP,
     LARGEST_CHUNK,
     SMALLEST_CHUNK,
     TOKEN_STEP,
-    LossPlan,
-    LossProblem,
     even_rows,
     rounds_first_chunk,
 )

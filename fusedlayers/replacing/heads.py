@@ -34,6 +34,8 @@ _MORE = "its forward does more with them than scale, cap and cast them before th
 
 def find_head(model: nn.Module) -> str | None:
     """The name of the last linear layer of a model whose forward calls it and ``self.loss_function``, or None."""
+    if isinstance(model, torch.jit.ScriptModule):
+        return None
     forward = type(model).forward
     code = getattr(inspect.unwrap(forward), "__code__", None)
     embeddings = getattr(model, "get_output_embeddings", None)

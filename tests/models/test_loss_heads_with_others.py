@@ -33,6 +33,7 @@ def gradients_named_plainly(found: dict[str, Tensor | None]) -> dict[str, Tensor
     return {name.replace("_orig_mod.", ""): tensor for name, tensor in found.items()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "Gemma 2", "Granite", "Cohere"])
 @pytest.mark.parametrize("case", ["mean", "items", "tuple"])
 def test_it_compiles(name: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 from ... import reference
 from ...kernels import cross_entropy as kernels
 from ...kernels.cross_entropy import LossArithmetic
-from ...planning.linear_cross_entropy import LossPlan, LossProblem, wide_gradients
+from ...planning.linear_cross_entropy import LossPlan, LossProblem
+from ...planning.linear_cross_entropy_chunks import wide_gradients
 from ..custom_ops import Result, Results
 from ..operands import autocast, compute_dtype, rows, said, without_autocast
 from ..operation import Operation, Tensors
