@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from . import sources
-from .folders import cache_file, write_json
+from .folders import cache_file, read_json, write_json
 from .kernels.device import toolchain
 from .planning import Device
 from .planning.calibration import CHOICES, Calibration, Entry, Features
@@ -125,12 +125,7 @@ def read(path: Path) -> list[Json]:
     Raises:
         ValueError: it cannot be read, or is no record; the message names the file.
     """
-    try:
-        found = json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: expected JSON: {error}") from error
+    found = read_json(path)
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise ValueError(f"{path}: expected a calibration of schema {SCHEMA}")
     try:

@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def cache_file(name: str) -> Path:
@@ -19,6 +20,20 @@ def write_json(value: object, path: Path) -> None:
     unfinished = path.with_suffix(f".{os.getpid()}")
     unfinished.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")
     unfinished.replace(path)
+
+
+def read_json(path: Path, expected: str = "JSON") -> Any:
+    """What a file of JSON holds.
+
+    Raises:
+        ValueError: it cannot be read, or is not what is ``expected``; the message begins with the file.
+    """
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: expected {expected}: {error}") from error
 
 
 def check_folder(folder: Path) -> None:

@@ -45,7 +45,6 @@ the parameters) and path (of all blocks, eager only).
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -59,7 +58,7 @@ import torch
 
 from .. import __version__, planning, sources
 from ..devices import describe
-from ..folders import write_json
+from ..folders import read_json, write_json
 from ..kernels.device import HAS_TRITON
 from .timing import Timing
 
@@ -105,12 +104,7 @@ def read(path: Path) -> Record:
     Raises:
         ValueError: the file is missing, is no JSON, or has another schema; the message names the file.
     """
-    try:
-        record = json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: expected a JSON record of this benchmark: {error}") from error
+    record = read_json(path, "a JSON record of this benchmark")
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         found = record.get("schema") if isinstance(record, dict) else type(record).__name__
         raise ValueError(f"{path}: expected a record of schema {SCHEMA}, got {found!r}")
