@@ -83,8 +83,8 @@ class LastCall:
         self._seen = call if call.repeatable else None
 
     def _keep(self, call: Any, tensors: Sequence[Any], options: tuple[Any, ...]) -> None:
-        alone = self._inputs == (0,) and call.sees_through and not call.problem.subclass
-        self.by_torch = (_comes_again(tensors[0], call.facts), options) if alone else None
+        goes_to_torch = self._inputs == (0,) and call.sees_through and not call.problem.subclass
+        self.by_torch = (_comes_again(tensors[0], call.facts), options) if goes_to_torch else None
         absent = tuple(place for place, tensor in enumerate(tensors) if tensor is None)
         given = [place for place, tensor in enumerate(tensors) if tensor is not None]
         alone = self._inputs is not None and (self._guarded or call.sees_through)
@@ -164,11 +164,11 @@ def _aligned_as(*tensors: Tensor) -> Callable[..., bool]:
 
 def same_as(*tensors: Tensor) -> Callable[..., bool]:
     """Whether other tensors are like these: of their classes, dtypes, devices and shapes, under the same modes."""
-    if not all(map(_has_strides, tensors)):
-        return lambda *others: False
     check = _comparison(*tensors)
     if check is not None:
         return _safe(check)
+    if not all(map(_has_strides, tensors)):
+        return lambda *others: False
     local, facts = _local_keys(), [_facts(tensor) for tensor in tensors]
     # The tensors of a transform, which the thread's keys tell, have no address to ask for.
     return lambda *others: _local_keys() == local and facts == [_facts(other) for other in others]
