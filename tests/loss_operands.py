@@ -28,6 +28,15 @@ CHUNK_ROWS = 8
 # Columns whose gradient is in memory at once: most tests have more, and no whole number of them.
 COLUMNS = 64
 IGNORED = -100
+REDUCTIONS = ["mean", "sum", "none"]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smoothing": {"label_smoothing": 0.1},
+    "softcap": {"softcap": 3.0},
+    "scale": {"logit_scale": 0.25},
+    "z": {"z_loss": 1e-2},
+    "all": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": -0.5, "z_loss": 1e-3},
+}
 FLOATING = ("input", "linear_weight", "linear_bias")
 
 

@@ -19,7 +19,9 @@ from tests.loss_operands import (
     FLOATING,
     IGNORED,
     KERNELS,
+    OPTIONS,
     PATHS,
+    REDUCTIONS,
     assert_loss_close,
     in_float64,
     loss_inputs,
@@ -30,15 +32,6 @@ from tests.operands import DEVICE, DTYPES, ON_GPU, Tensors, infinities, needs_ke
 from tests.selection import draws
 
 pytestmark = infinities
-REDUCTIONS = ["mean", "sum", "none"]
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "smoothing": {"label_smoothing": 0.1},
-    "softcap": {"softcap": 3.0},
-    "scale": {"logit_scale": 0.25},
-    "z": {"z_loss": 1e-2},
-    "all": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": -0.5, "z_loss": 1e-3},
-}
 
 
 @pytest.mark.sampled

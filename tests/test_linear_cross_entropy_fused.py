@@ -20,7 +20,17 @@ from fusedlayers.kernels.cross_entropy import statistics
 from fusedlayers.kernels.launching import ceil_div, launch
 from fusedlayers.kernels.tuning.cross_entropy import LogitPipeline, pipelined_shares
 from tests.allocations import AllocatedBytes
-from tests.loss_operands import FLOATING, IGNORED, assert_loss_close, in_float64, loss_inputs, on_path, results
+from tests.loss_operands import (
+    FLOATING,
+    IGNORED,
+    OPTIONS,
+    REDUCTIONS,
+    assert_loss_close,
+    in_float64,
+    loss_inputs,
+    on_path,
+    results,
+)
 from tests.operands import DEVICE, DTYPES, ON_GPU, Tensors, infinities, needs_kernels
 from tests.selection import draws
 
@@ -30,15 +40,6 @@ pytestmark = [
     # The interpreter's maximum of a row of NaN.
     pytest.mark.filterwarnings("ignore:All-NaN (slice|axis) encountered:RuntimeWarning"),
 ]
-REDUCTIONS = ["mean", "sum", "none"]
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "smoothing": {"label_smoothing": 0.1},
-    "softcap": {"softcap": 3.0},
-    "scale": {"logit_scale": 0.25},
-    "z": {"z_loss": 1e-2},
-    "all": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": -0.5, "z_loss": 1e-3},
-}
 
 
 def assert_close(*given: Tensors, **options: Any) -> None:

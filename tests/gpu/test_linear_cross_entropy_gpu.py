@@ -13,11 +13,21 @@ from torch import Tensor
 from fusedlayers import functional
 from fusedlayers.functional.dispatch import decisions
 from tests.gpu.graphs import assert_replays_like_launched
-from tests.loss_operands import IGNORED, assert_loss_close, loss_inputs, on_path, results
+from tests.loss_operands import (
+    CHUNK_ROWS,
+    FLOATING,
+    IGNORED,
+    REDUCTIONS,
+    assert_loss_close,
+    loss_inputs,
+    on_path,
+    results,
+)
 from tests.operands import DEVICE
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
-REDUCTIONS = ["mean", "sum", "none"]
+# One chunk, chunks whose sum of dW is float32, and parts of the vocabulary.
+EVERY_WAY = [("chunked", 4096), ("chunked", 640), ("recomputed", None)]
 MIB = 2**20
 # Of a tile of dW few tokens decide, those whose target or whose likeliest class is there: one draw has some of them.
 DRAWS = 6
@@ -75,18 +85,19 @@ def test_log_probabilities_and_entropies(dtype: torch.dtype) -> None:
     assert_loss_close(*draws, rows=640, name="linear_log_probs", return_entropy=True, logit_scale=1.25)
 
 
-def test_float16_with_a_loss_scale() -> None:
+@pytest.mark.parametrize(("path", "rows"), [("chunked", 4096), ("recomputed", None)])
+def test_float16_with_a_loss_scale(path: str, rows: int | None) -> None:
     """Shares of a probability among many tokens are below the smallest float16 until the scale multiplies them."""
     draws = [loss_inputs((16384,), 128, 32000, FLOAT16) for _ in range(DRAWS)]
     scale = [torch.tensor(2.0**16, device=DEVICE)]
-    assert_loss_close(*draws, rows=4096, upstream=scale)
+    assert_loss_close(*draws, path=path, rows=rows, upstream=scale)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("rows", [4096, 640])
-def test_the_same_bits_every_time(reduction: str, rows: int) -> None:
+@pytest.mark.parametrize(("path", "rows"), EVERY_WAY)
+def test_the_same_bits_every_time(reduction: str, path: str, rows: int | None) -> None:
     inputs = loss_inputs((4096,), 768, 50257, BFLOAT16, bias=True)
-    with on_path("chunked", rows):
+    with on_path(path, rows):
         first = results(functional.linear_cross_entropy, inputs, reduction=reduction)
         for _ in range(10):
             again = results(functional.linear_cross_entropy, inputs, reduction=reduction)
@@ -98,15 +109,16 @@ def test_the_same_bits_every_time(reduction: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_graph_replays_what_is_launched(reduction: str) -> None:
+@pytest.mark.parametrize(("path", "rows"), [("chunked", 384), ("recomputed", CHUNK_ROWS)])
+def test_a_graph_replays_what_is_launched(reduction: str, path: str, rows: int) -> None:
     inputs = loss_inputs((1024,), 256, 32000, BFLOAT16)
-    leaves = {name: inputs[name].requires_grad_() for name in ("input", "linear_weight")}  # type: ignore[union-attr]
+    leaves = {name: tensor.requires_grad_() for name in FLOATING if (tensor := inputs[name]) is not None}
 
     def step() -> tuple[Tensor, ...]:
         loss = functional.linear_cross_entropy(**leaves, target=inputs["target"], reduction=reduction)  # type: ignore[arg-type]
         return (loss.detach(), *torch.autograd.grad(loss.sum(), list(leaves.values())))
 
-    with on_path("chunked", 384):
+    with on_path(path, rows):
         assert_replays_like_launched(step, list(leaves.values()), replays=20)
 
 

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fusedlayers import functional
 from fusedlayers.devices import assumed
 from fusedlayers.functional.dispatch import decisions
-from tests.gpu.graphs import assert_replays_like_launched
-from tests.loss_operands import FLOATING, assert_loss_close, loss_inputs, on_path, results
+from tests.loss_operands import assert_loss_close, loss_inputs, on_path, results
 from tests.operands import DEVICE
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
@@ -99,40 +97,6 @@ def test_exact_integers(K: int, dtype: torch.dtype, machine: dict[str, Any]) -> 
             found = torch.autograd.grad(loss, (input, weight))
             for mine, exact in zip(found, expected, strict=True):
                 assert torch.equal(mine, exact)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_the_same_bits_every_time(reduction: str) -> None:
-    inputs = loss_inputs((4096,), 768, 50257, BFLOAT16, bias=True)
-    with on_path("recomputed", None):
-        first = results(functional.linear_cross_entropy, inputs, reduction=reduction)
-        for _ in range(10):
-            again = results(functional.linear_cross_entropy, inputs, reduction=reduction)
-            for name, tensor in first.items():
-                other = again[name]
-                assert tensor is not None
-                assert other is not None
-                assert torch.equal(tensor, other), name
-
-
-def test_float16_with_a_loss_scale() -> None:
-    """Shares of a probability among many tokens are below the smallest float16 until the scale multiplies them."""
-    draws = [loss_inputs((16384,), 128, 32000, FLOAT16) for _ in range(DRAWS)]
-    scale = [torch.tensor(2.0**16, device=DEVICE)]
-    assert_loss_close(*draws, path="recomputed", rows=None, upstream=scale)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_graph_replays_what_is_launched(reduction: str) -> None:
-    inputs = loss_inputs((1024,), 256, 32000, BFLOAT16)
-    leaves = {name: tensor.requires_grad_() for name in FLOATING if (tensor := inputs[name]) is not None}
-
-    def step() -> tuple[Tensor, ...]:
-        loss = functional.linear_cross_entropy(**leaves, target=inputs["target"], reduction=reduction)  # type: ignore[arg-type]
-        return (loss.detach(), *torch.autograd.grad(loss.sum(), list(leaves.values())))
-
-    with on_path("recomputed"):
-        assert_replays_like_launched(step, list(leaves.values()), replays=20)
 
 
 @pytest.mark.parametrize(
