@@ -20,7 +20,7 @@ class GroupedTiles:
 
 # Every expert's rows begin at a multiple of one of these. Where a backward pass will run it is the last one, which the
 # kernels of every kind take; else the smallest that holds an expert's share of the rows, as few rows are padded then.
-BLOCKS = (16, 32, 64, 128)
+BLOCKS = (16, 64, 128)
 
 # By (architecture, bits of an element, step); architectures without a row take that of "other". "wide" steps have two
 # sums: both projections of a gated hidden.
@@ -35,10 +35,11 @@ GROUPED_TILES: dict[tuple[str, int, str], GroupedTiles] = {
     ("other", 32, "wide"): GroupedTiles(32, 32, 32, 4, 1),
     ("other", 32, "weight_gradient"): GroupedTiles(32, 32, 32, 4, 1),
 }
-# With few rows for each expert a program waits for its weights: many bytes are on their way at once. By bits.
-FEW_ROWS_TILES: dict[int, GroupedTiles] = {
-    16: GroupedTiles(16, 64, 128, 4, 4),
-    32: GroupedTiles(16, 32, 64, 4, 2),
+# With few rows for each expert a program waits for its weights: many bytes are on their way at once. By (bits, block).
+FEW_ROWS_TILES: dict[tuple[int, int], GroupedTiles] = {
+    (16, 16): GroupedTiles(16, 64, 128, 4, 4),
+    (16, 64): GroupedTiles(64, 64, 64, 4, 3),
+    (32, 16): GroupedTiles(16, 32, 64, 4, 2),
 }
 
 
@@ -56,9 +57,6 @@ def padded_rows(rows: int, experts: int, block: int) -> int:
 
 def grouped_tiles(architecture: str, bits: int, step: str, block: int) -> GroupedTiles:
     """The portable kernels' tiles for operands of ``bits`` bits, whose rows are in blocks of ``block``."""
-    if step != "weight_gradient" and block == BLOCKS[0]:
-        return FEW_ROWS_TILES[bits]
-    found = GROUPED_TILES.get((architecture, bits, step)) or GROUPED_TILES[("other", bits, step)]
-    if step == "weight_gradient" or found.block_m <= block:
-        return found
-    return GroupedTiles(block, found.block_n, found.block_inner, found.num_warps, found.num_stages)
+    if step != "weight_gradient" and (few := FEW_ROWS_TILES.get((bits, block))) is not None:
+        return few
+    return GROUPED_TILES.get((architecture, bits, step)) or GROUPED_TILES[("other", bits, step)]
