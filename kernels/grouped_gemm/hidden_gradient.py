@@ -50,12 +50,14 @@ def _experts_hidden_gradient_kernel(
             d_hidden, dy_ptr, down_ptr + expert * stride_de, rows, cols, K, 1, stride_dn, stride_dk, limit_row, N,
             inner, zero, BLOCK_INNER, INPUT_PRECISION,
         )  # fmt: skip
-        # What is read of padding may be anything, and 0 times an infinite weight is NaN.
-        known = (tl.load(slots_ptr + rows) >= 0)[:, None] & (cols < N)[None, :]
+        # Nobody wrote the pre-activations of padding, and 0 times an infinite weight is NaN.
+        filled = tl.load(slots_ptr + rows) >= 0
+        known = filled[:, None] & (cols < N)[None, :]
+        sources = tl.where(filled, rows, limit_row)
         weights = tl.load(weights_ptr + rows)[:, None]
-        z = load_tile(z_ptr, rows, cols, N, 1, limit_row, N).to(tl.float32)
+        z = load_tile(z_ptr, sources, cols, N, 1, limit_row, N).to(tl.float32)
         if GATED:
-            g = load_tile(g_ptr, rows, cols, N, 1, limit_row, N).to(tl.float32)
+            g = load_tile(g_ptr, sources, cols, N, 1, limit_row, N).to(tl.float32)
             hidden, slope, gate_slope = hidden_and_slopes(z, g, limit, offset, True, CLAMPED, ACTIVATION, ACCURACY)
             scaled = d_hidden * weights
             dz = scaled * slope
