@@ -17,7 +17,7 @@ from .sorting import SortedRows
 class HiddenGradients(NamedTuple):
     """dZ, dG and w ⊙ H ``[P, N]``, which are 0 in padding, and partial sums of the gradient of w; None if not asked.
 
-    ``partials`` ``[P, T]``: of every row the sums of dH' ⊙ H over the columns of one tile, without the row's weight.
+    ``partials`` ``[T, P]``: of every row the sums of dH' ⊙ H over the columns of one tile, without the row's weight.
     """
 
     dz: torch.Tensor
@@ -71,7 +71,7 @@ def _experts_hidden_gradient_kernel(
             store_tile(hidden_ptr, tl.where(known, hidden * UNIT * weights, 0.0), rows, cols, N, 1, limit_row, N)
         if partials_ptr is not None:
             sums = tl.sum(tl.where(known, d_hidden * (hidden * UNIT), 0.0), 1)
-            tl.store(partials_ptr + rows.to(tl.int64) * tile_columns + column, sums)
+            tl.store(partials_ptr + column.to(tl.int64) * row_tiles * BLOCK_M + rows, sums)
 
 
 def hidden_gradient(
@@ -115,6 +115,6 @@ def hidden_gradient(
     dz = z.new_empty(z.shape)
     dg = None if g is None else torch.empty_like(dz)
     weighted = torch.empty_like(dz) if keep_hidden else None
-    partials = row_weights.new_empty(rows.capacity, tile_columns) if want_weights else None
+    partials = row_weights.new_empty(tile_columns, rows.capacity) if want_weights else None
     launch((dy, w_down, z, g, row_weights, rows.slots, rows.tile_expert, dz, dg, weighted, partials))
     return HiddenGradients(dz, dg, weighted, partials)
