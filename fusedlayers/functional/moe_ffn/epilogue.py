@@ -80,6 +80,8 @@ def gradients(
     x, index, scores, *rest = operands
     problem, plan, ready, precision = call.problem, call.plan, call.ready, call.problem.input_precision
     packed, z, g = made
+    # Hooks of saved tensors may have brought them back otherwise.
+    index, scores = index.contiguous(), scores.contiguous()
     experts = _Experts.of(call, rest)
     rows = kernels.rows_of(packed, problem.slots, problem.E, problem.block, problem.top_k)
     found: list[Tensor | None] = [None] * len(operands)
