@@ -1,6 +1,6 @@
 """dZ and dG from dY and the pre-activations, with what the gradients of w_down and of the tokens' weights need."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -9,21 +9,11 @@ from ..device import tl, triton
 from ..launching import Launch, ceil_div
 from ..tiles import grouped_tile, load_tile, store_tile
 from ..tuning.grouped_gemm import GroupedTiles
-from .elements import Arithmetic, add_rows_times_weight, hidden_and_slopes, prepared
+from ..tuning.grouped_gemm_pipelines import GroupedPipeline
+from . import pipelined
+from .elements import Arithmetic, HiddenGradients, add_rows_times_weight, hidden_and_slopes, prepared
 from .hidden import GROUP
 from .sorting import SortedRows
-
-
-class HiddenGradients(NamedTuple):
-    """dZ, dG and w ⊙ H ``[P, N]``, which are 0 in padding, and partial sums of the gradient of w; None if not asked.
-
-    ``partials`` ``[T, P]``: of every row the sums of dH' ⊙ H over the columns of one tile, without the row's weight.
-    """
-
-    dz: torch.Tensor
-    dg: torch.Tensor | None
-    weighted_hidden: torch.Tensor | None
-    partials: torch.Tensor | None
 
 
 @triton.jit(do_not_specialize=["row_tiles", "zero", "limit", "offset"])
@@ -86,6 +76,7 @@ def hidden_gradient(
     arithmetic: Arithmetic,
     *,
     tiles: GroupedTiles,
+    pipeline: GroupedPipeline | None = None,
     ready: dict[Any, Any] | None = None,
 ) -> HiddenGradients:
     """From sorted rows dy ``[P, K]``, w_down ``[E, K, N]``, a view of any strides, and z and g ``[P, N]``.
@@ -93,6 +84,12 @@ def hidden_gradient(
     ``row_weights`` ``[P]``, float32, are what the results of the experts are multiplied by. ``keep_hidden`` asks for
     w ⊙ H, ``want_weights`` for the partial sums.
     """
+    if pipeline is not None:
+        found = pipelined.hidden_gradient(
+            dy, w_down, z, g, row_weights, rows, keep_hidden, want_weights, arithmetic, config=pipeline, ready=ready
+        )
+        if found is not None:
+            return found
     _, inner, columns = w_down.shape
     tile_columns = ceil_div(columns, tiles.block_n)
 
