@@ -16,8 +16,7 @@ from ...gemm_epilogue.pipelined.products import HALF, TILE
 from ...hopper import ALIGNMENT, Matrix, stacked, untransposed
 from ...launching import Launch, ceil_div
 from ...tuning.grouped_gemm_pipelines import GroupedPipeline
-from ..elements import Arithmetic
-from ..hidden_gradient import HiddenGradients
+from ..elements import Arithmetic, HiddenGradients
 from ..sorting import SortedRows
 from .product import prepare_product
 from .weight_gradient import prepare_weight_gradient
@@ -167,7 +166,7 @@ def hidden_gradient(
     partials = row_weights.new_empty(ceil_div(units, TILE.value), rows.capacity) if want_weights else None
     sorting = rows.tile_expert, rows.starts, row_weights, partials
     launch_hidden_gradient(launch, (dy, w_down, z, g, dz, dg, weighted), (None, None), sorting)
-    return HiddenGradients(dz, dg, weighted, None if partials is None else partials.T)
+    return HiddenGradients(dz, dg, weighted, partials)
 
 
 def weight_gradient(
