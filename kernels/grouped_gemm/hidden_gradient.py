@@ -87,19 +87,9 @@ def hidden_gradient(
     """
     if pipeline is not None:
         found = pipelined.hidden_gradient(
-            dy,
-            w_down,
-            z,
-            g,
-            row_weights,
-            rows,
-            keep_hidden,
-            want_weights,
-            arithmetic,
-            in_place=in_place,
-            config=pipeline,
-            ready=ready,
-        )
+            dy, w_down, z, g, row_weights, rows, keep_hidden, want_weights, arithmetic, in_place=in_place,
+            config=pipeline, ready=ready,
+        )  # fmt: skip
         if found is not None:
             return found
     _, inner, columns = w_down.shape
