@@ -96,7 +96,7 @@ CASE = Case(
     letters=("M", "K", "N", "E", "k"),
     meaning="tokens × d_model × d_ff × experts × experts of a token",
     parameters=frozenset({"w_up", "w_down", "b_up", "b_down"}),
-    flags=frozenset({"gated", "bias", "recompute"}),
+    flags=frozenset({"recompute"}),
     grids=(
         Grid(
             name="moe_ffn",
@@ -118,6 +118,8 @@ CASE = Case(
     operation="moe_ffn",
     our_keywords=_our_keywords,
     torch_keywords=_keywords,
+    # The rows of one expert.
+    independent=lambda shape: shape[0] * shape[4] // shape[3],
     trials=_trials,
     few_trials=(
         Trial("moe_ffn", Options("relu", gated=True, bias=True), (20, 24, 20, 3, 2), "fp16"),
