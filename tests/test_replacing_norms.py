@@ -144,7 +144,7 @@ def test_a_norm_is_recognised_and_close(name: str, dtype: torch.dtype, training:
     build, text = NORMS[name]
     norm = build().to(dtype).train(training)
     x = torch.randn(5, 40, WIDTH).mul(torch.rand(5, 40, 1) * 4).to(dtype)
-    truth = results(_in_float64(norm, x), x.double())
+    truth = results(in_float64(norm), x.double())
     theirs = results(norm, x)
     state, before = norm.state_dict(), dict(norm.named_parameters())
     [entry] = fl.replace(norm, norm=True).replaced
@@ -163,7 +163,7 @@ def test_a_norm_is_recognised_and_close(name: str, dtype: torch.dtype, training:
     assert_same(results(norm, x), theirs)
 
 
-def _in_float64(norm: nn.Module, x: Tensor) -> nn.Module:
+def in_float64(norm: nn.Module) -> nn.Module:
     """The formula in float64: the norms themselves compute in float32."""
     found = recognising_norms.recognise_norm(norm)
     assert isinstance(found, recognising_norms.Norm)
