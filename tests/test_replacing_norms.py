@@ -20,95 +20,8 @@ from fusedlayers.replacing import recognising_norms
 from fusedlayers.replacing.norms import FusedNorm
 from fusedlayers.replacing.saving import kept_by_norm
 from tests.ffn_blocks import assert_same, pickled, results, saved
+from tests.norm_modules import NORMS, WIDTH, Cohere, Gemma, Llama, in_float64
 
-WIDTH = 48
-
-
-class Llama(nn.Module):
-    """In float32, cast, then the weight."""
-
-    def __init__(self, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.weight, self.variance_epsilon = nn.Parameter(torch.randn(WIDTH)), eps
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon)).to(dtype)
-
-
-class Olmo2(Llama):
-    """In float32, the weight, then the cast."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return (self.weight * (wide / (wide.square().mean(-1, True) + self.variance_epsilon).sqrt())).to(x.dtype)
-
-
-class Gemma(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.randn(WIDTH)), 1e-6
-
-    def _norm(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self._norm(x.float()) * (1.0 + self.weight.float())).type_as(x)
-
-
-class T5(Llama):
-    """The variance alone in float32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * (x.to(self.weight.dtype) if self.weight.dtype != torch.float32 else x)
-
-
-class Olmo(nn.Module):
-    """Without parameters, and with eps in the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.normalized_shape = (WIDTH,)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x.to(torch.float32), self.normalized_shape, None, None, eps=1e-5).to(x.dtype)
-
-
-class Cohere(Llama):
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.float32)
-        mean = wide.mean(-1, keepdim=True)
-        wide = (wide - mean) * torch.rsqrt((wide - mean).pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return (self.weight.to(torch.float32) * wide).to(x.dtype)
-
-
-class WithBias(nn.Module):
-    """Other names, the bias first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.b, self.g = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(WIDTH))
-        self.tiny = 1e-5
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        variance, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
-        return ((wide - mean) / (variance + self.tiny).sqrt()).to(x.dtype) * self.g + self.b
-
-
-NORMS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "Llama": (Llama, "rms_norm, weight, eps=1e-06"),
-    "OLMo 2": (Olmo2, "rms_norm, weight, eps=1e-06"),
-    "Gemma": (Gemma, "rms_norm, weight + 1, eps=1e-06"),
-    "T5": (T5, "rms_norm, weight, eps=1e-06"),
-    "OLMo": (Olmo, "layer_norm, no weight, eps=1e-05"),
-    "Cohere": (Cohere, "layer_norm, weight, eps=1e-06"),
-    "with bias": (WithBias, "layer_norm, weight and bias, eps=1e-05"),
-    "another eps": (lambda: Llama(0.03), "rms_norm, weight, eps=0.03"),
-}
 each_norm = pytest.mark.parametrize("name", NORMS)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
@@ -137,6 +50,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
+@pytest.mark.sampled
 @each_norm
 @each_dtype
 @pytest.mark.parametrize("training", [True, False])
@@ -161,15 +75,6 @@ def test_a_norm_is_recognised_and_close(name: str, dtype: torch.dtype, training:
     fl.restore(norm)
     assert type(norm) is type(build())
     assert_same(results(norm, x), theirs)
-
-
-def in_float64(norm: nn.Module) -> nn.Module:
-    """The formula in float64: the norms themselves compute in float32."""
-    found = recognising_norms.recognise_norm(norm)
-    assert isinstance(found, recognising_norms.Norm)
-    exact = copy.deepcopy(norm).double()
-    exact.forward = lambda x: found.run(x, *found.of(exact))  # type: ignore[method-assign]
-    return exact
 
 
 @each_norm

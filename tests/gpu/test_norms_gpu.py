@@ -18,8 +18,8 @@ from fusedlayers.replacing.recognising_norms import Norm, recognise_norm
 from tests.ffn_blocks import results
 from tests.models.loss_heads import build, text, truth
 from tests.models.loss_heads import results as model_results
+from tests.norm_modules import NORMS, WIDTH, Gemma, Llama, in_float64
 from tests.operands import DEVICE
-from tests.test_replacing_norms import NORMS, WIDTH, Gemma, Llama, in_float64
 
 _BACKWARD = {"rms_norm": "FusedRmsNormBackward0", "layer_norm": "NativeLayerNormBackward0"}
 
@@ -47,7 +47,7 @@ def test_the_fused_kernels_are_close(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("width", [64, 128, 1000, 1001, 8192])
 def test_any_width_and_layout(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.test_replacing_norms.WIDTH", width)
+    monkeypatch.setattr("tests.norm_modules.WIDTH", width)
     norm = Llama().to(DEVICE, torch.bfloat16)
     whole = torch.randn(3, 40, 6, width, device=DEVICE, dtype=torch.bfloat16)
     layouts = [whole.transpose(1, 2), whole[:, ::2], whole.to(memory_format=torch.channels_last), whole[0, 0, 0]]
@@ -59,7 +59,7 @@ def test_any_width_and_layout(width: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("kind", [Llama, Gemma])
 def test_it_keeps_what_the_report_says(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.test_replacing_norms.WIDTH", 1024)
+    monkeypatch.setattr("tests.norm_modules.WIDTH", 1024)
     norm = kind().to(DEVICE, torch.bfloat16)
     x = torch.randn(4096, 1024, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
 
