@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..modules import class_name, is_plain_now, say_once, why_not_now
 from .blocks import OWN_FORWARD, ReplacedModule, restored_method
-from .recognising_norms import DTYPES, Norm
+from .recognising_norms import DTYPES, WHY_NOT_FLOAT32, Norm
 
 _MISSING = object()
 
@@ -42,7 +42,11 @@ class FusedNorm(ReplacedModule):
         if dtype not in norm.dtypes:
             return f"its result in {dtype} may differ"
         kind = x.device.type
-        if dtype is not torch.float32 and kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind):
+        autocast = kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind)
+        if dtype is torch.float32:
+            if x.is_cuda and not autocast:
+                return WHY_NOT_FLOAT32
+        elif autocast:
             return f"autocast may change its {dtype}"
         own = self._parameters
         for name in (norm.weight, norm.bias):

@@ -22,7 +22,7 @@ from ..modules import FFNPieces, linear_weight
 from ..planning import Device
 from ..planning.costs import SAVED_FOR_SLOPE, mask_bytes
 from ..planning.linear_cross_entropy import saved_bytes as kept_for_loss
-from .recognising_norms import Norm, copy_of_norm, width_of_norm
+from .recognising_norms import WHY_NOT_FLOAT32, Norm, copy_of_norm, width_of_norm
 from .rules import LinearRule
 from .trials import quietly
 
@@ -69,9 +69,14 @@ def facts_of_head(head: nn.Linear) -> tuple[tuple[int, int], str | None, str]:
 
 def facts_of_norm(module: nn.Module, norm: Norm) -> tuple[tuple[int, int] | None, str | None]:
     """The same of a norm, but for the path: its kernels are torch's, which has some for GPUs alone."""
-    devices = {each.device.type for each in module.parameters()}
-    other = next(iter(devices - {"cuda"}), None)
-    return (kept_by_norm(module, norm), None) if other is None else (None, f"torch has no fused norms on {other}")
+    parameters = list(module.parameters())
+    other = next((each.device.type for each in parameters if not each.is_cuda), None)
+    if other is not None:
+        return None, f"torch has no fused norms on {other}"
+    theirs, ours = kept_by_norm(module, norm)
+    if any(each.dtype is torch.float32 for each in parameters):
+        return (theirs, theirs), WHY_NOT_FLOAT32
+    return (theirs, ours), None
 
 
 def kept_by_norm(module: nn.Module, norm: Norm) -> tuple[int, int]:

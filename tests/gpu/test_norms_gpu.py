@@ -41,8 +41,22 @@ def test_the_fused_kernels_are_close(name: str, dtype: torch.dtype) -> None:
     assert_all_close(ours, theirs, exact)
     again = results(norm, x)
     assert all(torch.equal(tensor, again[key]) for key, tensor in ours.items() if tensor is not None)
-    if not found.one_plus:
-        assert type(norm(x).grad_fn).__name__ == _BACKWARD[found.operation] or not list(norm.parameters())
+    if dtype is torch.float32:
+        assert all(torch.equal(tensor, theirs[key]) for key, tensor in ours.items())  # type: ignore[arg-type]
+    elif not found.one_plus:
+        assert type(norm(x.requires_grad_()).grad_fn).__name__ == _BACKWARD[found.operation]
+
+
+def test_in_float32_the_fused_kernels_run_under_autocast() -> None:
+    norm, x = Llama().to(DEVICE), torch.randn(300, WIDTH, device=DEVICE, requires_grad=True)
+    theirs = norm(x)
+    [entry] = fl.replace(norm, norm=True).replaced
+    assert "under autocast alone" in (entry.why_no_kernels or "")
+    assert torch.equal(norm(x), theirs)
+    with torch.autocast("cuda", torch.bfloat16):
+        ours = norm(x)
+    assert type(ours.grad_fn).__name__ == _BACKWARD["rms_norm"]
+    torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("width", [64, 128, 1000, 1001, 8192])
