@@ -89,6 +89,28 @@ class WithBias(nn.Module):
         return ((wide - mean) / (variance + self.tiny).sqrt()).to(x.dtype) * self.g + self.b
 
 
+class LitGPT(nn.Module):
+    def __init__(self, offset: bool) -> None:
+        super().__init__()
+        self.weight, self.eps, self.dim, self.add_unit_offset = nn.Parameter(torch.randn(WIDTH)), 1e-5, -1, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype, x = x.dtype, x.float()
+        x = x * torch.rsqrt(torch.mean(x * x, dim=self.dim, keepdim=True) + self.eps)
+        weight = (1 + self.weight) if self.add_unit_offset else self.weight
+        return (x * weight.float()).to(dtype)
+
+
+class Torchtune(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps, self.scale = 1e-6, nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x) * self.scale
+
+
 NORMS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "Llama": (Llama, "rms_norm, weight, eps=1e-06"),
     "OLMo 2": (Olmo2, "rms_norm, weight, eps=1e-06"),
@@ -96,6 +118,9 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "T5": (T5, "rms_norm, weight, eps=1e-06"),
     "OLMo": (Olmo, "layer_norm, no weight, eps=1e-05"),
     "Cohere": (Cohere, "layer_norm, weight, eps=1e-06"),
+    "lit-gpt": (lambda: LitGPT(False), "rms_norm, weight, eps=1e-05"),
+    "lit-gpt, offset": (lambda: LitGPT(True), "rms_norm, weight + 1, eps=1e-05"),
+    "torchtune": (Torchtune, "rms_norm, weight, eps=1e-06"),
     "with bias": (WithBias, "layer_norm, weight and bias, eps=1e-05"),
     "another eps": (lambda: Llama(0.03), "rms_norm, weight, eps=0.03"),
 }

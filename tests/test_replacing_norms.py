@@ -335,6 +335,19 @@ def test_nothing_of_the_users_is_changed() -> None:
     assert "forward" not in vars(norm)
 
 
+def test_a_module_that_sums_nothing_is_not_run() -> None:
+    """Without parameters it may be anything: what it does beside its result is not ours to do."""
+    ran: list[Tensor] = []
+
+    class Sends(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            ran.append(x)
+            return x
+
+    fl.replace(nn.Sequential(Sends(), Llama()), norm=True)
+    assert not ran
+
+
 def test_alike_norms_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[nn.Module] = []
     recognise = recognising_norms.recognise_norm

@@ -19,11 +19,13 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from ..closeness import compare
-from .formulas import options_read
+from .formulas import names_read, options_read
 from .small_copies import small_copy
 from .trials import alike, gradients, quietly
 
 _FUSED = (F.rms_norm, F.layer_norm, torch.rms_norm, torch.layer_norm)
+# One of these every norm calls; without parameters a module that calls none is not tried.
+_SUMS = {"mean", "sum", "var", "var_mean", "std", "std_mean", "norm", "vector_norm", "layer_norm", "rms_norm"}
 # What some norms have written in their forward.
 _EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -105,6 +107,8 @@ def _may_be_norm(module: nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule) or kind.__module__.startswith("torch.") or any(map(is_lazy, own)):
         return False
     if kind.forward is nn.Module.forward or module._modules or module._buffers or len(own) > 2:
+        return False
+    if not own and not _SUMS & names_read(kind, "forward"):
         return False
     if any(each.dim() != 1 or each.shape != own[0].shape or not each.is_floating_point() for each in own):
         return False
