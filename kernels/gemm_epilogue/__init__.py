@@ -26,7 +26,7 @@ wants them.
 
 from .hidden import hidden
 from .hidden_gradient import HiddenGradients, hidden_gradient
-from .low_rank import LowRank, aligned_rows
+from .low_rank import LowRank, aligned_columns
 from .pipelined import data_gradient
 
-__all__ = ["HiddenGradients", "LowRank", "aligned_rows", "data_gradient", "hidden", "hidden_gradient"]
+__all__ = ["HiddenGradients", "LowRank", "aligned_columns", "data_gradient", "hidden", "hidden_gradient"]

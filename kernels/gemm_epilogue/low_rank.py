@@ -36,10 +36,10 @@ class LowRank(NamedTuple):
         return LowRank(self.left, _readable(self.right, transposed), other)
 
 
-def aligned_rows(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """A new matrix of the dtype of ``like``, whose rows start where TMA can read them."""
+def aligned_columns(like: torch.Tensor, columns: int) -> int:
+    """As many columns or a few more, so that each row starts where TMA can read it."""
     unit = ALIGNMENT // like.element_size()
-    return like.new_empty(rows, -(-columns // unit) * unit)[:, :columns]
+    return -(-columns // unit) * unit
 
 
 class LowRankCopies(NamedTuple):
@@ -91,5 +91,5 @@ def _readable(factor: torch.Tensor, transposed: bool) -> torch.Tensor:
     if found is not None and found.transposed == transposed:
         return factor
     rows = factor.t() if transposed else factor
-    copy = aligned_rows(rows, rows.shape[0], rows.shape[1]).copy_(rows)
+    copy = rows.new_empty(rows.shape[0], aligned_columns(rows, rows.shape[1]))[:, : rows.shape[1]].copy_(rows)
     return copy.t() if transposed else copy
