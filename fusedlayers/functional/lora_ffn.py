@@ -148,6 +148,7 @@ class _LoRAFFN(Operation):
         plain = ffn_problem(*tensors[:7], activation=options[0], dropout_p=0.0, recompute="auto")
         ranks = [0 if a is None else a.shape[0] for a in (given.up_a, given.gate_a, given.down_a)]
         facts = plain.__getstate__() | {"operation": self.name, "subclass": subclass_of(*tensors)}
+        facts["needs_weight_gradient"] = wants_gradient(given.w_up, given.w_down, given.w_gate)
         return LoRAProblem(
             **facts, rank_up=ranks[0], rank_gate=ranks[1], rank_down=ranks[2],
             needs_adapter_gradient=wants_gradient(*tensors[7:]),
@@ -178,9 +179,6 @@ class _LoRAFFN(Operation):
         return _Details(
             Arithmetic(problem.activation, 0.0, problem.input_precision, plan.accuracy), *extras["scales"]
         )  # fmt: skip
-
-    def kept(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
-        return tuple(not name.startswith("b_") for name in _Operands._fields)
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         given, details = _Operands(*operands), call.details
@@ -318,7 +316,7 @@ def _check_adapter(name: str, a: Tensor | None, b: Tensor | None, inner: int, ou
 def _inner(*products: tuple[Tensor | None, Tensor | None, float]) -> Tensor | None:
     """``scale · x Aᵀ`` for every (x, A, scale) that there is, side by side, in rows that start where TMA can read them.
 
-    Columns behind the last one hold nothing.
+    Columns behind the last one are zeros.
     """
     there = [(x, a, scale) for x, a, scale in products if x is not None and a is not None]
     if not there:
@@ -330,6 +328,8 @@ def _inner(*products: tuple[Tensor | None, Tensor | None, float]) -> Tensor | No
         part = found[:, first : first + a.shape[0]]
         torch.addmm(part, x, a.t(), beta=0, alpha=scale, out=part)
         first += a.shape[0]
+    if first < found.shape[1]:
+        found[:, first:] = 0
     return found
 
 

@@ -13,7 +13,7 @@ from .gemm_gemm import Plan, Problem
 class LoRAProblem(Problem):
     """An FFN each of whose weights W may be ``W + s B A``; rank 0: it has no adapter.
 
-    ``needs_weight_gradient`` speaks of the weights and biases beside the adapters, most of which are frozen.
+    ``needs_weight_gradient`` speaks of the weights W alone, most of which are frozen.
     """
 
     rank_up: int = 0
@@ -27,7 +27,7 @@ class LoRAProblem(Problem):
 
     @property
     def training(self) -> bool:
-        return super().training or self.needs_adapter_gradient
+        return super().training or self.needs_bias_gradient or self.needs_adapter_gradient
 
     @property
     def tokens(self) -> int:
