@@ -14,7 +14,6 @@ import fusedlayers as fl
 from fusedlayers import functional, planning, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.functional.dispatch import decisions
-from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.gemm_epilogue import LowRank
 from fusedlayers.kernels.gemm_epilogue.low_rank import low_rank_copies
 from fusedlayers.planning.lora_ffn import LoRAProblem
@@ -242,28 +241,26 @@ def test_planned_as_the_ffn_without_adapters() -> None:
 
 
 def test_copies_by_tma() -> None:
-    """What is copied where: columns of u behind those of up belong to the gate, and nothing is padded."""
-    u, up, gate = torch.empty(64, 24)[:, :20], torch.empty(128, 8), torch.empty(128, 12)
-    copies = low_rank_copies(LowRank(u.bfloat16(), up, gate), False, 1, (64, 64), (64, 64))
-    assert copies is None, "rows of 40 bytes"
-    u, up, gate = (each.to(torch.bfloat16) for each in (u, up, gate))
-    u = u.new_empty(64, 24)[:, :20]
-    copies = low_rank_copies(LowRank(u, up, gate), False, 1, (64, 64), (64, 64))
+    """What is copied where: the gate's columns of u are behind those of up, and all begin and end at 16 bytes."""
+    blocks = (64, 64), (64, 64)
+    u, up, gate = (torch.zeros(*size, dtype=torch.bfloat16) for size in ((64, 24), (128, 8), (128, 12)))
+    copies = low_rank_copies(LowRank(u, up, gate, 8), False, *blocks)
     assert copies is not None
-    assert copies.numbers == (20, 8)
-    assert [geometry.shape for geometry in copies.geometries if geometry] == [[64, 20], [128, 8], [128, 12]]
-    # The gate's rows of 24 bytes are copied to where TMA can read them; those of up, of 16 bytes, are read as they lie.
-    assert [geometry.strides for geometry in copies.geometries if geometry] == [[24, 1], [8, 1], [16, 1]]
-    assert low_rank_copies(None, False, 1, (64, 64), (64, 64)).geometries == (None, None, None)  # type: ignore[union-attr]
-    transposed = low_rank_copies(LowRank(u.new_empty(64, 24), up, gate), True, 1, (64, 64), (64, 64))
+    assert (copies.columns, copies.first) == (24, 8)
+    assert [geometry.shape for geometry in copies.geometries if geometry] == [[64, 24], [128, 8], [128, 16]]
+    transposed = low_rank_copies(LowRank(u, up, gate, 8), True, *blocks)
     assert transposed is not None
     assert [geometry.shape for geometry in transposed.geometries if geometry] == [[64, 24], [8, 128], [12, 128]]
+    assert low_rank_copies(LowRank(u, up, gate, 4), False, *blocks) is None
+    assert low_rank_copies(LowRank(u[:, :20], up, gate, 8), False, *blocks) is None
+    assert low_rank_copies(LowRank(u.T.contiguous().T, up, gate, 8), False, *blocks) is None
 
 
-def test_joined_operands_compute_the_sum() -> None:
-    x, u = torch.randn(5, 4), torch.randn(5, 7)
+@pytest.mark.parametrize("first", [0, 3, 5])
+def test_joined_operands_compute_the_sum(first: int) -> None:
+    x, u = torch.randn(5, 4), torch.randn(5, 9)
     w, w_gate, b, b_gate = torch.randn(6, 4), torch.randn(6, 4), torch.randn(6, 3), torch.randn(6, 4)
-    left, right, other = kernels.LowRank(u, b, b_gate).joined(x, w, w_gate, 1)
+    left, right, other = LowRank(u, b, b_gate, first).joined(x, w, w_gate, 1)
     assert other is not None
     torch.testing.assert_close(left @ right.T, x @ w.T + u[:, :3] @ b.T)
-    torch.testing.assert_close(left @ other.T, x @ w_gate.T + u[:, 3:] @ b_gate.T)
+    torch.testing.assert_close(left @ other.T, x @ w_gate.T + u[:, first : first + 4] @ b_gate.T)

@@ -230,7 +230,7 @@ class _LoRAFFN(Operation):
         z, z_gate, *_ = made
         low_rank = v = None
         if given.down_a is not None:
-            v = _inner((dy, given.down_b.t(), details.down_scale))[:, : call.problem.rank_down]
+            v = _inner((dy, given.down_b.t(), details.down_scale))
             low_rank = LowRank(v, given.down_a)
         dz, dz_gate, up_sums, gate_sums, hidden, _ = kernels.hidden_gradient(
             dy, given.w_down, z, z_gate, want.b_up or want.b_gate, tiles.row_tiles, details.arithmetic.activation,
@@ -244,7 +244,7 @@ class _LoRAFFN(Operation):
         if want.w_down:
             found["w_down"] = dy.t() @ hidden
         if want.down_a:
-            found["down_a"] = v.t() @ hidden
+            found["down_a"] = v[:, : call.problem.rank_down].t() @ hidden
         return dz, dz_gate
 
     def _through_products(
@@ -259,8 +259,8 @@ class _LoRAFFN(Operation):
         """The gradients of x and of what it is multiplied with, which ``found`` gets."""
         p, details, x = call.problem, call.details, rows(given.x)
         (dz, dz_gate), v = d_pre, None
-        parts = {"up": (dz, slice(0, p.rank_up)), "gate": (dz_gate, slice(p.rank_up, p.rank_up + p.rank_gate))}
-        factors = [each for each in (given.up_a, given.gate_a) if each is not None]
+        first = aligned_columns(x, p.rank_up)
+        parts = {"up": (dz, slice(0, p.rank_up)), "gate": (dz_gate, slice(first, first + p.rank_gate))}
         if want.x or want.up_a or want.gate_a:
             of_up = (dz, None if given.up_b is None else given.up_b.t(), details.up_scale)
             of_gate = (dz_gate, None if given.gate_b is None else given.gate_b.t(), details.gate_scale)
@@ -274,9 +274,11 @@ class _LoRAFFN(Operation):
                 found[f"w_{name}"] = d_pre_activation.t() @ x
         if want.x:
             terms = [(dz, given.w_up)] if dz_gate is None else [(dz, given.w_up), (dz_gate, given.w_gate)]
+            factors = [a for a in (given.up_a, given.gate_a) if a is not None]
             if v is not None:
                 # First, as it is the smallest: each sum is rounded.
-                terms.insert(0, (v[:, : p.rank_up + p.rank_gate], torch.cat(factors)))
+                factors = [F.pad(a, (0, 0, 0, aligned_columns(a, len(a)) - len(a))) for a in factors]
+                terms.insert(0, (v, torch.cat(factors)))
             dx = torch.mm(*terms[0])
             for term in terms[1:]:
                 dx.addmm_(*term)
@@ -295,8 +297,8 @@ class _LoRAFFN(Operation):
         if not saving:
             return [y], [None] * 4
         z = Result((problem.M, problem.N), x.dtype)
-        widths = (problem.rank_up + problem.rank_gate, problem.rank_down)
-        inner = [Result((problem.M, aligned_columns(x, R)), x.dtype) if R else None for R in widths]
+        up, gate, down = (aligned_columns(x, R) for R in (problem.rank_up, problem.rank_gate, problem.rank_down))
+        inner = [Result((problem.M, columns), x.dtype) if columns else None for columns in (up + gate, down)]
         return [y], [z, z if problem.gated else None, *inner]
 
 
@@ -314,22 +316,23 @@ def _check_adapter(name: str, a: Tensor | None, b: Tensor | None, inner: int, ou
 
 
 def _inner(*products: tuple[Tensor | None, Tensor | None, float]) -> Tensor | None:
-    """``scale · x Aᵀ`` for every (x, A, scale) that there is, side by side, in rows that start where TMA can read them.
+    """``scale · x Aᵀ`` for every (x, A, scale) that there is, side by side, each where TMA can copy it by itself.
 
-    Columns behind the last one are zeros.
+    What lies between them is zeros.
     """
     there = [(x, a, scale) for x, a, scale in products if x is not None and a is not None]
     if not there:
         return None
     x = there[0][0]
-    found = x.new_empty(x.shape[0], aligned_columns(x, sum(a.shape[0] for _, a, _ in there)))
+    found = x.new_empty(x.shape[0], sum(aligned_columns(x, a.shape[0]) for _, a, _ in there))
     first = 0
     for x, a, scale in there:
-        part = found[:, first : first + a.shape[0]]
+        rank, end = a.shape[0], first + aligned_columns(x, a.shape[0])
+        part = found[:, first : first + rank]
         torch.addmm(part, x, a.t(), beta=0, alpha=scale, out=part)
-        first += a.shape[0]
-    if first < found.shape[1]:
-        found[:, first:] = 0
+        if first + rank < end:
+            found[:, first + rank : end] = 0
+        first = end
     return found
 
 
@@ -338,10 +341,11 @@ def _into_hidden(given: _Operands, inner: Tensor | None) -> LowRank | None:
     if inner is None:
         return None
     up, gate = given.up_b, given.gate_b
+    first = 0 if up is None or gate is None else aligned_columns(inner, up.shape[1])
     if given.w_gate is not None:
         up, gate = (torch.zeros_like(gate) if up is None else up), (torch.zeros_like(up) if gate is None else gate)
     assert up is not None
-    return LowRank(inner[:, : sum(a.shape[0] for a in (given.up_a, given.gate_a) if a is not None)], up, gate)
+    return LowRank(inner, up, gate, first)
 
 
 LORA_FFN = _LoRAFFN(lora_ffn)

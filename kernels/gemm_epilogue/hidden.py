@@ -93,7 +93,7 @@ def hidden(
     z = torch.empty_like(found) if keep else None
     z_gate = torch.empty_like(found) if keep and w_gate is not None else None
     if is_pipelined:
-        more = (None,) * 3 if low_rank is None else low_rank.copied(w_up.stride(1) != 1)
+        more = (None,) * 3 if low_rank is None else low_rank.copied(w_up.stride(1) != 1)[:3]
         pipelined.launch_hidden(launch, (x, w_up, w_gate, found, z, z_gate, *more), (b_up, b_gate, dropout.seed))
     else:
         if low_rank is not None:

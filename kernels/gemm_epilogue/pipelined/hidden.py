@@ -20,7 +20,6 @@ from .products import (
     make_ring,
     multiply,
     send,
-    whole_inner,
 )
 
 
@@ -112,8 +111,8 @@ def _consume(
 @gluon.jit(do_not_specialize=["tile_rows", "drop_limit", "keep_scale", "mask_row", "mask_column"])
 def _pipelined_hidden_kernel(
     x_desc, up_desc, w_gate_desc, hidden_desc, z_desc, gate_desc, u_desc, b_desc, b_gate_desc, up_bias_ptr,
-    gate_bias_ptr, seed_ptr, inner, N, tile_columns, rank, gate_first, tile_rows, drop_limit, keep_scale, mask_row,
-    mask_column,
+    gate_bias_ptr, seed_ptr, inner, N, tile_columns, whole, rank, gate_first, tile_rows, drop_limit, keep_scale,
+    mask_row, mask_column,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
     ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
@@ -121,7 +120,6 @@ def _pipelined_hidden_kernel(
     GATED: gl.constexpr = w_gate_desc is not None
     dropout = (seed_ptr, drop_limit, keep_scale, mask_row, mask_column)
     low_rank = (u_desc, b_desc, b_gate_desc, rank, gate_first)
-    whole = whole_inner(inner, rank, STEP)
     left_ring, right_ring, full, empty, turns = make_ring(x_desc, up_desc, RIGHT_TRANSPOSED, STEP, STAGES)
     places = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, HALF], hidden_desc.layout)
     fence_async_shared()
@@ -161,14 +159,14 @@ def prepare_hidden(
     tile_rows, tile_columns = -(-rows // tile), -(-columns // (tile if gate is None else half))
     right_transposed = not up.transposed
     units = columns_at_once(right_transposed, gate is not None)
-    copies = low_rank_copies(low_rank, up.transposed, 1, (half, pipeline.step), (units, pipeline.step))
+    copies = low_rank_copies(low_rank, up.transposed, (half, pipeline.step), (units, pipeline.step))
     if copies is None:
         return None
     out = dense(rows, columns, half, half)
     return Launch(
         _pipelined_hidden_kernel,
         min(tile_rows * tile_columns, pipeline.programs),
-        (x.columns, columns, tile_columns, *copies.numbers),
+        (x.columns, columns, tile_columns, copies.whole(x.columns, pipeline.step), copies.columns, copies.first),
         (tile_rows, *dropout.numbers()),
         (right_transposed, pipeline.step, pipeline.stages, pipeline.places, pipeline.group, activation, accuracy),
         geometries=(

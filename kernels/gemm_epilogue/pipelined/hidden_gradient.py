@@ -25,7 +25,6 @@ from .products import (
     make_ring,
     multiply,
     send,
-    whole_inner,
 )
 
 
@@ -204,7 +203,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["tile_rows", "M", "drop_limit", "keep_scale", "mask_row", "mask_column"])
 def _pipelined_epilogue_gradient_kernel(
     dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, v_desc, a_desc, sums_ptr, seed_ptr, inner,
-    N, tile_columns, rank, tile_rows, M, drop_limit, keep_scale, mask_row, mask_column,
+    N, tile_columns, whole, rank, tile_rows, M, drop_limit, keep_scale, mask_row, mask_column,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr,
     PLACES: gl.constexpr, GROUP: gl.constexpr, STAYS: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
@@ -213,7 +212,6 @@ def _pipelined_epilogue_gradient_kernel(
     GATED: gl.constexpr = gate_desc is not None
     dropout = (seed_ptr, drop_limit, keep_scale, mask_row, mask_column)
     low_rank = (v_desc, a_desc, None, rank, 0)
-    whole = whole_inner(inner, rank, STEP)
     left_ring, right_ring, full, empty, turns = make_ring(dy_desc, down_desc, RIGHT_TRANSPOSED, STEP, STAGES)
     tiles = gl.allocate_shared_memory(dtype, [2 * Z_STAGES, HALF, HALF], z_desc.layout)
     places = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, HALF], dz_desc.layout)
@@ -267,14 +265,14 @@ def prepare_hidden_gradient(
     programs = pipeline.programs_for_columns(tile_columns) if stays else pipeline.programs
     assert programs > 0, "planned for fewer columns of tiles"
     right_block = pipeline.step, columns_at_once(down.transposed)
-    copies = low_rank_copies(low_rank, down.transposed, 0, (half, pipeline.step), right_block)
+    copies = low_rank_copies(low_rank, down.transposed, (half, pipeline.step), right_block)
     if copies is None:
         return None
     out = dense(rows, columns, half, half, row_stride)
     return Launch(
         _pipelined_epilogue_gradient_kernel,
         min(tile_rows * tile_columns, programs),
-        (dy.columns, columns, tile_columns, copies.rank),
+        (dy.columns, columns, tile_columns, copies.whole(dy.columns, pipeline.step), copies.columns),
         (tile_rows, rows, *dropout.numbers()),
         (
             down.transposed, pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places,

@@ -110,12 +110,6 @@ def copy_tile(
 
 
 @gluon.jit
-def whole_inner(inner, rank, STEP: gl.constexpr):
-    """The inner axis of a product and, behind its last step, that of a second one of this rank."""
-    return gl.cdiv(inner, STEP) * STEP + rank
-
-
-@gluon.jit
 def multiply(
     consumer: gl.constexpr, top, bottom, left_ring, right_ring, full, empty, turns, turn, steps,
     RIGHT_TRANSPOSED: gl.constexpr, STAGES: gl.constexpr,
