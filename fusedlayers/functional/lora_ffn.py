@@ -195,7 +195,7 @@ class _LoRAFFN(Operation):
             y = F.linear(hidden, given.w_down, given.b_down)
         else:
             inner_down = _inner((hidden, given.down_a, details.down_scale))
-            y = F.linear(inner_down[:, : call.problem.rank_down], given.down_b, given.b_down)
+            y = F.linear(inner_down, _aligned(given.down_b, 1), given.b_down)
             y.addmm_(hidden, given.w_down.t())
         made = (z, z_gate, inner, inner_down) if keep else (None,) * 4
         return (with_leading_dims(y, given.x),), made
@@ -277,8 +277,7 @@ class _LoRAFFN(Operation):
             factors = [a for a in (given.up_a, given.gate_a) if a is not None]
             if v is not None:
                 # First, as it is the smallest: each sum is rounded.
-                factors = [F.pad(a, (0, 0, 0, aligned_columns(a, len(a)) - len(a))) for a in factors]
-                terms.insert(0, (v, torch.cat(factors)))
+                terms.insert(0, (v, torch.cat([_aligned(a, 0) for a in factors])))
             dx = torch.mm(*terms[0])
             for term in terms[1:]:
                 dx.addmm_(*term)
@@ -334,6 +333,13 @@ def _inner(*products: tuple[Tensor | None, Tensor | None, float]) -> Tensor | No
             found[:, first + rank : end] = 0
         first = end
     return found
+
+
+def _aligned(factor: Tensor, axis: int) -> Tensor:
+    """The factor, with zeros behind its ranks where the products with x have zeros."""
+    rank = factor.shape[axis]
+    behind = aligned_columns(factor, rank) - rank
+    return factor if not behind else F.pad(factor, (0, behind) if axis else (0, 0, 0, behind))
 
 
 def _into_hidden(given: _Operands, inner: Tensor | None) -> LowRank | None:
