@@ -12,8 +12,10 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from ..functional.ffn import FFN
 from ..functional.lora_ffn import LORA_FFN
 from ..functional.operands import autocast_dtype
+from ..functional.operation import Operation
 from .children import base_linear, is_adapted, linear_weight, parameter, split_gate, why_not_plain, why_not_read_past
 from .pieces import FFNPieces
 
@@ -37,11 +39,26 @@ class AdaptedFFNPieces(FFNPieces):
     """
 
     __slots__ = ()
-    operation = LORA_FFN
     may_be_kept = False
 
+    @property
+    def operation(self) -> Operation:
+        """The FFN with adapters; without, where all are merged or disabled."""
+        return LORA_FFN if self._has_adapters() else FFN
+
+    def _has_adapters(self) -> bool:
+        return any(is_adapted(linear) and _adapter(linear) is not None for linear in self.linears())
+
+    def _base(self) -> FFNPieces:
+        """The FFN of the linears without their adapters."""
+        gate = None if self.gate is None else base_linear(self.gate)
+        return FFNPieces(
+            base_linear(self.up), base_linear(self.down), gate, self.activation, self.dropout_p, self.original,
+            self.output_dropout_p, self.gate_rows,
+        )  # fmt: skip
+
     def why_not_plain(self) -> str | None:
-        if self.dropout_p:
+        if self.dropout_p and self._has_adapters():
             return "its hidden has a dropout, which is not fused with adapters"
         for role, linear in (("up", self.up), ("gate", self.gate), ("down", self.down)):
             if linear is not None and (reason := _why_not_read(linear)):
@@ -52,6 +69,8 @@ class AdaptedFFNPieces(FFNPieces):
         self, x: Tensor, residual: Tensor | None = None, recompute: Literal["auto"] | bool | int = "auto"
     ) -> dict[str, Any]:
         """The arguments of ``functional.lora_ffn``, which adds no residual, and keeps pre-activations."""
+        if not self._has_adapters():
+            return self._base().arguments(x, residual, recompute)
         up, down = _read(self.up), _read(self.down)
         gate = None if self.gate is None else _read(self.gate)
         if self.gate_rows is not None:
@@ -67,6 +86,8 @@ class AdaptedFFNPieces(FFNPieces):
         self, x: Tensor, residual: Tensor | None = None, recompute: Literal["auto"] | bool | int = "auto"
     ) -> Tensor | None:
         """``functional.lora_ffn`` of x; None as for any FFN, and where a dropout of the hidden must be called."""
+        if not self._has_adapters():
+            return self._base().run(x, residual, recompute)
         if self.dropout_p:
             return None
         tensors, options = LORA_FFN.bound(**self.arguments(x))

@@ -31,8 +31,7 @@ class FFNPieces:
         "_down", "_gate", "_last", "_options", "_up", "activation", "dropout_p", "gate_rows", "original",
         "output_dropout_p",
     )  # fmt: skip
-    # What computes the FFN, and whether blocks may keep the pieces from call to call.
-    operation: ClassVar[Operation] = FFN
+    # Whether blocks may keep the pieces from call to call.
     may_be_kept: ClassVar[bool] = True
 
     def __init__(
@@ -52,6 +51,11 @@ class FFNPieces:
         self.original, self.output_dropout_p, self.gate_rows = original, output_dropout_p, gate_rows
         self._last = LastCall(_INPUTS, guarded=True)
         self._options: tuple[Any, ...] = (activation, dropout_p, "auto")
+
+    @property
+    def operation(self) -> Operation:
+        """What computes the FFN."""
+        return FFN
 
     @property
     def up(self) -> nn.Module:
