@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from .. import planning
 from ..devices import describe
-from ..functional.ffn.arguments import ffn_problem
 from ..functional.linear import LINEAR
 from ..functional.linear_cross_entropy.arguments import loss_problem
 from ..functional.operands import compute_dtype
@@ -40,7 +39,7 @@ def facts_of_ffn(pieces: FFNPieces, recompute: Literal["auto"] | bool | int) -> 
     with torch.enable_grad():
         # Laid out as a batch is, without its memory.
         x = torch.empty(TOKENS, up.shape[1], dtype=up.dtype, device="meta", requires_grad=True)
-        problem = ffn_problem(**pieces.arguments(x, recompute=recompute))
+        problem: Any = pieces.operation.problem(*pieces.operation.bound(**pieces.arguments(x, recompute=recompute)))
     device = describe(up.device)
     plan = planning.plan(problem, device, backend())
     ours = plan.saved_bytes // TOKENS
