@@ -58,7 +58,7 @@ LIBRARIES = {
     "kernels": {"torch", "triton"},
     "planning": set[str](),
     "train_examples.recipes": {"torch", "accelerate", "lightning", "peft", "transformers"},
-    "train_examples": {"torch", "hydra", "omegaconf", "lightning", "matplotlib", "rich"},
+    "train_examples": {"torch", "hydra", "omegaconf", "lightning", "matplotlib", "rich", "tokenizers"},
     "": {"torch", "einops"},
 }
 
