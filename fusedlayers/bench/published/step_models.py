@@ -22,8 +22,12 @@ from torch import Tensor, nn
 from ...replacing import replace as replace_layers
 
 TORCH, AUTO, KERNELS, RECOMPUTE, LIGER = "torch", "auto", "kernels", "recompute", "liger"
-NAMES = (TORCH, AUTO, KERNELS, RECOMPUTE, LIGER)
-OURS = (AUTO, KERNELS, RECOMPUTE)
+# Auto mode with norms; and Liger-Kernel's norms and rotary embedding with our FFN and loss.
+NORM, LIGER_AUTO = "auto-norm", "liger-auto"
+NAMES = (TORCH, AUTO, NORM, KERNELS, RECOMPUTE, LIGER, LIGER_AUTO)
+OURS = (AUTO, NORM, KERNELS, RECOMPUTE, LIGER_AUTO)
+# What Liger-Kernel leaves to us: names of its options, of which a model's function has some.
+_LEFT_TO_US = dict.fromkeys(("swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy"), False)
 
 
 @dataclass(frozen=True)
@@ -173,19 +177,23 @@ def variants(plain: nn.Module, names: Sequence[str]) -> dict[str, Variant]:
             found[name] = Variant(plain)
             continue
         model = copy.deepcopy(plain, {id(parameter): parameter for parameter in plain.parameters()})
-        found[name] = _with_liger(model) if name == LIGER else _replaced(model, recompute=name == RECOMPUTE)
+        variant = Variant(model)
+        if name in (LIGER, LIGER_AUTO):
+            variant = _with_liger(model, {} if name == LIGER else _LEFT_TO_US)
+        found[name] = variant if name == LIGER or variant.model is None else _replaced(variant, name)
     return found
 
 
-def _replaced(model: nn.Module, recompute: bool) -> Variant:
+def _replaced(variant: Variant, name: str) -> Variant:
+    assert variant.model is not None
     with warnings.catch_warnings():
         # That nothing was replaced: the record says so.
         warnings.simplefilter("ignore")
-        report = replace_layers(model, recompute=True if recompute else "auto")
-    return Variant(model) if report.replaced else Variant(None, "nothing of it is replaced")
+        report = replace_layers(variant.model, recompute=True if name == RECOMPUTE else "auto", norm=name == NORM)
+    return variant if report.replaced else Variant(None, "nothing of it is replaced")
 
 
-def _with_liger(model: nn.Module) -> Variant:
+def _with_liger(model: nn.Module, options: dict[str, bool]) -> Variant:
     """Liger-Kernel's layers in this model. What it changes in the library holds for this model alone."""
     try:
         liger = importlib.import_module("liger_kernel.transformers")
@@ -198,7 +206,7 @@ def _with_liger(model: nn.Module) -> Variant:
     before = dict(vars(library))
     reason = ""
     try:
-        liger._apply_liger_kernel_to_instance(model=model)
+        liger._apply_liger_kernel_to_instance(model=model, **options)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     changed = {name: value for name, value in vars(library).items() if name in before and before[name] is not value}
