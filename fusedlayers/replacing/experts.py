@@ -16,6 +16,7 @@ from ..modules import outside_of_traces, say_once, why_not_now
 from .activations import watched_options
 from .blocks import OWN_FORWARD, ReplacedModule, restored_method
 from .expert_ffns import ExpertsFFN, eager_forward, why_not_as_found
+from .formulas import PLAIN
 
 # What a traced call takes for constants: names, formula, activation, its options, other options.
 Facts = tuple[Any, ...]
@@ -73,7 +74,8 @@ def why_not_these(module: nn.Module, found: ExpertsFFN, x: Any, index: Any, weig
 
 def facts_of(module: nn.Module, found: ExpertsFFN) -> Facts:
     activation = None if found.activation is None else getattr(module, found.activation)
-    options = tuple((name, getattr(activation, name)) for name in watched_options(activation))
+    watched = [(name, getattr(activation, name)) for name in watched_options(activation)]
+    options = tuple((name, value) for name, value in watched if type(value) in PLAIN)
     return found.names, found.formula, found.activation, options, found.options
 
 
