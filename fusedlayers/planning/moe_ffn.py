@@ -1,9 +1,14 @@
 """How experts run: torch's grouped products or kernels over rows sorted by expert, and why."""
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from .call import Call, Decision, direction, no_kernels, why_not_kernels
+from ..kernels.tuning.grouped_gemm import GroupedTiles, grouped_tiles, padded_rows, row_block
+from .call import Call, Decision, Facts, Yields, activation_accuracy, direction, no_kernels, why_not_kernels
 from .devices import Device, floor_seconds
+
+# Rows have 32-bit numbers.
+MOST_ROWS = 2**31 - 2**16
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,28 @@ class MoeProblem(Call):
         return 0 in (self.M, self.K, self.N, self.E, self.top_k)
 
     @property
+    def slots(self) -> int:
+        """Rows of all experts together."""
+        return self.M * self.top_k
+
+    @property
+    def block(self) -> int:
+        """Every expert's rows begin at a multiple of this."""
+        return row_block(self.slots, self.E, self.training)
+
+    @property
+    def capacity(self) -> int:
+        """The most rows there are with padding, whatever the routing."""
+        return padded_rows(self.slots, self.E, self.block)
+
+    @property
+    def products(self) -> int:
+        """Products of the forward pass, all of one size."""
+        return 3 if self.gated else 2
+
+    @property
     def model_flops(self) -> tuple[int, int]:
-        forward = 2 * self.M * self.top_k * self.K * self.N * (3 if self.gated else 2)
+        forward = 2 * self.slots * self.K * self.N * self.products
         return forward, 2 * forward * self.training
 
     @property
@@ -52,19 +77,104 @@ class MoeProblem(Call):
 class MoePlan(Decision):
     """The path is "epilogue" or "torch"."""
 
+    yields: ClassVar[Yields] = {
+        "hidden_tiles": ("y",),
+        "product_tiles": ("y", "dx"),
+        "hidden_gradient_tiles": ("dx", "dtop_k_weights", "db_up", "db_gate"),
+        "weight_gradient_tiles": ("dw_up", "dw_gate", "dw_down"),
+    }
+
+    hidden_tiles: GroupedTiles | None = None
+    product_tiles: GroupedTiles | None = None
+    hidden_gradient_tiles: GroupedTiles | None = None
+    weight_gradient_tiles: GroupedTiles | None = None
+    accuracy: str = "exact"  # of activations: one of kernels.activations.ACCURACIES
+
+    def kernel_facts(self) -> Facts:
+        if self.path == "torch":
+            return []
+        p = self.problem
+        sorted_rows = f"{p.slots:,} sorted by expert on the device, each expert's padded to a multiple of {p.block}"
+        found = [("rows", sorted_rows)]
+        for step in ("hidden", "product", "hidden_gradient", "weight_gradient"):
+            tiles: GroupedTiles | None = getattr(self, f"{step}_tiles")
+            if tiles is not None:
+                size = f"{tiles.block_m} × {tiles.block_n}, {tiles.block_inner} inner"
+                name = step.replace("_", " ")
+                found.append((name, f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages"))
+        return found
+
 
 def plan(problem: MoeProblem, device: Device, backend: str = "auto") -> MoePlan:
     """The path that runs ``problem`` on ``device``."""
-    unsupported = no_kernels(problem, device) or "not built yet"
+    p, unsupported = problem, why_unsupported(problem, device)
     torch_because = why_not_kernels(problem, device, backend, unsupported, None, lambda *_: None)
-    flops, moved = sum(problem.model_flops), 0
+    flops = sum(p.model_flops)
+    weights = p.E * p.K * p.N * p.products
+    moved = p.element_bytes * (2 * p.M * p.K + weights) * (2 if p.training else 1)
+    options: dict[str, Any] = {}
+    if torch_because is None:
+        options = {
+            **tiles(problem, device),
+            "accuracy": activation_accuracy(problem, device),
+            "workspace_bytes": workspace_bytes(problem),
+        }
+        if p.recompute and p.training:
+            flops += 2 * p.slots * p.K * p.N * (p.products - 1)
     return MoePlan(
         problem=problem,
-        path="torch",
-        reason="no other path is both possible and faster",
-        rejected=(("epilogue", torch_because or ""),),
+        path="torch" if torch_because else "epilogue",
+        reason="no other path is both possible and faster"
+        if torch_because
+        else "gate and activation are computed in the epilogue of the first product",
+        rejected=(("epilogue", torch_because),)
+        if torch_because
+        else (("torch", "it would store every step between the products"),),
         flops=flops,
         bytes=moved,
-        floor_seconds=floor_seconds(flops, moved, problem.dtype, device),
+        saved_bytes=saved_bytes(problem, torch_because is None),
+        floor_seconds=floor_seconds(flops, moved, p.dtype, device),
         unsupported=unsupported,
+        **options,
     )
+
+
+def why_unsupported(problem: MoeProblem, device: Device) -> str | None:
+    """Why the kernels cannot run ``problem``, or None."""
+    if (reason := no_kernels(problem, device)) is not None:
+        return reason
+    if problem.capacity > MOST_ROWS:
+        return f"{problem.capacity:,} rows are more than have a 32-bit number"
+    return None
+
+
+def tiles(problem: MoeProblem, device: Device) -> dict[str, GroupedTiles]:
+    """The tiles of every step that runs."""
+    steps = {"hidden": "wide" if problem.gated else "product", "product": "product"}
+    if problem.training:
+        steps |= {"hidden_gradient": "wide" if problem.gated else "product", "weight_gradient": "weight_gradient"}
+    bits = 8 * problem.element_bytes
+    return {
+        f"{name}_tiles": grouped_tiles(device.architecture, bits, step, problem.block) for name, step in steps.items()
+    }
+
+
+def workspace_bytes(problem: MoeProblem) -> int:
+    """The most temporary memory of a pass, the results aside: rows of x, hidden and y, or the like of gradients."""
+    p = problem
+    forward = p.K + p.N * (1 if p.training and not p.recompute else 1 + p.gated * p.training)
+    backward = (p.K + p.N * (2 + p.gated)) * p.training
+    return p.element_bytes * p.capacity * max(forward, backward)
+
+
+def saved_bytes(problem: MoeProblem, kernels: bool) -> int:
+    """What is kept for the backward pass beside the weights."""
+    p = problem
+    if not p.training:
+        return 0
+    if not kernels:
+        # The rows of x, both projections, what the activation gives, the hidden, and the experts' results.
+        return p.element_bytes * p.slots * (2 * p.K + p.N * (4 if p.gated else 2))
+    routing = 4 * (p.capacity + p.slots + p.capacity // p.block + p.E + 1)
+    kept = 0 if p.recompute else p.capacity * p.N * (2 if p.gated else 1)
+    return p.element_bytes * (p.M * p.K + kept) + routing

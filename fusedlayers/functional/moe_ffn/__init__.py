@@ -1,14 +1,19 @@
 """Experts: the FFN of a Transformer, several times, each token through the few that its router chose."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...kernels.activations import canonical_activation
-from ...planning.moe_ffn import MoeProblem
+from ...kernels.grouped_gemm import Arithmetic, sizes
+from ...planning.moe_ffn import MoePlan, MoeProblem
+from ..custom_ops import Result, Results
 from ..operands import autocast, compute_dtype, rows, without_autocast
 from ..operation import Operation, Tensors, formula
 from ..prepared import Prepared
+from . import epilogue
 from .arguments import check_experts, check_moe_tensors, checked_options, moe_problem
 from .grouped import experts_by_torch
 
@@ -84,11 +89,11 @@ class _MoeFFN(Operation):
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         x, _, _, *experts = tensors
-        activation, *rest = options
+        activation, gate_and_up, transposed, limit, up_offset, recompute = options
         check_moe_tensors(*tensors)
         activation = canonical_activation(activation)
-        rest = checked_options(*rest, gated=tensors[5] is not None)
-        check_experts(x, *experts, *rest[:2])
+        rest = checked_options(gate_and_up, transposed, limit, up_offset, recompute, gated=tensors[5] is not None)
+        check_experts(x, *experts, gate_and_up, transposed)
         return activation, *rest
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> MoeProblem:
@@ -114,6 +119,12 @@ class _MoeFFN(Operation):
         _, gate_and_up, transposed, limit, up_offset, _ = options
         return {"gate_and_up": gate_and_up, "transposed": transposed, "limit": limit, "up_offset": up_offset}
 
+    def details(self, plan: MoePlan, extras: dict[str, Any]) -> Arithmetic:
+        problem = plan.problem
+        return Arithmetic(
+            problem.activation, plan.accuracy, problem.input_precision, extras["limit"], extras["up_offset"]
+        )
+
     def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
         # The weights of the experts' results are no operand of a product.
         found = list(super().cast(call, tensors))
@@ -129,6 +140,25 @@ class _MoeFFN(Operation):
     def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
         x, index, scores, *experts = tensors
         return rows(x), index.reshape(-1), scores.reshape(-1), *experts
+
+    def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
+        y, made = epilogue.forward(call, operands, any(wanted))
+        return (y,), made
+
+    def backward(
+        self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
+    ) -> Tensors:
+        return epilogue.gradients(call, operands, made, wanted, upstream[0])
+
+    def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
+        dtype = operands[0].dtype
+        made: list[Result | None] = [None] * 3
+        if saving:
+            made[0] = Result((sum(sizes(problem.slots, problem.E, problem.block)),), torch.int32)
+            if not problem.recompute:
+                made[1] = Result((problem.capacity, problem.N), dtype)
+                made[2] = made[1] if problem.gated else None
+        return [Result((problem.M, problem.K), dtype)], made
 
     def expression(self, call: Prepared, operands: Tensors) -> Tensors:
         x, index, scores, *experts = operands

@@ -48,7 +48,7 @@ def experts_by_torch(
     owners = keys.clamp(max=experts - 1)
 
     def layer(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        product = _grouped(rows, weight, ends)
+        product = grouped_product(rows, weight, ends)
         # torch writes nothing behind the last end, and a bias would add up the gradients of what is there.
         return product if bias is None else (product + bias[owners]).where(known, 0)
 
@@ -62,9 +62,15 @@ def experts_by_torch(
     return found[back].view(tokens.shape[0], k, -1).sum(1).to(x.dtype).view(x.shape)
 
 
-def _grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """The product of each expert's rows ``[S, in]`` with its weight, of ``[E, in, out]``."""
-    if traced():
+def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """The product of each expert's rows ``[S, in]`` with its weight, of ``[E, in, out]``.
+
+    Behind the last end the rows of the product may be anything.
+    """
+    if torch.compiler.is_dynamo_compiling() and rows.dtype == torch.bfloat16:
+        # Whoever compiles this expression itself means what torch compiles best.
+        return torch._grouped_mm(rows, weight, offs=ends)
+    if rows.is_meta or torch.compiler.is_dynamo_compiling() or traced():
         product: Tensor = _product(rows, weight, ends)
         return product
     if _torch_has_it(rows, weight):

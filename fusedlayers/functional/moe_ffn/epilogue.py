@@ -1,0 +1,143 @@
+"""The experts in kernels: rows sorted by expert, products over each expert's rows, and sums in the order of tokens."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...kernels import grouped_gemm as kernels
+from ...kernels.grouped_gemm import SortedRows
+from ..operation import Tensors
+from ..prepared import Prepared
+
+# Places among the operands.
+_X, _INDEX, _SCORES, _W_UP, _W_DOWN, _W_GATE, _B_UP, _B_DOWN, _B_GATE = range(9)
+_THROUGH_HIDDEN = (_X, _W_UP, _W_GATE, _B_UP, _B_GATE)
+
+
+class _Experts(NamedTuple):
+    """Weights ``[E, out, in]`` and biases ``[E, out]``, or their gradients, as views, whatever the layout."""
+
+    w_up: Tensor | None
+    w_down: Tensor | None
+    w_gate: Tensor | None
+    b_up: Tensor | None
+    b_down: Tensor | None
+    b_gate: Tensor | None
+
+    @classmethod
+    def of(cls, call: Prepared, tensors: Tensors) -> "_Experts":
+        """From the tensors behind x and the routing, in the order of the operands."""
+        w_up, w_down, w_gate, b_up, b_down, b_gate = tensors
+        layout = call.extras["gate_and_up"]
+        if call.extras["transposed"]:
+            w_up, w_down, w_gate = (None if each is None else each.mT for each in (w_up, w_down, w_gate))
+        if layout != "separate":
+            w_up, w_gate = _halves(w_up, layout)
+            b_up, b_gate = _halves(b_up, layout)
+        return cls(w_up, w_down, w_gate, b_up, b_down, b_gate)
+
+
+def _halves(merged: Tensor | None, layout: str) -> tuple[Tensor | None, Tensor | None]:
+    """(up, gate) of a merged weight ``[E, 2 N, K]`` or bias ``[E, 2 N]``."""
+    if merged is None:
+        return None, None
+    if layout == "interleaved":
+        return merged[:, 1::2], merged[:, ::2]
+    units = merged.shape[1] // 2
+    return merged[:, units:], merged[:, :units]
+
+
+def forward(call: Prepared, operands: Tensors, saving: bool) -> tuple[Tensor, Tensors]:
+    """y ``[M, K]``; the sorted rows in one tensor and the pre-activations, for a backward pass that will read them."""
+    x, index, scores, *rest = operands
+    problem, plan, ready = call.problem, call.plan, call.ready
+    experts = _Experts.of(call, rest)
+    packed, rows = kernels.sort(index, problem.E, problem.top_k, problem.block, ready)
+    keep = saving and not problem.recompute
+    hidden, z, g = _hidden(call, x, experts, rows, keep)
+    ys = kernels.product(
+        [(hidden, experts.w_down)], experts.b_down, rows, problem.input_precision, tiles=plan.product_tiles,
+        ready=_apart(ready, "down"),
+    )  # fmt: skip
+    y = kernels.combine(ys, scores, rows, ready=ready)
+    return y, (packed, z, g) if saving else (None, None, None)
+
+
+def _hidden(
+    call: Prepared, x: Tensor, experts: _Experts, rows: SortedRows, keep: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    return kernels.hidden(
+        x, experts.w_up, experts.w_gate, experts.b_up, experts.b_gate, rows, keep, call.details, gathered=False,
+        tiles=call.plan.hidden_tiles, ready=call.ready,
+    )  # fmt: skip
+
+
+def gradients(
+    call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], dy: Tensor
+) -> list[Tensor | None]:
+    """The wanted gradients of the operands for an upstream gradient ``[M, K]``."""
+    x, index, scores, *rest = operands
+    problem, plan, ready, precision = call.problem, call.plan, call.ready, call.problem.input_precision
+    packed, z, g = made
+    experts = _Experts.of(call, rest)
+    rows = kernels.rows_of(packed, problem.slots, problem.E, problem.block, problem.top_k)
+    found: list[Tensor | None] = [None] * len(operands)
+    for place in range(_W_UP, len(operands)):
+        if wanted[place]:
+            found[place] = operands[place].new_empty(operands[place].shape)
+    results = _Experts.of(call, found[_W_UP:])
+    dys, row_weights = kernels.spread(dy, scores, rows, ready=_apart(ready, "dy"))
+    if results.b_down is not None:
+        kernels.expert_sums(dys, row_weights, rows, results.b_down, ready=ready, name="down")
+    through_hidden = any(wanted[place] for place in _THROUGH_HIDDEN)
+    if not (through_hidden or wanted[_SCORES] or wanted[_W_DOWN]):
+        return found
+    if z is None:
+        _, z, g = _hidden(call, x, experts, rows, True)
+    dz, dg, weighted, partials = kernels.hidden_gradient(
+        dys, experts.w_down, z, g, row_weights, rows, wanted[_W_DOWN], wanted[_SCORES], call.details,
+        tiles=plan.hidden_gradient_tiles, ready=ready,
+    )  # fmt: skip
+    if partials is not None:
+        found[_SCORES] = kernels.score_gradient(partials, index, dy, experts.b_down, rows, scores.dtype, ready=ready)
+    if results.w_down is not None:
+        _weight_gradient(call, dys, weighted, rows, results.w_down, "down")
+    # Free them before the gradient of the rows of x and the rows themselves are allocated.
+    del dys, weighted
+    if results.b_up is not None:
+        kernels.expert_sums(dz, None, rows, results.b_up, ready=ready, name="up")
+    if results.b_gate is not None:
+        kernels.expert_sums(dg, None, rows, results.b_gate, ready=ready, name="gate")
+    if wanted[_X]:
+        pairs = [(dz, experts.w_up.mT)] + ([] if dg is None else [(dg, experts.w_gate.mT)])
+        dxs = kernels.product(
+            pairs, None, rows, precision, tiles=plan.product_tiles, ready=_apart(ready, "data gradient")
+        )
+        found[_X] = kernels.combine(dxs, None, rows, ready=ready)
+        del dxs
+    if results.w_up is not None or results.w_gate is not None:
+        xs, _ = kernels.spread(x, None, rows, ready=_apart(ready, "x"))
+        if results.w_up is not None:
+            _weight_gradient(call, dz, xs, rows, results.w_up, "up")
+        if results.w_gate is not None:
+            _weight_gradient(call, dg, xs, rows, results.w_gate, "gate")
+    return found
+
+
+def _weight_gradient(call: Prepared, left: Tensor, right: Tensor, rows: SortedRows, out: Tensor, name: str) -> None:
+    """Fills ``out[e] = leftᵀ right`` over each expert's rows, along the rows of ``out`` in memory."""
+    if out.stride(1) < out.stride(2):
+        left, right, out = right, left, out.mT
+    kernels.weight_gradient(
+        left, right, rows, out, call.problem.input_precision, tiles=call.plan.weight_gradient_tiles, ready=call.ready,
+        name=name,
+    )  # fmt: skip
+
+
+def _apart(ready: dict[object, object], name: str) -> dict[object, object]:
+    """What is prepared for one of several launches of a kernel."""
+    found = ready.get(name)
+    if not isinstance(found, dict):
+        found = ready[name] = {}
+    return found

@@ -1,0 +1,72 @@
+"""What all kernels of experts have in common: what is computed besides the tensors, single elements, and tiles.
+
+With a limit the hidden is ``act(min(g, limit)) ⊙ (clamp(z, -limit, limit) + offset)``, else ``act(g) ⊙ (z + offset)``.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .. import activations
+from ..device import tl, triton
+from ..launching import Launch
+from ..tiles import add_product, load_tile
+
+
+class Arithmetic(NamedTuple):
+    """``accuracy`` is that of activations: see ``kernels.activations``."""
+
+    activation: str
+    accuracy: str
+    input_precision: str = "ieee"
+    limit: float | None = None
+    offset: float = 0.0
+
+    @property
+    def clamped(self) -> bool:
+        """Whether limit or offset say anything."""
+        return self.limit is not None or self.offset != 0
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        """(limit, offset) as kernels take them."""
+        return math.inf if self.limit is None else self.limit, self.offset
+
+
+def prepared(ready: dict[Any, Any] | None, name: object, make: Callable[[], Launch]) -> Launch:
+    """The launch of this name that ``ready`` keeps, made the first time."""
+    found: Launch | None = None if ready is None else ready.get(name)
+    if found is None:
+        found = make()
+        if ready is not None:
+            ready[name] = found
+    return found
+
+
+@triton.jit
+def hidden_and_slopes(
+    z, g, limit, offset, GATED: tl.constexpr, CLAMPED: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr
+):  # fmt: skip
+    """(H, ∂H/∂Z, ∂H/∂G) from the pre-activations; without a gate the last two are the same slope."""
+    if GATED and CLAMPED:
+        # Comparisons instead of minima: these drop NaN in compiled code.
+        up = tl.where(z > limit, limit, tl.where(z < -limit, -limit, z)) + offset
+        value, slope = activations.activate(tl.where(g > limit, limit, g), ACTIVATION, ACCURACY)
+        free = (z >= -limit) & (z <= limit)
+        return value * up, tl.where(free, value, 0.0), tl.where(g <= limit, up * slope, 0.0)
+    else:
+        return activations.hidden_and_slopes(z, g, GATED, ACTIVATION, ACCURACY)
+
+
+@triton.jit
+def add_rows_times_weight(
+    acc, a_ptr, w_ptr, rows, cols, stride_am, stride_ak, stride_wn, stride_wk, row_limit, N, inner, zero,
+    BLOCK_INNER: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``acc + a wᵀ`` for rows of a and an expert's weight ``[N, inner]``; ``zero`` is 0, unknown to the compiler."""
+    for k in tl.range(0, inner, BLOCK_INNER):
+        place = k + tl.arange(0, BLOCK_INNER)
+        a_tile = load_tile(a_ptr, rows, place, stride_am, stride_ak, row_limit, inner)
+        w_tile = load_tile(w_ptr, place, cols, stride_wk, stride_wn, inner, N)
+        acc = add_product(acc, a_tile, w_tile, zero, INPUT_PRECISION)
+    return acc
