@@ -65,7 +65,7 @@ def operations(name: str, backend: str) -> set[str]:
     if name == "packed maxsim" or (backend == "triton" and name in ("maxsim", "gemm_gemm", "sum")):
         function = {"packed maxsim": "maxsim", "sum": "gemm_reduce"}.get(name, name)
     elif name == "recomputed ffn" or (backend == "triton" and "ffn" in name):
-        function = "ffn"
+        function = "moe_ffn" if "moe" in name else "ffn"
     elif backend == "triton":
         function = {
             "logsumexp": "gemm_reduce", "argmax": "gemm_reduce", "split linear": "linear",

@@ -73,9 +73,15 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Any], s
         {"return_entropy": True},
         {"y[0]", "y[1]", "d input", "d linear_weight"},
     ),
+    "moe_ffn": (
+        functional.moe_ffn,
+        (normal(40, 24), torch.arange(80).view(40, 2) % 3, normal(40, 2), normal(3, 40, 24) / 5, normal(3, 24, 20) / 5),
+        {"gate_and_up": "concatenated"},
+        {"y", "d x", "d top_k_weights", "d w_up", "d w_down"},
+    ),
 }
 # The paths of kernels that are called otherwise.
-PATHS = {"linear_cross_entropy": "chunked", "linear_log_probs": "chunked"}
+PATHS = {"linear_cross_entropy": "chunked", "linear_log_probs": "chunked", "moe_ffn": "epilogue"}
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -1,9 +1,11 @@
 """How experts run: torch's grouped products or kernels over rows sorted by expert, and why."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from ..kernels.tuning import CONSUMER_ROWS
 from ..kernels.tuning.grouped_gemm import GroupedTiles, grouped_tiles, padded_rows, row_block
+from ..kernels.tuning.grouped_gemm_pipelines import BLOCK, GROUPED_PIPELINES, GroupedPipeline
 from .call import Call, Decision, Facts, Yields, activation_accuracy, direction, no_kernels, why_not_kernels
 from .devices import Device, floor_seconds
 
@@ -78,16 +80,25 @@ class MoePlan(Decision):
     """The path is "epilogue" or "torch"."""
 
     yields: ClassVar[Yields] = {
-        "hidden_tiles": ("y",),
-        "product_tiles": ("y", "dx"),
-        "hidden_gradient_tiles": ("dx", "dtop_k_weights", "db_up", "db_gate"),
-        "weight_gradient_tiles": ("dw_up", "dw_gate", "dw_down"),
+        f"{step}_{kind}": results
+        for kind in ("tiles", "pipeline")
+        for step, results in (
+            ("hidden", ("y",)),
+            ("product", ("y", "dx")),
+            ("hidden_gradient", ("dx", "dtop_k_weights", "db_up", "db_gate")),
+            ("weight_gradient", ("dw_up", "dw_gate", "dw_down")),
+        )
     }
 
     hidden_tiles: GroupedTiles | None = None
     product_tiles: GroupedTiles | None = None
     hidden_gradient_tiles: GroupedTiles | None = None
     weight_gradient_tiles: GroupedTiles | None = None
+    # What runs instead, where the operands lie as its copies need them.
+    hidden_pipeline: GroupedPipeline | None = None
+    product_pipeline: GroupedPipeline | None = None
+    hidden_gradient_pipeline: GroupedPipeline | None = None
+    weight_gradient_pipeline: GroupedPipeline | None = None
     accuracy: str = "exact"  # of activations: one of kernels.activations.ACCURACIES
 
     def kernel_facts(self) -> Facts:
@@ -97,10 +108,15 @@ class MoePlan(Decision):
         sorted_rows = f"{p.slots:,} sorted by expert on the device, each expert's padded to a multiple of {p.block}"
         found = [("rows", sorted_rows)]
         for step in ("hidden", "product", "hidden_gradient", "weight_gradient"):
+            name = step.replace("_", " ")
             tiles: GroupedTiles | None = getattr(self, f"{step}_tiles")
-            if tiles is not None:
+            pipeline: GroupedPipeline | None = getattr(self, f"{step}_pipeline")
+            if pipeline is not None:
+                side = 2 * CONSUMER_ROWS
+                size = f"pipelined: {side} × {side}, {pipeline.step} inner"
+                found.append((name, f"{size}, consumers 2, stages {pipeline.stages}"))
+            elif tiles is not None:
                 size = f"{tiles.block_m} × {tiles.block_n}, {tiles.block_inner} inner"
-                name = step.replace("_", " ")
                 found.append((name, f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages"))
         return found
 
@@ -148,15 +164,21 @@ def why_unsupported(problem: MoeProblem, device: Device) -> str | None:
     return None
 
 
-def tiles(problem: MoeProblem, device: Device) -> dict[str, GroupedTiles]:
-    """The tiles of every step that runs."""
+def tiles(problem: MoeProblem, device: Device) -> dict[str, GroupedTiles | GroupedPipeline]:
+    """The tiles of every step that runs, and those of the pipelined kernels."""
     steps = {"hidden": "wide" if problem.gated else "product", "product": "product"}
     if problem.training:
         steps |= {"hidden_gradient": "wide" if problem.gated else "product", "weight_gradient": "weight_gradient"}
     bits = 8 * problem.element_bytes
-    return {
+    found: dict[str, GroupedTiles | GroupedPipeline] = {
         f"{name}_tiles": grouped_tiles(device.architecture, bits, step, problem.block) for name, step in steps.items()
     }
+    if device.pipelined and problem.element_bytes == 2 and problem.block == BLOCK:
+        found |= {
+            f"{name}_pipeline": replace(GROUPED_PIPELINES[name, problem.gated], programs=device.processors)
+            for name in steps
+        }
+    return found
 
 
 def workspace_bytes(problem: MoeProblem) -> int:

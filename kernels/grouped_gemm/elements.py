@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+
 from .. import activations
 from ..device import tl, triton
 from ..launching import Launch
@@ -31,6 +33,18 @@ class Arithmetic(NamedTuple):
     def numbers(self) -> tuple[float, float]:
         """(limit, offset) as kernels take them."""
         return math.inf if self.limit is None else self.limit, self.offset
+
+
+class HiddenGradients(NamedTuple):
+    """dZ, dG and w ⊙ H ``[P, N]``, which are 0 in padding, and partial sums of the gradient of w; None if not asked.
+
+    ``partials`` ``[T, P]``: of every row the sums of dH' ⊙ H over the columns of one tile, without the row's weight.
+    """
+
+    dz: torch.Tensor
+    dg: torch.Tensor | None
+    weighted_hidden: torch.Tensor | None
+    partials: torch.Tensor | None
 
 
 def prepared(ready: dict[Any, Any] | None, name: object, make: Callable[[], Launch]) -> Launch:

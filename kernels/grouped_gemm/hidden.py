@@ -9,6 +9,8 @@ from ..device import tl, triton
 from ..launching import Launch, ceil_div
 from ..tiles import add_product, grouped_tile, load_tile, load_vector, store_tile
 from ..tuning.grouped_gemm import GroupedTiles
+from ..tuning.grouped_gemm_pipelines import GroupedPipeline
+from . import pipelined
 from .elements import Arithmetic, hidden_and_slopes, prepared
 from .sorting import SortedRows
 
@@ -81,6 +83,7 @@ def hidden(
     *,
     gathered: bool,
     tiles: GroupedTiles,
+    pipeline: GroupedPipeline | None = None,
     ready: dict[Any, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(H, Z, G) ``[P, N]``, contiguous; Z, and G with a gate, only to ``keep``.
@@ -88,6 +91,12 @@ def hidden(
     x has the sorted rows ``[P, K]`` where they are ``gathered``, else tokens ``[M, K]``; weights ``[E, N, K]`` and
     biases ``[E, N]`` are views of any strides. Nothing is written to tiles of padding.
     """
+    if pipeline is not None and gathered:
+        kept = pipelined.hidden(
+            x, w_up, w_gate, b_up, b_gate, rows, keep, arithmetic, config=pipeline, ready=ready
+        )  # fmt: skip
+        if kept is not None:
+            return kept
     _, columns, inner = w_up.shape
 
     def make() -> Launch:

@@ -1,6 +1,6 @@
 """dZ and dG from dY and the pre-activations, with what the gradients of w_down and of the tokens' weights need."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -9,21 +9,11 @@ from ..device import tl, triton
 from ..launching import Launch, ceil_div
 from ..tiles import grouped_tile, load_tile, store_tile
 from ..tuning.grouped_gemm import GroupedTiles
-from .elements import Arithmetic, add_rows_times_weight, hidden_and_slopes, prepared
+from ..tuning.grouped_gemm_pipelines import GroupedPipeline
+from . import pipelined
+from .elements import Arithmetic, HiddenGradients, add_rows_times_weight, hidden_and_slopes, prepared
 from .hidden import GROUP
 from .sorting import SortedRows
-
-
-class HiddenGradients(NamedTuple):
-    """dZ, dG and w ⊙ H ``[P, N]``, which are 0 in padding, and partial sums of the gradient of w; None if not asked.
-
-    ``partials`` ``[P, T]``: of every row the sums of dH' ⊙ H over the columns of one tile, without the row's weight.
-    """
-
-    dz: torch.Tensor
-    dg: torch.Tensor | None
-    weighted_hidden: torch.Tensor | None
-    partials: torch.Tensor | None
 
 
 @triton.jit(do_not_specialize=["row_tiles", "zero", "limit", "offset"])
@@ -50,12 +40,14 @@ def _experts_hidden_gradient_kernel(
             d_hidden, dy_ptr, down_ptr + expert * stride_de, rows, cols, K, 1, stride_dn, stride_dk, limit_row, N,
             inner, zero, BLOCK_INNER, INPUT_PRECISION,
         )  # fmt: skip
-        # What is read of padding may be anything, and 0 times an infinite weight is NaN.
-        known = (tl.load(slots_ptr + rows) >= 0)[:, None] & (cols < N)[None, :]
+        # Nobody wrote the pre-activations of padding, and 0 times an infinite weight is NaN.
+        filled = tl.load(slots_ptr + rows) >= 0
+        known = filled[:, None] & (cols < N)[None, :]
+        sources = tl.where(filled, rows, limit_row)
         weights = tl.load(weights_ptr + rows)[:, None]
-        z = load_tile(z_ptr, rows, cols, N, 1, limit_row, N).to(tl.float32)
+        z = load_tile(z_ptr, sources, cols, N, 1, limit_row, N).to(tl.float32)
         if GATED:
-            g = load_tile(g_ptr, rows, cols, N, 1, limit_row, N).to(tl.float32)
+            g = load_tile(g_ptr, sources, cols, N, 1, limit_row, N).to(tl.float32)
             hidden, slope, gate_slope = hidden_and_slopes(z, g, limit, offset, True, CLAMPED, ACTIVATION, ACCURACY)
             scaled = d_hidden * weights
             dz = scaled * slope
@@ -69,7 +61,7 @@ def _experts_hidden_gradient_kernel(
             store_tile(hidden_ptr, tl.where(known, hidden * UNIT * weights, 0.0), rows, cols, N, 1, limit_row, N)
         if partials_ptr is not None:
             sums = tl.sum(tl.where(known, d_hidden * (hidden * UNIT), 0.0), 1)
-            tl.store(partials_ptr + rows.to(tl.int64) * tile_columns + column, sums)
+            tl.store(partials_ptr + column.to(tl.int64) * row_tiles * BLOCK_M + rows, sums)
 
 
 def hidden_gradient(
@@ -84,6 +76,7 @@ def hidden_gradient(
     arithmetic: Arithmetic,
     *,
     tiles: GroupedTiles,
+    pipeline: GroupedPipeline | None = None,
     ready: dict[Any, Any] | None = None,
 ) -> HiddenGradients:
     """From sorted rows dy ``[P, K]``, w_down ``[E, K, N]``, a view of any strides, and z and g ``[P, N]``.
@@ -91,6 +84,12 @@ def hidden_gradient(
     ``row_weights`` ``[P]``, float32, are what the results of the experts are multiplied by. ``keep_hidden`` asks for
     w ⊙ H, ``want_weights`` for the partial sums.
     """
+    if pipeline is not None:
+        found = pipelined.hidden_gradient(
+            dy, w_down, z, g, row_weights, rows, keep_hidden, want_weights, arithmetic, config=pipeline, ready=ready
+        )
+        if found is not None:
+            return found
     _, inner, columns = w_down.shape
     tile_columns = ceil_div(columns, tiles.block_n)
 
@@ -113,6 +112,6 @@ def hidden_gradient(
     dz = z.new_empty(z.shape)
     dg = None if g is None else torch.empty_like(dz)
     weighted = torch.empty_like(dz) if keep_hidden else None
-    partials = row_weights.new_empty(rows.capacity, tile_columns) if want_weights else None
+    partials = row_weights.new_empty(tile_columns, rows.capacity) if want_weights else None
     launch((dy, w_down, z, g, row_weights, rows.slots, rows.tile_expert, dz, dg, weighted, partials))
     return HiddenGradients(dz, dg, weighted, partials)

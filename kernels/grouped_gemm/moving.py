@@ -74,17 +74,19 @@ def _combine_kernel(
     tl.store(y_ptr + token * K + cols, acc.to(y_ptr.dtype.element_ty), mask=cols < K)
 
 
-@triton.jit(do_not_specialize=["slots", "T"])
+@triton.jit(do_not_specialize=["slots", "T", "P"])
 def _score_gradient_kernel(
-    partials_ptr, rows_ptr, index_ptr, dy_ptr, bias_ptr, out_ptr, stride_be, stride_bk, K, slots, T,
+    partials_ptr, rows_ptr, index_ptr, dy_ptr, bias_ptr, out_ptr, stride_be, stride_bk, K, slots, T, P,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     inside = slot < slots
     row = tl.load(rows_ptr + slot, mask=inside, other=-1).to(tl.int64)
     sums = tl.zeros([SLOTS], tl.float32)
-    for tile in tl.range(0, T):
-        sums += tl.load(partials_ptr + row * T + tile, mask=row >= 0, other=0.0)
+    place = partials_ptr + row
+    for _ in tl.range(0, T):
+        sums += tl.load(place, mask=row >= 0, other=0.0)
+        place += P
     if bias_ptr is not None:
         expert = tl.load(index_ptr + slot, mask=row >= 0, other=0).to(tl.int64)
         products = tl.zeros([SLOTS, COLUMNS], tl.float32)
@@ -155,7 +157,7 @@ def score_gradient(
     *,
     ready: dict[Any, Any] | None = None,
 ) -> torch.Tensor:
-    """The gradient ``[S]`` of the tokens' weights: the sums of ``partials`` ``[P, T]``, plus ``dy · b_down[e]``."""
+    """The gradient ``[S]`` of the tokens' weights: the sums of ``partials`` ``[T, P]``, plus ``dy · b_down[e]``."""
     slots, width = rows.rows_of.shape[0], dy.shape[1]
 
     def make() -> Launch:
@@ -163,7 +165,7 @@ def score_gradient(
             _score_gradient_kernel,
             ceil_div(slots, _SCORE_SLOTS),
             (*((0, 0) if b_down is None else b_down.stride()), width),
-            (slots, partials.shape[1]),
+            (slots, *partials.shape),
             (rows.k, _SCORE_SLOTS, _SCORE_COLUMNS),
         )
 

@@ -9,6 +9,8 @@ from ..device import tl, triton
 from ..launching import Launch, ceil_div
 from ..tiles import grouped_tile, load_vector, store_tile
 from ..tuning.grouped_gemm import GroupedTiles
+from ..tuning.grouped_gemm_pipelines import GroupedPipeline
+from . import pipelined
 from .elements import add_rows_times_weight, prepared
 from .hidden import GROUP
 from .sorting import SortedRows
@@ -53,12 +55,17 @@ def product(
     input_precision: str,
     *,
     tiles: GroupedTiles,
+    pipeline: GroupedPipeline | None = None,
     ready: dict[Any, Any] | None = None,
 ) -> torch.Tensor:
     """``Σ a wᵀ + bias`` ``[P, out]`` over one or two pairs of contiguous rows a ``[P, in]`` and w ``[E, out, in]``.
 
     Weights and the bias ``[E, out]`` are views of any strides. Nothing is written to tiles of padding.
     """
+    if pipeline is not None:
+        found = pipelined.product(pairs, bias, rows, config=pipeline, ready=ready)
+        if found is not None:
+            return found
     [(a, w), *more] = pairs
     other, w_other = more[0] if more else (None, None)
     _, columns, inner = w.shape

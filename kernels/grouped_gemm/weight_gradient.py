@@ -8,6 +8,8 @@ from ..device import tl, triton
 from ..launching import Launch, ceil_div
 from ..tiles import add_product, grouped_tile, load_tile, store_tile
 from ..tuning.grouped_gemm import GroupedTiles
+from ..tuning.grouped_gemm_pipelines import GroupedPipeline
+from . import pipelined
 from .elements import prepared
 from .hidden import GROUP
 from .sorting import SortedRows
@@ -64,13 +66,20 @@ def weight_gradient(
     input_precision: str,
     *,
     tiles: GroupedTiles,
+    pipeline: GroupedPipeline | None = None,
+    order: torch.Tensor | None = None,
     ready: dict[Any, Any] | None = None,
     name: str = "",
 ) -> None:
     """Fills ``out[e] = a_eᵀ b_e``, a view ``[E, R, C]`` of any strides, from contiguous a ``[P, R]`` and b ``[P, C]``.
 
-    An expert without rows gets zeros. ``name`` tells the gradients of one call apart in ``ready``.
+    An expert without rows gets zeros. ``order`` names the experts in that of their work, for the pipelined kernel.
+    ``name`` tells the gradients of one call apart in ``ready``.
     """
+    if pipeline is not None and pipelined.weight_gradient(
+        a, b, rows, out, config=pipeline, ready=ready, name=name, order=order
+    ):  # fmt: skip
+        return
     experts, units, columns = out.shape
 
     def make() -> Launch:

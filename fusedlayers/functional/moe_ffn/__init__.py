@@ -139,7 +139,7 @@ class _MoeFFN(Operation):
 
     def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
         x, index, scores, *experts = tensors
-        return rows(x), index.reshape(-1), scores.reshape(-1), *experts
+        return rows(x), index.reshape(-1).contiguous(), scores.reshape(-1).contiguous(), *experts
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         y, made = epilogue.forward(call, operands, any(wanted))

@@ -58,7 +58,7 @@ def forward(call: Prepared, operands: Tensors, saving: bool) -> tuple[Tensor, Te
     hidden, z, g = _hidden(call, x, experts, rows, keep)
     ys = kernels.product(
         [(hidden, experts.w_down)], experts.b_down, rows, problem.input_precision, tiles=plan.product_tiles,
-        ready=_apart(ready, "down"),
+        pipeline=plan.product_pipeline, ready=_apart(ready, "down"),
     )  # fmt: skip
     y = kernels.combine(ys, scores, rows, ready=ready)
     return y, (packed, z, g) if saving else (None, None, None)
@@ -67,9 +67,13 @@ def forward(call: Prepared, operands: Tensors, saving: bool) -> tuple[Tensor, Te
 def _hidden(
     call: Prepared, x: Tensor, experts: _Experts, rows: SortedRows, keep: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    pipeline, tiles = call.plan.hidden_pipeline, call.plan.hidden_tiles
+    if pipeline is not None:
+        # Its copies take rows that lie together.
+        x, _ = kernels.spread(x, None, rows, ready=_apart(call.ready, "x"))
     return kernels.hidden(
-        x, experts.w_up, experts.w_gate, experts.b_up, experts.b_gate, rows, keep, call.details, gathered=False,
-        tiles=call.plan.hidden_tiles, ready=call.ready,
+        x, experts.w_up, experts.w_gate, experts.b_up, experts.b_gate, rows, keep, call.details,
+        gathered=pipeline is not None, tiles=tiles, pipeline=pipeline, ready=call.ready,
     )  # fmt: skip
 
 
@@ -80,6 +84,8 @@ def gradients(
     x, index, scores, *rest = operands
     problem, plan, ready, precision = call.problem, call.plan, call.ready, call.problem.input_precision
     packed, z, g = made
+    # Hooks of saved tensors may have brought them back otherwise.
+    index, scores = index.contiguous(), scores.contiguous()
     experts = _Experts.of(call, rest)
     rows = kernels.rows_of(packed, problem.slots, problem.E, problem.block, problem.top_k)
     found: list[Tensor | None] = [None] * len(operands)
@@ -97,12 +103,14 @@ def gradients(
         _, z, g = _hidden(call, x, experts, rows, True)
     dz, dg, weighted, partials = kernels.hidden_gradient(
         dys, experts.w_down, z, g, row_weights, rows, wanted[_W_DOWN], wanted[_SCORES], call.details,
-        tiles=plan.hidden_gradient_tiles, ready=ready,
+        tiles=plan.hidden_gradient_tiles, pipeline=plan.hidden_gradient_pipeline, ready=ready,
     )  # fmt: skip
+    pipeline = plan.weight_gradient_pipeline
+    order = None if pipeline is None else kernels.longest_first(rows.starts)
     if partials is not None:
         found[_SCORES] = kernels.score_gradient(partials, index, dy, experts.b_down, rows, scores.dtype, ready=ready)
     if results.w_down is not None:
-        _weight_gradient(call, dys, weighted, rows, results.w_down, "down")
+        _weight_gradient(call, dys, weighted, rows, results.w_down, order, "down")
     # Free them before the gradient of the rows of x and the rows themselves are allocated.
     del dys, weighted
     if results.b_up is not None:
@@ -112,26 +120,29 @@ def gradients(
     if wanted[_X]:
         pairs = [(dz, experts.w_up.mT)] + ([] if dg is None else [(dg, experts.w_gate.mT)])
         dxs = kernels.product(
-            pairs, None, rows, precision, tiles=plan.product_tiles, ready=_apart(ready, "data gradient")
-        )
+            pairs, None, rows, precision, tiles=plan.product_tiles, pipeline=plan.product_pipeline,
+            ready=_apart(ready, "data gradient"),
+        )  # fmt: skip
         found[_X] = kernels.combine(dxs, None, rows, ready=ready)
         del dxs
     if results.w_up is not None or results.w_gate is not None:
         xs, _ = kernels.spread(x, None, rows, ready=_apart(ready, "x"))
         if results.w_up is not None:
-            _weight_gradient(call, dz, xs, rows, results.w_up, "up")
+            _weight_gradient(call, dz, xs, rows, results.w_up, order, "up")
         if results.w_gate is not None:
-            _weight_gradient(call, dg, xs, rows, results.w_gate, "gate")
+            _weight_gradient(call, dg, xs, rows, results.w_gate, order, "gate")
     return found
 
 
-def _weight_gradient(call: Prepared, left: Tensor, right: Tensor, rows: SortedRows, out: Tensor, name: str) -> None:
+def _weight_gradient(
+    call: Prepared, left: Tensor, right: Tensor, rows: SortedRows, out: Tensor, order: Tensor | None, name: str
+) -> None:
     """Fills ``out[e] = leftᵀ right`` over each expert's rows, along the rows of ``out`` in memory."""
     if out.stride(1) < out.stride(2):
         left, right, out = right, left, out.mT
     kernels.weight_gradient(
-        left, right, rows, out, call.problem.input_precision, tiles=call.plan.weight_gradient_tiles, ready=call.ready,
-        name=name,
+        left, right, rows, out, call.problem.input_precision, tiles=call.plan.weight_gradient_tiles,
+        pipeline=call.plan.weight_gradient_pipeline, order=order, ready=call.ready, name=name,
     )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def experts_by_torch(
     hidden = reference.clamped_hidden(up, gate, activation=activation, limit=limit, up_offset=up_offset)
     found = layer(hidden, w_down, b_down).where(known, 0) * top_k_weights.reshape(-1)[order].unsqueeze(-1)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=x.device))
-    return found[back].view(tokens.shape[0], k, found.shape[-1]).sum(1).to(x.dtype).view(x.shape)
+    return found[back].view(tokens.shape[0], k, tokens.shape[1]).sum(1).to(x.dtype).view(x.shape)
 
 
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -100,8 +100,8 @@ def _lies_well(tensor: Tensor) -> bool:
 def _product_in_loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     parts, start = [], 0
     for expert, end in enumerate(ends.tolist()):
-        if end > start:
-            parts.append(rows[start:end] @ weight[expert])
+        # Also where there are no rows: a weight without any has a gradient of zeros.
+        parts.append(rows[start:end] @ weight[expert])
         start = end
     return torch.cat([*parts, rows.new_zeros(rows.shape[0] - start, weight.shape[-1])])
 

@@ -6,7 +6,6 @@ from ...activations import activation_unit, hidden_and_slopes
 from ...dropout import Dropout
 from ...hopper import Matrix, dense, fence_async_shared, gl, gluon, tma
 from ...launching import Launch
-from ...tiles import grouped_tile
 from ...tuning import EpiloguePipeline
 from .products import (
     HALF,
@@ -18,18 +17,20 @@ from .products import (
     dropped,
     make_ring,
     multiply,
+    rows_in_use,
     send,
+    tile_of,
 )
 
 
 @gluon.jit
-def _start(up_bias_ptr, gate_bias_ptr, column, N, layout: gl.constexpr, GATED: gl.constexpr):
-    """What the sums of a tile begin with: the bias of its columns."""
+def _start(up_bias_ptr, gate_bias_ptr, first, column, N, layout: gl.constexpr, GATED: gl.constexpr):
+    """What the sums of a tile begin with: the bias of its columns, of which ``N`` lie from ``first`` on."""
     acc = gl.zeros([HALF, TILE], gl.float32, layout)
     cols = gl.arange(0, TILE, gl.SliceLayout(0, layout))
     if GATED:
         # Columns of the gate are those behind the first half.
-        inside = gl.minimum(column + cols % HALF, N - 1)
+        inside = first + gl.minimum(column + cols % HALF, N - 1)
         if up_bias_ptr is not None and gate_bias_ptr is not None:
             bias = gl.load(gl.where(cols < HALF, up_bias_ptr + inside, gate_bias_ptr + inside)).to(gl.float32)
             acc += gl.expand_dims(bias, 0)
@@ -40,7 +41,7 @@ def _start(up_bias_ptr, gate_bias_ptr, column, N, layout: gl.constexpr, GATED: g
             bias = gl.load(gate_bias_ptr + inside).to(gl.float32)
             acc += gl.expand_dims(gl.where(cols < HALF, 0.0, bias), 0)
     elif up_bias_ptr is not None:
-        acc += gl.expand_dims(gl.load(up_bias_ptr + gl.minimum(column + cols, N - 1)).to(gl.float32), 0)
+        acc += gl.expand_dims(gl.load(up_bias_ptr + first + gl.minimum(column + cols, N - 1)).to(gl.float32), 0)
     return acc
 
 
@@ -65,7 +66,7 @@ def _finish(
 @gluon.jit
 def _consume(
     consumer: gl.constexpr, hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, dropout, left_ring, right_ring,
-    places, full, empty, turns, tile_rows, tile_columns, inner, N,
+    places, full, empty, turns, tile_rows, tile_columns, inner, N, experts,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
     GATED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
@@ -77,9 +78,9 @@ def _consume(
     sent = 0
     first = gl.program_id(0) + consumer * gl.num_programs(0)
     for index in range(first, tile_rows * tile_columns, 2 * gl.num_programs(0)):
-        tile_row, tile_column = grouped_tile(index, tile_rows, tile_columns, GROUP)
+        tile_row, tile_column, expert = tile_of(index, tile_rows, tile_columns, experts, GROUP)
         column = tile_column * SPAN
-        start = _start(up_bias_ptr, gate_bias_ptr, column, N, layout, GATED)
+        start = _start(up_bias_ptr, gate_bias_ptr, expert * N, column, N, layout, GATED)
         top, bottom = multiply(
             consumer, start, start, left_ring, right_ring, full, empty, turns, turn, steps, RIGHT_TRANSPOSED, STAGES
         )
@@ -107,33 +108,40 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tile_rows", "drop_limit", "keep_scale", "mask_row", "mask_column"])
+@gluon.jit(
+    do_not_specialize=[
+        "expert_count", "weight_rows", "tile_rows", "drop_limit", "keep_scale", "mask_row", "mask_column",
+    ]
+)  # fmt: skip
 def _pipelined_hidden_kernel(
-    x_desc, up_desc, w_gate_desc, hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, seed_ptr, inner, N,
-    tile_columns, tile_rows, drop_limit, keep_scale, mask_row, mask_column,
+    x_desc, up_desc, w_gate_desc, hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, seed_ptr, tile_expert_ptr,
+    starts_ptr, inner, N, tile_columns, expert_count, weight_rows, tile_rows, drop_limit, keep_scale, mask_row,
+    mask_column,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
     ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_desc.dtype
     GATED: gl.constexpr = w_gate_desc is not None
     dropout = (seed_ptr, drop_limit, keep_scale, mask_row, mask_column)
+    experts = (tile_expert_ptr, starts_ptr, expert_count, weight_rows)
+    tile_rows = rows_in_use(tile_rows, experts)
     left_ring, right_ring, full, empty, turns = make_ring(x_desc, up_desc, RIGHT_TRANSPOSED, STEP, STAGES)
     places = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, HALF], hidden_desc.layout)
     fence_async_shared()
     gl.warp_specialize([
         (_consume, (
             gl.constexpr(0), hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, dropout, left_ring, right_ring,
-            places, full, empty, turns, tile_rows, tile_columns, inner, N, RIGHT_TRANSPOSED, STEP, STAGES, PLACES,
-            GROUP, GATED, ACTIVATION, ACCURACY,
+            places, full, empty, turns, tile_rows, tile_columns, inner, N, experts, RIGHT_TRANSPOSED, STEP, STAGES,
+            PLACES, GROUP, GATED, ACTIVATION, ACCURACY,
         )),
         (_consume, (
             gl.constexpr(1), hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, dropout, left_ring, right_ring,
-            places, full, empty, turns, tile_rows, tile_columns, inner, N, RIGHT_TRANSPOSED, STEP, STAGES, PLACES,
-            GROUP, GATED, ACTIVATION, ACCURACY,
+            places, full, empty, turns, tile_rows, tile_columns, inner, N, experts, RIGHT_TRANSPOSED, STEP, STAGES,
+            PLACES, GROUP, GATED, ACTIVATION, ACCURACY,
         )),
         (copy_operands, (
             x_desc, up_desc, w_gate_desc, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
-            RIGHT_TRANSPOSED, STEP, STAGES, GROUP,
+            experts, RIGHT_TRANSPOSED, STEP, STAGES, GROUP,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
 
@@ -148,8 +156,12 @@ def prepare_hidden(
     accuracy: str,
     pipeline: EpiloguePipeline,
     dropout: Dropout,
+    experts: int = 0,
 ) -> Launch:
-    """The launch for operands of these layouts, with results of so many columns."""
+    """The launch for operands of these layouts, with results of so many columns.
+
+    With ``experts``, rows are sorted by them, and both weights are those of all, behind one another.
+    """
     tile, half = TILE.value, HALF.value
     rows = x.rows
     tile_rows, tile_columns = -(-rows // tile), -(-columns // (tile if gate is None else half))
@@ -159,7 +171,7 @@ def prepare_hidden(
     return Launch(
         _pipelined_hidden_kernel,
         min(tile_rows * tile_columns, pipeline.programs),
-        (x.columns, columns, tile_columns),
+        (x.columns, columns, tile_columns, experts, up.step),
         (tile_rows, *dropout.numbers()),
         (right_transposed, pipeline.step, pipeline.stages, pipeline.places, pipeline.group, activation, accuracy),
         geometries=(
@@ -174,10 +186,14 @@ def prepare_hidden(
 
 
 def launch_hidden(
-    prepared: Launch, matrices: tuple[torch.Tensor | None, ...], vectors: tuple[torch.Tensor | None, ...]
+    prepared: Launch,
+    matrices: tuple[torch.Tensor | None, ...],
+    vectors: tuple[torch.Tensor | None, ...],
+    sorting: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> None:
     """Fills the last three of (x, up, gate, hidden, z, z_gate), where they are given: contiguous ``[M, N]``.
 
-    ``vectors`` are the biases of up and of the gate, and the seed.
+    ``vectors`` are the biases of up and of the gate, and the seed; ``sorting`` the expert of each row of tiles, and
+    where the rows of each expert begin.
     """
-    prepared(vectors, matrices)
+    prepared((*vectors, *sorting), matrices)

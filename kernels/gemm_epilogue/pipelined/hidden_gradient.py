@@ -11,7 +11,6 @@ from ...dropout import Dropout
 from ...hopper import Matrix, copy_in, dense, fence_async_shared, gl, gluon, mbarrier, tma
 from ...launching import Launch
 from ...pipeline import init_barriers, stage_of
-from ...tiles import grouped_tile
 from ...tuning import EpiloguePipeline
 from .products import (
     HALF,
@@ -23,7 +22,9 @@ from .products import (
     dropped,
     make_ring,
     multiply,
+    rows_in_use,
     send,
+    tile_of,
 )
 
 
@@ -39,12 +40,13 @@ def _copy_quarter(desc, row, column, tiles, full, empty, consumer, position, STA
 
 @gluon.jit
 def _copy_pre_activations(
-    z_desc, gate_desc, tiles, full, empty, tile_rows, tile_columns, STAGES: gl.constexpr, GROUP: gl.constexpr
-):
+    z_desc, gate_desc, tiles, full, empty, tile_rows, tile_columns, experts,
+    STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
     PARTS: gl.constexpr = 1 if gate_desc is None else 2
     count = 0
     for index in range(gl.program_id(0), tile_rows * tile_columns, gl.num_programs(0)):
-        tile_row, tile_column = grouped_tile(index, tile_rows, tile_columns, GROUP)
+        tile_row, tile_column, _ = tile_of(index, tile_rows, tile_columns, experts, GROUP)
         consumer = count % 2
         position = count // 2 * (4 * PARTS)
         for quarter in gl.static_range(4):
@@ -94,15 +96,29 @@ def _store_sums(sums_ptr, sums, column, N):
 
 
 @gluon.jit
+def _weights_of(weights_ptr, rows):
+    if weights_ptr is None:
+        return gl.full([HALF], 1.0, gl.float32, rows.type.layout)
+    else:
+        return gl.load(weights_ptr + rows)
+
+
+@gluon.jit
 def _finish(
     consumer: gl.constexpr, d_hidden, row, column, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout,
-    tiles, tile_full, tile_empty, position, places, sent, sums,
+    tiles, tile_full, tile_empty, position, places, sent, sums, weights, weight_sums, WEIGHTED: gl.constexpr,
     Z_STAGES: gl.constexpr, PLACES: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
     ACCURACY: gl.constexpr,
 ):  # fmt: skip
-    """The results of a quarter of a tile; ``sums`` with its own added. With a gate, they are stored at once instead."""
+    """The results of a quarter of a tile; ``sums`` with its own added. With a gate, they are stored at once instead.
+
+    Where rows are ``WEIGHTED``, ``d_hidden`` is not yet, and the hidden is stored weighted; ``weight_sums`` come back
+    with what the quarter adds to the gradient of each row's weight.
+    """
     layout: gl.constexpr = d_hidden.type.layout
-    UNIT: gl.constexpr = activation_unit(ACTIVATION, ACCURACY)
+    WHOLE: gl.constexpr = activation_unit(ACTIVATION, ACCURACY)
+    # The weights of rows come in that unit.
+    UNIT: gl.constexpr = 1.0 if WEIGHTED else WHOLE
     PARTS: gl.constexpr = 2 if GATED else 1
     if dropout[0] is not None:
         kept = draw(dropout, row, column, layout)
@@ -113,15 +129,30 @@ def _finish(
     else:
         z_gate = z
     hidden, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
+    if WEIGHTED:
+        weight_sums += gl.sum(d_hidden * hidden, 1) * WHOLE
+        weights = gl.expand_dims(weights * WHOLE, 1)
+        hidden *= weights
+        d_hidden *= weights
+    if GATED:
+        dz = d_hidden * slope * UNIT
+        d_gate = through_activation(d_hidden, gate_slope, z_gate, ACTIVATION) * UNIT
+    else:
+        dz = through_activation(d_hidden, slope, z, ACTIVATION) * UNIT
+    if WEIGHTED:
+        # Padding, which has no weight, ends as zeros: 0 times an infinite weight of the layer is NaN.
+        dz = gl.where(weights != 0, dz, 0.0)
+        hidden = gl.where(weights != 0, hidden, 0.0)
+        if GATED:
+            d_gate = gl.where(weights != 0, d_gate, 0.0)
+    if GATED and sums_ptr is None:
+        # Before anything is sent: in float32, what waits for its turn takes more registers than there are.
+        dz, d_gate = dz.to(dz_desc.dtype), d_gate.to(dz_desc.dtype)
     if hidden_desc is not None:
         if dropout[0] is not None:
             hidden = dropped(hidden, kept, dropout[2])
         sent = send(consumer, hidden_desc, row, column, hidden * UNIT, places, sent, PLACES)
         _release(consumer, tile_empty, position, PARTS, Z_STAGES)
-    if GATED:
-        dz = d_hidden * slope * UNIT
-    else:
-        dz = through_activation(d_hidden, slope, z, ACTIVATION) * UNIT
     sent = send(consumer, dz_desc, row, column, dz, places, sent, PLACES)
     if not GATED and hidden_desc is None:
         _release(consumer, tile_empty, position, PARTS, Z_STAGES)
@@ -132,19 +163,19 @@ def _finish(
         else:
             sums += _own_sums(dz, M - row)
     if GATED:
-        d_gate = through_activation(d_hidden, gate_slope, z_gate, ACTIVATION) * UNIT
         sent = send(consumer, d_gate_desc, row, column, d_gate, places, sent, PLACES)
         if sums_ptr is not None:
             _store_sums(band_ptr + N, _own_sums(d_gate, M - row), column, N)
     if GATED and hidden_desc is None:
         _release(consumer, tile_empty, position, PARTS, Z_STAGES)
-    return position + PARTS, sent, sums
+    return position + PARTS, sent, sums, weight_sums
 
 
 @gluon.jit
 def _consume(
     consumer: gl.constexpr, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
-    full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M,
+    full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, experts, weights_ptr,
+    weight_sums_ptr,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr,
     PLACES: gl.constexpr, GROUP: gl.constexpr, STAYS: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
     ACCURACY: gl.constexpr,
@@ -158,11 +189,15 @@ def _consume(
     zero = _own_sums(gl.zeros([HALF, HALF], gl.float32, half_layout), HALF)
     left_sums = zero
     right_sums = zero
+    rows = gl.arange(0, HALF, gl.SliceLayout(1, half_layout))
     first = gl.program_id(0) + consumer * gl.num_programs(0)
     for index in range(first, tile_rows * tile_columns, 2 * gl.num_programs(0)):
-        tile_row, tile_column = grouped_tile(index, tile_rows, tile_columns, GROUP)
+        tile_row, tile_column, _ = tile_of(index, tile_rows, tile_columns, experts, GROUP)
         column = tile_column * TILE
         start = gl.zeros([HALF, TILE], gl.float32, layout)
+        # Before the product, which takes as long as they need to arrive.
+        top_weights = _weights_of(weights_ptr, tile_row * TILE + rows)
+        bottom_weights = _weights_of(weights_ptr, tile_row * TILE + HALF + rows)
         top, bottom = multiply(
             consumer, start, start, left_ring, right_ring, full, empty, turns, turn, steps, RIGHT_TRANSPOSED, STAGES
         )
@@ -173,16 +208,20 @@ def _consume(
             else:
                 left, right = column_halves(bottom, half_layout)
             row = tile_row * TILE + half * HALF
-            position, sent, left_sums = _finish(
+            weights = top_weights if half == 0 else bottom_weights
+            weight_sums = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, half_layout))
+            position, sent, left_sums, weight_sums = _finish(
                 consumer, left, row, column, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout,
-                tiles, tile_full, tile_empty, position, places, sent, left_sums, Z_STAGES, PLACES, GATED, ACTIVATION,
-                ACCURACY,
+                tiles, tile_full, tile_empty, position, places, sent, left_sums, weights, weight_sums,
+                weights_ptr is not None, Z_STAGES, PLACES, GATED, ACTIVATION, ACCURACY,
             )  # fmt: skip
-            position, sent, right_sums = _finish(
+            position, sent, right_sums, weight_sums = _finish(
                 consumer, right, row, column + HALF, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout,
-                tiles, tile_full, tile_empty, position, places, sent, right_sums, Z_STAGES, PLACES, GATED, ACTIVATION,
-                ACCURACY,
+                tiles, tile_full, tile_empty, position, places, sent, right_sums, weights, weight_sums,
+                weights_ptr is not None, Z_STAGES, PLACES, GATED, ACTIVATION, ACCURACY,
             )  # fmt: skip
+            if weight_sums_ptr is not None:
+                gl.store(weight_sums_ptr + tile_column.to(gl.int64) * M + row + rows, weight_sums)
         if sums_ptr is not None and not GATED and not STAYS:
             band_ptr = sums_ptr + tile_row.to(gl.int64) * N
             _store_sums(band_ptr, left_sums, column, N)
@@ -199,10 +238,15 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tile_rows", "M", "drop_limit", "keep_scale", "mask_row", "mask_column"])
+@gluon.jit(
+    do_not_specialize=[
+        "expert_count", "weight_rows", "tile_rows", "M", "drop_limit", "keep_scale", "mask_row", "mask_column",
+    ]
+)  # fmt: skip
 def _pipelined_epilogue_gradient_kernel(
-    dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, sums_ptr, seed_ptr, inner, N,
-    tile_columns, tile_rows, M, drop_limit, keep_scale, mask_row, mask_column,
+    dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, sums_ptr, seed_ptr, tile_expert_ptr,
+    starts_ptr, weights_ptr, weight_sums_ptr, inner, N, tile_columns, expert_count, weight_rows, tile_rows, M,
+    drop_limit, keep_scale, mask_row, mask_column,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr,
     PLACES: gl.constexpr, GROUP: gl.constexpr, STAYS: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
@@ -210,6 +254,8 @@ def _pipelined_epilogue_gradient_kernel(
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     GATED: gl.constexpr = gate_desc is not None
     dropout = (seed_ptr, drop_limit, keep_scale, mask_row, mask_column)
+    experts = (tile_expert_ptr, starts_ptr, expert_count, weight_rows)
+    tile_rows = rows_in_use(tile_rows, experts)
     left_ring, right_ring, full, empty, turns = make_ring(dy_desc, down_desc, RIGHT_TRANSPOSED, STEP, STAGES)
     tiles = gl.allocate_shared_memory(dtype, [2 * Z_STAGES, HALF, HALF], z_desc.layout)
     places = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, HALF], dz_desc.layout)
@@ -220,20 +266,22 @@ def _pipelined_epilogue_gradient_kernel(
     gl.warp_specialize([
         (_consume, (
             gl.constexpr(0), dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
-            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, RIGHT_TRANSPOSED,
-            STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED, ACTIVATION, ACCURACY,
+            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, experts, weights_ptr,
+            weight_sums_ptr, RIGHT_TRANSPOSED, STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED, ACTIVATION,
+            ACCURACY,
         )),
         (_consume, (
             gl.constexpr(1), dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
-            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, RIGHT_TRANSPOSED,
-            STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED, ACTIVATION, ACCURACY,
+            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, experts, weights_ptr,
+            weight_sums_ptr, RIGHT_TRANSPOSED, STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED, ACTIVATION,
+            ACCURACY,
         )),
         (copy_operands, (
             dy_desc, down_desc, None, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
-            RIGHT_TRANSPOSED, STEP, STAGES, GROUP,
+            experts, RIGHT_TRANSPOSED, STEP, STAGES, GROUP,
         )),
         (_copy_pre_activations, (
-            z_desc, gate_desc, tiles, tile_full, tile_empty, tile_rows, tile_columns, Z_STAGES, GROUP,
+            z_desc, gate_desc, tiles, tile_full, tile_empty, tile_rows, tile_columns, experts, Z_STAGES, GROUP,
         )),
     ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
@@ -250,19 +298,23 @@ def prepare_hidden_gradient(
     accuracy: str,
     pipeline: EpiloguePipeline,
     dropout: Dropout,
+    experts: int = 0,
 ) -> Launch:
-    """The launch for operands of these layouts, whose gradients have rows ``row_stride`` apart."""
+    """The launch for operands of these layouts, whose gradients have rows ``row_stride`` apart.
+
+    With ``experts``, rows are sorted by them, and have weights; w_down is those of all, behind one another.
+    """
     tile, half = TILE.value, HALF.value
     rows, columns = z.rows, z.columns
     tile_rows, tile_columns = -(-rows // tile), -(-columns // tile)
-    stays = pipeline.stays and bias and z_gate is None and tile_rows > 1
+    stays = pipeline.stays and bias and z_gate is None and tile_rows > 1 and not experts
     programs = pipeline.programs_for_columns(tile_columns) if stays else pipeline.programs
     assert programs > 0, "planned for fewer columns of tiles"
     out = dense(rows, columns, half, half, row_stride)
     return Launch(
         _pipelined_epilogue_gradient_kernel,
         min(tile_rows * tile_columns, programs),
-        (dy.columns, columns, tile_columns),
+        (dy.columns, columns, tile_columns, experts, down.step),
         (tile_rows, rows, *dropout.numbers()),
         (
             down.transposed, pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places,
@@ -281,10 +333,15 @@ def prepare_hidden_gradient(
 
 
 def launch_hidden_gradient(
-    prepared: Launch, matrices: tuple[torch.Tensor | None, ...], vectors: tuple[torch.Tensor | None, ...]
+    prepared: Launch,
+    matrices: tuple[torch.Tensor | None, ...],
+    vectors: tuple[torch.Tensor | None, ...],
+    sorting: tuple[torch.Tensor | None, ...] = (None, None, None, None),
 ) -> None:
     """Fills the last three of (dy, down, z, z_gate, dz, d_gate, hidden), ``[M, N]``, where they are given.
 
-    ``vectors`` are the sums, ``[bands, parts × N]``, and the seed.
+    ``vectors`` are the sums, ``[bands, parts × N]``, and the seed; ``sorting`` the expert of each row of tiles, where
+    the rows of each expert begin, the weights ``[M]`` of the rows in float32, and the sums for their gradients, one
+    for each column of tiles, ``[columns of tiles, M]``.
     """
-    prepared(vectors, matrices)
+    prepared((*vectors, *sorting), matrices)
