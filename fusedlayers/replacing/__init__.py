@@ -59,6 +59,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 _Changes = list[tuple[nn.Module, type[ReplacedModule]]]
+_ALREADY = "already fused"
 
 
 def replace(
@@ -125,7 +126,10 @@ def replace(
             name = rule.class_path.rpartition(".")[2]
             skipped.append(Entry("(rules)", name, None, "no module is exactly of this class"))
     report = Report(tuple(replaced), tuple(skipped), dry_run)
-    if not changes and not any(issubclass(kind, (ReplacedModule, FusedFFN, SplitKLinear)) for kind in classes):
+    fused_before = any(issubclass(kind, (ReplacedModule, FusedFFN, SplitKLinear)) for kind in classes)
+    # Experts may be so by name, in modules of their own class.
+    fused_before = fused_before or any(entry.reason == _ALREADY for entry in skipped)
+    if not changes and not fused_before:
         if strict:
             raise ValueError(f"model: nothing in it can be replaced\n{report}")
         warnings.warn(f"nothing was replaced\n{report}", stacklevel=2)
@@ -242,7 +246,7 @@ def _replace_experts(
             continue
         kind = type(module)
         if isinstance(module, FusedExperts) or implementation(module) == IMPLEMENTATION:
-            skipped.append(Entry(path, kind.__name__, None, "already fused"))
+            skipped.append(Entry(path, kind.__name__, None, _ALREADY))
             continue
         found: ExpertsFFN | str | None = why_class_stays(module)
         if found is None:
@@ -274,7 +278,7 @@ def _replace_linears(
             continue
         idle = [other for other in idle if other is not rule]
         name = type(module).__name__
-        reason = "already fused" if isinstance(module, SplitKLinear) else why_not_plain(module)
+        reason = _ALREADY if isinstance(module, SplitKLinear) else why_not_plain(module)
         if module in parts:
             reason = "is part of a fused FFN"
         if reason is not None:
@@ -294,7 +298,7 @@ def _replace_heads(model: nn.Module, replaced: list[Entry], skipped: list[Entry]
     for path, module in model.named_modules():
         kind = type(module)
         if isinstance(module, FusedLossHead):
-            skipped.append(Entry(path, kind.__name__, None, "already fused"))
+            skipped.append(Entry(path, kind.__name__, None, _ALREADY))
         if isinstance(module, ReplacedModule) or module in changing or (name := find_head(module)) is None:
             continue
         reason = why_model_stays(module) or why_head_left(module, name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,13 @@ def implementation(module: nn.Module) -> str | None:
     """Which implementation of the experts the module's configuration asks for."""
     name: str | None = getattr(getattr(module, "config", None), "_experts_implementation", None)
     return name
+
+
+def run_eagerly(model: nn.Module) -> None:
+    """Let all experts in ``model`` run what their author wrote: transformers' own implementations know no float64."""
+    for module in model.modules():
+        if is_experts(module) and implementation(module) is not None:
+            cast(Any, module).config._experts_implementation = "eager"
 
 
 def find_experts(module: nn.Module) -> ExpertsFFN | str:

@@ -159,6 +159,15 @@ def test_recomputing_reaches_the_experts() -> None:
     assert_all_close(results(model, inputs), expected, truth(build("Mixtral"), inputs))
 
 
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "fusedlayers"])
+def test_verify_of_a_whole_model(implementation: str) -> None:
+    model = build("Qwen3-MoE", experts_implementation=implementation)
+    replaced(model)
+    found = fl.verify(model, text()["input_ids"])
+    assert found.ok
+    assert model.config._experts_implementation == implementation
+
+
 def test_explain_and_verify() -> None:
     module = experts(build("gpt-oss"))[0]
     replaced(module)
