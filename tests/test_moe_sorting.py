@@ -66,7 +66,7 @@ def test_numbers_far_from_any_expert() -> None:
 
 def test_many_slots_are_counted_by_kernels_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of slots whose counts are added up by expert, more of them than a program takes at once."""
-    monkeypatch.setattr(sorting, "_TABLE", 128)
+    monkeypatch.setattr(sorting, "_SLOTS", 16)
     monkeypatch.setattr(sorting, "_CHUNKS_AT_ONCE", 16)
     for slots in (16 * 16, 16 * 16 + 1, 700):
         assert_sorted(torch.randint(-1, 6, (slots,), device=DEVICE), 5, 16)

@@ -13,8 +13,7 @@ from ..device import tl, triton
 from ..launching import Launch, ceil_div
 from ..tuning.grouped_gemm import padded_rows
 
-# Elements of the table of slots by experts that a program counts in.
-_TABLE = 8192
+_SLOTS = 128  # of a chunk, which a program counts or places
 # Up to so many chunks of slots every program counts all of them itself: one launch instead of three.
 _COUNTED_AGAIN = 16
 _CHUNKS_AT_ONCE = 256
@@ -61,32 +60,31 @@ def rows_of(packed: torch.Tensor, slots: int, experts: int, block: int, k: int) 
 
 @triton.jit
 def _chunk(index_ptr, chunk, slots, E, SLOTS: tl.constexpr, EXPERTS: tl.constexpr):
-    """(slots of a chunk, whether each names the expert of a column): the table that all counts are sums of."""
+    """(slots of a chunk, their experts or -1, how many slots each expert has there)."""
     slot = chunk * SLOTS + tl.arange(0, SLOTS)
     expert = tl.load(index_ptr + slot, mask=slot < slots, other=-1)
     known = (expert >= 0) & (expert < E)
-    expert = tl.where(known, expert, -1).to(tl.int32)
-    return slot, expert, (expert[:, None] == tl.arange(0, EXPERTS)[None, :]).to(tl.int32)
+    expert = tl.where(known, expert, 0).to(tl.int32)
+    return slot, tl.where(known, expert, -1), tl.histogram(expert, EXPERTS, mask=known)
 
 
-@triton.jit(do_not_specialize=["slots", "chunks"])
-def _count_kernel(index_ptr, counts_ptr, E, slots, chunks, SLOTS: tl.constexpr, EXPERTS: tl.constexpr):
-    chunk = tl.program_id(0)
-    _, _, table = _chunk(index_ptr, chunk, slots, E, SLOTS, EXPERTS)
+@triton.jit(do_not_specialize=["slots"])
+def _count_kernel(index_ptr, counts_ptr, E, slots, SLOTS: tl.constexpr, EXPERTS: tl.constexpr):
+    _, _, counts = _chunk(index_ptr, tl.program_id(0), slots, E, SLOTS, EXPERTS)
     experts = tl.arange(0, EXPERTS)
-    tl.store(counts_ptr + experts.to(tl.int64) * chunks + chunk, tl.sum(table, 0), mask=experts < E)
+    tl.store(counts_ptr + tl.program_id(0).to(tl.int64) * E + experts, counts, mask=experts < E)
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def _scan_kernel(counts_ptr, totals_ptr, chunks, BLOCK: tl.constexpr):
+def _scan_kernel(counts_ptr, totals_ptr, E, chunks, BLOCK: tl.constexpr):
     """Puts in the place of each count of an expert the sum of those before it, and stores the sum of all."""
     expert = tl.program_id(0)
-    row_ptr = counts_ptr + expert.to(tl.int64) * chunks
     total = tl.zeros([], tl.int32)
     for first in range(0, chunks, BLOCK):
         chunk = first + tl.arange(0, BLOCK)
-        counts = tl.load(row_ptr + chunk, mask=chunk < chunks, other=0)
-        tl.store(row_ptr + chunk, total + tl.cumsum(counts, 0) - counts, mask=chunk < chunks)
+        place = counts_ptr + expert + chunk.to(tl.int64) * E
+        counts = tl.load(place, mask=chunk < chunks, other=0)
+        tl.store(place, total + tl.cumsum(counts, 0) - counts, mask=chunk < chunks)
         total += tl.sum(counts, 0)
     tl.store(totals_ptr + expert, total)
 
@@ -102,22 +100,23 @@ def _place_kernel(
     inside = experts < E
     if totals_ptr is not None:
         totals = tl.load(totals_ptr + experts, mask=inside, other=0)
-        at = experts.to(tl.int64) * chunks + tl.minimum(program, chunks - 1)
-        before = tl.load(counts_ptr + at, mask=inside, other=0)
+        row_ptr = counts_ptr + tl.minimum(program, chunks - 1).to(tl.int64) * E
+        before = tl.load(row_ptr + experts, mask=inside, other=0)
     else:
         totals = tl.zeros([EXPERTS], tl.int32)
         before = tl.zeros([EXPERTS], tl.int32)
         for chunk in range(chunks):
-            _, _, table = _chunk(index_ptr, chunk, slots, E, SLOTS, EXPERTS)
-            counts = tl.sum(table, 0)
+            _, _, counts = _chunk(index_ptr, chunk, slots, E, SLOTS, EXPERTS)
             totals += counts
             before += tl.where(chunk < program, counts, 0)
     padded = (totals + (BLOCK - 1)) // BLOCK * BLOCK
     ends = tl.cumsum(padded, 0)
     starts = ends - padded
     if program < chunks:
-        slot, expert, table = _chunk(index_ptr, program, slots, E, SLOTS, EXPERTS)
-        row = tl.sum(table * (tl.cumsum(table, 0) - 1 + (starts + before)[None, :]), 1)
+        slot, expert, _ = _chunk(index_ptr, program, slots, E, SLOTS, EXPERTS)
+        place = tl.arange(0, SLOTS)
+        earlier = (expert[:, None] == expert[None, :]) & (place[:, None] > place[None, :])
+        row = tl.gather(starts + before, tl.maximum(expert, 0), 0) + tl.sum(earlier.to(tl.int32), 1)
         tl.store(slots_ptr + row, slot, mask=expert >= 0)
         tl.store(rows_ptr + slot, tl.where(expert >= 0, row, -1), mask=slot < slots)
     else:
@@ -142,11 +141,10 @@ def sort(
     """
     slots = index.shape[0]
     width = 1 << max(experts - 1, 1).bit_length()
-    chunk = max(_TABLE // width, 16)
-    chunks = ceil_div(slots, chunk)
+    chunks = ceil_div(slots, _SLOTS)
     launches = None if ready is None else ready.get("sort")
     if launches is None:
-        launches = _prepare(slots, experts, block, chunk, chunks, width)
+        launches = _prepare(slots, experts, block, chunks, width)
         if ready is not None:
             ready["sort"] = launches
     count, scan, place = launches
@@ -161,12 +159,10 @@ def sort(
     return packed, rows
 
 
-def _prepare(
-    slots: int, experts: int, block: int, chunk: int, chunks: int, width: int
-) -> tuple[Launch, Launch, Launch]:
+def _prepare(slots: int, experts: int, block: int, chunks: int, width: int) -> tuple[Launch, Launch, Launch]:
     tiles = padded_rows(slots, experts, block) // block
     return (
-        Launch(_count_kernel, chunks, (experts,), (slots, chunks), (chunk, width)),
-        Launch(_scan_kernel, experts, (), (chunks,), (_CHUNKS_AT_ONCE,)),
-        Launch(_place_kernel, chunks + tiles, (experts,), (slots, chunks), (chunk, width, block)),
+        Launch(_count_kernel, chunks, (experts,), (slots,), (_SLOTS, width)),
+        Launch(_scan_kernel, experts, (experts,), (chunks,), (_CHUNKS_AT_ONCE,)),
+        Launch(_place_kernel, chunks + tiles, (experts,), (slots, chunks), (_SLOTS, width, block)),
     )
