@@ -57,8 +57,9 @@ class ExpertParallel(ParallelStyle):
         distribute(holder, dict(placements), device_mesh, self.src_data_rank)
         if not mixture and getattr(module, "num_experts", None) == experts:
             # What its own forward counts.
-            module.num_experts = experts // device_mesh.size()
-        module.__class__ = ExpertParallelMoE if mixture else _class_for(type(module))
+            cast(Any, module).num_experts = experts // device_mesh.size()
+        # Classes are hashable, whatever their instances are.
+        module.__class__ = ExpertParallelMoE if mixture else _class_for(type(module))  # type: ignore[arg-type]
         return module
 
     def __repr__(self) -> str:
@@ -88,7 +89,7 @@ class ExpertParallelMoE(_InParts, FusedMoE):
 
     def forward(self, x: Tensor) -> Tensor:
         """The mixture of x ``[*B, M, K]``, the tokens of this process."""
-        options = {"activation": self.activation, "recompute": self.recompute}
+        options: dict[str, Any] = {"activation": self.activation, "recompute": self.recompute}
 
         def run(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
             return functional.moe_ffn(rows, index, weights, **self.experts.arguments(), **options)
@@ -156,7 +157,7 @@ def _sizes(needed: Tensor, mesh: DeviceMesh) -> tuple[list[int], list[int], Tens
 @contextmanager
 def _local_parameters(holder: nn.Module) -> Iterator[list[Tensor]]:
     """Let the module read the parts of this process in the place of its parameters."""
-    whole = dict(holder._parameters)
+    whole: dict[str, Any] = dict(holder._parameters)
     local = {name: local_part(each) for name, each in whole.items() if isinstance(each, DTensor)}
     holder._parameters.update(cast(Any, local))
     try:
@@ -182,6 +183,6 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(rows, received, sent, group)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return _exchanged(gradient, *ctx.way_back), None, None, None

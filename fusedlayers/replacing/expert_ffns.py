@@ -53,7 +53,7 @@ class ExpertsFFN(NamedTuple):
     activation: str | None
     options: tuple[tuple[str, Any], ...]
 
-    def tensors(self, module: nn.Module) -> dict[str, Tensor]:
+    def tensors(self, module: nn.Module) -> dict[str, Any]:
         """The parameters as arguments of ``functional.moe_ffn``."""
         return {argument: getattr(module, name) for argument, name in self.names}
 
@@ -196,7 +196,8 @@ class _Trial:
     def oracle(self, copied: nn.Module, inputs: tuple[Tensor, Tensor, Tensor], formula: dict[str, Any]) -> Tensor:
         # A model may have hundreds of experts; the tokens go to the first ones.
         given = {argument: getattr(copied, name)[: self.experts] for argument, name in self.names}
-        return reference.moe_ffn(*inputs, **given, **formula)
+        x, index, weights = inputs
+        return reference.moe_ffn(x, index, weights, **given, **formula)
 
 
 def _proven(module: nn.Module, names: tuple[tuple[str, str], ...]) -> ExpertsFFN:
