@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import activations
+from ..activations import limited_hidden_and_slopes as hidden_and_slopes
 from ..device import tl, triton
 from ..launching import Launch
 from ..tiles import add_product, load_tile
+
+__all__ = ["Arithmetic", "add_rows_times_weight", "hidden_and_slopes", "prepared"]
 
 
 class Arithmetic(NamedTuple):
@@ -55,21 +57,6 @@ def prepared(ready: dict[Any, Any] | None, name: object, make: Callable[[], Laun
         if ready is not None:
             ready[name] = found
     return found
-
-
-@triton.jit
-def hidden_and_slopes(
-    z, g, limit, offset, GATED: tl.constexpr, CLAMPED: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr
-):  # fmt: skip
-    """(H, ∂H/∂Z, ∂H/∂G) from the pre-activations; without a gate the last two are the same slope."""
-    if GATED and CLAMPED:
-        # Comparisons instead of minima: these drop NaN in compiled code.
-        up = tl.where(z > limit, limit, tl.where(z < -limit, -limit, z)) + offset
-        value, slope = activations.activate(tl.where(g > limit, limit, g), ACTIVATION, ACCURACY)
-        free = (z >= -limit) & (z <= limit)
-        return value * up, tl.where(free, value, 0.0), tl.where(g <= limit, up * slope, 0.0)
-    else:
-        return activations.hidden_and_slopes(z, g, GATED, ACTIVATION, ACCURACY)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 import torch
 
-from ...activations import activation_unit, hidden_and_slopes
+from ...activations import activation_unit, limited_hidden_and_slopes
 from ...dropout import Dropout
 from ...hopper import Matrix, dense, fence_async_shared, gl, gluon, tma
 from ...launching import Launch
@@ -47,8 +47,8 @@ def _start(up_bias_ptr, gate_bias_ptr, first, column, N, layout: gl.constexpr, G
 
 @gluon.jit
 def _finish(
-    consumer: gl.constexpr, z, z_gate, row, column, hidden_desc, z_desc, gate_desc, dropout, places, sent,
-    PLACES: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+    consumer: gl.constexpr, z, z_gate, row, column, hidden_desc, z_desc, gate_desc, dropout, limits, places, sent,
+    PLACES: gl.constexpr, GATED: gl.constexpr, LIMITED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     UNIT: gl.constexpr = activation_unit(ACTIVATION, ACCURACY)
     layout: gl.constexpr = z.type.layout
@@ -56,7 +56,8 @@ def _finish(
         sent = send(consumer, z_desc, row, column, z, places, sent, PLACES)
         if GATED:
             sent = send(consumer, gate_desc, row, column, z_gate, places, sent, PLACES)
-    hidden, _, _ = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
+    limit, offset = limits
+    hidden, _, _ = limited_hidden_and_slopes(z, z_gate, limit, offset, GATED, LIMITED, ACTIVATION, ACCURACY)
     if dropout[0] is not None:
         kept = draw(dropout, row, column, layout)
         hidden = dropped(hidden, kept, dropout[2])
@@ -66,9 +67,9 @@ def _finish(
 @gluon.jit
 def _consume(
     consumer: gl.constexpr, hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, dropout, left_ring, right_ring,
-    places, full, empty, turns, tile_rows, tile_columns, inner, N, experts,
+    places, full, empty, turns, tile_rows, tile_columns, inner, N, experts, limits,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
-    GATED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+    GATED: gl.constexpr, LIMITED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -93,17 +94,17 @@ def _consume(
             row = tile_row * TILE + half * HALF
             if GATED:
                 sent = _finish(
-                    consumer, left, right, row, column, hidden_desc, z_desc, gate_desc, dropout, places, sent,
-                    PLACES, GATED, ACTIVATION, ACCURACY,
+                    consumer, left, right, row, column, hidden_desc, z_desc, gate_desc, dropout, limits, places, sent,
+                    PLACES, GATED, LIMITED, ACTIVATION, ACCURACY,
                 )  # fmt: skip
             else:
                 sent = _finish(
-                    consumer, left, left, row, column, hidden_desc, z_desc, gate_desc, dropout, places, sent,
-                    PLACES, GATED, ACTIVATION, ACCURACY,
+                    consumer, left, left, row, column, hidden_desc, z_desc, gate_desc, dropout, limits, places, sent,
+                    PLACES, GATED, LIMITED, ACTIVATION, ACCURACY,
                 )  # fmt: skip
                 sent = _finish(
-                    consumer, right, right, row, column + HALF, hidden_desc, z_desc, gate_desc, dropout, places, sent,
-                    PLACES, GATED, ACTIVATION, ACCURACY,
+                    consumer, right, right, row, column + HALF, hidden_desc, z_desc, gate_desc, dropout, limits, places,
+                    sent, PLACES, GATED, LIMITED, ACTIVATION, ACCURACY,
                 )  # fmt: skip
     tma.store_wait(0)
 
@@ -111,33 +112,35 @@ def _consume(
 @gluon.jit(
     do_not_specialize=[
         "expert_count", "weight_rows", "tile_rows", "drop_limit", "keep_scale", "mask_row", "mask_column",
+        "limit", "offset",
     ]
 )  # fmt: skip
 def _pipelined_hidden_kernel(
     x_desc, up_desc, w_gate_desc, hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, seed_ptr, tile_expert_ptr,
     starts_ptr, inner, N, tile_columns, expert_count, weight_rows, tile_rows, drop_limit, keep_scale, mask_row,
-    mask_column,
+    mask_column, limit, offset,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
-    ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+    LIMITED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_desc.dtype
     GATED: gl.constexpr = w_gate_desc is not None
     dropout = (seed_ptr, drop_limit, keep_scale, mask_row, mask_column)
     experts = (tile_expert_ptr, starts_ptr, expert_count, weight_rows)
     tile_rows = rows_in_use(tile_rows, experts)
+    limits = (limit, offset)
     left_ring, right_ring, full, empty, turns = make_ring(x_desc, up_desc, RIGHT_TRANSPOSED, STEP, STAGES)
     places = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, HALF], hidden_desc.layout)
     fence_async_shared()
     gl.warp_specialize([
         (_consume, (
             gl.constexpr(0), hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, dropout, left_ring, right_ring,
-            places, full, empty, turns, tile_rows, tile_columns, inner, N, experts, RIGHT_TRANSPOSED, STEP, STAGES,
-            PLACES, GROUP, GATED, ACTIVATION, ACCURACY,
+            places, full, empty, turns, tile_rows, tile_columns, inner, N, experts, limits, RIGHT_TRANSPOSED, STEP,
+            STAGES, PLACES, GROUP, GATED, LIMITED, ACTIVATION, ACCURACY,
         )),
         (_consume, (
             gl.constexpr(1), hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, dropout, left_ring, right_ring,
-            places, full, empty, turns, tile_rows, tile_columns, inner, N, experts, RIGHT_TRANSPOSED, STEP, STAGES,
-            PLACES, GROUP, GATED, ACTIVATION, ACCURACY,
+            places, full, empty, turns, tile_rows, tile_columns, inner, N, experts, limits, RIGHT_TRANSPOSED, STEP,
+            STAGES, PLACES, GROUP, GATED, LIMITED, ACTIVATION, ACCURACY,
         )),
         (copy_operands, (
             x_desc, up_desc, w_gate_desc, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
@@ -157,10 +160,12 @@ def prepare_hidden(
     pipeline: EpiloguePipeline,
     dropout: Dropout,
     experts: int = 0,
+    limits: tuple[float, float] | None = None,
 ) -> Launch:
     """The launch for operands of these layouts, with results of so many columns.
 
-    With ``experts``, rows are sorted by them, and both weights are those of all, behind one another.
+    With ``experts``, rows are sorted by them, and both weights are those of all, behind one another. ``limits``
+    are those of :func:`limited_hidden_and_slopes`.
     """
     tile, half = TILE.value, HALF.value
     rows = x.rows
@@ -172,8 +177,11 @@ def prepare_hidden(
         _pipelined_hidden_kernel,
         min(tile_rows * tile_columns, pipeline.programs),
         (x.columns, columns, tile_columns, experts, up.step),
-        (tile_rows, *dropout.numbers()),
-        (right_transposed, pipeline.step, pipeline.stages, pipeline.places, pipeline.group, activation, accuracy),
+        (tile_rows, *dropout.numbers(), *(limits or (0.0, 0.0))),
+        (
+            right_transposed, pipeline.step, pipeline.stages, pipeline.places, pipeline.group, limits is not None,
+            activation, accuracy,
+        ),
         geometries=(
             x.geometry(half, pipeline.step),
             up.geometry(units, pipeline.step),
@@ -182,7 +190,7 @@ def prepare_hidden(
             out if keep else None,
             out if keep and gate is not None else None,
         ),
-    )
+    )  # fmt: skip
 
 
 def launch_hidden(

@@ -6,7 +6,7 @@ adds up what it has of a column; threads are asked for theirs only where the sum
 
 import torch
 
-from ...activations import activation_unit, hidden_and_slopes, through_activation
+from ...activations import activation_unit, limited_hidden_and_slopes, through_activation
 from ...dropout import Dropout
 from ...hopper import Matrix, copy_in, dense, fence_async_shared, gl, gluon, mbarrier, tma
 from ...launching import Launch
@@ -105,10 +105,10 @@ def _weights_of(weights_ptr, rows):
 
 @gluon.jit
 def _finish(
-    consumer: gl.constexpr, d_hidden, row, column, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout,
+    consumer: gl.constexpr, d_hidden, row, column, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, limits,
     tiles, tile_full, tile_empty, position, places, sent, sums, weights, weight_sums, WEIGHTED: gl.constexpr,
-    Z_STAGES: gl.constexpr, PLACES: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
-    ACCURACY: gl.constexpr,
+    Z_STAGES: gl.constexpr, PLACES: gl.constexpr, GATED: gl.constexpr, LIMITED: gl.constexpr,
+    ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     """The results of a quarter of a tile; ``sums`` with its own added. With a gate, they are stored at once instead.
 
@@ -128,7 +128,10 @@ def _finish(
         z_gate = _take(consumer, tiles, tile_full, position + 1, Z_STAGES, layout)
     else:
         z_gate = z
-    hidden, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
+    limit, offset = limits
+    hidden, slope, gate_slope = limited_hidden_and_slopes(
+        z, z_gate, limit, offset, GATED, LIMITED, ACTIVATION, ACCURACY
+    )
     if WEIGHTED:
         weight_sums += gl.sum(d_hidden * hidden, 1) * WHOLE
         weights = gl.expand_dims(weights * WHOLE, 1)
@@ -175,10 +178,10 @@ def _finish(
 def _consume(
     consumer: gl.constexpr, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
     full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, experts, weights_ptr,
-    weight_sums_ptr,
+    weight_sums_ptr, limits,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr,
-    PLACES: gl.constexpr, GROUP: gl.constexpr, STAYS: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
-    ACCURACY: gl.constexpr,
+    PLACES: gl.constexpr, GROUP: gl.constexpr, STAYS: gl.constexpr, GATED: gl.constexpr, LIMITED: gl.constexpr,
+    ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -212,13 +215,13 @@ def _consume(
             weight_sums = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, half_layout))
             position, sent, left_sums, weight_sums = _finish(
                 consumer, left, row, column, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout,
-                tiles, tile_full, tile_empty, position, places, sent, left_sums, weights, weight_sums,
-                weights_ptr is not None, Z_STAGES, PLACES, GATED, ACTIVATION, ACCURACY,
+                limits, tiles, tile_full, tile_empty, position, places, sent, left_sums, weights, weight_sums,
+                weights_ptr is not None, Z_STAGES, PLACES, GATED, LIMITED, ACTIVATION, ACCURACY,
             )  # fmt: skip
             position, sent, right_sums, weight_sums = _finish(
                 consumer, right, row, column + HALF, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout,
-                tiles, tile_full, tile_empty, position, places, sent, right_sums, weights, weight_sums,
-                weights_ptr is not None, Z_STAGES, PLACES, GATED, ACTIVATION, ACCURACY,
+                limits, tiles, tile_full, tile_empty, position, places, sent, right_sums, weights, weight_sums,
+                weights_ptr is not None, Z_STAGES, PLACES, GATED, LIMITED, ACTIVATION, ACCURACY,
             )  # fmt: skip
             if weight_sums_ptr is not None:
                 gl.store(weight_sums_ptr + tile_column.to(gl.int64) * M + row + rows, weight_sums)
@@ -241,14 +244,16 @@ def _consume(
 @gluon.jit(
     do_not_specialize=[
         "expert_count", "weight_rows", "tile_rows", "M", "drop_limit", "keep_scale", "mask_row", "mask_column",
+        "limit", "offset",
     ]
 )  # fmt: skip
 def _pipelined_epilogue_gradient_kernel(
     dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, sums_ptr, seed_ptr, tile_expert_ptr,
     starts_ptr, weights_ptr, weight_sums_ptr, inner, N, tile_columns, expert_count, weight_rows, tile_rows, M,
-    drop_limit, keep_scale, mask_row, mask_column,
+    drop_limit, keep_scale, mask_row, mask_column, limit, offset,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr,
-    PLACES: gl.constexpr, GROUP: gl.constexpr, STAYS: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+    PLACES: gl.constexpr, GROUP: gl.constexpr, STAYS: gl.constexpr, LIMITED: gl.constexpr, ACTIVATION: gl.constexpr,
+    ACCURACY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = dy_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -256,6 +261,7 @@ def _pipelined_epilogue_gradient_kernel(
     dropout = (seed_ptr, drop_limit, keep_scale, mask_row, mask_column)
     experts = (tile_expert_ptr, starts_ptr, expert_count, weight_rows)
     tile_rows = rows_in_use(tile_rows, experts)
+    limits = (limit, offset)
     left_ring, right_ring, full, empty, turns = make_ring(dy_desc, down_desc, RIGHT_TRANSPOSED, STEP, STAGES)
     tiles = gl.allocate_shared_memory(dtype, [2 * Z_STAGES, HALF, HALF], z_desc.layout)
     places = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, HALF], dz_desc.layout)
@@ -267,14 +273,14 @@ def _pipelined_epilogue_gradient_kernel(
         (_consume, (
             gl.constexpr(0), dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
             full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, experts, weights_ptr,
-            weight_sums_ptr, RIGHT_TRANSPOSED, STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED, ACTIVATION,
-            ACCURACY,
+            weight_sums_ptr, limits, RIGHT_TRANSPOSED, STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED, LIMITED,
+            ACTIVATION, ACCURACY,
         )),
         (_consume, (
             gl.constexpr(1), dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
             full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, experts, weights_ptr,
-            weight_sums_ptr, RIGHT_TRANSPOSED, STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED, ACTIVATION,
-            ACCURACY,
+            weight_sums_ptr, limits, RIGHT_TRANSPOSED, STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED, LIMITED,
+            ACTIVATION, ACCURACY,
         )),
         (copy_operands, (
             dy_desc, down_desc, None, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
@@ -299,10 +305,12 @@ def prepare_hidden_gradient(
     pipeline: EpiloguePipeline,
     dropout: Dropout,
     experts: int = 0,
+    limits: tuple[float, float] | None = None,
 ) -> Launch:
     """The launch for operands of these layouts, whose gradients have rows ``row_stride`` apart.
 
     With ``experts``, rows are sorted by them, and have weights; w_down is those of all, behind one another.
+    ``limits`` are those of :func:`limited_hidden_and_slopes`.
     """
     tile, half = TILE.value, HALF.value
     rows, columns = z.rows, z.columns
@@ -315,10 +323,10 @@ def prepare_hidden_gradient(
         _pipelined_epilogue_gradient_kernel,
         min(tile_rows * tile_columns, programs),
         (dy.columns, columns, tile_columns, experts, down.step),
-        (tile_rows, rows, *dropout.numbers()),
+        (tile_rows, rows, *dropout.numbers(), *(limits or (0.0, 0.0))),
         (
             down.transposed, pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places,
-            1 if stays else pipeline.group, stays, activation, accuracy,
+            1 if stays else pipeline.group, stays, limits is not None, activation, accuracy,
         ),
         geometries=(
             dy.geometry(half, pipeline.step),

@@ -48,6 +48,10 @@ def _storable(columns: int, dtype: torch.dtype) -> bool:
     return columns * dtype.itemsize % ALIGNMENT == 0
 
 
+def _limits(arithmetic: Arithmetic) -> tuple[float, float] | None:
+    return arithmetic.numbers if arithmetic.clamped else None
+
+
 def hidden(
     x: torch.Tensor,
     w_up: torch.Tensor,
@@ -68,12 +72,13 @@ def hidden(
         left, weights = untransposed(x), _weights([w_up] if w_gate is None else [w_up, w_gate], config.step)
         if left is None or weights is None or not _storable(units, x.dtype):
             return None
-        if rows.block != TILE.value or arithmetic.clamped:
+        if rows.block != TILE.value:
             return None
         gate = None if w_gate is None else weights[1]
         return prepare_hidden(
-            left, weights[0], gate, units, keep, arithmetic.activation, arithmetic.accuracy, config, NO_DROPOUT, experts
-        )
+            left, weights[0], gate, units, keep, arithmetic.activation, arithmetic.accuracy, config, NO_DROPOUT,
+            experts, _limits(arithmetic),
+        )  # fmt: skip
 
     launch = _kept(ready, ("pipelined hidden", keep), prepare)
     if launch is None:
@@ -129,12 +134,13 @@ def hidden_gradient(
     want_weights: bool,
     arithmetic: Arithmetic,
     *,
+    in_place: bool,
     config: GroupedPipeline,
     ready: dict[Any, Any] | None = None,
 ) -> HiddenGradients | None:
     """From sorted rows dy ``[P, K]``, w_down ``[E, K, N]``, z and g ``[P, N]``, and the weights ``[P]`` of the rows.
 
-    These are float32, and 0 in padding, whose results are 0 then.
+    These are float32, and 0 in padding, whose results are 0 then. ``in_place`` dz and dg replace z and g.
     """
     experts, _, units = w_down.shape
 
@@ -145,18 +151,17 @@ def hidden_gradient(
             return None
         if _weights([w_down.transpose(1, 2)], config.step) is None or not _storable(units, dy.dtype):
             return None
-        if rows.block != TILE.value or arithmetic.clamped:
+        if rows.block != TILE.value:
             return None
         return prepare_hidden_gradient(
             left, down, first, gate, units, keep_hidden, False, arithmetic.activation, arithmetic.accuracy, config,
-            NO_DROPOUT, experts,
+            NO_DROPOUT, experts, _limits(arithmetic),
         )  # fmt: skip
 
     launch = _kept(ready, ("pipelined hidden gradient", keep_hidden, want_weights), prepare)
     if launch is None:
         return None
-    dz = dy.new_empty(rows.capacity, units)
-    dg = None if g is None else torch.empty_like(dz)
+    dz, dg = (z, g) if in_place else (torch.empty_like(z), None if g is None else torch.empty_like(g))
     weighted = torch.empty_like(dz) if keep_hidden else None
     partials = row_weights.new_empty(ceil_div(units, TILE.value), rows.capacity) if want_weights else None
     sorting = rows.tile_expert, rows.starts, row_weights, partials
