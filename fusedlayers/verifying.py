@@ -25,6 +25,7 @@ from .functional.operation import OPERATIONS, Operation, operation_of
 from .functional.switches import switched
 from .modules import FusedFFN
 from .replacing import restore
+from .replacing.expert_ffns import run_eagerly
 from .replacing.uncomputed import computed
 
 _TORCH_ALONE = {"FUSEDLAYERS_BACKEND": "torch", "FUSEDLAYERS_STRICT": "0"}
@@ -120,7 +121,9 @@ def verify(target: nn.Module | Callable[..., Any], /, *inputs: Any, **options: A
                 for layer in twin.modules():
                     if isinstance(layer, FusedFFN):
                         layer.recompute = "auto"  # in one piece, not in chunks
-            return twin.double() if double else twin, twin
+            if double:
+                run_eagerly(twin.double())
+            return twin, twin
 
     elif (operation := operation_of(target)) is not None:
         name, signature = operation.name, inspect.signature(target)

@@ -220,6 +220,19 @@ def test_the_same_bits_every_time() -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("layout", ["separate", "interleaved"])
+def test_a_graph_that_is_kept_gives_the_same_again(layout: str) -> None:
+    """The last backward pass alone overwrites what was kept."""
+    tensors = moe_inputs(19, 24, 20, 3, 2, layout=layout)
+    leaves = {n: t.requires_grad_() for n, t in tensors.items() if t is not None and t.is_floating_point()}
+    with on_path("epilogue"):
+        y = functional.moe_ffn(**(tensors | leaves), **how(layout=layout))
+        dy = torch.randn_like(y)
+        found = [torch.autograd.grad(y, list(leaves.values()), dy, retain_graph=keep) for keep in (True, True, False)]
+    assert all(torch.equal(first, other) for again in found[1:] for first, other in zip(found[0], again, strict=True))
+
+
+@needs_kernels
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_is_kept(recompute: bool) -> None:
     """The input, the routing, and unless it is recomputed each pre-activation once."""

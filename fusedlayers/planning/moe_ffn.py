@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 from ..kernels.tuning import CONSUMER_ROWS
 from ..kernels.tuning.grouped_gemm import GroupedTiles, grouped_tiles, padded_rows, row_block
 from ..kernels.tuning.grouped_gemm_pipelines import BLOCK, GROUPED_PIPELINES, GroupedPipeline
-from .call import Call, Decision, Facts, Yields, activation_accuracy, direction, no_kernels, why_not_kernels
+from .call import Call, Decision, Facts, Yields, activation_accuracy, direction, no_kernels, too_small, why_not_kernels
 from .devices import Device, floor_seconds
+from .measured import MoeFFN
 
 # Rows have 32-bit numbers.
 MOST_ROWS = 2**31 - 2**16
@@ -124,7 +125,7 @@ class MoePlan(Decision):
 def plan(problem: MoeProblem, device: Device, backend: str = "auto") -> MoePlan:
     """The path that runs ``problem`` on ``device``."""
     p, unsupported = problem, why_unsupported(problem, device)
-    torch_because = why_not_kernels(problem, device, backend, unsupported, None, lambda *_: None)
+    torch_because = why_not_kernels(problem, device, backend, unsupported, device.figures.moe_ffn, why_slower)
     flops = sum(p.model_flops)
     weights = p.E * p.K * p.N * p.products
     moved = p.element_bytes * (2 * p.M * p.K + weights) * (2 if p.training else 1)
@@ -162,6 +163,13 @@ def why_unsupported(problem: MoeProblem, device: Device) -> str | None:
     if problem.capacity > MOST_ROWS:
         return f"{problem.capacity:,} rows are more than have a 32-bit number"
     return None
+
+
+def why_slower(problem: MoeProblem, device: Device, figures: MoeFFN) -> str | None:
+    """Why torch is expected to be faster, from measurements, or None."""
+    if not device.pipelined:
+        return "without the warp-specialised kernels torch was as fast or faster"
+    return too_small(problem.model_flops[0], "FLOPs", figures.faster_from[problem.training], problem.captured)
 
 
 def tiles(problem: MoeProblem, device: Device) -> dict[str, GroupedTiles | GroupedPipeline]:

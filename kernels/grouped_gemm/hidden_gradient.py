@@ -75,6 +75,7 @@ def hidden_gradient(
     want_weights: bool,
     arithmetic: Arithmetic,
     *,
+    in_place: bool,
     tiles: GroupedTiles,
     pipeline: GroupedPipeline | None = None,
     ready: dict[Any, Any] | None = None,
@@ -82,12 +83,13 @@ def hidden_gradient(
     """From sorted rows dy ``[P, K]``, w_down ``[E, K, N]``, a view of any strides, and z and g ``[P, N]``.
 
     ``row_weights`` ``[P]``, float32, are what the results of the experts are multiplied by. ``keep_hidden`` asks for
-    w ⊙ H, ``want_weights`` for the partial sums.
+    w ⊙ H, ``want_weights`` for the partial sums. ``in_place`` dz and dg replace z and g.
     """
     if pipeline is not None:
         found = pipelined.hidden_gradient(
-            dy, w_down, z, g, row_weights, rows, keep_hidden, want_weights, arithmetic, config=pipeline, ready=ready
-        )
+            dy, w_down, z, g, row_weights, rows, keep_hidden, want_weights, arithmetic, in_place=in_place,
+            config=pipeline, ready=ready,
+        )  # fmt: skip
         if found is not None:
             return found
     _, inner, columns = w_down.shape
@@ -109,9 +111,8 @@ def hidden_gradient(
         )  # fmt: skip
 
     launch = prepared(ready, ("hidden gradient", keep_hidden, want_weights), make)
-    dz = z.new_empty(z.shape)
-    dg = None if g is None else torch.empty_like(dz)
-    weighted = torch.empty_like(dz) if keep_hidden else None
+    dz, dg = (z, g) if in_place else (torch.empty_like(z), None if g is None else torch.empty_like(g))
+    weighted = torch.empty_like(z) if keep_hidden else None
     partials = row_weights.new_empty(tile_columns, rows.capacity) if want_weights else None
     launch((dy, w_down, z, g, row_weights, rows.slots, rows.tile_expert, dz, dg, weighted, partials))
     return HiddenGradients(dz, dg, weighted, partials)

@@ -114,6 +114,11 @@ def _llama(s: Sizes, shared_heads: int = 1) -> dict[str, Any]:
     return _encoder(s) | {"num_key_value_heads": max(1, s.heads // shared_heads), "vocab_size": s.vocabulary}
 
 
+def _mixtral(s: Sizes) -> dict[str, Any]:
+    # Two of eight experts for each token, in transformers' default implementation.
+    return _llama(s, shared_heads=2) | {"num_local_experts": 8, "num_experts_per_tok": 2}
+
+
 def _encoder(s: Sizes) -> dict[str, Any]:
     return {
         "hidden_size": s.width, "intermediate_size": s.hidden, "num_hidden_layers": s.layers,
@@ -166,6 +171,10 @@ STEP_MODELS: dict[str, StepModel] = {
             Sizes(768, 3072, 12, 1000, 128, 197), _vit,
         ),
         StepModel("opt-1024", "OPT, 1024 × 4096", "OPT", _LM, Sizes(1024, 4096, 16, 50_272, 8, 2048), _opt),
+        StepModel(
+            "mixtral-1024", "Mixtral, 8 experts of 1024 × 2048", "Mixtral", _LM, Sizes(1024, 2048, 16, 32_000, 8, 2048),
+            _mixtral,
+        ),
         StepModel("bert-128", "BERT, 128 × 512", "Bert", _MASKED, Sizes(128, 512, 2, 4096, 128, 512), _bert),
         StepModel("llama-256", "Llama, 256 × 768", "Llama", _LM, Sizes(256, 768, 4, 4096, 32, 2048), _llama),
         StepModel("llama-512", "Llama, 512 × 1408", "Llama", _LM, Sizes(512, 1408, 8, 4096, 16, 2048), _llama),

@@ -150,6 +150,11 @@ class _MoeFFN(Operation):
     ) -> Tensors:
         return epilogue.gradients(call, operands, made, wanted, upstream[0])
 
+    def last_backward(
+        self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
+    ) -> Tensors:
+        return epilogue.gradients(call, operands, made, wanted, upstream[0], in_place=True)
+
     def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
         dtype = operands[0].dtype
         made: list[Result | None] = [None] * 3

@@ -78,9 +78,12 @@ def _hidden(
 
 
 def gradients(
-    call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], dy: Tensor
+    call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], dy: Tensor, in_place: bool = False
 ) -> list[Tensor | None]:
-    """The wanted gradients of the operands for an upstream gradient ``[M, K]``."""
+    """The wanted gradients of the operands for an upstream gradient ``[M, K]``.
+
+    ``in_place``: nobody reads the pre-activations again, so that their gradients take their place.
+    """
     x, index, scores, *rest = operands
     problem, plan, ready, precision = call.problem, call.plan, call.ready, call.problem.input_precision
     packed, z, g = made
@@ -89,34 +92,40 @@ def gradients(
     experts = _Experts.of(call, rest)
     rows = kernels.rows_of(packed, problem.slots, problem.E, problem.block, problem.top_k)
     found: list[Tensor | None] = [None] * len(operands)
-    for place in range(_W_UP, len(operands)):
-        if wanted[place]:
-            found[place] = operands[place].new_empty(operands[place].shape)
-    results = _Experts.of(call, found[_W_UP:])
+
+    def results(*places: int) -> _Experts:
+        """New gradients for these operands. Each is allocated when it is computed, as others have been freed then."""
+        for place in places:
+            found[place] = operands[place].new_empty(operands[place].shape) if wanted[place] else None
+        return _Experts.of(call, [found[place] if place in places else None for place in range(_W_UP, len(found))])
+
     dys, row_weights = kernels.spread(dy, scores, rows, ready=_apart(ready, "dy"))
-    if results.b_down is not None:
-        kernels.expert_sums(dys, row_weights, rows, results.b_down, ready=ready, name="down")
+    if (db_down := results(_B_DOWN).b_down) is not None:
+        kernels.expert_sums(dys, row_weights, rows, db_down, ready=ready, name="down")
     through_hidden = any(wanted[place] for place in _THROUGH_HIDDEN)
     if not (through_hidden or wanted[_SCORES] or wanted[_W_DOWN]):
         return found
     if z is None:
         _, z, g = _hidden(call, x, experts, rows, True)
+        in_place = True
     dz, dg, weighted, partials = kernels.hidden_gradient(
         dys, experts.w_down, z, g, row_weights, rows, wanted[_W_DOWN], wanted[_SCORES], call.details,
-        tiles=plan.hidden_gradient_tiles, pipeline=plan.hidden_gradient_pipeline, ready=ready,
+        in_place=in_place, tiles=plan.hidden_gradient_tiles, pipeline=plan.hidden_gradient_pipeline, ready=ready,
     )  # fmt: skip
-    pipeline = plan.weight_gradient_pipeline
-    order = None if pipeline is None else kernels.longest_first(rows.starts)
+    del z, g
+    pipelined = plan.weight_gradient_pipeline is not None
+    order = kernels.longest_first(rows.starts) if pipelined and any(wanted[_W_UP : _W_GATE + 1]) else None
     if partials is not None:
         found[_SCORES] = kernels.score_gradient(partials, index, dy, experts.b_down, rows, scores.dtype, ready=ready)
-    if results.w_down is not None:
-        _weight_gradient(call, dys, weighted, rows, results.w_down, order, "down")
+    if (dw_down := results(_W_DOWN).w_down) is not None:
+        _weight_gradient(call, dys, weighted, rows, dw_down, order, "down")
     # Free them before the gradient of the rows of x and the rows themselves are allocated.
     del dys, weighted
-    if results.b_up is not None:
-        kernels.expert_sums(dz, None, rows, results.b_up, ready=ready, name="up")
-    if results.b_gate is not None:
-        kernels.expert_sums(dg, None, rows, results.b_gate, ready=ready, name="gate")
+    biases = results(_B_UP, _B_GATE)
+    if biases.b_up is not None:
+        kernels.expert_sums(dz, None, rows, biases.b_up, ready=ready, name="up")
+    if biases.b_gate is not None:
+        kernels.expert_sums(dg, None, rows, biases.b_gate, ready=ready, name="gate")
     if wanted[_X]:
         pairs = [(dz, experts.w_up.mT)] + ([] if dg is None else [(dg, experts.w_gate.mT)])
         dxs = kernels.product(
@@ -125,12 +134,13 @@ def gradients(
         )  # fmt: skip
         found[_X] = kernels.combine(dxs, None, rows, ready=ready)
         del dxs
-    if results.w_up is not None or results.w_gate is not None:
+    if wanted[_W_UP] or wanted[_W_GATE]:
         xs, _ = kernels.spread(x, None, rows, ready=_apart(ready, "x"))
-        if results.w_up is not None:
-            _weight_gradient(call, dz, xs, rows, results.w_up, order, "up")
-        if results.w_gate is not None:
-            _weight_gradient(call, dg, xs, rows, results.w_gate, order, "gate")
+        weights = results(_W_UP, _W_GATE)
+        if weights.w_up is not None:
+            _weight_gradient(call, dz, xs, rows, weights.w_up, order, "up")
+        if weights.w_gate is not None:
+            _weight_gradient(call, dg, xs, rows, weights.w_gate, order, "gate")
     return found
 
 

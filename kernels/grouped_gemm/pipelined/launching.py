@@ -136,12 +136,13 @@ def hidden_gradient(
     want_weights: bool,
     arithmetic: Arithmetic,
     *,
+    in_place: bool,
     config: GroupedPipeline,
     ready: dict[Any, Any] | None = None,
 ) -> HiddenGradients | None:
     """From sorted rows dy ``[P, K]``, w_down ``[E, K, N]``, z and g ``[P, N]``, and the weights ``[P]`` of the rows.
 
-    These are float32, and 0 in padding, whose results are 0 then.
+    These are float32, and 0 in padding, whose results are 0 then. ``in_place`` dz and dg replace z and g.
     """
     experts, _, units = w_down.shape
 
@@ -162,8 +163,7 @@ def hidden_gradient(
     launch = _kept(ready, ("pipelined hidden gradient", keep_hidden, want_weights), prepare)
     if launch is None:
         return None
-    dz = dy.new_empty(rows.capacity, units)
-    dg = None if g is None else torch.empty_like(dz)
+    dz, dg = (z, g) if in_place else (torch.empty_like(z), None if g is None else torch.empty_like(g))
     weighted = torch.empty_like(dz) if keep_hidden else None
     partials = row_weights.new_empty(ceil_div(units, TILE.value), rows.capacity) if want_weights else None
     sorting = rows.tile_expert, rows.starts, row_weights, partials

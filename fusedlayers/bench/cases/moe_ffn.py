@@ -81,25 +81,25 @@ def _trials(device: Device) -> Iterator[Trial]:
         relu, plain = (Options(activation, gated=gated, bias=True) for activation in ("relu", "identity"))
         for machine in ("few", "all", "recomputing", "portable") if device.pipelined else ("portable",):
             for dtype in ("bf16", "fp16") if machine != "portable" else DTYPES:
-                yield Trial("moe", plain, (300, *_WHOLE), dtype, machine)
-                yield Trial("moe", relu, (301, *_RAGGED), dtype, machine)
+                yield Trial("moe_ffn", plain, (300, *_WHOLE), dtype, machine)
+                yield Trial("moe_ffn", relu, (301, *_RAGGED), dtype, machine)
         # Without a backward pass rows are in smaller blocks: as many rows for each expert, or a few more.
         for block in BLOCKS:
             for dtype in DTYPES:
                 for options, (*sizes, experts, k) in ((plain, _WHOLE), (relu, _RAGGED)):
                     tokens = block * experts // k
-                    yield Trial("moe", options, (tokens, *sizes, experts, k), dtype, "all", backward=False)
+                    yield Trial("moe_ffn", options, (tokens, *sizes, experts, k), dtype, "all", backward=False)
 
 
 CASE = Case(
-    name="moe",
+    name="moe_ffn",
     letters=("M", "K", "N", "E", "k"),
     meaning="tokens × d_model × d_ff × experts × experts of a token",
     parameters=frozenset({"w_up", "w_down", "b_up", "b_down"}),
-    flags=frozenset({"gated", "bias", "recompute"}),
+    flags=frozenset({"recompute"}),
     grids=(
         Grid(
-            name="moe",
+            name="moe_ffn",
             title="Experts",
             options=Options("silu", gated=True),
             shapes=(
@@ -118,11 +118,13 @@ CASE = Case(
     operation="moe_ffn",
     our_keywords=_our_keywords,
     torch_keywords=_keywords,
+    # The rows of one expert.
+    independent=lambda shape: shape[0] * shape[4] // shape[3],
     trials=_trials,
     few_trials=(
-        Trial("moe", Options("relu", gated=True, bias=True), (20, 24, 20, 3, 2), "fp16"),
-        Trial("moe", Options("identity"), (17, 16, 24, 4, 3), "fp32", "recomputing"),
-        Trial("moe", Options("relu", gated=True), (9, 40, 36, 4, 1), "fp16", backward=False),
+        Trial("moe_ffn", Options("relu", gated=True, bias=True), (20, 24, 20, 3, 2), "fp16"),
+        Trial("moe_ffn", Options("identity"), (17, 16, 24, 4, 3), "fp32", "recomputing"),
+        Trial("moe_ffn", Options("relu", gated=True), (9, 40, 36, 4, 1), "fp16", backward=False),
     ),
     place=11,
 )
