@@ -20,6 +20,7 @@ _CROSS_ENTROPY = (
     "linear_cross_entropy_fused",
     *("planning_linear_cross_entropy", "code_generation_cross_entropy"),
 )
+_EXPERTS = ("moe_ffn", "moe_sorting", "moe_arguments", "moe_module", "planning_moe", "code_generation_moe")
 _DROPOUT = ("dropout", "dropping")
 
 # Files of tests/, without test_ and .py.
@@ -34,6 +35,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "reduce_code_generation",
     ),
     "cross_entropy": _CROSS_ENTROPY,
+    "grouped_gemm": _EXPERTS,
     "maxsim": ("maxsim", "maxsim_arguments", "maxsim_planning", "code_generation_maxsim"),
     "split_k": (*_LINEAR, "prepared_launches"),
     "weight_gradient": (
@@ -46,6 +48,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "lora_ffn": ("lora_ffn", "replacing_adapters", "code_generation_epilogue"),
     "linear_cross_entropy": _CROSS_ENTROPY,
     "linear_log_probs": _CROSS_ENTROPY,
+    "moe_ffn": _EXPERTS,
     # What kernels share.
     "activations": ("activations", "replacing_activations", "ffn", "gemm_gemm"),
     "column_sums": ("column_sums", "weight_gradient", "prepared_launches"),
@@ -70,6 +73,7 @@ GPU_TESTS: dict[str, tuple[str, ...]] = {
     "gemm_gemm": _GPU_GEMM_GEMM,
     "gemm_epilogue": (*_GPU_EPILOGUE, "hidden_gradient_gpu", "lora_ffn_gpu"),
     "gemm_reduce": ("gemm_reduce_gpu", "pipelined_reduce", "maxsim_gpu"),
+    "grouped_gemm": ("moe_ffn_gpu",),
     "maxsim": ("maxsim_gpu",),
     "cross_entropy": _GPU_CROSS_ENTROPY,
     "split_k": ("linear_gpu",),
@@ -80,6 +84,7 @@ GPU_TESTS: dict[str, tuple[str, ...]] = {
     "lora_ffn": ("lora_ffn_gpu",),
     "linear_cross_entropy": _GPU_CROSS_ENTROPY,
     "linear_log_probs": _GPU_CROSS_ENTROPY,
+    "moe_ffn": ("moe_ffn_gpu",),
     "activations": ("ffn_gpu",),
     "column_sums": ("weight_gradient_gpu",),
     "dropout": ("ffn_gpu", "ffn_epilogue_gpu"),
