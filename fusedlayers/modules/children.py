@@ -1,8 +1,9 @@
 """What every fused module asks of its children: may they be read through, or must they be called?
 
 A child is read through (its weights go to ``functional.ffn``) when nobody could tell the difference: it is exactly
-``nn.Linear`` (or transformers' ``Conv1D``), with plain parameters, and nothing is attached to its call. LoRA, hooks,
-quantisation, parametrization and sharding all live in that call, so any other child is called.
+``nn.Linear`` (or transformers' ``Conv1D``), with plain parameters, and nothing is attached to its call. Hooks,
+quantisation, parametrization and sharding all live in that call, so any other child is called. So do adapters of low
+rank, which ``adapters.py`` reads.
 """
 
 from __future__ import annotations
