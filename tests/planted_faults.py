@@ -343,8 +343,7 @@ FAULTS: tuple[Fault, ...] = (
     # Adapters of low rank.
     _fault(
         "scale of an adapter dropped", _LORA,
-        "beta=0, alpha=scale, out=part)",
-        "beta=0, out=part)",
+        "beta=0, alpha=scale, out=part)", "beta=0, out=part)",
         "test_lora_ffn any_of_the_linears",
     ),
     _fault(
@@ -355,32 +354,27 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "adapter of the down projection left out of the hidden's gradient", _LORA,
-        "low_rank = LowRank(v, given.down_a)",
-        "low_rank = None",
+        "low_rank = LowRank(v, given.down_a)", "low_rank = None",
         "test_lora_ffn any_of_the_linears",
     ),
     _fault(
         "adapters left out of the data gradient", _LORA,
-        "            if v is not None:\n",
-        "            if v is None:\n",
+        "            if v is not None:\n", "            if v is None:\n",
         "test_lora_ffn any_of_the_linears",
     ),
     _fault(
         "zeros behind the rank of an adapter left unwritten", _LORA,
-        "            found[:, first + rank : end] = 0\n",
-        "            pass\n",
+        "            found[:, first + rank : end] = 0\n", "            pass\n",
         "test_lora_ffn ranks_whose_rows_are_padded",
     ),
     _fault(
         "merged adapters added once more", "fusedlayers/modules/adapters.py",
-        "if linear.disable_adapters or linear.merged:",
-        "if linear.disable_adapters:",
+        "if linear.disable_adapters or linear.merged:", "if linear.disable_adapters:",
         "test_replacing_adapters the_state_of_adapters",
     ),
     _fault(
         "bias of an adapter dropped", "fusedlayers/modules/adapters.py",
-        "bias = added if bias is None else bias + added",
-        "bias = bias",
+        "bias = added if bias is None else bias + added", "bias = bias",
         "test_replacing_adapters kinds_of_adapters",
     ),
 )  # fmt: skip
