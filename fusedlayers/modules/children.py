@@ -68,6 +68,13 @@ def base_linear(linear: nn.Module) -> nn.Module:
     return cast(nn.Module, linear.base_layer) if is_adapted(linear) else linear
 
 
+def active_adapter(linear: Any) -> str | None:
+    """The name of the adapter that takes part in a call of ``linear``, or None."""
+    if not is_adapted(linear) or linear.disable_adapters or linear.merged:
+        return None
+    return next((name for name in linear.active_adapters if name in linear.lora_A), None)
+
+
 def is_transposed(linear: nn.Module) -> bool:
     """Whether the weight of a plain linear is laid out ``[in, out]``."""
     return type(linear) is not nn.Linear and class_path(type(linear)) == _TRANSPOSED
