@@ -50,6 +50,7 @@ _REDUCE, _CHUNKED = "kernels/gemm_reduce/forward.py", "fusedlayers/functional/ff
 _LINEAR = "fusedlayers/functional/linear.py"
 _LOSSES, _LOGITS = "kernels/cross_entropy/losses.py", "kernels/cross_entropy/rows.py"
 _HEAD = "fusedlayers/functional/linear_cross_entropy/chunked.py"
+_LORA = "fusedlayers/functional/lora_ffn.py"
 
 FAULTS: tuple[Fault, ...] = (
     # Tiles: what lies outside, and where.
@@ -338,6 +339,43 @@ FAULTS: tuple[Fault, ...] = (
         "factor = upstream[0] if late is None else upstream[0] * late",
         "factor = torch.ones_like(upstream[0]) if late is None else upstream[0] * late",
         "test_linear_cross_entropy every_option",
+    ),
+    # Adapters of low rank.
+    _fault(
+        "scale of an adapter dropped", _LORA,
+        "beta=0, alpha=scale, out=part)", "beta=0, out=part)",
+        "test_lora_ffn any_of_the_linears",
+    ),
+    _fault(
+        "gate's adapter reads the columns of the other one", _LORA,
+        "first = 0 if up is None or gate is None else aligned_columns(inner, up.shape[1])",
+        "first = 0",
+        "test_lora_ffn any_of_the_linears",
+    ),
+    _fault(
+        "adapter of the down projection left out of the hidden's gradient", _LORA,
+        "low_rank = LowRank(v, given.down_a)", "low_rank = None",
+        "test_lora_ffn any_of_the_linears",
+    ),
+    _fault(
+        "adapters left out of the data gradient", _LORA,
+        "            if v is not None:\n", "            if v is None:\n",
+        "test_lora_ffn any_of_the_linears",
+    ),
+    _fault(
+        "zeros behind the rank of an adapter left unwritten", _LORA,
+        "            found[:, first + rank : end] = 0\n", "            pass\n",
+        "test_lora_ffn ranks_whose_rows_are_padded",
+    ),
+    _fault(
+        "merged adapters added once more", "fusedlayers/modules/adapters.py",
+        "if linear.disable_adapters or linear.merged:", "if linear.disable_adapters:",
+        "test_replacing_adapters the_state_of_adapters",
+    ),
+    _fault(
+        "bias of an adapter dropped", "fusedlayers/modules/adapters.py",
+        "bias = added if bias is None else bias + added", "bias = bias",
+        "test_replacing_adapters kinds_of_adapters",
     ),
 )  # fmt: skip
 
