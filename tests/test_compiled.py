@@ -64,7 +64,7 @@ def operations(name: str, backend: str) -> set[str]:
     """The operations that a call of ``CALLS`` with gradients leaves in its graphs."""
     if name == "packed maxsim" or (backend == "triton" and name in ("maxsim", "gemm_gemm", "sum")):
         function = {"packed maxsim": "maxsim", "sum": "gemm_reduce"}.get(name, name)
-    elif name == "recomputed ffn" or (backend == "triton" and "ffn" in name):
+    elif name == "recomputed ffn" or (backend == "triton" and name.endswith(" ffn")):
         function = "ffn"
     elif backend == "triton":
         function = {

@@ -8,6 +8,7 @@ from ...hopper import Matrix, dense, fence_async_shared, gl, gluon, tma
 from ...launching import Launch
 from ...tiles import grouped_tile
 from ...tuning import EpiloguePipeline
+from ..low_rank import LowRank, low_rank_copies
 from .products import (
     HALF,
     TILE,
@@ -109,30 +110,32 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["tile_rows", "drop_limit", "keep_scale", "mask_row", "mask_column"])
 def _pipelined_hidden_kernel(
-    x_desc, up_desc, w_gate_desc, hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, seed_ptr, inner, N,
-    tile_columns, tile_rows, drop_limit, keep_scale, mask_row, mask_column,
+    x_desc, up_desc, w_gate_desc, hidden_desc, z_desc, gate_desc, u_desc, b_desc, b_gate_desc, up_bias_ptr,
+    gate_bias_ptr, seed_ptr, inner, N, tile_columns, whole, rank, gate_first, tile_rows, drop_limit, keep_scale,
+    mask_row, mask_column,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
     ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_desc.dtype
     GATED: gl.constexpr = w_gate_desc is not None
     dropout = (seed_ptr, drop_limit, keep_scale, mask_row, mask_column)
+    low_rank = (u_desc, b_desc, b_gate_desc, rank, gate_first)
     left_ring, right_ring, full, empty, turns = make_ring(x_desc, up_desc, RIGHT_TRANSPOSED, STEP, STAGES)
     places = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, HALF], hidden_desc.layout)
     fence_async_shared()
     gl.warp_specialize([
         (_consume, (
             gl.constexpr(0), hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, dropout, left_ring, right_ring,
-            places, full, empty, turns, tile_rows, tile_columns, inner, N, RIGHT_TRANSPOSED, STEP, STAGES, PLACES,
+            places, full, empty, turns, tile_rows, tile_columns, whole, N, RIGHT_TRANSPOSED, STEP, STAGES, PLACES,
             GROUP, GATED, ACTIVATION, ACCURACY,
         )),
         (_consume, (
             gl.constexpr(1), hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, dropout, left_ring, right_ring,
-            places, full, empty, turns, tile_rows, tile_columns, inner, N, RIGHT_TRANSPOSED, STEP, STAGES, PLACES,
+            places, full, empty, turns, tile_rows, tile_columns, whole, N, RIGHT_TRANSPOSED, STEP, STAGES, PLACES,
             GROUP, GATED, ACTIVATION, ACCURACY,
         )),
         (copy_operands, (
-            x_desc, up_desc, w_gate_desc, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
+            x_desc, up_desc, w_gate_desc, low_rank, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
             RIGHT_TRANSPOSED, STEP, STAGES, GROUP,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
@@ -148,18 +151,22 @@ def prepare_hidden(
     accuracy: str,
     pipeline: EpiloguePipeline,
     dropout: Dropout,
-) -> Launch:
-    """The launch for operands of these layouts, with results of so many columns."""
+    low_rank: LowRank | None,
+) -> Launch | None:
+    """The launch for operands of these layouts, with results of so many columns; None: TMA cannot read ``low_rank``."""
     tile, half = TILE.value, HALF.value
     rows = x.rows
     tile_rows, tile_columns = -(-rows // tile), -(-columns // (tile if gate is None else half))
     right_transposed = not up.transposed
     units = columns_at_once(right_transposed, gate is not None)
+    copies = low_rank_copies(low_rank, up.transposed, (half, pipeline.step), (units, pipeline.step))
+    if copies is None:
+        return None
     out = dense(rows, columns, half, half)
     return Launch(
         _pipelined_hidden_kernel,
         min(tile_rows * tile_columns, pipeline.programs),
-        (x.columns, columns, tile_columns),
+        (x.columns, columns, tile_columns, copies.whole(x.columns, pipeline.step), copies.columns, copies.first),
         (tile_rows, *dropout.numbers()),
         (right_transposed, pipeline.step, pipeline.stages, pipeline.places, pipeline.group, activation, accuracy),
         geometries=(
@@ -169,6 +176,7 @@ def prepare_hidden(
             out,
             out if keep else None,
             out if keep and gate is not None else None,
+            *copies.geometries,
         ),
     )
 
@@ -178,6 +186,7 @@ def launch_hidden(
 ) -> None:
     """Fills the last three of (x, up, gate, hidden, z, z_gate), where they are given: contiguous ``[M, N]``.
 
-    ``vectors`` are the biases of up and of the gate, and the seed.
+    Behind them come the three of a ``LowRank`` as TMA copies them. ``vectors`` are the biases of up and of the gate,
+    and the seed.
     """
     prepared(vectors, matrices)

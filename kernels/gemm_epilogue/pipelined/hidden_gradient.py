@@ -13,6 +13,7 @@ from ...launching import Launch
 from ...pipeline import init_barriers, stage_of
 from ...tiles import grouped_tile
 from ...tuning import EpiloguePipeline
+from ..low_rank import LowRank, low_rank_copies
 from .products import (
     HALF,
     TILE,
@@ -201,8 +202,8 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["tile_rows", "M", "drop_limit", "keep_scale", "mask_row", "mask_column"])
 def _pipelined_epilogue_gradient_kernel(
-    dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, sums_ptr, seed_ptr, inner, N,
-    tile_columns, tile_rows, M, drop_limit, keep_scale, mask_row, mask_column,
+    dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, v_desc, a_desc, sums_ptr, seed_ptr, inner,
+    N, tile_columns, whole, rank, tile_rows, M, drop_limit, keep_scale, mask_row, mask_column,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr,
     PLACES: gl.constexpr, GROUP: gl.constexpr, STAYS: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
@@ -210,6 +211,7 @@ def _pipelined_epilogue_gradient_kernel(
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     GATED: gl.constexpr = gate_desc is not None
     dropout = (seed_ptr, drop_limit, keep_scale, mask_row, mask_column)
+    low_rank = (v_desc, a_desc, None, rank, 0)
     left_ring, right_ring, full, empty, turns = make_ring(dy_desc, down_desc, RIGHT_TRANSPOSED, STEP, STAGES)
     tiles = gl.allocate_shared_memory(dtype, [2 * Z_STAGES, HALF, HALF], z_desc.layout)
     places = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, HALF], dz_desc.layout)
@@ -220,16 +222,16 @@ def _pipelined_epilogue_gradient_kernel(
     gl.warp_specialize([
         (_consume, (
             gl.constexpr(0), dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
-            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, RIGHT_TRANSPOSED,
+            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, whole, N, M, RIGHT_TRANSPOSED,
             STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED, ACTIVATION, ACCURACY,
         )),
         (_consume, (
             gl.constexpr(1), dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
-            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, RIGHT_TRANSPOSED,
+            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, whole, N, M, RIGHT_TRANSPOSED,
             STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED, ACTIVATION, ACCURACY,
         )),
         (copy_operands, (
-            dy_desc, down_desc, None, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
+            dy_desc, down_desc, None, low_rank, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
             RIGHT_TRANSPOSED, STEP, STAGES, GROUP,
         )),
         (_copy_pre_activations, (
@@ -250,19 +252,27 @@ def prepare_hidden_gradient(
     accuracy: str,
     pipeline: EpiloguePipeline,
     dropout: Dropout,
-) -> Launch:
-    """The launch for operands of these layouts, whose gradients have rows ``row_stride`` apart."""
+    low_rank: LowRank | None,
+) -> Launch | None:
+    """The launch for operands of these layouts, whose gradients have rows ``row_stride`` apart.
+
+    None where TMA cannot read ``low_rank``.
+    """
     tile, half = TILE.value, HALF.value
     rows, columns = z.rows, z.columns
     tile_rows, tile_columns = -(-rows // tile), -(-columns // tile)
     stays = pipeline.stays and bias and z_gate is None and tile_rows > 1
     programs = pipeline.programs_for_columns(tile_columns) if stays else pipeline.programs
     assert programs > 0, "planned for fewer columns of tiles"
+    right_block = pipeline.step, columns_at_once(down.transposed)
+    copies = low_rank_copies(low_rank, down.transposed, (half, pipeline.step), right_block)
+    if copies is None:
+        return None
     out = dense(rows, columns, half, half, row_stride)
     return Launch(
         _pipelined_epilogue_gradient_kernel,
         min(tile_rows * tile_columns, programs),
-        (dy.columns, columns, tile_columns),
+        (dy.columns, columns, tile_columns, copies.whole(dy.columns, pipeline.step), copies.columns),
         (tile_rows, rows, *dropout.numbers()),
         (
             down.transposed, pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places,
@@ -270,12 +280,13 @@ def prepare_hidden_gradient(
         ),
         geometries=(
             dy.geometry(half, pipeline.step),
-            down.geometry(pipeline.step, columns_at_once(down.transposed)),
+            down.geometry(*right_block),
             z.geometry(half, half),
             None if z_gate is None else z_gate.geometry(half, half),
             out,
             None if z_gate is None else out,
             dense(rows, columns, half, half) if keep_hidden else None,
+            *copies.geometries[:2],
         ),
     )  # fmt: skip
 
@@ -285,6 +296,7 @@ def launch_hidden_gradient(
 ) -> None:
     """Fills the last three of (dy, down, z, z_gate, dz, d_gate, hidden), ``[M, N]``, where they are given.
 
-    ``vectors`` are the sums, ``[bands, parts × N]``, and the seed.
+    Behind them come the first two of a ``LowRank`` as TMA copies them. ``vectors`` are the sums,
+    ``[bands, parts × N]``, and the seed.
     """
     prepared(vectors, matrices)

@@ -48,13 +48,14 @@ def make_ring(left_desc, right_desc, RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.co
 
 @gluon.jit
 def copy_operands(
-    left_desc, right_desc, other_desc, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
+    left_desc, right_desc, other_desc, low_rank, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The producer: fills the ring with ``STEP`` of the inner axis of both operands at a time.
 
     A row of ``right`` in memory is a column of the result where ``RIGHT_TRANSPOSED``: y = x Wᵀ of a linear layer. With
-    ``other``, half of the columns are products with it.
+    ``other``, half of the columns are products with it. ``low_rank`` is a second product that is added to the first
+    one: its three descriptors, its inner axis, and where on that the other one begins.
     """
     SPAN: gl.constexpr = TILE if other_desc is None else HALF
     position = 0
@@ -64,14 +65,22 @@ def copy_operands(
             left_desc, right_desc, other_desc, left_ring, right_ring, full, empty, tile_row * TILE, tile_column * SPAN,
             inner, position, RIGHT_TRANSPOSED, STEP, STAGES,
         )  # fmt: skip
+        if low_rank[0] is not None:
+            position = copy_tile(
+                low_rank[0], low_rank[1], low_rank[2], left_ring, right_ring, full, empty, tile_row * TILE,
+                tile_column * SPAN, low_rank[3], position, RIGHT_TRANSPOSED, STEP, STAGES, low_rank[4],
+            )  # fmt: skip
 
 
 @gluon.jit
 def copy_tile(
     left_desc, right_desc, other_desc, left_ring, right_ring, full, empty, row, column, inner, position,
-    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
+    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, other_first=0,
 ):  # fmt: skip
-    """What the product of one tile reads, into the ring from ``position`` on; returns the position behind it."""
+    """What the product of one tile reads, into the ring from ``position`` on; returns the position behind it.
+
+    The inner axis of ``other`` begins at ``other_first``: TMA fills what lies before it with zeros.
+    """
     LAYOUT: gl.constexpr = right_desc.layout
     DTYPE: gl.constexpr = right_desc.dtype
     RIGHT_COPIES: gl.constexpr = 2 if RIGHT_TRANSPOSED or other_desc is not None else 1
@@ -89,13 +98,13 @@ def copy_tile(
             if other_desc is None:
                 copy_in(right_desc, [column + HALF, k], full.index(stage), halves.index(1))
             else:
-                copy_in(other_desc, [column, k], full.index(stage), halves.index(1))
+                copy_in(other_desc, [column, k - other_first], full.index(stage), halves.index(1))
         elif other_desc is None:
             copy_in(right_desc, [k, column], full.index(stage), right)
         else:
             halves = right._reinterpret(DTYPE, [2, STEP, HALF], LAYOUT)
             copy_in(right_desc, [k, column], full.index(stage), halves.index(0))
-            copy_in(other_desc, [k, column], full.index(stage), halves.index(1))
+            copy_in(other_desc, [k - other_first, column], full.index(stage), halves.index(1))
         position += 1
     return position
 
