@@ -232,6 +232,16 @@ def test_one_line_says_which_path_and_why(caplog: pytest.LogCaptureFixture) -> N
     ]
 
 
+def test_the_line_of_a_loss_in_training_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    wanted = {"needs_data_gradient": True, "needs_weight_gradient": True}
+    dispatch._cached_plan(
+        planning.linear_cross_entropy.LossProblem(5, 16, 31, "float32", "mean", **wanted), Device("cpu", "cpu"), "auto"
+    )
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("linear_cross_entropy takes the torch path: the kernels need a CUDA or ROCm GPU")
+
+
 def test_many_lengths_do_not_write_many_lines(
     reached: list[str], pretend: Callable[[Device], None], caplog: pytest.LogCaptureFixture
 ) -> None:
