@@ -20,8 +20,8 @@ from fusedlayers.functional.operands import input_precision
 from fusedlayers.planning import Device
 from tests.operands import forget_calls
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
-A100 = Device("cuda", "NVIDIA A100", "sm_80", processors=108, triton=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
+A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
 CPU = Device("cpu", "cpu")
 LOGGER = "fusedlayers"
 

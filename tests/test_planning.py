@@ -13,9 +13,9 @@ from fusedlayers.kernels import tuning
 from fusedlayers.kernels.tuning import TileConfig
 from fusedlayers.planning import Device, Plan, Problem, plan
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
-A100 = Device("cuda", "NVIDIA A100", "sm_80", processors=108, triton=True)
-MI300 = Device("cuda", "AMD Instinct MI300X", "gfx942", processors=304, triton=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
+A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
+MI300 = Device("cuda", "AMD Instinct MI300X", "gfx942", sms=304, triton=True)
 PIPELINED = replace(H200, pipelined=True)
 NO_TRITON = replace(H200, triton=False)
 CPU = Device("cpu", "cpu")
@@ -242,7 +242,7 @@ def test_the_table_is_in_order_and_complete() -> None:
         (64 * 4, 64, 1),  # four row tiles are one split
         (64 * 4 + 1, 64, 2),
         (64 * 400, 64, 100),  # a split for every four row tiles
-        (64 * 4000, 64, 264),  # one program per processor and accumulator
+        (64 * 4000, 64, 264),  # one program per SM and accumulator
         (64 * 4000, 64 * 8, 33),
         (64 * 4000, 64 * 8 - 63, 33),
         (64 * 4000, 64 * 132, 2),
@@ -331,9 +331,9 @@ def test_every_plan_keeps_the_rules(problem: Problem, device: Device, backend: s
 
 
 def test_the_workspace_of_many_tokens_does_not_loosen_the_bound_of_partial_sums() -> None:
-    """On a device of so many processors that these would be used for splits without it."""
+    """On a device of so many SMs that these would be used for splits without it."""
     problem = replace(TRAINING, M=2**20, K=256, N=2048, O=256, recompute=True)
-    made = plan(problem, replace(DEVICES[0], processors=4096), "triton")
+    made = plan(problem, replace(DEVICES[0], sms=4096), "triton")
     assert made.path == "fused"
     assert 1 < made.splits <= planning.devices.PARTIALS_LIMIT // problem.partial_bytes
 

@@ -10,7 +10,7 @@ import pytest
 from fusedlayers import planning
 from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES
 
-H200 = planning.Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
+H200 = planning.Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
 
 
 def test_partial_sums_are_bounded() -> None:
@@ -25,7 +25,7 @@ def test_partial_sums_are_bounded() -> None:
 @pytest.mark.parametrize(("gated", "most"), [(False, 299_520), (True, 74_880)], ids=["plain", "gated"])
 def test_the_pipelined_kernel_runs_while_its_partial_sums_are_bounded(gated: bool, most: int) -> None:
     """It keeps sums of tiles of 128 rows, of both their halves with a gate, and never adds up bands itself."""
-    device = replace(H200, pipelined=True, processors=99)
+    device = replace(H200, pipelined=True, sms=99)
     for rows in (1, 64, 65, 128, 129, most, most + 1, 2**27):
         problem = planning.HiddenGradientProblem(M=rows, N=14336, O=4096, dtype="bfloat16", gated=gated)
         made = planning.plan(problem, device, "triton")
