@@ -1,7 +1,7 @@
 """`verify`: is what runs here right? Results and gradients against float64 and against torch, on the user's machine.
 
 Each of the three runs works on a copy of its own: ours; the same module with torch's own arithmetic (`restore`, and
-``reference.py`` for the layers of this library); and that in float64. The verdict is that of :mod:`.closeness`.
+``reference`` for the layers of this library); and that in float64. The verdict is that of :mod:`.closeness`.
 """
 
 from __future__ import annotations
