@@ -9,15 +9,18 @@ from __future__ import annotations
 import argparse
 
 _LINEAR = ("linear", "linear_autograd", "linear_module", "planning_linear", "code_generation_split_k")
-_GEMM_GEMM = ("gemm_gemm", "ffn", "autograd", "planning", "planning_pipelined", "code_generation", "prepared_launches")
+_GEMM_GEMM = (
+    *("gemm_gemm", "ffn", "ffn_layouts", "autograd", "planning", "planning_pipelined", "code_generation"),
+    "prepared_launches",
+)
 _GPU_GEMM_GEMM = ("gemm_gemm_gpu", "ffn_gpu", "pipelined", "exact_integers")
 _EPILOGUE = ("ffn_epilogue", "ffn_chunked", "planning_epilogue", "planning_chunks", "layouts")
 _GPU_CROSS_ENTROPY = tuple(f"linear_cross_entropy_{kind}gpu" for kind in ("", "fused_", "recomputed_"))
 _GPU_EPILOGUE = ("ffn_epilogue_gpu", "data_gradient_gpu")
-_HIDDEN_GRADIENT = ("hidden_gradient", "code_generation_gradients")
+_HIDDEN_GRADIENT = ("hidden_gradient", "planning_hidden_gradient", "code_generation_gradients")
 _CROSS_ENTROPY = (
     *("linear_cross_entropy", "linear_cross_entropy_calls", "linear_cross_entropy_module"),
-    "linear_cross_entropy_fused",
+    *("linear_cross_entropy_fused", "linear_cross_entropy_memory"),
     *("planning_linear_cross_entropy", "code_generation_cross_entropy"),
 )
 _EXPERTS = ("moe_ffn", "moe_sorting", "moe_arguments", "moe_module", "planning_moe", "code_generation_moe")
@@ -42,7 +45,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("weight_gradient", "planning_weight_gradient", "code_generation_gradients", "prepared_launches"),
     ),
     # Operations that are named otherwise than their kernels.
-    "ffn": ("ffn", "autograd", "planning_costs", "dropping", *_EPILOGUE),
+    "ffn": ("ffn", "ffn_layouts", "autograd", "planning_costs", "dropping", *_EPILOGUE),
     "hidden_gradient": _HIDDEN_GRADIENT,
     "linear": _LINEAR,
     "lora_ffn": ("lora_ffn", "replacing_adapters", "code_generation_epilogue"),

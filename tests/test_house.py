@@ -26,7 +26,7 @@ SOURCES = {
     "fusedlayers.kernels": ROOT / "kernels",
     "train_examples": ROOT / "train_examples",
 }
-MOST_LINES = 450
+MOST_LINES = 400
 
 # The parts, lowest first, and what a part may import besides itself. A name covers what lies below it; `fusedlayers`
 # is the package itself with its public names. Nothing imports bench.
@@ -252,7 +252,7 @@ def test_it_imports_from_anywhere(place: str, wheel_too: bool, installed: Path, 
 
 # Of the library, what a wheel does not have: benchmarks for the tables of docs/.
 NOT_IN_THE_WHEEL = "fusedlayers/bench/published/"
-MOST_BYTES = 512 * 1024
+MOST_BYTES = 640 * 1024
 
 
 def test_the_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:

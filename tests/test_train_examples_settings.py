@@ -163,9 +163,9 @@ def test_what_is_no_checkpoint_is_named_before_the_work(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model=huge", "model is 'huge'; expected one of narrow, small, tiny"),
-        ("model=3", "model is 3; expected one of narrow, small, tiny"),
-        ("model=null", "model is null; expected one of narrow, small, tiny"),
+        ("model=huge", "model is 'huge'; expected one of experts, narrow, small, tiny"),
+        ("model=3", "model is 3; expected one of experts, narrow, small, tiny"),
+        ("model=null", "model is null; expected one of experts, narrow, small, tiny"),
         ("vocabulary=words", "vocabulary is 'words'; expected one of bpe, bytes"),
         ("layers=true", "layers is true; expected one of fused, replaced, torch"),
         ("run.steps=abc", "Error merging override run.steps=abc; Value 'abc' .* could not be converted to Integer"),

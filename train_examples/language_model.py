@@ -6,6 +6,7 @@ tokens in ``tokens.py``. ``loss`` changes who computes the last linear layer tog
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import hydra
@@ -103,6 +104,10 @@ def flops_per_token(model: ModelSettings, vocabulary: int = BYTES.size) -> float
     Of the matrix products that the model is made of, whoever computes them: what a kernel computes again or leaves out
     is not looked at. Attention counts in full, as usual (Chowdhery et al. 2022, appendix B), also where it is causal.
     """
+    if model.experts:
+        # Each token has the arithmetic of a block as wide as its experts together, and the router's.
+        dense = dataclasses.replace(model, experts=0, d_ff=model.d_ff * model.experts_per_token)
+        return flops_per_token(dense, vocabulary) + 6 * model.layers * model.d_model * model.experts
     # On the meta device shapes alone are computed. Every kind of layers has the arithmetic of torch's.
     with torch.device("meta"):
         built = build_model(model, LayerSettings("torch"), vocabulary)
@@ -139,7 +144,8 @@ def run(settings: LanguageModelSettings) -> loop.Row:
     parameters = sum(parameter.numel() for parameter in built.parameters())
     print(f"{parameters:,} parameters, layers={settings.layers.kind}, loss={settings.loss.kind}")
     validation = fixed_windows(text.validation, settings.run.evaluation_batches * settings.run.batch_size, length)
-    architecture = ("d_model", "d_ff", "layers", "heads", "activation", "gated", "bias")
+    architecture = ["d_model", "d_ff", "layers", "heads", "activation", "gated", "bias"]
+    architecture += ["experts", "experts_per_token"] if model.experts else []
     fingerprint = {f"model.{name}": getattr(model, name) for name in architecture}
     if vocabulary.digest is not None:
         fingerprint["vocabulary"] = vocabulary.digest

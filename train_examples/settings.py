@@ -91,6 +91,8 @@ class ModelSettings:
     gated: bool = False
     bias: bool = True  # of the feed-forward block; the rest of the model has none
     dropout: float = checked(PROBABILITY, 0.0)  # on the hidden of the feed-forward block
+    experts: int = checked(COUNT_OR_NONE, 0)  # feed-forward blocks of width d_ff that a router chooses from; 0: one
+    experts_per_token: int = checked(COUNT, 2)
 
 
 @dataclass
@@ -313,6 +315,8 @@ def check(settings: LanguageModelSettings | CodeSearchSettings | PackageClassifi
         check_wide_layer(settings.layers)
         return
     check_model(settings.model)
+    if isinstance(settings, LanguageModelSettings) and settings.model.experts and settings.parallel.kind == "tp":
+        raise SettingsError("parallel.kind is tp; expected none, ddp or fsdp with model.experts above 0")
     if isinstance(settings, CodeSearchSettings):
         check_search(settings)
     else:
@@ -357,6 +361,12 @@ def check_model(model: ModelSettings) -> None:
         canonical_activation(model.activation)
     except ValueError as error:
         raise SettingsError(f"model.activation: {error}") from error
+    if model.experts and model.experts_per_token > model.experts:
+        raise SettingsError(
+            f"model.experts_per_token is {model.experts_per_token}; expected at most model.experts={model.experts}"
+        )
+    if model.experts and (model.bias or model.dropout):
+        raise SettingsError("model.experts is above 0; expected model.bias=false and model.dropout=0.0 with experts")
 
 
 def check_head(vocabulary: VocabularySettings, loss: LossSettings) -> None:

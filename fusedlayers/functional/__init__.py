@@ -1,7 +1,7 @@
 """The public operations, as functions of tensors: checked, planned, and differentiable.
 
 A new one has a file here, one in ``planning``, its kernels and one in ``bench/cases``; it is imported below, and its
-oracle stands in ``reference.py``. ``tests/dummy_operation`` shows all of them.
+oracle stands in ``reference``. ``tests/dummy_operation`` shows all of them.
 """
 
 from .ffn import ffn

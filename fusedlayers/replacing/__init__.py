@@ -1,4 +1,4 @@
-"""`replace` and `restore`: FFN blocks run through `functional.ffn`, losses without logits, and everything else stays.
+"""`replace` and `restore`: FFNs, experts and losses run through this library's functions, and everything else stays.
 
 A replaced block is the same module object with another class: a subclass of its own, whose forward hands the weights of
 plain children to ``functional.ffn`` and otherwise runs the original forward. So parameters, names, hooks, buffers, tied
@@ -29,14 +29,18 @@ from .blocks import (
     FusedTransformerEncoderLayer,
     ReplacedModule,
 )
-from .heads import FusedLossHead, find_head, head_class, why_class_stays, why_head_left
+from .expert_ffns import ExpertsFFN, find_experts, implementation, is_experts
+from .experts import FusedExperts, experts_class, why_class_stays
+from .experts_interface import IMPLEMENTATION, register_experts
+from .heads import FusedLossHead, find_head, head_class, why_head_left
+from .heads import why_class_stays as why_model_stays
 from .linears import split_k_class
 from .norms import FusedNorm, norm_class, why_norm_left
 from .patterns import Patterns
 from .recognising_norms import Norm, recognise_norm, width_of_norm
 from .report import Entry, Report
 from .rules import FFNRule, LinearRule
-from .saving import facts_of_ffn, facts_of_head, facts_of_norm, why_no_kernels_for_linear
+from .saving import facts_of_experts, facts_of_ffn, facts_of_head, facts_of_norm, why_no_kernels_for_linear
 from .signatures import signature
 from .small_copies import widths
 
@@ -48,6 +52,7 @@ __all__ = [
     "FusedTransformerEncoderLayer",
     "LinearRule",
     "Report",
+    "register_experts",
     "replace",
     "restore",
     "torch_module_activation",
@@ -56,6 +61,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 _Changes = list[tuple[nn.Module, type[ReplacedModule]]]
+_ALREADY = "already fused"
 
 
 def replace(
@@ -68,16 +74,18 @@ def replace(
     strict: bool = False,
     dry_run: bool = False,
 ) -> Report:
-    """Let the FFN blocks of ``model`` run through ``functional.ffn``, and the loss of a language model through
-    ``functional.linear_cross_entropy``, in place; ``restore`` undoes it exactly.
+    """Let the FFN blocks of ``model`` run through ``functional.ffn``, experts through ``functional.moe_ffn``, and the
+    loss of a language model through ``functional.linear_cross_entropy``, in place; ``restore`` undoes it exactly.
 
     Blocks are: every ``Linear, activation, [Dropout,] Linear`` in a row in an ``nn.Sequential`` (from the left, where
     two overlap); the feed-forward half of ``nn.TransformerEncoderLayer`` and ``nn.TransformerDecoderLayer``; instances
     of the classes named in ``rules``; and every other module that is found to compute an FFN, in its forward or in a
     part of a method: a small copy of it runs on random numbers, and results and gradients agree with those of the FFN.
-    Only plain children count. Dropout follows the block's own modules at every call, but the mask of the hidden
-    is not the one that ``nn.Dropout`` would draw. A call with more than one tensor, with a tensor that is not plain, or
+    Only plain children count, and those that peft wraps with adapters, which run through ``functional.lora_ffn``.
+    Dropout follows the block's own modules at every call, but the mask of the hidden is not the one that ``nn.Dropout``
+    would draw. A call with more than one tensor, with a tensor that is not plain, or
     after a child ceased to be plain runs the original forward.
+    Experts are the modules with the interface of transformers' experts, of which a small copy agrees, too.
     With ``norm`` every module that is found in the same way to compute an RMSNorm or a LayerNorm in several operations
     runs torch's fused one, in each dtype in which that is as close to float64 as the module's own forward.
     The loss is that of transformers' causal models, whose forward calls its last linear layer and then
@@ -115,6 +123,7 @@ def replace(
     skipped: list[Entry] = []
     changes: _Changes = []
     parts = _replace_ffns(model, Patterns(ffn_rules, recompute), replaced, skipped, changes)
+    _replace_experts(model, recompute, replaced, skipped, changes)
     _replace_linears(model, linear_rules, parts, replaced, skipped, changes)
     if loss:
         _replace_heads(model, replaced, skipped, changes)
@@ -127,7 +136,10 @@ def replace(
             name = rule.class_path.rpartition(".")[2]
             skipped.append(Entry("(rules)", name, None, "no module is exactly of this class"))
     report = Report(tuple(replaced), tuple(skipped), dry_run)
-    if not changes and not any(issubclass(kind, (ReplacedModule, FusedFFN, SplitKLinear)) for kind in classes):
+    fused_before = any(issubclass(kind, (ReplacedModule, FusedFFN, SplitKLinear)) for kind in classes)
+    # Experts may be so by name, in modules of their own class.
+    fused_before = fused_before or any(entry.reason == _ALREADY for entry in skipped)
+    if not changes and not fused_before:
         if strict:
             raise ValueError(f"model: nothing in it can be replaced\n{report}")
         warnings.warn(f"nothing was replaced\n{report}", stacklevel=2)
@@ -189,6 +201,8 @@ def _replace_ffns(
     parts = patterns.taken
     # From the innermost modules on; the report goes the other way.
     for path, module in reversed(list(model.named_modules())):
+        if is_experts(module):
+            continue
         name = type(module).__name__
         try:
             fused = patterns.fused_class(module)
@@ -228,6 +242,35 @@ def _linears(found: dict[str, FFNPieces | str]) -> set[nn.Module]:
     return {linear for ffn in pieces for linear in (ffn.up, ffn.gate, ffn.down) if linear is not None}
 
 
+def _replace_experts(
+    model: nn.Module,
+    recompute: Literal["auto"] | bool | int,
+    replaced: list[Entry],
+    skipped: list[Entry],
+    changes: _Changes,
+) -> None:
+    """Find the experts of mixtures, whose weights are stacked."""
+    alike: dict[Hashable, ExpertsFFN | str] = {}
+    for path, module in model.named_modules():
+        if not is_experts(module):
+            continue
+        kind = type(module)
+        if isinstance(module, FusedExperts) or implementation(module) == IMPLEMENTATION:
+            skipped.append(Entry(path, kind.__name__, None, _ALREADY))
+            continue
+        found: ExpertsFFN | str | None = why_class_stays(module)
+        if found is None:
+            key = signature(module, set())
+            found = alike[key] = alike.get(key) or find_experts(module)
+        if isinstance(found, str):
+            skipped.append(Entry(path, kind.__name__, None, f"experts of a mixture: {found}", is_ffn_left=True))
+            continue
+        fused = experts_class(kind, found, recompute)
+        facts = facts_of_experts(module, found, recompute)
+        replaced.append(Entry(path, kind.__name__, fused.__name__, found.described(module), *facts))
+        changes.append((module, fused))
+
+
 def _replace_linears(
     model: nn.Module,
     rules: list[LinearRule],
@@ -245,7 +288,7 @@ def _replace_linears(
             continue
         idle = [other for other in idle if other is not rule]
         name = type(module).__name__
-        reason = "already fused" if isinstance(module, SplitKLinear) else why_not_plain(module)
+        reason = _ALREADY if isinstance(module, SplitKLinear) else why_not_plain(module)
         if module in parts:
             reason = "is part of a fused FFN"
         if reason is not None:
@@ -265,10 +308,10 @@ def _replace_heads(model: nn.Module, replaced: list[Entry], skipped: list[Entry]
     for path, module in model.named_modules():
         kind = type(module)
         if isinstance(module, FusedLossHead):
-            skipped.append(Entry(path, kind.__name__, None, "already fused"))
+            skipped.append(Entry(path, kind.__name__, None, _ALREADY))
         if isinstance(module, ReplacedModule) or module in changing or (name := find_head(module)) is None:
             continue
-        reason = why_class_stays(module) or why_head_left(module, name)
+        reason = why_model_stays(module) or why_head_left(module, name)
         if getattr(module, name) in changing:
             reason = f"a rule takes {name}"
         if reason is not None:

@@ -14,6 +14,7 @@ from .. import planning
 from ..devices import describe
 from ..functional.linear import LINEAR
 from ..functional.linear_cross_entropy.arguments import loss_problem
+from ..functional.moe_ffn import MOE_FFN
 from ..functional.operands import compute_dtype
 from ..functional.switches import backend
 from ..kernels.activations import ACTIVATIONS, canonical_activation
@@ -21,6 +22,7 @@ from ..modules import FFNPieces, linear_weight
 from ..planning import Device
 from ..planning.costs import SAVED_FOR_SLOPE, mask_bytes
 from ..planning.linear_cross_entropy import saved_bytes as kept_for_loss
+from .expert_ffns import ExpertsFFN
 from .recognising_norms import WHY_NOT_FLOAT32, Norm, copy_of_norm, width_of_norm
 from .rules import LinearRule
 from .trials import quietly
@@ -51,6 +53,28 @@ def facts_of_ffn(pieces: FFNPieces, recompute: Literal["auto"] | bool | int) -> 
         if pieces.output_dropout_p:
             result = mask_bytes(problem, device) * down.shape[0]
     return (theirs + result, ours + result), _why_no_kernels(problem, device, backend()), plan.path
+
+
+def facts_of_experts(
+    module: nn.Module, found: ExpertsFFN, recompute: Literal["auto"] | bool | int
+) -> tuple[tuple[int, int] | None, str | None, str]:
+    """The same of experts, as many to a token as the configuration of the model says; without it nobody counts."""
+    given = found.tensors(module)
+    top_k = getattr(getattr(module, "config", None), "num_experts_per_tok", None)
+    chosen = top_k if isinstance(top_k, int) else 1
+    weight = given["w_up"]
+    with torch.enable_grad():
+        width = weight.shape[1 if dict(found.formula)["transposed"] else 2]
+        x = torch.empty(TOKENS, width, dtype=weight.dtype, device="meta", requires_grad=True)
+        index = torch.empty(TOKENS, chosen, dtype=torch.int64, device="meta")
+        scores = torch.empty(TOKENS, chosen, dtype=weight.dtype, device="meta", requires_grad=True)
+        tensors, options = MOE_FFN.bound(x, index, scores, **given, **dict(found.formula), recompute=recompute is True)
+        problem = MOE_FFN.problem(tensors, options)
+    device = describe(weight.device)
+    plan = planning.plan(problem, device, backend())
+    theirs = 0 if top_k is None else problem.kept_by_torch(device) // TOKENS
+    saved = (theirs, plan.saved_bytes // TOKENS) if theirs else None
+    return saved, _why_no_kernels(problem, device, backend()), plan.path
 
 
 def facts_of_head(head: nn.Linear) -> tuple[tuple[int, int], str | None, str]:

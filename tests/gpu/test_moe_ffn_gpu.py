@@ -22,7 +22,7 @@ REPEATS = 10
 # Tokens, width, hidden units, experts, experts of a token: whole tiles of the pipelined kernels, tails, and what their
 # copies cannot take.
 WHOLE, RAGGED, ODD = (1024, 512, 256, 8, 2), (1061, 328, 200, 8, 3), (700, 131, 77, 8, 2)
-MACHINES: dict[str, dict[str, Any]] = {"all": {}, "few": {"processors": 4}, "portable": {"pipelined": False}}
+MACHINES: dict[str, dict[str, Any]] = {"all": {}, "few": {"sms": 4}, "portable": {"pipelined": False}}
 
 
 @pytest.fixture(autouse=True)

@@ -54,7 +54,10 @@ SMALL_IMAGE, SMALL_PATCH = 12, 4
 
 @dataclass(frozen=True)
 class StepModel:
-    """``kind`` is the library's name before ``Config``; with ``task`` behind it, that of the model's class."""
+    """``kind`` is the library's name before ``Config``; with ``task`` behind it, that of the model's class.
+
+    With ``rank`` the linear layers of the FFNs have peft's adapters of this rank, and all else is frozen.
+    """
 
     name: str
     title: str
@@ -62,6 +65,7 @@ class StepModel:
     task: str
     sizes: Sizes
     options: Callable[[Sizes], dict[str, Any]]
+    rank: int = 0
 
     def small(self) -> StepModel:
         """The same with few numbers."""
@@ -75,7 +79,15 @@ class StepModel:
         config.use_cache = False
         with torch.device(device):
             model: nn.Module = getattr(library, f"{self.kind}{self.task}")(config)
-        return model.to(dtype).train()
+        model = model.to(dtype)
+        if self.rank:
+            peft = importlib.import_module("peft")
+            # Random factors, so that every gradient has something to be compared with.
+            adapters = peft.LoraConfig(
+                r=self.rank, lora_alpha=2 * self.rank, target_modules=_ADAPTED, init_lora_weights=False
+            )
+            model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)
+        return model.train()
 
     def inputs(self, device: torch.device, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
         """Of one step."""
@@ -100,6 +112,11 @@ def _image(s: Sizes) -> tuple[int, int]:
 
 def _llama(s: Sizes, shared_heads: int = 1) -> dict[str, Any]:
     return _encoder(s) | {"num_key_value_heads": max(1, s.heads // shared_heads), "vocab_size": s.vocabulary}
+
+
+def _mixtral(s: Sizes) -> dict[str, Any]:
+    # Two of eight experts for each token, in transformers' default implementation.
+    return _llama(s, shared_heads=2) | {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 
 def _encoder(s: Sizes) -> dict[str, Any]:
@@ -135,6 +152,7 @@ def _vit(s: Sizes) -> dict[str, Any]:
 
 
 _LM, _MASKED = "ForCausalLM", "ForMaskedLM"
+_ADAPTED = ["gate_proj", "up_proj", "down_proj"]
 STEP_MODELS: dict[str, StepModel] = {
     model.name: model
     for model in (
@@ -153,9 +171,17 @@ STEP_MODELS: dict[str, StepModel] = {
             Sizes(768, 3072, 12, 1000, 128, 197), _vit,
         ),
         StepModel("opt-1024", "OPT, 1024 × 4096", "OPT", _LM, Sizes(1024, 4096, 16, 50_272, 8, 2048), _opt),
+        StepModel(
+            "mixtral-1024", "Mixtral, 8 experts of 1024 × 2048", "Mixtral", _LM, Sizes(1024, 2048, 16, 32_000, 8, 2048),
+            _mixtral,
+        ),
         StepModel("bert-128", "BERT, 128 × 512", "Bert", _MASKED, Sizes(128, 512, 2, 4096, 128, 512), _bert),
         StepModel("llama-256", "Llama, 256 × 768", "Llama", _LM, Sizes(256, 768, 4, 4096, 32, 2048), _llama),
         StepModel("llama-512", "Llama, 512 × 1408", "Llama", _LM, Sizes(512, 1408, 8, 4096, 16, 2048), _llama),
+        StepModel(
+            "llama-2048-lora", "Llama, 2048 × 8192, LoRA of rank 16", "Llama", _LM,
+            Sizes(2048, 8192, 16, 32_000, 8, 2048), _llama, rank=16,
+        ),
     )
 }  # fmt: skip
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from ...closeness import MAX_ERROR_LIMIT, RMS_FLOOR
 from ...functional.dispatch import decisions
 from ...functional.switches import switched
+from ...replacing.expert_ffns import run_eagerly
 from .. import record as records
 from ..arguments import add_record_options, chosen_device, positive, record_path, several
 from ..cases import DTYPES
@@ -269,6 +270,7 @@ class Truth:
         own = next(plain.parameters()).dtype
         wider = torch.float64 if own is torch.float32 else torch.float32
         exact = copy.deepcopy(plain).to(wider)
+        run_eagerly(exact)
         inputs = {name: tensor.to(wider) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
         loss = exact(**inputs).loss
         loss.backward()
