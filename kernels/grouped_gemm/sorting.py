@@ -54,8 +54,10 @@ def rows_of(packed: torch.Tensor, slots: int, experts: int, block: int, k: int) 
     """The four parts of one tensor, as :func:`sort` made it."""
     capacity = padded_rows(slots, experts, block)
     parts = packed.split_with_sizes(sizes(slots, experts, block))
-    lengths = (capacity, slots, capacity // block, experts + 1)
-    return SortedRows(*[part[:length] for part, length in zip(parts, lengths, strict=True)], block, k)
+    slots_of, row_of, tile_expert, starts = parts
+    return SortedRows(
+        slots_of[:capacity], row_of[:slots], tile_expert[: capacity // block], starts[: experts + 1], block, k
+    )
 
 
 @triton.jit

@@ -17,3 +17,5 @@ GROUPED_PIPELINES: dict[tuple[str, bool], GroupedPipeline] = {
     ("weight_gradient", False): GroupedPipeline(stages=5, group=16),
     ("weight_gradient", True): GroupedPipeline(stages=5, group=16),
 }
+
+__all__ = ["BLOCK", "GROUPED_PIPELINES", "GroupedPipeline"]

@@ -88,12 +88,12 @@ class _MoeFFN(Operation):
     row_operands = ("x",)
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, _, _, *experts = tensors
+        x, _, _, w_up, w_down, *others = tensors
         activation, gate_and_up, transposed, limit, up_offset, recompute = options
         check_moe_tensors(*tensors)
         activation = canonical_activation(activation)
         rest = checked_options(gate_and_up, transposed, limit, up_offset, recompute, gated=tensors[5] is not None)
-        check_experts(x, *experts, gate_and_up, transposed)
+        check_experts(x, w_up, w_down, others, gate_and_up, transposed)
         return activation, *rest
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> MoeProblem:

@@ -1,6 +1,7 @@
 """Checks of the arguments of ``moe_ffn``, and its planning problem."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,14 +36,12 @@ def check_experts(
     x: Tensor,
     w_up: Tensor,
     w_down: Tensor,
-    w_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    b_gate: Tensor | None,
+    others: Sequence[Tensor | None],
     gate_and_up: str,
     transposed: bool,
 ) -> None:
-    """Weights and biases of all experts, in the layout that is named."""
+    """Weights and biases of all experts, in the layout that is named; ``others``: w_gate, b_up, b_down, b_gate."""
+    w_gate, b_up, b_down, b_gate = others
     merged = gate_and_up != "separate"
     if merged and (w_gate is not None or b_gate is not None):
         name = "b_gate" if w_gate is None else "w_gate"

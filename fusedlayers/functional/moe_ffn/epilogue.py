@@ -1,7 +1,7 @@
 """The experts in kernels: rows sorted by expert, products over each expert's rows, and sums in the order of tokens."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,14 +16,17 @@ _THROUGH_HIDDEN = (_X, _W_UP, _W_GATE, _B_UP, _B_GATE)
 
 
 class _Experts(NamedTuple):
-    """Weights ``[E, out, in]`` and biases ``[E, out]``, or their gradients, as views, whatever the layout."""
+    """Weights ``[E, out, in]`` and biases ``[E, out]``, or their gradients, as views, whatever the layout.
 
-    w_up: Tensor | None
-    w_down: Tensor | None
-    w_gate: Tensor | None
-    b_up: Tensor | None
-    b_down: Tensor | None
-    b_gate: Tensor | None
+    Each is a tensor, or None where there is none.
+    """
+
+    w_up: Any
+    w_down: Any
+    w_gate: Any
+    b_up: Any
+    b_down: Any
+    b_gate: Any
 
     @classmethod
     def of(cls, call: Prepared, tensors: Tensors) -> "_Experts":
@@ -100,6 +103,7 @@ def gradients(
         return _Experts.of(call, [found[place] if place in places else None for place in range(_W_UP, len(found))])
 
     dys, row_weights = kernels.spread(dy, scores, rows, ready=_apart(ready, "dy"))
+    assert row_weights is not None
     if (db_down := results(_B_DOWN).b_down) is not None:
         kernels.expert_sums(dys, row_weights, rows, db_down, ready=ready, name="down")
     through_hidden = any(wanted[place] for place in _THROUGH_HIDDEN)
@@ -118,13 +122,14 @@ def gradients(
     if partials is not None:
         found[_SCORES] = kernels.score_gradient(partials, index, dy, experts.b_down, rows, scores.dtype, ready=ready)
     if (dw_down := results(_W_DOWN).w_down) is not None:
+        assert weighted is not None
         _weight_gradient(call, dys, weighted, rows, dw_down, order, "down")
     # Free them before the gradient of the rows of x and the rows themselves are allocated.
     del dys, weighted
     biases = results(_B_UP, _B_GATE)
     if biases.b_up is not None:
         kernels.expert_sums(dz, None, rows, biases.b_up, ready=ready, name="up")
-    if biases.b_gate is not None:
+    if biases.b_gate is not None and dg is not None:
         kernels.expert_sums(dg, None, rows, biases.b_gate, ready=ready, name="gate")
     if wanted[_X]:
         pairs = [(dz, experts.w_up.mT)] + ([] if dg is None else [(dg, experts.w_gate.mT)])
@@ -139,7 +144,7 @@ def gradients(
         weights = results(_W_UP, _W_GATE)
         if weights.w_up is not None:
             _weight_gradient(call, dz, xs, rows, weights.w_up, order, "up")
-        if weights.w_gate is not None:
+        if weights.w_gate is not None and dg is not None:
             _weight_gradient(call, dg, xs, rows, weights.w_gate, order, "gate")
     return found
 

@@ -30,8 +30,8 @@ def _rows_of(expert, starts_ptr, end, STEP: gl.constexpr):
 
 
 @gluon.jit
-def _expert_of(index, order_ptr, unit_tiles, column_tiles):
-    expert = index // (unit_tiles * column_tiles)
+def _expert_of(index, order_ptr, tile_rows, tile_columns):
+    expert = index // (tile_rows * tile_columns)
     if order_ptr is None:
         return expert
     else:
@@ -39,21 +39,21 @@ def _expert_of(index, order_ptr, unit_tiles, column_tiles):
 
 
 @gluon.jit
-def _place_of(index, unit_tiles, column_tiles, GROUP: gl.constexpr):
+def _place_of(index, tile_rows, tile_columns, GROUP: gl.constexpr):
     """(first unit, first column) of a tile."""
-    inside = index % (unit_tiles * column_tiles)
-    unit, column = grouped_tile(inside, unit_tiles, column_tiles, GROUP)
+    inside = index % (tile_rows * tile_columns)
+    unit, column = grouped_tile(inside, tile_rows, tile_columns, GROUP)
     return unit * TILE, column * TILE
 
 
 @gluon.jit
 def _copy_rows(
     index, left_desc, right_desc, left_ring, right_ring, full, empty, starts_ptr, order_ptr,
-    unit_tiles, column_tiles, end, position, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    tile_rows, tile_columns, end, position, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     BYTES: gl.constexpr = 2 * left_desc.block_type.nbytes + right_desc.block_type.nbytes
-    first, steps = _rows_of(_expert_of(index, order_ptr, unit_tiles, column_tiles), starts_ptr, end, STEP)
-    unit, column = _place_of(index, unit_tiles, column_tiles, GROUP)
+    first, steps = _rows_of(_expert_of(index, order_ptr, tile_rows, tile_columns), starts_ptr, end, STEP)
+    unit, column = _place_of(index, tile_rows, tile_columns, GROUP)
     for step in range(steps):
         stage, phase = stage_of(position, STAGES)
         mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -68,20 +68,20 @@ def _copy_rows(
 
 @gluon.jit
 def _produce(
-    left_desc, right_desc, left_ring, right_ring, full, empty, starts_ptr, order_ptr, unit_tiles, column_tiles, work,
+    left_desc, right_desc, left_ring, right_ring, full, empty, starts_ptr, order_ptr, tile_rows, tile_columns, work,
     end, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     position = 0
     other = _first_index(1)
     for index in range(_first_index(0), work, 2 * gl.num_programs(0)):
         position = _copy_rows(
-            index, left_desc, right_desc, left_ring, right_ring, full, empty, starts_ptr, order_ptr, unit_tiles,
-            column_tiles, end, position, STEP, STAGES, GROUP,
+            index, left_desc, right_desc, left_ring, right_ring, full, empty, starts_ptr, order_ptr, tile_rows,
+            tile_columns, end, position, STEP, STAGES, GROUP,
         )  # fmt: skip
         if other < work:
             position = _copy_rows(
-                other, left_desc, right_desc, left_ring, right_ring, full, empty, starts_ptr, order_ptr, unit_tiles,
-                column_tiles, end, position, STEP, STAGES, GROUP,
+                other, left_desc, right_desc, left_ring, right_ring, full, empty, starts_ptr, order_ptr, tile_rows,
+                tile_columns, end, position, STEP, STAGES, GROUP,
             )  # fmt: skip
         other += 2 * gl.num_programs(0)
 
@@ -89,7 +89,7 @@ def _produce(
 @gluon.jit
 def _consume(
     consumer: gl.constexpr, out_desc, left_ring, right_ring, places, full, empty, turns, starts_ptr, order_ptr,
-    unit_tiles, column_tiles, work, units, out_rows, end,
+    tile_rows, tile_columns, work, units, out_rows, end,
     STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
@@ -100,20 +100,20 @@ def _consume(
     # The other consumer's tile behind each of this one's; the first one of all comes before the second consumer's.
     other = _first_index(1 - consumer)
     if consumer == 1:
-        expert = _expert_of(gl.minimum(other, work - 1), order_ptr, unit_tiles, column_tiles)
+        expert = _expert_of(gl.minimum(other, work - 1), order_ptr, tile_rows, tile_columns)
         _, position = _rows_of(expert, starts_ptr, end, STEP)
         other += 2 * gl.num_programs(0)
     for index in range(_first_index(consumer), work, 2 * gl.num_programs(0)):
-        expert = _expert_of(index, order_ptr, unit_tiles, column_tiles)
+        expert = _expert_of(index, order_ptr, tile_rows, tile_columns)
         _, steps = _rows_of(expert, starts_ptr, end, STEP)
-        unit, column = _place_of(index, unit_tiles, column_tiles, GROUP)
+        unit, column = _place_of(index, tile_rows, tile_columns, GROUP)
         start = gl.zeros([HALF, TILE], gl.float32, layout)
         top, bottom = multiply_from(
             consumer, position, start, start, left_ring, right_ring, full, empty, turns, turn, steps,
             True, False, STAGES,
         )  # fmt: skip
         turn += 1
-        between = _expert_of(gl.minimum(other, work - 1), order_ptr, unit_tiles, column_tiles)
+        between = _expert_of(gl.minimum(other, work - 1), order_ptr, tile_rows, tile_columns)
         _, other_steps = _rows_of(between, starts_ptr, end, STEP)
         position += steps + other_steps
         other += 2 * gl.num_programs(0)
@@ -129,9 +129,9 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["units", "unit_tiles", "column_tiles", "work", "out_rows", "end"])
+@gluon.jit(do_not_specialize=["units", "tile_rows", "tile_columns", "work", "out_rows", "end"])
 def _pipelined_grouped_weight_gradient_kernel(
-    left_desc, right_desc, out_desc, starts_ptr, order_ptr, units, unit_tiles, column_tiles, work, out_rows, end,
+    left_desc, right_desc, out_desc, starts_ptr, order_ptr, units, tile_rows, tile_columns, work, out_rows, end,
     STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = left_desc.dtype
@@ -149,14 +149,14 @@ def _pipelined_grouped_weight_gradient_kernel(
     gl.warp_specialize([
         (_consume, (
             gl.constexpr(0), out_desc, left_ring, right_ring, places, full, empty, turns, starts_ptr, order_ptr,
-            unit_tiles, column_tiles, work, units, out_rows, end, STEP, STAGES, PLACES, GROUP,
+            tile_rows, tile_columns, work, units, out_rows, end, STEP, STAGES, PLACES, GROUP,
         )),
         (_consume, (
             gl.constexpr(1), out_desc, left_ring, right_ring, places, full, empty, turns, starts_ptr, order_ptr,
-            unit_tiles, column_tiles, work, units, out_rows, end, STEP, STAGES, PLACES, GROUP,
+            tile_rows, tile_columns, work, units, out_rows, end, STEP, STAGES, PLACES, GROUP,
         )),
         (_produce, (
-            left_desc, right_desc, left_ring, right_ring, full, empty, starts_ptr, order_ptr, unit_tiles, column_tiles,
+            left_desc, right_desc, left_ring, right_ring, full, empty, starts_ptr, order_ptr, tile_rows, tile_columns,
             work, end, STEP, STAGES, GROUP,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
@@ -171,12 +171,12 @@ def prepare_weight_gradient(
     each expert begin, and the experts in the order in which their tiles are to be computed, or None.
     """
     tile, half = TILE.value, HALF.value
-    unit_tiles, column_tiles = ceil_div(units, tile), ceil_div(right.columns, tile)
-    work = experts * unit_tiles * column_tiles
+    tile_rows, tile_columns = ceil_div(units, tile), ceil_div(right.columns, tile)
+    work = experts * tile_rows * tile_columns
     return Launch(
         _pipelined_grouped_weight_gradient_kernel,
         min(work, config.programs),
-        (units, unit_tiles, column_tiles, work, out.step),
+        (units, tile_rows, tile_columns, work, out.step),
         (left.rows,),
         (config.step, config.stages, config.places, config.group),
         geometries=(
