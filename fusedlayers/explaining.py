@@ -40,8 +40,9 @@ def explain(target: nn.Module | Callable[..., Any], /, *inputs: Tensor, **option
             linear = isinstance(target, nn.Linear)
             instead = "runs the forward of nn.Linear" if linear else "calls its children instead of fusing them"
             return f"{type(target).__name__} {instead}: {reason}"
-        function = getattr(target, "function", functional.ffn)
         inputs, options = (), fused.call_arguments(*inputs, **options)
+        adapted = "up_scale" in options
+        function = getattr(target, "function", functional.lora_ffn if adapted else functional.ffn)
     operation = operation_of(function)
     if operation is None:
         known = (

@@ -249,6 +249,39 @@ def ffn(
     return y if residual is None else y + residual
 
 
+def lora_ffn(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    w_gate: Tensor | None = None,
+    b_gate: Tensor | None = None,
+    up_a: Tensor | None = None,
+    up_b: Tensor | None = None,
+    down_a: Tensor | None = None,
+    down_b: Tensor | None = None,
+    gate_a: Tensor | None = None,
+    gate_b: Tensor | None = None,
+    *,
+    activation: str = "gelu",
+    up_scale: float = 1.0,
+    down_scale: float = 1.0,
+    gate_scale: float = 1.0,
+) -> Tensor:
+    """:func:`ffn` whose linear layers compute ``x Wᵀ + b + scale (x Aᵀ) Bᵀ``: A ``[R, in]``, B ``[out, R]``."""
+    up = _adapted(x, w_up, b_up, up_a, up_b, up_scale)
+    gate = None if w_gate is None else _adapted(x, w_gate, b_gate, gate_a, gate_b, gate_scale)
+    return _adapted(hidden(up, gate, activation=activation), w_down, b_down, down_a, down_b, down_scale)
+
+
+def _adapted(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, scale: float
+) -> Tensor:
+    y = F.linear(x, weight, bias)
+    return y if a is None or b is None else torch.add(y, F.linear(F.linear(x, a), b), alpha=scale)
+
+
 def dropped(values: Tensor, dropout_p: float, seed: Tensor | None, place: tuple[int, int] = (0, 0)) -> Tensor:
     """The hidden ``[*B, M, N]`` after dropout; with ``seed`` by the kernels' mask from row and column ``place`` on."""
     if dropout_p and seed is not None:

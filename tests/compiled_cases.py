@@ -36,6 +36,13 @@ def ffn(rows: int, gated: bool = False, width: int = 16, **options: Any) -> Call
     return functional.ffn, {"x": x, "w_up": w_up, "w_down": w_down, "b_up": b_up} | more | options
 
 
+def lora_ffn(rows: int) -> Call:
+    x, w_up, w_gate, w_down = _leaf(2, rows, 16), _leaf(24, 16), _leaf(24, 16), _leaf(16, 24)
+    adapters = {"gate_a": _leaf(3, 16), "gate_b": _leaf(24, 3), "down_a": _leaf(5, 24), "down_b": _leaf(16, 5)}
+    tensors = {"x": x, "w_up": w_up, "w_down": w_down, "w_gate": w_gate, "b_up": _leaf(24), "b_down": _leaf(16)}
+    return functional.lora_ffn, tensors | adapters | {"activation": "silu", "gate_scale": 0.5, "down_scale": 2.0}
+
+
 def gemm_gemm(rows: int) -> Call:
     # The weights are one matrix for the whole batch.
     operands = {"a": _leaf(2, rows, 16), "b": _leaf(16, 24), "c": _leaf(1, 24, 8)}
@@ -105,6 +112,7 @@ CALLS: dict[str, Callable[[int], Call]] = {
     # No fused kernel holds this width in float32.
     "wide ffn": lambda rows: ffn(rows, width=144),
     "wide gated ffn": lambda rows: ffn(rows, gated=True, width=144, activation="silu"),
+    "lora_ffn": lora_ffn,
     "gemm_gemm": gemm_gemm,
     "gemm_reduce": ragged,
     "logsumexp": logsumexp,

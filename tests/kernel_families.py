@@ -26,7 +26,9 @@ _DROPOUT = ("dropout", "dropping")
 TESTS: dict[str, tuple[str, ...]] = {
     # The kernels of operations.
     "gemm_gemm": (*_GEMM_GEMM, "dropout", "hopper"),
-    "gemm_epilogue": (*_EPILOGUE, *_HIDDEN_GRADIENT, "code_generation_epilogue", "prepared_launches", "dropout"),
+    "gemm_epilogue": (
+        *(*_EPILOGUE, *_HIDDEN_GRADIENT, "lora_ffn", "code_generation_epilogue", "prepared_launches", "dropout"),
+    ),
     "gemm_reduce": (
         *("gemm_reduce", "gemm_reduce_kernels", "gemm_reduce_calls", "reference_reduce", "planning_reduce"),
         "reduce_code_generation",
@@ -41,6 +43,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "ffn": ("ffn", "autograd", "planning_costs", "dropping", *_EPILOGUE),
     "hidden_gradient": _HIDDEN_GRADIENT,
     "linear": _LINEAR,
+    "lora_ffn": ("lora_ffn", "replacing_adapters", "code_generation_epilogue"),
     "linear_cross_entropy": _CROSS_ENTROPY,
     "linear_log_probs": _CROSS_ENTROPY,
     # What kernels share.
@@ -65,7 +68,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 # The same of tests/gpu.
 GPU_TESTS: dict[str, tuple[str, ...]] = {
     "gemm_gemm": _GPU_GEMM_GEMM,
-    "gemm_epilogue": (*_GPU_EPILOGUE, "hidden_gradient_gpu"),
+    "gemm_epilogue": (*_GPU_EPILOGUE, "hidden_gradient_gpu", "lora_ffn_gpu"),
     "gemm_reduce": ("gemm_reduce_gpu", "pipelined_reduce", "maxsim_gpu"),
     "maxsim": ("maxsim_gpu",),
     "cross_entropy": _GPU_CROSS_ENTROPY,
@@ -74,6 +77,7 @@ GPU_TESTS: dict[str, tuple[str, ...]] = {
     "ffn": (*_GPU_GEMM_GEMM[1:], *_GPU_EPILOGUE),
     "hidden_gradient": ("hidden_gradient_gpu",),
     "linear": ("linear_gpu",),
+    "lora_ffn": ("lora_ffn_gpu",),
     "linear_cross_entropy": _GPU_CROSS_ENTROPY,
     "linear_log_probs": _GPU_CROSS_ENTROPY,
     "activations": ("ffn_gpu",),

@@ -235,6 +235,19 @@ def test_figures_hold_for_one_gpu_and_the_versions_they_were_measured_with(
     assert all(f"with these versions (others: {field}): python -m fusedlayers.bench calibrate" in line for line in said)
 
 
+def test_another_assembler_changes_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.compile`` sets one in the middle of a process, which ``calibrate`` does, too."""
+    monkeypatch.setattr(calibrations, "toolchain", lambda architecture: "Triton 9, ptxas 12.8")
+    calibrations.add(CARD, [entry(FFN)], None)
+    monkeypatch.setattr(calibrations, "toolchain", lambda architecture: "Triton 9, ptxas 13.0")
+    calibrations.add(CARD, [entry(sized(64))], None)
+    found = calibrations.on_record(CARD)
+    assert found is not None
+    assert len(found) == 2
+    [record] = json.loads(cache.read_text())["records"]
+    assert record["toolchain"] == "Triton 9, ptxas 13.0"
+
+
 def test_an_entry_that_was_edited_is_not_trusted(cache: Path) -> None:
     calibrations.add(CARD, [entry(FFN), entry(sized(64), "torch", 0.7)], None)
     content = json.loads(cache.read_text())

@@ -34,6 +34,7 @@ import torch
 from code_generation import compiling_for
 from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.dropout import NO_DROPOUT, Dropout
+from fusedlayers.kernels.gemm_epilogue import LowRank
 from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES, epilogue_tiles
 
 
@@ -42,7 +43,8 @@ def matrix(rows, columns, dtype, transposed):
 
 
 def compile_all(
-    target, dtype, sizes, pipelined, variants, activation, accuracy, dropping=False, stays=False, transposed=False
+    target, dtype, sizes, pipelined, variants, activation, accuracy, dropping=False, stays=False, transposed=False,
+    rank=0,
 ):
     M, K, N, O = sizes
     dropout = Dropout(torch.zeros(1, dtype=torch.int64), 0.1) if dropping else NO_DROPOUT
@@ -54,18 +56,23 @@ def compile_all(
         x, dy, z = (torch.empty(s, dtype=dtype) for s in ((M, K), (M, O), (M, N)))
         w, w_down = (matrix(*s, dtype, transposed) for s in ((N, K), (O, N)))
         b = torch.empty(N, dtype=dtype) if bias else None
+        joining = [None, None]
+        if rank:
+            right, left = torch.empty(N, rank, dtype=dtype), torch.empty(M, 2 * rank, dtype=dtype)
+            joining = [LowRank(left, right, right if gated else None), LowRank(left[:, :rank], right.T.contiguous())]
         rest = (activation, accuracy, "ieee", tiles)
         with compiling_for(target, pipelined=pipelined) as reports:
             kernels.hidden(
-                x, w, b, w if gated else None, b if gated else None, more, *rest, pipeline("hidden"), dropout
+                x, w, b, w if gated else None, b if gated else None, more, *rest, pipeline("hidden"), dropout,
+                low_rank=joining[0],
             )
             kernels.hidden_gradient(
                 dy, w_down, z, z if gated else None, bias, 1, *rest, pipeline("hidden_gradient"),
-                keep_hidden=more, side_by_side=True, dropout=dropout,
+                keep_hidden=more, side_by_side=True, dropout=dropout, low_rank=joining[1],
             )
         for report in reports:
             report |= {"dtype": str(dtype).removeprefix("torch."), "width": K, "gated": gated, "dropout": dropping}
-            report["transposed"] = transposed
+            report |= {"transposed": transposed, "rank": rank}
             print(json.dumps(report | {"bias": bias, "more": more, "activation": activation}), flush=True)
 
 
@@ -96,6 +103,8 @@ compile_all("sm_90", torch.float16, (4099, 520, 1032, 776), True, COSTLIEST, "ge
 compile_all("sm_90", torch.bfloat16, (4096, 512, 2048, 512), True, COSTLIEST[:1], "gelu_tanh", "coarse", stays=True)
 compile_all("sm_90", torch.float16, (4099, 520, 1032, 776), True, COSTLIEST[:1], "gelu", "half", True, stays=True)
 compile_all("sm_90", torch.bfloat16, (4096, 512, 2048, 512), True, COSTLIEST, "gelu_tanh", "coarse", transposed=True)
+compile_all("sm_90", torch.bfloat16, (4096, 512, 2048, 512), True, COSTLIEST, "gelu_tanh", "coarse", rank=16)
+compile_all("sm_90", torch.float16, (4099, 520, 1032, 776), True, COSTLIEST, "gelu", "half", transposed=True, rank=12)
 """
 
 PORTABLE = """

@@ -64,12 +64,13 @@ def operations(name: str, backend: str) -> set[str]:
     """The operations that a call of ``CALLS`` with gradients leaves in its graphs."""
     if name == "packed maxsim" or (backend == "triton" and name in ("maxsim", "gemm_gemm", "sum")):
         function = {"packed maxsim": "maxsim", "sum": "gemm_reduce"}.get(name, name)
-    elif name == "recomputed ffn" or (backend == "triton" and "ffn" in name):
-        function = "moe_ffn" if "moe" in name else "ffn"
+    elif name == "recomputed ffn" or (backend == "triton" and name.endswith(" ffn")):
+        function = "ffn"
     elif backend == "triton":
         function = {
             "logsumexp": "gemm_reduce", "argmax": "gemm_reduce", "split linear": "linear",
             "losses of tokens": "linear_cross_entropy", "recomputed loss": "linear_cross_entropy",
+            "recomputed moe_ffn": "moe_ffn",
         }.get(name, name)  # fmt: skip
     else:
         return set()

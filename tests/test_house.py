@@ -43,7 +43,7 @@ EVERY_ROW_BUT_BENCH = {
     "explaining": {"planning", "devices", "functional"},
     "modules": {"kernels", "planning", "reference", "functional"},
     "parallel": {"functional", "modules"},
-    "replacing": {"kernels", "planning", "reference", "devices", "functional", "modules"},
+    "replacing": {"kernels", "closeness", "planning", "reference", "devices", "functional", "modules"},
     "verifying": {"closeness", "functional", "modules", "replacing"},
     "fusedlayers": {"functional", "modules", "explaining", "parallel", "replacing", "verifying"},
 }
@@ -58,7 +58,7 @@ LIBRARIES = {
     "kernels": {"torch", "triton"},
     "planning": set[str](),
     "train_examples.recipes": {"torch", "accelerate", "lightning", "peft", "transformers"},
-    "train_examples": {"torch", "hydra", "omegaconf", "lightning", "matplotlib", "rich"},
+    "train_examples": {"torch", "hydra", "omegaconf", "lightning", "matplotlib", "rich", "tokenizers"},
     "": {"torch", "einops"},
 }
 

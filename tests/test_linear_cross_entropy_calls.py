@@ -40,6 +40,7 @@ pytestmark = [
 ]
 X, W, T = torch.zeros(2, 5, 3), torch.zeros(4, 3), torch.zeros(2, 5, dtype=torch.int64)
 BOTH = [
+    ({"recompute": "auto"}, TypeError, "recompute must be True or False, got 'auto' (str)"),
     ({"input": None}, TypeError, "input must be a torch.Tensor, got None"),
     ({"linear_weight": [1.0]}, TypeError, "linear_weight must be a torch.Tensor, got list"),
     ({"target": None}, TypeError, "target must be a torch.Tensor, got None"),
@@ -73,7 +74,6 @@ LOSSES = [
     ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be a number from 0 to 1, got 1.5"),
     ({"label_smoothing": None}, TypeError, "label_smoothing must be a number from 0 to 1, got None"),
     ({"z_loss": -1e-4}, ValueError, "z_loss must be a number from 0 on, got -0.0001"),
-    ({"recompute": "auto"}, TypeError, "recompute must be True or False, got 'auto' (str)"),
     ({"weight": [1.0]}, TypeError, "weight must be a torch.Tensor or None, got list"),
     ({"weight": torch.ones(3)}, ValueError, "weight of shape [3] and dtype torch.float32 on cpu: expected [V] = [4]"),
     ({"weight": torch.ones(4).int()}, TypeError, "weight of shape [4] and dtype torch.int32 on cpu: expected a real"),
@@ -139,16 +139,16 @@ def test_special_values(row: list[float], reduction: str, options: dict[str, Any
 
 
 # Products of a large logit with an upstream gradient overflow in torch's gradient of the entropy.
-@needs_kernels
+@pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("row", [row for name, row in ROWS.items() if name != "large"], ids=str)
-def test_special_values_of_log_probabilities(row: list[float]) -> None:
+def test_special_values_of_log_probabilities(row: list[float], path: str) -> None:
     V = len(row)
     target = torch.tensor([*range(V), IGNORED], device=DEVICE)
     inputs = {
         "input": torch.zeros(V + 1, V, device=DEVICE), "linear_weight": torch.eye(V, device=DEVICE),
         "linear_bias": torch.tensor(row, device=DEVICE), "target": target,
     }  # fmt: skip
-    with on_path("chunked"):
+    with on_path(path):
         ours = results(functional.linear_log_probs, inputs, return_entropy=True)
     theirs = results(reference.linear_log_probs, inputs, return_entropy=True)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, equal_nan=True)
@@ -305,7 +305,7 @@ def test_compiled(name: str, options: dict[str, Any], recompute: bool) -> None:
     """fullgraph, forward and backward, and several lengths: no break, and what eager calls give."""
     if name == "linear_log_probs":
         options = {key: value for key, value in options.items() if key != "reduction"} | {"return_entropy": True}
-    elif recompute:
+    if recompute:
         options = options | {"recompute": True}
     path = "fused" if "recompute" in options else "chunked"
     function = getattr(functional, name)

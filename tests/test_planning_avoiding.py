@@ -28,6 +28,7 @@ from fusedlayers.planning import (
     plan,
 )
 from fusedlayers.planning.linear_cross_entropy import LossProblem
+from fusedlayers.planning.lora_ffn import LoRAProblem
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
 SIZES = {"M": 2**20, "K": 128, "N": 512, "O": 128}
@@ -170,6 +171,9 @@ def every_problem() -> Iterator[Call]:
         for gated, dropout in itertools.product((False, True), repeat=2):
             wanted = {"needs_data_gradient": True, "needs_weight_gradient": True, "recompute": True}
             yield Problem("ffn", 1, 8192, 4096, 14_336, 4096, dtype, gated=gated, dropout=dropout, **wanted)
+        for gated in (False, True):
+            wanted = {"needs_data_gradient": True, "needs_adapter_gradient": True}
+            yield LoRAProblem("lora_ffn", 1, 512, 512, 512, 512, dtype, gated=gated, rank_up=8, **wanted)
         for V in (2, 128, 129, 300, 1000, 1025, 2049, 4097, 128_256):
             wanted = {"needs_data_gradient": True, "needs_weight_gradient": True}
             for recompute in (False, True):

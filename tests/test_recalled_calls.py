@@ -27,6 +27,7 @@ CHECKS = {
     "ffn": "check_ffn", "gemm_gemm": "check_gemm_gemm", "gemm_reduce": "check_gemm_reduce", "linear": "check_linear",
     "maxsim": "check_maxsim", "weight_gradient": "check_weight_gradient", "hidden_gradient": "check_hidden_gradient",
     "linear_cross_entropy": "check_layer", "linear_log_probs": "check_layer",
+    "lora_ffn": "check_ffn",
 }  # fmt: skip
 
 
@@ -70,6 +71,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "weight_gradient": lambda: functional.weight_gradient(X, X),
     "hidden_gradient": lambda: functional.hidden_gradient(X, WEIGHT.T, torch.ones(5, 6), activation="relu"),
     "linear_cross_entropy": lambda: functional.linear_cross_entropy(X, WEIGHT, TARGET, label_smoothing=0.5),
+    "lora_ffn": lambda: functional.lora_ffn(
+        X, WEIGHT, WEIGHT.T, BIAS, None, None, None, WEIGHT[:2], WEIGHT.new_ones(6, 2)
+    ),
     "linear_log_probs": lambda: functional.linear_log_probs(X, WEIGHT, TARGET, return_entropy=True),
 }
 

@@ -79,9 +79,26 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Any], s
         {"gate_and_up": "concatenated"},
         {"y", "d x", "d top_k_weights", "d w_up", "d w_down"},
     ),
+    "lora_ffn": (
+        functional.lora_ffn,
+        (
+            *(normal(40, 24), normal(64, 24) / 5, normal(16, 64) / 8, normal(64), normal(16), normal(64, 24) / 5),
+            *(normal(64), normal(4, 24) / 5, normal(64, 4), normal(8, 64) / 8, normal(16, 8)),
+        ),
+        {"activation": "silu", "up_scale": 2.0},
+        {
+            *("y", "d x", "d w_up", "d w_down", "d b_up", "d b_down", "d w_gate", "d b_gate"),
+            *("d up_a", "d up_b", "d down_a", "d down_b"),
+        },
+    ),
 }
 # The paths of kernels that are called otherwise.
-PATHS = {"linear_cross_entropy": "chunked", "linear_log_probs": "chunked", "moe_ffn": "epilogue"}
+PATHS = {
+    "linear_cross_entropy": "chunked",
+    "linear_log_probs": "chunked",
+    "lora_ffn": "epilogue",
+    "moe_ffn": "epilogue",
+}
 
 
 @pytest.mark.parametrize("name", CALLS)

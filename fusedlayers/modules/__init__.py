@@ -1,6 +1,8 @@
 """The layers as modules: parameters, their initial values and ``state_dict``; the work is done by ``functional``."""
 
+from .adapters import ffn_pieces
 from .children import (
+    base_linear,
     class_name,
     class_path,
     is_plain_now,
@@ -33,8 +35,10 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "MaxSim",
     "SplitKLinear",
+    "base_linear",
     "class_name",
     "class_path",
+    "ffn_pieces",
     "forget",
     "is_plain_now",
     "is_transposed",

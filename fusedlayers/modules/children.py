@@ -27,6 +27,8 @@ _HOOKS = {
 _TRANSPOSED = "transformers.pytorch_utils.Conv1D"
 # Linear layers of other names that compute what nn.Linear does; known by name, too.
 _ALIKE = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
+# peft's wrapper of a linear layer with adapters.
+_ADAPTED = "peft.tuners.lora.layer.Linear"
 
 # Classes whose calls are read past -> their forward as it was when it was seen first: torch's own before anybody else.
 _FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
@@ -55,13 +57,27 @@ def parameter(linear: nn.Module, name: str) -> Tensor | None:
     return kept[name] if name in kept else cast("Tensor | None", getattr(linear, name))
 
 
+def is_adapted(linear: nn.Module) -> bool:
+    """Whether ``linear`` wraps a linear layer and its adapters of low rank, as peft does."""
+    return type(linear) is not nn.Linear and class_path(type(linear)) == _ADAPTED
+
+
+def base_linear(linear: nn.Module) -> nn.Module:
+    """The linear layer itself, where adapters wrap it."""
+    return cast(nn.Module, linear.base_layer) if is_adapted(linear) else linear
+
+
 def is_transposed(linear: nn.Module) -> bool:
     """Whether the weight of a plain linear is laid out ``[in, out]``."""
     return type(linear) is not nn.Linear and class_path(type(linear)) == _TRANSPOSED
 
 
 def linear_weight(linear: nn.Module) -> Tensor:
-    """The weight of a plain linear in ``nn.Linear``'s layout ``[out, in]``: itself, or a view of it."""
+    """The weight of a plain linear in ``nn.Linear``'s layout ``[out, in]``: itself, or a view of it.
+
+    Of one with adapters it is that of the linear which they wrap.
+    """
+    linear = base_linear(linear)
     weight = cast(Tensor, parameter(linear, "weight"))
     return weight.t() if is_transposed(linear) else weight
 

@@ -12,6 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..functional.ffn.arguments import check_dropout, check_recompute
 from ..kernels.activations import ACTIVATIONS, canonical_activation
+from .adapters import ffn_pieces
 from .children import is_plain_now, say_once, why_not_now
 from .keeping import keep, kept
 from .pieces import FFNPieces
@@ -103,7 +104,7 @@ class FusedFFN(nn.Module):
     def ffn_pieces(self) -> FFNPieces:
         """The children and options that the next call of ``forward`` reads."""
         dropout_p = self.dropout if self.training else 0.0
-        return FFNPieces(self.up_proj, self.down_proj, self.gate_proj, self.activation, dropout_p)
+        return ffn_pieces(self.up_proj, self.down_proj, self.gate_proj, self.activation, dropout_p)
 
     def why_called(self, *tensors: Tensor | None) -> str | None:
         """Why a call with these tensors would call the children, or None if it would run ``functional.ffn``."""
@@ -141,7 +142,8 @@ class FusedFFN(nn.Module):
             pieces = self.ffn_pieces()
             reason = pieces.why_not_plain() or why_not_now(x, residual)
             if reason is None:
-                keep(self, pieces, _PARTS, (pieces,))
+                if pieces.may_be_kept:
+                    keep(self, pieces, _PARTS, (pieces,))
                 return cast(Tensor, pieces.run(x, residual, self.recompute))
             dropout_p = pieces.dropout_p
             say_once(self, reason)

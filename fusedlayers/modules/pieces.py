@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 from torch import Tensor, nn
 
 from ..functional.ffn import FFN
 from ..functional.last_call import LastCall
+from ..functional.operation import Operation
 from .children import linear_weight, parameter, split_gate, why_not_plain
 
 # Of the tensors of ``functional.ffn``: x, the residual and the seed.
@@ -30,6 +31,8 @@ class FFNPieces:
         "_down", "_gate", "_last", "_options", "_up", "activation", "dropout_p", "gate_rows", "original",
         "output_dropout_p",
     )  # fmt: skip
+    # Whether blocks may keep the pieces from call to call.
+    may_be_kept: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -48,6 +51,11 @@ class FFNPieces:
         self.original, self.output_dropout_p, self.gate_rows = original, output_dropout_p, gate_rows
         self._last = LastCall(_INPUTS, guarded=True)
         self._options: tuple[Any, ...] = (activation, dropout_p, "auto")
+
+    @property
+    def operation(self) -> Operation:
+        """What computes the FFN."""
+        return FFN
 
     @property
     def up(self) -> nn.Module:
@@ -73,7 +81,7 @@ class FFNPieces:
         """The same FFN with this dropout of its hidden."""
         if p == self.dropout_p:
             return self
-        return FFNPieces(
+        return type(self)(
             self.up, self.down, self.gate, self.activation, p, self.original, self.output_dropout_p, self.gate_rows
         )
 

@@ -35,10 +35,12 @@ from .experts_interface import IMPLEMENTATION, register_experts
 from .heads import FusedLossHead, find_head, head_class, why_head_left
 from .heads import why_class_stays as why_model_stays
 from .linears import split_k_class
+from .norms import FusedNorm, norm_class, why_norm_left
 from .patterns import Patterns
+from .recognising_norms import Norm, recognise_norm, width_of_norm
 from .report import Entry, Report
 from .rules import FFNRule, LinearRule
-from .saving import facts_of_experts, facts_of_ffn, facts_of_head, why_no_kernels_for_linear
+from .saving import facts_of_experts, facts_of_ffn, facts_of_head, facts_of_norm, why_no_kernels_for_linear
 from .signatures import signature
 from .small_copies import widths
 
@@ -68,6 +70,7 @@ def replace(
     rules: Sequence[FFNRule | LinearRule] = (),
     recompute: Literal["auto"] | bool | int = "auto",
     loss: bool = True,
+    norm: bool = False,
     strict: bool = False,
     dry_run: bool = False,
 ) -> Report:
@@ -82,6 +85,8 @@ def replace(
     is not the one that ``nn.Dropout`` would draw. A call with more than one tensor, with a tensor that is not plain, or
     after a child ceased to be plain runs the original forward.
     Experts are the modules with the interface of transformers' experts, of which a small copy agrees, too.
+    With ``norm`` every module that is found in the same way to compute an RMSNorm or a LayerNorm in several operations
+    runs torch's fused one, in each dtype in which that is as close to float64 as the module's own forward.
     The loss is that of transformers' causal models, whose forward calls its last linear layer and then
     ``self.loss_function``: called with labels, it makes no logits, unless somebody reads them from its result.
     A block that sits in the tree twice is replaced once; a second `replace` finds nothing new. Replace first, then
@@ -94,6 +99,7 @@ def replace(
             which linears outside of FFNs become :class:`SplitKLinear` (none without a rule).
         recompute: as in ``functional.ffn``, for every block: True never allocates a hidden, forward or backward.
         loss: whether to take the loss of a language model, too.
+        norm: whether to take norms, too. Results change by a rounding, towards float64.
         strict: raise where an FFN, or what looks like one, would stay as it is; and where nothing in the model is
             fused, instead of warning. Nothing is changed then.
         dry_run: report and change nothing.
@@ -102,14 +108,15 @@ def replace(
         What was replaced, and what was skipped and why; also logged once at INFO.
 
     Raises:
-        TypeError: ``model`` is no module, ``rules`` is no tuple or list of rules, or ``loss`` is no bool.
+        TypeError: ``model`` is no module, ``rules`` is no tuple or list of rules, or ``loss`` or ``norm`` is no bool.
         ValueError: two rules for one class, a rule for a class that needs none, an unknown ``recompute``, or an
             FFN that stays under ``strict``.
     """
     _check_model(model)
     check_recompute(recompute)
-    if not isinstance(loss, bool):
-        raise TypeError(f"loss must be True or False, got {loss!r}")
+    for name, value in (("loss", loss), ("norm", norm)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
     ffn_rules, linear_rules = _checked(rules)
     replaced: list[Entry] = []
     skipped: list[Entry] = []
@@ -119,6 +126,8 @@ def replace(
     _replace_linears(model, linear_rules, parts, replaced, skipped, changes)
     if loss:
         _replace_heads(model, replaced, skipped, changes)
+    if norm:
+        _replace_norms(model, replaced, skipped, changes)
     classes = {type(module) for module in model.modules()}
     paths = {class_path(getattr(kind, "fused_from", kind)) for kind in classes}
     for rule in ffn_rules:
@@ -311,6 +320,31 @@ def _replace_heads(model: nn.Module, replaced: list[Entry], skipped: list[Entry]
         text = f"{name}, loss_function: {head.in_features} -> {head.out_features} classes, without logits"
         replaced.append(Entry(path, kind.__name__, FusedLossHead.__name__, text, *facts_of_head(head)))
         changes.append((module, head_class(kind, name)))
+
+
+def _replace_norms(model: nn.Module, replaced: list[Entry], skipped: list[Entry], changes: _Changes) -> None:
+    """Find the norms that run in several operations."""
+    alike: dict[Hashable, Norm | str | None] = {}
+    for path, module in model.named_modules():
+        kind = type(module)
+        if isinstance(module, FusedNorm):
+            skipped.append(Entry(path, kind.__name__, None, _ALREADY))
+        if isinstance(module, ReplacedModule) or module._modules:
+            continue
+        key = signature(module, set())
+        if key not in alike:
+            alike[key] = recognise_norm(module)
+        norm = alike[key]
+        if norm is None:
+            continue
+        fused = norm if isinstance(norm, str) else why_norm_left(module, norm) or norm_class(kind, norm)
+        if isinstance(fused, str) or isinstance(norm, str):
+            skipped.append(Entry(path, kind.__name__, None, f"it is a norm, but {fused}"))
+            continue
+        saved, why_no_kernels = facts_of_norm(module, norm)
+        text = f"{norm}, {width_of_norm(module)} columns"
+        replaced.append(Entry(path, kind.__name__, fused.__name__, text, saved, why_no_kernels))
+        changes.append((module, fused))
 
 
 def _description(pieces: FFNPieces) -> str:

@@ -103,8 +103,9 @@ class FusedBlock(ReplacedModule):
 
     def keep_found(self, found: Any, names: Iterable[str], pieces: Sequence[FFNPieces], *, whole: bool) -> None:
         """Keep what was found, as ``modules.keep`` takes it, while the methods of the original class stay, too."""
-        methods = [(self.fused_from, name) for name in self.fused_methods]
-        keep(self, found, names, pieces, methods, whole=whole)
+        if all(each.may_be_kept for each in pieces):
+            methods = [(self.fused_from, name) for name in self.fused_methods]
+            keep(self, found, names, pieces, methods, whole=whole)
 
 
 def try_fused(block: FusedBlock, found: FFNPieces | str, x: Tensor) -> Tensor | None:

@@ -9,7 +9,15 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from ..modules import FFNPieces, class_name, class_path, linear_weight, why_must_be_called, why_not_read_past
+from ..modules import (
+    FFNPieces,
+    class_name,
+    class_path,
+    ffn_pieces,
+    linear_weight,
+    why_must_be_called,
+    why_not_read_past,
+)
 from .activations import torch_module_activation
 from .rules import FFNRule, FoundRule
 from .small_copies import widths
@@ -66,7 +74,7 @@ def find_ffn(
     p = dropout_p("dropout", dropout, training)
     if isinstance(p, str):
         return p
-    pieces = FFNPieces(up, down, gate, name, p, activation, output_dropout_p, gate_rows)
+    pieces = ffn_pieces(up, down, gate, name, p, activation, output_dropout_p, gate_rows)
     if reason := pieces.why_not_plain():
         return reason
     # torch.jit would write the comparisons down, and warn; it calls the children anyway.

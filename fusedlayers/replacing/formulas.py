@@ -237,9 +237,10 @@ def options_read(block: nn.Module, method: str, parts: Sequence[str]) -> tuple[t
     None where one of them is more than a number or a name: what lies in it may change, and nobody would see it.
     """
     found: dict[str, Any] = {}
+    inside = tuple(f"{part}." for part in parts if part)
     for path, module in block.named_modules():
-        # What an activation is, is asked again.
-        if type(module).__module__.startswith("torch.nn.") or (path and path in parts):
+        # What an activation is, is asked again, and so is what a linear wraps.
+        if type(module).__module__.startswith("torch.nn.") or f"{path}.".startswith(inside):
             continue
         prefix = f"{path}." if path else ""
         names: set[str] = set()

@@ -12,6 +12,7 @@ from ..launching import Launch, ceil_div
 from ..tiles import add_product, grouped_tile, load_tile, load_vector, store_tile
 from ..tuning import EpiloguePipeline, EpilogueTiles
 from . import pipelined
+from .low_rank import LowRank
 
 _GROUP = 8  # programs below one another, before those to their right: they share rows of the weights in the cache
 
@@ -72,15 +73,18 @@ def hidden(
     pipeline: EpiloguePipeline | None = None,
     dropout: Dropout = NO_DROPOUT,
     ready: dict[Any, Any] | None = None,
+    low_rank: LowRank | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(H, Z, Zg) ``[M, N]``, contiguous; Z, and Zg with a gate, only to ``keep``. Operands of any strides.
 
+    With ``low_rank`` its products are part of Z and Zg; the pipelined kernel adds them on chip.
     ``ready`` belongs to one prepared call: see ``gemm_gemm.Operands``. The place of the dropout is one of its options.
     """
     prepared = None if ready is None else ready.get(("hidden", keep))
     if prepared is None:
         prepared = _prepare(
-            x, w_up, b_up, w_gate, b_gate, keep, activation, accuracy, input_precision, tiles, pipeline, dropout
+            x, w_up, b_up, w_gate, b_gate, keep, activation, accuracy, input_precision, tiles, pipeline, dropout,
+            low_rank,
         )  # fmt: skip
         if ready is not None:
             ready["hidden", keep] = prepared
@@ -89,8 +93,11 @@ def hidden(
     z = torch.empty_like(found) if keep else None
     z_gate = torch.empty_like(found) if keep and w_gate is not None else None
     if is_pipelined:
-        pipelined.launch_hidden(launch, (x, w_up, w_gate, found, z, z_gate), (b_up, b_gate, dropout.seed))
+        more = (None,) * 3 if low_rank is None else low_rank.copied(w_up.stride(1) != 1)[:3]
+        pipelined.launch_hidden(launch, (x, w_up, w_gate, found, z, z_gate, *more), (b_up, b_gate, dropout.seed))
     else:
+        if low_rank is not None:
+            x, w_up, w_gate = low_rank.joined(x, w_up, w_gate, 1)
         launch((x, w_up, w_gate, b_up, b_gate, dropout.seed, found, z, z_gate))
     return found, z, z_gate
 
@@ -116,14 +123,17 @@ def _prepare(
     tiles: EpilogueTiles,
     pipeline: EpiloguePipeline | None,
     dropout: Dropout,
+    low_rank: LowRank | None,
 ) -> _Prepared:
     rows, columns = shape = x.shape[0], w_up.shape[0]
     pipeline = pipeline if dropout.in_whole_draws else None
     matrices = None if pipeline is None else _matrices(x, w_up, w_gate, b_up, b_gate)
     if pipeline is not None and matrices is not None:
-        return _Prepared(
-            shape, pipelined.prepare_hidden(*matrices, columns, keep, activation, accuracy, pipeline, dropout), True
-        )
+        made = pipelined.prepare_hidden(*matrices, columns, keep, activation, accuracy, pipeline, dropout, low_rank)
+        if made is not None:
+            return _Prepared(shape, made, True)
+    if low_rank is not None:
+        x, w_up, w_gate = low_rank.joined(x, w_up, w_gate, 1)
     bias_strides = [0 if bias is None else bias.stride(0) for bias in (b_up, b_gate)]
     launch = Launch(
         _hidden_kernel,

@@ -15,6 +15,7 @@ from ..partials import ReduceBlocks, reduce_partials
 from ..tiles import add_product, grouped_tile, load_tile, store_tile
 from ..tuning import BAND_BLOCKS, ColumnSumTiles, EpiloguePipeline, EpilogueTiles
 from . import pipelined
+from .low_rank import LowRank
 
 _GROUP = 8  # programs below one another, before those to their right: they share columns of w_down in the cache
 _BAND_BLOCKS = ReduceBlocks(*BAND_BLOCKS)
@@ -113,10 +114,11 @@ def hidden_gradient(
     dropout: Dropout = NO_DROPOUT,
     column_sums: ColumnSumTiles | None = None,
     ready: dict[Any, Any] | None = None,
+    low_rank: LowRank | None = None,
 ) -> HiddenGradients:
     """The gradients of the pre-activations, with ``bias`` their sums, and the hidden if it is to be kept.
 
-    With ``column_sums`` the sums of dy, too, by these tiles.
+    With ``column_sums`` the sums of dy, too, by these tiles; with ``low_rank`` its product is part of dH.
 
     Operands ``[M, *]`` of any strides. Results are contiguous; ``side_by_side``, dz and dz_gate are the halves of one
     ``[M, 2 N]``; ``in_place``, they replace z and z_gate, whose rows are contiguous and start alike then.
@@ -137,7 +139,7 @@ def hidden_gradient(
         side_by_side = side_by_side and not in_place and z_gate is not None
         prepared = _prepare(
             dy, w_down, z, z_gate, bias, row_tiles, activation, accuracy, input_precision, tiles, pipeline, keep_hidden,
-            side_by_side, in_place, bool(sums_into), dropout, copied,
+            side_by_side, in_place, bool(sums_into), dropout, copied, low_rank,
         )  # fmt: skip
         if ready is not None:
             ready[name] = prepared
@@ -160,10 +162,13 @@ def hidden_gradient(
     # First, so that the kernel behind it finds dy in the cache.
     dy_sums = None if column_sums is None else column_partials(dy, column_sums, prepared.ready)
     if prepared.pipelined:
+        more = (None, None) if low_rank is None else low_rank.copied(w_down.stride(1) != 1)[:2]
         pipelined.launch_hidden_gradient(
-            prepared.launch, (dy, w_down, z, z_gate, dz, d_gate, hidden), (sums, dropout.seed)
+            prepared.launch, (dy, w_down, z, z_gate, dz, d_gate, hidden, *more), (sums, dropout.seed)
         )
     else:
+        if low_rank is not None:
+            dy, w_down, _ = low_rank.joined(dy, w_down, None, 0)
         prepared.launch((dy, w_down, z, z_gate, dz, d_gate, hidden, sums, dropout.seed))
     other: tuple[torch.Tensor, torch.Tensor] | None = None
     db_down = dy_sums
@@ -217,6 +222,7 @@ def _prepare(
     given_sums: bool,
     dropout: Dropout,
     copied: bool,
+    low_rank: LowRank | None,
 ) -> _Prepared:
     rows, columns = shape = dy.shape[0], w_down.shape[1]
     parts = 1 if z_gate is None else 2
@@ -226,10 +232,13 @@ def _prepare(
     if pipeline is not None and matrices is not None:
         bands = pipeline.bands(rows, columns, z_gate is not None)
         sums = _sums(bands, columns, parts, given_sums) if bias else None
-        launch = pipelined.prepare_hidden_gradient(
-            *matrices, row_stride, keep_hidden, bias, activation, accuracy, pipeline, dropout
+        made = pipelined.prepare_hidden_gradient(
+            *matrices, row_stride, keep_hidden, bias, activation, accuracy, pipeline, dropout, low_rank
         )
-        return _Prepared(shape, sums, copied, side_by_side, True, launch, {})
+        if made is not None:
+            return _Prepared(shape, sums, copied, side_by_side, True, made, {})
+    if low_rank is not None:
+        dy, w_down, _ = low_rank.joined(dy, w_down, None, 0)
     bands = ceil_div(ceil_div(rows, tiles.block_m), row_tiles)
     gate_strides = (0, 0) if z_gate is None else z_gate.stride()
     launch = Launch(

@@ -60,6 +60,17 @@ def test_options(
             assert_loss_close(*draws, path="recomputed", rows=rows, reduction="none", **given)
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+@pytest.mark.parametrize("options", [{"logit_scale": 1.25}, {"softcap": 30.0}], ids=str)
+def test_log_probabilities_and_entropies(options: dict[str, Any], machine: dict[str, Any], dtype: torch.dtype) -> None:
+    draws = [loss_inputs((1003,), 328, 5003, dtype, bias=True, ignored=100, peak=5.0) for _ in range(DRAWS)]
+    with assumed(**machine):
+        for rows in (1003, None):
+            given = {"path": "recomputed", "rows": rows, "name": "linear_log_probs", "return_entropy": True}
+            assert_loss_close(*draws, **given, **options)
+
+
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 def test_logits_far_below_zero(machine: dict[str, Any]) -> None:
     """The largest of them is so far below that of what pads a row, 0, that their exponentials are infinite."""

@@ -11,12 +11,13 @@ from torch import nn
 
 import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
+from fusedlayers.functional.dispatch import decisions
 from fusedlayers.replacing import LinearRule
 from tests.ffn_blocks import assert_same, count_fused_calls
 from tests.models.small import Family, blocks
 from tests.models.test_families import installed
 
-# (family, linears with adapters): those of the attention leave the FFN as it is, those of the FFN must be called.
+# (family, linears with adapters): those of the attention leave the FFN as it is, those of the FFN are fused with it.
 ADAPTERS = {
     "Llama, attention": ("Llama", ["q_proj", "v_proj"]),
     "Llama, FFN": ("Llama", ["gate_proj", "down_proj"]),
@@ -54,14 +55,12 @@ def test_adapters_train(case: str, first: str, monkeypatch: pytest.MonkeyPatch) 
         ours = _with_adapters(ours, family, targets)
     else:
         ours = _with_adapters(ours, family, targets)
-        if fused:
-            assert len(blocks(fl.replace(ours).replaced)) == family.count
-        else:
-            with pytest.warns(UserWarning, match=r"linear is a peft\..*, not exactly nn\.Linear"):
-                assert len(blocks(fl.replace(ours, loss=False).skipped)) == family.count
-    found = family.results(ours.eval(), inputs)
+        assert len(blocks(fl.replace(ours).replaced)) == family.count
+    with decisions() as paths:
+        found = family.results(ours.eval(), inputs)
     assert_all_close(found, expected, truth)
     assert len(calls) == (family.count if fused else 0)
+    assert paths["lora_ffn torch"] == (0 if fused else family.count)
     trained = {key for key, tensor in found.items() if tensor is not None} - {"logits", "loss"}
     assert trained
     assert all("lora_" in key for key in trained)
@@ -69,7 +68,7 @@ def test_adapters_train(case: str, first: str, monkeypatch: pytest.MonkeyPatch) 
     assert saved(ours).keys() == saved(theirs).keys()
     # Merged into the weights and taken off, nothing is left of them but their effect.
     merged = ours.merge_and_unload()
-    assert len(blocks(fl.replace(merged).replaced)) == (0 if fused or first == "replace" else family.count)
+    assert not blocks(fl.replace(merged).replaced)
     calls.clear()
     with torch.no_grad():
         family.run(merged, inputs)

@@ -7,6 +7,7 @@ from ...dropout import Dropout
 from ...hopper import Matrix, dense, fence_async_shared, gl, gluon, tma
 from ...launching import Launch
 from ...tuning import EpiloguePipeline
+from ..low_rank import LowRank, low_rank_copies
 from .products import (
     HALF,
     TILE,
@@ -116,15 +117,16 @@ def _consume(
     ]
 )  # fmt: skip
 def _pipelined_hidden_kernel(
-    x_desc, up_desc, w_gate_desc, hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, seed_ptr, tile_expert_ptr,
-    starts_ptr, inner, N, tile_columns, expert_count, weight_rows, tile_rows, drop_limit, keep_scale, mask_row,
-    mask_column, limit, offset,
+    x_desc, up_desc, w_gate_desc, hidden_desc, z_desc, gate_desc, u_desc, b_desc, b_gate_desc, up_bias_ptr,
+    gate_bias_ptr, seed_ptr, tile_expert_ptr, starts_ptr, inner, N, tile_columns, whole, rank, gate_first, expert_count,
+    weight_rows, tile_rows, drop_limit, keep_scale, mask_row, mask_column, limit, offset,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
     LIMITED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_desc.dtype
     GATED: gl.constexpr = w_gate_desc is not None
     dropout = (seed_ptr, drop_limit, keep_scale, mask_row, mask_column)
+    low_rank = (u_desc, b_desc, b_gate_desc, rank, gate_first)
     experts = (tile_expert_ptr, starts_ptr, expert_count, weight_rows)
     tile_rows = rows_in_use(tile_rows, experts)
     limits = (limit, offset)
@@ -134,16 +136,16 @@ def _pipelined_hidden_kernel(
     gl.warp_specialize([
         (_consume, (
             gl.constexpr(0), hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, dropout, left_ring, right_ring,
-            places, full, empty, turns, tile_rows, tile_columns, inner, N, experts, limits, RIGHT_TRANSPOSED, STEP,
+            places, full, empty, turns, tile_rows, tile_columns, whole, N, experts, limits, RIGHT_TRANSPOSED, STEP,
             STAGES, PLACES, GROUP, GATED, LIMITED, ACTIVATION, ACCURACY,
         )),
         (_consume, (
             gl.constexpr(1), hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, dropout, left_ring, right_ring,
-            places, full, empty, turns, tile_rows, tile_columns, inner, N, experts, limits, RIGHT_TRANSPOSED, STEP,
+            places, full, empty, turns, tile_rows, tile_columns, whole, N, experts, limits, RIGHT_TRANSPOSED, STEP,
             STAGES, PLACES, GROUP, GATED, LIMITED, ACTIVATION, ACCURACY,
         )),
         (copy_operands, (
-            x_desc, up_desc, w_gate_desc, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
+            x_desc, up_desc, w_gate_desc, low_rank, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
             experts, RIGHT_TRANSPOSED, STEP, STAGES, GROUP,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
@@ -159,10 +161,11 @@ def prepare_hidden(
     accuracy: str,
     pipeline: EpiloguePipeline,
     dropout: Dropout,
+    low_rank: LowRank | None,
     experts: int = 0,
     limits: tuple[float, float] | None = None,
-) -> Launch:
-    """The launch for operands of these layouts, with results of so many columns.
+) -> Launch | None:
+    """The launch for operands of these layouts, with results of so many columns; None: TMA cannot read ``low_rank``.
 
     With ``experts``, rows are sorted by them, and both weights are those of all, behind one another. ``limits``
     are those of :func:`limited_hidden_and_slopes`.
@@ -172,11 +175,17 @@ def prepare_hidden(
     tile_rows, tile_columns = -(-rows // tile), -(-columns // (tile if gate is None else half))
     right_transposed = not up.transposed
     units = columns_at_once(right_transposed, gate is not None)
+    copies = low_rank_copies(low_rank, up.transposed, (half, pipeline.step), (units, pipeline.step))
+    if copies is None:
+        return None
     out = dense(rows, columns, half, half)
     return Launch(
         _pipelined_hidden_kernel,
         min(tile_rows * tile_columns, pipeline.programs),
-        (x.columns, columns, tile_columns, experts, up.step),
+        (
+            x.columns, columns, tile_columns, copies.whole(x.columns, pipeline.step), copies.columns, copies.first,
+            experts, up.step,
+        ),
         (tile_rows, *dropout.numbers(), *(limits or (0.0, 0.0))),
         (
             right_transposed, pipeline.step, pipeline.stages, pipeline.places, pipeline.group, limits is not None,
@@ -189,6 +198,7 @@ def prepare_hidden(
             out,
             out if keep else None,
             out if keep and gate is not None else None,
+            *copies.geometries,
         ),
     )  # fmt: skip
 
@@ -201,7 +211,7 @@ def launch_hidden(
 ) -> None:
     """Fills the last three of (x, up, gate, hidden, z, z_gate), where they are given: contiguous ``[M, N]``.
 
-    ``vectors`` are the biases of up and of the gate, and the seed; ``sorting`` the expert of each row of tiles, and
-    where the rows of each expert begin.
+    Behind them come the three of a ``LowRank`` as TMA copies them. ``vectors`` are the biases of up and of the gate,
+    and the seed; ``sorting`` the expert of each row of tiles, and where the rows of each expert begin.
     """
     prepared((*vectors, *sorting), matrices)

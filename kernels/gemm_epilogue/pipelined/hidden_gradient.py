@@ -12,6 +12,7 @@ from ...hopper import Matrix, copy_in, dense, fence_async_shared, gl, gluon, mba
 from ...launching import Launch
 from ...pipeline import init_barriers, stage_of
 from ...tuning import EpiloguePipeline
+from ..low_rank import LowRank, low_rank_copies
 from .products import (
     HALF,
     TILE,
@@ -248,9 +249,9 @@ def _consume(
     ]
 )  # fmt: skip
 def _pipelined_epilogue_gradient_kernel(
-    dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, sums_ptr, seed_ptr, tile_expert_ptr,
-    starts_ptr, weights_ptr, weight_sums_ptr, inner, N, tile_columns, expert_count, weight_rows, tile_rows, M,
-    drop_limit, keep_scale, mask_row, mask_column, limit, offset,
+    dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, v_desc, a_desc, sums_ptr, seed_ptr,
+    tile_expert_ptr, starts_ptr, weights_ptr, weight_sums_ptr, inner, N, tile_columns, whole, rank, expert_count,
+    weight_rows, tile_rows, M, drop_limit, keep_scale, mask_row, mask_column, limit, offset,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr,
     PLACES: gl.constexpr, GROUP: gl.constexpr, STAYS: gl.constexpr, LIMITED: gl.constexpr, ACTIVATION: gl.constexpr,
     ACCURACY: gl.constexpr,
@@ -259,6 +260,7 @@ def _pipelined_epilogue_gradient_kernel(
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     GATED: gl.constexpr = gate_desc is not None
     dropout = (seed_ptr, drop_limit, keep_scale, mask_row, mask_column)
+    low_rank = (v_desc, a_desc, None, rank, 0)
     experts = (tile_expert_ptr, starts_ptr, expert_count, weight_rows)
     tile_rows = rows_in_use(tile_rows, experts)
     limits = (limit, offset)
@@ -272,18 +274,18 @@ def _pipelined_epilogue_gradient_kernel(
     gl.warp_specialize([
         (_consume, (
             gl.constexpr(0), dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
-            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, experts, weights_ptr,
+            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, whole, N, M, experts, weights_ptr,
             weight_sums_ptr, limits, RIGHT_TRANSPOSED, STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED, LIMITED,
             ACTIVATION, ACCURACY,
         )),
         (_consume, (
             gl.constexpr(1), dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
-            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, experts, weights_ptr,
+            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, whole, N, M, experts, weights_ptr,
             weight_sums_ptr, limits, RIGHT_TRANSPOSED, STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED, LIMITED,
             ACTIVATION, ACCURACY,
         )),
         (copy_operands, (
-            dy_desc, down_desc, None, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
+            dy_desc, down_desc, None, low_rank, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
             experts, RIGHT_TRANSPOSED, STEP, STAGES, GROUP,
         )),
         (_copy_pre_activations, (
@@ -304,13 +306,14 @@ def prepare_hidden_gradient(
     accuracy: str,
     pipeline: EpiloguePipeline,
     dropout: Dropout,
+    low_rank: LowRank | None,
     experts: int = 0,
     limits: tuple[float, float] | None = None,
-) -> Launch:
+) -> Launch | None:
     """The launch for operands of these layouts, whose gradients have rows ``row_stride`` apart.
 
-    With ``experts``, rows are sorted by them, and have weights; w_down is those of all, behind one another.
-    ``limits`` are those of :func:`limited_hidden_and_slopes`.
+    None where TMA cannot read ``low_rank``. With ``experts``, rows are sorted by them, and have weights; w_down is
+    those of all, behind one another. ``limits`` are those of :func:`limited_hidden_and_slopes`.
     """
     tile, half = TILE.value, HALF.value
     rows, columns = z.rows, z.columns
@@ -318,11 +321,18 @@ def prepare_hidden_gradient(
     stays = pipeline.stays and bias and z_gate is None and tile_rows > 1 and not experts
     programs = pipeline.programs_for_columns(tile_columns) if stays else pipeline.programs
     assert programs > 0, "planned for fewer columns of tiles"
+    right_block = pipeline.step, columns_at_once(down.transposed)
+    copies = low_rank_copies(low_rank, down.transposed, (half, pipeline.step), right_block)
+    if copies is None:
+        return None
     out = dense(rows, columns, half, half, row_stride)
     return Launch(
         _pipelined_epilogue_gradient_kernel,
         min(tile_rows * tile_columns, programs),
-        (dy.columns, columns, tile_columns, experts, down.step),
+        (
+            dy.columns, columns, tile_columns, copies.whole(dy.columns, pipeline.step), copies.columns, experts,
+            down.step,
+        ),
         (tile_rows, rows, *dropout.numbers(), *(limits or (0.0, 0.0))),
         (
             down.transposed, pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places,
@@ -330,12 +340,13 @@ def prepare_hidden_gradient(
         ),
         geometries=(
             dy.geometry(half, pipeline.step),
-            down.geometry(pipeline.step, columns_at_once(down.transposed)),
+            down.geometry(*right_block),
             z.geometry(half, half),
             None if z_gate is None else z_gate.geometry(half, half),
             out,
             None if z_gate is None else out,
             dense(rows, columns, half, half) if keep_hidden else None,
+            *copies.geometries[:2],
         ),
     )  # fmt: skip
 
@@ -348,8 +359,9 @@ def launch_hidden_gradient(
 ) -> None:
     """Fills the last three of (dy, down, z, z_gate, dz, d_gate, hidden), ``[M, N]``, where they are given.
 
-    ``vectors`` are the sums, ``[bands, parts × N]``, and the seed; ``sorting`` the expert of each row of tiles, where
-    the rows of each expert begin, the weights ``[M]`` of the rows in float32, and the sums for their gradients, one
-    for each column of tiles, ``[columns of tiles, M]``.
+    Behind them come the first two of a ``LowRank`` as TMA copies them. ``vectors`` are the sums,
+    ``[bands, parts × N]``, and the seed; ``sorting`` the expert of each row of tiles, where the rows of each expert
+    begin, the weights ``[M]`` of the rows in float32, and the sums for their gradients, one for each column of tiles,
+    ``[columns of tiles, M]``.
     """
     prepared((*vectors, *sorting), matrices)

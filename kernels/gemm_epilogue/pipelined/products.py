@@ -83,13 +83,15 @@ def tile_of(index, tile_rows, tile_columns, experts, GROUP: gl.constexpr):
 
 @gluon.jit
 def copy_operands(
-    left_desc, right_desc, other_desc, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner, experts,
+    left_desc, right_desc, other_desc, low_rank, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
+    experts,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The producer: fills the ring with ``STEP`` of the inner axis of both operands at a time.
 
     A row of ``right`` in memory is a column of the result where ``RIGHT_TRANSPOSED``: y = x Wᵀ of a linear layer. With
-    ``other``, half of the columns are products with it.
+    ``other``, half of the columns are products with it. ``low_rank`` is a second product that is added to the first
+    one: its three descriptors, its inner axis, and where on that the other one begins.
     """
     SPAN: gl.constexpr = TILE if other_desc is None else HALF
     position = 0
@@ -99,16 +101,22 @@ def copy_operands(
             left_desc, right_desc, other_desc, left_ring, right_ring, full, empty, tile_row * TILE, tile_column * SPAN,
             inner, position, expert * experts[3], RIGHT_TRANSPOSED, STEP, STAGES,
         )  # fmt: skip
+        if low_rank[0] is not None:
+            position = copy_tile(
+                low_rank[0], low_rank[1], low_rank[2], left_ring, right_ring, full, empty, tile_row * TILE,
+                tile_column * SPAN, low_rank[3], position, 0, RIGHT_TRANSPOSED, STEP, STAGES, low_rank[4],
+            )  # fmt: skip
 
 
 @gluon.jit
 def copy_tile(
     left_desc, right_desc, other_desc, left_ring, right_ring, full, empty, row, column, inner, position, first,
-    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
+    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, other_first=0,
 ):  # fmt: skip
     """What the product of one tile reads, into the ring from ``position`` on; returns the position behind it.
 
-    The right operand is the part of its matrix from row ``first`` on.
+    The right operand is the part of its matrix from row ``first`` on. The inner axis of ``other`` begins at
+    ``other_first``: TMA fills what lies before it with zeros.
     """
     LAYOUT: gl.constexpr = right_desc.layout
     DTYPE: gl.constexpr = right_desc.dtype
@@ -127,13 +135,13 @@ def copy_tile(
             if other_desc is None:
                 copy_in(right_desc, [first + column + HALF, k], full.index(stage), halves.index(1))
             else:
-                copy_in(other_desc, [first + column, k], full.index(stage), halves.index(1))
+                copy_in(other_desc, [first + column, k - other_first], full.index(stage), halves.index(1))
         elif other_desc is None:
             copy_in(right_desc, [first + k, column], full.index(stage), right)
         else:
             halves = right._reinterpret(DTYPE, [2, STEP, HALF], LAYOUT)
             copy_in(right_desc, [first + k, column], full.index(stage), halves.index(0))
-            copy_in(other_desc, [first + k, column], full.index(stage), halves.index(1))
+            copy_in(other_desc, [first + k - other_first, column], full.index(stage), halves.index(1))
         position += 1
     return position
 

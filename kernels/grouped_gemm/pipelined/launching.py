@@ -77,7 +77,7 @@ def hidden(
         gate = None if w_gate is None else weights[1]
         return prepare_hidden(
             left, weights[0], gate, units, keep, arithmetic.activation, arithmetic.accuracy, config, NO_DROPOUT,
-            experts, _limits(arithmetic),
+            None, experts, _limits(arithmetic),
         )  # fmt: skip
 
     launch = _kept(ready, ("pipelined hidden", keep), prepare)
@@ -87,7 +87,9 @@ def hidden(
     z = torch.empty_like(found) if keep else None
     g = torch.empty_like(found) if keep and w_gate is not None else None
     biases = [None if bias is None else bias.contiguous() for bias in (b_up, b_gate)]
-    launch_hidden(launch, (x, w_up, w_gate, found, z, g), (*biases, None), (rows.tile_expert, rows.starts))
+    launch_hidden(
+        launch, (x, w_up, w_gate, found, z, g, None, None, None), (*biases, None), (rows.tile_expert, rows.starts)
+    )
     return found, z, g
 
 
@@ -155,7 +157,7 @@ def hidden_gradient(
             return None
         return prepare_hidden_gradient(
             left, down, first, gate, units, keep_hidden, False, arithmetic.activation, arithmetic.accuracy, config,
-            NO_DROPOUT, experts, _limits(arithmetic),
+            NO_DROPOUT, None, experts, _limits(arithmetic),
         )  # fmt: skip
 
     launch = _kept(ready, ("pipelined hidden gradient", keep_hidden, want_weights), prepare)
@@ -165,7 +167,7 @@ def hidden_gradient(
     weighted = torch.empty_like(dz) if keep_hidden else None
     partials = row_weights.new_empty(ceil_div(units, TILE.value), rows.capacity) if want_weights else None
     sorting = rows.tile_expert, rows.starts, row_weights, partials
-    launch_hidden_gradient(launch, (dy, w_down, z, g, dz, dg, weighted), (None, None), sorting)
+    launch_hidden_gradient(launch, (dy, w_down, z, g, dz, dg, weighted, None, None), (None, None), sorting)
     return HiddenGradients(dz, dg, weighted, partials)
 
 

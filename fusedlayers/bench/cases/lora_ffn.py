@@ -1,0 +1,69 @@
+"""The FFN with adapters of low rank, all of its gradients. No grid is published: the self-test alone runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ... import functional, reference
+from ...planning import Device
+from .case import DTYPES, Case, Operand, Options, Shape
+from .trial import RAGGED, WHOLE, Trial
+
+
+def _operands(shape: Shape, options: Options) -> dict[str, Operand]:
+    """Of a gated FFN, the gate's adapter has another rank than the others."""
+    rows, width, hidden, rank = shape
+    first, second = width**-0.5, hidden**-0.5
+    linears = {"up": (hidden, width, first, rank), "down": (width, hidden, second, rank)}
+    if options.gated:
+        linears["gate"] = (hidden, width, first, rank + 4)
+    operands = {"x": Operand((rows, width))}
+    for name, (outputs, inputs, scale, own) in linears.items():
+        operands[f"w_{name}"] = Operand((outputs, inputs), scale)
+        operands[f"{name}_a"] = Operand((own, inputs), scale)
+        operands[f"{name}_b"] = Operand((outputs, own), own**-0.5)
+        if options.bias:
+            operands[f"b_{name}"] = Operand((outputs,))
+    return operands
+
+
+def _keywords(options: Options) -> dict[str, object]:
+    return {"activation": options.activation, "up_scale": 2.0}
+
+
+def _flops(shape: Shape, options: Options) -> int:
+    rows, width, hidden, rank = shape
+    linears = 3 if options.gated else 2
+    return 2 * rows * linears * (width * hidden + rank * (width + hidden))
+
+
+def _trials(device: Device) -> Iterator[Trial]:
+    for gated in (False, True):
+        relu, plain = (Options(activation, gated=gated, bias=True) for activation in ("relu", "identity"))
+        for (M, N), width, rank in ((WHOLE, 512, 64), (RAGGED, 520, 20)):
+            if device.pipelined:
+                for machine in ("few", "few, transposed"):
+                    yield Trial("lora_ffn", relu, (M, width, N, rank), "bf16", machine)
+                    yield Trial("lora_ffn", plain, (M, width, N, rank), "fp16", machine)
+            for dtype in DTYPES:
+                yield Trial("lora_ffn", relu, (M, width, N, rank), dtype, "portable")
+
+
+CASE = Case(
+    name="lora_ffn",
+    letters=("M", "K", "N", "R"),
+    meaning="tokens × d_model × d_ff × rank",
+    parameters=frozenset({"w_up", "w_down", "w_gate", "up_a", "up_b", "down_a", "down_b", "gate_a", "gate_b"}),
+    flags=frozenset({"gated", "bias"}),
+    grids=(),
+    operands=_operands,
+    forward_flops=_flops,
+    ours=functional.lora_ffn,
+    torch_expression=reference.lora_ffn,
+    operation="lora_ffn",
+    our_keywords=_keywords,
+    torch_keywords=_keywords,
+    trials=_trials,
+    few_trials=(Trial("lora_ffn", Options("relu", gated=True, bias=True), (37, 24, 40, 4), "fp32"),),
+    place=11,
+)

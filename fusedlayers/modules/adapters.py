@@ -1,0 +1,163 @@
+"""FFNs whose linears carry adapters of low rank: peft's ``lora.Linear`` is read through, as plain linears are.
+
+peft computes ``base(x) + scaling · B(A(dropout(x)))`` in the call of a module that wraps the linear. While that is all
+that its call does, the FFN runs through ``functional.lora_ffn``, with the parameters where peft keeps them. Everything
+else that an adapter may be (DoRA and other variants, several at once, with a dropout of its own) is called.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..functional.ffn import FFN
+from ..functional.lora_ffn import LORA_FFN
+from ..functional.operands import autocast_dtype
+from ..functional.operation import Operation
+from .children import base_linear, is_adapted, linear_weight, parameter, split_gate, why_not_plain, why_not_read_past
+from .pieces import FFNPieces
+
+_IDENTITIES = (nn.Identity, nn.Dropout)
+
+
+class _Adapted(NamedTuple):
+    """A linear as it computes now: ``x Wᵀ + bias + scale (x Aᵀ) Bᵀ``, or without an adapter ``x Wᵀ + bias``."""
+
+    weight: Tensor
+    bias: Tensor | None
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 1.0
+
+
+class AdaptedFFNPieces(FFNPieces):
+    """An FFN some of whose linears are wrapped by peft's adapters.
+
+    A block searches for it at every call: which adapters are there and active, merged or disabled changes unseen.
+    """
+
+    __slots__ = ()
+    may_be_kept = False
+
+    @property
+    def operation(self) -> Operation:
+        """The FFN with adapters; without, where all are merged or disabled."""
+        return LORA_FFN if self._has_adapters() else FFN
+
+    def _has_adapters(self) -> bool:
+        return any(is_adapted(linear) and _adapter(linear) is not None for linear in self.linears())
+
+    def _base(self) -> FFNPieces:
+        """The FFN of the linears without their adapters."""
+        gate = None if self.gate is None else base_linear(self.gate)
+        return FFNPieces(
+            base_linear(self.up), base_linear(self.down), gate, self.activation, self.dropout_p, self.original,
+            self.output_dropout_p, self.gate_rows,
+        )  # fmt: skip
+
+    def why_not_plain(self) -> str | None:
+        if self.dropout_p and self._has_adapters():
+            return "its hidden has a dropout, which is not fused with adapters"
+        for role, linear in (("up", self.up), ("gate", self.gate), ("down", self.down)):
+            if linear is not None and (reason := _why_not_read(linear)):
+                return f"the {role} linear {reason}"
+        return None
+
+    def arguments(
+        self, x: Tensor, residual: Tensor | None = None, recompute: Literal["auto"] | bool | int = "auto"
+    ) -> dict[str, Any]:
+        """The arguments of ``functional.lora_ffn``, which adds no residual, and keeps pre-activations."""
+        if not self._has_adapters():
+            return self._base().arguments(x, residual, recompute)
+        up, down = _read(self.up), _read(self.down)
+        gate = None if self.gate is None else _read(self.gate)
+        if self.gate_rows is not None:
+            gate, up = _halves(up, self.gate_rows)
+        named = {"up": up, "down": down, "gate": gate or _Adapted(None, None)}  # type: ignore[arg-type]
+        found: dict[str, Any] = {"x": x, "activation": self.activation}
+        for name, linear in named.items():
+            found |= {f"w_{name}": linear.weight, f"b_{name}": linear.bias, f"{name}_a": linear.a}
+            found |= {f"{name}_b": linear.b, f"{name}_scale": linear.scale}
+        return found
+
+    def run(
+        self, x: Tensor, residual: Tensor | None = None, recompute: Literal["auto"] | bool | int = "auto"
+    ) -> Tensor | None:
+        """``functional.lora_ffn`` of x; None as for any FFN, and where a dropout of the hidden must be called."""
+        if not self._has_adapters():
+            return self._base().run(x, residual, recompute)
+        if self.dropout_p:
+            return None
+        tensors, options = LORA_FFN.bound(**self.arguments(x))
+        y: Tensor | None = LORA_FFN.repeat(self._last, tensors, options, in_kernels=self.gate_rows is not None)
+        return y if y is None or residual is None else y + residual
+
+
+def ffn_pieces(up: nn.Module, down: nn.Module, gate: nn.Module | None, *rest: Any) -> FFNPieces:
+    """The pieces of an FFN, with adapters or without; ``rest`` as :class:`FFNPieces` takes it."""
+    adapted = any(linear is not None and is_adapted(linear) for linear in (up, down, gate))
+    return (AdaptedFFNPieces if adapted else FFNPieces)(up, down, gate, *rest)
+
+
+def _adapter(linear: Any) -> str | None:
+    """The name of the adapter that takes part in a call of ``linear``, or None."""
+    if linear.disable_adapters or linear.merged:
+        return None
+    return next((name for name in linear.active_adapters if name in linear.lora_A), None)
+
+
+def _why_not_read(linear: Any) -> str | None:
+    """Why a linear, wrapped or not, must be called, or None."""
+    if not is_adapted(linear):
+        return why_not_plain(linear)
+    if reason := why_not_read_past(linear) or why_not_plain(base_linear(linear)):
+        return reason
+    if linear.disable_adapters and linear.merged:
+        return "has a merged adapter that is to be disabled"
+    if (name := _adapter(linear)) is None:
+        return None
+    if sum(each in linear.lora_A for each in linear.active_adapters) > 1:
+        return "has several active adapters"
+    if name in linear.lora_variant:
+        return f"has an adapter of another kind: {type(linear.lora_variant[name]).__name__}"
+    a, b, dropout = linear.lora_A[name], linear.lora_B[name], linear.lora_dropout[name]
+    for part, module in (("A", a), ("B", b)):
+        if reason := why_not_plain(module):
+            return f"has an adapter whose {part} {reason}"
+    if type(dropout) not in _IDENTITIES or (reason := why_not_read_past(dropout)):
+        return "has a dropout of its adapter that must be called"
+    if type(dropout) is nn.Dropout and dropout.p and dropout.training:
+        return f"has an adapter with a dropout of {dropout.p} in training, which is not fused"
+    weight = linear_weight(linear)
+    if weight.device != a.weight.device or weight.device != b.weight.device:
+        return f"has an adapter on {a.weight.device}, but a weight on {weight.device}"
+    alike = weight.dtype == a.weight.dtype == b.weight.dtype
+    if not alike and (autocast_dtype(weight.device) is None or torch.float64 in (weight.dtype, a.weight.dtype)):
+        return f"has an adapter of {a.weight.dtype}, but a weight of {weight.dtype}: that is fused under autocast alone"
+    return None
+
+
+def _read(linear: Any) -> _Adapted:
+    """A linear that may be read."""
+    base = base_linear(linear)
+    weight, bias = linear_weight(base), parameter(base, "bias")
+    name = _adapter(linear) if is_adapted(linear) else None
+    if name is None:
+        return _Adapted(weight, bias)
+    a, b, scale = linear.lora_A[name], linear.lora_B[name], float(linear.scaling[name])
+    if b.bias is not None:
+        added = b.bias * scale
+        bias = added if bias is None else bias + added
+    return _Adapted(weight, bias, cast(Tensor, a.weight), cast(Tensor, b.weight), scale)
+
+
+def _halves(merged: _Adapted, gate_rows: str) -> list[_Adapted]:
+    """The gate and the up projection of a linear that holds both: their adapters have one A."""
+    weight, bias, a, b, scale = merged
+    halves = [(None, None) if each is None else split_gate(each, gate_rows) for each in (weight, bias, b)]
+    return [
+        _Adapted(cast(Tensor, half_weight), half_bias, a, half_b, scale)
+        for half_weight, half_bias, half_b in zip(*halves, strict=True)
+    ]

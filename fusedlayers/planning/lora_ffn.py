@@ -1,0 +1,83 @@
+"""An FFN with adapters of low rank (LoRA): the paths of an FFN that keep pre-activations, or torch's operations."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from . import ffn_epilogue, gemm_gemm
+from .call import Call, direction, no_kernels, why_not_kernels
+from .devices import Device, floor_seconds
+from .gemm_gemm import Plan, Problem
+
+
+@dataclass(frozen=True)
+class LoRAProblem(Problem):
+    """An FFN each of whose weights W may be ``W + s B A``; rank 0: it has no adapter.
+
+    ``needs_weight_gradient`` speaks of the weights W alone, most of which are frozen.
+    """
+
+    rank_up: int = 0
+    rank_gate: int = 0
+    rank_down: int = 0
+    needs_adapter_gradient: bool = False
+
+    family: ClassVar[str] = "lora_ffn"  # its kernels have more operands than those of an FFN
+
+    __hash__ = Call.__hash__
+
+    @property
+    def training(self) -> bool:
+        return super().training or self.needs_bias_gradient or self.needs_adapter_gradient
+
+    @property
+    def tokens(self) -> int:
+        return self.M
+
+    @property
+    def ranks(self) -> int:
+        """The columns of all products with an A, which the backward pass reads again."""
+        return self.rank_up + self.rank_gate + self.rank_down
+
+    @property
+    def adapter_flops(self) -> tuple[int, int]:
+        """Floating-point operations of the products with A and B, forward and backward."""
+        widths = (self.rank_up + self.rank_gate) * (self.K + self.N) + self.rank_down * (self.N + self.O)
+        forward = 2 * self.M * widths
+        return forward, forward * self.training + forward * self.needs_adapter_gradient
+
+    @property
+    def model_flops(self) -> tuple[int, int]:
+        forward, backward = super().model_flops
+        more_forward, more_backward = self.adapter_flops
+        return forward + more_forward, backward + more_backward
+
+    @property
+    def described(self) -> str:
+        p = self
+        sizes = f"M={p.M} (tokens) K={p.K} (d_model) N={p.N} (d_ff) O={p.O}"
+        gate = f", gate {p.rank_gate}" if p.gated else ""
+        return f"{sizes}, ranks up {p.rank_up}{gate}, down {p.rank_down}, {p.dtype}, {direction(p)}"
+
+    def kept_by_torch(self, device: Device) -> int:
+        return self.plan(device, "torch").saved_bytes
+
+    def plan(self, device: Device, backend: str) -> Plan:
+        return plan(self, device, backend)
+
+
+def plan(problem: LoRAProblem, device: Device, backend: str = "auto") -> Plan:
+    """The path that runs ``problem`` on ``device``: its thresholds are those of the FFN without adapters."""
+    unsupported = no_kernels(problem, device)
+    slower = ffn_epilogue.why_slower
+    reason = why_not_kernels(problem, device, backend, unsupported, device.figures.epilogue, slower)
+    path = "torch" if reason is not None else "epilogue"
+    rejected = ("epilogue", reason) if reason is not None else ("torch", "the kernels cover the problem")
+    made = gemm_gemm.plan_on(problem, device, path, (rejected,), unsupported)
+    flops = made.flops + sum(problem.adapter_flops)
+    inner = problem.element_bytes * problem.M * problem.ranks
+    return replace(
+        made,
+        flops=flops,
+        saved_bytes=made.saved_bytes + inner * problem.training,
+        floor_seconds=floor_seconds(flops, made.bytes, problem.dtype, device),
+    )

@@ -1,0 +1,109 @@
+"""The FFN with adapters on a GPU: pipelined and portable kernels, any rank, the same bits again, memory, graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedlayers import functional
+from fusedlayers.devices import describe
+from fusedlayers.kernels.gemm_epilogue import pipelined
+from tests.gpu.graphs import assert_replays_like_launched
+from tests.operands import DEVICE
+from tests.test_lora_ffn import ADAPTERS, SCALES, assert_close_to_torch, inputs, outcome
+
+BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
+GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+# Ranks of up, gate and down: one step of the inner axis and several, rows that TMA reads and others, and none.
+RANKS = [(16, 16, 16), (4, 7, 12), (256, 64, 200), (0, 40, 0), (40, 0, 8), (0, 0, 64)]
+BOTH = ["launch_hidden", "launch_hidden_gradient"]
+
+on_hopper = pytest.mark.skipif(not describe(DEVICE).pipelined, reason="no Hopper GPU with Gluon")
+
+
+@pytest.fixture(autouse=True)
+def in_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    yield
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which of the pipelined kernels run; where they do not, the portable ones do."""
+    names: list[str] = []
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: (names.append(name), function(*arguments))[1]
+
+    for name in BOTH:
+        monkeypatch.setattr(pipelined, name, noting(name, getattr(pipelined, name)))
+    return names
+
+
+@on_hopper
+@GATED
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize("ranks", RANKS, ids=str)
+def test_close_to_torch(ranks: tuple[int, int, int], dtype: torch.dtype, gated: bool, launched: list[str]) -> None:
+    tensors = inputs(ranks, gated=gated, dtype=dtype, leading=(1061,), sizes=(520, 1032, 776))
+    assert_close_to_torch(tensors, activation="silu", **SCALES)
+    assert launched == BOTH
+
+
+@on_hopper
+def test_transposed_weights(launched: list[str]) -> None:
+    tensors = inputs((4, 7, 12), dtype=BFLOAT16, leading=(1061,), sizes=(520, 1032, 776))
+    transposed = {
+        name: tensor.detach().T.contiguous().T.requires_grad_() if name.startswith("w_") else tensor
+        for name, tensor in tensors.items()
+    }
+    assert_close_to_torch(transposed, activation="gelu_tanh", **SCALES)
+    assert launched == BOTH
+
+
+@GATED
+def test_portable_kernels(gated: bool, launched: list[str]) -> None:
+    tensors = inputs((4, 7, 12), gated=gated, dtype=BFLOAT16, leading=(1061,), sizes=(515, 1029, 775))
+    assert_close_to_torch(tensors, activation="silu", **SCALES)
+    assert launched == []
+
+
+@on_hopper
+def test_the_same_bits_again_and_again() -> None:
+    tensors = inputs((16, 16, 16), dtype=BFLOAT16, leading=(4097,), sizes=(512, 1024, 512))
+    first = outcome(functional.lora_ffn, tensors, activation="silu")
+    for _ in range(20):
+        again = outcome(functional.lora_ffn, tensors, activation="silu")
+        assert all(torch.equal(first[name], again[name]) for name in first)  # type: ignore[arg-type]
+
+
+@on_hopper
+def test_nothing_as_wide_as_the_hidden_is_written_for_an_adapter() -> None:
+    """The forward pass allocates the pre-activations, the hidden, and what has few columns."""
+    tensors = inputs((16, 16, 16), dtype=BFLOAT16, bias=False, leading=(8192,), sizes=(512, 4096, 512), wanted=ADAPTERS)
+    y = functional.lora_ffn(**tensors, activation="silu")
+    del y
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = functional.lora_ffn(**tensors, activation="silu")
+    hidden, narrow = 2 * 8192 * 4096, 2 * 8192 * (512 + 3 * 16)
+    assert torch.cuda.max_memory_allocated() - before <= 3 * hidden + narrow + 2**20
+    del y
+
+
+@on_hopper
+def test_in_a_graph() -> None:
+    tensors = inputs((16, 16, 16), dtype=BFLOAT16, leading=(1024,), sizes=(512, 1024, 512))
+    upstream = torch.randn(1024, 512, dtype=BFLOAT16, device="cuda")
+
+    def step() -> tuple[Tensor, ...]:
+        y = functional.lora_ffn(**tensors, activation="silu")
+        return (y, *torch.autograd.grad(y, list(tensors.values()), upstream))
+
+    assert_replays_like_launched(step, [tensors["x"], tensors["up_b"], upstream], replays=3)
