@@ -69,7 +69,7 @@ def place_of(facts: Device) -> Place:
 
     The assembler is not among them: it comes with Triton, and changes within a process that calls ``torch.compile``.
     """
-    return facts.name, facts.processors, torch.__version__, compiler(), sources.kernels_and_rules()
+    return facts.name, facts.sms, torch.__version__, compiler(), sources.kernels_and_rules()
 
 
 def add(facts: Device, entries: Iterable[Entry], driver: str | None) -> Path:

@@ -55,7 +55,7 @@ TARGETS = {
 }
 WIDTHS = tuple(2**power for power in range(4, 12))
 # Streaming multiprocessors of an H200: the splits, and so the launches, are those of a large GPU.
-PROCESSORS = 132
+SMS = 132
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Case:
 
 
 def _device(target: str, pipelined: bool) -> planning.Device:
-    return planning.Device("cuda", target, target, PROCESSORS, triton=True, pipelined=pipelined)
+    return planning.Device("cuda", target, target, SMS, triton=True, pipelined=pipelined)
 
 
 def _problem(case: Case) -> planning.Problem:

@@ -18,8 +18,8 @@ from fusedlayers.functional import dispatch
 from fusedlayers.planning import Device, LinearProblem, Problem, ReduceProblem, plan
 from fusedlayers.planning.calibration import Calibration, Entry, features
 
-CARD = Device("cuda", "Some Card", "sm_86", processors=82, triton=True)
-H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
+CARD = Device("cuda", "Some Card", "sm_86", sms=82, triton=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
 FFN = Problem(
     "ffn", batch=1, M=4096, K=1024, N=4096, O=1024, dtype="bfloat16", activation="silu", gated=True,
     needs_data_gradient=True, needs_weight_gradient=True,

@@ -58,8 +58,8 @@ def compile_all(
         b = torch.empty(N, dtype=dtype) if bias else None
         joining = [None, None]
         if rank:
-            right, left = torch.empty(N, rank, dtype=dtype), torch.empty(M, 2 * rank, dtype=dtype)
-            joining = [LowRank(left, right, right if gated else None), LowRank(left[:, :rank], right.T.contiguous())]
+            right, left = torch.empty(N, rank, dtype=dtype), torch.empty(M, 32, dtype=dtype)
+            joining = [LowRank(left, right, right if gated else None, 16), LowRank(left, right.T.contiguous())]
         rest = (activation, accuracy, "ieee", tiles)
         with compiling_for(target, pipelined=pipelined) as reports:
             kernels.hidden(

@@ -13,7 +13,7 @@ from fusedlayers.planning import Device, plan
 from fusedlayers.planning.moe_ffn import MOST_ROWS, MoeProblem
 
 MIB = 2**20
-H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
 STEPS = ("hidden", "product", "hidden_gradient", "weight_gradient")
 
 
@@ -69,7 +69,7 @@ def test_which_kernels_run(dtype: str, training: bool, tokens: int) -> None:
     for step in STEPS[:3]:
         tiles = getattr(made, f"{step}_tiles")
         assert tiles is None or made.problem.block % tiles.block_m == 0
-    few = plan(made.problem, replace(H200, pipelined=False, processors=4), "triton")
+    few = plan(made.problem, replace(H200, pipelined=False, sms=4), "triton")
     assert few.hidden_pipeline is None
     text = dict(made.facts(H200))
     assert ("pipelined" in text["hidden"]) == pipelined

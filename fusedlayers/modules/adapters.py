@@ -16,7 +16,16 @@ from ..functional.ffn import FFN
 from ..functional.lora_ffn import LORA_FFN
 from ..functional.operands import autocast_dtype
 from ..functional.operation import Operation
-from .children import base_linear, is_adapted, linear_weight, parameter, split_gate, why_not_plain, why_not_read_past
+from .children import (
+    active_adapter,
+    base_linear,
+    is_adapted,
+    linear_weight,
+    parameter,
+    split_gate,
+    why_not_plain,
+    why_not_read_past,
+)
 from .pieces import FFNPieces
 
 _IDENTITIES = (nn.Identity, nn.Dropout)
@@ -32,33 +41,46 @@ class _Adapted(NamedTuple):
     scale: float = 1.0
 
 
+_NO_LINEAR = _Adapted(None, None)  # type: ignore[arg-type]  # there is no gate
+
+
 class AdaptedFFNPieces(FFNPieces):
-    """An FFN some of whose linears are wrapped by peft's adapters.
+    """An FFN some of whose linears are wrapped by peft's adapters, in the state in which they are now."""
 
-    A block searches for it at every call: which adapters are there and active, merged or disabled changes unseen.
-    """
+    __slots__ = ("_adapters", "_base")
 
-    __slots__ = ()
-    may_be_kept = False
+    def __init__(self, up: nn.Module, down: nn.Module, gate: nn.Module | None, *rest: Any) -> None:
+        super().__init__(up, down, gate, *rest)
+        self._adapters = tuple(None if each is None else active_adapter(each) for each in (up, down, gate))
+        self._base: FFNPieces | None = None
+        if not any(self._adapters):
+            self._base = FFNPieces(
+                base_linear(up), base_linear(down), None if gate is None else base_linear(gate), *rest
+            )  # fmt: skip
 
     @property
     def operation(self) -> Operation:
         """The FFN with adapters; without, where all are merged or disabled."""
-        return LORA_FFN if self._has_adapters() else FFN
+        return LORA_FFN if self._base is None else FFN
 
-    def _has_adapters(self) -> bool:
-        return any(is_adapted(linear) and _adapter(linear) is not None for linear in self.linears())
+    @property
+    def may_be_kept(self) -> bool:
+        """Whether all adapters take part, and autocast need not be asked."""
+        linears = [linear for linear in self.linears() if is_adapted(linear)]
+        dtypes = {cast(Tensor, parameter(each, "weight")).dtype for each in self.read_linears()}
+        return all(active_adapter(linear) for linear in linears) and len(dtypes) == 1
 
-    def _base(self) -> FFNPieces:
-        """The FFN of the linears without their adapters."""
-        gate = None if self.gate is None else base_linear(self.gate)
-        return FFNPieces(
-            base_linear(self.up), base_linear(self.down), gate, self.activation, self.dropout_p, self.original,
-            self.output_dropout_p, self.gate_rows,
-        )  # fmt: skip
+    def read_linears(self) -> tuple[nn.Module, ...]:
+        """The linears that are wrapped, and those of their adapters."""
+        found: list[nn.Module] = []
+        for linear in self.linears():
+            found.append(base_linear(linear))
+            if (name := active_adapter(linear)) is not None:
+                found += [linear.lora_A[name], linear.lora_B[name]]  # type: ignore[operator,index]
+        return tuple(found)
 
     def why_not_plain(self) -> str | None:
-        if self.dropout_p and self._has_adapters():
+        if self.dropout_p and self._base is None:
             return "its hidden has a dropout, which is not fused with adapters"
         for role, linear in (("up", self.up), ("gate", self.gate), ("down", self.down)):
             if linear is not None and (reason := _why_not_read(linear)):
@@ -69,43 +91,40 @@ class AdaptedFFNPieces(FFNPieces):
         self, x: Tensor, residual: Tensor | None = None, recompute: Literal["auto"] | bool | int = "auto"
     ) -> dict[str, Any]:
         """The arguments of ``functional.lora_ffn``, which adds no residual, and keeps pre-activations."""
-        if not self._has_adapters():
-            return self._base().arguments(x, residual, recompute)
-        up, down = _read(self.up), _read(self.down)
-        gate = None if self.gate is None else _read(self.gate)
-        if self.gate_rows is not None:
-            gate, up = _halves(up, self.gate_rows)
-        named = {"up": up, "down": down, "gate": gate or _Adapted(None, None)}  # type: ignore[arg-type]
-        found: dict[str, Any] = {"x": x, "activation": self.activation}
-        for name, linear in named.items():
-            found |= {f"w_{name}": linear.weight, f"b_{name}": linear.bias, f"{name}_a": linear.a}
-            found |= {f"{name}_b": linear.b, f"{name}_scale": linear.scale}
-        return found
+        if self._base is not None:
+            return self._base.arguments(x, residual, recompute)
+        tensors, options = self._given(x)
+        names = (*LORA_FFN.tensor_names, *LORA_FFN.option_names)
+        return dict(zip(names, (*tensors, *options), strict=True))
 
     def run(
         self, x: Tensor, residual: Tensor | None = None, recompute: Literal["auto"] | bool | int = "auto"
     ) -> Tensor | None:
         """``functional.lora_ffn`` of x; None as for any FFN, and where a dropout of the hidden must be called."""
-        if not self._has_adapters():
-            return self._base().run(x, residual, recompute)
+        if self._base is not None:
+            return self._base.run(x, residual, recompute)
         if self.dropout_p:
             return None
-        tensors, options = LORA_FFN.bound(**self.arguments(x))
-        y: Tensor | None = LORA_FFN.repeat(self._last, tensors, options, in_kernels=self.gate_rows is not None)
+        y: Tensor | None = LORA_FFN.repeat(self._last, *self._given(x), in_kernels=self.gate_rows is not None)
         return y if y is None or residual is None else y + residual
+
+    def _given(self, x: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Tensors and options of ``functional.lora_ffn``, in its order."""
+        up, down = _read(self._up(), self._adapters[0]), _read(self._down(), self._adapters[1])
+        gate = _NO_LINEAR if self._gate is None else _read(self._gate(), self._adapters[2])
+        if self.gate_rows is not None:
+            gate, up = _halves(up, self.gate_rows)
+        tensors = (
+            x, up.weight, down.weight, up.bias, down.bias, gate.weight, gate.bias, up.a, up.b, down.a, down.b, gate.a,
+            gate.b,
+        )  # fmt: skip
+        return tensors, (self.activation, up.scale, down.scale, gate.scale)
 
 
 def ffn_pieces(up: nn.Module, down: nn.Module, gate: nn.Module | None, *rest: Any) -> FFNPieces:
     """The pieces of an FFN, with adapters or without; ``rest`` as :class:`FFNPieces` takes it."""
     adapted = any(linear is not None and is_adapted(linear) for linear in (up, down, gate))
     return (AdaptedFFNPieces if adapted else FFNPieces)(up, down, gate, *rest)
-
-
-def _adapter(linear: Any) -> str | None:
-    """The name of the adapter that takes part in a call of ``linear``, or None."""
-    if linear.disable_adapters or linear.merged:
-        return None
-    return next((name for name in linear.active_adapters if name in linear.lora_A), None)
 
 
 def _why_not_read(linear: Any) -> str | None:
@@ -116,7 +135,7 @@ def _why_not_read(linear: Any) -> str | None:
         return reason
     if linear.disable_adapters and linear.merged:
         return "has a merged adapter that is to be disabled"
-    if (name := _adapter(linear)) is None:
+    if (name := active_adapter(linear)) is None:
         return None
     if sum(each in linear.lora_A for each in linear.active_adapters) > 1:
         return "has several active adapters"
@@ -139,18 +158,19 @@ def _why_not_read(linear: Any) -> str | None:
     return None
 
 
-def _read(linear: Any) -> _Adapted:
-    """A linear that may be read."""
+def _read(linear: Any, name: str | None) -> _Adapted:
+    """A linear that may be read, with the adapter of this name."""
     base = base_linear(linear)
     weight, bias = linear_weight(base), parameter(base, "bias")
-    name = _adapter(linear) if is_adapted(linear) else None
     if name is None:
         return _Adapted(weight, bias)
-    a, b, scale = linear.lora_A[name], linear.lora_B[name], float(linear.scaling[name])
-    if b.bias is not None:
-        added = b.bias * scale
+    parts = linear._modules
+    a, b = parts["lora_A"]._modules[name]._parameters["weight"], parts["lora_B"]._modules[name]._parameters
+    scale = linear.scaling[name]
+    if b["bias"] is not None:
+        added = b["bias"] * scale
         bias = added if bias is None else bias + added
-    return _Adapted(weight, bias, cast(Tensor, a.weight), cast(Tensor, b.weight), scale)
+    return _Adapted(weight, bias, a, b["weight"], scale)
 
 
 def _halves(merged: _Adapted, gate_rows: str) -> list[_Adapted]:

@@ -1,8 +1,9 @@
 """What every fused module asks of its children: may they be read through, or must they be called?
 
 A child is read through (its weights go to ``functional.ffn``) when nobody could tell the difference: it is exactly
-``nn.Linear`` (or transformers' ``Conv1D``), with plain parameters, and nothing is attached to its call. LoRA, hooks,
-quantisation, parametrization and sharding all live in that call, so any other child is called.
+``nn.Linear`` (or transformers' ``Conv1D``), with plain parameters, and nothing is attached to its call. Hooks,
+quantisation, parametrization and sharding all live in that call, so any other child is called. So do adapters of low
+rank, which ``adapters.py`` reads.
 """
 
 from __future__ import annotations
@@ -65,6 +66,13 @@ def is_adapted(linear: nn.Module) -> bool:
 def base_linear(linear: nn.Module) -> nn.Module:
     """The linear layer itself, where adapters wrap it."""
     return cast(nn.Module, linear.base_layer) if is_adapted(linear) else linear
+
+
+def active_adapter(linear: Any) -> str | None:
+    """The name of the adapter that takes part in a call of ``linear``, or None."""
+    if not is_adapted(linear) or linear.disable_adapters or linear.merged:
+        return None
+    return next((name for name in linear.active_adapters if name in linear.lora_A), None)
 
 
 def is_transposed(linear: nn.Module) -> bool:

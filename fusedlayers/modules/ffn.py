@@ -49,7 +49,7 @@ class FusedFFN(nn.Module):
     K is d_model, N is d_ff.
 
     Children are ordinary ``nn.Linear`` modules with Hugging Face's names, drawn in this order: ``up_proj`` ``[N, K]``,
-    ``gate_proj`` ``[N, K]`` (gated only), ``down_proj`` ``[K, N]``. Children that are no longer plain (LoRA, hooks,
+    ``gate_proj`` ``[N, K]`` (gated only), ``down_proj`` ``[K, N]``. Children that are no longer plain (hooks,
     quantisation, parametrization, sharding, ...) are called, and the block computes the same without fusing.
 
     Args:

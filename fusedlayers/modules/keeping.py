@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..functional.last_call import same_as
-from .children import parameter
+from .children import active_adapter, parameter
 from .pieces import FFNPieces
 
 KEPT = "_fused_kept"
@@ -100,12 +100,12 @@ class Kept:
         self.found = found
         guard = _Guard()
         guard.unless(f"type(module0) is {guard.value(type(block))}")
-        parts = list(dict.fromkeys(path for name in names for path in (*_holders(name), name)))
+        parts = list(dict.fromkeys(path for name in names for path in (*_holders(name), name, *_inside(block, name))))
         others = [name for name in block._modules if whole and name not in parts]
         if whole:
             guard.unless(f"len(own0['_modules']) == {len(block._modules)}")
             guard.unless("not own0['_parameters'] and not own0['_buffers']")
-        linears = {id(linear) for each in pieces for linear in each.linears()}
+        linears = {id(linear) for each in pieces for linear in each.read_linears()}
         owners = {"": (0, block)}
         counting = dict.fromkeys(methods)
         tensors: dict[str, Tensor] = {}
@@ -125,6 +125,8 @@ class Kept:
                 continue
             counting[type(part), "forward"] = None
             _same_call(guard, index, part)
+            if (adapter := active_adapter(part)) is not None:
+                _same_adapter(guard, index, part, adapter)
             if id(part) in linears:
                 tensors |= _same_kinds(guard, index, part)
         for kind, name in counting:
@@ -173,6 +175,16 @@ def _same_call(guard: _Guard, index: int, part: nn.Module) -> None:
             guard.unless(f"{own}.get({option!r}, {missing}) == {value}")
 
 
+def _same_adapter(guard: _Guard, index: int, linear: Any, name: str) -> None:
+    """The adapters of a linear are in the same state: this one alone takes part, and no other kind of them."""
+    active = linear._active_adapter
+    guard.unless(
+        f"not own{index}['_disable_adapters'] and not own{index}['merged_adapters'] and not own{index}['lora_variant'] "
+        f"and own{index}['_active_adapter'] == {guard.value(active if isinstance(active, str) else list(active))} "
+        f"and own{index}['scaling'].get({name!r}) == {guard.value(linear.scaling[name])}"
+    )
+
+
 def _same_kinds(guard: _Guard, index: int, linear: nn.Module) -> dict[str, Tensor]:
     """Whether there is a bias; and the tensors to compare, by their names in the source."""
     found = {}
@@ -190,6 +202,17 @@ def _same_kinds(guard: _Guard, index: int, linear: nn.Module) -> dict[str, Tenso
 def _holders(path: str) -> list[str]:
     steps = path.split(".")[:-1]
     return [".".join(steps[: count + 1]) for count in range(len(steps))]
+
+
+def _inside(block: nn.Module, path: str) -> list[str]:
+    """What a linear with an adapter consists of, by paths; nothing of any other part."""
+    part: Any = block
+    for name in path.split("."):
+        part = getattr(part, name, None)
+    if not isinstance(part, nn.Module) or (adapter := active_adapter(part)) is None:
+        return []
+    inside = [f"{kind}{name}" for kind in ("lora_A", "lora_B", "lora_dropout") for name in ("", f".{adapter}")]
+    return [f"{path}.{name}" for name in ("base_layer", *inside)]
 
 
 def kept(block: nn.Module) -> Any:

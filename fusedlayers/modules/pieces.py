@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
@@ -31,8 +31,6 @@ class FFNPieces:
         "_down", "_gate", "_last", "_options", "_up", "activation", "dropout_p", "gate_rows", "original",
         "output_dropout_p",
     )  # fmt: skip
-    # Whether blocks may keep the pieces from call to call.
-    may_be_kept: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -58,6 +56,11 @@ class FFNPieces:
         return FFN
 
     @property
+    def may_be_kept(self) -> bool:
+        """Whether blocks may keep the pieces from call to call."""
+        return True
+
+    @property
     def up(self) -> nn.Module:
         """The linear into the hidden."""
         return cast(nn.Module, self._up())
@@ -76,6 +79,10 @@ class FFNPieces:
         """The linear children."""
         gate = self.gate
         return (self.up, self.down) if gate is None else (self.up, gate, self.down)
+
+    def read_linears(self) -> tuple[nn.Module, ...]:
+        """The linears whose parameters a call reads."""
+        return self.linears()
 
     def with_dropout(self, p: float) -> FFNPieces:
         """The same FFN with this dropout of its hidden."""

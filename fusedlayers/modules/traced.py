@@ -93,7 +93,7 @@ def traceable(
         up, down, gate, activation, dropout: where its parts are; None: there is none, or no part but a name.
         recompute: as in ``functional.ffn``; None where the block has it as an attribute that can change.
     """
-    if isinstance(pieces, str) or not pieces.may_be_kept or why_not_now() is not None:
+    if isinstance(pieces, str) or type(pieces) is not FFNPieces or why_not_now() is not None:
         return None
     part = None if activation is None else part_of(block, activation)
     facts = TracedFFN(

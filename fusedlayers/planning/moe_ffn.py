@@ -183,8 +183,7 @@ def tiles(problem: MoeProblem, device: Device) -> dict[str, GroupedTiles | Group
     }
     if device.pipelined and problem.element_bytes == 2 and problem.block == BLOCK:
         found |= {
-            f"{name}_pipeline": replace(GROUPED_PIPELINES[name, problem.gated], programs=device.processors)
-            for name in steps
+            f"{name}_pipeline": replace(GROUPED_PIPELINES[name, problem.gated], programs=device.sms) for name in steps
         }
     return found
 

@@ -81,8 +81,9 @@ def replace(
     two overlap); the feed-forward half of ``nn.TransformerEncoderLayer`` and ``nn.TransformerDecoderLayer``; instances
     of the classes named in ``rules``; and every other module that is found to compute an FFN, in its forward or in a
     part of a method: a small copy of it runs on random numbers, and results and gradients agree with those of the FFN.
-    Only plain children count. Dropout follows the block's own modules at every call, but the mask of the hidden
-    is not the one that ``nn.Dropout`` would draw. A call with more than one tensor, with a tensor that is not plain, or
+    Only plain children count, and those that peft wraps with adapters, which run through ``functional.lora_ffn``.
+    Dropout follows the block's own modules at every call, but the mask of the hidden is not the one that ``nn.Dropout``
+    would draw. A call with more than one tensor, with a tensor that is not plain, or
     after a child ceased to be plain runs the original forward.
     Experts are the modules with the interface of transformers' experts, of which a small copy agrees, too.
     With ``norm`` every module that is found in the same way to compute an RMSNorm or a LayerNorm in several operations

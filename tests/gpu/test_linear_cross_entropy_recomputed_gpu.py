@@ -17,8 +17,8 @@ BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 MIB = 2**20
 # Of a tile of dW few tokens decide, those whose target or whose likeliest class is there: one draw has some of them.
 DRAWS = 6
-# As many processors as there are, and few, each of which computes many tiles.
-MACHINES: dict[str, dict[str, Any]] = {"all": {}, "few": {"processors": 7}, "portable": {"pipelined": False}}
+# As many SMs as there are, and few, each of which computes many tiles.
+MACHINES: dict[str, dict[str, Any]] = {"all": {}, "few": {"sms": 7}, "portable": {"pipelined": False}}
 
 
 # Of float32 the errors are those of cuBLAS's sums, whose order depends on the number of columns.

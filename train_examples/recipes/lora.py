@@ -1,7 +1,7 @@
 """LoRA with peft: ``python -m train_examples.recipes.lora``.
 
-Adapters sit in the attention; the frozen feed-forward blocks run fused, keep only their input for the backward pass
-and compute no weight gradient. A block whose own linears had adapters would be called, not fused, and reported.
+Adapters sit in the attention and on the linears of the feed-forward blocks, which run fused with them; frozen weights
+have no gradient.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from torch.utils.data import DataLoader
 import fusedlayers as fl
 from train_examples.recipes.text_model import TextWindows, small_llama
 
+TARGETS = ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
+
 
 def main(steps: int = 200, folder: str = "runs/lora") -> list[float]:
     """Train the adapters, save them, and return the loss of every step (nats per byte)."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    adapters = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    adapters = LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS, task_type="CAUSAL_LM")
     model = get_peft_model(small_llama(), adapters).to(device)
     print(fl.replace(model))  # the one line
     model.print_trainable_parameters()

@@ -83,8 +83,8 @@ class Case:
     products of the forward pass; each product has two of the same size in the backward pass. ``parameters`` are the
     inputs that a module would own. ``results`` names what the operation returns, a tensor or a tuple, the last of
     which may be None; ``result_dtype`` is theirs where it is not that of the inputs. ``yardstick`` is torch's
-    expression in less memory, for verification, which judges so many ``draws`` of inputs together; a gradient of a parameter is made of so many
-    ``independent`` results, where a tile of it has fewer than elements. Without
+    expression in less memory, for verification, which judges so many ``draws`` of inputs together. A parameter's
+    gradient is made of so many ``independent`` results, where a tile of it has more elements. Without
     ``backward`` the forward pass alone is benchmarked. ``rotating`` work takes a few microseconds, and is timed over
     many inputs in a row. Without ``grids`` the self-test alone runs the case. ``trials`` are those of the self-test on
     a GPU, one at least for every tile configuration that the planner can choose there; ``peers`` are others' versions
