@@ -172,6 +172,7 @@ def test_the_benchmark_verifies_it(clone: Path) -> None:
     assert "verification is green" in said
 
 
+@pytest.mark.full
 @pytest.mark.interpreter
 def test_what_every_operation_is_tested_for_includes_it(clone: Path) -> None:
     """The tests of the copy that walk through all operations, trials and cases, none of them edited."""

@@ -292,15 +292,22 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again(reduction: str, dty
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_log_probs"])
-@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"softcap": 30, "logit_scale": 2}], ids=str)
-@pytest.mark.parametrize("recompute", [False, True])
-def test_compiled(name: str, options: dict[str, Any], recompute: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(
+            ("linear_cross_entropy", options | recompute)
+            for options in ({}, {"reduction": "none"}, {"softcap": 30, "logit_scale": 2})
+            for recompute in ({}, {"recompute": True})
+        ),
+        ("linear_log_probs", {"return_entropy": True}),
+        ("linear_log_probs", {"return_entropy": True, "recompute": True}),
+        ("linear_log_probs", {"return_entropy": True, "softcap": 30, "logit_scale": 2}),
+    ],
+    ids=str,
+)
+def test_compiled(name: str, options: dict[str, Any]) -> None:
     """fullgraph, forward and backward, and several lengths: no break, and what eager calls give."""
-    if name == "linear_log_probs":
-        options = {key: value for key, value in options.items() if key != "reduction"} | {"return_entropy": True}
-    if recompute:
-        options = options | {"recompute": True}
     path = "fused" if "recompute" in options else "chunked"
     function = getattr(functional, name)
     with on_path("recomputed" if path == "fused" else path):

@@ -64,9 +64,8 @@ fresh = type(problem)(**{{each.name: getattr(problem, each.name) for each in fie
 assert problem == fresh and hash(problem) == hash(fresh) and problem in {{fresh}}
 assert plan.problem in {{fresh}}
 """
-    for seed in ("1", "2"):
-        environment = os.environ | {"PYTHONHASHSEED": seed}
-        subprocess.run([sys.executable, "-c", script], check=True, env=environment, cwd=Path(__file__).parent.parent)
+    environment = os.environ | {"PYTHONHASHSEED": "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment, cwd=Path(__file__).parent.parent)
 
 
 def test_a_copied_problem_keeps_no_hash() -> None:

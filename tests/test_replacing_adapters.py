@@ -291,15 +291,57 @@ def test_copies_and_stored_models() -> None:
         assert set(paths) == {"lora_ffn torch"}
 
 
-def test_compiled_in_one_graph() -> None:
-    model = made()
-    expected = outcome(model)
+@pytest.mark.parametrize("block", [Gated, Merged, Residual])
+def test_compiled_in_one_graph(block: Callable[[], nn.Module]) -> None:
+    """With the adapters as they are at each call: another state compiles anew."""
+    targets = ALL if block is Gated else ["up", "down"]
+    model = made(block, targets, lora_bias=block is Residual)
+    other = copy.deepcopy(model)
+    fl.replace(model)
+    graphs: list[list[str]] = []
+
+    def noting(graph: Any, inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=noting, fullgraph=True)
+
+    def fused() -> bool:
+        """Whether the latest graph has the operation; results and gradients are those of the other model."""
+        found, expected = outcome(compiled), outcome(other)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name if name in found else f"_orig_mod.{name}"], tensor)
+        return "fusedlayers.lora_ffn.default" in graphs[-1]
+
+    def change(state: Callable[[Any], object]) -> None:
+        for module in (*model.modules(), *other.modules()):
+            if isinstance(module, peft.tuners.lora.Linear):
+                state(module)
+
+    assert fused()
+    assert fused()
+    assert len(graphs) == 1
+    change(lambda layer: layer.scale_layer(0.5))
+    assert fused()
+    change(lambda layer: layer.enable_adapters(False))
+    assert not fused()
+    compiled_before = len(graphs)
+    change(lambda layer: layer.enable_adapters(True))
+    fused()
+    assert len(graphs) == compiled_before, "it has the graph of this state"
+    change(lambda layer: layer.merge())
+    assert not fused()
+
+
+def test_compiled_with_a_dropout_of_the_adapter() -> None:
+    model = made(targets=["up"], lora_dropout=0.5).eval()
     fl.replace(model)
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    found = outcome(compiled)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name if name in found else f"_orig_mod.{name}"], tensor)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    expected = outcome(compiled)["y"]
+    torch.testing.assert_close(outcome(model)["y"], expected)
+    assert not torch.equal(outcome(compiled.train())["y"], expected)  # type: ignore[arg-type]
 
 
 def test_training_with_checkpoints_and_twice() -> None:

@@ -242,9 +242,9 @@ def test_a_comparison_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["MODEL=huge", "train"], "MODEL is 'huge'; expected one of tiny narrow small"),
-        (["MODEL=", "train"], "MODEL is ''; expected one of tiny narrow small"),
-        (["MODEL=tiny small", "train"], "MODEL is 'tiny small'; expected one of tiny narrow small"),
+        (["MODEL=huge", "train"], "MODEL is 'huge'; expected one of tiny narrow small experts"),
+        (["MODEL=", "train"], "MODEL is ''; expected one of tiny narrow small experts"),
+        (["MODEL=tiny small", "train"], "MODEL is 'tiny small'; expected one of tiny narrow small experts"),
         (
             ["trian"],
             "there is no target 'trian'; expected one of help train test test-full test-kernel test-triton check",
@@ -261,4 +261,4 @@ def test_make_names_what_it_knows(words: list[str], said: str) -> None:
     assert not done.stdout
     [line] = done.stderr.splitlines()
     assert said in line
-    assert {path.stem for path in (ROOT / "configs" / "model").iterdir()} == {"tiny", "narrow", "small"}
+    assert {path.stem for path in (ROOT / "configs" / "model").iterdir()} == {"tiny", "narrow", "small", "experts"}

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from ..functional.ffn import FFN
-from .children import is_transposed, split_gate, why_not_now
+from ..functional.lora_ffn import LORA_FFN
+from .children import active_adapter, base_linear, is_adapted, is_transposed, split_gate, why_not_now
 from .pieces import FFNPieces
 
 _operation = FFN.composite.operation
+_adapted_operation = LORA_FFN.composite.operation
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 # Options by which an activation computes another formula.
 _OPTIONS = ("approximate", "negative_slope")
@@ -48,6 +50,7 @@ class TracedFFN(NamedTuple):
     dropout: str | None
     dropout_is_module: bool
     transposed: tuple[bool, ...]  # of up, down and the gate: whether the weight is laid out [in, out]
+    adapters: tuple[str | None, ...] | None  # of up, down and the gate, by name; None: there are none
     gate_rows: str | None  # of the up linear
     name: str  # of the activation, in this library
     switches: str
@@ -93,7 +96,12 @@ def traceable(
         up, down, gate, activation, dropout: where its parts are; None: there is none, or no part but a name.
         recompute: as in ``functional.ffn``; None where the block has it as an attribute that can change.
     """
-    if isinstance(pieces, str) or type(pieces) is not FFNPieces or why_not_now() is not None:
+    if isinstance(pieces, str) or why_not_now() is not None:
+        return None
+    linears = (pieces.up, pieces.down, pieces.gate or pieces.up)
+    adapted = [linear for linear in linears if is_adapted(linear)]
+    # What is merged or disabled is called: such a model is no longer trained.
+    if not all(map(active_adapter, adapted)):
         return None
     part = None if activation is None else part_of(block, activation)
     facts = TracedFFN(
@@ -105,7 +113,8 @@ def traceable(
         options=_options_of(part),
         dropout=dropout,
         dropout_is_module=dropout is not None and isinstance(part_of(block, dropout), nn.Module),
-        transposed=tuple(is_transposed(linear) for linear in (pieces.up, pieces.down, pieces.gate or pieces.up)),
+        transposed=tuple(is_transposed(base_linear(linear)) for linear in linears),
+        adapters=tuple(map(active_adapter, linears)) if adapted else None,
         gate_rows=pieces.gate_rows,
         name=pieces.activation,
         switches=FFN.composite.switches(),
@@ -126,6 +135,19 @@ def traced_dropout_p(block: Any, path: str | None, is_module: bool) -> float:
     return dropout.p if dropout.training else 0.0
 
 
+def traced_adapter(linear: Any, name: str) -> tuple[Any, ...] | None:
+    """A, B, what B adds to the bias, and the scale of an adapter; None where more than it takes part now."""
+    if linear.merged_adapters or linear._disable_adapters or linear.lora_variant or len(linear.active_adapters) != 1:
+        return None
+    dropout, a, b = linear.lora_dropout[name], linear.lora_A[name], linear.lora_B[name]
+    if linear.active_adapters[0] != name or a.forward is None or b.forward is None:
+        return None
+    if dropout.training and getattr(dropout, "p", 0.0):
+        return None
+    scale = linear.scaling[name]
+    return a.weight, b.weight, None if b.bias is None else b.bias * scale, scale
+
+
 def traced_ffn(
     block: Any, facts: tuple[Any, ...], x: Tensor, residual: Tensor | None, dropout_p: float | None
 ) -> Tensor | None:
@@ -137,7 +159,7 @@ def traced_ffn(
     """
     (
         up_path, down_path, gate_path, activation_path, word, options, dropout_path, dropout_is_module, transposed,
-        gate_rows, activation, switches, plain, strided, recompute,
+        adapters, gate_rows, activation, switches, plain, strided, recompute,
     ) = facts  # fmt: skip
     for tensor in (x,) if residual is None else (x, residual):
         if type(tensor) not in plain or tensor.layout is not strided or tensor.is_nested:
@@ -151,13 +173,23 @@ def traced_ffn(
         parts.append(part)
     up, down, gate, part, dropout = parts
     parameters = []
+    factors: list[Any] = []
     # As an index of its own, enumerate would cost a guard.
     place = 0
     for linear in (up, down) if gate_path is None else (up, down, gate):
         # Whoever calls it looks at this, too: another forward compiles anew.
         if linear.forward is None:
             return None
-        parameters += [linear.weight.t() if transposed[place] else linear.weight, linear.bias]
+        bias = None
+        if adapters is not None:
+            adapter = None if adapters[place] is None else traced_adapter(linear, adapters[place])
+            if adapter is None and adapters[place] is not None:
+                return None
+            factors.append((None, None, None, 1.0) if adapter is None else adapter)
+            linear = linear if adapter is None else linear.base_layer
+            bias = factors[place][2]
+        bias = linear.bias if bias is None else bias if linear.bias is None else linear.bias + bias
+        parameters += [linear.weight.t() if transposed[place] else linear.weight, bias]
         place += 1  # noqa: SIM113
     w_up, b_up, w_down, b_down, w_gate, b_gate = parameters if len(parameters) == 6 else (*parameters, None, None)
     if gate_rows is not None:
@@ -176,6 +208,19 @@ def traced_ffn(
             dropout_p = dropout.p if dropout.training else 0.0
         else:
             dropout_p = dropout if block.training else 0.0
+    if adapters is not None:
+        (up_a, up_b, _, up_scale), (down_a, down_b, _, down_scale) = factors[:2]
+        gate_a, gate_b, _, gate_scale = factors[2] if gate_path is not None else (None, None, None, 1.0)
+        if gate_rows is not None and up_b is not None:
+            gate_a, gate_scale = up_a, up_scale
+            gate_b, up_b = split_gate(up_b, gate_rows)
+        if dropout_p:
+            return None
+        y = _adapted_operation(
+            x, w_up, w_down, b_up, b_down, w_gate, b_gate, up_a, up_b, down_a, down_b, gate_a, gate_b, activation,
+            up_scale, down_scale, gate_scale, switches,
+        )[0]  # fmt: skip
+        return y if residual is None else y + residual
     if recompute is None:
         recompute = block.recompute
     y = _operation(

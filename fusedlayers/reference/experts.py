@@ -50,9 +50,7 @@ def split_gate_and_up(merged: Tensor, gate_and_up: str) -> tuple[Tensor, Tensor 
     """(up, gate) from the last dimension of ``merged``, or merged itself, without a gate, where they are separate."""
     if gate_and_up == "separate":
         return merged, None
-    if gate_and_up == "interleaved":
-        return merged[..., 1::2], merged[..., ::2]
-    gate, up = merged.chunk(2, -1)
+    gate, up = (merged[..., ::2], merged[..., 1::2]) if gate_and_up == "interleaved" else merged.chunk(2, -1)
     return up, gate
 
 

@@ -329,7 +329,7 @@ def _replace_norms(model: nn.Module, replaced: list[Entry], skipped: list[Entry]
     for path, module in model.named_modules():
         kind = type(module)
         if isinstance(module, FusedNorm):
-            skipped.append(Entry(path, kind.__name__, None, "already fused"))
+            skipped.append(Entry(path, kind.__name__, None, _ALREADY))
         if isinstance(module, ReplacedModule) or module._modules:
             continue
         key = signature(module, set())

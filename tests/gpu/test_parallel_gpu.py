@@ -9,6 +9,7 @@ import torch
 from tests.models.test_distributed import (  # noqa: F401
     test_a_loss_without_logits,
     test_checkpointing_stays,
+    test_experts,
     test_two_steps_are_the_same,
 )
 from tests.test_parallel import (  # noqa: F401
