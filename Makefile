@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 # The size of the language model: one that a GPU trains in a minute, or one that two CPU cores do.
 MODEL ?= $(if $(GPU),narrow,tiny)
-MODELS := tiny narrow small
+MODELS := tiny narrow small experts
 TARGETS := help train test test-full test-kernel test-triton check docs hooks clean
 # Where the two runs are written; what an earlier `make train` left there is overwritten, or goes on with RESUME=yes.
 RUNS ?= runs

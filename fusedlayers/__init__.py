@@ -9,8 +9,8 @@ if not Path(__file__).with_name("kernels").is_dir():
 
 from . import functional
 from .explaining import explain
-from .modules import FusedFFN, LinearCrossEntropyLoss, MaxSim, SplitKLinear
-from .replacing import FFNRule, LinearRule, replace, restore
+from .modules import FusedFFN, FusedMoE, LinearCrossEntropyLoss, MaxSim, SplitKLinear
+from .replacing import FFNRule, LinearRule, register_experts, replace, restore
 from .verifying import verify
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ __version__ = "0.2.0"
 __all__ = [
     "FFNRule",
     "FusedFFN",
+    "FusedMoE",
     "LinearCrossEntropyLoss",
     "LinearRule",
     "MaxSim",
@@ -32,6 +33,9 @@ __all__ = [
     "restore",
     "verify",
 ]
+
+
+register_experts()
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,7 @@
     schema   1
     records  one for each GPU and all versions that its figures depend on:
         gpu, processors, torch, compiler, sources   where they hold; sources is a digest of the kernels and of the rules
-        driver, measured                            of the last run, for the reader
+        driver, toolchain, measured                 of the last run, for the reader; toolchain names the assembler
         entries  list of {operation, flags, sizes, replayed, choice, path, speed, spread, hash}
 
 The hash of an entry is that of all its figures and of where they hold, so that what was edited, or put into another
@@ -24,7 +24,7 @@ import torch
 
 from . import sources
 from .folders import cache_file, read_json, write_json
-from .kernels.device import toolchain
+from .kernels.device import compiler, toolchain
 from .planning import Device
 from .planning.calibration import CHOICES, Calibration, Entry, Features
 
@@ -65,9 +65,11 @@ def on_record(facts: Device) -> Calibration | None:
 
 
 def place_of(facts: Device) -> Place:
-    """Where figures hold: the device, and all versions that they depend on."""
-    compiler = toolchain(facts.architecture)
-    return facts.name, facts.processors, torch.__version__, compiler, sources.kernels_and_rules()
+    """Where figures hold: the device, and all versions that they depend on.
+
+    The assembler is not among them: it comes with Triton, and changes within a process that calls ``torch.compile``.
+    """
+    return facts.name, facts.sms, torch.__version__, compiler(), sources.kernels_and_rules()
 
 
 def add(facts: Device, entries: Iterable[Entry], driver: str | None) -> Path:
@@ -76,7 +78,8 @@ def add(facts: Device, entries: Iterable[Entry], driver: str | None) -> Path:
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     known = records.get(place, {"entries": []})["entries"]
     merged = {_problem(entry): entry for entry in [*known, *(_as_json(found, place) for found in entries)]}
-    about = dict(zip(_PLACE, place, strict=True)) | {"driver": driver, "measured": now}
+    last_run = {"driver": driver, "toolchain": toolchain(facts.architecture), "measured": now}
+    about = dict(zip(_PLACE, place, strict=True)) | last_run
     records[place] = about | {"entries": list(merged.values())}
     _write(records.values(), path)
     return path

@@ -33,7 +33,7 @@ def describe(device: torch.device) -> Device:
 
 @contextmanager
 def assumed(**facts: Any) -> Iterator[None]:
-    """Every device is described with these facts for a while, as if it had fewer processors for example."""
+    """Every device is described with these facts for a while, as if it had fewer SMs for example."""
     before = dict(_assumed)
     _assumed.update(facts)
     try:
@@ -57,7 +57,7 @@ def _describe(device: torch.device) -> Device:
             kind="cuda",
             name=found.name,
             architecture=architecture,
-            processors=found.multi_processor_count,
+            sms=found.multi_processor_count,
             triton=HAS_TRITON,
             pipelined=hopper.runs_on(architecture),
         )

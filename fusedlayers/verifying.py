@@ -1,7 +1,7 @@
 """`verify`: is what runs here right? Results and gradients against float64 and against torch, on the user's machine.
 
 Each of the three runs works on a copy of its own: ours; the same module with torch's own arithmetic (`restore`, and
-``reference.py`` for the layers of this library); and that in float64. The verdict is that of :mod:`.closeness`.
+``reference`` for the layers of this library); and that in float64. The verdict is that of :mod:`.closeness`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .functional.operation import OPERATIONS, Operation, operation_of
 from .functional.switches import switched
 from .modules import FusedFFN
 from .replacing import restore
+from .replacing.expert_ffns import run_eagerly
 from .replacing.uncomputed import computed
 
 _TORCH_ALONE = {"FUSEDLAYERS_BACKEND": "torch", "FUSEDLAYERS_STRICT": "0"}
@@ -120,7 +121,9 @@ def verify(target: nn.Module | Callable[..., Any], /, *inputs: Any, **options: A
                 for layer in twin.modules():
                     if isinstance(layer, FusedFFN):
                         layer.recompute = "auto"  # in one piece, not in chunks
-            return twin.double() if double else twin, twin
+            if double:
+                run_eagerly(twin.double())
+            return twin, twin
 
     elif (operation := operation_of(target)) is not None:
         name, signature = operation.name, inspect.signature(target)

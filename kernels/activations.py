@@ -280,6 +280,22 @@ def hidden_and_slopes(z, z_gate, GATED: tl.constexpr, ACTIVATION: tl.constexpr, 
 
 
 @triton.jit
+def limited_hidden_and_slopes(
+    z, z_gate, limit, offset, GATED: tl.constexpr, LIMITED: tl.constexpr, ACTIVATION: tl.constexpr,
+    ACCURACY: tl.constexpr,
+):  # fmt: skip
+    """The same, with a gate of ``act(min(Zg, limit)) ⊙ (clamp(Z, -limit, limit) + offset)`` where it is ``LIMITED``."""
+    if GATED and LIMITED:
+        # Comparisons instead of minima: these drop NaN in compiled code.
+        up = tl.where(z > limit, limit, tl.where(z < -limit, -limit, z)) + offset
+        value, slope = activate(tl.where(z_gate > limit, limit, z_gate), ACTIVATION, ACCURACY)
+        free = (z >= -limit) & (z <= limit)
+        return value * up, tl.where(free, value, 0.0), tl.where(z_gate <= limit, up * slope, 0.0)
+    else:
+        return hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
+
+
+@triton.jit
 def through_activation(gradient, slope, z, ACTIVATION: tl.constexpr):
     """The gradient at z of an activation, from the gradient of its value: where relu is flat, NaN ends as in torch."""
     product = gradient * slope

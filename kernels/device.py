@@ -26,17 +26,23 @@ def interpreted() -> bool:
     return HAS_TRITON and triton.knobs.runtime.interpret
 
 
-def toolchain(architecture: str) -> str:
-    """The compiler, and on NVIDIA's GPUs the assembler, that kernels for ``architecture`` go through."""
+def compiler() -> str:
+    """The compiler of kernels, with its version."""
     if not HAS_TRITON:
         return "no Triton"
-    if interpreted():
-        return f"Triton {triton.__version__}, interpreter"
-    if not architecture.startswith("sm_"):
-        return f"Triton {triton.__version__}"
+    return f"Triton {triton.__version__}{', interpreter' if interpreted() else ''}"
+
+
+def toolchain(architecture: str) -> str:
+    """The compiler, and on NVIDIA's GPUs the assembler, that kernels for ``architecture`` go through at this moment.
+
+    ``torch.compile`` puts the assembler of its own CUDA in the place of Triton's, for the rest of the process.
+    """
+    if not HAS_TRITON or interpreted() or not architecture.startswith("sm_"):
+        return compiler()
     blackwell = int(architecture.removeprefix("sm_")) >= 100 and hasattr(triton.knobs.nvidia, "ptxas_blackwell")
     tool = triton.knobs.nvidia.ptxas_blackwell if blackwell else triton.knobs.nvidia.ptxas
-    return f"Triton {triton.__version__}, ptxas {tool.version}"
+    return f"{compiler()}, ptxas {tool.version}"
 
 
-__all__ = ["HAS_TRITON", "Inert", "interpreted", "tl", "toolchain", "triton"]
+__all__ = ["HAS_TRITON", "Inert", "compiler", "interpreted", "tl", "toolchain", "triton"]

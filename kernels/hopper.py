@@ -71,6 +71,14 @@ class Matrix(NamedTuple):
 
 def matrix(tensor: torch.Tensor) -> Matrix | None:
     """``tensor`` as a matrix, or None where its strides or its address are not those that TMA takes."""
+    found = stacked(tensor)
+    if found is None or found.step == 0 or found.rows == found.step * tensor.shape[0]:
+        return found
+    return None
+
+
+def stacked(tensor: torch.Tensor) -> Matrix | None:
+    """The same where other rows may lie between those of two batch entries: half of a merged weight's."""
     batched = tensor.dim() == 3
     rows, columns = tensor.shape[-2:]
     row_stride, column_stride = tensor.stride()[-2:]
@@ -83,13 +91,15 @@ def matrix(tensor: torch.Tensor) -> Matrix | None:
     if column_stride != 1 or row_stride < columns or bytes_apart % ALIGNMENT or tensor.data_ptr() % ALIGNMENT:
         return None
     batch, batch_stride = (tensor.shape[0], tensor.stride(0)) if batched else (1, 0)
-    if batch * rows > _MOST_ROWS:
+    step = 0 if batch == 1 else batch_stride // row_stride
+    total = rows + (batch - 1) * step if step else batch * rows
+    if total > _MOST_ROWS:
         return None
     if batch == 1 or batch_stride == 0:
         return Matrix(tensor, rows, columns, row_stride, 0, transposed)
-    if batch_stride != rows * row_stride:
+    if batch_stride % row_stride or step < rows:
         return None
-    return Matrix(tensor, batch * rows, columns, row_stride, rows, transposed)
+    return Matrix(tensor, total, columns, row_stride, step, transposed)
 
 
 def untransposed(tensor: torch.Tensor) -> Matrix | None:
@@ -145,6 +155,7 @@ __all__ = [
     "gluon",
     "matrix",
     "mbarrier",
+    "stacked",
     "tma",
     "untransposed",
     "warpgroup_mma",

@@ -97,6 +97,14 @@ def linear_log_probs(rows: int) -> Call:
     return functional.linear_log_probs, arguments | {"return_entropy": True, "softcap": 5.0}
 
 
+def moe_ffn(rows: int, **options: Any) -> Call:
+    # One index is no expert, and one expert has no token.
+    index = (torch.arange(4 * rows, device=DEVICE) % 4).view(2, rows, 2)
+    tensors = {"x": _leaf(2, rows, 16), "top_k_index": index, "top_k_weights": _leaf(2, rows, 2)}
+    tensors |= {"w_up": _leaf(3, 16, 24), "w_down": _leaf(3, 12, 16), "b_up": _leaf(3, 24), "b_down": _leaf(3, 16)}
+    return functional.moe_ffn, tensors | {"gate_and_up": "interleaved", "transposed": True} | options
+
+
 CALLS: dict[str, Callable[[int], Call]] = {
     "ffn": ffn,
     "gated ffn": lambda rows: ffn(rows, gated=True, activation="silu", dropout_p=0.25),
@@ -120,6 +128,8 @@ CALLS: dict[str, Callable[[int], Call]] = {
     "losses of tokens": lambda rows: linear_cross_entropy(rows, reduction="none", z_loss=0.1),
     "recomputed loss": lambda rows: linear_cross_entropy(rows, recompute=True),
     "linear_log_probs": linear_log_probs,
+    "moe_ffn": lambda rows: moe_ffn(rows, activation="quick_gelu", limit=2.0, up_offset=1.0),
+    "recomputed moe_ffn": lambda rows: moe_ffn(rows, activation="gelu", recompute=True),
 }
 
 

@@ -72,6 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if ROOT / "tests" / "gpu" in item.path.parents:
             item.add_marker(pytest.mark.gpu)
     selection.leave_out(config, items, why)
+    # Side by side, so that one worker has all that need two more processes, and starts them once.
+    items.sort(key=lambda item: "processes" not in getattr(item, "fixturenames", ()))
 
 
 def pytest_collection_finish() -> None:
@@ -85,7 +87,10 @@ def seeded() -> Iterator[None]:
     """The same random numbers for a test, alone or in any order, and global settings as they were before it."""
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002  code under test may draw from the global generator
-    torch.manual_seed(0)
+    # torch.manual_seed would keep the stack of this call for every kind of device that is not there.
+    torch.default_generator.manual_seed(0)
+    if HAS_CUDA:
+        torch.cuda.manual_seed_all(0)
     dtype, deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     log = logging.getLogger("fusedlayers")
     level = log.level

@@ -50,6 +50,18 @@ def calls() -> Iterator[Callable[[], torch.Tensor]]:
     yield lambda: functional.linear_cross_entropy(matrix(512, 256), matrix(32_000, 256), words, reduction="none")
     yield lambda: functional.linear_cross_entropy(matrix(512, 256).detach(), matrix(32_000, 256).detach(), words)
     yield lambda: functional.linear_cross_entropy(matrix(512, 256), matrix(32_000, 256), words, recompute=True)
+    chosen, merged = torch.zeros(4096, 2, dtype=torch.int64), {"gate_and_up": "concatenated"}
+    yield lambda: functional.moe_ffn(
+        matrix(4096, 512), chosen, matrix(4096, 2), matrix(8, 512, 512), matrix(8, 512, 256), **merged
+    )
+    yield lambda: functional.moe_ffn(
+        matrix(4096, 520), chosen, matrix(4096, 2), matrix(8, 520, 260), matrix(8, 260, 520), b_up=matrix(8, 260),
+        b_down=matrix(8, 520), transposed=True,
+    )  # fmt: skip
+    yield lambda: functional.moe_ffn(
+        matrix(64, 512).detach(), chosen[:64], matrix(64, 2).detach(), matrix(64, 512, 512).detach(),
+        matrix(64, 512, 256).detach(), **merged,
+    )  # fmt: skip
     yield lambda: column_sums(matrix(4096, 512), COLUMN_SUM_TILES)
     yield lambda: drop(matrix(4096, 512), SEED, 0.1)
 

@@ -9,17 +9,21 @@ from __future__ import annotations
 import argparse
 
 _LINEAR = ("linear", "linear_autograd", "linear_module", "planning_linear", "code_generation_split_k")
-_GEMM_GEMM = ("gemm_gemm", "ffn", "autograd", "planning", "planning_pipelined", "code_generation", "prepared_launches")
+_GEMM_GEMM = (
+    *("gemm_gemm", "ffn", "ffn_layouts", "autograd", "planning", "planning_pipelined", "code_generation"),
+    "prepared_launches",
+)
 _GPU_GEMM_GEMM = ("gemm_gemm_gpu", "ffn_gpu", "pipelined", "exact_integers")
 _EPILOGUE = ("ffn_epilogue", "ffn_chunked", "planning_epilogue", "planning_chunks", "layouts")
 _GPU_CROSS_ENTROPY = tuple(f"linear_cross_entropy_{kind}gpu" for kind in ("", "fused_", "recomputed_"))
 _GPU_EPILOGUE = ("ffn_epilogue_gpu", "data_gradient_gpu")
-_HIDDEN_GRADIENT = ("hidden_gradient", "code_generation_gradients")
+_HIDDEN_GRADIENT = ("hidden_gradient", "planning_hidden_gradient", "code_generation_gradients")
 _CROSS_ENTROPY = (
     *("linear_cross_entropy", "linear_cross_entropy_calls", "linear_cross_entropy_module"),
-    "linear_cross_entropy_fused",
+    *("linear_cross_entropy_fused", "linear_cross_entropy_memory"),
     *("planning_linear_cross_entropy", "code_generation_cross_entropy"),
 )
+_EXPERTS = ("moe_ffn", "moe_sorting", "moe_arguments", "moe_module", "planning_moe", "code_generation_moe")
 _DROPOUT = ("dropout", "dropping")
 
 # Files of tests/, without test_ and .py.
@@ -34,18 +38,20 @@ TESTS: dict[str, tuple[str, ...]] = {
         "reduce_code_generation",
     ),
     "cross_entropy": _CROSS_ENTROPY,
+    "grouped_gemm": _EXPERTS,
     "maxsim": ("maxsim", "maxsim_arguments", "maxsim_planning", "code_generation_maxsim"),
     "split_k": (*_LINEAR, "prepared_launches"),
     "weight_gradient": (
         *("weight_gradient", "planning_weight_gradient", "code_generation_gradients", "prepared_launches"),
     ),
     # Operations that are named otherwise than their kernels.
-    "ffn": ("ffn", "autograd", "planning_costs", "dropping", *_EPILOGUE),
+    "ffn": ("ffn", "ffn_layouts", "autograd", "planning_costs", "dropping", *_EPILOGUE),
     "hidden_gradient": _HIDDEN_GRADIENT,
     "linear": _LINEAR,
     "lora_ffn": ("lora_ffn", "replacing_adapters", "code_generation_epilogue"),
     "linear_cross_entropy": _CROSS_ENTROPY,
     "linear_log_probs": _CROSS_ENTROPY,
+    "moe_ffn": _EXPERTS,
     # What kernels share.
     "activations": ("activations", "replacing_activations", "ffn", "gemm_gemm"),
     "column_sums": ("column_sums", "weight_gradient", "prepared_launches"),
@@ -70,6 +76,7 @@ GPU_TESTS: dict[str, tuple[str, ...]] = {
     "gemm_gemm": _GPU_GEMM_GEMM,
     "gemm_epilogue": (*_GPU_EPILOGUE, "hidden_gradient_gpu", "lora_ffn_gpu"),
     "gemm_reduce": ("gemm_reduce_gpu", "pipelined_reduce", "maxsim_gpu"),
+    "grouped_gemm": ("moe_ffn_gpu",),
     "maxsim": ("maxsim_gpu",),
     "cross_entropy": _GPU_CROSS_ENTROPY,
     "split_k": ("linear_gpu",),
@@ -80,6 +87,7 @@ GPU_TESTS: dict[str, tuple[str, ...]] = {
     "lora_ffn": ("lora_ffn_gpu",),
     "linear_cross_entropy": _GPU_CROSS_ENTROPY,
     "linear_log_probs": _GPU_CROSS_ENTROPY,
+    "moe_ffn": ("moe_ffn_gpu",),
     "activations": ("ffn_gpu",),
     "column_sums": ("weight_gradient_gpu",),
     "dropout": ("ffn_gpu", "ffn_epilogue_gpu"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from fusedlayers.closeness import compare_all
 from fusedlayers.functional import dispatch, operation
 from fusedlayers.functional.last_call import LastCall
 from fusedlayers.functional.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from fusedlayers.functional.linear_log_probs import LINEAR_LOG_PROBS
 from fusedlayers.planning import linear_cross_entropy_chunks as cutting
 from tests.operands import DEVICE, Tensors, _Forgetful, _stacked, needs_kernels
 
@@ -66,12 +68,17 @@ def on_path(path: str, rows: int | None = CHUNK_ROWS) -> Iterator[None]:
         for each in operation.OPERATIONS.values():
             patch.setattr(each.kernel_operation, "_ready", _Forgetful())
         if path == "recomputed":
-            head, check = type(LINEAR_CROSS_ENTROPY), LINEAR_CROSS_ENTROPY.check
-            patch.setattr(head, "check", lambda self, *given: (*check(*given)[:-1], True))
+            for each in (LINEAR_CROSS_ENTROPY, LINEAR_LOG_PROBS):
+                patch.setattr(type(each), "check", partial(_recomputing, each.check))
         if rows is not None:
             patch.setattr(cutting, "choose_rows", lambda problem: min(rows, problem.M))
             patch.setattr(cutting, "choose_columns", lambda problem: min(COLUMNS, problem.padded_columns))
         yield
+
+
+def _recomputing(check: Callable[..., tuple[Any, ...]], *given: Any) -> tuple[Any, ...]:
+    """The options that were checked, the last of which is ``recompute``."""
+    return (*check(*given)[:-1], True)
 
 
 def loss_inputs(

@@ -49,7 +49,7 @@ def on_path(
 
     The epilogue path takes what no fused kernel can hold: here everything, so that small tensors reach it, too.
     ``recompute`` keeps the kernels from storing what is hidden in their backward pass. ``facts`` change what the
-    planner knows of the device: its processors, whether pipelined kernels run on it.
+    planner knows of the device: its SMs, whether pipelined kernels run on it.
     """
 
     fused, in_triton = path.replace("kernels", "fused"), path in ("kernels", "epilogue")

@@ -10,36 +10,11 @@ take about ten minutes on one core.
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 
-ROOT = Path(__file__).resolve().parent.parent
-# Of pytest's exit statuses those that say something of the package.
-GREEN, RED = 0, 1
-
-
-@dataclass(frozen=True)
-class Fault:
-    """``right``, found once in ``file``, becomes ``wrong``; ``tests`` are the words for pytest that should notice."""
-
-    name: str
-    file: str
-    right: str
-    wrong: str
-    tests: tuple[str, ...]
-
-
-def _fault(name: str, file: str, right: str, wrong: str, tests: str) -> Fault:
-    module, _, chosen = tests.partition(" ")
-    return Fault(name, file, right, wrong, (f"tests/{module}.py", *(("-k", chosen) if chosen else ())))
-
+from tests.planting import Fault, copied, noticed
+from tests.planting import fault as _fault
 
 _TILES, _PARTIALS, _DROPOUT = "kernels/tiles.py", "kernels/partials.py", "kernels/dropout.py"
 _SPLIT, _SPLIT_TILES = "kernels/split_k/launcher.py", "kernels/split_k/tiles_product.py"
@@ -48,6 +23,7 @@ _FFN_WEIGHT = "kernels/gemm_gemm/weight_gradient.py"
 _HIDDEN, _HIDDEN_GRADIENT = "kernels/gemm_epilogue/hidden.py", "kernels/gemm_epilogue/hidden_gradient.py"
 _REDUCE, _CHUNKED = "kernels/gemm_reduce/forward.py", "fusedlayers/functional/ffn/chunked.py"
 _LINEAR = "fusedlayers/functional/linear.py"
+_SORTING = "kernels/grouped_gemm/sorting.py"
 _LOSSES, _LOGITS = "kernels/cross_entropy/losses.py", "kernels/cross_entropy/rows.py"
 _HEAD = "fusedlayers/functional/linear_cross_entropy/chunked.py"
 _LORA = "fusedlayers/functional/lora_ffn.py"
@@ -74,7 +50,7 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "stride of a bias ignored", _TILES,
         "base_ptr + cols.to(tl.int64) * stride, mask", "base_ptr + cols.to(tl.int64), mask",
-        "test_ffn layouts_change_nothing",
+        "test_ffn_layouts layouts_change_nothing",
     ),
     _fault(
         "offsets in 32 bits", _TILES,
@@ -258,6 +234,43 @@ FAULTS: tuple[Fault, ...] = (
         "return is_grad_enabled(), dtype, precision", "return is_grad_enabled(), precision",
         "test_recalled_calls settings_between_calls",
     ),
+    # Experts.
+    _fault(
+        "rows of the next expert in a chunk's place", _SORTING,
+        "place[:, None] > place[None, :]", "place[:, None] >= place[None, :]",
+        "test_moe_sorting random_routing",
+    ),
+    _fault(
+        "padding that nobody marks", _SORTING,
+        "mask=(rows >= filled) & (owner < E)", "mask=(rows > filled) & (owner < E)",
+        "test_moe_sorting random_routing",
+    ),
+    _fault(
+        "padding of a tile left as it was", "kernels/grouped_gemm/moving.py",
+        "empty = tl.load(slots_ptr + rows) < 0", "empty = tl.load(slots_ptr + rows) < -1",
+        "test_moe_ffn nobody_writes",
+    ),
+    _fault(
+        "tokens' weights left out of dx", "kernels/grouped_gemm/hidden_gradient.py",
+        "            scaled = d_hidden * weights\n", "            scaled = d_hidden\n",
+        "test_moe_ffn any_routing",
+    ),
+    _fault(
+        "limit's slope outside of the limit", "kernels/activations.py",
+        "tl.where(free, value, 0.0)", "value",
+        "test_moe_ffn every_layout",
+    ),
+    _fault(
+        "gate and up of merged weights swapped", "fusedlayers/functional/moe_ffn/epilogue.py",
+        "return merged[:, 1::2], merged[:, ::2]", "return merged[:, ::2], merged[:, 1::2]",
+        "test_moe_ffn every_layout",
+    ),
+    _fault(
+        "pre-activations overwritten although they are kept", "fusedlayers/functional/moe_ffn/__init__.py",
+        "return epilogue.gradients(call, operands, made, wanted, upstream[0])\n",
+        "return epilogue.gradients(call, operands, made, wanted, upstream[0], in_place=True)\n",
+        "test_moe_ffn graph_that_is_kept",
+    ),
     # The loss head.
     _fault(
         "padding of a row of logits counted", _LOGITS,
@@ -325,6 +338,12 @@ FAULTS: tuple[Fault, ...] = (
         "test_linear_cross_entropy targets_of_any_shape",
     ),
     _fault(
+        "recomputed entropy without its mean", "kernels/cross_entropy/product_gradient.py",
+        "by_logarithm * (entropy - log_total)",
+        "by_logarithm * entropy",
+        "test_linear_cross_entropy alone_is_differentiated",
+    ),
+    _fault(
         "mean recomputed as a sum", "fusedlayers/functional/linear_cross_entropy/__init__.py",
         "each = upstream[0] if factor in ([], [None]) else upstream[0] * factor[0]", "each = upstream[0]",
         "test_linear_cross_entropy targets_of_any_shape",
@@ -378,56 +397,6 @@ FAULTS: tuple[Fault, ...] = (
         "test_replacing_adapters kinds_of_adapters",
     ),
 )  # fmt: skip
-
-
-@contextmanager
-def copied() -> Iterator[Path]:
-    """A copy of the package as it is installed, with its tests."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder)
-        ignored = shutil.ignore_patterns("__pycache__")
-        for part in ("fusedlayers", "tests", "train_examples", "configs"):
-            shutil.copytree(ROOT / part, copy / part, ignore=ignored)
-        shutil.copytree(ROOT / "kernels", copy / "fusedlayers" / "kernels", ignore=ignored)
-        shutil.copy(ROOT / "pyproject.toml", copy)
-        yield copy
-
-
-def place(copy: Path, file: str) -> Path:
-    """Where a file of the repository lies in a copy of the package."""
-    return copy / ("fusedlayers/" * file.startswith("kernels/") + file)
-
-
-def planted(text: str, fault: Fault) -> str:
-    """The source with the fault.
-
-    Raises:
-        ValueError: the source does not hold the right words exactly once.
-    """
-    if (count := text.count(fault.right)) != 1:
-        raise ValueError(f"{fault.name}: expected {fault.right!r} once in {fault.file}, found it {count} times")
-    return text.replace(fault.right, fault.wrong)
-
-
-def status(copy: Path, tests: Sequence[str]) -> int:
-    """Pytest's exit status of these tests on the package in ``copy``."""
-    environment = os.environ | {"PYTHONPATH": str(copy), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CI": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    return subprocess.run(command, cwd=copy, env=environment, capture_output=True).returncode
-
-
-def noticed(copy: Path, fault: Fault) -> str | None:
-    """Why a fault planted in ``copy`` was not noticed as it should be, or None; the copy is left as it was."""
-    if (found := status(copy, fault.tests)) != GREEN:
-        return f"the tests are not green without it: exit status {found}"
-    source = place(copy, fault.file)
-    text = source.read_text()
-    source.write_text(planted(text, fault))
-    try:
-        found = status(copy, fault.tests)
-    finally:
-        source.write_text(text)
-    return None if found == RED else f"the tests do not fail: exit status {found}"
 
 
 def main(words: Sequence[str]) -> int:

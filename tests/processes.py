@@ -81,7 +81,10 @@ class Processes:
         self.workers = []
 
     def _start(self) -> None:
-        context = torch.multiprocessing.get_context("spawn")
+        # On a CPU both are forks of one process that has imported what their functions need, and computed nothing. CUDA
+        # would refuse a fork if an import had as much as asked for its devices.
+        context = torch.multiprocessing.get_context("spawn" if self.device == "cuda" else "forkserver")
+        context.set_forkserver_preload(["tests.training_runs"])
         self.started += 1
         store = self.folder / f"store{self.started}"
         port = free_port()

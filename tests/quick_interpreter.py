@@ -19,9 +19,13 @@ from triton.runtime import interpreter
 OF_TRITON = [
     (owner, name, getattr(owner, name))
     for owner, name in (
+        (interpreter, "_patch_builtin"),
         (interpreter.ReduceOps, "generic_reduce"),
         (TritonSemantic, "binary_op_sanitize_overflow_impl"),
+        (TritonSemantic, "binary_op_type_checking_impl"),
+        (TritonSemantic, "broadcast_impl_value"),
         (tl.block_type, "__init__"),
+        (tl.dtype, "__eq__"),
         (tl.tensor, "__init__"),
     )
     if hasattr(owner, name)
@@ -32,10 +36,14 @@ def hurry() -> None:
     """Patch what is slow, in the releases of Triton that have it."""
     if hasattr(interpreter, "_patch_lang"):
         _patch_the_language_once()
+    if hasattr(interpreter, "_patch_builtin"):
+        _find_the_language_once()
     if hasattr(interpreter, "_get_np_dtype"):
         _remember_dtypes()
     if hasattr(TritonSemantic, "binary_op_sanitize_overflow_impl"):
         _look_for_overflow_where_it_is_told()
+    if hasattr(TritonSemantic, "binary_op_type_checking_impl") and hasattr(TritonSemantic, "broadcast_impl_value"):
+        _convert_operands_that_differ()
     _remember_shapes()
     interpreter.ReduceOps.generic_reduce = _reduce_whole_slices
 
@@ -69,6 +77,35 @@ def _patch_the_language_once() -> None:
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_anew
 
 
+def _find_the_language_once() -> None:
+    """To patch the language all members of its modules are looked through, and each one that is called is two calls."""
+    patch_found, semantic = interpreter._patch_builtin, interpreter.interpreter_semantic
+
+    def told(member: Any) -> Any:
+        # What the wrapper does is to insist on the semantic.
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        return call
+
+    known = {
+        owner: [(name, told(each)) for name, each in inspect.getmembers(owner) if tl.core.is_builtin(each)]
+        for owner in (tl, tl.core, tl.math, tl.tensor)
+    }
+
+    def patch_known(owner: Any, builder: Any, scope: Any) -> None:
+        if owner not in known:
+            patch_found(owner, builder, scope)
+            return
+        for name, call in known[owner]:
+            scope.set_attr(owner, name, call)
+
+    interpreter._patch_builtin = patch_known
+
+
 def _remember_dtypes() -> None:
     """NumPy's dtype for one of Triton's is looked up in a table that every look-up builds."""
     look_up = interpreter._get_np_dtype
@@ -92,6 +129,50 @@ def _look_for_overflow_where_it_is_told() -> None:
             look(semantic, *operands)
 
     TritonSemantic.binary_op_sanitize_overflow_impl = look_if_told
+
+
+def _convert_operands_that_differ() -> None:
+    """Most operands of an operation have one type, or are a tensor and a number that its type holds."""
+    convert, broadcast, equal = (
+        TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value, tl.dtype.__eq__,
+    )  # fmt: skip
+
+    def holds(dtype: Any, number: Any) -> bool:
+        if type(number) is int and dtype.is_int() and not dtype.is_bool():
+            return bool(dtype.get_int_min_value() <= number <= dtype.get_int_max_value())
+        return dtype.is_floating() and (type(number) is float or (type(number) is int and abs(number) < 2**31))
+
+    def convert_others(
+        semantic: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True, div_or_mod: bool = False,
+    ) -> Any:  # fmt: skip
+        tensor = lhs if type(lhs) is tl.tensor else rhs
+        dtype = getattr(tensor, "dtype", None)
+        # Triton divides sixteen bits in float32.
+        if arithmetic_check and dtype is not None and not dtype.is_ptr() and not (div_or_mod and _is_half(dtype)):
+            if type(lhs) is type(rhs):
+                if lhs.dtype.name == rhs.dtype.name:
+                    return semantic.broadcast_impl_value(lhs, rhs)
+            elif holds(dtype, rhs if tensor is lhs else lhs):
+                pair = (each if each is tensor else semantic.scalar_constant(each, dtype=dtype) for each in (lhs, rhs))
+                return semantic.broadcast_impl_value(*pair)
+        return convert(semantic, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    def broadcast_others(semantic: Any, one: Any, other: Any) -> Any:
+        # One shape is one object, see _remember_shapes.
+        if one.type.is_block() and other.type.is_block() and one.type.shape is other.type.shape:
+            return one, other
+        return broadcast(semantic, one, other)
+
+    def is_or_equals(dtype: Any, other: Any) -> bool:
+        return dtype is other or equal(dtype, other)
+
+    TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value = convert_others, broadcast_others
+    tl.dtype.__eq__ = is_or_equals
+
+
+def _is_half(dtype: Any) -> bool:
+    return bool(dtype.is_floating() and dtype.primitive_bitwidth < 32)
 
 
 def _remember_shapes() -> None:

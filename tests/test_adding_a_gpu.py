@@ -64,7 +64,7 @@ from fusedlayers.planning import Device, LinearProblem, MaxSimProblem, WeightGra
 found = SimpleNamespace(name="Dummy 9000", major=7, minor=7, multi_processor_count=64)
 torch.cuda.get_device_properties = lambda device: found
 device = devices.describe(torch.device("cuda", 0))
-assert device == Device("cuda", "Dummy 9000", "sm_77", processors=64, triton=True), device
+assert device == Device("cuda", "Dummy 9000", "sm_77", sms=64, triton=True), device
 # As if its kernels were the warp-specialised ones, which alone are chosen unasked.
 device = replace(device, pipelined=True)
 

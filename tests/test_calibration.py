@@ -18,8 +18,8 @@ from fusedlayers.functional import dispatch
 from fusedlayers.planning import Device, LinearProblem, Problem, ReduceProblem, plan
 from fusedlayers.planning.calibration import Calibration, Entry, features
 
-CARD = Device("cuda", "Some Card", "sm_86", processors=82, triton=True)
-H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
+CARD = Device("cuda", "Some Card", "sm_86", sms=82, triton=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
 FFN = Problem(
     "ffn", batch=1, M=4096, K=1024, N=4096, O=1024, dtype="bfloat16", activation="silu", gated=True,
     needs_data_gradient=True, needs_weight_gradient=True,
@@ -233,6 +233,19 @@ def test_figures_hold_for_one_gpu_and_the_versions_they_were_measured_with(
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (0 if field == "gpu" else 1)
     assert all(f"with these versions (others: {field}): python -m fusedlayers.bench calibrate" in line for line in said)
+
+
+def test_another_assembler_changes_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.compile`` sets one in the middle of a process, which ``calibrate`` does, too."""
+    monkeypatch.setattr(calibrations, "toolchain", lambda architecture: "Triton 9, ptxas 12.8")
+    calibrations.add(CARD, [entry(FFN)], None)
+    monkeypatch.setattr(calibrations, "toolchain", lambda architecture: "Triton 9, ptxas 13.0")
+    calibrations.add(CARD, [entry(sized(64))], None)
+    found = calibrations.on_record(CARD)
+    assert found is not None
+    assert len(found) == 2
+    [record] = json.loads(cache.read_text())["records"]
+    assert record["toolchain"] == "Triton 9, ptxas 13.0"
 
 
 def test_an_entry_that_was_edited_is_not_trusted(cache: Path) -> None:

@@ -70,6 +70,7 @@ def operations(name: str, backend: str) -> set[str]:
         function = {
             "logsumexp": "gemm_reduce", "argmax": "gemm_reduce", "split linear": "linear",
             "losses of tokens": "linear_cross_entropy", "recomputed loss": "linear_cross_entropy",
+            "recomputed moe_ffn": "moe_ffn",
         }.get(name, name)  # fmt: skip
     else:
         return set()

@@ -20,8 +20,8 @@ from fusedlayers.functional.operands import input_precision
 from fusedlayers.planning import Device
 from tests.operands import forget_calls
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
-A100 = Device("cuda", "NVIDIA A100", "sm_80", processors=108, triton=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
+A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
 CPU = Device("cpu", "cpu")
 LOGGER = "fusedlayers"
 
@@ -230,6 +230,16 @@ def test_one_line_says_which_path_and_why(caplog: pytest.LogCaptureFixture) -> N
         f"auto mode takes the torch path: {reason['fused']}",
         "ffn takes the chunked path: recompute=True forbids keeping the hidden, which no kernel here holds on chip",
     ]
+
+
+def test_the_line_of_a_loss_in_training_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    wanted = {"needs_data_gradient": True, "needs_weight_gradient": True}
+    dispatch._cached_plan(
+        planning.linear_cross_entropy.LossProblem(5, 16, 31, "float32", "mean", **wanted), Device("cpu", "cpu"), "auto"
+    )
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("linear_cross_entropy takes the torch path: the kernels need a CUDA or ROCm GPU")
 
 
 def test_many_lengths_do_not_write_many_lines(

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -42,17 +43,45 @@ def commands(kind: str) -> list[str]:
 COMPILED = ("docs/compile.md",)
 
 
+# Runs each script in a fork of one process: what all of them import takes longer than what they do.
+IN_FORKS = """
+import os, runpy, sys, traceback
+import fusedlayers, torch
+for script in sys.argv[1:]:
+    child = os.fork()
+    if child:
+        if os.waitpid(child, 0)[1]:
+            sys.exit(f"{script} failed")
+        continue
+    status = 1
+    try:
+        runpy.run_path(script, run_name="__main__")
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+"""
+
+
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.full) if page in COMPILED else page for page in blocks("python")]
+    "pages",
+    [
+        pytest.param([page for page in blocks("python") if page not in COMPILED], id="most pages"),
+        pytest.param(COMPILED, id=" ".join(COMPILED), marks=pytest.mark.full),
+    ],
 )
-def test_its_python_runs_in_order(page: str, tmp_path: Path) -> None:
-    code = "\n".join(blocks("python")[page])
-    if "transformers" in code:
-        pytest.importorskip("transformers", reason="the page takes a model of it")
-    script = tmp_path / "page.py"
-    script.write_text(code)
+def test_its_python_runs_in_order(pages: Sequence[str], tmp_path: Path) -> None:
+    scripts = []
+    for page in pages:
+        code = "\n".join(blocks("python")[page])
+        if "transformers" in code and not importlib.util.find_spec("transformers"):
+            continue
+        scripts.append(tmp_path / page.replace("/", " "))
+        scripts[-1].write_text(code)
     # That nothing was replaced is a warning, and would make the example untrue.
-    command = [sys.executable, "-W", "error:nothing was replaced", str(script)]
+    command = [sys.executable, "-W", "error:nothing was replaced", "-c", IN_FORKS, *map(str, scripts)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FUSEDLAYERS_")}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

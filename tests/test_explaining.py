@@ -16,8 +16,8 @@ from fusedlayers.functional import dispatch
 from fusedlayers.planning import Device, Problem
 from tests.operands import Allocations
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
-A100 = Device("cuda", "NVIDIA A100", "sm_80", processors=108, triton=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
+A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
 CPU = Device("cpu", "cpu")
 
 

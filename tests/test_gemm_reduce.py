@@ -135,13 +135,13 @@ def test_exact_integers(op: str, dim: int, dtype: torch.dtype, path: str) -> Non
 
 
 @needs_kernels
-@pytest.mark.parametrize("processors", [1, 64])
-def test_shares_of_a_logsumexp_add_up_to_one(processors: int) -> None:
+@pytest.mark.parametrize("sms", [1, 64])
+def test_shares_of_a_logsumexp_add_up_to_one(sms: int) -> None:
     """Far from 0 its rounding would show in all of them. Of integers, so that products are exact; with splits too."""
     inputs = reduce_inputs(300, 21, 5, bias=True, draw=INTEGERS[torch.float16])
     assert inputs["bias"] is not None
     inputs["bias"] += 10_000
-    with on_path("kernels", processors=processors):
+    with on_path("kernels", sms=sms):
         found = reduce_results(functional.gemm_reduce, inputs, torch.ones(2, 21, device=DEVICE), op="logsumexp")
     assert found["dbias"] is not None
     torch.testing.assert_close(found["dbias"], torch.full_like(found["dbias"], 2.0), rtol=1e-6, atol=0.0)
@@ -150,11 +150,11 @@ def test_shares_of_a_logsumexp_add_up_to_one(processors: int) -> None:
 @needs_kernels
 @pytest.mark.parametrize("op", ["argmax", "argmin"])
 @pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("processors", [1, 64])
-def test_indices(op: str, dim: int, processors: int) -> None:
+@pytest.mark.parametrize("sms", [1, 64])
+def test_indices(op: str, dim: int, sms: int) -> None:
     """Of many ties the first one: in a tile, in the tiles that one program has, and in those of several programs."""
     inputs = reduce_inputs(150, 190, 3, draw=INTEGERS[torch.float32])
-    with on_path("kernels", processors=processors):
+    with on_path("kernels", sms=sms):
         ours = functional.gemm_reduce(**inputs, op=op, dim=dim)
     truth = reference.gemm_reduce(**in_float64(inputs), op=op, dim=dim)
     assert ours.dtype == torch.int64
@@ -198,7 +198,7 @@ def test_the_gradient_of_the_product_is_added(op: str, dim: int) -> None:
 @pytest.mark.parametrize("op", ["sum", "mean", "sumsq"])
 def test_atomic_sums(op: str) -> None:
     inputs = reduce_inputs(300, 41, 3, draw=INTEGERS[torch.float32])
-    with on_path("kernels", processors=64):
+    with on_path("kernels", sms=64):
         ours = reduce_results(functional.gemm_reduce, inputs, op=op, atomic=True)
     theirs = reduce_results(reference.gemm_reduce, inputs, op=op)
     truth = reduce_results(reference.gemm_reduce, in_float64(inputs), op=op)

@@ -181,7 +181,7 @@ def test_nothing_is_written_and_backward_can_run_twice(op: str, path: str) -> No
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_runs_give_the_same_bits(op: str) -> None:
     inputs = reduce_inputs(300, 13, 9, batches=((), ()), bias=True)
-    with on_path("kernels", processors=16):
+    with on_path("kernels", sms=16):
         first = reduce_results(functional.gemm_reduce, inputs, op=op, activation="gelu")
         for _ in range(draws(2, 9)):
             assert_equal(reduce_results(functional.gemm_reduce, inputs, op=op, activation="gelu"), first)
@@ -328,7 +328,7 @@ def test_explain() -> None:
 
 @needs_kernels
 def test_explain_names_tiles_and_splits() -> None:
-    with on_path("kernels", processors=64):
+    with on_path("kernels", sms=64):
         text = explain(functional.gemm_reduce, torch.zeros(3000, 8, device=DEVICE), torch.zeros(8, 5, device=DEVICE))
     assert "64 kept × 64 reduced × 16 inner" in text
     assert "12 ranges of the reduced axis, combined in a fixed order" in text

@@ -26,7 +26,7 @@ SOURCES = {
     "fusedlayers.kernels": ROOT / "kernels",
     "train_examples": ROOT / "train_examples",
 }
-MOST_LINES = 450
+MOST_LINES = 400
 
 # The parts, lowest first, and what a part may import besides itself. A name covers what lies below it; `fusedlayers`
 # is the package itself with its public names. Nothing imports bench.
@@ -43,7 +43,7 @@ EVERY_ROW_BUT_BENCH = {
     "explaining": {"planning", "devices", "functional"},
     "modules": {"kernels", "planning", "reference", "functional"},
     "parallel": {"functional", "modules"},
-    "replacing": {"kernels", "planning", "reference", "devices", "functional", "modules"},
+    "replacing": {"kernels", "closeness", "planning", "reference", "devices", "functional", "modules"},
     "verifying": {"closeness", "functional", "modules", "replacing"},
     "fusedlayers": {"functional", "modules", "explaining", "parallel", "replacing", "verifying"},
 }
@@ -58,7 +58,7 @@ LIBRARIES = {
     "kernels": {"torch", "triton"},
     "planning": set[str](),
     "train_examples.recipes": {"torch", "accelerate", "lightning", "peft", "transformers"},
-    "train_examples": {"torch", "hydra", "omegaconf", "lightning", "matplotlib", "rich"},
+    "train_examples": {"torch", "hydra", "omegaconf", "lightning", "matplotlib", "rich", "tokenizers"},
     "": {"torch", "einops"},
 }
 
@@ -252,7 +252,7 @@ def test_it_imports_from_anywhere(place: str, wheel_too: bool, installed: Path, 
 
 # Of the library, what a wheel does not have: benchmarks for the tables of docs/.
 NOT_IN_THE_WHEEL = "fusedlayers/bench/published/"
-MOST_BYTES = 512 * 1024
+MOST_BYTES = 640 * 1024
 
 
 def test_the_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:

@@ -20,10 +20,11 @@ FAMILIES = {path.name for path in (ROOT / "kernels").iterdir() if (path / "__ini
 OF_ALL = {
     "tests/test_adding_an_operation.py",
     "tests/test_verifying.py",
+    "tests/test_verifying_dropout.py",
     "tests/bench/test_selftest.py",
     "tests/bench/test_calibrate.py",
     *(f"tests/gpu/test_{name}.py" for name in ("compiled_gpu", "large", "sanitizer", "selftest_gpu", "parallel_gpu")),
-    *(f"tests/gpu/test_{name}_gpu.py" for name in ("calibrate", "language_model_parallel", "loss_heads")),
+    *(f"tests/gpu/test_{name}_gpu.py" for name in ("calibrate", "language_model_parallel", "loss_heads", "norms")),
     "tests/gpu/test_package_classifier_gpu.py",
 }
 

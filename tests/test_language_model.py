@@ -24,7 +24,7 @@ from fusedlayers.closeness import assert_close
 from tests.training_runs import ROOT, TEXT, TINY, distance, parity_losses, settings, torch_curves, train
 from train_examples import language_model, loop
 from train_examples.command import Messages
-from train_examples.language_model import build_model, flops_per_token, next_byte_loss
+from train_examples.language_model import build_model, flops_per_token, next_token_loss
 from train_examples.settings import SettingsError
 from train_examples.transformer import rotary_tables, rotate
 
@@ -152,7 +152,7 @@ def test_all_kinds_of_layers_have_the_same_arithmetic(tmp_path: Path) -> None:
         chosen = settings(tmp_path, f"layers={layers}")
         windows = torch.randint(256, (1, chosen.model.context + 1))
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-            next_byte_loss(build_model(chosen.model, chosen.layers), (windows,)).backward()
+            next_token_loss(build_model(chosen.model, chosen.layers), (windows,)).backward()
         assert counter.get_total_flops() == chosen.model.context * flops_per_token(chosen.model)
 
 
@@ -219,9 +219,11 @@ def test_the_model_looks_only_back(tmp_path: Path) -> None:
     tokens = torch.randint(256, (2, 32))
     changed = tokens.clone()
     changed[:, 20:] = torch.randint(256, (2, 12))
-    before, after = model(tokens), model(changed)
+    before, after = model.features(tokens), model.features(changed)
     assert torch.equal(before[:, :20], after[:, :20])
     assert not torch.equal(before[:, 20:], after[:, 20:])
+    # The logits are of what follows the last token.
+    assert torch.equal(model(tokens), model.head.linear(before[:, -1]))
 
 
 def test_rotary_positions_are_a_product_of_complex_numbers() -> None:

@@ -67,10 +67,11 @@ def test_the_curve_is_that_of_one_process(
     words: tuple[str, ...], processes: Processes, band: tuple[list[list[float]], float], tmp_path: Path
 ) -> None:
     stop = () if len(words) == 1 else ("run.stop_after=30",)
-    rows = run(processes, tmp_path / "run", words[0], *PARITY, "layers=fused", *stop)
+    kinds = ("layers=fused", "loss=fused")
+    rows = run(processes, tmp_path / "run", words[0], *PARITY, *kinds, *stop)
     for word in words[1:]:
         assert len(rows) == 30
-        rows = run(processes, tmp_path / "run", word, *PARITY, "layers=fused", "run.resume=auto")
+        rows = run(processes, tmp_path / "run", word, *PARITY, *kinds, "run.resume=auto")
     curves, width = band
     losses = [row["train_loss"] for row in rows]
     assert min(distance(losses, curve) for curve in curves) <= width
@@ -96,8 +97,8 @@ def test_other_layers(layers: str, words: tuple[str, ...], processes: Processes,
 
 
 def test_compiled_steps_under_ddp(processes: Processes, tmp_path: Path) -> None:
-    plain = run(processes, tmp_path / "plain", "ddp")
-    replies = processes.run(compiled, tmp_path / "compiled", *DEVICE, "parallel=ddp")
+    plain = run(processes, tmp_path / "plain", "ddp", "loss=fused")
+    replies = processes.run(compiled, tmp_path / "compiled", *DEVICE, "parallel=ddp", "loss=fused")
     assert replies == [(without_measurements(plain), 1)] * 2
 
 
@@ -108,7 +109,8 @@ def compiled(directory: Path, *overrides: str) -> tuple[list[loop.Row], int]:
 
 @pytest.mark.parametrize("word", ["fsdp", pytest.param("tp", marks=pytest.mark.full)])
 def test_mixed_precision_learns(word: str, processes: Processes, tmp_path: Path) -> None:
-    rows = run(processes, tmp_path, word, "layers=fused", "run.precision=bf16-mixed", "optim.learning_rate=1e-2")
+    kinds = ("layers=fused", "loss=fused")
+    rows = run(processes, tmp_path, word, *kinds, "run.precision=bf16-mixed", "optim.learning_rate=1e-2")
     assert rows[-1]["train_loss"] < rows[0]["train_loss"]
     assert rows[-1]["validation_loss"] < rows[0]["train_loss"]
 
@@ -116,7 +118,7 @@ def test_mixed_precision_learns(word: str, processes: Processes, tmp_path: Path)
 @pytest.mark.parametrize("word", ["fsdp", *(pytest.param(word, marks=pytest.mark.full) for word in ("ddp", "tp"))])
 def test_an_interrupted_run_continues_bit_by_bit(word: str, processes: Processes, tmp_path: Path) -> None:
     # Dropout makes the state of the generators matter, of which each process may have its own.
-    options = ("layers=fused", "model.dropout=0.2")
+    options = ("layers=fused", "loss=fused", "model.dropout=0.2")
     straight = run(processes, tmp_path / "straight", word, *options)
     run(processes, tmp_path / "resumed", word, *options, "run.stop_after=8")
     resumed = run(processes, tmp_path / "resumed", word, *options, "run.resume=auto")

@@ -181,7 +181,7 @@ def test_expanded_operands() -> None:
 def test_runs_give_the_same_bits() -> None:
     tensors = inputs(3, 9, 700)
     dy = upstream(tensors)
-    with on_path("kernels", processors=16):
+    with on_path("kernels", sms=16):
         first = results(functional.linear, tensors, dy, activation="gelu")
         for _ in range(draws(2, 9)):
             assert_equal(results(functional.linear, tensors, dy, activation="gelu"), first)

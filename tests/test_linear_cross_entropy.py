@@ -28,7 +28,7 @@ from tests.loss_operands import (
     on_path,
     results,
 )
-from tests.operands import DEVICE, DTYPES, ON_GPU, Tensors, infinities, needs_kernels
+from tests.operands import DEVICE, DTYPES, ON_GPU, Tensors, infinities
 from tests.selection import draws
 
 pytestmark = infinities
@@ -200,26 +200,26 @@ def test_no_token_counts(reduction: str, options: dict[str, Any], dtype: torch.d
 
 
 @pytest.mark.sampled(together=2)
-@needs_kernels
+@pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [OPTIONS[name] for name in ("plain", "softcap", "scale", "all")], ids=str)
 @pytest.mark.parametrize("entropy", [False, True])
-def test_log_probabilities(dtype: torch.dtype, options: dict[str, Any], entropy: bool) -> None:
+def test_log_probabilities(dtype: torch.dtype, options: dict[str, Any], entropy: bool, path: str) -> None:
     options = {name: options[name] for name in ("softcap", "logit_scale") if name in options}
     for peak in (1.0, 12.0):
         given = [loss_inputs((3, 7), 24, 150, dtype, bias=True, peak=peak) for _ in range(4)]
-        assert_loss_close(*given, name="linear_log_probs", return_entropy=entropy, **options)
+        assert_loss_close(*given, path=path, name="linear_log_probs", return_entropy=entropy, **options)
 
 
-@needs_kernels
+@pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("wanted", [0, 1])
-def test_one_of_log_probability_and_entropy_alone_is_differentiated(wanted: int) -> None:
+def test_one_of_log_probability_and_entropy_alone_is_differentiated(wanted: int, path: str) -> None:
     inputs = loss_inputs((21,), 24, 70)
 
     def one(call: Any) -> Any:
         return lambda **given: call(**given, return_entropy=True)[wanted]
 
-    with on_path("chunked"):
+    with on_path(path):
         ours = results(one(functional.linear_log_probs), inputs)
     theirs, truth = (results(one(reference.linear_log_probs), each) for each in (inputs, in_float64(inputs)))
     assert_all_close(ours, theirs, truth, independent=21)

@@ -1,8 +1,7 @@
-"""The loss head as a function of torch: bad input, special values, derivatives, autocast, compilation, and memory."""
+"""The loss head as a function of torch: bad input, special values, derivatives, autocast, compilation."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +12,8 @@ from torch import Tensor
 from fusedlayers import explain, functional, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.functional.dispatch import decisions
-from fusedlayers.functional.linear_cross_entropy import chunked
-from tests.allocations import AllocatedBytes
 from tests.compiled_cases import nothing_compiled  # noqa: F401
 from tests.loss_operands import (
-    CHUNK_ROWS,
-    COLUMNS,
-    FLOATING,
     IGNORED,
     KERNELS,
     PATHS,
@@ -40,6 +34,7 @@ pytestmark = [
 ]
 X, W, T = torch.zeros(2, 5, 3), torch.zeros(4, 3), torch.zeros(2, 5, dtype=torch.int64)
 BOTH = [
+    ({"recompute": "auto"}, TypeError, "recompute must be True or False, got 'auto' (str)"),
     ({"input": None}, TypeError, "input must be a torch.Tensor, got None"),
     ({"linear_weight": [1.0]}, TypeError, "linear_weight must be a torch.Tensor, got list"),
     ({"target": None}, TypeError, "target must be a torch.Tensor, got None"),
@@ -73,7 +68,6 @@ LOSSES = [
     ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be a number from 0 to 1, got 1.5"),
     ({"label_smoothing": None}, TypeError, "label_smoothing must be a number from 0 to 1, got None"),
     ({"z_loss": -1e-4}, ValueError, "z_loss must be a number from 0 on, got -0.0001"),
-    ({"recompute": "auto"}, TypeError, "recompute must be True or False, got 'auto' (str)"),
     ({"weight": [1.0]}, TypeError, "weight must be a torch.Tensor or None, got list"),
     ({"weight": torch.ones(3)}, ValueError, "weight of shape [3] and dtype torch.float32 on cpu: expected [V] = [4]"),
     ({"weight": torch.ones(4).int()}, TypeError, "weight of shape [4] and dtype torch.int32 on cpu: expected a real"),
@@ -139,16 +133,16 @@ def test_special_values(row: list[float], reduction: str, options: dict[str, Any
 
 
 # Products of a large logit with an upstream gradient overflow in torch's gradient of the entropy.
-@needs_kernels
+@pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("row", [row for name, row in ROWS.items() if name != "large"], ids=str)
-def test_special_values_of_log_probabilities(row: list[float]) -> None:
+def test_special_values_of_log_probabilities(row: list[float], path: str) -> None:
     V = len(row)
     target = torch.tensor([*range(V), IGNORED], device=DEVICE)
     inputs = {
         "input": torch.zeros(V + 1, V, device=DEVICE), "linear_weight": torch.eye(V, device=DEVICE),
         "linear_bias": torch.tensor(row, device=DEVICE), "target": target,
     }  # fmt: skip
-    with on_path("chunked"):
+    with on_path(path):
         ours = results(functional.linear_log_probs, inputs, return_entropy=True)
     theirs = results(reference.linear_log_probs, inputs, return_entropy=True)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, equal_nan=True)
@@ -298,15 +292,22 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again(reduction: str, dty
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_log_probs"])
-@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"softcap": 30, "logit_scale": 2}], ids=str)
-@pytest.mark.parametrize("recompute", [False, True])
-def test_compiled(name: str, options: dict[str, Any], recompute: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(
+            ("linear_cross_entropy", options | recompute)
+            for options in ({}, {"reduction": "none"}, {"softcap": 30, "logit_scale": 2})
+            for recompute in ({}, {"recompute": True})
+        ),
+        ("linear_log_probs", {"return_entropy": True}),
+        ("linear_log_probs", {"return_entropy": True, "recompute": True}),
+        ("linear_log_probs", {"return_entropy": True, "softcap": 30, "logit_scale": 2}),
+    ],
+    ids=str,
+)
+def test_compiled(name: str, options: dict[str, Any]) -> None:
     """fullgraph, forward and backward, and several lengths: no break, and what eager calls give."""
-    if name == "linear_log_probs":
-        options = {key: value for key, value in options.items() if key != "reduction"} | {"return_entropy": True}
-    elif recompute:
-        options = options | {"recompute": True}
     path = "fused" if "recompute" in options else "chunked"
     function = getattr(functional, name)
     with on_path("recomputed" if path == "fused" else path):
@@ -333,101 +334,3 @@ def test_gradients_of_some_operands_alone_are_asked_for(reduction: str, path: st
         for leaf, expected in zip(leaves.values(), everything, strict=True):
             (alone,) = torch.autograd.grad(loss, leaf, retain_graph=True)
             assert torch.equal(alone, expected)
-
-
-@needs_kernels
-@pytest.mark.skipif(ON_GPU, reason="what the CPU's allocator hands out")
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("frozen", [(), ("linear_weight",), ("input",), ("input", "linear_weight")], ids=str)
-def test_no_tensor_is_larger_than_a_chunk(reduction: str, frozen: tuple[str, ...]) -> None:
-    """Neither logits of all tokens, nor a gradient that nobody wants."""
-    tokens, K, V = 64, 16, 4000
-    inputs = loss_inputs((tokens,), K, V)
-    with on_path("chunked", CHUNK_ROWS), AllocatedBytes() as allocated:
-        found = results(functional.linear_cross_entropy, inputs, frozen, reduction=reduction)
-    chunk, weight = 4 * CHUNK_ROWS * (V + V % 64), 4 * V * K
-    largest = max(chunk, 0 if "linear_weight" in frozen else weight)
-    # The interpreter copies what a kernel works on, a row at most.
-    assert max(allocated.blocks) <= largest + 4096, (max(allocated.blocks), largest)
-    assert (found["dlinear_weight"] is None) == ("linear_weight" in frozen)
-    assert 4 * tokens * V > 2 * largest
-
-
-@needs_kernels
-@pytest.mark.skipif(ON_GPU, reason="what the CPU's allocator hands out")
-@pytest.mark.sampled
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("frozen", [(), ("linear_weight",), ("input",), ("input", "linear_weight")], ids=str)
-def test_no_tensor_is_larger_than_the_gradient_of_some_columns(reduction: str, frozen: tuple[str, ...]) -> None:
-    """What is computed again is never there for all columns, and the forward pass writes none of it."""
-    tokens, K, V = 600, 8, 4001
-    inputs = loss_inputs((tokens,), K, V)
-    with on_path("recomputed"), AllocatedBytes() as allocated:
-        found = results(functional.linear_cross_entropy, inputs, frozen, reduction=reduction)
-    part, weight = 4 * tokens * COLUMNS, 4 * V * K
-    # The interpreter copies the tiles that a kernel works on.
-    assert max(allocated.blocks) <= max(part, weight) + 2**16, (max(allocated.blocks), part, weight)
-    assert (found["dlinear_weight"] is None) == ("linear_weight" in frozen)
-
-
-@needs_kernels
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_recomputing_keeps_two_numbers_of_each_token(reduction: str) -> None:
-    inputs = loss_inputs((17,), 24, 70)
-    given = inputs | {name: inputs[name].requires_grad_() for name in ("input", "linear_weight")}  # type: ignore[union-attr]
-    with on_path("recomputed"):
-        loss = functional.linear_cross_entropy(**given, reduction=reduction)  # type: ignore[arg-type]
-    operands = {tensor.data_ptr() for tensor in inputs.values() if tensor is not None}
-    # Losses of tokens are shaped as the input is.
-    node = loss.grad_fn.next_functions[0][0] if reduction == "none" else loss.grad_fn  # type: ignore[union-attr]
-    saved = [t for t in node.saved_tensors if t is not None and t.data_ptr() not in operands]  # type: ignore[union-attr]
-    assert [tensor.shape for tensor in saved] == [(2, 17), *([()] if reduction == "mean" else [])]
-
-
-@needs_kernels
-def test_the_logits_are_gone_when_the_sum_of_dw_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They, the sum and the rounded gradient together would be the most that a step takes."""
-    inputs = loss_inputs((3 * CHUNK_ROWS,), 16, 4000)
-    chunk = 4 * CHUNK_ROWS * 4032
-    gradients, alive = chunked.Sums.gradients, []
-
-    def watch(sums: chunked.Sums) -> Any:
-        tensors = [each for each in gc.get_objects() if type(each) is Tensor]
-        alive.append([each.shape for each in tensors if each.untyped_storage().nbytes() == chunk])
-        return gradients(sums)
-
-    monkeypatch.setattr(chunked.Sums, "gradients", watch)
-    with on_path("chunked"):
-        results(functional.linear_cross_entropy, inputs, reduction="none")
-    assert alive == [[]]
-
-
-@needs_kernels
-def test_gradients_stay_as_they_are_while_the_graph_does() -> None:
-    """The last backward pass may scale in place what the forward pass left; those before it may not."""
-    inputs = loss_inputs((17,), 24, 70, bias=True)
-    leaves = {name: tensor.requires_grad_() for name in FLOATING if (tensor := inputs[name]) is not None}
-    with on_path("chunked"):
-        loss = functional.linear_cross_entropy(**inputs)  # type: ignore[arg-type]
-    found = [
-        torch.autograd.grad(loss, list(leaves.values()), torch.tensor(factor), retain_graph=keeps)
-        for factor, keeps in ((1.0, True), (-0.5, True), (1.0, True), (4.0, False))
-    ]
-    for one, half, again, four in zip(*found, strict=True):
-        assert torch.equal(one, again)
-        assert torch.equal(half, -0.5 * one)
-        assert torch.equal(four, 4 * one)
-
-
-@needs_kernels
-def test_nothing_is_saved_that_is_not_needed() -> None:
-    """Without gradients nothing; with frozen operands no gradient of theirs."""
-    inputs = loss_inputs((17,), 24, 70)
-    with on_path("chunked"):
-        with torch.no_grad():
-            assert functional.linear_cross_entropy(**inputs).grad_fn is None  # type: ignore[arg-type]
-        given = inputs | {"input": inputs["input"].requires_grad_()}  # type: ignore[union-attr]
-        loss = functional.linear_cross_entropy(**given)  # type: ignore[arg-type]
-    operands = {tensor.data_ptr() for tensor in inputs.values() if tensor is not None}
-    saved = [t for t in loss.grad_fn.saved_tensors if t is not None and t.data_ptr() not in operands]  # type: ignore[union-attr]
-    assert [tensor.shape for tensor in saved] == [(17, 24)]

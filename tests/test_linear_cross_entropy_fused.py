@@ -78,11 +78,11 @@ def test_edges_of_tiles(V: int, tokens: int) -> None:
     assert_close(inputs, reduction="none", label_smoothing=0.1)
 
 
-@pytest.mark.parametrize("processors", [1, 3, 132])
+@pytest.mark.parametrize("sms", [1, 3, 132])
 @pytest.mark.parametrize("K", [1, 15, 32, 33, 100])
-def test_ranges_of_columns_and_steps_of_the_inner_axis(processors: int, K: int) -> None:
-    """As many programs share a row as there are processors for."""
-    with assumed(processors=processors):
+def test_ranges_of_columns_and_steps_of_the_inner_axis(sms: int, K: int) -> None:
+    """As many programs share a row as there are SMs for."""
+    with assumed(sms=sms):
         assert_close(loss_inputs((70,), K, 600, peak=3.0), reduction="none")
         assert_close(loss_inputs((70,), K, 600), name="linear_log_probs", return_entropy=True)
 
@@ -324,6 +324,6 @@ def test_random_sizes(sizes: tuple[int, int, int], reduction: str, options: dict
 
 def test_the_same_tensor_every_time() -> None:
     inputs = {name: each for name, each in loss_inputs((70,), 24, 600).items() if each is not None}
-    with on_path("fused"), assumed(processors=132):
+    with on_path("fused"), assumed(sms=132):
         first: Tensor = functional.linear_cross_entropy(**inputs)
         assert all(torch.equal(first, functional.linear_cross_entropy(**inputs)) for _ in range(3))

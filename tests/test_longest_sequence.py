@@ -81,8 +81,8 @@ def test_the_table_compares_with_torch() -> None:
         (["--first", "1000"], "--first is 1000; expected a positive multiple of --multiple=1024"),
         (["--multiple", "0"], "--first is 8192; expected a positive multiple of --multiple=0"),
         (["model.width=3"], "Could not override 'model.width'"),
-        (["model=huge"], "model is 'huge'; expected one of narrow, small, tiny"),
-        (["model=3"], "model is 3; expected one of narrow, small, tiny"),
+        (["model=huge"], "model is 'huge'; expected one of experts, narrow, small, tiny"),
+        (["model=3"], "model is 3; expected one of experts, narrow, small, tiny"),
     ],
 )
 def test_options_that_cannot_work_are_named(

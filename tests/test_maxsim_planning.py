@@ -14,8 +14,8 @@ from fusedlayers import explaining, functional, planning
 from fusedlayers.functional import dispatch
 from fusedlayers.planning import Device, MaxSimPlan, MaxSimProblem
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
-A100 = Device("cuda", "NVIDIA A100", "sm_80", processors=108, triton=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
+A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
 CPU = Device("cpu", "cpu")
 MANY = MaxSimProblem(
     queries=128, documents=128, query_tokens=128 * 32, document_tokens=128 * 300, K=128, dtype="bfloat16"
@@ -88,7 +88,7 @@ def test_maxima_and_partials_stay_within_their_limit() -> None:
 def test_splits_fill_the_device_and_no_more() -> None:
     lone = replace(TRAINED, queries=1, query_tokens=32, documents=2, document_tokens=20_000)
     plan = forced(lone)
-    assert plan.splits > 1, "two documents fill two processors"
+    assert plan.splits > 1, "two documents fill two SMs"
     assert plan.document_gradient_splits == 1, "one block of query tokens has nothing to split"
     assert forced(replace(lone, documents=10_000, document_tokens=3_000_000)).splits == 1
     assert forced(replace(lone, documents=10_000, document_tokens=3_000_000)).query_gradient_splits > 8

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import copy
-import importlib.util
-import os
-import pickle
-import subprocess
-import sys
-from dataclasses import FrozenInstanceError, replace
-from pathlib import Path
+from dataclasses import replace
 
 import hypothesis
 import pytest
@@ -21,9 +13,9 @@ from fusedlayers.kernels import tuning
 from fusedlayers.kernels.tuning import TileConfig
 from fusedlayers.planning import Device, Plan, Problem, plan
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
-A100 = Device("cuda", "NVIDIA A100", "sm_80", processors=108, triton=True)
-MI300 = Device("cuda", "AMD Instinct MI300X", "gfx942", processors=304, triton=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
+A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
+MI300 = Device("cuda", "AMD Instinct MI300X", "gfx942", sms=304, triton=True)
 PIPELINED = replace(H200, pipelined=True)
 NO_TRITON = replace(H200, triton=False)
 CPU = Device("cpu", "cpu")
@@ -250,7 +242,7 @@ def test_the_table_is_in_order_and_complete() -> None:
         (64 * 4, 64, 1),  # four row tiles are one split
         (64 * 4 + 1, 64, 2),
         (64 * 400, 64, 100),  # a split for every four row tiles
-        (64 * 4000, 64, 264),  # one program per processor and accumulator
+        (64 * 4000, 64, 264),  # one program per SM and accumulator
         (64 * 4000, 64 * 8, 33),
         (64 * 4000, 64 * 8 - 63, 33),
         (64 * 4000, 64 * 132, 2),
@@ -339,9 +331,9 @@ def test_every_plan_keeps_the_rules(problem: Problem, device: Device, backend: s
 
 
 def test_the_workspace_of_many_tokens_does_not_loosen_the_bound_of_partial_sums() -> None:
-    """On a device of so many processors that these would be used for splits without it."""
+    """On a device of so many SMs that these would be used for splits without it."""
     problem = replace(TRAINING, M=2**20, K=256, N=2048, O=256, recompute=True)
-    made = plan(problem, replace(DEVICES[0], processors=4096), "triton")
+    made = plan(problem, replace(DEVICES[0], sms=4096), "triton")
     assert made.path == "fused"
     assert 1 < made.splits <= planning.devices.PARTIALS_LIMIT // problem.partial_bytes
 
@@ -363,57 +355,3 @@ def test_a_budget_of_saved_bytes() -> None:
         assert made.problem == limited
         assert (made.path, made.saved_bytes, made.chunks) == (expected.path, expected.saved_bytes, expected.chunks)
     assert f"would save {fastest.saved_bytes:,} bytes of 2 allowed" in made.reason
-
-
-def test_plans_and_problems_cannot_be_changed_and_can_be_keys() -> None:
-    for value, name in ((plan(TRAINING, H200), "path"), (TRAINING, "M"), (H200, "name")):
-        hash(value)
-        with pytest.raises(FrozenInstanceError):
-            setattr(value, name, None)
-
-
-def test_planning_needs_no_torch_and_no_triton() -> None:
-    """Plain Python: both packages load where neither can be imported."""
-    files = [importlib.util.find_spec(f"fusedlayers.{name}") for name in ("planning", "kernels.tuning")]
-    roots = [str(Path(spec.origin or "").parent.parent) for spec in files if spec is not None]
-    assert len(roots) == 2
-    code = f"""
-import importlib.util, sys, types
-
-for blocked in ("torch", "triton", "numpy"):
-    sys.modules[blocked] = None
-for name, folder in (("fusedlayers", {roots[0]!r}), ("fusedlayers.kernels", {roots[1]!r})):
-    sys.modules[name] = package = types.ModuleType(name)
-    package.__path__ = [folder]
-from fusedlayers.planning import Device, Problem, plan
-
-problem = Problem("ffn", batch=1, M=2**20, K=64, N=256, O=64, dtype="bfloat16")
-assert plan(problem, Device("cuda", "NVIDIA H200", "sm_90", 132, True)).path == "fused"
-"""
-    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_pickled_problem_keeps_no_hash_of_its_process() -> None:
-    """Python salts the hashes of strings in every process: a stale one would miss in every dict and set."""
-    hash(TRAINING)
-    given = base64.b64encode(pickle.dumps((TRAINING, plan(TRAINING, H200)))).decode()
-    script = f"""
-import base64, pickle
-from dataclasses import fields
-problem, plan = pickle.loads(base64.b64decode({given!r}))
-fresh = type(problem)(**{{each.name: getattr(problem, each.name) for each in fields(problem)}})
-assert problem == fresh and hash(problem) == hash(fresh) and problem in {{fresh}}
-assert plan.problem in {{fresh}}
-"""
-    for seed in ("1", "2"):
-        environment = os.environ | {"PYTHONHASHSEED": seed}
-        subprocess.run([sys.executable, "-c", script], check=True, env=environment, cwd=Path(__file__).parent.parent)
-
-
-def test_a_copied_problem_keeps_no_hash() -> None:
-    hash(TRAINING)
-    for twin in (copy.copy(TRAINING), copy.deepcopy(TRAINING), pickle.loads(pickle.dumps(TRAINING))):
-        assert "_hash" not in vars(twin)
-        assert twin == TRAINING
-        assert hash(twin) == hash(TRAINING)

@@ -30,7 +30,7 @@ from fusedlayers.planning import (
 from fusedlayers.planning.linear_cross_entropy import LossProblem
 from fusedlayers.planning.lora_ffn import LoRAProblem
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
 SIZES = {"M": 2**20, "K": 128, "N": 512, "O": 128}
 BLOCK = Problem(
     "ffn", batch=1, **SIZES, dtype="bfloat16", activation="gelu", needs_data_gradient=True, needs_weight_gradient=True
@@ -62,7 +62,7 @@ def test_names_tell_kernels_gates_and_sizes_apart() -> None:
     pipelined, portable = configurations(made)["forward_tiles"]
     assert pipelined.startswith("gemm_gemm forward, 16 bits: PipelinedConfig(block=128, consumers=2, stages=")
     assert portable.startswith("gemm_gemm forward, 16 bits: TileConfig(block_m=128,")
-    assert "programs" not in pipelined, "another number of processors compiles nothing else"
+    assert "programs" not in pipelined, "another number of SMs compiles nothing else"
     gated = configurations(plan(replace(BLOCK, gated=True), H200))["forward_tiles"][0]
     assert gated.startswith("gemm_gemm forward, gated, 16 bits: ")
     assert configurations(plan(replace(BLOCK, dtype="float32"), H200, "torch")) == {}
@@ -185,7 +185,7 @@ def every_problem() -> Iterator[Call]:
 
 
 @pytest.mark.parametrize(
-    "device", [H200, Device("cuda", "A100", "sm_80", processors=108, triton=True)], ids=lambda device: device.name
+    "device", [H200, Device("cuda", "A100", "sm_80", sms=108, triton=True)], ids=lambda device: device.name
 )
 def test_the_selftest_covers_whatever_can_be_planned(device: Device) -> None:
     from fusedlayers.bench.selftest.trials import all_trials, covered, launched

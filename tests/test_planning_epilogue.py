@@ -13,9 +13,9 @@ from fusedlayers.functional import dispatch
 from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES, epilogue_tiles
 from fusedlayers.planning import Device, Problem, plan
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
 PIPELINED = replace(H200, pipelined=True)
-A100 = Device("cuda", "NVIDIA A100", "sm_80", processors=108, triton=True)
+A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
 INFERENCE = Problem("ffn", batch=1, M=16_384, K=1024, N=4096, O=1024, dtype="bfloat16", activation="gelu_tanh")
 assert H200.figures.epilogue is not None
 FASTER_FROM = H200.figures.epilogue.faster_from
@@ -158,7 +158,7 @@ def test_dropout_changes_the_portable_tiles_alone(recompute: bool | str, dtype: 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_tiles_and_costs(gated: bool) -> None:
     parts, hidden = (2 if gated else 1), 2 * 16_384 * 4096
-    made = plan(replace(TRAINING, gated=gated), replace(PIPELINED, processors=99))
+    made = plan(replace(TRAINING, gated=gated), replace(PIPELINED, sms=99))
     epilogue = made.epilogue
     assert epilogue is not None
     assert epilogue.gradient is not None

@@ -13,8 +13,8 @@ from fusedlayers.planning import Device, LinearPlan, LinearProblem, plan
 from fusedlayers.planning.devices import PARTIALS_LIMIT
 from fusedlayers.planning.linear import DATA_GRADIENT, FORWARD, Product, choose_splits, filled_splits
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
-A100 = Device("cuda", "NVIDIA A100", "sm_80", processors=108, triton=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
+A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
 CPU = Device("cpu", "cpu")
 SKINNY = LinearProblem(M=64, N=64, K=65_536, dtype="bfloat16", captured=True)
 
@@ -167,7 +167,7 @@ def test_splits_and_partials_are_bounded(device: Device, wanted: int) -> None:
         for sizes in ((1, 1, 10**7), (512, 512, 262_144), (4096, 8192, 65_536), (1, 128_000, 4096), (7, 9, 11)):
             product = Product(FORWARD, *sizes)
             tiles = split_tiles(device.architecture, bits, *sizes[:2])
-            splits = choose_splits(product, tiles, device.processors, wanted)
+            splits = choose_splits(product, tiles, device.sms, wanted)
             assert splits == 1 or 4 * splits * sizes[0] * sizes[1] <= PARTIALS_LIMIT == 128 * 2**20
             blocks = math.ceil(sizes[2] / tiles.block_k)
             assert splits == filled_splits(blocks, splits)

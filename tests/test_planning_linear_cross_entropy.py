@@ -28,7 +28,7 @@ from fusedlayers.planning.linear_cross_entropy_chunks import (
 )
 
 MIB = 2**20
-H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
 BOTH = {"needs_data_gradient": True, "needs_weight_gradient": True}
 
 

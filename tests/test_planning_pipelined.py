@@ -9,7 +9,7 @@ import pytest
 from fusedlayers.kernels import tuning
 from fusedlayers.planning import Device, Problem, plan
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
 PIPELINED = replace(H200, pipelined=True)
 TRAINING = Problem(
     "ffn", batch=1, M=1_048_576, K=64, N=256, O=64, dtype="bfloat16", activation="gelu_tanh",
@@ -45,7 +45,7 @@ def test_what_the_pipelined_kernels_take(change: dict[str, object], pipelined: b
 
 
 def test_copies_of_a_batch_stay_inside_an_entry() -> None:
-    sizes = {"gated": False, "K": 64, "O": 64, "processors": 132}
+    sizes = {"gated": False, "K": 64, "O": 64, "sms": 132}
     for kernel, M, N, taken in (
         ("forward", 1024, 256, True),
         ("forward", 1024 + 64, 256, False),
@@ -59,7 +59,7 @@ def test_copies_of_a_batch_stay_inside_an_entry() -> None:
 
 def test_few_rows_are_shared_by_more_processors() -> None:
     consumers = [
-        tuning.pipelined_config("forward", False, 1, rows, 64, 256, 64, processors=132).consumers
+        tuning.pipelined_config("forward", False, 1, rows, 64, 256, 64, sms=132).consumers
         for rows in (128 * 131, 128 * 131 + 1)
     ]
     assert consumers == [1, 2]
@@ -70,7 +70,7 @@ def test_few_rows_are_shared_by_more_processors() -> None:
 @pytest.mark.parametrize(("K", "O"), [(64, 64), (64, 128), (128, 64), (128, 128), (256, 256)])
 def test_pipelined_rings_have_two_stages_at_least(kernel: str, gated: bool, K: int, O: int) -> None:
     for M, N in ((65_536, 1024), (65_537, 1032), (100, 8)):
-        config = tuning.pipelined_config(kernel, gated, 1, M, K, N, O, processors=132)
+        config = tuning.pipelined_config(kernel, gated, 1, M, K, N, O, sms=132)
         assert config is not None
         assert 2 <= config.stages <= 4
         assert config.passes <= 3

@@ -8,7 +8,7 @@ import pytest
 
 from fusedlayers.planning import Device, Problem, plan
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
 PIPELINED = replace(H200, pipelined=True)
 FIGURES = H200.figures.gemm_gemm
 

@@ -14,9 +14,9 @@ from fusedlayers.planning import Device, WeightGradientPlan, WeightGradientProbl
 from fusedlayers.planning.devices import PARTIALS_LIMIT
 from fusedlayers.planning.weight_gradient import choose_pipeline, pipelined_seconds, tile_count
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
 COSTS = H200.figures.tile_costs
-A100 = Device("cuda", "NVIDIA A100", "sm_80", processors=108, triton=True)
+A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
 CPU = Device("cpu", "cpu")
 LARGE = WeightGradientProblem(M=65_536, O=1024, K=256, dtype="bfloat16")
 PUBLISHED = [(8192, 4096, 1024), (65536, 1024, 256), (131072, 512, 128), (131072, 256, 256), (16384, 4096, 4096)]

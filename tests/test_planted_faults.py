@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import planted_faults
+from tests import planting
 from tests.operands import needs_kernels
-from tests.planted_faults import FAULTS, ROOT, Fault, copied, noticed, place, planted
+from tests.planted_faults import FAULTS
+from tests.planting import ROOT, Fault, copied, noticed, place, planted
 
 BAND = next(fault for fault in FAULTS if fault.file == "kernels/column_sums.py")
 
@@ -62,7 +63,7 @@ def test_only_tests_that_fail_notice_a_fault(
         contents.append(source.read_text())
         return found[len(contents) - 1]
 
-    monkeypatch.setattr(planted_faults, "status", status)
+    monkeypatch.setattr(planting, "status", status)
     assert noticed(tmp_path, BAND) == why_not
     assert contents == [BAND.right, BAND.wrong][: len(found)]
     assert source.read_text() == BAND.right

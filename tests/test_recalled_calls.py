@@ -22,7 +22,7 @@ from fusedlayers.functional.call import signature
 from fusedlayers.functional.dispatch import decisions
 from tests.operands import forget_calls
 
-H200 = planning.Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True)
+H200 = planning.Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
 CHECKS = {
     "ffn": "check_ffn", "gemm_gemm": "check_gemm_gemm", "gemm_reduce": "check_gemm_reduce", "linear": "check_linear",
     "maxsim": "check_maxsim", "weight_gradient": "check_weight_gradient", "hidden_gradient": "check_hidden_gradient",
@@ -246,14 +246,14 @@ def test_facts_of_the_device_that_change(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     linear = operation.OPERATIONS["linear"]
     arguments = (x, weight, None), (None, "auto", "workspace")
-    for facts in (H200, replace(H200, processors=16)):
+    for facts in (H200, replace(H200, sms=16)):
         monkeypatch.setattr(dispatch, "describe", lambda device, facts=facts: facts)
         made = linear.prepared(*arguments)
         assert made.plan.path == "fused"
         assert made.plan == planning.plan(made.problem, facts, "triton")
         assert linear.prepared(*arguments) is made
     monkeypatch.setattr(dispatch, "describe", lambda device: H200)
-    assert linear.prepared(*arguments) is not made, "the plan remembered was one for fewer processors"
+    assert linear.prepared(*arguments) is not made, "the plan remembered was one for fewer SMs"
 
 
 def test_a_capture_is_planned_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,10 @@ from tests.ffn_blocks import assert_same, count_fused_calls, results
 from tests.recognised_blocks import BLOCKS, K, LayerOfMany, N, NanoGPT, Phi3
 
 each_block = pytest.mark.parametrize("name", BLOCKS)
+# Compiling takes long: every third shows it, and `make test-full` compiles all.
+some_blocks = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (place % 3 > 0)) for place, name in enumerate(BLOCKS)]
+)
 
 
 @pytest.fixture
@@ -61,7 +65,7 @@ def test_the_kernels_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch
     assert_all_close(*compared(model.eval(), x))
 
 
-@each_block
+@some_blocks
 def test_it_compiles_in_one_graph(name: str) -> None:
     model, x = built(name)
     block = model.eval()["block"]

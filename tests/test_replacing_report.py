@@ -225,8 +225,8 @@ def test_strict_refuses_what_would_stay(left: Callable[[], nn.Module]) -> None:
     assert not fl.replace(model, strict=True).replaced
 
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
-A100 = Device("cuda", "NVIDIA A100", "sm_80", processors=108, triton=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
+A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
 HALF = torch.bfloat16
 
 

@@ -51,10 +51,10 @@ def test_resume_forgets_rows_after_the_checkpoint(tmp_path: Path) -> None:
     assert without_measurements(train(tmp_path / "killed", "run.resume=auto")) == without_measurements(straight)
 
 
-@pytest.mark.parametrize("layers", ["fused", "torch", "replaced"])
-def test_a_compiled_run_traces_its_training_steps_alone(layers: str, tmp_path: Path) -> None:
-    plain = train(tmp_path / "plain", f"layers={layers}")
-    rows, graphs = traced(train, tmp_path / "compiled", f"layers={layers}")
+@pytest.mark.parametrize("kinds", [("layers=fused", "loss=fused"), ("layers=torch",), ("layers=replaced",)])
+def test_a_compiled_run_traces_its_training_steps_alone(kinds: tuple[str, ...], tmp_path: Path) -> None:
+    plain = train(tmp_path / "plain", *kinds)
+    rows, graphs = traced(train, tmp_path / "compiled", *kinds)
     # Evaluations between the steps have other modes, and the sample has other sizes: neither adds a graph, or a guard
     # that has the next step traced again.
     assert len(graphs) == 1

@@ -40,6 +40,8 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
         ("layers.recompute=-5", "layers.recompute is -5; expected auto, true or false, or a number of bytes above 1"),
         ("layers.recompute=1", "layers.recompute is 1; expected auto, true or false, or a number of bytes above 1"),
         ("model.context=-8", "model.context is -8; expected 1 or more"),
+        ("loss.kind=eager", "loss.kind is 'eager'; expected fused or torch"),
+        ("loss.recompute=true", "loss.recompute is true; expected false with loss=torch"),
         ("model.dropout=nan", r"model.dropout is nan; expected a probability in \[0, 1\)"),
         ("optim.beta1=1", r"optim.beta1 is 1.0; expected a share in \[0, 1\)"),
         ("optim.beta2=-1", r"optim.beta2 is -1.0; expected a share in \[0, 1\)"),
@@ -66,6 +68,10 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
         ("run.steps=???", "run.steps: .*missing mandatory value"),
         ("sample.length=-4", "sample.length is -4; expected 0 or more"),
         ("sample.temperature=nan", "sample.temperature is nan; expected a number above 0"),
+        ("vocabulary.kind=words", "vocabulary.kind is 'words'; expected bytes or bpe"),
+        ("vocabulary.size=100", "vocabulary.size is 100; expected 256 or more: one token for each byte"),
+        ("vocabulary.size=1000", "vocabulary.size is 1000; expected 256 with vocabulary=bytes"),
+        ("vocabulary.cache=''", "vocabulary.cache is ''; expected the name of a folder"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_expected(override: str, message: str, tmp_path: Path) -> None:
@@ -157,9 +163,10 @@ def test_what_is_no_checkpoint_is_named_before_the_work(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model=huge", "model is 'huge'; expected one of narrow, small, tiny"),
-        ("model=3", "model is 3; expected one of narrow, small, tiny"),
-        ("model=null", "model is null; expected one of narrow, small, tiny"),
+        ("model=huge", "model is 'huge'; expected one of experts, narrow, small, tiny"),
+        ("model=3", "model is 3; expected one of experts, narrow, small, tiny"),
+        ("model=null", "model is null; expected one of experts, narrow, small, tiny"),
+        ("vocabulary=words", "vocabulary is 'words'; expected one of bpe, bytes"),
         ("layers=true", "layers is true; expected one of fused, replaced, torch"),
         ("run.steps=abc", "Error merging override run.steps=abc; Value 'abc' .* could not be converted to Integer"),
         ("run.stpes=3", "Could not override 'run.stpes'; Key 'stpes' not in 'RunSettings'"),
@@ -235,9 +242,9 @@ def test_a_comparison_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["MODEL=huge", "train"], "MODEL is 'huge'; expected one of tiny narrow small"),
-        (["MODEL=", "train"], "MODEL is ''; expected one of tiny narrow small"),
-        (["MODEL=tiny small", "train"], "MODEL is 'tiny small'; expected one of tiny narrow small"),
+        (["MODEL=huge", "train"], "MODEL is 'huge'; expected one of tiny narrow small experts"),
+        (["MODEL=", "train"], "MODEL is ''; expected one of tiny narrow small experts"),
+        (["MODEL=tiny small", "train"], "MODEL is 'tiny small'; expected one of tiny narrow small experts"),
         (
             ["trian"],
             "there is no target 'trian'; expected one of help train test test-full test-kernel test-triton check",
@@ -254,4 +261,4 @@ def test_make_names_what_it_knows(words: list[str], said: str) -> None:
     assert not done.stdout
     [line] = done.stderr.splitlines()
     assert said in line
-    assert {path.stem for path in (ROOT / "configs" / "model").iterdir()} == {"tiny", "narrow", "small"}
+    assert {path.stem for path in (ROOT / "configs" / "model").iterdir()} == {"tiny", "narrow", "small", "experts"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -73,6 +72,12 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Any], s
         {"return_entropy": True},
         {"y[0]", "y[1]", "d input", "d linear_weight"},
     ),
+    "moe_ffn": (
+        functional.moe_ffn,
+        (normal(40, 24), torch.arange(80).view(40, 2) % 3, normal(40, 2), normal(3, 40, 24) / 5, normal(3, 24, 20) / 5),
+        {"gate_and_up": "concatenated"},
+        {"y", "d x", "d top_k_weights", "d w_up", "d w_down"},
+    ),
     "lora_ffn": (
         functional.lora_ffn,
         (
@@ -87,7 +92,12 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Any], s
     ),
 }
 # The paths of kernels that are called otherwise.
-PATHS = {"linear_cross_entropy": "chunked", "linear_log_probs": "chunked", "lora_ffn": "epilogue"}
+PATHS = {
+    "linear_cross_entropy": "chunked",
+    "linear_log_probs": "chunked",
+    "lora_ffn": "epilogue",
+    "moe_ffn": "epilogue",
+}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -227,66 +237,6 @@ def test_nothing_of_the_users_changes() -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is gradients[name]
         assert parameter.grad is None or torch.equal(parameter.grad, values[name])
-
-
-def test_dropout_in_training_is_refused_and_nothing_is_drawn() -> None:
-    layer = fl.FusedFFN(6, 10, dropout=0.5)
-    generator = torch.get_rng_state()
-    with pytest.raises(ValueError, match=r"target: FusedFFN draws random numbers.*\.eval\(\)"):
-        fl.verify(layer, normal(5, 6))
-    assert layer.training
-    x, w_up, w_down = normal(5, 6), normal(10, 6), normal(6, 10)
-    generator = torch.get_rng_state()
-    with pytest.raises(ValueError, match="target: ffn draws random numbers"):
-        fl.verify(functional.ffn, x, w_up, w_down, dropout_p=0.5)
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert fl.verify(layer.eval(), normal(5, 6)).ok
-
-
-def _times(factor: float) -> Callable[..., Any]:
-    return lambda forward, operands, *rest: forward(operands, *rest) * factor
-
-
-def _other_mask(forward: Callable[..., Any], operands: Any, *rest: Any) -> Any:
-    return forward(replace(operands, seed=operands.seed + 1), *rest)
-
-
-def _no_dropout(forward: Callable[..., Any], operands: Any, *rest: Any) -> Any:
-    return forward(replace(operands, seed=None, arithmetic=replace(operands.arithmetic, dropout_p=0.0)), *rest)
-
-
-# What a wrong kernel may make of a forward pass with dropout.
-WRONG: dict[str, Callable[..., Any]] = {
-    "zero": _times(0.0),
-    "a hundredth more": _times(1.01),
-    "another mask": _other_mask,
-    "no dropout": _no_dropout,
-}
-
-
-@needs_kernels
-@pytest.mark.parametrize("wrong", [None, *WRONG])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_dropout_with_a_seed_is_judged_as_strictly(
-    wrong: str | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
-    forward = gemm_gemm.forward
-    if wrong is not None:
-        monkeypatch.setattr(gemm_gemm, "forward", lambda *arguments: WRONG[wrong](forward, *arguments))
-    shapes = (80, 24), (64, 24), (24, 64)
-    inputs = [(normal(*shape) / shape[1] ** 0.5).to(DEVICE, dtype) for shape in shapes]
-    seed = torch.tensor([7], device=DEVICE)
-    found = fl.verify(functional.ffn, *inputs, dropout_p=0.5, dropout_seed=seed)
-    assert found.paths == {"ffn fused": 1}
-    assert found.ok is (wrong is None), found
-    assert [verdict.name for verdict in found.verdicts if not verdict.ok] == (["y"] if wrong else [])
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_dropout_with_a_seed_is_green_on_the_path_here(recompute: bool) -> None:
-    inputs, seed = (normal(80, 24), normal(64, 24) / 5, normal(24, 64) / 8), torch.tensor([7])
-    assert fl.verify(functional.ffn, *inputs, dropout_p=0.5, dropout_seed=seed, recompute=recompute).ok
 
 
 class Private(nn.Module):

@@ -170,7 +170,7 @@ def test_expanded_gradients(shape: tuple[int, int]) -> None:
 @pytest.mark.usefixtures("poisoned_memory")
 def test_runs_give_the_same_bits() -> None:
     tensors = inputs(1500, 21, 34)
-    with on_path("kernels", processors=16):
+    with on_path("kernels", sms=16):
         first = found(functional.weight_gradient, tensors)
         for _ in range(draws(2, 9)):
             assert_equal(found(functional.weight_gradient, tensors), first)

@@ -1,8 +1,8 @@
 """Two runs side by side: ``python -m train_examples.comparison RUN_A RUN_B --output comparison.png``.
 
 Reads what the runs wrote (``summary.json``, ``metrics.jsonl``); draws loss, speed and peak memory; prints a table. Of
-runs on a CPU whose layers differ it shows the losses and what is kept for the backward pass, because torch computes
-both, and then what a GPU showed.
+runs on a CPU whose layers or losses differ it shows the loss curves and what is kept for the backward pass, because
+torch computes both, and then what a GPU showed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 from fusedlayers.folders import check_folder
 from train_examples import gpu_results, plots
 from train_examples.loop import Row
-from train_examples.summaries import peak_flops, read_run
+from train_examples.summaries import loss_of, peak_flops, read_run
 from train_examples.tables import aligned
 
-ON_A_CPU = "On a CPU torch's operations compute both kinds of layers, so their speed is not compared."
+ON_A_CPU = "On a CPU torch's operations compute all kinds of layers and losses, so their speed is not compared."
 
 
 def table(names: Sequence[str], summaries: Sequence[Row], measured: bool = True) -> str:
@@ -54,6 +54,12 @@ def table(names: Sequence[str], summaries: Sequence[Row], measured: bool = True)
     return aligned(cells)
 
 
+def name_of(summary: Row) -> str:
+    """The settings that a run is told from another by."""
+    loss = ", loss=fused" if loss_of(summary) == "fused" else ""
+    return f"layers={summary['layers']}{loss}{', compiled' * summary.get('compiled', False)}"
+
+
 def largest_difference(rows: Sequence[Row], others: Sequence[Row]) -> str:
     """One sentence on how far the losses of two runs are apart, over the steps that both report."""
     by_step = {row["step"]: row for row in others}
@@ -77,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error
     summaries, rows = [summary for summary, _ in runs], [run_rows for _, run_rows in runs]
-    names = [f"layers={summary['layers']}{', compiled' * summary.get('compiled', False)}" for summary in summaries]
+    names = [name_of(summary) for summary in summaries]
     if names[0] == names[1]:
         # The end of a long path: the legend must fit into the picture.
         names = [f"...{text[-29:]}" if len(text) > 32 else text for text in map(str, chosen.runs)]
@@ -89,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         raise SystemExit(f"error: --output: {error}") from error
     chosen.output.parent.mkdir(parents=True, exist_ok=True)
-    kinds = {summary["layers"] for summary in summaries}
+    kinds = {(summary["layers"], loss_of(summary)) for summary in summaries}
     measured = len(kinds) == 1 or not all(summary["device"].startswith("CPU") for summary in summaries)
     note = "" if measured else ON_A_CPU
     plots.comparison(names, rows, summaries, note, chosen.output, measured)

@@ -22,14 +22,14 @@ from omegaconf import OmegaConf
 
 from train_examples import plots
 from train_examples.loop import Row
-from train_examples.summaries import peak_flops, read_run
+from train_examples.summaries import loss_of, peak_flops, read_run
 from train_examples.tables import table
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "train_examples" / "results" / "end-to-end-h200.json"
 # What all runs of a record share; those of one model and batch are a group of it.
 SHARED = ("example", "device", "precision", "torch", "triton", "fusedlayers")
-# What the runs of one group may differ in: who computes the layers, and how far the run is written down.
+# What the runs of one group may differ in beside who computes the layers and the loss: how far the run is written down.
 MAY_DIFFER = ("directory", "overwrite", "resume", "compile", "checkpoint_every", "evaluate_every", "log_every")
 # The runs that every other one is compared with.
 BASES = ("torch", "torch, compiled")
@@ -101,9 +101,9 @@ def with_kept(record: Row, committed: Row) -> Row:
 
 
 def _differing(config: Row, other: Row) -> list[str]:
-    """The settings, but for the layers, in which two runs differ that are to be compared."""
+    """The settings, but for the layers and the loss, in which two runs differ that are to be compared."""
     found = []
-    for part in sorted((config.keys() | other.keys()) - {"layers"}):
+    for part in sorted((config.keys() | other.keys()) - {"layers", "loss"}):
         ours, theirs = config.get(part, {}), other.get(part, {})
         names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
         found += [f"{part}.{name}" for name in names if part != "run" or name not in MAY_DIFFER]
@@ -113,7 +113,9 @@ def _differing(config: Row, other: Row) -> list[str]:
 def group_name(config: Row) -> str:
     """What the runs that stand side by side share: the model, and how many tokens a step has."""
     tokens = config["run"]["batch_size"] * config["model"]["context"]
-    return f"model={config['model']['name']}, {tokens:,} tokens a step"
+    vocabulary = config.get("vocabulary", {"kind": "bytes"})
+    learned = "" if vocabulary["kind"] == "bytes" else f"vocabulary={vocabulary['kind']}, "
+    return f"model={config['model']['name']}, {learned}{tokens:,} tokens a step"
 
 
 def run_name(summary: Row, config: Row) -> str:
@@ -124,6 +126,8 @@ def run_name(summary: Row, config: Row) -> str:
         parts.append("recompute" if workspace is None else f"recompute within {workspace} MiB")
     if summary["FUSEDLAYERS_BACKEND"] == "triton" and summary["layers"] != "torch":
         parts.append("kernels forced")
+    if loss_of(summary) == "fused":
+        parts.append("fused loss, recompute" if config["loss"]["recompute"] else "fused loss")
     if summary["compiled"]:
         parts.append("compiled")
     return ", ".join(parts)

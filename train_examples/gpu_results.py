@@ -13,7 +13,7 @@ from train_examples.settings import ModelSettings
 from train_examples.tables import aligned
 
 # The device of the record, as planning knows it.
-MEASURED = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
+MEASURED = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
 # What matters beside another kind of layers; the page of results has the others, too.
 SHOWN = [column for column in COLUMNS if column not in ("TFLOP/s", "MFU")]
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from fusedlayers.folders import check_folder
 from train_examples.command import CONFIGS, hydra_message
-from train_examples.language_model import VOCABULARY, build_model, next_byte_loss
+from train_examples.language_model import build_model, next_token_loss
 from train_examples.loop import Row, build_optimizer, environment
 from train_examples.settings import LanguageModelSettings, as_settings
 from train_examples.tables import aligned
@@ -71,8 +71,9 @@ def train_step(settings: LanguageModelSettings, length: int, compiled: bool, dev
         torch.OutOfMemoryError: the device has too little memory for it.
     """
     with device:
-        model = build_model(dataclasses.replace(settings.model, context=length), settings.layers)
-        window = torch.randint(VOCABULARY, (1, length + 1))
+        shape, classes = dataclasses.replace(settings.model, context=length), settings.vocabulary.size
+        model = build_model(shape, settings.layers, classes, settings.loss)
+        window = torch.randint(classes, (1, length + 1))
     if compiled:
         model.compile()
     optimizer = build_optimizer(model, settings.optim, "bf16-mixed")
@@ -86,7 +87,7 @@ def train_step(settings: LanguageModelSettings, length: int, compiled: bool, dev
         synchronize(device)
         start = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16):
-            loss = next_byte_loss(model, (window,))
+            loss = next_token_loss(model, (window,))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), settings.optim.clip_norm)
         optimizer.step()

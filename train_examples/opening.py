@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 import fusedlayers
 from train_examples.checkpoints import newest
 from train_examples.command import CONFIGS, checked_settings, in_one_line
-from train_examples.language_model import VOCABULARY, build_model, next_byte_loss
+from train_examples.language_model import build_model, next_token_loss
 from train_examples.loop import choose_precision
 from train_examples.settings import LanguageModelSettings, LayerSettings, register_settings
 from train_examples.transformer import feed_forward
@@ -70,14 +70,15 @@ def plan_in_words(settings: LanguageModelSettings, device: torch.device) -> str:
 
 def seconds_per_step(settings: LanguageModelSettings, device: torch.device) -> float:
     """The time of a step of torch's layers without the optimizer, measured on a few of them."""
-    built = build_model(settings.model, LayerSettings("torch")).to(device)
-    windows = torch.randint(VOCABULARY, (settings.run.batch_size, settings.model.context + 1), device=device)
+    classes = settings.vocabulary.size
+    built = build_model(settings.model, LayerSettings("torch"), classes).to(device)
+    windows = torch.randint(classes, (settings.run.batch_size, settings.model.context + 1), device=device)
     mixed = choose_precision(settings.run) == "bf16-mixed"
     seconds = []
     for _ in range(1 + TIMED_STEPS):
         start = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
-            loss = next_byte_loss(built, (windows,))
+            loss = next_token_loss(built, (windows,))
         loss.backward()
         loss.item()  # waits for the GPU
         seconds.append(time.perf_counter() - start)

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from fusedlayers import FusedFFN
-from fusedlayers.parallel import FusedFFNParallel
+from fusedlayers import FusedFFN, LinearCrossEntropyLoss
+from fusedlayers.parallel import FusedFFNParallel, LinearCrossEntropyLossParallel
 from train_examples.settings import RunSettings, SettingsError
 
 KINDS = ("none", "ddp", "fsdp", "tp")
@@ -104,7 +104,7 @@ def shard_parameters(model: nn.Module, mesh: DeviceMesh, half: bool) -> nn.Modul
 
 
 def split_layers(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Tensor parallelism of a ``Transformer`` with a head: every matrix is split, between them activations are whole.
+    """Tensor parallelism of a language model: every matrix is split, between them activations are whole.
 
     Raises:
         SettingsError: a size is not a multiple of the number of processes, or torch would drop equal columns in all.
@@ -121,9 +121,12 @@ def split_layers(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         "embedding": RowwiseParallel(input_layouts=Replicate()),
         "blocks.*.attention.qkv_proj": ColwiseParallel(output_layouts=Replicate()),
         "blocks.*.attention.out_proj": RowwiseParallel(input_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Replicate()),
     }
-    blocks = cast(Any, model).blocks
+    blocks, head = cast(Any, model).blocks, cast(Any, model).head
+    if type(head) is LinearCrossEntropyLoss:
+        plan["head"] = LinearCrossEntropyLossParallel()
+    else:
+        plan["head.linear"] = ColwiseParallel(output_layouts=Replicate())
     if type(blocks[0].feed_forward) is FusedFFN:
         plan["blocks.*.feed_forward"] = FusedFFNParallel()
     else:

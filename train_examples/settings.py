@@ -63,6 +63,7 @@ COUNT_OR_NONE = Rule("0 or more", lambda value: value >= 0)
 NOT_NEGATIVE = Rule("a finite number, 0 or more", lambda value: 0 <= value < math.inf)
 ABOVE_ZERO = Rule("a number above 0 that is finite", lambda value: 0 < value < math.inf)
 PART = Rule("a number between 0 and 1, both excluded", lambda value: 0 < value < 1)
+BYTES = Rule("256 or more: one token for each byte", lambda value: value >= 256)
 SHARE = Rule("a share in [0, 1)", lambda value: 0 <= value < 1)
 PROBABILITY = Rule("a probability in [0, 1)", lambda value: 0 <= value < 1)
 SEED = Rule("an integer that torch takes as a seed, -2**63 to 2**64 - 1", lambda value: -(2**63) <= value < 2**64)
@@ -90,6 +91,8 @@ class ModelSettings:
     gated: bool = False
     bias: bool = True  # of the feed-forward block; the rest of the model has none
     dropout: float = checked(PROBABILITY, 0.0)  # on the hidden of the feed-forward block
+    experts: int = checked(COUNT_OR_NONE, 0)  # feed-forward blocks of width d_ff that a router chooses from; 0: one
+    experts_per_token: int = checked(COUNT, 2)
 
 
 @dataclass
@@ -99,6 +102,15 @@ class DataSettings:
     kind: str = checked(one_of("stdlib", "text_file"))
     path: str | None = None  # text_file: the file to read
     validation_fraction: float = checked(PART, 0.1)
+
+
+@dataclass
+class VocabularySettings:
+    """What a token is: ``kind`` is ``bytes`` or ``bpe``, byte pairs learned from the training text."""
+
+    kind: str = checked(one_of("bytes", "bpe"))
+    size: int = checked(BYTES)  # bpe: tokens, if the text has so many pairs
+    cache: str = checked(FOLDER, "runs/vocabularies")  # bpe: where what was learned is kept
 
 
 @dataclass
@@ -127,6 +139,14 @@ class LayerSettings:
     kind: str = checked(one_of("fused", "torch", "replaced"))
     recompute: bool | int | str = checked(RECOMPUTE, "auto")  # of FusedFFN: auto, true, false, or bytes it may keep
     split_k: int | str = checked(only_auto("no layer of this model takes it"), "auto")
+
+
+@dataclass
+class LossSettings:
+    """Who computes the last linear layer with its loss: ``kind`` is ``fused`` or ``torch``."""
+
+    kind: str = checked(one_of("fused", "torch"))
+    recompute: bool = False  # fused: the backward pass computes the logits again, so that none are ever in memory
 
 
 @dataclass
@@ -184,8 +204,8 @@ class SampleSettings:
     """The text that the trained model writes at the end."""
 
     prompt: str = "def "
-    length: int = checked(COUNT_OR_NONE, 400)  # bytes
-    temperature: float = checked(ABOVE_ZERO, 0.7)  # below 1 prefers likely bytes, which reads better
+    length: int = checked(COUNT_OR_NONE, 400)  # tokens
+    temperature: float = checked(ABOVE_ZERO, 0.7)  # below 1 prefers likely tokens, which reads better
 
 
 @dataclass
@@ -221,7 +241,9 @@ class LanguageModelSettings:
 
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
+    vocabulary: VocabularySettings = field(default_factory=VocabularySettings)
     layers: LayerSettings = field(default_factory=LayerSettings)
+    loss: LossSettings = field(default_factory=LossSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     optim: OptimSettings = field(default_factory=OptimSettings)
     run: RunSettings = field(default_factory=RunSettings)
@@ -293,10 +315,14 @@ def check(settings: LanguageModelSettings | CodeSearchSettings | PackageClassifi
         check_wide_layer(settings.layers)
         return
     check_model(settings.model)
+    if isinstance(settings, LanguageModelSettings) and settings.model.experts and settings.parallel.kind == "tp":
+        raise SettingsError("parallel.kind is tp; expected none, ddp or fsdp with model.experts above 0")
     if isinstance(settings, CodeSearchSettings):
         check_search(settings)
-    elif not settings.sample.prompt:
-        raise SettingsError("sample.prompt is empty; expected at least one byte to continue from")
+    else:
+        check_head(settings.vocabulary, settings.loss)
+        if not settings.sample.prompt:
+            raise SettingsError("sample.prompt is empty; expected at least one byte to continue from")
 
 
 def check_section(name: str, section: object) -> None:
@@ -335,6 +361,20 @@ def check_model(model: ModelSettings) -> None:
         canonical_activation(model.activation)
     except ValueError as error:
         raise SettingsError(f"model.activation: {error}") from error
+    if model.experts and model.experts_per_token > model.experts:
+        raise SettingsError(
+            f"model.experts_per_token is {model.experts_per_token}; expected at most model.experts={model.experts}"
+        )
+    if model.experts and (model.bias or model.dropout):
+        raise SettingsError("model.experts is above 0; expected model.bias=false and model.dropout=0.0 with experts")
+
+
+def check_head(vocabulary: VocabularySettings, loss: LossSettings) -> None:
+    """As many tokens as there are bytes where those are the tokens, and a loss that can do what it is told."""
+    if vocabulary.kind == "bytes" and vocabulary.size != 256:
+        raise SettingsError(f"vocabulary.size is {vocabulary.size}; expected 256 with vocabulary=bytes")
+    if loss.kind == "torch" and loss.recompute:
+        raise SettingsError("loss.recompute is true; expected false with loss=torch, which keeps its logits")
 
 
 def check_search(settings: CodeSearchSettings) -> None:

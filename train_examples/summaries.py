@@ -17,6 +17,11 @@ def peak_flops(summary: Row) -> float | None:
     return None if peak is None else peak * summary.get("processes", 1)
 
 
+def loss_of(summary: Row) -> str:
+    """Who computed the loss head; the logits of runs without a word of it were torch's."""
+    return summary.get("loss", "torch")
+
+
 def read_run(directory: Path) -> tuple[Row, list[Row]]:
     """Summary and metrics of a finished run.
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import fusedlayers
 from fusedlayers.kernels.activations import ACTIVATIONS, canonical_activation
 from fusedlayers.replacing import FFNRule
+from train_examples.mixture import Mixture
 from train_examples.settings import LayerSettings, ModelSettings
 
 
@@ -132,7 +133,7 @@ class Transformer(nn.Module):
         with torch.no_grad():
             self.embedding.weight.mul_(embedding_scale)
             for name, parameter in self.named_parameters():
-                if name.endswith(("out_proj.weight", "down_proj.weight")):
+                if name.endswith(("out_proj.weight", "down_proj.weight", "experts.down_proj")):
                     parameter.mul_(1 / math.sqrt(2 * layers))
 
     def features(self, tokens: Tensor, attended: Tensor | None = None, added: Tensor | None = None) -> Tensor:
@@ -148,7 +149,12 @@ class Transformer(nn.Module):
 
 
 def feed_forward(model: ModelSettings, layers: LayerSettings) -> nn.Module:
-    """The feed-forward block of one layer, of the kind that ``layers.kind`` names."""
+    """The feed-forward block of one layer, of the kind that ``layers.kind`` names, or the mixture of experts."""
+    if model.experts:
+        sizes = (model.d_model, model.d_ff, model.experts, model.experts_per_token, model.activation, model.gated)
+        if layers.kind == "fused":
+            return fusedlayers.FusedMoE(*sizes, recompute=layers.recompute is True)
+        return Mixture(*sizes)
     if layers.kind == "fused":
         return fusedlayers.FusedFFN(
             model.d_model, model.d_ff, model.activation, model.gated, model.bias, model.dropout, recompute(layers)

@@ -216,7 +216,7 @@ def _rows(chosen: argparse.Namespace, settings: Settings) -> list[Row]:
         elif "op" in case.flags:
             grids = case.reductions(chosen.op, chosen.dim)
         else:
-            grids = (case.grid(getattr(chosen, "gated", False)),)
+            grids = (case.grid(getattr(chosen, "gated", case.grids[0].options.gated)),)
         for grid in grids:
             options = _options(chosen, grid, settings)
             titled = grid if options == grid.options else replace(grid, title=_title(case, options), options=options)

@@ -97,7 +97,10 @@ def _cached_plan(problem: Any, device: Device, wish: str) -> Any:
         told = planning.KERNEL_PATHS if plan.path == "torch" else ("fused",)
         # Drop the sizes, or every sequence length would log its own line; give each reason once.
         said = "; ".join(dict.fromkeys(reasons[path].split(":")[0] for path in told if path in reasons))
-        _log_once(problem.operation, plan.path, said or plan.reason)
+        if not said:
+            # The path of kernels may have another name.
+            said = plan.why_torch(device).split(":")[0] if plan.path == "torch" else plan.reason
+        _log_once(problem.operation, plan.path, said)
     return plan
 
 

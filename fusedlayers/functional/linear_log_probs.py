@@ -10,7 +10,14 @@ from .. import reference
 from ..planning.linear_cross_entropy import LossProblem
 from .custom_ops import Result, Results
 from .linear_cross_entropy import LossHead, chunked, fused, logits_formula
-from .linear_cross_entropy.arguments import check_classes, check_layer, checked_scale, checked_softcap, loss_problem
+from .linear_cross_entropy.arguments import (
+    check_classes,
+    check_layer,
+    check_recompute,
+    checked_scale,
+    checked_softcap,
+    loss_problem,
+)
 from .linear_cross_entropy.chunked import Head
 from .operation import Tensors
 from .prepared import Prepared
@@ -26,6 +33,7 @@ def linear_log_probs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     return_entropy: bool = False,
+    recompute: bool = False,
 ) -> Any:
     """``log_softmax(input linear_weightᵀ + linear_bias)`` at each token's target, without all logits in memory.
 
@@ -40,6 +48,7 @@ def linear_log_probs(
         softcap: c of ``c · tanh(logits / c)``, or None.
         logit_scale: what the logits are multiplied by, before the softcap: the inverse of a temperature.
         return_entropy: return the entropy ``-Σ_c p_c log p_c`` of each token's distribution too.
+        recompute: write no logits where gradients are wanted, either; as in ``linear_cross_entropy``.
 
     Returns:
         The log-probabilities ``[*B]``, or ``(log-probabilities, entropies)``, in float32 for operands of 16 bits. Both
@@ -53,7 +62,7 @@ def linear_log_probs(
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
     return LINEAR_LOG_PROBS(
-        input, linear_weight, target, linear_bias, ignore_index, softcap, logit_scale, return_entropy
+        input, linear_weight, target, linear_bias, ignore_index, softcap, logit_scale, return_entropy, recompute
     )  # fmt: skip
 
 
@@ -64,16 +73,19 @@ class _LinearLogProbs(LossHead):
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         input, linear_weight, target, linear_bias = tensors
-        ignore_index, softcap, logit_scale, return_entropy = options
+        ignore_index, softcap, logit_scale, return_entropy, recompute = options
         check_layer(input, linear_weight, target, linear_bias)
         check_classes(input, target, ignore_index)
         if not isinstance(return_entropy, bool):
             raise TypeError(f"return_entropy must be True or False, got {return_entropy!r}")
-        return ignore_index, checked_softcap(softcap), checked_scale(logit_scale), return_entropy
+        check_recompute(recompute)
+        return ignore_index, checked_softcap(softcap), checked_scale(logit_scale), return_entropy, recompute
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> LossProblem:
-        _, softcap, _, return_entropy = options
-        return loss_problem(*tensors, operation=self.name, capped=softcap is not None, entropy=return_entropy)
+        _, softcap, _, return_entropy, recompute = options
+        return loss_problem(
+            *tensors, operation=self.name, capped=softcap is not None, entropy=return_entropy, recompute=recompute
+        )
 
     def title(self, problem: LossProblem, tensors: Tensors, options: tuple[Any, ...]) -> str:
         entropy = " and entropies" if problem.entropy else ""
@@ -84,10 +96,8 @@ class _LinearLogProbs(LossHead):
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         head = Head.of(operands, call.plan, call.details)
-        if call.plan.path == "fused":
-            losses, entropies, _ = fused.each(head, False)
-            return (0 - losses, entropies), (None, None)
-        losses, entropies, statistics = chunked.each(head, any(wanted))
+        path = fused if call.plan.path == "fused" else chunked
+        losses, entropies, statistics = path.each(head, any(wanted))
         # What is kept is a tensor of its own, whatever happens to the result.
         kept = None if statistics is None or entropies is None else entropies.clone()
         # Subtracted, not negated: the logarithm of 1 is no -0.
@@ -98,10 +108,14 @@ class _LinearLogProbs(LossHead):
     ) -> Tensors:
         of_log_probs, of_entropies = upstream
         statistics, entropies = made
-        dx, dw, db = chunked.gradients_of_each(
-            Head.of(operands, call.plan, call.details), wanted, statistics,
-            None if of_log_probs is None else -of_log_probs, entropies, of_entropies,
-        )  # fmt: skip
+        head = Head.of(operands, call.plan, call.details)
+        of_losses = None if of_log_probs is None else -of_log_probs
+        if call.plan.path == "fused":
+            each = torch.zeros_like(statistics[0]) if of_losses is None else of_losses.contiguous()
+            weighed = None if of_entropies is None else of_entropies.contiguous()
+            dx, dw, db = fused.gradients(head, wanted, statistics, each, entropies, weighed)
+        else:
+            dx, dw, db = chunked.gradients_of_each(head, wanted, statistics, of_losses, entropies, of_entropies)
         return dx, dw, None, db, None
 
     def expression(self, call: Prepared, operands: Tensors) -> Tensors:

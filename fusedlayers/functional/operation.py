@@ -89,7 +89,7 @@ class Operation:
         raise NotImplementedError
 
     def reference(self, **arguments: Any) -> Any:
-        """The oracle of ``reference.py``, called with all arguments of the public function by name."""
+        """The oracle of ``reference``, called with all arguments of the public function by name."""
         oracle: Callable[..., Any] = getattr(reference, self.name)
         known = inspect.signature(oracle).parameters
         return oracle(**{name: value for name, value in arguments.items() if name in known})

@@ -23,6 +23,7 @@ from .keeping import KEPT, forget, keep, kept
 from .linear import SplitKLinear
 from .linear_cross_entropy import LinearCrossEntropyLoss
 from .maxsim import MaxSim
+from .moe import FusedMoE
 from .pieces import FFNPieces
 from .traced import outside_of_traces, part_of, traceable, traced_dropout_p, traced_ffn
 
@@ -30,6 +31,7 @@ __all__ = [
     "KEPT",
     "FFNPieces",
     "FusedFFN",
+    "FusedMoE",
     "LinearCrossEntropyLoss",
     "MaxSim",
     "SplitKLinear",

@@ -8,7 +8,7 @@ from ..kernels import tuning
 from .call import Decision
 from .devices import Device
 
-# Of a pipelined configuration: the number of processors, which changes nothing that is compiled.
+# Of a pipelined configuration: the number of SMs, which changes nothing that is compiled.
 _UNNAMED = ("pipelined", "programs")
 WHY_AVOIDED = "gave wrong numbers here in the self-test"
 

@@ -31,7 +31,7 @@ class Device:
     kind: str
     name: str = ""
     architecture: str = ""
-    processors: int = 1
+    sms: int = 1
     triton: bool = False
     pipelined: bool = False  # whether the warp-specialised kernels run on it too
     avoided: frozenset[str] = frozenset()

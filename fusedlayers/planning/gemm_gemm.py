@@ -253,7 +253,7 @@ def _pipelined(kernel: str, problem: Problem, device: Device) -> PipelinedConfig
     if not device.pipelined or problem.element_bytes != 2 or problem.dropout:
         return None
     sizes = (problem.batch, problem.M, problem.K, problem.N, problem.O)
-    return pipelined_config(kernel, problem.gated, *sizes, device.processors)
+    return pipelined_config(kernel, problem.gated, *sizes, device.sms)
 
 
 def _all_pipelined(problem: Problem, device: Device) -> bool:
@@ -265,24 +265,24 @@ def _stored(problem: Problem, device: Device) -> StoredConfig | None:
     everything = problem.needs_data_gradient and problem.needs_weight_gradient
     if problem.operation != "ffn" or problem.recompute is True or not everything or not _all_pipelined(problem, device):
         return None
-    return stored_config(problem.gated, problem.K, problem.N, problem.O, device.processors)
+    return stored_config(problem.gated, problem.K, problem.N, problem.O, device.sms)
 
 
 def choose_splits(problem: Problem, device: Device, tiles: TileConfig) -> int:
-    """Token ranges the weight gradient is split into: enough programs for every processor, bounded partials."""
+    """Token ranges the weight gradient is split into: enough programs for every SM, bounded partials."""
     if tiles.pipelined is not None:
         columns, row_tile, resident = tiles.pipelined.consumers * CONSUMER_ROWS, tiles.pipelined.block, 1
     else:
-        # The accumulators take most of the registers: one program of 8 warps, or two of 4, fit on a processor.
+        # The accumulators take most of the registers: one program of 8 warps, or two of 4, fit on an SM.
         columns, row_tile, resident = tiles.block_n, tiles.block_m, 8 // tiles.num_warps
     programs = -(-problem.N // columns) * problem.batch
-    return _bounded_splits(problem, device.processors * resident // programs, row_tile)
+    return _bounded_splits(problem, device.sms * resident // programs, row_tile)
 
 
 def choose_stored_splits(problem: Problem, device: Device, config: StoredConfig) -> int:
     """The same where what is hidden is stored: the programs of all splits run at once."""
     tiles = config.weight_tiles(2 if problem.gated else 1, problem.K, problem.N, problem.O)
-    return _bounded_splits(problem, device.processors // tiles, config.rows)
+    return _bounded_splits(problem, device.sms // tiles, config.rows)
 
 
 def _bounded_splits(problem: Problem, wanted: int, row_tile: int) -> int:

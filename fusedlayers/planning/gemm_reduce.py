@@ -20,7 +20,7 @@ from .measured import GemmReduce
 
 # A split of the reduced axis shorter than this many tiles spends more on its partials than on its products.
 SHORTEST_REDUCED_SPLIT = 4
-# Programs of the forward kernel that run on a processor at once.
+# Programs of the forward kernel that run on an SM at once.
 RESIDENT = 2
 # Activations that fall before they rise: around their minimum values lie so close together that small errors choose
 # which element is the least, and with it where the gradient goes.
@@ -179,12 +179,12 @@ def forward_tiles(problem: ReduceProblem, device: Device) -> ReduceConfig:
     if not device.pipelined or problem.element_bytes != 2 or not plain:
         return tiles
     costly = problem.masked or problem.finds_indices
-    pipelined = pipelined_reduce_config(problem.kept, problem.reduced, problem.K, device.processors, costly)
+    pipelined = pipelined_reduce_config(problem.kept, problem.reduced, problem.K, device.sms, costly)
     return replace(tiles, pipelined=pipelined)
 
 
 def choose_reduced_splits(problem: ReduceProblem, device: Device, tiles: ReduceConfig) -> int:
-    """Ranges the reduced axis is split into: enough programs for every processor, bounded partials."""
+    """Ranges the reduced axis is split into: enough programs for every SM, bounded partials."""
     if problem.product:
         return 1  # a program writes its tiles of the product anyway: memory is the limit
     rows, resident = tiles.block_p, RESIDENT
@@ -194,7 +194,7 @@ def choose_reduced_splits(problem: ReduceProblem, device: Device, tiles: ReduceC
         most = problem.reduced // (tiles.pipelined.block * SHORTEST_REDUCED_SPLIT)
     programs = problem.batch * -(-problem.kept // rows)
     partials = 8 * problem.batch * problem.kept  # a value and an index, or a maximum and a sum
-    return max(1, min(device.processors * resident // programs, most, PARTIALS_LIMIT // partials))
+    return max(1, min(device.sms * resident // programs, most, PARTIALS_LIMIT // partials))
 
 
 def choose_accuracy(problem: ReduceProblem) -> str:

@@ -126,7 +126,7 @@ def choose_pipeline(problem: HiddenGradientProblem, device: Device) -> EpilogueP
     """The warp-specialised kernel, where it runs and its partial sums stay within their limit."""
     pipeline = epilogue_pipeline("hidden_gradient", problem, device)
     if pipeline is not None and _programs_stay(problem, pipeline, device.figures.hidden_gradient):
-        pipeline = _pipeline_on("hidden_gradient", problem.gated, device.processors, stays=True)
+        pipeline = _pipeline_on("hidden_gradient", problem.gated, device.sms, stays=True)
     if pipeline is not None and _pipelined_partial_bytes(problem, pipeline) > PARTIALS_LIMIT:
         return None
     return pipeline
@@ -146,12 +146,12 @@ def epilogue_pipeline(kernel: str, problem: Any, device: Device) -> EpiloguePipe
     """The warp-specialised ``kernel`` of the epilogue path, where it runs: 16-bit operands on Hopper."""
     if not device.pipelined or problem.dtype not in SIXTEEN_BITS:
         return None
-    return _pipeline_on(kernel, problem.gated, device.processors)
+    return _pipeline_on(kernel, problem.gated, device.sms)
 
 
 @cache
-def _pipeline_on(kernel: str, gated: bool, processors: int, stays: bool = False) -> EpiloguePipeline:
-    return replace(EPILOGUE_PIPELINES[kernel, gated], programs=processors, stays=stays)
+def _pipeline_on(kernel: str, gated: bool, sms: int, stays: bool = False) -> EpiloguePipeline:
+    return replace(EPILOGUE_PIPELINES[kernel, gated], programs=sms, stays=stays)
 
 
 def _partial_bytes(problem: HiddenGradientProblem, bands: int) -> int:

@@ -238,7 +238,7 @@ def plan_product(
     least_rows, least_columns = (2, LEAST_COLUMNS) if product.name == DATA_GRADIENT else (1, 1)
     sides = max(least_rows, product.M), max(least_columns, product.N)
     tiles = split_tiles(device.architecture, 8 * problem.element_bytes, *sides)
-    splits = choose_splits(product, tiles, device.processors, problem.split_k, problem.atomic)
+    splits = choose_splits(product, tiles, device.sms, problem.split_k, problem.atomic)
     return ProductPlan("the kernels cover the product", tiles, splits)
 
 
@@ -259,14 +259,14 @@ def filled_splits(blocks: int, splits: int) -> int:
     return -(-blocks // -(-blocks // min(splits, blocks)))
 
 
-def choose_splits(product: Product, tiles: SplitTiles, processors: int, wanted: int = 0, atomic: bool = False) -> int:
-    """Ranges of the inner axis: ``wanted``, or as many as fill the processors; none empty, the partials bounded."""
+def choose_splits(product: Product, tiles: SplitTiles, sms: int, wanted: int = 0, atomic: bool = False) -> int:
+    """Ranges of the inner axis: ``wanted``, or as many as fill the SMs; none empty, the partials bounded."""
     blocks = -(-product.K // tiles.block_k)
     if wanted:
         splits = wanted
     else:
         programs = -(-product.M // tiles.block_m) * -(-product.N // tiles.block_n)
-        resident = processors * tiles.programs * (1 if product.aligned else UNALIGNED_PROGRAMS)
+        resident = sms * tiles.programs * (1 if product.aligned else UNALIGNED_PROGRAMS)
         splits = min(resident // programs, blocks // tiles.shortest_split)
     if not atomic:
         splits = min(splits, PARTIALS_LIMIT // (4 * product.M * product.N))

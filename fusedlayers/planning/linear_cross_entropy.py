@@ -34,7 +34,7 @@ from .measured import LinearCrossEntropy
 # whatever the stride of the rows of logits, those of 50,304 at 600 to 730.
 ALIGNED_COLUMNS = 64
 VECTOR_BYTES = 16
-# Programs of the portable fused kernel that run on a processor at once.
+# Programs of the portable fused kernel that run on an SM at once.
 RESIDENT = 2
 
 
@@ -237,9 +237,9 @@ def kernel_path(problem: LossProblem) -> str:
 def fused_options(problem: LossProblem, device: Device) -> dict[str, Any]:
     """The tiles of the fused path, how many programs share a row of them, and the bytes of their partial results."""
     p = problem
-    tiles = logit_tiles(device.architecture, 8 * p.element_bytes, device.processors, device.pipelined)
+    tiles = logit_tiles(device.architecture, 8 * p.element_bytes, device.sms, device.pipelined)
     bands, columns = -(-p.M // tiles.block_m), -(-p.V // tiles.block_n)
-    ranges = max(1, min(RESIDENT * device.processors // bands, columns))
+    ranges = max(1, min(RESIDENT * device.sms // bands, columns))
     shares = portable_shares(tiles, p.M, p.V, ranges)
     if tiles.pipelined is not None:
         shares = pipelined_shares(tiles.pipelined, p.M, p.V)
@@ -252,7 +252,7 @@ def fused_options(problem: LossProblem, device: Device) -> dict[str, Any]:
     return {
         "logit_tiles": tiles,
         "ranges": ranges,
-        "gradient_tiles": gradient_tiles(device.architecture, 8 * p.element_bytes, device.processors, device.pipelined),
+        "gradient_tiles": gradient_tiles(device.architecture, 8 * p.element_bytes, device.sms, device.pipelined),
         "columns": gradient_columns,
         "wide_sum": cutting.wide_part(problem, gradient_columns),
         "wide_data_gradient": p.needs_data_gradient and p.element_bytes < 4,

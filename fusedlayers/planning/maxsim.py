@@ -19,7 +19,7 @@ from .devices import PARTIALS_LIMIT, Device, floor_seconds
 from .gemm_reduce import reduce_text
 from .measured import MaxSim
 
-# Programs that a split aims at for every processor, and the fewest steps of a split that are worth its partial.
+# Programs that a split aims at for every SM, and the fewest steps of a split that are worth its partial.
 FORWARD_PROGRAMS = 2
 QUERY_GRADIENT_PROGRAMS = 8
 DOCUMENT_GRADIENT_PROGRAMS = 2
@@ -166,7 +166,7 @@ def _costed(
 
 def _kernels(problem: MaxSimProblem, device: Device) -> dict[str, Any]:
     """Tiles, chunk, splits and workspace of the kernels."""
-    p, processors = problem, device.processors
+    p, sms = problem, device.sms
     facts = (device.architecture, 8 * p.element_bytes, p.K)
     forward, gather, one_hot = reduce_config(*facts), gather_config(*facts), one_hot_config(*facts)
     chunk = choose_chunk(p)
@@ -174,17 +174,17 @@ def _kernels(problem: MaxSimProblem, device: Device) -> dict[str, Any]:
     rows, steps, programs = forward.block_p, -(-p.document_length // forward.block_r), FORWARD_PROGRAMS
     if device.pipelined and p.element_bytes == 2:
         costly = p.training or p.document_layout == "masked"
-        pipelined = pipelined_reduce_config(p.query_tokens, p.document_length, p.K, processors, costly)
+        pipelined = pipelined_reduce_config(p.query_tokens, p.document_length, p.K, sms, costly)
         if pipelined is not None:
             forward = replace(forward, pipelined=pipelined)
             rows, steps, programs = pipelined.consumers * CONSUMER_ROWS, p.document_length // pipelined.block, 1
-    splits = _splits(chunk * -(-p.query_tokens // rows), programs * processors, steps, 2 * maxima)
+    splits = _splits(chunk * -(-p.query_tokens // rows), programs * sms, steps, 2 * maxima)
     workspace = maxima * (1 if splits == 1 else 1 + splits * (2 if p.training else 1))
     options: dict[str, Any] = {"forward_tiles": forward, "chunk": chunk, "splits": splits}
     if p.needs_query_gradient:
         columns, partial = -(-p.K // gather.block_k), 4 * p.query_tokens * p.K
         found = _splits(
-            -(-p.query_tokens // gather.block_p) * columns, QUERY_GRADIENT_PROGRAMS * processors,
+            -(-p.query_tokens // gather.block_p) * columns, QUERY_GRADIENT_PROGRAMS * sms,
             -(-p.documents // gather.documents), partial,
         )  # fmt: skip
         options |= {"query_gradient_tiles": gather, "query_gradient_splits": found}
@@ -192,14 +192,14 @@ def _kernels(problem: MaxSimProblem, device: Device) -> dict[str, Any]:
     if p.needs_document_gradient:
         pipeline = None
         if device.pipelined and p.element_bytes == 2 and p.document_layout != "packed":
-            pipeline = one_hot_pipeline(p.query_tokens, p.document_length, p.K, processors)
+            pipeline = one_hot_pipeline(p.query_tokens, p.document_length, p.K, sms)
         one_hot = replace(one_hot, pipelined=pipeline)
         columns, partial = -(-p.K // one_hot.block_k), 4 * p.document_tokens * p.K
         found = _splits(
-            p.documents * -(-p.document_length // one_hot.block_l) * columns, DOCUMENT_GRADIENT_PROGRAMS * processors,
+            p.documents * -(-p.document_length // one_hot.block_l) * columns, DOCUMENT_GRADIENT_PROGRAMS * sms,
             -(-p.query_tokens // one_hot.block_p), partial,
         )  # fmt: skip
-        if pipeline is not None and 4 * p.documents * -(-p.document_length // (2 * CONSUMER_ROWS)) >= processors:
+        if pipeline is not None and 4 * p.documents * -(-p.document_length // (2 * CONSUMER_ROWS)) >= sms:
             found = 1  # the warp-specialised kernel has no splits
         options |= {"document_gradient_tiles": one_hot, "document_gradient_splits": found}
         workspace = max(workspace, found * partial if found > 1 else 0)

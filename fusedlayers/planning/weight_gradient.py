@@ -111,7 +111,7 @@ def plan(problem: WeightGradientProblem, device: Device, backend: str = "auto") 
     tiles = weight_gradient_tiles(device.architecture, 8 * element)
     pipeline = None
     if device.pipelined and element == 2:
-        pipeline, splits = choose_pipeline(problem, device.processors, device.figures.tile_costs)
+        pipeline, splits = choose_pipeline(problem, device.sms, device.figures.tile_costs)
     else:
         splits = choose_splits(problem, device, tiles)
     return WeightGradientPlan(
@@ -139,31 +139,29 @@ def why_slower(problem: WeightGradientProblem, device: Device, figures: WeightGr
 
 
 def choose_splits(problem: WeightGradientProblem, device: Device, tiles: WeightGradientTiles) -> int:
-    """Row ranges of the portable kernel: enough programs for every processor, bounded partials."""
+    """Row ranges of the portable kernel: enough programs for every SM, bounded partials."""
     programs = -(-problem.O // tiles.block_o) * -(-problem.K // tiles.block_k)
-    # The accumulators take most of the registers: one program of 8 warps, or two of 4, fit on a processor.
-    resident = device.processors * 8 // tiles.num_warps
+    # The accumulators take most of the registers: one program of 8 warps, or two of 4, fit on an SM.
+    resident = device.sms * 8 // tiles.num_warps
     return max(1, min(resident // programs, most_splits(problem, tiles.block_m)))
 
 
-def choose_pipeline(
-    problem: WeightGradientProblem, processors: int, costs: TileCosts
-) -> tuple[WeightGradientPipeline, int]:
+def choose_pipeline(problem: WeightGradientProblem, sms: int, costs: TileCosts) -> tuple[WeightGradientPipeline, int]:
     """The tile and the number of row ranges that are expected to take least time."""
     choices = [
-        (pipelined_seconds(problem, pipeline, splits, processors, costs), pipeline, splits)
+        (pipelined_seconds(problem, pipeline, splits, sms, costs), pipeline, splits)
         for pipeline in PIPELINES
-        for splits in sorted(candidate_splits(problem, pipeline, processors))
+        for splits in sorted(candidate_splits(problem, pipeline, sms))
     ]
     _, pipeline, splits = min(choices, key=lambda choice: choice[0])
-    return replace(pipeline, programs=processors), splits
+    return replace(pipeline, programs=sms), splits
 
 
-def candidate_splits(problem: WeightGradientProblem, pipeline: WeightGradientPipeline, processors: int) -> set[int]:
+def candidate_splits(problem: WeightGradientProblem, pipeline: WeightGradientPipeline, sms: int) -> set[int]:
     """None, and those at which one more split would need one more wave of programs, up to four waves."""
     most = most_splits(problem, pipeline.rows)
     tiles = tile_count(problem, pipeline)
-    return {1} | {min(waves * processors // tiles, most) for waves in range(1, 5) if waves * processors >= tiles}
+    return {1} | {min(waves * sms // tiles, most) for waves in range(1, 5) if waves * sms >= tiles}
 
 
 def most_splits(problem: WeightGradientProblem, row_block: int) -> int:
@@ -179,7 +177,7 @@ def tile_count(problem: WeightGradientProblem, pipeline: WeightGradientPipeline)
 
 
 def pipelined_seconds(
-    problem: WeightGradientProblem, pipeline: WeightGradientPipeline, splits: int, processors: int, costs: TileCosts
+    problem: WeightGradientProblem, pipeline: WeightGradientPipeline, splits: int, sms: int, costs: TileCosts
 ) -> float:
     """What the pipelined kernel, and the sum of its partials, are expected to take: waves of programs × their work.
 
@@ -187,7 +185,7 @@ def pipelined_seconds(
     """
     units, columns = pipeline.tile
     programs = tile_count(problem, pipeline) * splits
-    waves = -(-programs // processors)
+    waves = -(-programs // sms)
     blocks = math.ceil(math.ceil(problem.M / pipeline.rows) / splits)
     products = units * columns * pipeline.rows / (costs.products_per_cycle * costs.share_of_peak)
     loads = 2 * (units + columns) * pipeline.rows / costs.bytes_per_cycle

@@ -1,4 +1,4 @@
-"""`replace` and `restore`: FFN blocks run through `functional.ffn`, losses without logits, and everything else stays.
+"""`replace` and `restore`: FFNs, experts and losses run through this library's functions, and everything else stays.
 
 A replaced block is the same module object with another class: a subclass of its own, whose forward hands the weights of
 plain children to ``functional.ffn`` and otherwise runs the original forward. So parameters, names, hooks, buffers, tied
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Literal
 
 from torch import nn
@@ -29,12 +29,19 @@ from .blocks import (
     FusedTransformerEncoderLayer,
     ReplacedModule,
 )
-from .heads import FusedLossHead, find_head, head_class, why_class_stays, why_head_left
+from .expert_ffns import ExpertsFFN, find_experts, implementation, is_experts
+from .experts import FusedExperts, experts_class, why_class_stays
+from .experts_interface import IMPLEMENTATION, register_experts
+from .heads import FusedLossHead, find_head, head_class, why_head_left
+from .heads import why_class_stays as why_model_stays
 from .linears import split_k_class
+from .norms import FusedNorm, norm_class, why_norm_left
 from .patterns import Patterns
+from .recognising_norms import Norm, recognise_norm, width_of_norm
 from .report import Entry, Report
 from .rules import FFNRule, LinearRule
-from .saving import facts_of_ffn, facts_of_head, why_no_kernels_for_linear
+from .saving import facts_of_experts, facts_of_ffn, facts_of_head, facts_of_norm, why_no_kernels_for_linear
+from .signatures import signature
 from .small_copies import widths
 
 __all__ = [
@@ -45,6 +52,7 @@ __all__ = [
     "FusedTransformerEncoderLayer",
     "LinearRule",
     "Report",
+    "register_experts",
     "replace",
     "restore",
     "torch_module_activation",
@@ -53,6 +61,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 _Changes = list[tuple[nn.Module, type[ReplacedModule]]]
+_ALREADY = "already fused"
 
 
 def replace(
@@ -61,11 +70,12 @@ def replace(
     rules: Sequence[FFNRule | LinearRule] = (),
     recompute: Literal["auto"] | bool | int = "auto",
     loss: bool = True,
+    norm: bool = False,
     strict: bool = False,
     dry_run: bool = False,
 ) -> Report:
-    """Let the FFN blocks of ``model`` run through ``functional.ffn``, and the loss of a language model through
-    ``functional.linear_cross_entropy``, in place; ``restore`` undoes it exactly.
+    """Let the FFN blocks of ``model`` run through ``functional.ffn``, experts through ``functional.moe_ffn``, and the
+    loss of a language model through ``functional.linear_cross_entropy``, in place; ``restore`` undoes it exactly.
 
     Blocks are: every ``Linear, activation, [Dropout,] Linear`` in a row in an ``nn.Sequential`` (from the left, where
     two overlap); the feed-forward half of ``nn.TransformerEncoderLayer`` and ``nn.TransformerDecoderLayer``; instances
@@ -75,6 +85,9 @@ def replace(
     Dropout follows the block's own modules at every call, but the mask of the hidden is not the one that ``nn.Dropout``
     would draw. A call with more than one tensor, with a tensor that is not plain, or
     after a child ceased to be plain runs the original forward.
+    Experts are the modules with the interface of transformers' experts, of which a small copy agrees, too.
+    With ``norm`` every module that is found in the same way to compute an RMSNorm or a LayerNorm in several operations
+    runs torch's fused one, in each dtype in which that is as close to float64 as the module's own forward.
     The loss is that of transformers' causal models, whose forward calls its last linear layer and then
     ``self.loss_function``: called with labels, it makes no logits, unless somebody reads them from its result.
     A block that sits in the tree twice is replaced once; a second `replace` finds nothing new. Replace first, then
@@ -87,6 +100,7 @@ def replace(
             which linears outside of FFNs become :class:`SplitKLinear` (none without a rule).
         recompute: as in ``functional.ffn``, for every block: True never allocates a hidden, forward or backward.
         loss: whether to take the loss of a language model, too.
+        norm: whether to take norms, too. Results change by a rounding, towards float64.
         strict: raise where an FFN, or what looks like one, would stay as it is; and where nothing in the model is
             fused, instead of warning. Nothing is changed then.
         dry_run: report and change nothing.
@@ -95,22 +109,26 @@ def replace(
         What was replaced, and what was skipped and why; also logged once at INFO.
 
     Raises:
-        TypeError: ``model`` is no module, ``rules`` is no tuple or list of rules, or ``loss`` is no bool.
+        TypeError: ``model`` is no module, ``rules`` is no tuple or list of rules, or ``loss`` or ``norm`` is no bool.
         ValueError: two rules for one class, a rule for a class that needs none, an unknown ``recompute``, or an
             FFN that stays under ``strict``.
     """
     _check_model(model)
     check_recompute(recompute)
-    if not isinstance(loss, bool):
-        raise TypeError(f"loss must be True or False, got {loss!r}")
+    for name, value in (("loss", loss), ("norm", norm)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
     ffn_rules, linear_rules = _checked(rules)
     replaced: list[Entry] = []
     skipped: list[Entry] = []
     changes: _Changes = []
     parts = _replace_ffns(model, Patterns(ffn_rules, recompute), replaced, skipped, changes)
+    _replace_experts(model, recompute, replaced, skipped, changes)
     _replace_linears(model, linear_rules, parts, replaced, skipped, changes)
     if loss:
         _replace_heads(model, replaced, skipped, changes)
+    if norm:
+        _replace_norms(model, replaced, skipped, changes)
     classes = {type(module) for module in model.modules()}
     paths = {class_path(getattr(kind, "fused_from", kind)) for kind in classes}
     for rule in ffn_rules:
@@ -118,7 +136,10 @@ def replace(
             name = rule.class_path.rpartition(".")[2]
             skipped.append(Entry("(rules)", name, None, "no module is exactly of this class"))
     report = Report(tuple(replaced), tuple(skipped), dry_run)
-    if not changes and not any(issubclass(kind, (ReplacedModule, FusedFFN, SplitKLinear)) for kind in classes):
+    fused_before = any(issubclass(kind, (ReplacedModule, FusedFFN, SplitKLinear)) for kind in classes)
+    # Experts may be so by name, in modules of their own class.
+    fused_before = fused_before or any(entry.reason == _ALREADY for entry in skipped)
+    if not changes and not fused_before:
         if strict:
             raise ValueError(f"model: nothing in it can be replaced\n{report}")
         warnings.warn(f"nothing was replaced\n{report}", stacklevel=2)
@@ -180,6 +201,8 @@ def _replace_ffns(
     parts = patterns.taken
     # From the innermost modules on; the report goes the other way.
     for path, module in reversed(list(model.named_modules())):
+        if is_experts(module):
+            continue
         name = type(module).__name__
         try:
             fused = patterns.fused_class(module)
@@ -219,6 +242,35 @@ def _linears(found: dict[str, FFNPieces | str]) -> set[nn.Module]:
     return {linear for ffn in pieces for linear in (ffn.up, ffn.gate, ffn.down) if linear is not None}
 
 
+def _replace_experts(
+    model: nn.Module,
+    recompute: Literal["auto"] | bool | int,
+    replaced: list[Entry],
+    skipped: list[Entry],
+    changes: _Changes,
+) -> None:
+    """Find the experts of mixtures, whose weights are stacked."""
+    alike: dict[Hashable, ExpertsFFN | str] = {}
+    for path, module in model.named_modules():
+        if not is_experts(module):
+            continue
+        kind = type(module)
+        if isinstance(module, FusedExperts) or implementation(module) == IMPLEMENTATION:
+            skipped.append(Entry(path, kind.__name__, None, _ALREADY))
+            continue
+        found: ExpertsFFN | str | None = why_class_stays(module)
+        if found is None:
+            key = signature(module, set())
+            found = alike[key] = alike.get(key) or find_experts(module)
+        if isinstance(found, str):
+            skipped.append(Entry(path, kind.__name__, None, f"experts of a mixture: {found}", is_ffn_left=True))
+            continue
+        fused = experts_class(kind, found, recompute)
+        facts = facts_of_experts(module, found, recompute)
+        replaced.append(Entry(path, kind.__name__, fused.__name__, found.described(module), *facts))
+        changes.append((module, fused))
+
+
 def _replace_linears(
     model: nn.Module,
     rules: list[LinearRule],
@@ -236,7 +288,7 @@ def _replace_linears(
             continue
         idle = [other for other in idle if other is not rule]
         name = type(module).__name__
-        reason = "already fused" if isinstance(module, SplitKLinear) else why_not_plain(module)
+        reason = _ALREADY if isinstance(module, SplitKLinear) else why_not_plain(module)
         if module in parts:
             reason = "is part of a fused FFN"
         if reason is not None:
@@ -256,10 +308,10 @@ def _replace_heads(model: nn.Module, replaced: list[Entry], skipped: list[Entry]
     for path, module in model.named_modules():
         kind = type(module)
         if isinstance(module, FusedLossHead):
-            skipped.append(Entry(path, kind.__name__, None, "already fused"))
+            skipped.append(Entry(path, kind.__name__, None, _ALREADY))
         if isinstance(module, ReplacedModule) or module in changing or (name := find_head(module)) is None:
             continue
-        reason = why_class_stays(module) or why_head_left(module, name)
+        reason = why_model_stays(module) or why_head_left(module, name)
         if getattr(module, name) in changing:
             reason = f"a rule takes {name}"
         if reason is not None:
@@ -269,6 +321,31 @@ def _replace_heads(model: nn.Module, replaced: list[Entry], skipped: list[Entry]
         text = f"{name}, loss_function: {head.in_features} -> {head.out_features} classes, without logits"
         replaced.append(Entry(path, kind.__name__, FusedLossHead.__name__, text, *facts_of_head(head)))
         changes.append((module, head_class(kind, name)))
+
+
+def _replace_norms(model: nn.Module, replaced: list[Entry], skipped: list[Entry], changes: _Changes) -> None:
+    """Find the norms that run in several operations."""
+    alike: dict[Hashable, Norm | str | None] = {}
+    for path, module in model.named_modules():
+        kind = type(module)
+        if isinstance(module, FusedNorm):
+            skipped.append(Entry(path, kind.__name__, None, _ALREADY))
+        if isinstance(module, ReplacedModule) or module._modules:
+            continue
+        key = signature(module, set())
+        if key not in alike:
+            alike[key] = recognise_norm(module)
+        norm = alike[key]
+        if norm is None:
+            continue
+        fused = norm if isinstance(norm, str) else why_norm_left(module, norm) or norm_class(kind, norm)
+        if isinstance(fused, str) or isinstance(norm, str):
+            skipped.append(Entry(path, kind.__name__, None, f"it is a norm, but {fused}"))
+            continue
+        saved, why_no_kernels = facts_of_norm(module, norm)
+        text = f"{norm}, {width_of_norm(module)} columns"
+        replaced.append(Entry(path, kind.__name__, fused.__name__, text, saved, why_no_kernels))
+        changes.append((module, fused))
 
 
 def _description(pieces: FFNPieces) -> str:

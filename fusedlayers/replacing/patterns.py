@@ -21,6 +21,7 @@ from .blocks import (
 from .by_rule import FusedInside, FusedWholeBlock, Recipe, fused_class
 from .finding import attribute, find_runs
 from .heads import FusedLossHead
+from .known_rules import KNOWN_RULES
 from .recognising import recognise
 from .rules import FFNRule
 from .signatures import signature
@@ -69,8 +70,8 @@ class Patterns:
             self.rules[kind] = rule
 
     def rule_for(self, module: nn.Module) -> FFNRule | None:
-        """The rule for a module: the user's for exactly its class, or what it was found to compute."""
-        if rule := self._rule_of_the_user(type(module)):
+        """The rule for a module: the user's or ours for exactly its class, or what it was found to compute."""
+        if rule := self._rule_of_the_user(type(module)) or KNOWN_RULES.get(class_path(type(module))):
             return rule
         found = self._recognised(module)
         return found if isinstance(found, FFNRule) else None

@@ -27,7 +27,7 @@ from .formulas import is_formula_of_linears, options_read
 from .proving import why_not_proven
 from .rules import GATE_ROWS, FFNRule, FoundRule
 from .segments import Segment, segments
-from .small_copies import LARGEST, divisor, elements, linears, sizes_of_linear
+from .small_copies import LARGEST, divisor, elements, linears, sizes_in, sizes_of_linear
 from .stand_ins import why_no_stand_in
 from .trials import Bench, LinearCall, Trial, alike, quietly
 
@@ -108,7 +108,7 @@ def recognise(block: nn.Module, taken: set[nn.Module]) -> FFNRule | str | None:
 def _tried(block: nn.Module, pairs: Sequence[tuple[Site, Site]]) -> FFNRule | str | None:
     reasons: list[str] = []
     errors: list[str] = []
-    for by in dict.fromkeys((divisor(block), 1)):
+    for by in dict.fromkeys((divisor(sizes_in(block)), 1)):
         # Some methods have sizes written into them, and run with no others.
         if reasons or (errors and elements(block) > LARGEST):
             break

@@ -1,7 +1,9 @@
-"""What an FFN or a loss keeps for its backward pass, and whether kernels can run it at all: for the report."""
+"""What an FFN, a loss or a norm keeps for its backward pass, and whether kernels can run it at all: for the report."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,6 +14,7 @@ from .. import planning
 from ..devices import describe
 from ..functional.linear import LINEAR
 from ..functional.linear_cross_entropy.arguments import loss_problem
+from ..functional.moe_ffn import MOE_FFN
 from ..functional.operands import compute_dtype
 from ..functional.switches import backend
 from ..kernels.activations import ACTIVATIONS, canonical_activation
@@ -19,7 +22,10 @@ from ..modules import FFNPieces, linear_weight
 from ..planning import Device
 from ..planning.costs import SAVED_FOR_SLOPE, mask_bytes
 from ..planning.linear_cross_entropy import saved_bytes as kept_for_loss
+from .expert_ffns import ExpertsFFN
+from .recognising_norms import WHY_NOT_FLOAT32, Norm, copy_of_norm, width_of_norm
 from .rules import LinearRule
+from .trials import quietly
 
 # A training batch: enough that the planner does not call it too small.
 TOKENS = 65_536
@@ -49,6 +55,28 @@ def facts_of_ffn(pieces: FFNPieces, recompute: Literal["auto"] | bool | int) -> 
     return (theirs + result, ours + result), _why_no_kernels(problem, device, backend()), plan.path
 
 
+def facts_of_experts(
+    module: nn.Module, found: ExpertsFFN, recompute: Literal["auto"] | bool | int
+) -> tuple[tuple[int, int] | None, str | None, str]:
+    """The same of experts, as many to a token as the configuration of the model says; without it nobody counts."""
+    given = found.tensors(module)
+    top_k = getattr(getattr(module, "config", None), "num_experts_per_tok", None)
+    chosen = top_k if isinstance(top_k, int) else 1
+    weight = given["w_up"]
+    with torch.enable_grad():
+        width = weight.shape[1 if dict(found.formula)["transposed"] else 2]
+        x = torch.empty(TOKENS, width, dtype=weight.dtype, device="meta", requires_grad=True)
+        index = torch.empty(TOKENS, chosen, dtype=torch.int64, device="meta")
+        scores = torch.empty(TOKENS, chosen, dtype=weight.dtype, device="meta", requires_grad=True)
+        tensors, options = MOE_FFN.bound(x, index, scores, **given, **dict(found.formula), recompute=recompute is True)
+        problem = MOE_FFN.problem(tensors, options)
+    device = describe(weight.device)
+    plan = planning.plan(problem, device, backend())
+    theirs = 0 if top_k is None else problem.kept_by_torch(device) // TOKENS
+    saved = (theirs, plan.saved_bytes // TOKENS) if theirs else None
+    return saved, _why_no_kernels(problem, device, backend()), plan.path
+
+
 def facts_of_head(head: nn.Linear) -> tuple[tuple[int, int], str | None, str]:
     """The same of the loss of a model's last linear layer: the mean of a training batch's tokens."""
     weight, bias = head.weight, head.bias
@@ -60,6 +88,48 @@ def facts_of_head(head: nn.Linear) -> tuple[tuple[int, int], str | None, str]:
     plan = planning.plan(problem, device, backend())
     saved = kept_for_loss(problem, chunked=False) // TOKENS, plan.saved_bytes // TOKENS
     return saved, _why_no_kernels(problem, device, backend()), plan.path
+
+
+def facts_of_norm(module: nn.Module, norm: Norm) -> tuple[tuple[int, int] | None, str | None]:
+    """The same of a norm, but for the path: its kernels are torch's, which has some for GPUs alone."""
+    parameters = list(module.parameters())
+    other = next((each.device.type for each in parameters if not each.is_cuda), None)
+    if other is not None:
+        return None, f"torch has no fused norms on {other}"
+    theirs, ours = kept_by_norm(module, norm)
+    if any(each.dtype is torch.float32 for each in parameters):
+        return (theirs, theirs), WHY_NOT_FLOAT32
+    return (theirs, ours), None
+
+
+def kept_by_norm(module: nn.Module, norm: Norm) -> tuple[int, int]:
+    """Bytes a token, of the forward as it is written and of torch's fused norm; the input only where it is kept."""
+    dtype = next((each.dtype for each in module.parameters()), torch.get_default_dtype())
+    width, copied = width_of_norm(module), copy_of_norm(module, dtype=dtype)
+    with quietly(), torch._C.DisableTorchFunction():
+        theirs = _kept_per_row(functools.partial(type(module).forward, copied), width, dtype)
+    # The input, in float32 where 1 + weight is; and of each row a factor, of a layer norm the mean, too.
+    itemsize = max(4, dtype.itemsize) if norm.one_plus else dtype.itemsize
+    return theirs, width * itemsize + (4 if norm.operation == "rms_norm" else 8)
+
+
+def _kept_per_row(run: Callable[..., Tensor], width: int, dtype: torch.dtype) -> int:
+    """The bytes that a function of an input with this width keeps for each of its rows."""
+    found = []
+    for rows in (1, 3):
+        x = torch.ones(rows, width, dtype=dtype, device="cpu", requires_grad=True)
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def keep(tensor: Tensor, kept: dict[int, torch.UntypedStorage] = kept) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y = run(x)
+        kept.pop(y.untyped_storage().data_ptr(), None)
+        found.append(sum(storage.nbytes() for storage in kept.values()))
+    return (found[1] - found[0]) // 2
 
 
 def why_no_kernels_for_linear(linear: nn.Linear, rule: LinearRule) -> str | None:

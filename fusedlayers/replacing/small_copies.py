@@ -42,13 +42,13 @@ def _integers(module: nn.Module, *names: str) -> tuple[int, int] | None:
     return (inputs, outputs) if isinstance(inputs, int) and isinstance(outputs, int) else None
 
 
-def _sizes_in(block: nn.Module) -> set[int]:
+def sizes_in(block: nn.Module) -> set[int]:
+    """The sizes of a block's linears."""
     return {size for module in block.modules() for size in sizes_of_linear(module) or ()}
 
 
-def divisor(block: nn.Module) -> int:
-    """The largest common divisor of the sizes of a block's linears that leaves none of them too small."""
-    sizes = _sizes_in(block)
+def divisor(sizes: set[int]) -> int:
+    """The largest common divisor of these sizes that leaves none of them too small."""
     common = math.gcd(*sizes)
     if not common:
         return 1
@@ -75,9 +75,9 @@ def _is_object(value: Any) -> bool:
 
 
 class _Copier:
-    def __init__(self, block: nn.Module, by: int, drawn: list[Tensor]) -> None:
+    def __init__(self, sizes: set[int], by: int, drawn: list[Tensor]) -> None:
         self.by, self.drawn, self.used = by, drawn, 0
-        self.sizes = _sizes_in(block) - {0}
+        self.sizes = sizes - {0}
         self.generator = torch.Generator().manual_seed(0)
         self.modules: dict[int, nn.Module] = {}
         self.tensors: dict[int, Tensor] = {}
@@ -199,12 +199,14 @@ class _Copier:
         return copied
 
 
-def small_copy(block: nn.Module, by: int, drawn: list[Tensor] | None = None) -> nn.Module:
+def small_copy(
+    block: nn.Module, by: int, drawn: list[Tensor] | None = None, sizes: set[int] | None = None
+) -> nn.Module:
     """A copy of ``block`` whose sizes are divided ``by`` this; every copy has the same numbers.
 
-    ``drawn`` keeps the numbers of one copy for the next ones.
+    ``drawn`` keeps the numbers of one copy for the next ones; ``sizes`` are those to divide, by default the linears'.
     """
-    return _Copier(block, by, [] if drawn is None else drawn).module(block)
+    return _Copier(sizes_in(block) if sizes is None else sizes, by, [] if drawn is None else drawn).module(block)
 
 
 def linears(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -22,7 +22,7 @@ from .small_copies import linears, small_copy
 # A method of a block, bound to nothing: it takes the block, then tensors.
 Method = Callable[..., Any]
 # Of the rows of an input: what is cut off, saturates or is compared with a constant shows at one of these.
-_SCALES = torch.tensor([[[0.05], [1.0], [1.0]], [[8.0], [60.0], [1000.0]]], dtype=torch.float64, device="cpu")
+SCALES = torch.tensor([[[0.05], [1.0], [1.0]], [[8.0], [60.0], [1000.0]]], dtype=torch.float64, device="cpu")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 # Of the largest number of a row.
 _TOLERANCE = 1e-8
@@ -117,7 +117,7 @@ class Bench:
         generator = torch.Generator().manual_seed(1)
         options: dict[str, Any] = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
         return tuple(
-            (torch.randn(2, 3, width // self.by, **options) * _SCALES).requires_grad_() for width in self.widths
+            (torch.randn(2, 3, width // self.by, **options) * SCALES).requires_grad_() for width in self.widths
         )
 
     def run(self, copied: nn.Module) -> Trial:

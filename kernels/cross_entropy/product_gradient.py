@@ -1,7 +1,11 @@
 """The gradient of some columns of the logits from the product ``input linear_weightᵀ``, which is computed again.
 
-Of every row it needs the statistics that ``losses_of_product`` left behind, and three factors that follow from them,
-from the target and from the upstream gradient: see ``gradient_of``.
+Of every row it needs the statistics that ``losses_of_product`` left behind, and factors that follow from them, from the
+target and from the upstream gradients: see ``gradient_of``. With entropies H a row is
+
+    p_c (g + h (x_c - top - Σ_c p_c (x_c - top))) - g [c = y],  g upstream of the loss, -h of the entropy,
+
+so that one more factor does: the sum is ``log total - H``, and becomes part of what is multiplied by the share alone.
 """
 
 import torch
@@ -23,8 +27,9 @@ _GROUP = 8
 
 @triton.jit(do_not_specialize=["M", "ignore_index", "smoothing", "z_loss"])
 def _row_factors_kernel(
-    target_ptr, weight_ptr, weight_sum_ptr, upstream_ptr, statistics_ptr, by_share_ptr, by_target_ptr, by_weight_ptr,
-    V, M, ignore_index, smoothing, z_loss, ROWS: tl.constexpr,
+    target_ptr, weight_ptr, weight_sum_ptr, upstream_ptr, statistics_ptr, entropy_ptr, entropy_upstream_ptr,
+    by_share_ptr, by_target_ptr, by_weight_ptr, by_logarithm_ptr, V, M, ignore_index, smoothing, z_loss,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     SMOOTHING: tl.constexpr = by_weight_ptr is not None
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -34,9 +39,16 @@ def _row_factors_kernel(
     total = tl.load(statistics_ptr + M + rows, mask=inside, other=1.0)
     upstream = tl.load(upstream_ptr + rows, mask=inside, other=0.0)
     weight = class_weight(target, weight_ptr, V)
+    counts = target != ignore_index
+    log_total = tl.log(total)
     by_share, by_target, by_weight = gradient_factors(
-        upstream, target != ignore_index, weight, weight_sum_ptr, top, tl.log(total), V, smoothing, z_loss, SMOOTHING
+        upstream, counts, weight, weight_sum_ptr, top, log_total, V, smoothing, z_loss, SMOOTHING
     )
+    if by_logarithm_ptr is not None:
+        entropy = tl.load(entropy_ptr + rows, mask=inside, other=0.0)
+        by_logarithm = tl.where(counts, -tl.load(entropy_upstream_ptr + rows, mask=inside, other=0.0), 0.0)
+        by_share += tl.where(counts, by_logarithm * (entropy - log_total), 0.0)
+        tl.store(by_logarithm_ptr + rows, by_logarithm / total, mask=inside)
     tl.store(by_share_ptr + rows, by_share / total, mask=inside)
     tl.store(by_target_ptr + rows, by_target, mask=inside)
     if SMOOTHING:
@@ -46,12 +58,13 @@ def _row_factors_kernel(
 @triton.jit(do_not_specialize=["M", "bands", "start", "scale", "softcap", "inverse_cap", "zero"])
 def _logit_gradient_kernel(
     x_ptr, linear_ptr, out_ptr, target_ptr, bias_ptr, weight_ptr, top_ptr, by_share_ptr, by_target_ptr, by_weight_ptr,
-    stride_xm, stride_xk, stride_wv, stride_wk, V, columns, tile_columns, M, bands, start, scale, softcap, inverse_cap,
-    zero, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr,
-    SCALED: tl.constexpr, SOFTCAP: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
-    GROUP: tl.constexpr,
+    by_logarithm_ptr, stride_xm, stride_xk, stride_wv, stride_wk, V, columns, tile_columns, M, bands, start, scale,
+    softcap, inverse_cap, zero, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, ACCURACY: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     SMOOTHING: tl.constexpr = by_weight_ptr is not None
+    ENTROPY: tl.constexpr = by_logarithm_ptr is not None
     band, tile = grouped_tile(tl.program_id(0), bands, tile_columns, GROUP)
     rows = band * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -68,14 +81,17 @@ def _logit_gradient_kernel(
     by_share = tl.load(by_share_ptr + rows, mask=inside, other=0.0)[:, None]
     by_target = tl.load(by_target_ptr + rows, mask=inside, other=0.0)[:, None]
     by_weight = by_target
+    by_logarithm = by_target
     class_weights = 1.0
+    if ENTROPY:
+        by_logarithm = tl.load(by_logarithm_ptr + rows, mask=inside, other=0.0)[:, None]
     if SMOOTHING:
         by_weight = tl.load(by_weight_ptr + rows, mask=inside, other=0.0)[:, None]
         if weight_ptr is not None:
             class_weights = load_vector(weight_ptr, cols, 1, V)[None, :]
     gradient = gradient_of(
-        x, slope, cols[None, :] == target[:, None], class_weights, top, 0.0, by_share, 0.0, by_target, by_weight,
-        False, SMOOTHING, ACCURACY,
+        x, slope, cols[None, :] == target[:, None], class_weights, top, 0.0, by_share, by_logarithm, by_target,
+        by_weight, ENTROPY, SMOOTHING, ACCURACY,
     )  # fmt: skip
     gradient = tl.where((cols < V)[None, :], gradient, 0.0)
     store_tile(out_ptr, gradient, rows, cols, columns, 1, M, columns)
@@ -89,20 +105,25 @@ def row_factors(
     arithmetic: LossArithmetic,
     statistics: torch.Tensor,
     upstream: torch.Tensor,
-) -> torch.Tensor:
+    entropy: torch.Tensor | None = None,
+    entropy_upstream: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, ...]:
     """What :func:`gradient_of_product` needs of every row, for ``classes`` classes and upstream gradients ``[M]``.
 
-    ``statistics`` ``[2, M]`` are those of ``losses_of_product``; upstream gradients are contiguous and float32.
+    ``statistics`` ``[2, M]`` and ``entropy`` ``[M]`` are those of ``losses_of_product``; upstream gradients are
+    contiguous and float32.
     """
     rows, smoothed = target.shape[0], arithmetic.label_smoothing > 0
-    factors = statistics.new_empty(2 + smoothed, rows)
+    by_share, by_target, *more = statistics.new_empty(2 + smoothed + (entropy_upstream is not None), rows).unbind()
+    by_weight = more.pop(0) if smoothed else None
+    factors = (by_share, by_target, by_weight, more.pop() if more else None)
     ignore_index, smoothing, z_loss, *_ = arithmetic.numbers()
     launch(
         _row_factors_kernel,
         ceil_div(rows, _ROWS),
         (
-            target, weight, weight_sum, upstream, statistics, factors[0], factors[1],
-            factors[2] if smoothed else None,
+            target, weight, weight_sum, upstream, statistics,
+            None if entropy_upstream is None else entropy, entropy_upstream, *factors,
         ),
         (classes,),
         (rows, ignore_index, smoothing, z_loss),
@@ -118,7 +139,7 @@ def gradient_of_product(
     target: torch.Tensor,
     weight: torch.Tensor | None,
     top: torch.Tensor,
-    factors: torch.Tensor,
+    factors: tuple[torch.Tensor | None, ...],
     start: int,
     arithmetic: LossArithmetic,
     input_precision: str,
@@ -134,11 +155,14 @@ def gradient_of_product(
     """
     (rows, width), columns, classes = input.shape, out.shape[1], linear_weight.shape[0]
     *_, scale, softcap, inverse_cap = arithmetic.numbers()
-    numbers, capped, smoothed = (scale, softcap, inverse_cap), arithmetic.softcap is not None, len(factors) == 3
+    numbers, capped, smoothed = (scale, softcap, inverse_cap), arithmetic.softcap is not None, factors[2] is not None
     bias = None if linear_bias is None else linear_bias.contiguous()
-    of_rows = (top, factors[0], factors[1], factors[2] if smoothed else None)
-    vectors = (target, bias, weight if smoothed else None, *of_rows)
-    if tiles.pipelined is not None and (matrices := pipelined.takes(input, linear_weight)) is not None:
+    vectors = (target, bias, weight if smoothed else None, top, *factors)
+    matrices = None
+    # Gradients of entropies and of a softcap together take more registers than the pipelined kernel has left.
+    if tiles.pipelined is not None and not (capped and factors[3] is not None):
+        matrices = pipelined.takes(input, linear_weight)
+    if tiles.pipelined is not None and matrices is not None:
         pipelined.gradient(matrices, out, vectors, start, numbers, capped, arithmetic.accuracy, tiles.pipelined)
         return
     bands, tile_columns = ceil_div(rows, tiles.block_m), ceil_div(columns, tiles.block_n)

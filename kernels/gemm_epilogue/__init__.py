@@ -11,7 +11,7 @@ db_gate [N]. ``hidden`` computes H, with Z and Zg where a backward pass will rea
 gradients with their sums, and H once more where the gradient of w_down needs it. dH stays on chip.
 
 The products that remain, y = H W_downᵀ, dx = dZ W_up and the weight gradients, are matrices in and matrices out:
-cuBLAS, which shares what it copies in clusters of processors, was faster there, and nothing is left to fuse. But where
+cuBLAS, which shares what it copies in clusters of SMs, was faster there, and nothing is left to fuse. But where
 the hidden is in memory in groups of units only, dx is a sum over them in float32: ``data_gradient``, on Hopper, reads
 and writes that sum in its epilogue.
 

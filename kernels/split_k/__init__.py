@@ -1,4 +1,4 @@
-"""A matrix product with few rows and columns and a long inner axis, which is split over the processors.
+"""A matrix product with few rows and columns and a long inner axis, which is split over the SMs.
 
     Y = act(Σ_s X_s W_sᵀ + b)
 

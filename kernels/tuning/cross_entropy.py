@@ -106,18 +106,18 @@ LOGIT_TILES: dict[tuple[str, int], LogitTiles] = {
 }
 
 
-def logit_tiles(architecture: str, bits: int, processors: int, pipelined: bool) -> LogitTiles:
+def logit_tiles(architecture: str, bits: int, sms: int, pipelined: bool) -> LogitTiles:
     """The tiles of logits for operands of ``bits`` bits; ``pipelined``: where the warp-specialised kernel runs."""
     tiles = LOGIT_TILES.get((architecture, bits)) or LOGIT_TILES["other", bits]
     if not pipelined or bits != 16:
         return tiles
-    return replace(tiles, pipelined=LogitPipeline(programs=processors))
+    return replace(tiles, pipelined=LogitPipeline(programs=sms))
 
 
-def gradient_tiles(architecture: str, bits: int, processors: int, pipelined: bool) -> GradientTiles:
+def gradient_tiles(architecture: str, bits: int, sms: int, pipelined: bool) -> GradientTiles:
     """The tiles of the gradient of logits, likewise."""
-    tiles = logit_tiles(architecture, bits, processors, pipelined)
-    pipeline = None if tiles.pipelined is None else GradientPipeline(programs=processors)
+    tiles = logit_tiles(architecture, bits, sms, pipelined)
+    pipeline = None if tiles.pipelined is None else GradientPipeline(programs=sms)
     return GradientTiles(tiles.block_m, tiles.block_n, tiles.block_k, tiles.num_warps, tiles.num_stages, pipeline)
 
 

@@ -223,7 +223,7 @@ _PIPELINED: dict[tuple[str, bool], tuple[_Pipelined, ...]] = {
 
 
 def pipelined_config(
-    kernel: str, gated: bool, batch: int, M: int, K: int, N: int, O: int, processors: int
+    kernel: str, gated: bool, batch: int, M: int, K: int, N: int, O: int, sms: int
 ) -> PipelinedConfig | None:
     """The warp-specialised configuration of ``kernel`` on Hopper, or None where it does not take these sizes.
 
@@ -243,8 +243,8 @@ def pipelined_config(
         stage = block * (K + O)
     else:
         block = row.block if N % row.block == 0 else row.ragged_block
-        if batch * -(-M // (2 * CONSUMER_ROWS)) < processors:
-            consumers = 1  # tiles of half the height, so that twice as many processors have work
+        if batch * -(-M // (2 * CONSUMER_ROWS)) < sms:
+            consumers = 1  # tiles of half the height, so that twice as many SMs have work
         inside = M % (consumers * CONSUMER_ROWS) == 0 and N % block == 0
         if kernel == "data_gradient" and max(K, O) <= 128:
             row_stages = 2
@@ -254,10 +254,10 @@ def pipelined_config(
     if batch > 1 and not inside:
         return None
     stages = min(MOST_STAGES, (SHARED_MEMORY - BARRIER_BYTES - 2 * kept) // (2 * stage))
-    return PipelinedConfig(block, consumers, stages, processors, row_stages, row.passes)
+    return PipelinedConfig(block, consumers, stages, sms, row_stages, row.passes)
 
 
-def stored_config(gated: bool, K: int, N: int, O: int, processors: int) -> StoredConfig | None:
+def stored_config(gated: bool, K: int, N: int, O: int, sms: int) -> StoredConfig | None:
     """How a backward pass stores what is hidden on Hopper, or None where it was not faster than recomputing it twice.
 
     At width 256 the accumulators of all weight gradients take two or three passes, each of which recomputes.
@@ -266,4 +266,4 @@ def stored_config(gated: bool, K: int, N: int, O: int, processors: int) -> Store
     if not K == O == 256 or N % 8:
         return None
     up_stages, down_stages, out_tiles = (6, 3, 1) if gated else (4, 4, 2)
-    return StoredConfig(up_stages, down_stages, out_tiles, processors)
+    return StoredConfig(up_stages, down_stages, out_tiles, sms)

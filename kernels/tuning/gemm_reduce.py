@@ -111,9 +111,7 @@ def _fitted(rows: _Rows, padded: int) -> ReduceConfig:
 _LONG = 512
 
 
-def pipelined_reduce_config(
-    P: int, R: int, K: int, processors: int, costly: bool = False
-) -> PipelinedReduceConfig | None:
+def pipelined_reduce_config(P: int, R: int, K: int, sms: int, costly: bool = False) -> PipelinedReduceConfig | None:
     """The warp-specialised forward pass of P kept rows, R reduced ones and inner dimension K, or None.
 
     ``costly`` says that indices are found or a mask is read: four consumers have no registers for that and for blocks
@@ -139,10 +137,10 @@ def pipelined_reduce_config(
     stages = min(6, (room - kept_stages * kept_bytes) // block_bytes)
     # The registers of four consumers do not hold the rows and a block of 128, or the rows and indices.
     in_registers = block < 128 and not costly
-    return PipelinedReduceConfig(block, width, consumers, kept_stages, stages, in_registers, processors)
+    return PipelinedReduceConfig(block, width, consumers, kept_stages, stages, in_registers, sms)
 
 
-def one_hot_pipeline(P: int, R: int, K: int, processors: int) -> OneHotPipeline | None:
+def one_hot_pipeline(P: int, R: int, K: int, sms: int) -> OneHotPipeline | None:
     """The warp-specialised gradient of R reduced rows from P kept ones, K columns wide, or None.
 
     Microseconds on an H200 for (Z, P, R, K): 770 for (32, 32768, 1024, 128), where the portable kernel takes 1500; 60
@@ -154,4 +152,4 @@ def one_hot_pipeline(P: int, R: int, K: int, processors: int) -> OneHotPipeline 
     block = 64 if P > 32 else 32
     consumers = 1 if R <= CONSUMER_ROWS else 2
     stages = min(6, (SHARED_MEMORY - BARRIER_BYTES - 2 * consumers * CONSUMER_ROWS * width) // (2 * block * width))
-    return OneHotPipeline(block, width, consumers, stages, processors)
+    return OneHotPipeline(block, width, consumers, stages, sms)

@@ -8,7 +8,7 @@ class SplitTiles:
     """``block_m × block_n`` of the result for each program, from ``block_k`` of the inner axis at a time.
 
     A ``block_m`` of 1 is the kernel of a single row. ``swapped`` multiplies the tiles the other way round, so that the
-    columns of the result fill the rows of a matrix instruction. ``programs`` per processor are enough to keep memory
+    columns of the result fill the rows of a matrix instruction. ``programs`` per SM are enough to keep memory
     busy; a range of the inner axis has ``shortest_split`` blocks or more.
     """
 
@@ -83,7 +83,7 @@ def split_tiles(architecture: str, bits: int, rows: int, columns: int) -> SplitT
 def reduce_blocks(outputs: int, splits: int) -> tuple[int, int, int]:
     """Sums of one program, partials of each at a time, and warps, for so many outputs of so many partials.
 
-    Where there are many partials, as many programs as there are processors, each with all of its loads in flight: on an
+    Where there are many partials, as many programs as there are SMs, each with all of its loads in flight: on an
     H200 the sum of 128 partials of 64 × 64 results takes 1.3 µs of a graph so.
     """
     if splits <= 16:

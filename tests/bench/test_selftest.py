@@ -23,7 +23,7 @@ from fusedlayers.kernels.device import HAS_TRITON
 from fusedlayers.planning import Device
 
 CPU = torch.device("cpu")
-H200 = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
 [BLOCK] = [trial for trial in few_trials() if str(trial) == "ffn 37x24x40 relu fp16 (all)"]
 
 
@@ -193,7 +193,7 @@ from fusedlayers.bench.selftest.trials import all_trials, launched
 from fusedlayers.functional import dispatch, switches
 from fusedlayers.planning import Device
 
-device = Device("cuda", "NVIDIA H200", "sm_90", processors=132, triton=True, pipelined=True)
+device = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
 seen = set()
 for trial in all_trials(device):
     case, options = trial.prepared()
@@ -284,6 +284,6 @@ def test_records_of_other_machines_stay(cache: Path, monkeypatch: pytest.MonkeyP
 
 def test_facts_are_assumed_for_a_while() -> None:
     before = dispatch.describe(CPU)
-    with devices.assumed(processors=7), devices.assumed(triton=False):
-        assert (dispatch.describe(CPU).processors, dispatch.describe(CPU).triton) == (7, False)
+    with devices.assumed(sms=7), devices.assumed(triton=False):
+        assert (dispatch.describe(CPU).sms, dispatch.describe(CPU).triton) == (7, False)
     assert dispatch.describe(CPU) is before

@@ -15,7 +15,16 @@ from fusedlayers import functional
 from fusedlayers.bench import __main__ as command
 from fusedlayers.bench import record, timing
 from fusedlayers.bench.published import step_models, step_tables, steps
-from fusedlayers.bench.published.step_models import AUTO, LIGER, RECOMPUTE, STEP_MODELS, TORCH
+from fusedlayers.bench.published.step_models import (
+    AUTO,
+    KERNELS,
+    LIGER,
+    LIGER_AUTO,
+    NORM,
+    RECOMPUTE,
+    STEP_MODELS,
+    TORCH,
+)
 from tests.operands import patch_ffn
 
 pytest.importorskip("transformers", reason="the models are of it")
@@ -42,26 +51,22 @@ def test_every_model_is_built_and_trains(name: str) -> None:
     published = STEP_MODELS[name].build(torch.device("meta"), torch.bfloat16)
     widths = {(module.weight.shape) for module in published.modules() if isinstance(module, nn.Linear)}
     sizes = STEP_MODELS[name].sizes
-    assert torch.Size((sizes.hidden, sizes.width)) in widths or name == "gpt2-768", "GPT-2 has layers of its own"
+    assert torch.Size((sizes.hidden, sizes.width)) in widths or name in ("gpt2-768", "mixtral-1024"), "other layers"
     assert sizes.tokens in (128 * 197, 16_384, 32_768, 65_536)
 
 
 def test_check_time_record_plot_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    words = ("--models", "llama-256,gpt2-768", "--contenders", "torch,auto,kernels,recompute,liger", "--plot")
+    words = ("--models", "llama-256,gpt2-768", "--contenders", ",".join(step_models.NAMES), "--plot")
     status, found = small(tmp_path, *words)
     assert status == 0
     assert (tmp_path / "steps-fp32-cpu.png").read_bytes().startswith(b"\x89PNG")
     assert [(row["grid"], row["direction"]) for row in found["rows"]] == [("gpt2-768", "eager"), ("llama-256", "eager")]
     row = found["rows"][1]
     entries = row["contenders"]
-    assert [entries[name]["status"] for name in step_models.NAMES] == [
-        *["timed"] * 2,
-        "not timed",
-        "timed",
-        "not timed",
-    ]
-    assert entries["liger"]["reason"] == "Liger-Kernel is not installed"
+    untimed = {name: entries[name]["reason"] for name in step_models.NAMES if entries[name]["status"] != "timed"}
+    assert untimed.keys() == {KERNELS, LIGER, LIGER_AUTO}
+    assert untimed[LIGER] == untimed[LIGER_AUTO] == "Liger-Kernel is not installed"
     assert (entries[AUTO]["path"], entries[RECOMPUTE]["path"]) == ("torch", "chunked")
     assert 0 < entries[AUTO]["gradients_error"] < 1e-4
     assert entries[AUTO]["launched"]["repeats"] >= timing.FEWEST_ROUNDS
@@ -134,8 +139,11 @@ def test_liger_changes_the_library_for_its_own_model_alone(monkeypatch: pytest.M
     def other(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         return rotary(*tensors, **options)
 
-    def apply(model: nn.Module) -> None:
+    given: list[dict[str, bool]] = []
+
+    def apply(model: nn.Module, **options: bool) -> None:
         seen.append(model)
+        given.append(options)
         library.apply_rotary_pos_emb = other
 
     fake = types.ModuleType("liger_kernel.transformers")
@@ -153,6 +161,12 @@ def test_liger_changes_the_library_for_its_own_model_alone(monkeypatch: pytest.M
     with variant.around():
         assert library.apply_rotary_pos_emb is other
     assert library.apply_rotary_pos_emb is rotary
+    both = step_models.variants(plain, (LIGER_AUTO,))[LIGER_AUTO]
+    assert given == [{}, {**given[1], "swiglu": False, "fused_linear_cross_entropy": False}]
+    assert both.model is not None
+    assert "FusedLlamaMLP" in {type(module).__name__ for module in both.model.modules()}
+    with both.around():
+        assert library.apply_rotary_pos_emb is other
     fake._apply_liger_kernel_to_instance = None  # type: ignore[attr-defined]
     assert "TypeError" in step_models.variants(plain, (LIGER,))[LIGER].reason
     patches.MODEL_TYPE_TO_APPLY_LIGER_FN.clear()
@@ -188,6 +202,15 @@ def test_a_bad_command_line_names_the_argument(
         small(tmp_path, *words)
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_norms_are_replaced_for_one_contender_and_eager() -> None:
+    plain = STEP_MODELS["llama-256"].small().build(CPU, torch.float32)
+    found = step_models.variants(plain, (AUTO, NORM))
+    norms = [[type(module).__name__ for module in variant.model.modules()] for variant in found.values()]  # type: ignore[union-attr]
+    assert ["FusedLlamaRMSNorm" in names for names in norms] == [False, True]
+    assert ["LlamaRMSNorm" in names for names in norms] == [True, False]
+    assert steps._why_untimed(NORM, "compile", CPU) == "compiled models run their own norms"
 
 
 def test_first_steps_are_not_kept() -> None:

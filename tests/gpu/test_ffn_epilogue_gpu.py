@@ -38,7 +38,7 @@ SIZES = [(1000, 576, 1032), (129, 512, 8), (4097, 768, 3072)]
 # Those of pipelined kernels, and facts of the device: programs with a tile or two, with many, with part of one.
 TILED: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
     ((9000, 512, 256), {}),
-    ((1061, 520, 1032), {"processors": 3}),
+    ((1061, 520, 1032), {"sms": 3}),
     ((129, 512, 8), {}),
 ]
 BOTH = ["launch_hidden", "launch_hidden_gradient"]
@@ -130,8 +130,8 @@ def long_exact_ffn(
     [
         ((33_000, 512, 256), {}),
         ((1061, 520, 1032), {}),
-        ((1061, 520, 1032), {"processors": 3}),
-        ((2000, 64, 520), {"processors": 1}),
+        ((1061, 520, 1032), {"sms": 3}),
+        ((2000, 64, 520), {"sms": 1}),
         ((129, 512, 8), {}),
         ((1061, 520, 1032), {"pipelined": False}),
         ((777, 101, 333), {}),
@@ -161,7 +161,7 @@ def with_transposed_weights(inputs: Tensors) -> Tensors:
 @on_hopper
 @GATED
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
-@pytest.mark.parametrize(("size", "facts"), [*TILED, ((2000, 64, 520), {"processors": 1})], ids=str)
+@pytest.mark.parametrize(("size", "facts"), [*TILED, ((2000, 64, 520), {"sms": 1})], ids=str)
 def test_exact_integers_of_transposed_weights(
     size: tuple[int, int, int], facts: dict[str, Any], dtype: torch.dtype, gated: bool, launched: list[str]
 ) -> None:

@@ -17,8 +17,8 @@ from tests.operands import DEVICE
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 MIB = 2**20
-# As many processors as there are, and few, each of which computes many tiles of several groups of bands.
-MACHINES: dict[str, dict[str, Any]] = {"all": {}, "few": {"processors": 7}, "portable": {"pipelined": False}}
+# As many SMs as there are, and few, each of which computes many tiles of several groups of bands.
+MACHINES: dict[str, dict[str, Any]] = {"all": {}, "few": {"sms": 7}, "portable": {"pipelined": False}}
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)

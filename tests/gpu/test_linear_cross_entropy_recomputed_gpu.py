@@ -17,8 +17,8 @@ BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 MIB = 2**20
 # Of a tile of dW few tokens decide, those whose target or whose likeliest class is there: one draw has some of them.
 DRAWS = 6
-# As many processors as there are, and few, each of which computes many tiles.
-MACHINES: dict[str, dict[str, Any]] = {"all": {}, "few": {"processors": 7}, "portable": {"pipelined": False}}
+# As many SMs as there are, and few, each of which computes many tiles.
+MACHINES: dict[str, dict[str, Any]] = {"all": {}, "few": {"sms": 7}, "portable": {"pipelined": False}}
 
 
 # Of float32 the errors are those of cuBLAS's sums, whose order depends on the number of columns.
@@ -58,6 +58,17 @@ def test_options(
         # Parts of 64 columns, and all of them at once.
         for rows in (tokens, None):
             assert_loss_close(*draws, path="recomputed", rows=rows, reduction="none", **given)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+@pytest.mark.parametrize("options", [{"logit_scale": 1.25}, {"softcap": 30.0}], ids=str)
+def test_log_probabilities_and_entropies(options: dict[str, Any], machine: dict[str, Any], dtype: torch.dtype) -> None:
+    draws = [loss_inputs((1003,), 328, 5003, dtype, bias=True, ignored=100, peak=5.0) for _ in range(DRAWS)]
+    with assumed(**machine):
+        for rows in (1003, None):
+            given = {"path": "recomputed", "rows": rows, "name": "linear_log_probs", "return_entropy": True}
+            assert_loss_close(*draws, **given, **options)
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)

@@ -9,6 +9,7 @@ import torch
 from tests.models.test_distributed import (  # noqa: F401
     test_a_loss_without_logits,
     test_checkpointing_stays,
+    test_experts,
     test_two_steps_are_the_same,
 )
 from tests.test_parallel import (  # noqa: F401
@@ -21,6 +22,15 @@ from tests.test_parallel import (  # noqa: F401
     test_tensor_parallel_keeping_less,
     test_tensor_parallel_modules,
     test_tensor_parallel_under_autocast,
+)
+from tests.test_parallel_experts import (  # noqa: F401
+    test_a_mixture_in_parts,
+    test_a_mixture_in_parts_in_kernels,
+    test_expert_parallelism,
+    test_other_dtypes,
+    test_processes_with_other_numbers_of_tokens,
+    test_replaced_experts_in_parts,
+    test_shards_of_experts,
 )
 from tests.test_parallel_loss import (  # noqa: F401
     test_autocast,

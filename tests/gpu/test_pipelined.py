@@ -56,7 +56,7 @@ def test_ragged_sizes(K: int, O: int, gated: bool, dtype: torch.dtype, launched:
     activation = "silu" if gated else "gelu"
     for M, N in ((1, 8), (63, 64), (65, 136), (1000, 512), (4099, 328)):
         inputs = ffn_inputs(M, K, N, O, dtype, gated=gated, residual=True)
-        with on_path("kernels", processors=16) as options:
+        with on_path("kernels", sms=16) as options:
             assert_ffn_close(functional.ffn, inputs, options=options, activation=activation)
     assert set(launched) == set(STORING if K == 256 else RECOMPUTING)
 

@@ -37,7 +37,7 @@ CASES = {
     (1, 136, 1000, 72): (4, 128),
 }
 RANGES = (1, 2, 3, 7)
-PROCESSORS = 16  # so that programs take several tiles
+SMS = 16  # so that programs take several tiles
 BAND = 256  # elements before and behind an output
 
 pytestmark = pytest.mark.skipif(not describe(DEVICE).pipelined, reason="no Hopper GPU with Gluon")
@@ -82,10 +82,10 @@ def assert_planned(inputs: Tensors, size: Size, op: str, dim: int, costly: bool,
     """The plan of a call names the pipelined kernel, with the tiles of the table."""
     _, kept, reduced, width = size
     problem = gemm_reduce_problem(**inputs, op=op, dim=dim, **options)
-    plan = planning.plan(problem, replace(describe(DEVICE), processors=PROCESSORS), "triton")
+    plan = planning.plan(problem, replace(describe(DEVICE), sms=SMS), "triton")
     assert plan.forward_tiles is not None
     assert plan.forward_tiles.pipelined is not None
-    assert plan.forward_tiles.pipelined == pipelined_reduce_config(kept, reduced, width, PROCESSORS, costly)
+    assert plan.forward_tiles.pipelined == pipelined_reduce_config(kept, reduced, width, SMS, costly)
 
 
 def values(inputs: Tensors, **options: Any) -> Any:
@@ -95,7 +95,7 @@ def values(inputs: Tensors, **options: Any) -> Any:
 def test_cases_have_every_tile() -> None:
     tiles = set()
     for (_, kept, reduced, width), expected in CASES.items():
-        config = pipelined_reduce_config(kept, reduced, width, PROCESSORS)
+        config = pipelined_reduce_config(kept, reduced, width, SMS)
         assert config is not None
         assert (config.consumers, config.block) == expected
         tiles.add(expected)
@@ -115,7 +115,7 @@ def test_exact_integers_again_and_again(
     inputs = rows_in_memory(inputs, dim)
     assert_planned(inputs, size, op, dim, costly=False)
     for splits in RANGES:
-        with pytest.MonkeyPatch.context() as patch, on_path("kernels", processors=PROCESSORS):
+        with pytest.MonkeyPatch.context() as patch, on_path("kernels", sms=SMS):
             patch.setattr(planning.gemm_reduce, "choose_reduced_splits", lambda *arguments, splits=splits: splits)
             launched.clear()
             for _ in range(20):
@@ -141,7 +141,7 @@ def test_masks_and_lengths(op: str, size: Size, taking: str, launched: list[Laun
     inputs = rows_in_memory(inputs, -1)
     assert_planned(inputs, size, op, -1, costly=True, **given)
     for splits in (1, 3):
-        with pytest.MonkeyPatch.context() as patch, on_path("kernels", processors=PROCESSORS):
+        with pytest.MonkeyPatch.context() as patch, on_path("kernels", sms=SMS):
             patch.setattr(planning.gemm_reduce, "choose_reduced_splits", lambda *arguments, splits=splits: splits)
             for _ in range(10):
                 assert_equal({"y": values(inputs, op=op, dim=-1, **given)}, {"y": expected["y"]})
@@ -156,7 +156,7 @@ def test_transposed_operands(op: str, size: Size, transposed: tuple[bool, bool],
     for dim in (-2, -1):
         inputs, dy, expected = exact_reduction(op, dim, of_product(size, dim), BFLOAT16)
         laid = rows_in_memory(inputs, dim, transposed)
-        with on_path("kernels", processors=PROCESSORS):
+        with on_path("kernels", sms=SMS):
             for _ in range(20):
                 assert_equal({"y": values(laid, op=op, dim=dim)}, {"y": expected["y"]})
                 assert_equal(results(functional.gemm_reduce, laid, dy, op=op, dim=dim), expected)
@@ -185,7 +185,7 @@ def test_the_first_of_many_ties(op: str, size: Size, launched: list[Launch], poi
     first = ((product.abs() if op == "absmax" else product) == best.unsqueeze(-1)).int().argmax(-1)
     inputs = rows_in_memory({"a": a.to(BFLOAT16), "b": b.mT.to(BFLOAT16)}, -1)
     for splits in RANGES:
-        with pytest.MonkeyPatch.context() as patch, on_path("kernels", processors=PROCESSORS):
+        with pytest.MonkeyPatch.context() as patch, on_path("kernels", sms=SMS):
             patch.setattr(planning.gemm_reduce, "choose_reduced_splits", lambda *arguments, splits=splits: splits)
             for _ in range(20):
                 found, index = values(inputs, op=op, dim=-1, return_indices=True)
@@ -205,13 +205,13 @@ def test_nan_and_infinity(op: str, size: Size, value: float, launched: list[Laun
         planted = a if side == "a" else b
         planted[0, -1, 3] = planted[-1, planted.shape[1] // 3, -1] = planted[-1, -1, 0] = value
         inputs = {"a": a, "b": b.mT}
-        with on_path("kernels", processors=PROCESSORS):
+        with on_path("kernels", sms=SMS):
             ours = values(inputs, op=op, dim=-1)
         theirs = reference.gemm_reduce(**inputs, op=op, dim=-1)
         for what in (torch.isnan, torch.isposinf, torch.isneginf):
             assert torch.equal(what(ours), what(theirs)), f"{what.__name__} of {side}"
         if op in INDEXED:
-            with on_path("kernels", processors=PROCESSORS):
+            with on_path("kernels", sms=SMS):
                 index = values(inputs, op=op, dim=-1, return_indices=True)[1]
             product = a.double() @ b.double().mT
             first = product.isnan().int().argmax(-1)
@@ -256,7 +256,7 @@ def test_packed_rows_and_the_bands_around_outputs(op: str, kept: int, splits: in
     a, b = (draw(rows, width, dtype=torch.float64).to(DEVICE) for rows in (kept, sum(lengths)))
     offsets = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, torch.int32)
     indices = op == "max"
-    config = pipelined_reduce_config(kept, 88, width, PROCESSORS, costly=indices)
+    config = pipelined_reduce_config(kept, 88, width, SMS, costly=indices)
     assert config is not None
     operands = ReduceOperands(
         a.to(BFLOAT16).expand(len(lengths), -1, -1), b.to(BFLOAT16), None, None, None, None, offsets,

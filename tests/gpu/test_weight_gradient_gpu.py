@@ -104,7 +104,7 @@ def test_exact_integers_again_and_again(size: tuple[int, int, int], bias: bool, 
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
-@pytest.mark.parametrize("facts", [{}, {"pipelined": False}, {"processors": 16}], ids=str)
+@pytest.mark.parametrize("facts", [{}, {"pipelined": False}, {"sms": 16}], ids=str)
 @pytest.mark.parametrize("size", [*RAGGED, (70, 33, 65), (5000, 767, 431), (4096, 1024, 512)], ids=str)
 def test_close_to_torch(size: tuple[int, int, int], facts: dict[str, Any], dtype: torch.dtype) -> None:
     dy, x = normal(*size, dtype).values()

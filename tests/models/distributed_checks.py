@@ -16,6 +16,7 @@ import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.replacing.logits import Logits
+from tests.models import expert_families
 from tests.models.loss_heads import losses
 from tests.models.small import FAMILIES, HIDDEN, LAYERS, Family, InFloat64, Inputs, Results, blocks
 from tests.parallel_checks import counted, device, full, gathered, mesh, mine
@@ -149,3 +150,25 @@ def check_loss(engine: str) -> None:
     if engine == "fsdp":
         with pytest.raises(RuntimeError, match="now it is too late"):
             late.logits.argmax(-1)
+
+
+def check_experts(engine: str, name: str) -> None:
+    """Replaced experts stay fused under the engine, and gradients are those of one process with all texts."""
+    original = expert_families.build(name).to(device())
+    inputs = {key: tensor.to(device()) for key, tensor in expert_families.text().items()}
+    truth = expert_families.truth(deepcopy(original), inputs)
+    plain, ours = deepcopy(original), deepcopy(original)
+    assert len(expert_families.replaced(ours)) == expert_families.LAYERS
+    part = {key: mine(tensor) for key, tensor in inputs.items()}
+    found: list[Results] = []
+    for model in (plain, ours):
+        wrapped = parallel(model, engine, False)
+        with decisions() as paths:
+            wrapped(**part).loss.backward()
+        assert sum(count for path, count in paths.items() if path.startswith("moe_ffn ")) == (
+            expert_families.LAYERS if model is ours else 0
+        )
+        gradients = {f"d {name}": full(parameter.grad) for name, parameter in model.named_parameters()}
+        found.append(gradients)
+    theirs, results = found
+    assert_all_close(results, theirs, {name: truth[name] for name in theirs})

@@ -14,7 +14,8 @@ def _counts(line: str) -> tuple[str, dict[str, int]]:
     return name, {kind: int(count) for kind, count in pairs}
 
 
-# The families, and how many modules of which class compute act(x W1 + b1) W2 + b2, gated or not, in their small model.
+# The families, and how many modules of which class compute act(x W1 + b1) W2 + b2, gated or not, in their small model:
+# an FFN, or those of all experts, each token through those that its router chose.
 # The class is the innermost module that holds all linears of an FFN: of BERT the layer, of CLIP its MLP. A module that
 # is called several times counts once; so do towers that the inputs do not reach (images, where the input is a text).
 EXPECTED: dict[str, dict[str, int]] = dict(
@@ -50,7 +51,10 @@ NOT_FUSED: dict[str, str] = {
     "ZayaRouterMLP": "three linears in a row share the one in the middle",
     "*MLPPredictionHead": "linears in a loop",
     "Gemma3nTextAltUp": "one activated linear feeds two others",
-    "*Experts": "mixture of experts: the weights of all experts lie in one parameter",
+    "MuseSparkExperts": "a norm follows every expert",
+    "OpenAIPrivacyFilterExperts": "its experts multiply in float32, whatever the dtype of their weights",
+    "Llama4TextExperts": "each expert gets all tokens, those of others multiplied by zero",
+    "JetMoeParallelExperts": "its tokens are sorted by expert outside, and one stack of weights is multiplied",
     "MambaMixer": "the block is a state space layer",
     "Mamba2Mixer": "the block is a state space layer",
     "FalconMambaMixer": "the block is a state space layer",

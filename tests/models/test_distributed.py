@@ -45,6 +45,13 @@ def test_checkpointing_stays(processes: Processes, engine: str, name: str) -> No
     processes.run(checks.check_training, engine, name, "torch", "whole", True)
 
 
+@ENGINES
+@pytest.mark.parametrize("name", ["Mixtral", "gpt-oss"])
+def test_experts(processes: Processes, engine: str, name: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[models]'")
+    processes.run(checks.check_experts, engine, name)
+
+
 @needs_kernels
 @pytest.mark.parametrize("engine", ["ddp", "ddp, unused", "fsdp"])
 def test_a_loss_without_logits(processes: Processes, engine: str) -> None:

@@ -17,6 +17,10 @@ from tests.ffn_blocks import assert_same, count_fused_calls, seeded_dropout
 from tests.models.small import FAMILIES, TORCH_GELU_TANH, Family, blocks
 
 each_family = pytest.mark.parametrize("name", FAMILIES)
+# What families share, as their blocks and the steps of a training are, every third shows; `make test-full` runs all.
+some_families = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (place % 3 > 0)) for place, name in enumerate(FAMILIES)]
+)
 
 # Why a library may be missing.
 REASONS = {
@@ -60,7 +64,7 @@ def test_it_computes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.interpreter
-@each_family
+@some_families
 def test_the_kernels_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family = installed(name)
     model, inputs = family.build().eval(), family.inputs()

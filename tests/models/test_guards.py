@@ -86,7 +86,8 @@ UPS = {
 }
 
 
-# Compiling takes long, and these differ in what they hold: linears, transposed ones, and in what calls them.
+# Compiling takes long, and these differ in what they hold: linears, transposed ones, and in what calls them. All the
+# others are compiled in `make test-full`.
 FEW = [name if name in ("bert", "gpt2", "sequence") else pytest.param(name, marks=pytest.mark.full) for name in MODELS]
 
 
@@ -161,7 +162,7 @@ def operations_of(model: nn.Module) -> Counter[str]:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FEW)
 def test_a_replaced_model_has_hardly_more_guards(name: str, train: bool) -> None:
     # Methods of a class are guarded once, for all of its blocks; a real model has more than two.
     model = MODELS[name]({"bert": 6, "encoder": 4}.get(name, 2))
@@ -171,12 +172,12 @@ def test_a_replaced_model_has_hardly_more_guards(name: str, train: bool) -> None
 
 
 def test_more_layers_add_fewer_guards_than_the_bound() -> None:
-    models = [bert(2), bert(4)]
+    models = [bert(1), bert(2)]
     without = [guards_of(model.eval()) for model in models]
     for model in models:
         replace(model)
-    two, four = (guards_of(model) - count for model, count in zip(models, without, strict=True))
-    assert four - two <= MORE
+    one, two = (guards_of(model) - count for model, count in zip(models, without, strict=True))
+    assert two - one <= MORE
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -200,7 +201,7 @@ def without_dropout_of_the_hidden(model: nn.Module) -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FEW)
 def test_the_compiler_sees_the_same_operations(name: str, train: bool) -> None:
     model, replaced = pair(name)
     for each in (model, replaced):

@@ -34,7 +34,11 @@ def gradients_named_plainly(found: dict[str, Tensor | None]) -> dict[str, Tensor
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", ["Llama", "GPT-2", "Gemma 2", "Granite", "Cohere"])
+# Granite and Cohere scale their logits, which Gemma 2 caps: in eager mode test_loss_heads.py has them all.
+@pytest.mark.parametrize(
+    "name",
+    ["Llama", "GPT-2", "Gemma 2", *(pytest.param(name, marks=pytest.mark.full) for name in ("Granite", "Cohere"))],
+)
 @pytest.mark.parametrize("case", ["mean", "items", "tuple"])
 def test_it_compiles(name: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one graph, whose results are the same, without logits."""

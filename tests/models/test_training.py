@@ -15,7 +15,7 @@ from fusedlayers.modules import FFNPieces, linear_weight
 from fusedlayers.replacing.blocks import FusedBlock
 from tests.ffn_blocks import count_fused_calls
 from tests.models.small import TORCH_GELU_TANH, Family, Inputs
-from tests.models.test_families import each_family, installed
+from tests.models.test_families import installed, some_families
 from tests.selection import draws
 from tests.training_runs import band_width, distance
 
@@ -40,7 +40,7 @@ def _flat(state: dict[Any, dict[str, Tensor]]) -> dict[tuple[Any, str], Tensor]:
     return {(number, key): tensor for number, entry in state.items() for key, tensor in entry.items()}
 
 
-@each_family
+@some_families
 def test_the_steps_are_the_same_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU torch computes replaced blocks: losses, parameters and the optimizer's state are equal bit for bit."""
     family = installed(name)

@@ -18,11 +18,16 @@ def _keywords(options: Options) -> dict[str, object]:
     return {"return_entropy": True} if options.op == "mean" else {"logit_scale": SHARPENED}
 
 
+def _our_keywords(options: Options) -> dict[str, object]:
+    return _keywords(options) | {"recompute": options.recompute is True}
+
+
 def _trials(device: Device) -> Iterator[Trial]:
     for vocabulary in (VOCABULARIES[0], VOCABULARIES[-1]):
         for dtype in DTYPES:
             yield Trial("linear_log_probs", Options(), (TOKENS, WIDTH, vocabulary), dtype)
             yield Trial("linear_log_probs", Options(), (TOKENS, WIDTH, vocabulary), dtype, backward=False)
+    yield Trial("linear_log_probs", Options(), (TOKENS, WIDTH, VOCABULARIES[-1]), "bf16", "recomputing, all")
 
 
 CASE = HeadCase(
@@ -30,7 +35,7 @@ CASE = HeadCase(
     letters=("M", "K", "V"),
     meaning="tokens × width × vocabulary",
     parameters=frozenset({"linear_weight"}),
-    flags=frozenset(),
+    flags=frozenset({"recompute"}),
     grids=(
         Grid(
             name="linear_log_probs",
@@ -45,7 +50,7 @@ CASE = HeadCase(
     ours=functional.linear_log_probs,
     torch_expression=reference.linear_log_probs,
     operation="linear_log_probs",
-    our_keywords=_keywords,
+    our_keywords=_our_keywords,
     torch_keywords=_keywords,
     results=("log_probs", "entropies"),
     result_dtype=torch.float32,

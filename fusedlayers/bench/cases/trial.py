@@ -19,17 +19,17 @@ WHOLE, RAGGED = (1024, 512), (1061, 488)
 # store what is hidden, or pre-activations; in little memory, so that there are several chunks of logits; and weights
 # that lie transposed, which the pipelined kernels read as they are.
 MACHINES: dict[str, dict[str, Any]] = {
-    "few": {"processors": 4},
+    "few": {"sms": 4},
     "all": {},
     "portable": {"pipelined": False},
-    "recomputing": {"processors": 4, "recompute": True},
+    "recomputing": {"sms": 4, "recompute": True},
     "recomputing, all": {"recompute": True},
     "recomputing, portable": {"pipelined": False, "recompute": True},
-    "in chunks": {"processors": 4, "workspace": 2},
-    "in chunks, recomputing": {"processors": 4, "recompute": True, "workspace": 2},
+    "in chunks": {"sms": 4, "workspace": 2},
+    "in chunks, recomputing": {"sms": 4, "recompute": True, "workspace": 2},
     "in chunks, recomputing, portable": {"pipelined": False, "recompute": True, "workspace": 2},
-    "few, transposed": {"processors": 4, "transposed": True},
-    "recomputing, transposed": {"processors": 4, "recompute": True, "transposed": True},
+    "few, transposed": {"sms": 4, "transposed": True},
+    "recomputing, transposed": {"sms": 4, "recompute": True, "transposed": True},
 }
 # What is no fact of the device: an argument of the call, MiB of temporary memory, and how weights lie.
 _NO_FACTS = ("recompute", "workspace", "transposed")

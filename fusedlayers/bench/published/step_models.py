@@ -22,8 +22,12 @@ from torch import Tensor, nn
 from ...replacing import replace as replace_layers
 
 TORCH, AUTO, KERNELS, RECOMPUTE, LIGER = "torch", "auto", "kernels", "recompute", "liger"
-NAMES = (TORCH, AUTO, KERNELS, RECOMPUTE, LIGER)
-OURS = (AUTO, KERNELS, RECOMPUTE)
+# Auto mode with norms; and Liger-Kernel's norms and rotary embedding with our FFN and loss.
+NORM, LIGER_AUTO = "auto-norm", "liger-auto"
+NAMES = (TORCH, AUTO, NORM, KERNELS, RECOMPUTE, LIGER, LIGER_AUTO)
+OURS = (AUTO, NORM, KERNELS, RECOMPUTE, LIGER_AUTO)
+# What Liger-Kernel leaves to us: names of its options, of which a model's function has some.
+_LEFT_TO_US = dict.fromkeys(("swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy"), False)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,10 @@ SMALL_IMAGE, SMALL_PATCH = 12, 4
 
 @dataclass(frozen=True)
 class StepModel:
-    """``kind`` is the library's name before ``Config``; with ``task`` behind it, that of the model's class."""
+    """``kind`` is the library's name before ``Config``; with ``task`` behind it, that of the model's class.
+
+    With ``rank`` the linear layers of the FFNs have peft's adapters of this rank, and all else is frozen.
+    """
 
     name: str
     title: str
@@ -58,6 +65,7 @@ class StepModel:
     task: str
     sizes: Sizes
     options: Callable[[Sizes], dict[str, Any]]
+    rank: int = 0
 
     def small(self) -> StepModel:
         """The same with few numbers."""
@@ -71,7 +79,15 @@ class StepModel:
         config.use_cache = False
         with torch.device(device):
             model: nn.Module = getattr(library, f"{self.kind}{self.task}")(config)
-        return model.to(dtype).train()
+        model = model.to(dtype)
+        if self.rank:
+            peft = importlib.import_module("peft")
+            # Random factors, so that every gradient has something to be compared with.
+            adapters = peft.LoraConfig(
+                r=self.rank, lora_alpha=2 * self.rank, target_modules=_ADAPTED, init_lora_weights=False
+            )
+            model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)
+        return model.train()
 
     def inputs(self, device: torch.device, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
         """Of one step."""
@@ -96,6 +112,11 @@ def _image(s: Sizes) -> tuple[int, int]:
 
 def _llama(s: Sizes, shared_heads: int = 1) -> dict[str, Any]:
     return _encoder(s) | {"num_key_value_heads": max(1, s.heads // shared_heads), "vocab_size": s.vocabulary}
+
+
+def _mixtral(s: Sizes) -> dict[str, Any]:
+    # Two of eight experts for each token, in transformers' default implementation.
+    return _llama(s, shared_heads=2) | {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 
 def _encoder(s: Sizes) -> dict[str, Any]:
@@ -131,6 +152,7 @@ def _vit(s: Sizes) -> dict[str, Any]:
 
 
 _LM, _MASKED = "ForCausalLM", "ForMaskedLM"
+_ADAPTED = ["gate_proj", "up_proj", "down_proj"]
 STEP_MODELS: dict[str, StepModel] = {
     model.name: model
     for model in (
@@ -149,9 +171,17 @@ STEP_MODELS: dict[str, StepModel] = {
             Sizes(768, 3072, 12, 1000, 128, 197), _vit,
         ),
         StepModel("opt-1024", "OPT, 1024 × 4096", "OPT", _LM, Sizes(1024, 4096, 16, 50_272, 8, 2048), _opt),
+        StepModel(
+            "mixtral-1024", "Mixtral, 8 experts of 1024 × 2048", "Mixtral", _LM, Sizes(1024, 2048, 16, 32_000, 8, 2048),
+            _mixtral,
+        ),
         StepModel("bert-128", "BERT, 128 × 512", "Bert", _MASKED, Sizes(128, 512, 2, 4096, 128, 512), _bert),
         StepModel("llama-256", "Llama, 256 × 768", "Llama", _LM, Sizes(256, 768, 4, 4096, 32, 2048), _llama),
         StepModel("llama-512", "Llama, 512 × 1408", "Llama", _LM, Sizes(512, 1408, 8, 4096, 16, 2048), _llama),
+        StepModel(
+            "llama-2048-lora", "Llama, 2048 × 8192, LoRA of rank 16", "Llama", _LM,
+            Sizes(2048, 8192, 16, 32_000, 8, 2048), _llama, rank=16,
+        ),
     )
 }  # fmt: skip
 
@@ -173,19 +203,23 @@ def variants(plain: nn.Module, names: Sequence[str]) -> dict[str, Variant]:
             found[name] = Variant(plain)
             continue
         model = copy.deepcopy(plain, {id(parameter): parameter for parameter in plain.parameters()})
-        found[name] = _with_liger(model) if name == LIGER else _replaced(model, recompute=name == RECOMPUTE)
+        variant = Variant(model)
+        if name in (LIGER, LIGER_AUTO):
+            variant = _with_liger(model, {} if name == LIGER else _LEFT_TO_US)
+        found[name] = variant if name == LIGER or variant.model is None else _replaced(variant, name)
     return found
 
 
-def _replaced(model: nn.Module, recompute: bool) -> Variant:
+def _replaced(variant: Variant, name: str) -> Variant:
+    assert variant.model is not None
     with warnings.catch_warnings():
         # That nothing was replaced: the record says so.
         warnings.simplefilter("ignore")
-        report = replace_layers(model, recompute=True if recompute else "auto")
-    return Variant(model) if report.replaced else Variant(None, "nothing of it is replaced")
+        report = replace_layers(variant.model, recompute=True if name == RECOMPUTE else "auto", norm=name == NORM)
+    return variant if report.replaced else Variant(None, "nothing of it is replaced")
 
 
-def _with_liger(model: nn.Module) -> Variant:
+def _with_liger(model: nn.Module, options: dict[str, bool]) -> Variant:
     """Liger-Kernel's layers in this model. What it changes in the library holds for this model alone."""
     try:
         liger = importlib.import_module("liger_kernel.transformers")
@@ -198,7 +232,7 @@ def _with_liger(model: nn.Module) -> Variant:
     before = dict(vars(library))
     reason = ""
     try:
-        liger._apply_liger_kernel_to_instance(model=model)
+        liger._apply_liger_kernel_to_instance(model=model, **options)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     changed = {name: value for name, value in vars(library).items() if name in before and before[name] is not value}

@@ -9,15 +9,17 @@ from ..record import Record
 from ..tables import NONE, Table, median, rows_with_times, timed_rows
 from .endings import day_and_commit, over_torch
 from .plots import figure_class, save
-from .step_models import AUTO, KERNELS, LIGER, NAMES, RECOMPUTE, TORCH
+from .step_models import AUTO, KERNELS, LIGER, LIGER_AUTO, NAMES, NORM, RECOMPUTE, TORCH
 
 MODES = ("eager", "compile", "reduce-overhead")
 # The most that a step may take with ours in auto mode, as a multiple of the same model's without, in the same mode.
 LIMIT = 1.02
-_COLOURS = {AUTO: "#0072b2", KERNELS: "#e69f00", RECOMPUTE: "#56b4e9", LIGER: "#cc79a7"}
+_COLOURS = {
+    AUTO: "#0072b2", NORM: "#009e73", KERNELS: "#e69f00", RECOMPUTE: "#56b4e9", LIGER: "#cc79a7", LIGER_AUTO: "#d55e00",
+}  # fmt: skip
 _LABELS = {
-    AUTO: "fusedlayers, auto mode", KERNELS: "fusedlayers, kernels forced", RECOMPUTE: "fusedlayers, recompute=True",
-    LIGER: "Liger-Kernel",
+    AUTO: "fusedlayers, auto mode", NORM: "fusedlayers with norm=True", KERNELS: "fusedlayers, kernels forced",
+    RECOMPUTE: "fusedlayers, recompute=True", LIGER: "Liger-Kernel", LIGER_AUTO: "Liger-Kernel with fusedlayers",
 }  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from ...closeness import MAX_ERROR_LIMIT, RMS_FLOOR
 from ...functional.dispatch import decisions
 from ...functional.switches import switched
+from ...replacing.expert_ffns import run_eagerly
 from .. import record as records
 from ..arguments import add_record_options, chosen_device, positive, record_path, several
 from ..cases import DTYPES
@@ -38,7 +39,20 @@ from ..timing import NotTimed, Timing, loop_clock_for, measure
 from ..verification import Finding, Verification
 from . import step_tables
 from .endings import finish
-from .step_models import AUTO, KERNELS, LIGER, NAMES, OURS, STEP_MODELS, TORCH, StepModel, Variant, variants
+from .step_models import (
+    AUTO,
+    KERNELS,
+    LIGER,
+    LIGER_AUTO,
+    NAMES,
+    NORM,
+    OURS,
+    STEP_MODELS,
+    TORCH,
+    StepModel,
+    Variant,
+    variants,
+)  # fmt: skip
 from .step_tables import MODES
 from .step_tables import markdown as markdown
 from .step_tables import plot as plot
@@ -232,8 +246,10 @@ def _forget(device: torch.device) -> None:
 def _why_untimed(name: str, mode: str, device: torch.device) -> str:
     if name == KERNELS and device.type != "cuda":
         return "the interpreter's time means nothing"
-    if name == LIGER and mode != "eager":
+    if name in (LIGER, LIGER_AUTO) and mode != "eager":
         return "timed as it is, eager"
+    if name == NORM and mode != "eager":
+        return "compiled models run their own norms"
     if name == KERNELS and mode != "eager":
         # The switch is no part of what the compiler guards: what it made of auto mode would run.
         return "auto mode decides in compiled models"
@@ -254,6 +270,7 @@ class Truth:
         own = next(plain.parameters()).dtype
         wider = torch.float64 if own is torch.float32 else torch.float32
         exact = copy.deepcopy(plain).to(wider)
+        run_eagerly(exact)
         inputs = {name: tensor.to(wider) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
         loss = exact(**inputs).loss
         loss.backward()

@@ -24,7 +24,7 @@ LIMIT = 180.0
 
 
 def process_count(trials: int, device: torch.device) -> int:
-    """As many as there are processors for, and memory on the device."""
+    """As many as there are SMs for, and memory on the device."""
     room = torch.cuda.mem_get_info(device)[0] // BYTES_PER_PROCESS
     return max(1, min(trials, os.cpu_count() or 1, MOST_PROCESSES, room))
 

@@ -42,15 +42,22 @@ def reduced(head: Head, saving: bool) -> tuple[Tensor, Tensors]:
 
 
 def gradients(
-    head: Head, wanted: Sequence[bool], statistics: Tensor, upstream: Tensor
+    head: Head,
+    wanted: Sequence[bool],
+    statistics: Tensor,
+    upstream: Tensor,
+    entropies: Tensor | None = None,
+    entropy_upstream: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The wanted gradients of input, linear_weight and linear_bias, for upstream gradients ``[M]`` of the losses."""
+    """The wanted gradients of input, linear_weight and linear_bias, for contiguous upstream gradients ``[M]`` of losses
+    and entropies."""
     plan, input, dtype = head.plan, head.input, head.input.dtype
     assert plan.gradient_tiles is not None
     tokens, classes = len(input), head.classes
     factors = kernels.row_factors(
-        head.target, head.weight, head.weight_sum, classes, head.arithmetic, statistics, upstream
-    )
+        head.target, head.weight, head.weight_sum, classes, head.arithmetic, statistics, upstream, entropies,
+        entropy_upstream,
+    )  # fmt: skip
     sums_dtype = accumulated(dtype)
     dx = input.new_empty(input.shape, dtype=sums_dtype) if wanted[0] else None
     dw = input.new_empty(head.linear_weight.shape) if wanted[1] else None

@@ -104,6 +104,13 @@ class LinearCrossEntropy:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoeFFN:
+    """Floating-point operations of the forward pass of experts, by whether gradients are wanted."""
+
+    faster_from: Mapping[bool, Threshold]
+
+
+@dataclass(frozen=True, kw_only=True)
 class TileCosts:
     """What a pipelined tile of a weight gradient costs, which the choice among them is made by."""
 
@@ -136,6 +143,7 @@ class Figures:
     weight_gradient: WeightGradient | None = None
     linear: Linear | None = None
     linear_cross_entropy: LinearCrossEntropy | None = None
+    moe_ffn: MoeFFN | None = None
 
 
 # By architecture, one for each file of this folder.

@@ -34,10 +34,10 @@ def _produce(
 def _finish(
     consumer: gl.constexpr, c, out_desc, weight_ptr, row, column, place, factors, V, scale, softcap, inverse_cap,
     places, sent, PLACES: gl.constexpr, SCALED: gl.constexpr, SOFTCAP: gl.constexpr, SMOOTHING: gl.constexpr,
-    ACCURACY: gl.constexpr,
+    ENTROPY: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     """Sends the gradient of the logits from ``column`` on; returns how many parts were sent."""
-    top, by_share, by_target, by_weight = factors
+    top, by_share, by_target, by_weight, by_logarithm = factors
     cols = column + gl.arange(0, PART, gl.SliceLayout(0, c.type.layout))
     x, slope = logits_of(c, scale, softcap, inverse_cap, SCALED, SOFTCAP, ACCURACY)
     if SMOOTHING and weight_ptr is not None:
@@ -46,8 +46,9 @@ def _finish(
         class_weights = 1.0
     hit = gl.expand_dims(cols, 0) == gl.expand_dims(place, 1)
     gradient = gradient_of(
-        x, slope, hit, class_weights, top, 0.0, by_share, 0.0, by_target, by_weight, False, SMOOTHING, "hardware"
-    )
+        x, slope, hit, class_weights, top, 0.0, by_share, by_logarithm, by_target, by_weight, ENTROPY, SMOOTHING,
+        "hardware",
+    )  # fmt: skip
     if column + PART > V:
         gradient = gl.where(gl.expand_dims(cols < V, 0), gradient, 0.0)
     return send(consumer, out_desc, row, column, gradient, places, sent, PLACES)
@@ -56,11 +57,12 @@ def _finish(
 @gluon.jit
 def _consume(
     consumer: gl.constexpr, out_desc, target_ptr, bias_ptr, weight_ptr, top_ptr, by_share_ptr, by_target_ptr,
-    by_weight_ptr, x_ring, w_ring, places, full, empty, lead, bands, tile_columns, steps, M, V, start, scale, softcap,
-    inverse_cap, COLUMNS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, PLACES: gl.constexpr,
+    by_weight_ptr, by_logarithm_ptr, x_ring, w_ring, places, full, empty, lead, bands, tile_columns, steps, M, V, start,
+    scale, softcap, inverse_cap, COLUMNS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, PLACES: gl.constexpr,
     GROUP: gl.constexpr, SCALED: gl.constexpr, SOFTCAP: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     SMOOTHING: gl.constexpr = by_weight_ptr is not None
+    ENTROPY: gl.constexpr = by_logarithm_ptr is not None
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     lanes = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     count = 0
@@ -81,7 +83,11 @@ def _consume(
             by_weight = gl.expand_dims(gl.load(by_weight_ptr + rows, mask=inside, other=0.0), 1)
         else:
             by_weight = by_target
-        factors = (top, by_share, by_target, by_weight)
+        if ENTROPY:
+            by_logarithm = gl.expand_dims(gl.load(by_logarithm_ptr + rows, mask=inside, other=0.0), 1)
+        else:
+            by_logarithm = by_target
+        factors = (top, by_share, by_target, by_weight, by_logarithm)
         acc = begin(bias_ptr, column, V, COLUMNS)
         acc = multiply(consumer, acc, x_ring, w_ring, full, empty, lead, count, steps, STAGES, LEAD)
         count += 1
@@ -93,11 +99,11 @@ def _consume(
                 first, second = halves(right)
             sent = _finish(
                 consumer, first, out_desc, weight_ptr, row, column + half * 2 * PART, place, factors, V, scale, softcap,
-                inverse_cap, places, sent, PLACES, SCALED, SOFTCAP, SMOOTHING, ACCURACY,
+                inverse_cap, places, sent, PLACES, SCALED, SOFTCAP, SMOOTHING, ENTROPY, ACCURACY,
             )  # fmt: skip
             sent = _finish(
                 consumer, second, out_desc, weight_ptr, row, column + (half * 2 + 1) * PART, place, factors, V, scale,
-                softcap, inverse_cap, places, sent, PLACES, SCALED, SOFTCAP, SMOOTHING, ACCURACY,
+                softcap, inverse_cap, places, sent, PLACES, SCALED, SOFTCAP, SMOOTHING, ENTROPY, ACCURACY,
             )  # fmt: skip
     tma.store_wait(0)
 
@@ -105,7 +111,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["M", "bands", "start", "scale", "softcap", "inverse_cap"])
 def _pipelined_logit_gradient_kernel(
     x_desc, w_desc, out_desc, target_ptr, bias_ptr, weight_ptr, top_ptr, by_share_ptr, by_target_ptr, by_weight_ptr,
-    inner, V, tile_columns, M, bands, start, scale, softcap, inverse_cap,
+    by_logarithm_ptr, inner, V, tile_columns, M, bands, start, scale, softcap, inverse_cap,
     COLUMNS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, PLACES: gl.constexpr,
     GROUP: gl.constexpr, SCALED: gl.constexpr, SOFTCAP: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
@@ -116,13 +122,13 @@ def _pipelined_logit_gradient_kernel(
     gl.warp_specialize([
         (_consume, (
             gl.constexpr(0), out_desc, target_ptr, bias_ptr, weight_ptr, top_ptr, by_share_ptr, by_target_ptr,
-            by_weight_ptr, x_ring, w_ring, places, full, empty, lead, bands, tile_columns, steps, M, V, start, scale,
-            softcap, inverse_cap, COLUMNS, STAGES, LEAD, PLACES, GROUP, SCALED, SOFTCAP, ACCURACY,
+            by_weight_ptr, by_logarithm_ptr, x_ring, w_ring, places, full, empty, lead, bands, tile_columns, steps, M,
+            V, start, scale, softcap, inverse_cap, COLUMNS, STAGES, LEAD, PLACES, GROUP, SCALED, SOFTCAP, ACCURACY,
         )),
         (_consume, (
             gl.constexpr(1), out_desc, target_ptr, bias_ptr, weight_ptr, top_ptr, by_share_ptr, by_target_ptr,
-            by_weight_ptr, x_ring, w_ring, places, full, empty, lead, bands, tile_columns, steps, M, V, start, scale,
-            softcap, inverse_cap, COLUMNS, STAGES, LEAD, PLACES, GROUP, SCALED, SOFTCAP, ACCURACY,
+            by_weight_ptr, by_logarithm_ptr, x_ring, w_ring, places, full, empty, lead, bands, tile_columns, steps, M,
+            V, start, scale, softcap, inverse_cap, COLUMNS, STAGES, LEAD, PLACES, GROUP, SCALED, SOFTCAP, ACCURACY,
         )),
         (_produce, (
             x_desc, w_desc, x_ring, w_ring, full, empty, bands, tile_columns, inner, COLUMNS, STEP, STAGES, GROUP,

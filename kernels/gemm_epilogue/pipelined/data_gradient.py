@@ -27,12 +27,12 @@ def _copy_terms(
         row = tile_row * TILE
         column = tile_column * TILE
         position = copy_tile(
-            dz_desc, up_desc, None, left_ring, right_ring, full, empty, row, column, inner, position,
+            dz_desc, up_desc, None, left_ring, right_ring, full, empty, row, column, inner, position, 0,
             RIGHT_TRANSPOSED, STEP, STAGES,
         )  # fmt: skip
         if d_gate_desc is not None:
             position = copy_tile(
-                d_gate_desc, w_gate_desc, None, left_ring, right_ring, full, empty, row, column, inner, position,
+                d_gate_desc, w_gate_desc, None, left_ring, right_ring, full, empty, row, column, inner, position, 0,
                 RIGHT_TRANSPOSED, STEP, STAGES,
             )  # fmt: skip
 

@@ -6,12 +6,11 @@ adds up what it has of a column; threads are asked for theirs only where the sum
 
 import torch
 
-from ...activations import activation_unit, hidden_and_slopes, through_activation
+from ...activations import activation_unit, limited_hidden_and_slopes, through_activation
 from ...dropout import Dropout
 from ...hopper import Matrix, copy_in, dense, fence_async_shared, gl, gluon, mbarrier, tma
 from ...launching import Launch
 from ...pipeline import init_barriers, stage_of
-from ...tiles import grouped_tile
 from ...tuning import EpiloguePipeline
 from ..low_rank import LowRank, low_rank_copies
 from .products import (
@@ -24,7 +23,9 @@ from .products import (
     dropped,
     make_ring,
     multiply,
+    rows_in_use,
     send,
+    tile_of,
 )
 
 
@@ -40,12 +41,13 @@ def _copy_quarter(desc, row, column, tiles, full, empty, consumer, position, STA
 
 @gluon.jit
 def _copy_pre_activations(
-    z_desc, gate_desc, tiles, full, empty, tile_rows, tile_columns, STAGES: gl.constexpr, GROUP: gl.constexpr
-):
+    z_desc, gate_desc, tiles, full, empty, tile_rows, tile_columns, experts,
+    STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
     PARTS: gl.constexpr = 1 if gate_desc is None else 2
     count = 0
     for index in range(gl.program_id(0), tile_rows * tile_columns, gl.num_programs(0)):
-        tile_row, tile_column = grouped_tile(index, tile_rows, tile_columns, GROUP)
+        tile_row, tile_column, _ = tile_of(index, tile_rows, tile_columns, experts, GROUP)
         consumer = count % 2
         position = count // 2 * (4 * PARTS)
         for quarter in gl.static_range(4):
@@ -95,15 +97,29 @@ def _store_sums(sums_ptr, sums, column, N):
 
 
 @gluon.jit
+def _weights_of(weights_ptr, rows):
+    if weights_ptr is None:
+        return gl.full([HALF], 1.0, gl.float32, rows.type.layout)
+    else:
+        return gl.load(weights_ptr + rows)
+
+
+@gluon.jit
 def _finish(
-    consumer: gl.constexpr, d_hidden, row, column, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout,
-    tiles, tile_full, tile_empty, position, places, sent, sums,
-    Z_STAGES: gl.constexpr, PLACES: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
-    ACCURACY: gl.constexpr,
+    consumer: gl.constexpr, d_hidden, row, column, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, limits,
+    tiles, tile_full, tile_empty, position, places, sent, sums, weights, weight_sums, WEIGHTED: gl.constexpr,
+    Z_STAGES: gl.constexpr, PLACES: gl.constexpr, GATED: gl.constexpr, LIMITED: gl.constexpr,
+    ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
-    """The results of a quarter of a tile; ``sums`` with its own added. With a gate, they are stored at once instead."""
+    """The results of a quarter of a tile; ``sums`` with its own added. With a gate, they are stored at once instead.
+
+    Where rows are ``WEIGHTED``, ``d_hidden`` is not yet, and the hidden is stored weighted; ``weight_sums`` come back
+    with what the quarter adds to the gradient of each row's weight.
+    """
     layout: gl.constexpr = d_hidden.type.layout
-    UNIT: gl.constexpr = activation_unit(ACTIVATION, ACCURACY)
+    WHOLE: gl.constexpr = activation_unit(ACTIVATION, ACCURACY)
+    # The weights of rows come in that unit.
+    UNIT: gl.constexpr = 1.0 if WEIGHTED else WHOLE
     PARTS: gl.constexpr = 2 if GATED else 1
     if dropout[0] is not None:
         kept = draw(dropout, row, column, layout)
@@ -113,16 +129,34 @@ def _finish(
         z_gate = _take(consumer, tiles, tile_full, position + 1, Z_STAGES, layout)
     else:
         z_gate = z
-    hidden, slope, gate_slope = hidden_and_slopes(z, z_gate, GATED, ACTIVATION, ACCURACY)
+    limit, offset = limits
+    hidden, slope, gate_slope = limited_hidden_and_slopes(
+        z, z_gate, limit, offset, GATED, LIMITED, ACTIVATION, ACCURACY
+    )
+    if WEIGHTED:
+        weight_sums += gl.sum(d_hidden * hidden, 1) * WHOLE
+        weights = gl.expand_dims(weights * WHOLE, 1)
+        hidden *= weights
+        d_hidden *= weights
+    if GATED:
+        dz = d_hidden * slope * UNIT
+        d_gate = through_activation(d_hidden, gate_slope, z_gate, ACTIVATION) * UNIT
+    else:
+        dz = through_activation(d_hidden, slope, z, ACTIVATION) * UNIT
+    if WEIGHTED:
+        # Padding, which has no weight, ends as zeros: 0 times an infinite weight of the layer is NaN.
+        dz = gl.where(weights != 0, dz, 0.0)
+        hidden = gl.where(weights != 0, hidden, 0.0)
+        if GATED:
+            d_gate = gl.where(weights != 0, d_gate, 0.0)
+    if GATED and sums_ptr is None:
+        # Before anything is sent: in float32, what waits for its turn takes more registers than there are.
+        dz, d_gate = dz.to(dz_desc.dtype), d_gate.to(dz_desc.dtype)
     if hidden_desc is not None:
         if dropout[0] is not None:
             hidden = dropped(hidden, kept, dropout[2])
         sent = send(consumer, hidden_desc, row, column, hidden * UNIT, places, sent, PLACES)
         _release(consumer, tile_empty, position, PARTS, Z_STAGES)
-    if GATED:
-        dz = d_hidden * slope * UNIT
-    else:
-        dz = through_activation(d_hidden, slope, z, ACTIVATION) * UNIT
     sent = send(consumer, dz_desc, row, column, dz, places, sent, PLACES)
     if not GATED and hidden_desc is None:
         _release(consumer, tile_empty, position, PARTS, Z_STAGES)
@@ -133,22 +167,22 @@ def _finish(
         else:
             sums += _own_sums(dz, M - row)
     if GATED:
-        d_gate = through_activation(d_hidden, gate_slope, z_gate, ACTIVATION) * UNIT
         sent = send(consumer, d_gate_desc, row, column, d_gate, places, sent, PLACES)
         if sums_ptr is not None:
             _store_sums(band_ptr + N, _own_sums(d_gate, M - row), column, N)
     if GATED and hidden_desc is None:
         _release(consumer, tile_empty, position, PARTS, Z_STAGES)
-    return position + PARTS, sent, sums
+    return position + PARTS, sent, sums, weight_sums
 
 
 @gluon.jit
 def _consume(
     consumer: gl.constexpr, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
-    full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M,
+    full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, experts, weights_ptr,
+    weight_sums_ptr, limits,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr,
-    PLACES: gl.constexpr, GROUP: gl.constexpr, STAYS: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
-    ACCURACY: gl.constexpr,
+    PLACES: gl.constexpr, GROUP: gl.constexpr, STAYS: gl.constexpr, GATED: gl.constexpr, LIMITED: gl.constexpr,
+    ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -159,11 +193,15 @@ def _consume(
     zero = _own_sums(gl.zeros([HALF, HALF], gl.float32, half_layout), HALF)
     left_sums = zero
     right_sums = zero
+    rows = gl.arange(0, HALF, gl.SliceLayout(1, half_layout))
     first = gl.program_id(0) + consumer * gl.num_programs(0)
     for index in range(first, tile_rows * tile_columns, 2 * gl.num_programs(0)):
-        tile_row, tile_column = grouped_tile(index, tile_rows, tile_columns, GROUP)
+        tile_row, tile_column, _ = tile_of(index, tile_rows, tile_columns, experts, GROUP)
         column = tile_column * TILE
         start = gl.zeros([HALF, TILE], gl.float32, layout)
+        # Before the product, which takes as long as they need to arrive.
+        top_weights = _weights_of(weights_ptr, tile_row * TILE + rows)
+        bottom_weights = _weights_of(weights_ptr, tile_row * TILE + HALF + rows)
         top, bottom = multiply(
             consumer, start, start, left_ring, right_ring, full, empty, turns, turn, steps, RIGHT_TRANSPOSED, STAGES
         )
@@ -174,16 +212,20 @@ def _consume(
             else:
                 left, right = column_halves(bottom, half_layout)
             row = tile_row * TILE + half * HALF
-            position, sent, left_sums = _finish(
+            weights = top_weights if half == 0 else bottom_weights
+            weight_sums = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, half_layout))
+            position, sent, left_sums, weight_sums = _finish(
                 consumer, left, row, column, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout,
-                tiles, tile_full, tile_empty, position, places, sent, left_sums, Z_STAGES, PLACES, GATED, ACTIVATION,
-                ACCURACY,
+                limits, tiles, tile_full, tile_empty, position, places, sent, left_sums, weights, weight_sums,
+                weights_ptr is not None, Z_STAGES, PLACES, GATED, LIMITED, ACTIVATION, ACCURACY,
             )  # fmt: skip
-            position, sent, right_sums = _finish(
+            position, sent, right_sums, weight_sums = _finish(
                 consumer, right, row, column + HALF, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout,
-                tiles, tile_full, tile_empty, position, places, sent, right_sums, Z_STAGES, PLACES, GATED, ACTIVATION,
-                ACCURACY,
+                limits, tiles, tile_full, tile_empty, position, places, sent, right_sums, weights, weight_sums,
+                weights_ptr is not None, Z_STAGES, PLACES, GATED, LIMITED, ACTIVATION, ACCURACY,
             )  # fmt: skip
+            if weight_sums_ptr is not None:
+                gl.store(weight_sums_ptr + tile_column.to(gl.int64) * M + row + rows, weight_sums)
         if sums_ptr is not None and not GATED and not STAYS:
             band_ptr = sums_ptr + tile_row.to(gl.int64) * N
             _store_sums(band_ptr, left_sums, column, N)
@@ -200,18 +242,28 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tile_rows", "M", "drop_limit", "keep_scale", "mask_row", "mask_column"])
+@gluon.jit(
+    do_not_specialize=[
+        "expert_count", "weight_rows", "tile_rows", "M", "drop_limit", "keep_scale", "mask_row", "mask_column",
+        "limit", "offset",
+    ]
+)  # fmt: skip
 def _pipelined_epilogue_gradient_kernel(
-    dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, v_desc, a_desc, sums_ptr, seed_ptr, inner,
-    N, tile_columns, whole, rank, tile_rows, M, drop_limit, keep_scale, mask_row, mask_column,
+    dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, v_desc, a_desc, sums_ptr, seed_ptr,
+    tile_expert_ptr, starts_ptr, weights_ptr, weight_sums_ptr, inner, N, tile_columns, whole, rank, expert_count,
+    weight_rows, tile_rows, M, drop_limit, keep_scale, mask_row, mask_column, limit, offset,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr,
-    PLACES: gl.constexpr, GROUP: gl.constexpr, STAYS: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+    PLACES: gl.constexpr, GROUP: gl.constexpr, STAYS: gl.constexpr, LIMITED: gl.constexpr, ACTIVATION: gl.constexpr,
+    ACCURACY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = dy_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     GATED: gl.constexpr = gate_desc is not None
     dropout = (seed_ptr, drop_limit, keep_scale, mask_row, mask_column)
     low_rank = (v_desc, a_desc, None, rank, 0)
+    experts = (tile_expert_ptr, starts_ptr, expert_count, weight_rows)
+    tile_rows = rows_in_use(tile_rows, experts)
+    limits = (limit, offset)
     left_ring, right_ring, full, empty, turns = make_ring(dy_desc, down_desc, RIGHT_TRANSPOSED, STEP, STAGES)
     tiles = gl.allocate_shared_memory(dtype, [2 * Z_STAGES, HALF, HALF], z_desc.layout)
     places = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, HALF], dz_desc.layout)
@@ -222,20 +274,22 @@ def _pipelined_epilogue_gradient_kernel(
     gl.warp_specialize([
         (_consume, (
             gl.constexpr(0), dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
-            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, whole, N, M, RIGHT_TRANSPOSED,
-            STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED, ACTIVATION, ACCURACY,
+            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, whole, N, M, experts, weights_ptr,
+            weight_sums_ptr, limits, RIGHT_TRANSPOSED, STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED, LIMITED,
+            ACTIVATION, ACCURACY,
         )),
         (_consume, (
             gl.constexpr(1), dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
-            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, whole, N, M, RIGHT_TRANSPOSED,
-            STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED, ACTIVATION, ACCURACY,
+            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, whole, N, M, experts, weights_ptr,
+            weight_sums_ptr, limits, RIGHT_TRANSPOSED, STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED, LIMITED,
+            ACTIVATION, ACCURACY,
         )),
         (copy_operands, (
             dy_desc, down_desc, None, low_rank, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
-            RIGHT_TRANSPOSED, STEP, STAGES, GROUP,
+            experts, RIGHT_TRANSPOSED, STEP, STAGES, GROUP,
         )),
         (_copy_pre_activations, (
-            z_desc, gate_desc, tiles, tile_full, tile_empty, tile_rows, tile_columns, Z_STAGES, GROUP,
+            z_desc, gate_desc, tiles, tile_full, tile_empty, tile_rows, tile_columns, experts, Z_STAGES, GROUP,
         )),
     ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
@@ -253,15 +307,18 @@ def prepare_hidden_gradient(
     pipeline: EpiloguePipeline,
     dropout: Dropout,
     low_rank: LowRank | None,
+    experts: int = 0,
+    limits: tuple[float, float] | None = None,
 ) -> Launch | None:
     """The launch for operands of these layouts, whose gradients have rows ``row_stride`` apart.
 
-    None where TMA cannot read ``low_rank``.
+    None where TMA cannot read ``low_rank``. With ``experts``, rows are sorted by them, and have weights; w_down is
+    those of all, behind one another. ``limits`` are those of :func:`limited_hidden_and_slopes`.
     """
     tile, half = TILE.value, HALF.value
     rows, columns = z.rows, z.columns
     tile_rows, tile_columns = -(-rows // tile), -(-columns // tile)
-    stays = pipeline.stays and bias and z_gate is None and tile_rows > 1
+    stays = pipeline.stays and bias and z_gate is None and tile_rows > 1 and not experts
     programs = pipeline.programs_for_columns(tile_columns) if stays else pipeline.programs
     assert programs > 0, "planned for fewer columns of tiles"
     right_block = pipeline.step, columns_at_once(down.transposed)
@@ -272,11 +329,14 @@ def prepare_hidden_gradient(
     return Launch(
         _pipelined_epilogue_gradient_kernel,
         min(tile_rows * tile_columns, programs),
-        (dy.columns, columns, tile_columns, copies.whole(dy.columns, pipeline.step), copies.columns),
-        (tile_rows, rows, *dropout.numbers()),
+        (
+            dy.columns, columns, tile_columns, copies.whole(dy.columns, pipeline.step), copies.columns, experts,
+            down.step,
+        ),
+        (tile_rows, rows, *dropout.numbers(), *(limits or (0.0, 0.0))),
         (
             down.transposed, pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places,
-            1 if stays else pipeline.group, stays, activation, accuracy,
+            1 if stays else pipeline.group, stays, limits is not None, activation, accuracy,
         ),
         geometries=(
             dy.geometry(half, pipeline.step),
@@ -292,11 +352,16 @@ def prepare_hidden_gradient(
 
 
 def launch_hidden_gradient(
-    prepared: Launch, matrices: tuple[torch.Tensor | None, ...], vectors: tuple[torch.Tensor | None, ...]
+    prepared: Launch,
+    matrices: tuple[torch.Tensor | None, ...],
+    vectors: tuple[torch.Tensor | None, ...],
+    sorting: tuple[torch.Tensor | None, ...] = (None, None, None, None),
 ) -> None:
     """Fills the last three of (dy, down, z, z_gate, dz, d_gate, hidden), ``[M, N]``, where they are given.
 
     Behind them come the first two of a ``LowRank`` as TMA copies them. ``vectors`` are the sums,
-    ``[bands, parts × N]``, and the seed.
+    ``[bands, parts × N]``, and the seed; ``sorting`` the expert of each row of tiles, where the rows of each expert
+    begin, the weights ``[M]`` of the rows in float32, and the sums for their gradients, one for each column of tiles,
+    ``[columns of tiles, M]``.
     """
-    prepared(vectors, matrices)
+    prepared((*vectors, *sorting), matrices)

@@ -47,8 +47,44 @@ def make_ring(left_desc, right_desc, RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.co
 
 
 @gluon.jit
+def rows_in_use(tile_rows, experts):
+    """How many rows of tiles there are: of rows sorted by expert, only the device knows."""
+    _, starts_ptr, COUNT, _ = experts
+    if starts_ptr is None:
+        return tile_rows
+    else:
+        return gl.load(starts_ptr + COUNT) // TILE
+
+
+@gluon.jit
+def tile_of(index, tile_rows, tile_columns, experts, GROUP: gl.constexpr):
+    """(tile row, tile column, expert) of the ``index``-th tile.
+
+    ``experts`` are, where rows are sorted by them, the expert of each row of tiles, where the rows of each begin, which
+    is the start of a tile, how many they are, and how many rows of the weights each has. Tiles of one expert follow
+    one another, in groups of about ``GROUP`` rows of tiles: they share the expert's weights in the cache.
+    """
+    tile_expert_ptr, starts_ptr, _, _ = experts
+    if tile_expert_ptr is None:
+        tile_row, tile_column = grouped_tile(index, tile_rows, tile_columns, GROUP)
+        return tile_row, tile_column, 0
+    else:
+        expert = gl.load(tile_expert_ptr + index // tile_columns)
+        begin = gl.load(starts_ptr + expert) // TILE
+        count = gl.load(starts_ptr + expert + 1) // TILE - begin
+        # Groups are alike: a last one of few rows would read all weights of the expert for them.
+        group = gl.cdiv(count, gl.cdiv(count, GROUP))
+        inside = index - begin * tile_columns
+        first = inside // (group * tile_columns) * group
+        height = gl.minimum(group, count - first)
+        inside -= first * tile_columns
+        return begin + first + inside % height, inside // height, expert
+
+
+@gluon.jit
 def copy_operands(
     left_desc, right_desc, other_desc, low_rank, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
+    experts,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The producer: fills the ring with ``STEP`` of the inner axis of both operands at a time.
@@ -60,26 +96,27 @@ def copy_operands(
     SPAN: gl.constexpr = TILE if other_desc is None else HALF
     position = 0
     for index in range(gl.program_id(0), tile_rows * tile_columns, gl.num_programs(0)):
-        tile_row, tile_column = grouped_tile(index, tile_rows, tile_columns, GROUP)
+        tile_row, tile_column, expert = tile_of(index, tile_rows, tile_columns, experts, GROUP)
         position = copy_tile(
             left_desc, right_desc, other_desc, left_ring, right_ring, full, empty, tile_row * TILE, tile_column * SPAN,
-            inner, position, RIGHT_TRANSPOSED, STEP, STAGES,
+            inner, position, expert * experts[3], RIGHT_TRANSPOSED, STEP, STAGES,
         )  # fmt: skip
         if low_rank[0] is not None:
             position = copy_tile(
                 low_rank[0], low_rank[1], low_rank[2], left_ring, right_ring, full, empty, tile_row * TILE,
-                tile_column * SPAN, low_rank[3], position, RIGHT_TRANSPOSED, STEP, STAGES, low_rank[4],
+                tile_column * SPAN, low_rank[3], position, 0, RIGHT_TRANSPOSED, STEP, STAGES, low_rank[4],
             )  # fmt: skip
 
 
 @gluon.jit
 def copy_tile(
-    left_desc, right_desc, other_desc, left_ring, right_ring, full, empty, row, column, inner, position,
+    left_desc, right_desc, other_desc, left_ring, right_ring, full, empty, row, column, inner, position, first,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, other_first=0,
 ):  # fmt: skip
     """What the product of one tile reads, into the ring from ``position`` on; returns the position behind it.
 
-    The inner axis of ``other`` begins at ``other_first``: TMA fills what lies before it with zeros.
+    The right operand is the part of its matrix from row ``first`` on. The inner axis of ``other`` begins at
+    ``other_first``: TMA fills what lies before it with zeros.
     """
     LAYOUT: gl.constexpr = right_desc.layout
     DTYPE: gl.constexpr = right_desc.dtype
@@ -94,17 +131,17 @@ def copy_tile(
         right = right_ring.index(stage)
         if RIGHT_TRANSPOSED:
             halves = right._reinterpret(DTYPE, [2, HALF, STEP], LAYOUT)
-            copy_in(right_desc, [column, k], full.index(stage), halves.index(0))
+            copy_in(right_desc, [first + column, k], full.index(stage), halves.index(0))
             if other_desc is None:
-                copy_in(right_desc, [column + HALF, k], full.index(stage), halves.index(1))
+                copy_in(right_desc, [first + column + HALF, k], full.index(stage), halves.index(1))
             else:
-                copy_in(other_desc, [column, k - other_first], full.index(stage), halves.index(1))
+                copy_in(other_desc, [first + column, k - other_first], full.index(stage), halves.index(1))
         elif other_desc is None:
-            copy_in(right_desc, [k, column], full.index(stage), right)
+            copy_in(right_desc, [first + k, column], full.index(stage), right)
         else:
             halves = right._reinterpret(DTYPE, [2, STEP, HALF], LAYOUT)
-            copy_in(right_desc, [k, column], full.index(stage), halves.index(0))
-            copy_in(other_desc, [k - other_first, column], full.index(stage), halves.index(1))
+            copy_in(right_desc, [first + k, column], full.index(stage), halves.index(0))
+            copy_in(other_desc, [first + k - other_first, column], full.index(stage), halves.index(1))
         position += 1
     return position
 
@@ -115,16 +152,30 @@ def multiply(
     RIGHT_TRANSPOSED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Adds the product of this consumer's ``turn``-th tile to its upper and lower half of the rows."""
-    mbarrier.wait(turns.index(consumer), (turn & 1) ^ (1 - consumer))
     position = (2 * turn + consumer) * steps
+    return multiply_from(
+        consumer, position, top, bottom, left_ring, right_ring, full, empty, turns, turn, steps,
+        False, RIGHT_TRANSPOSED, STAGES,
+    )  # fmt: skip
+
+
+@gluon.jit
+def multiply_from(
+    consumer: gl.constexpr, position, top, bottom, left_ring, right_ring, full, empty, turns, turn, steps,
+    LEFT_TRANSPOSED: gl.constexpr, RIGHT_TRANSPOSED: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The same of a tile whose operands lie in the ring from ``position`` on, where the steps of tiles differ."""
+    mbarrier.wait(turns.index(consumer), (turn & 1) ^ (1 - consumer))
     for step in range(steps):
         stage, phase = stage_of(position, STAGES)
         mbarrier.wait(full.index(stage), phase)
-        right = right_ring.index(stage)
+        upper, lower, right = left_ring.index(stage * 2), left_ring.index(stage * 2 + 1), right_ring.index(stage)
+        if LEFT_TRANSPOSED:
+            upper, lower = upper.permute((1, 0)), lower.permute((1, 0))
         if RIGHT_TRANSPOSED:
             right = right.permute((1, 0))
-        top = warpgroup_mma(left_ring.index(stage * 2), right, top, is_async=True)
-        bottom = warpgroup_mma(left_ring.index(stage * 2 + 1), right, bottom, is_async=True)
+        top = warpgroup_mma(upper, right, top, is_async=True)
+        bottom = warpgroup_mma(lower, right, bottom, is_async=True)
         top, bottom = warpgroup_mma_wait(2, [top, bottom])
         if step > 0:
             mbarrier.arrive(empty.index((position - 1) % STAGES))

@@ -1,0 +1,177 @@
+"""Experts: the FFN of a Transformer, several times, each token through the few that its router chose."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.activations import canonical_activation
+from ...kernels.grouped_gemm import Arithmetic, sizes
+from ...planning.moe_ffn import MoePlan, MoeProblem
+from ..custom_ops import Result, Results
+from ..operands import autocast, compute_dtype, rows, without_autocast
+from ..operation import Operation, Tensors, formula
+from ..prepared import Prepared
+from . import epilogue
+from .arguments import check_experts, check_moe_tensors, checked_options, moe_problem
+from .grouped import experts_by_torch
+
+
+def moe_ffn(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    w_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    b_gate: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    gate_and_up: str = "separate",
+    transposed: bool = False,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    recompute: bool = False,
+) -> Tensor:
+    """``y[m] = Σ_j top_k_weights[m, j] · ffn_e(x[m])`` with ``e = top_k_index[m, j]``, without a loop over experts.
+
+    ``ffn_e(x) = act(x W_upᵀ + b_up) W_downᵀ + b_down`` with the weights of expert e; with a gate the hidden is
+    ``act(x W_gateᵀ + b_gate) ⊙ (x W_upᵀ + b_up)``. The letters: M tokens, K d_model, N d_ff, E experts, k experts of
+    each token. Rows are sorted by expert on the device: nothing waits for the host, and a CUDA graph serves any
+    routing. The same bits every time.
+
+    Args:
+        x: ``[*B, M, K]``, any strides.
+        top_k_index: int64 or int32 ``[*B, M, k]``: the experts of every token. One outside 0 ... E - 1 (a masked token,
+            an expert of another process) adds nothing, and its weight's gradient is 0.
+        top_k_weights: ``[*B, M, k]``, of any floating dtype, which autocast leaves alone.
+        w_up, w_gate: ``[E, N, K]``, ``nn.Linear``'s layout for every expert; no gate without w_gate.
+        w_down: ``[E, K, N]``.
+        b_up, b_gate: ``[E, N]`` or None.
+        b_down: ``[E, K]`` or None.
+        activation: a name in ``fusedlayers.kernels.activations``, or Hugging Face's name for it.
+        gate_and_up: "separate"; or w_up is ``[E, 2 N, K]`` (and b_up ``[E, 2 N]``) with the gate in its first half,
+            "concatenated", or in its even rows, "interleaved". w_gate and b_gate are None then.
+        transposed: whether the last two dimensions of every weight are swapped: w_up ``[E, K, N]``, w_down
+            ``[E, N, K]``.
+        limit, up_offset: the hidden is ``act(min(gate, limit)) ⊙ (clamp(up, -limit, limit) + up_offset)``. gpt-oss has
+            the activation "quick_gelu" with a limit of 7 and an offset of 1.
+        recompute: keep x and the routing alone for the backward pass, which computes the pre-activations again. The
+            default keeps them.
+
+    Returns:
+        ``[*B, M, K]`` in the dtype of x (under autocast: in autocast's dtype). float16, bfloat16 and float32 can run in
+        Triton kernels; every floating dtype runs through torch.
+
+    Raises:
+        TypeError: an argument of the wrong type, a dtype that is not real floating or differs from that of x, an index
+            that is no int32 or int64.
+        ValueError: shapes that do not fit together, tensors on different devices, an unknown activation or layout, a
+            number outside of its range, a limit or an offset without a gate.
+        RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
+    """
+    y: Tensor = MOE_FFN(
+        x, top_k_index, top_k_weights, w_up, w_down, w_gate, b_up, b_down, b_gate, activation, gate_and_up, transposed,
+        limit, up_offset, recompute,
+    )  # fmt: skip
+    return y
+
+
+class _MoeFFN(Operation):
+    """The experts of x ``[*B, M, K]``, whose tokens are rows of one matrix."""
+
+    problem_type = MoeProblem
+    operands = "x top_k_index top_k_weights w_up w_down w_gate? b_up? b_down? b_gate?"
+    row_operands = ("x",)
+
+    def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, _, _, w_up, w_down, *others = tensors
+        activation, gate_and_up, transposed, limit, up_offset, recompute = options
+        check_moe_tensors(*tensors)
+        activation = canonical_activation(activation)
+        rest = checked_options(gate_and_up, transposed, limit, up_offset, recompute, gated=tensors[5] is not None)
+        check_experts(x, w_up, w_down, others, gate_and_up, transposed)
+        return activation, *rest
+
+    def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> MoeProblem:
+        activation, gate_and_up, transposed, limit, up_offset, recompute = options
+        return moe_problem(
+            *tensors, activation=activation, gate_and_up=gate_and_up, transposed=transposed,
+            clamped=limit is not None or up_offset != 0, recompute=recompute,
+        )  # fmt: skip
+
+    def title(self, problem: MoeProblem, tensors: Tensors, options: tuple[Any, ...]) -> str:
+        _, _, _, limit, up_offset, _ = options
+        gate = "x W_gateᵀ" + (" + b_gate" if problem.gated and problem.biased else "")
+        up = "x W_upᵀ" + (" + b_up" if problem.biased else "")
+        if limit is not None:
+            gate, up = f"min({gate}, {limit:g})", f"clamp({up}, ±{limit:g})"
+        if up_offset:
+            up = f"{up} + {up_offset:g}"
+        hidden = f"act({gate}) ⊙ ({up})" if problem.gated else f"act({up})"
+        down = "W_downᵀ" + (" + b_down" if problem.biased else "")
+        return f"moe_ffn: y = Σ_j top_k_weights_j (({hidden}) {down}), act = {formula(problem.activation)}"
+
+    def extras(self, options: tuple[Any, ...]) -> dict[str, Any]:
+        _, gate_and_up, transposed, limit, up_offset, _ = options
+        return {"gate_and_up": gate_and_up, "transposed": transposed, "limit": limit, "up_offset": up_offset}
+
+    def details(self, plan: MoePlan, extras: dict[str, Any]) -> Arithmetic:
+        problem = plan.problem
+        return Arithmetic(
+            problem.activation, plan.accuracy, problem.input_precision, extras["limit"], extras["up_offset"]
+        )
+
+    def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
+        # The weights of the experts' results are no operand of a product.
+        found = list(super().cast(call, tensors))
+        found[2] = tensors[2]
+        return found
+
+    def through_torch(self, call: Prepared, tensors: Tensors) -> Tensor:
+        x, index, scores, *experts = tensors
+        x, *experts = autocast((x, *experts), compute_dtype(x))
+        with without_autocast(x.device):
+            return experts_by_torch(x, index, scores, *experts, activation=call.problem.activation, **call.extras)
+
+    def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
+        x, index, scores, *experts = tensors
+        return rows(x), index.reshape(-1).contiguous(), scores.reshape(-1).contiguous(), *experts
+
+    def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
+        y, made = epilogue.forward(call, operands, any(wanted))
+        return (y,), made
+
+    def backward(
+        self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
+    ) -> Tensors:
+        return epilogue.gradients(call, operands, made, wanted, upstream[0])
+
+    def last_backward(
+        self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
+    ) -> Tensors:
+        return epilogue.gradients(call, operands, made, wanted, upstream[0], in_place=True)
+
+    def results(self, operands: Tensors, problem: Any, path: str, extras: dict[str, Any], saving: bool) -> Results:
+        dtype = operands[0].dtype
+        made: list[Result | None] = [None] * 3
+        if saving:
+            made[0] = Result((sum(sizes(problem.slots, problem.E, problem.block)),), torch.int32)
+            if not problem.recompute:
+                made[1] = Result((problem.capacity, problem.N), dtype)
+                made[2] = made[1] if problem.gated else None
+        return [Result((problem.M, problem.K), dtype)], made
+
+    def expression(self, call: Prepared, operands: Tensors) -> Tensors:
+        x, index, scores, *experts = operands
+        index, scores = (each.view(-1, call.problem.top_k) for each in (index, scores))
+        return [experts_by_torch(x, index, scores, *experts, activation=call.problem.activation, **call.extras)]
+
+    def finished(self, call: Prepared, tensors: Tensors, results: Tensor) -> Tensor:
+        return results.view(tensors[0].shape)
+
+
+MOE_FFN = _MoeFFN(moe_ffn)

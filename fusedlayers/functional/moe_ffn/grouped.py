@@ -1,0 +1,169 @@
+"""The experts in torch's own operations: rows sorted by expert, and products over each expert's rows.
+
+Where torch has a grouped product for the operands nothing waits for the device; else a loop reads the counts. What is
+traced holds no counts to read: there a product is an operation of its own, which chooses when it runs.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ... import reference
+from ..call import traced
+
+_BYTES = 16  # of which strides and addresses of torch's grouped products are multiples
+
+
+def experts_by_torch(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    w_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    b_gate: Tensor | None,
+    *,
+    activation: str,
+    gate_and_up: str,
+    transposed: bool,
+    limit: float | None,
+    up_offset: float,
+) -> Tensor:
+    """As ``reference.moe_ffn``, for all experts at once."""
+    if not transposed:
+        w_up, w_down, w_gate = w_up.mT, w_down.mT, None if w_gate is None else w_gate.mT
+    experts, k = w_up.shape[0], top_k_index.shape[-1]
+    tokens, flat = x.reshape(-1, x.shape[-1]), top_k_index.reshape(-1)
+    # What is no expert goes behind all of them.
+    inside = (flat >= 0) & (flat < experts)
+    keys, order = flat.where(inside, experts).sort(stable=True)
+    ends = torch.searchsorted(keys, torch.arange(experts, device=x.device, dtype=keys.dtype), right=True)
+    ends = ends.to(torch.int32)
+    known = (keys < experts).unsqueeze(-1)
+    owners = keys.clamp(max=experts - 1)
+
+    def layer(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        product = grouped_product(rows, weight, ends)
+        # torch writes nothing behind the last end, and a bias would add up the gradients of what is there.
+        return product if bias is None else (product + bias[owners]).where(known, 0)
+
+    rows = tokens[order // k].where(known, 0)
+    up, gate = reference.split_gate_and_up(layer(rows, w_up, b_up), gate_and_up)
+    if w_gate is not None:
+        gate = layer(rows, w_gate, b_gate)
+    hidden = reference.clamped_hidden(up, gate, activation=activation, limit=limit, up_offset=up_offset)
+    found = layer(hidden, w_down, b_down).where(known, 0) * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=x.device))
+    return found[back].view(tokens.shape[0], k, tokens.shape[1]).sum(1).to(x.dtype).view(x.shape)
+
+
+def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """The product of each expert's rows ``[S, in]`` with its weight, of ``[E, in, out]``.
+
+    Behind the last end the rows of the product may be anything.
+    """
+    if torch.compiler.is_dynamo_compiling() and rows.dtype == torch.bfloat16:
+        # Whoever compiles this expression itself means what torch compiles best.
+        return torch._grouped_mm(rows, weight, offs=ends)
+    if rows.is_meta or torch.compiler.is_dynamo_compiling() or traced():
+        product: Tensor = _product(rows, weight, ends)
+        return product
+    if _torch_has_it(rows, weight):
+        return torch._grouped_mm(rows, weight, offs=ends)
+    return _product_in_loop(rows, weight, ends)
+
+
+def _torch_has_it(*operands: Tensor) -> bool:
+    """Whether torch has a grouped product for these operands that waits for nothing."""
+    first = operands[0]
+    if not hasattr(torch, "_grouped_mm") or first.dtype != torch.bfloat16:
+        return False
+    if first.is_cuda and torch.cuda.get_device_capability(first.device) < (8, 0):
+        return False
+    return all(_lies_well(each) for each in operands)
+
+
+def _lies_well(tensor: Tensor) -> bool:
+    if 0 in tensor.shape or tensor.data_ptr() % _BYTES:
+        return False
+    *_, row, column = tensor.stride()
+    longer = row if column == 1 else column if row == 1 else 1
+    strides = (longer, *tensor.stride()[:-2])
+    return all(stride * tensor.element_size() % _BYTES == 0 for stride in strides)
+
+
+def _product_in_loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    parts, start = [], 0
+    for expert, end in enumerate(ends.tolist()):
+        # Also where there are no rows: a weight without any has a gradient of zeros.
+        parts.append(rows[start:end] @ weight[expert])
+        start = end
+    return torch.cat([*parts, rows.new_zeros(rows.shape[0] - start, weight.shape[-1])])
+
+
+@torch.library.custom_op("fusedlayers::grouped_product", mutates_args=())
+def _product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return torch._grouped_mm(rows, weight, offs=ends) if _torch_has_it(rows, weight) else _in_loop(rows, weight, ends)
+
+
+@_product.register_fake
+def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[-1])
+
+
+def _in_loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return _product_in_loop(rows, weight, ends).contiguous()
+
+
+@torch.library.custom_op("fusedlayers::grouped_outer_product", mutates_args=())
+def _outer_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """``leftᵀ right`` over each expert's rows: left ``[S, I]``, right ``[S, O]`` -> ``[E, I, O]``."""
+    if _torch_has_it(left, right):
+        return torch._grouped_mm(left.T, right, offs=ends)
+    starts = [0, *ends.tolist()]
+    return torch.stack([left[start:end].T @ right[start:end] for start, end in pairwise(starts)])
+
+
+@_outer_product.register_fake
+def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _product_gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    rows, weight, ends = ctx.saved_tensors
+    wanted = ctx.needs_input_grad
+    return (
+        _product(upstream, weight.mT, ends) if wanted[0] else None,
+        _outer_product(rows, upstream, ends) if wanted[1] else None,
+        None,
+    )
+
+
+def _outer_product_gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    left, right, ends = ctx.saved_tensors
+    wanted = ctx.needs_input_grad
+    return (
+        _product(right, upstream.mT, ends) if wanted[0] else None,
+        _product(left, upstream, ends) if wanted[1] else None,
+        None,
+    )
+
+
+_product.register_autograd(_product_gradients, setup_context=_keep)
+_outer_product.register_autograd(_outer_product_gradients, setup_context=_keep)
+# Every row counts as if it had an expert.
+register_flop_formula(torch.ops.fusedlayers.grouped_product)(
+    lambda rows, weight, *_, **__: 2 * rows[0] * rows[1] * weight[-1]
+)
+register_flop_formula(torch.ops.fusedlayers.grouped_outer_product)(
+    lambda left, right, *_, **__: 2 * left[0] * left[1] * right[1]
+)

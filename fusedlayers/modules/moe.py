@@ -1,0 +1,173 @@
+"""`FusedMoE`, a mixture of experts in the place of a Transformer's feed-forward block."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import functional
+from ..kernels.activations import canonical_activation
+from .ffn import FusedFFN, _flag, _positive
+
+SCORES = ("softmax", "sigmoid")
+
+
+class ExpertWeights(nn.Module):
+    """The parameters of all experts, in the layout and by the names of transformers' models.
+
+    ``gate_up_proj`` ``[E, 2 N, K]``, gate first, or without a gate ``up_proj`` ``[E, N, K]``; ``down_proj``
+    ``[E, K, N]``; and biases, if there are any, by the same names with ``_bias`` behind them.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        num_experts: int,
+        gated: bool,
+        bias: bool,
+        device: torch.device | str | int | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.first = "gate_up_proj" if gated else "up_proj"
+        rows = 2 * d_ff if gated else d_ff
+        shapes = {self.first: (num_experts, rows, d_model), "down_proj": (num_experts, d_model, d_ff)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        for name, (experts, out, _) in shapes.items():
+            values = nn.Parameter(torch.empty(experts, out, device=device, dtype=dtype)) if bias else None
+            self.register_parameter(f"{name}_bias", values)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew, each expert's as ``nn.Linear`` does."""
+        for name in (self.first, "down_proj"):
+            weight = getattr(self, name)
+            bound = 1 / math.sqrt(weight.shape[-1])
+            for each in (weight, getattr(self, f"{name}_bias")):
+                if each is not None:
+                    nn.init.uniform_(each, -bound, bound)
+
+    def arguments(self) -> dict[str, Any]:
+        """What ``functional.moe_ffn`` takes of them."""
+        return {
+            "w_up": getattr(self, self.first),
+            "w_down": self.down_proj,
+            "b_up": getattr(self, f"{self.first}_bias"),
+            "b_down": self.down_proj_bias,
+            "gate_and_up": "concatenated" if self.first == "gate_up_proj" else "separate",
+        }
+
+
+class FusedMoE(nn.Module):
+    """Each token through the ``top_k`` experts that its router scores highest: x ``[*B, M, K]`` -> ``[*B, M, K]``.
+
+    ``Σ_j score_j · expert_j(x)``, plus ``shared_expert(x)`` if there is one; see
+    :func:`fusedlayers.functional.moe_ffn`. The parameters have the names of transformers' models: the router ``gate``,
+    an ``nn.Linear``, ``experts.gate_up_proj`` and ``experts.down_proj``, and ``shared_expert``, a :class:`FusedFFN`.
+
+    Args:
+        d_model: width of input and output, K.
+        d_ff: width of each expert's hidden, N.
+        num_experts: E.
+        top_k: the experts of each token.
+        activation: a name in ``fusedlayers.kernels.activations``, or Hugging Face's name for it.
+        gated: whether every expert multiplies its activated gate with its up projection.
+        bias: whether every projection of the experts has a bias.
+        scores: "softmax" or "sigmoid" of the router's logits, in float32.
+        normalize: whether the chosen scores are divided by their sum.
+        shared_d_ff: width of the hidden of an expert that every token goes through, or None for none.
+        recompute: keep x and the routing alone for the backward pass.
+        device, dtype: of the parameters, as in ``nn.Linear``.
+
+    Raises:
+        TypeError, ValueError: an argument is not what is described here; the message names it.
+    """
+
+    # What forward calls, for ``explain``.
+    function = staticmethod(functional.moe_ffn)
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        num_experts: int,
+        top_k: int,
+        activation: str = "silu",
+        gated: bool = True,
+        bias: bool = False,
+        scores: str = "softmax",
+        normalize: bool = True,
+        shared_d_ff: int | None = None,
+        recompute: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.d_model, self.d_ff = _positive("d_model", d_model), _positive("d_ff", d_ff)
+        self.num_experts, self.top_k = _positive("num_experts", num_experts), _positive("top_k", top_k)
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k must be at most num_experts = {num_experts}, got {top_k}")
+        if scores not in SCORES:
+            raise ValueError(f"scores must be one of {', '.join(SCORES)}, got {scores!r}")
+        self.activation, self.scores = canonical_activation(activation), scores
+        self.normalize, self.recompute = _flag("normalize", normalize), _flag("recompute", recompute)
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.gate = nn.Linear(self.d_model, self.num_experts, bias=False, **options)
+        self.experts = ExpertWeights(
+            self.d_model, self.d_ff, self.num_experts, _flag("gated", gated), _flag("bias", bias), **options
+        )
+        self.shared_expert = (
+            None
+            if shared_d_ff is None
+            else FusedFFN(self.d_model, _positive("shared_d_ff", shared_d_ff), activation, gated, bias, **options)
+        )
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        for child in (self.gate, self.experts, self.shared_expert):
+            if child is not None:
+                child.reset_parameters()
+
+    def routing(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(index, weights) ``[*B, M, top_k]`` of the experts of every token, weights in the dtype of x."""
+        logits = self.gate(x)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scores = wide.softmax(-1) if self.scores == "softmax" else wide.sigmoid()
+        weights, index = scores.topk(self.top_k, -1)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return index, weights.to(logits.dtype)
+
+    def call_arguments(self, x: Tensor) -> dict[str, Any]:
+        """The arguments that ``forward(x)`` gives to ``functional.moe_ffn``, by name; the routing holds no numbers."""
+        shape = (*x.shape[:-1], self.top_k)
+        weights = x.new_empty(shape).requires_grad_(self.gate.weight.requires_grad or x.requires_grad)
+        return self._arguments(x, x.new_zeros(shape, dtype=torch.int64), weights)
+
+    def _arguments(self, x: Tensor, index: Tensor, weights: Tensor) -> dict[str, Any]:
+        routed = {"x": x, "top_k_index": index, "top_k_weights": weights}
+        return routed | self.experts.arguments() | {"activation": self.activation, "recompute": self.recompute}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mixture of x ``[*B, M, K]``; same shape, floating point dtype.
+
+        Raises:
+            TypeError, ValueError: x does not fit the weights; the message names it.
+        """
+        y = functional.moe_ffn(**self._arguments(x, *self.routing(x)))
+        if self.shared_expert is None:
+            return y
+        shared: Tensor = self.shared_expert(x, residual=y)
+        return shared
+
+    def extra_repr(self) -> str:
+        return (
+            f"d_model={self.d_model}, d_ff={self.d_ff}, num_experts={self.num_experts}, top_k={self.top_k}, "
+            f"activation={self.activation!r}, scores={self.scores!r}, normalize={self.normalize}, "
+            f"recompute={self.recompute}"
+        )

@@ -1,0 +1,188 @@
+"""Expert parallelism: each process has some of the experts of a mixture, and its own tokens."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from .. import functional
+from ..modules import FusedMoE, class_name
+from .shards import check_mesh, distribute, local_part
+
+# What runs the experts of this process: rows, the local experts of each and their weights.
+_Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class ExpertParallel(ParallelStyle):
+    """Splits the experts of a mixture over the P processes of a device mesh; every process keeps its own tokens.
+
+    Each process has E / P experts, as DTensors under the same keys. In the forward pass one all-to-all brings every
+    token to the processes that have experts of it, once to each, with its experts and their weights, and another one
+    brings back a single sum for each. The backward pass takes the same two ways. The numbers of tokens that processes
+    exchange are read by the host, once in a call: it waits for the router, and a CUDA graph cannot capture that.
+
+        parallelize_module(model, mesh, {"blocks.*.feed_forward": ExpertParallel()})  # a FusedMoE
+        parallelize_module(model, mesh, {"model.layers.*.mlp.experts": ExpertParallel()})  # after replace(model)
+
+    The module is a `FusedMoE`, or one that is called with tokens ``[M, K]``, their experts ``[M, k]`` and the weights
+    of these, whose parameters have the experts in their first dimension, and in which an index behind all experts adds
+    nothing: experts of transformers that `replace` has fused. Tokens differ in number from process to process. The
+    gradient of an expert is the sum over the tokens of all processes; where DDP or FSDP average the other gradients
+    over P processes, divide that of the experts by P, too.
+
+    Raises:
+        TypeError: the module is none of these.
+        ValueError: the mesh has more than one dimension, or P does not divide E.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        check_mesh(device_mesh)
+        mixture = type(module) is FusedMoE
+        holder = cast(FusedMoE, module).experts if mixture else module
+        experts = _number_of_experts(module, holder, mixture)
+        if experts % device_mesh.size():
+            raise ValueError(f"module cannot be split: {experts} experts over {device_mesh.size()} processes")
+        placements = {name: Shard(0) for name, each in holder._parameters.items() if each is not None}
+        distribute(holder, dict(placements), device_mesh, self.src_data_rank)
+        if not mixture and getattr(module, "num_experts", None) == experts:
+            # What its own forward counts.
+            cast(Any, module).num_experts = experts // device_mesh.size()
+        # Classes are hashable, whatever their instances are.
+        module.__class__ = ExpertParallelMoE if mixture else _class_for(type(module))  # type: ignore[arg-type]
+        return module
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+def _number_of_experts(module: nn.Module, holder: nn.Module, mixture: bool) -> int:
+    parameters = [each for each in holder.parameters() if each is not None]
+    sizes = {each.shape[0] if each.dim() else 0 for each in parameters}
+    called = mixture or len(inspect.signature(module.forward).parameters) == 3
+    own = len(parameters) == sum(each is not None for each in holder._parameters.values())
+    if len(sizes) != 1 or not called or not own or isinstance(module, _InParts):
+        raise TypeError(
+            "module must be a FusedMoE, or be called with tokens, their experts and weights and hold nothing but "
+            f"parameters with a first dimension for the experts, got a {class_name(module)}"
+        )
+    [experts] = sizes
+    return experts
+
+
+class _InParts(nn.Module):
+    """Mixin of modules whose experts are spread over processes."""
+
+
+class ExpertParallelMoE(_InParts, FusedMoE):
+    """What `ExpertParallel` makes of a `FusedMoE`: parameters and keys stay, its forward runs the local experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mixture of x ``[*B, M, K]``, the tokens of this process."""
+        options: dict[str, Any] = {"activation": self.activation, "recompute": self.recompute}
+
+        def run(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            return functional.moe_ffn(rows, index, weights, **self.experts.arguments(), **options)
+
+        y = _through_all(self.experts, x, *self.routing(x), run)
+        return y if self.shared_expert is None else cast(Tensor, self.shared_expert(x, residual=y))
+
+
+@functools.cache
+def _class_for(original: type[nn.Module]) -> type[nn.Module]:
+    """A class for modules of this one, whose forward runs on the local experts."""
+
+    @functools.wraps(original.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        x, index, weights = (*args, *kwargs.values())
+        return _through_all(self, x, index, weights, functools.partial(original.forward, self))
+
+    return type(f"ExpertParallel{original.__name__}", (_InParts, original), {"forward": forward})
+
+
+def _through_all(holder: nn.Module, x: Tensor, index: Tensor, weights: Tensor, run: _Run) -> Tensor:
+    """The result of the experts of all processes for the tokens of this one, as these lie in x."""
+    first = next(each for each in holder._parameters.values() if each is not None)
+    if not isinstance(first, DTensor):
+        raise TypeError(
+            f"the experts' parameters must be DTensors, as ExpertParallel made them, got {class_name(first)}"
+        )
+    mesh = first.device_mesh
+    parts, experts = mesh.size(), first.shape[0] // mesh.size()
+    tokens = math.prod(x.shape[:-1])
+    flat, index, weights = (each.reshape(tokens, each.shape[-1]) for each in (x, index, weights))
+    # Which process has each expert; what is no expert nobody has.
+    owners = torch.where((index >= 0) & (index < first.shape[0]), index // experts, parts)
+    needed = (owners.unsqueeze(-1) == torch.arange(parts, device=x.device)).any(1)
+    sent, received, order = _sizes(needed, mesh)
+    destination, token = order // max(tokens, 1), order % max(tokens, 1)
+    # Experts of other processes are behind the local ones.
+    theirs = owners[token] == destination.unsqueeze(-1)
+    local = torch.where(theirs, index[token] - experts * destination.unsqueeze(-1), experts)
+    group = mesh.get_group()
+    rows = _Exchange.apply(flat[token], received, sent, group)
+    chosen = _exchanged(local, received, sent, group)
+    scores = _Exchange.apply(weights[token], received, sent, group)
+    with _local_parameters(holder) as parameters:
+        y = run(rows, chosen, scores)
+        if not rows.shape[0]:
+            # All processes take part in the exchanges of the backward pass, and have a gradient of every parameter.
+            y = rows * 1 + sum(each.flatten()[:0].sum() for each in parameters) + scores.sum()
+    found = _Exchange.apply(y.to(x.dtype), sent, received, group)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    # Added up in the order of the processes.
+    sums = torch.zeros_like(flat, dtype=wide).index_put((token,), found.to(wide), accumulate=True)
+    return sums.to(x.dtype).view(x.shape)
+
+
+def _sizes(needed: Tensor, mesh: DeviceMesh) -> tuple[list[int], list[int], Tensor]:
+    """How many tokens go to every process and come from it, and the places ``process * tokens + token`` that go."""
+    going = needed.sum(0)
+    coming = _exchanged(going, None, None, mesh.get_group())
+    sent, received = torch.stack((going, coming)).tolist()
+    places = needed.T.flatten().logical_not().to(torch.int8).argsort(stable=True)
+    return sent, received, places[: sum(sent)]
+
+
+@contextmanager
+def _local_parameters(holder: nn.Module) -> Iterator[list[Tensor]]:
+    """Let the module read the parts of this process in the place of its parameters."""
+    whole: dict[str, Any] = dict(holder._parameters)
+    local = {name: local_part(each) for name, each in whole.items() if isinstance(each, DTensor)}
+    holder._parameters.update(cast(Any, local))
+    try:
+        yield list(local.values())
+    finally:
+        holder._parameters.update(whole)
+
+
+def _exchanged(rows: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup) -> Tensor:
+    """The rows that all processes send to this one, in their order."""
+    count = rows.shape[0] if received is None else sum(received)
+    found = rows.new_empty(count, *rows.shape[1:])
+    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
+    return found
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all, whose gradient takes the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.way_back = sent, received, group
+        return _exchanged(rows, received, sent, group)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchanged(gradient, *ctx.way_back), None, None, None

@@ -1,0 +1,209 @@
+"""How experts run: torch's grouped products or kernels over rows sorted by expert, and why."""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from ..kernels.tuning import CONSUMER_ROWS
+from ..kernels.tuning.grouped_gemm import GroupedTiles, grouped_tiles, padded_rows, row_block
+from ..kernels.tuning.grouped_gemm_pipelines import BLOCK, GROUPED_PIPELINES, GroupedPipeline
+from .call import Call, Decision, Facts, Yields, activation_accuracy, direction, no_kernels, too_small, why_not_kernels
+from .devices import Device, floor_seconds
+from .measured import MoeFFN
+
+# Rows have 32-bit numbers.
+MOST_ROWS = 2**31 - 2**16
+
+
+@dataclass(frozen=True)
+class MoeProblem(Call):
+    """One call for x ``[M, K]`` and E experts with N hidden units, of which every token has ``top_k``."""
+
+    M: int
+    K: int
+    N: int
+    E: int
+    top_k: int
+    dtype: str
+    activation: str = "silu"
+    gated: bool = False
+    biased: bool = False
+    clamped: bool = False
+    recompute: bool = False
+    training: bool = False
+    operation: str = "moe_ffn"
+
+    __hash__ = Call.__hash__
+
+    @property
+    def empty(self) -> bool:
+        return 0 in (self.M, self.K, self.N, self.E, self.top_k)
+
+    @property
+    def slots(self) -> int:
+        """Rows of all experts together."""
+        return self.M * self.top_k
+
+    @property
+    def block(self) -> int:
+        """Every expert's rows begin at a multiple of this."""
+        return row_block(self.slots, self.E, self.training)
+
+    @property
+    def capacity(self) -> int:
+        """The most rows there are with padding, whatever the routing."""
+        return padded_rows(self.slots, self.E, self.block)
+
+    @property
+    def products(self) -> int:
+        """Products of the forward pass, all of one size."""
+        return 3 if self.gated else 2
+
+    @property
+    def model_flops(self) -> tuple[int, int]:
+        forward = 2 * self.slots * self.K * self.N * self.products
+        return forward, 2 * forward * self.training
+
+    @property
+    def tokens(self) -> int:
+        return self.M
+
+    @property
+    def described(self) -> str:
+        sizes = f"M={self.M} (tokens) K={self.K} N={self.N} E={self.E} (experts) k={self.top_k}"
+        return f"{sizes}, {self.dtype}, {direction(self)}"
+
+    def plan(self, device: Device, backend: str) -> "MoePlan":
+        return plan(self, device, backend)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoePlan(Decision):
+    """The path is "epilogue" or "torch"."""
+
+    yields: ClassVar[Yields] = {
+        f"{step}_{kind}": results
+        for kind in ("tiles", "pipeline")
+        for step, results in (
+            ("hidden", ("y",)),
+            ("product", ("y", "dx")),
+            ("hidden_gradient", ("dx", "dtop_k_weights", "db_up", "db_gate")),
+            ("weight_gradient", ("dw_up", "dw_gate", "dw_down")),
+        )
+    }
+
+    hidden_tiles: GroupedTiles | None = None
+    product_tiles: GroupedTiles | None = None
+    hidden_gradient_tiles: GroupedTiles | None = None
+    weight_gradient_tiles: GroupedTiles | None = None
+    # What runs instead, where the operands lie as its copies need them.
+    hidden_pipeline: GroupedPipeline | None = None
+    product_pipeline: GroupedPipeline | None = None
+    hidden_gradient_pipeline: GroupedPipeline | None = None
+    weight_gradient_pipeline: GroupedPipeline | None = None
+    accuracy: str = "exact"  # of activations: one of kernels.activations.ACCURACIES
+
+    def kernel_facts(self) -> Facts:
+        if self.path == "torch":
+            return []
+        p = self.problem
+        sorted_rows = f"{p.slots:,} sorted by expert on the device, each expert's padded to a multiple of {p.block}"
+        found = [("rows", sorted_rows)]
+        for step in ("hidden", "product", "hidden_gradient", "weight_gradient"):
+            name = step.replace("_", " ")
+            tiles: GroupedTiles | None = getattr(self, f"{step}_tiles")
+            pipeline: GroupedPipeline | None = getattr(self, f"{step}_pipeline")
+            if pipeline is not None:
+                side = 2 * CONSUMER_ROWS
+                size = f"pipelined: {side} × {side}, {pipeline.step} inner"
+                found.append((name, f"{size}, consumers 2, stages {pipeline.stages}"))
+            elif tiles is not None:
+                size = f"{tiles.block_m} × {tiles.block_n}, {tiles.block_inner} inner"
+                found.append((name, f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages"))
+        return found
+
+
+def plan(problem: MoeProblem, device: Device, backend: str = "auto") -> MoePlan:
+    """The path that runs ``problem`` on ``device``."""
+    p, unsupported = problem, why_unsupported(problem, device)
+    torch_because = why_not_kernels(problem, device, backend, unsupported, device.figures.moe_ffn, why_slower)
+    flops = sum(p.model_flops)
+    weights = p.E * p.K * p.N * p.products
+    moved = p.element_bytes * (2 * p.M * p.K + weights) * (2 if p.training else 1)
+    options: dict[str, Any] = {}
+    if torch_because is None:
+        options = {
+            **tiles(problem, device),
+            "accuracy": activation_accuracy(problem, device),
+            "workspace_bytes": workspace_bytes(problem),
+        }
+        if p.recompute and p.training:
+            flops += 2 * p.slots * p.K * p.N * (p.products - 1)
+    return MoePlan(
+        problem=problem,
+        path="torch" if torch_because else "epilogue",
+        reason="no other path is both possible and faster"
+        if torch_because
+        else "gate and activation are computed in the epilogue of the first product",
+        rejected=(("epilogue", torch_because),)
+        if torch_because
+        else (("torch", "it would store every step between the products"),),
+        flops=flops,
+        bytes=moved,
+        saved_bytes=saved_bytes(problem, torch_because is None),
+        floor_seconds=floor_seconds(flops, moved, p.dtype, device),
+        unsupported=unsupported,
+        **options,
+    )
+
+
+def why_unsupported(problem: MoeProblem, device: Device) -> str | None:
+    """Why the kernels cannot run ``problem``, or None."""
+    if (reason := no_kernels(problem, device)) is not None:
+        return reason
+    if problem.capacity > MOST_ROWS:
+        return f"{problem.capacity:,} rows are more than have a 32-bit number"
+    return None
+
+
+def why_slower(problem: MoeProblem, device: Device, figures: MoeFFN) -> str | None:
+    """Why torch is expected to be faster, from measurements, or None."""
+    if not device.pipelined:
+        return "without the warp-specialised kernels torch was as fast or faster"
+    return too_small(problem.model_flops[0], "FLOPs", figures.faster_from[problem.training], problem.captured)
+
+
+def tiles(problem: MoeProblem, device: Device) -> dict[str, GroupedTiles | GroupedPipeline]:
+    """The tiles of every step that runs, and those of the pipelined kernels."""
+    steps = {"hidden": "wide" if problem.gated else "product", "product": "product"}
+    if problem.training:
+        steps |= {"hidden_gradient": "wide" if problem.gated else "product", "weight_gradient": "weight_gradient"}
+    bits = 8 * problem.element_bytes
+    found: dict[str, GroupedTiles | GroupedPipeline] = {
+        f"{name}_tiles": grouped_tiles(device.architecture, bits, step, problem.block) for name, step in steps.items()
+    }
+    if device.pipelined and problem.element_bytes == 2 and problem.block == BLOCK:
+        found |= {
+            f"{name}_pipeline": replace(GROUPED_PIPELINES[name, problem.gated], programs=device.sms) for name in steps
+        }
+    return found
+
+
+def workspace_bytes(problem: MoeProblem) -> int:
+    """The most temporary memory of a pass, the results aside: rows of x, hidden and y, or the like of gradients."""
+    p = problem
+    forward = p.K + p.N * (1 if p.training and not p.recompute else 1 + p.gated * p.training)
+    backward = (p.K + p.N * (2 + p.gated)) * p.training
+    return p.element_bytes * p.capacity * max(forward, backward)
+
+
+def saved_bytes(problem: MoeProblem, kernels: bool) -> int:
+    """What is kept for the backward pass beside the weights."""
+    p = problem
+    if not p.training:
+        return 0
+    if not kernels:
+        # The rows of x, both projections, what the activation gives, the hidden, and the experts' results.
+        return p.element_bytes * p.slots * (2 * p.K + p.N * (4 if p.gated else 2))
+    routing = 4 * (p.capacity + p.slots + p.capacity // p.block + p.E + 1)
+    kept = 0 if p.recompute else p.capacity * p.N * (2 if p.gated else 1)
+    return p.element_bytes * (p.M * p.K + kept) + routing

@@ -1,0 +1,148 @@
+"""Linear layers, feed-forward blocks and their gradients."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels.activations import ACTIVATIONS, canonical_activation
+from ..kernels.dropout import keep_mask, limit_and_scale
+from .reductions import batched_product
+
+
+def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None) -> Tensor:
+    """``act(a @ b) @ c``: a ``[*B, M, K]``, b ``[*B, K, N]``, c ``[*B, N, O]`` -> ``[*B, M, O]``; any dtype."""
+    return batched_product(ACTIVATIONS[canonical_activation(activation)].torch(batched_product(a, b)), c)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    split_k: int | str = "auto",
+    reduction: str = "workspace",
+) -> Tensor:
+    """``act(x Wᵀ + b)``: x ``[*B, M, K]``, weight ``[N, K]``, bias ``[N]`` -> ``[*B, M, N]``; any dtype.
+
+    ``split_k`` and ``reduction`` change nothing here.
+    """
+    return ACTIVATIONS[canonical_activation(activation)].torch(F.linear(x, weight, bias))
+
+
+def hidden_gradient(
+    dy: Tensor,
+    w_down: Tensor,
+    z: Tensor,
+    z_gate: Tensor | None = None,
+    *,
+    activation: str | None,
+    bias: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """``(dy W_down) ⊙ act'(z)``, with a gate the gradients of ``act(z_gate) ⊙ z``; and with ``bias`` their sums.
+
+    dy ``[*B, M, O]``, w_down ``[O, N]``, z and z_gate ``[*B, M, N]`` -> dz, dz_gate like z, db_up, db_gate ``[N]``.
+    """
+    act = ACTIVATIONS[canonical_activation(activation)]
+    d_hidden = dy @ w_down
+    if z_gate is None:
+        return _summed(act.gradient(d_hidden, z), None, bias)
+    return _summed(d_hidden * act.torch(z_gate), act.gradient(d_hidden * z, z_gate), bias)
+
+
+def _summed(
+    dz: Tensor, dz_gate: Tensor | None, bias: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Both, and with ``bias`` their sums over all rows."""
+    sums = (
+        None if t is None or not bias else t.reshape(math.prod(t.shape[:-1]), t.shape[-1]).sum(0) for t in (dz, dz_gate)
+    )
+    db_up, db_gate = sums
+    return dz, dz_gate, db_up, db_gate
+
+
+def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor, Tensor | None]:
+    """``dyᵀ x`` and the sum of dy over its rows: dy ``[*B, M, O]``, x ``[*B, M, K]`` -> ``[O, K]``, ``[O]``; any dtype.
+
+    The gradients of a linear layer's weight and bias, ``y = x Wᵀ + b``; None for the second without ``bias``.
+    """
+    dy, x = (tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1]) for tensor in (dy, x))
+    return dy.T @ x, dy.sum(0) if bias else None
+
+
+def ffn(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    w_gate: Tensor | None = None,
+    b_gate: Tensor | None = None,
+    *,
+    activation: str = "gelu",
+    dropout_p: float = 0.0,
+    residual: Tensor | None = None,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """``dropout(act(x W_upᵀ + b_up)) W_downᵀ + b_down + residual``.
+
+    With a gate the hidden is ``act(x W_gateᵀ + b_gate) ⊙ (x W_upᵀ + b_up)``. Shapes: x ``[*B, M, K]``, w_up and w_gate
+    ``[N, K]``, w_down ``[O, N]``, residual and result ``[*B, M, O]``; any dtype. Dropout draws from torch's generator;
+    with ``seed`` it replays the kernels' mask instead.
+    """
+    up = F.linear(x, w_up, b_up)
+    gate = None if w_gate is None else F.linear(x, w_gate, b_gate)
+    values = dropped(hidden(up, gate, activation=activation), dropout_p, seed)
+    y = F.linear(values, w_down, b_down)
+    return y if residual is None else y + residual
+
+
+def lora_ffn(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    w_gate: Tensor | None = None,
+    b_gate: Tensor | None = None,
+    up_a: Tensor | None = None,
+    up_b: Tensor | None = None,
+    down_a: Tensor | None = None,
+    down_b: Tensor | None = None,
+    gate_a: Tensor | None = None,
+    gate_b: Tensor | None = None,
+    *,
+    activation: str = "gelu",
+    up_scale: float = 1.0,
+    down_scale: float = 1.0,
+    gate_scale: float = 1.0,
+) -> Tensor:
+    """:func:`ffn` whose linear layers compute ``x Wᵀ + b + scale (x Aᵀ) Bᵀ``: A ``[R, in]``, B ``[out, R]``."""
+    up = _adapted(x, w_up, b_up, up_a, up_b, up_scale)
+    gate = None if w_gate is None else _adapted(x, w_gate, b_gate, gate_a, gate_b, gate_scale)
+    return _adapted(hidden(up, gate, activation=activation), w_down, b_down, down_a, down_b, down_scale)
+
+
+def _adapted(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, scale: float
+) -> Tensor:
+    y = F.linear(x, weight, bias)
+    return y if a is None or b is None else torch.add(y, F.linear(F.linear(x, a), b), alpha=scale)
+
+
+def dropped(values: Tensor, dropout_p: float, seed: Tensor | None, place: tuple[int, int] = (0, 0)) -> Tensor:
+    """The hidden ``[*B, M, N]`` after dropout; with ``seed`` by the kernels' mask from row and column ``place`` on."""
+    if dropout_p and seed is not None:
+        first_row, first_column = place
+        rows, columns = math.prod(values.shape[:-1]), values.shape[-1]
+        mask = keep_mask(seed, first_row, rows, columns, dropout_p, values.dtype, first_column)
+        return values * mask.view(values.shape) * limit_and_scale(dropout_p)[1]
+    return F.dropout(values, dropout_p) if dropout_p else values
+
+
+def hidden(up: Tensor, gate: Tensor | None = None, *, activation: str) -> Tensor:
+    """``act(up)``, or with a gate ``act(gate) ⊙ up``: the hidden of an FFN from its pre-activations ``[*B, M, N]``."""
+    act = ACTIVATIONS[canonical_activation(activation)].torch
+    return act(up) if gate is None else act(gate) * up

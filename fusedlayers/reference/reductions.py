@@ -1,0 +1,159 @@
+"""Reductions of products: GEMM-reduce and late interaction."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels.activations import ACTIVATIONS, canonical_activation
+
+
+def maxsim(
+    queries: Tensor,
+    documents: Tensor,
+    query_mask: Tensor | None = None,
+    document_mask: Tensor | None = None,
+    *,
+    cu_seqlens_queries: Tensor | None = None,
+    cu_seqlens_documents: Tensor | None = None,
+) -> Tensor:
+    """``scores[q, e] = Σ_i max_j queries[q, i] · documents[e, j]`` -> ``[Q, D]``; any dtype.
+
+    queries ``[Q, Lq, d]`` and documents ``[D, Ld, d]`` with masks ``[Q, Lq]`` and ``[D, Ld]``, True where a token takes
+    part; or packed ``[total, d]`` with the offsets ``cu_seqlens``. Similarities are rounded to the dtype of the
+    operands, and so are the scores, whose sums torch accumulates in at least float32. What a mask leaves out may hold
+    anything. A query token scores 0 where it is masked and -inf against a document without tokens, without a gradient
+    in both cases. The first of equal similarities gets the gradient.
+    """
+    if cu_seqlens_queries is not None:
+        queries, query_mask = _padded(queries, cu_seqlens_queries)
+    if cu_seqlens_documents is not None:
+        documents, document_mask = _padded(documents, cu_seqlens_documents)
+    if not _jit_tracing() and documents.shape[1] == 0:
+        # A maximum needs something to choose from: one token that is masked.
+        documents = F.pad(documents, (0, 0, 0, 1))
+        document_mask = torch.zeros(documents.shape[:2], dtype=torch.bool, device=documents.device)
+    if query_mask is not None:
+        queries = queries.masked_fill(~query_mask[:, :, None], 0)
+    if document_mask is not None:
+        documents = documents.masked_fill(~document_mask[:, :, None], 0)
+    similarities = torch.einsum("qik,ejk->qeij", queries, documents)
+    if document_mask is not None:
+        similarities = similarities.masked_fill(~document_mask[:, None, :], -torch.inf)
+    # The gradient of amax is shared out among equal values; without one it is the faster of the two.
+    graph = torch.is_grad_enabled() and similarities.requires_grad
+    best = similarities.max(-1).values if graph else similarities.amax(-1)
+    if query_mask is not None:
+        best = best.masked_fill(~query_mask[:, None, :], 0)
+    return best.sum(-1, dtype=best.dtype)
+
+
+def _padded(packed: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """``[total, d]`` as ``[n, longest, d]`` with zeros behind each sequence, and the mask of what is no padding."""
+    lengths = cu_seqlens.diff()
+    # A meta tensor has no lengths, and torch.jit's graph will get others: none is longer than all of them together.
+    longest = packed.shape[0] if packed.is_meta or _jit_tracing() else int(lengths.max()) if lengths.numel() else 0
+    mask = torch.arange(longest, device=packed.device) < lengths[:, None]
+    return packed.new_zeros(*mask.shape, packed.shape[-1]).index_put((mask,), packed), mask
+
+
+def _jit_tracing() -> bool:
+    return torch._C._get_tracing_state() is not None
+
+
+def batched_product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right``, which broadcasts: views that cost the host more than a small product costs the device."""
+    # torch.jit would write the comparison down, and warn.
+    alike = left.dim() == right.dim() == 3 and not _jit_tracing() and left.shape[0] == right.shape[0]
+    return torch.bmm(left, right) if alike else left @ right
+
+
+def gemm_reduce(
+    a: Tensor,
+    b: Tensor,
+    *,
+    op: str = "sum",
+    dim: int = -2,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    return_indices: bool = False,
+    return_product: bool = False,
+    atomic: bool = False,
+) -> Any:
+    """``⊕ act(a @ b + bias)`` over ``dim``: a ``[*B, M, K]``, b ``[*B, K, N]`` -> ``[*B, N]`` or ``[*B, M]``.
+
+    What does not take part is filled with the identity of the operation. ``atomic`` changes nothing here.
+    """
+    c = batched_product(a, b)
+    c = ACTIVATIONS[canonical_activation(activation)].torch(c if bias is None else c + bias)
+    values = {"absmax": torch.abs, "sumsq": torch.square}.get(op, lambda values: values)(c)
+    count: Any = c.shape[dim]
+    if mask is not None or lengths is not None:
+        taking = _taking_part(mask, lengths, c.shape[dim], c.device)
+        fill = 0.0 if op in ("sum", "mean", "sumsq") else torch.inf if op in ("min", "argmin") else -torch.inf
+        values = values.masked_fill(~taking.unsqueeze(-1 if dim == -2 else -2), fill)
+        count = taking.sum(-1, keepdim=True)
+    if op == "logsumexp":
+        found: Any = values.logsumexp(dim)
+    elif op in ("sum", "sumsq"):
+        found = values.sum(dim)
+    elif op == "mean":
+        # Divided before it is rounded: a sum may overflow where its mean does not.
+        summed = values.sum(dim, dtype=torch.promote_types(c.dtype, torch.float32))
+        found = (summed / count).to(c.dtype)
+    elif op in ("argmax", "argmin"):
+        found = getattr(values, op.removeprefix("arg"))(dim).indices
+    else:
+        best = values.min(dim) if op == "min" else values.max(dim)
+        found = tuple(best) if return_indices else best.values
+    if return_product:
+        return (*found, c) if isinstance(found, tuple) else (found, c)
+    return found
+
+
+def _taking_part(mask: Tensor | None, lengths: Tensor | None, rows: int, device: torch.device) -> Tensor:
+    """Which rows are reduced: boolean, ``[..., rows]``, broadcasts to ``[*B, rows]``."""
+    if lengths is None:
+        assert mask is not None
+        # One value for all rows counts as often as there are rows.
+        return mask.expand(*mask.shape[:-1], rows)
+    taking = torch.arange(rows, device=device) < lengths.unsqueeze(-1)
+    return taking if mask is None else taking & mask
+
+
+def gemm_sum(
+    a: Tensor,
+    b: Tensor,
+    *,
+    op: str = "sum",
+    dim: int = -2,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The sum or mean of :func:`gemm_reduce` without an activation, by ``Σ_m (a b) = (Σ_m a) b``: no large product."""
+    rows, other = (a, b) if dim == -2 else (b.mT, a.mT)
+    count: Any = rows.shape[-2]
+    if mask is not None or lengths is not None:
+        taking = _taking_part(mask, lengths, rows.shape[-2], rows.device)
+        rows = torch.where(taking.unsqueeze(-1), rows, 0)
+        count = taking.sum(-1, keepdim=True)
+    mean = op == "mean"
+    total = rows.sum(-2, dtype=torch.promote_types(rows.dtype, torch.float32))
+    some = count if isinstance(count, int) else count.clamp(min=1)
+    # A sum of float16 values may overflow where its product with b does not: half of its scale is taken out before. A
+    # mean has the scale of its values.
+    scale = 2.0 ** (rows.shape[-2].bit_length() // 2) if rows.dtype == torch.float16 and not mean else 1.0
+    total = total / some if mean else total / scale
+    found = (batched_product(total.to(rows.dtype).unsqueeze(-2), other)).squeeze(-2) * scale
+    if bias is not None and dim == -2:
+        found = found + (bias if mean else bias * count)
+    elif bias is not None:
+        taken = bias if isinstance(count, int) else bias * taking
+        summed = taken.sum(-1, keepdim=True, dtype=total.dtype)
+        found = found + (summed / some if mean else summed).to(found.dtype)
+    # The mean of nothing is NaN, and its gradients are 0.
+    return torch.where(count > 0, found, torch.nan) if mean and not isinstance(count, int) else found

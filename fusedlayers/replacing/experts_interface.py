@@ -1,0 +1,112 @@
+"""``experts_implementation="fusedlayers"``: this library among the implementations that transformers knows by name.
+
+transformers is never imported here. Where it is there already the name is registered at once, and else as soon as the
+module with its interface is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from ..functional import moe_ffn
+from ..modules import outside_of_traces, say_once
+from .expert_ffns import ExpertsFFN, find_experts, why_not_as_found
+from .experts import Facts, facts_of, run_traced, why_not_these
+
+IMPLEMENTATION = "fusedlayers"
+_INTERFACE = "transformers.integrations.moe"
+# What runs experts that compute no FFN: the default of transformers.
+_INSTEAD = "grouped_mm"
+# Since this release Dynamo takes a module as the argument of a function that it does not trace.
+_TAKES_MODULES = (2, 13)
+
+# What was found of each module.
+_found: weakref.WeakKeyDictionary[nn.Module, ExpertsFFN | str] = weakref.WeakKeyDictionary()
+
+
+def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts of a module in one call of ``functional.moe_ffn``; where they compute no FFN as ``grouped_mm``."""
+    routed = (hidden_states, top_k_index, top_k_weights)
+    if is_dynamo_compiling():
+        y = run_traced(module, _facts(module), *routed, False) if _CAN_LOOK else None
+    else:
+        y = _run(module, *routed)
+    return _other_function()(module, *routed) if y is None else y
+
+
+def _run(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
+    found = _find(module)
+    if isinstance(found, str):
+        reason: str | None = found
+    else:
+        reason = why_not_as_found(module, found) or why_not_these(module, found, x, index, weights)
+        if reason is None:
+            return moe_ffn(x, index, weights, **found.tensors(module), **dict(found.formula)).to(x.dtype)
+    say_once(module, str(reason), f"runs as with experts_implementation={_INSTEAD!r}")
+    return None
+
+
+def _find(module: nn.Module) -> ExpertsFFN | str:
+    found = _found.get(module)
+    if found is None:
+        found = _found[module] = find_experts(module)
+    return found
+
+
+@outside_of_traces
+def _facts(module: nn.Module) -> Facts | None:
+    found = _find(module)
+    return None if isinstance(found, str) or why_not_as_found(module, found) else facts_of(module, found)
+
+
+_CAN_LOOK = tuple(map(int, torch.__version__.split(".")[:2])) >= _TAKES_MODULES
+
+
+def _other_function() -> Callable[..., Tensor]:
+    interface: Any = sys.modules[_INTERFACE]
+    function: Callable[..., Tensor] = interface.ALL_EXPERTS_FUNCTIONS[_INSTEAD]
+    return function
+
+
+def _register_in(interface: ModuleType) -> None:
+    functions = getattr(interface, "ALL_EXPERTS_FUNCTIONS", None)
+    if functions is not None:
+        functions.register(IMPLEMENTATION, experts_forward)
+
+
+class _WhenImported(MetaPathFinder):
+    """Finds the module with the interface as it would be found anyway, and registers the name once it has run."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == _INTERFACE else None
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            loader.exec_module = functools.partial(_execute, loader.exec_module)
+        return spec
+
+
+def _execute(execute: Callable[[ModuleType], None], interface: ModuleType) -> None:
+    execute(interface)
+    _register_in(interface)
+
+
+def register_experts() -> None:
+    """Let transformers know ``experts_implementation="fusedlayers"``, now or when it is imported."""
+    interface = sys.modules.get(_INTERFACE)
+    if interface is not None:
+        _register_in(interface)
+    else:
+        sys.meta_path.insert(0, _WhenImported())

@@ -1,0 +1,124 @@
+"""The class that `replace` gives to norms: the original class, with a forward that runs torch's fused norm.
+
+Torch's norms keep the input and a number or two of each row for the backward pass, and read and write it once. Written
+out in operations, as in most models, a norm in sixteen bits moves some five times the bytes, and keeps three times.
+A compiled model gets the original forward: the compiler fuses it with what surrounds it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from ..modules import class_name, is_plain_now, say_once, why_not_now
+from .blocks import OWN_FORWARD, ReplacedModule, restored_method
+from .recognising_norms import DTYPES, WHY_NOT_FLOAT32, Norm
+
+_MISSING = object()
+
+
+class FusedNorm(ReplacedModule):
+    """Mixin of the classes of norms: ``class Fused<Name>(FusedNorm, <Name>)``."""
+
+    fused_norm: ClassVar[Norm]
+
+    def why_called(self, *tensors: Tensor | None) -> str | None:
+        """Why a call with these tensors would run the original forward, or None."""
+        if reason := self.why_fused_class_changed():
+            return reason
+        return "it takes one tensor" if len(tensors) != 1 else self.why_not_fused(tensors[0])
+
+    def why_not_fused(self, x: Any) -> str | None:
+        """Why the fused norm does not run for x and the parameters as they are now, or None."""
+        norm = self.fused_norm
+        if not is_plain_now(x):
+            return why_not_now(x) or f"an input is a {class_name(x)}, not a tensor"
+        dtype = x.dtype
+        if dtype not in norm.dtypes:
+            return f"its result in {dtype} may differ"
+        kind = x.device.type
+        autocast = kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind)
+        if dtype is torch.float32:
+            if x.is_cuda and not autocast:
+                return WHY_NOT_FLOAT32
+        elif autocast:
+            return f"autocast may change its {dtype}"
+        own = self._parameters
+        for name in (norm.weight, norm.bias):
+            if name is None:
+                continue
+            tensor = own.get(name)
+            if type(tensor) is not nn.Parameter and type(tensor) is not Tensor:
+                return f"its {name} is no plain parameter"
+            if tensor.dtype is not dtype or tensor.shape != x.shape[-1:]:
+                size = "another width" if tensor.shape != x.shape[-1:] else str(dtype)
+                return f"its {name} is of {tensor.dtype} and {list(tensor.shape)}, its input of {size}"
+        kept = self.__dict__
+        for name, value in norm.options:
+            if kept.get(name, _MISSING) != value:
+                return f"its {name} was {value!r} when it was replaced"
+        return None
+
+
+def _forward_as_norm(original: type[nn.Module], norm: Norm) -> Callable[..., Any]:
+    method = original.forward
+
+    # The signature stays visible: callers ask for it.
+    @functools.wraps(method)
+    def forward(self: FusedNorm, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, FusedNorm):
+            return restored_method(self, "forward")(*args, **kwargs)
+        # Dynamo guards these, and so notices a patch, too.
+        if original.forward is not method:
+            say_once(self, str(self.why_fused_class_changed()), OWN_FORWARD)
+            return original.forward(self, *args, **kwargs)
+        given = (*args, *kwargs.values())
+        if is_dynamo_compiling() or len(given) != 1:
+            return method(self, *args, **kwargs)
+        if reason := self.why_not_fused(given[0]):
+            say_once(self, reason, OWN_FORWARD)
+            return method(self, *args, **kwargs)
+        return norm.run(given[0], *norm.of(self))
+
+    return forward
+
+
+def why_norm_left(module: nn.Module, norm: Norm) -> str | None:
+    """Why a module that computes this norm stays as it is, with parameters of the dtype that they have; or None."""
+    if "forward" in vars(module):
+        return "has a forward of its own, set on the instance"
+    own = {each.dtype for each in module.parameters()} or {torch.get_default_dtype()}
+    reasons = [reason for dtype, reason in norm.others if dtype in own]
+    unknown = [f"its own forward runs in {dtype}" for dtype in own.difference(DTYPES)]
+    return next(iter((*reasons, *unknown)), None)
+
+
+_made: dict[tuple[type[nn.Module], Norm], type[FusedNorm]] = {}
+
+
+def norm_class(original: type[nn.Module], norm: Norm) -> type[FusedNorm]:
+    """The class for modules of this one that compute this norm; the same while its forward stays."""
+    made = _made.get((original, norm))
+    if made is None or made.why_fused_class_changed():
+        names: dict[str, Any] = {
+            "__module__": __name__,
+            "__doc__": original.__doc__,
+            "fused_from": original,
+            "fused_norm": norm,
+            "fused_methods": {"forward": original.forward},
+            "fused_new": staticmethod(functools.partial(_new_norm, original, norm)),
+            "forward": _forward_as_norm(original, norm),
+        }
+        made = _made[original, norm] = type(f"Fused{original.__name__}", (FusedNorm, original), names)
+    return made
+
+
+def _new_norm(original: type[nn.Module], norm: Norm, *arguments: Any) -> nn.Module:
+    # A copy is what the module is: fused for the forward that replace saw, whatever it is now.
+    kind = _made.get((original, norm)) or norm_class(original, norm)
+    return kind.__new__(kind, *arguments)

@@ -1,0 +1,47 @@
+"""Experts: the FFN of a Transformer over rows that are sorted by expert.
+
+    xs = x[slots / k]                                 the rows of all experts, behind one another
+    Z = xs W_upᵀ + b_up,  G = xs W_gateᵀ + b_gate     (gated)
+    H = act(Z), gated act(G) ⊙ Z
+    ys = H W_downᵀ + b_down,  y[m] = Σ_j w[m, j] ys[row of (m, j)]
+
+    dys = dy[slots / k],  dH' = dys W_down            without the weights of the rows
+    dw = Σ_n dH' ⊙ H + dy · b_down,  dH = w ⊙ dH'
+    dZ = dH ⊙ act'(Z),  gated dH ⊙ act(G),  dG = dH ⊙ Z ⊙ act'(G)
+    dxs = dZ W_up + dG W_gate,  dx[m] = Σ_j dxs[row of (m, j)]
+    dW_up = dZᵀ xs,  dW_gate = dGᵀ xs,  dW_down = dysᵀ (w ⊙ H),  db_up = Σ dZ,  db_down = Σ w dys    of each expert
+
+Shapes: x [M, K], xs [P, K], w [M, k], W_up and W_gate [E, N, K], W_down [E, K, N], Z, G and H [P, N]. Every W and b is
+that of the row's expert. ``sorting`` says what the P rows are: every expert's begin at a multiple of a block, and the
+padding between is 0 in xs, dys, dZ, dG and w ⊙ H, so that sums over an expert's rows need no masks. The files beside
+this one hold the portable kernels, and launch those of ``pipelined/`` where the plan names them and operands lie as TMA
+takes them. No atomics, and
+nothing is copied to the host: the same bits every time, in a CUDA graph for any routing.
+"""
+
+from .elements import Arithmetic, HiddenGradients
+from .hidden import hidden
+from .hidden_gradient import hidden_gradient
+from .moving import combine, score_gradient, spread
+from .pipelined import longest_first
+from .product import product
+from .sorting import SortedRows, rows_of, sizes, sort
+from .weight_gradient import expert_sums, weight_gradient
+
+__all__ = [
+    "Arithmetic",
+    "HiddenGradients",
+    "SortedRows",
+    "combine",
+    "expert_sums",
+    "hidden",
+    "hidden_gradient",
+    "longest_first",
+    "product",
+    "rows_of",
+    "score_gradient",
+    "sizes",
+    "sort",
+    "spread",
+    "weight_gradient",
+]

@@ -1,0 +1,175 @@
+"""Rows between the order of tokens and that of experts: copies, and sums over a token's experts in fixed order."""
+
+from typing import Any
+
+import torch
+
+from ..device import tl, triton
+from ..launching import Launch, ceil_div
+from ..tiles import load_tile
+from .elements import prepared
+from .sorting import SortedRows
+
+# Columns that a program has at once, and rows of padding.
+_COLUMNS, _PADDING_ROWS = 2048, 16
+_SCORE_SLOTS, _SCORE_COLUMNS = 16, 128
+
+
+def _columns(width: int) -> int:
+    return min(_COLUMNS, 1 << max(width - 1, 1).bit_length())
+
+
+@triton.jit(do_not_specialize=["M"])
+def _spread_kernel(
+    x_ptr, scores_ptr, slots_ptr, rows_ptr, tile_expert_ptr, xs_ptr, weights_ptr, stride_m, stride_k, K, M,
+    BLOCK: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, PADDING_ROWS: tl.constexpr,
+):  # fmt: skip
+    # The first programs copy one token to all of its rows, those behind them fill the padding of a tile.
+    program = tl.program_id(0)
+    if program < M:
+        token = program.to(tl.int64)
+        for first in tl.range(0, K, COLUMNS):
+            cols = first + tl.arange(0, COLUMNS)
+            values = tl.load(x_ptr + token * stride_m + cols.to(tl.int64) * stride_k, mask=cols < K)
+            for j in tl.static_range(TOP_K):
+                row = tl.load(rows_ptr + token * TOP_K + j).to(tl.int64)
+                tl.store(xs_ptr + row * K + cols, values, mask=(cols < K) & (row >= 0))
+        if weights_ptr is not None:
+            for j in tl.static_range(TOP_K):
+                row = tl.load(rows_ptr + token * TOP_K + j)
+                score = tl.load(scores_ptr + token * TOP_K + j).to(tl.float32)
+                tl.store(weights_ptr + row, score, mask=row >= 0)
+    else:
+        tile = program - M
+        if tl.load(tile_expert_ptr + tile) >= 0:
+            last = tile.to(tl.int64) * BLOCK + BLOCK - 1
+            # Padding is behind an expert's rows: a tile whose last row is used has none.
+            if tl.load(slots_ptr + last) < 0:
+                for start in tl.range(0, BLOCK, PADDING_ROWS):
+                    rows = tile.to(tl.int64) * BLOCK + start + tl.arange(0, PADDING_ROWS)
+                    empty = tl.load(slots_ptr + rows) < 0
+                    if weights_ptr is not None:
+                        tl.store(weights_ptr + rows, tl.zeros([PADDING_ROWS], tl.float32), mask=empty)
+                    for first in tl.range(0, K, 128):
+                        cols = first + tl.arange(0, 128)
+                        zeros = tl.zeros([PADDING_ROWS, 128], xs_ptr.dtype.element_ty)
+                        target = xs_ptr + rows[:, None] * K + cols[None, :]
+                        tl.store(target, zeros, mask=empty[:, None] & (cols < K)[None, :])
+
+
+@triton.jit(do_not_specialize=["M"])
+def _combine_kernel(
+    ys_ptr, scores_ptr, rows_ptr, y_ptr, K, M, TOP_K: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) // tl.cdiv(K, COLUMNS)
+    cols = tl.program_id(0) % tl.cdiv(K, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+    acc = tl.zeros([COLUMNS], tl.float32)
+    for j in tl.static_range(TOP_K):
+        row = tl.load(rows_ptr + token * TOP_K + j).to(tl.int64)
+        values = tl.load(ys_ptr + row * K + cols, mask=(cols < K) & (row >= 0), other=0.0).to(tl.float32)
+        if scores_ptr is not None:
+            # A weight without an expert may be anything.
+            values *= tl.load(scores_ptr + token * TOP_K + j, mask=row >= 0, other=0.0).to(tl.float32)
+        acc += values
+    tl.store(y_ptr + token * K + cols, acc.to(y_ptr.dtype.element_ty), mask=cols < K)
+
+
+@triton.jit(do_not_specialize=["slots", "T", "P"])
+def _score_gradient_kernel(
+    partials_ptr, rows_ptr, index_ptr, dy_ptr, bias_ptr, out_ptr, stride_be, stride_bk, K, slots, T, P,
+    TOP_K: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    inside = slot < slots
+    row = tl.load(rows_ptr + slot, mask=inside, other=-1).to(tl.int64)
+    sums = tl.zeros([SLOTS], tl.float32)
+    place = partials_ptr + row
+    for _ in tl.range(0, T):
+        sums += tl.load(place, mask=row >= 0, other=0.0)
+        place += P
+    if bias_ptr is not None:
+        expert = tl.load(index_ptr + slot, mask=row >= 0, other=0).to(tl.int64)
+        products = tl.zeros([SLOTS, COLUMNS], tl.float32)
+        for first in tl.range(0, K, COLUMNS):
+            cols = first + tl.arange(0, COLUMNS)
+            dy = load_tile(dy_ptr, slot // TOP_K, cols, K, 1, slots // TOP_K, K).to(tl.float32)
+            offsets = expert[:, None] * stride_be + cols.to(tl.int64)[None, :] * stride_bk
+            bias = tl.load(bias_ptr + offsets, mask=(cols < K)[None, :], other=0.0).to(tl.float32)
+            products += dy * bias
+        sums += tl.where(row >= 0, tl.sum(products, 1), 0.0)
+    tl.store(out_ptr + slot, sums.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def spread(
+    x: torch.Tensor, scores: torch.Tensor | None, rows: SortedRows, *, ready: dict[Any, Any] | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The sorted rows ``[P, K]`` of x ``[M, K]``, any strides, and with ``scores`` ``[S]`` theirs, float32 ``[P]``.
+
+    Padding is 0 in both. Every token is read once.
+    """
+    tokens, width = x.shape
+
+    def make() -> Launch:
+        return Launch(
+            _spread_kernel,
+            tokens + rows.tile_expert.shape[0],
+            (*x.stride(), width),
+            (tokens,),
+            (rows.block, rows.k, _columns(width), _PADDING_ROWS),
+        )
+
+    launch = prepared(ready, ("spread", scores is None), make)
+    found = x.new_empty(rows.capacity, width)
+    weights = None if scores is None else x.new_empty(rows.capacity, dtype=torch.float32)
+    launch((x, scores, rows.slots, rows.rows_of, rows.tile_expert, found, weights))
+    return found, weights
+
+
+def combine(
+    ys: torch.Tensor,
+    scores: torch.Tensor | None,
+    rows: SortedRows,
+    *,
+    ready: dict[Any, Any] | None = None,
+) -> torch.Tensor:
+    """``Σ_j scores[m, j] ys[row of (m, j)]`` ``[M, K]`` from sorted rows ``[P, K]``, summed in float32.
+
+    Without ``scores`` every row has the weight 1."""
+    tokens, width = rows.rows_of.shape[0] // rows.k, ys.shape[1]
+
+    def make() -> Launch:
+        columns = _columns(width)
+        return Launch(_combine_kernel, tokens * ceil_div(width, columns), (width,), (tokens,), (rows.k, columns))
+
+    launch = prepared(ready, ("combine", scores is None), make)
+    y = ys.new_empty(tokens, width)
+    launch((ys, scores, rows.rows_of, y))
+    return y
+
+
+def score_gradient(
+    partials: torch.Tensor,
+    index: torch.Tensor,
+    dy: torch.Tensor,
+    b_down: torch.Tensor | None,
+    rows: SortedRows,
+    dtype: torch.dtype,
+    *,
+    ready: dict[Any, Any] | None = None,
+) -> torch.Tensor:
+    """The gradient ``[S]`` of the tokens' weights: the sums of ``partials`` ``[T, P]``, plus ``dy · b_down[e]``."""
+    slots, width = rows.rows_of.shape[0], dy.shape[1]
+
+    def make() -> Launch:
+        return Launch(
+            _score_gradient_kernel,
+            ceil_div(slots, _SCORE_SLOTS),
+            (*((0, 0) if b_down is None else b_down.stride()), width),
+            (slots, *partials.shape),
+            (rows.k, _SCORE_SLOTS, _SCORE_COLUMNS),
+        )
+
+    launch = prepared(ready, "score gradient", make)
+    found = dy.new_empty(slots, dtype=dtype)
+    launch((partials, rows.rows_of, index, dy, b_down, found))
+    return found

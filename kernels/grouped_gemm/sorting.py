@@ -1,0 +1,170 @@
+"""Rows sorted by expert, on the device alone: a counting sort that keeps the order of an expert's rows.
+
+Slot ``s = token · k + j`` is the j-th choice of a token. Every expert's rows begin at a multiple of ``block``, so
+that a tile of rows has one expert; the rows between are padding. Their number is known to the device alone:
+everything is allocated, and programs are launched, for the most that it can be.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..device import tl, triton
+from ..launching import Launch, ceil_div
+from ..tuning.grouped_gemm import padded_rows
+
+_SLOTS = 128  # of a chunk, which a program counts or places
+# Up to so many chunks of slots every program counts all of them itself: one launch instead of three.
+_COUNTED_AGAIN = 16
+_CHUNKS_AT_ONCE = 256
+# Every part of the one tensor that holds them all begins at a multiple of 16 bytes.
+_ALIGNED = 4
+
+
+class SortedRows(NamedTuple):
+    """Which row has which slot, and which tile of rows which expert; int32.
+
+    ``slots`` ``[P]``: the slot of each row, -1 for padding. ``rows_of`` ``[S]``: the row of each slot, -1 where its
+    index is no expert. ``tile_expert`` ``[P / block]``: the expert of every ``block`` rows, -1 behind the last one.
+    ``starts`` ``[E + 1]``: the first row of each expert, and the end of all. Rows behind that end are never read.
+    """
+
+    slots: torch.Tensor
+    rows_of: torch.Tensor
+    tile_expert: torch.Tensor
+    starts: torch.Tensor
+    block: int
+    k: int
+
+    @property
+    def capacity(self) -> int:
+        """P, the number of rows that operands are allocated for."""
+        return self.slots.shape[0]
+
+
+def sizes(slots: int, experts: int, block: int) -> tuple[int, int, int, int]:
+    """The lengths of the four parts of :class:`SortedRows`, each rounded up so that the next one is aligned."""
+    capacity = padded_rows(slots, experts, block)
+    parts = (capacity, slots, capacity // block, experts + 1)
+    first, second, third, fourth = ((part + _ALIGNED - 1) // _ALIGNED * _ALIGNED for part in parts)
+    return first, second, third, fourth
+
+
+def rows_of(packed: torch.Tensor, slots: int, experts: int, block: int, k: int) -> SortedRows:
+    """The four parts of one tensor, as :func:`sort` made it."""
+    capacity = padded_rows(slots, experts, block)
+    parts = packed.split_with_sizes(sizes(slots, experts, block))
+    slots_of, row_of, tile_expert, starts = parts
+    return SortedRows(
+        slots_of[:capacity], row_of[:slots], tile_expert[: capacity // block], starts[: experts + 1], block, k
+    )
+
+
+@triton.jit
+def _chunk(index_ptr, chunk, slots, E, SLOTS: tl.constexpr, EXPERTS: tl.constexpr):
+    """(slots of a chunk, their experts or -1, how many slots each expert has there)."""
+    slot = chunk * SLOTS + tl.arange(0, SLOTS)
+    expert = tl.load(index_ptr + slot, mask=slot < slots, other=-1)
+    known = (expert >= 0) & (expert < E)
+    expert = tl.where(known, expert, 0).to(tl.int32)
+    return slot, tl.where(known, expert, -1), tl.histogram(expert, EXPERTS, mask=known)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _count_kernel(index_ptr, counts_ptr, E, slots, SLOTS: tl.constexpr, EXPERTS: tl.constexpr):
+    _, _, counts = _chunk(index_ptr, tl.program_id(0), slots, E, SLOTS, EXPERTS)
+    experts = tl.arange(0, EXPERTS)
+    tl.store(counts_ptr + tl.program_id(0).to(tl.int64) * E + experts, counts, mask=experts < E)
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def _scan_kernel(counts_ptr, totals_ptr, E, chunks, BLOCK: tl.constexpr):
+    """Puts in the place of each count of an expert the sum of those before it, and stores the sum of all."""
+    expert = tl.program_id(0)
+    total = tl.zeros([], tl.int32)
+    for first in range(0, chunks, BLOCK):
+        chunk = first + tl.arange(0, BLOCK)
+        place = counts_ptr + expert + chunk.to(tl.int64) * E
+        counts = tl.load(place, mask=chunk < chunks, other=0)
+        tl.store(place, total + tl.cumsum(counts, 0) - counts, mask=chunk < chunks)
+        total += tl.sum(counts, 0)
+    tl.store(totals_ptr + expert, total)
+
+
+@triton.jit(do_not_specialize=["slots", "chunks"])
+def _place_kernel(
+    index_ptr, counts_ptr, totals_ptr, slots_ptr, rows_ptr, tile_expert_ptr, starts_ptr, E, slots, chunks,
+    SLOTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # The first programs place a chunk of slots each, those behind them fill what a tile of rows has of padding.
+    program = tl.program_id(0)
+    experts = tl.arange(0, EXPERTS)
+    inside = experts < E
+    if totals_ptr is not None:
+        totals = tl.load(totals_ptr + experts, mask=inside, other=0)
+        row_ptr = counts_ptr + tl.minimum(program, chunks - 1).to(tl.int64) * E
+        before = tl.load(row_ptr + experts, mask=inside, other=0)
+    else:
+        totals = tl.zeros([EXPERTS], tl.int32)
+        before = tl.zeros([EXPERTS], tl.int32)
+        for chunk in range(chunks):
+            _, _, counts = _chunk(index_ptr, chunk, slots, E, SLOTS, EXPERTS)
+            totals += counts
+            before += tl.where(chunk < program, counts, 0)
+    padded = (totals + (BLOCK - 1)) // BLOCK * BLOCK
+    ends = tl.cumsum(padded, 0)
+    starts = ends - padded
+    if program < chunks:
+        slot, expert, _ = _chunk(index_ptr, program, slots, E, SLOTS, EXPERTS)
+        place = tl.arange(0, SLOTS)
+        earlier = (expert[:, None] == expert[None, :]) & (place[:, None] > place[None, :])
+        row = tl.gather(starts + before, tl.maximum(expert, 0), 0) + tl.sum(earlier.to(tl.int32), 1)
+        tl.store(slots_ptr + row, slot, mask=expert >= 0)
+        tl.store(rows_ptr + slot, tl.where(expert >= 0, row, -1), mask=slot < slots)
+    else:
+        tile = program - chunks
+        first = tile * BLOCK
+        owner = tl.sum(((ends <= first) & inside).to(tl.int32), 0)
+        tl.store(tile_expert_ptr + tile, tl.where(owner < E, owner, -1))
+        rows = first + tl.arange(0, BLOCK)
+        filled = tl.sum(tl.where(experts == owner, starts + totals, 0), 0)
+        tl.store(slots_ptr + rows, tl.full([BLOCK], -1, tl.int32), mask=(rows >= filled) & (owner < E))
+        if tile == 0:
+            tl.store(starts_ptr + experts, starts, mask=inside)
+            tl.store(starts_ptr + E, tl.sum(padded, 0))
+
+
+def sort(
+    index: torch.Tensor, experts: int, k: int, block: int, ready: dict[Any, Any] | None = None
+) -> tuple[torch.Tensor, SortedRows]:
+    """The rows of the slots, whose ``index`` ``[S]``, contiguous integers, are experts; and the tensor that holds them.
+
+    ``ready`` belongs to one prepared call: see ``gemm_gemm.Operands``.
+    """
+    slots = index.shape[0]
+    width = 1 << max(experts - 1, 1).bit_length()
+    chunks = ceil_div(slots, _SLOTS)
+    launches = None if ready is None else ready.get("sort")
+    if launches is None:
+        launches = _prepare(slots, experts, block, chunks, width)
+        if ready is not None:
+            ready["sort"] = launches
+    count, scan, place = launches
+    packed = index.new_empty(sum(sizes(slots, experts, block)), dtype=torch.int32)
+    rows = rows_of(packed, slots, experts, block, k)
+    counts = totals = None
+    if chunks > _COUNTED_AGAIN:
+        counts, totals = packed.new_empty(experts * chunks), packed.new_empty(experts)
+        count((index, counts))
+        scan((counts, totals))
+    place((index, counts, totals, rows.slots, rows.rows_of, rows.tile_expert, rows.starts))
+    return packed, rows
+
+
+def _prepare(slots: int, experts: int, block: int, chunks: int, width: int) -> tuple[Launch, Launch, Launch]:
+    tiles = padded_rows(slots, experts, block) // block
+    return (
+        Launch(_count_kernel, chunks, (experts,), (slots,), (_SLOTS, width)),
+        Launch(_scan_kernel, experts, (experts,), (chunks,), (_CHUNKS_AT_ONCE,)),
+        Launch(_place_kernel, chunks + tiles, (experts,), (slots, chunks), (_SLOTS, width, block)),
+    )

@@ -1,0 +1,62 @@
+"""Experts: how rows are padded, and the tiles of the portable kernels, by architecture and dtype. Plain data."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GroupedTiles:
+    """``block_m`` rows of one expert × ``block_n`` columns for each program, ``block_inner`` of the inner axis at once.
+
+    Of a weight gradient ``block_m`` and ``block_n`` are rows and columns of an expert's weight, and the inner axis is
+    that of the expert's rows.
+    """
+
+    block_m: int
+    block_n: int
+    block_inner: int
+    num_warps: int
+    num_stages: int
+
+
+# Every expert's rows begin at a multiple of one of these. Where a backward pass will run it is the last one, which the
+# kernels of every kind take; else the smallest that holds an expert's share of the rows, as few rows are padded then.
+BLOCKS = (16, 64, 128)
+
+# By (architecture, bits of an element, step); architectures without a row take that of "other". "wide" steps have two
+# sums: both projections of a gated hidden.
+GROUPED_TILES: dict[tuple[str, int, str], GroupedTiles] = {
+    ("sm_90", 16, "product"): GroupedTiles(128, 128, 64, 8, 3),
+    ("sm_90", 16, "wide"): GroupedTiles(128, 64, 64, 8, 3),
+    ("sm_90", 16, "weight_gradient"): GroupedTiles(128, 128, 64, 8, 3),
+    ("other", 16, "product"): GroupedTiles(64, 64, 32, 4, 2),
+    ("other", 16, "wide"): GroupedTiles(64, 64, 32, 4, 2),
+    ("other", 16, "weight_gradient"): GroupedTiles(64, 64, 32, 4, 2),
+    ("other", 32, "product"): GroupedTiles(32, 32, 32, 4, 1),
+    ("other", 32, "wide"): GroupedTiles(32, 32, 32, 4, 1),
+    ("other", 32, "weight_gradient"): GroupedTiles(32, 32, 32, 4, 1),
+}
+# With few rows for each expert a program waits for its weights: many bytes are on their way at once. By (bits, block).
+FEW_ROWS_TILES: dict[tuple[int, int], GroupedTiles] = {
+    (16, 16): GroupedTiles(16, 64, 128, 4, 4),
+    (16, 64): GroupedTiles(64, 64, 64, 4, 3),
+    (32, 16): GroupedTiles(16, 32, 64, 4, 2),
+}
+
+
+def row_block(rows: int, experts: int, training: bool) -> int:
+    """What every expert's rows are padded to a multiple of, for so many ``rows`` in all."""
+    if training:
+        return BLOCKS[-1]
+    return next((block for block in BLOCKS if block * experts >= rows), BLOCKS[-1])
+
+
+def padded_rows(rows: int, experts: int, block: int) -> int:
+    """The most rows that padding makes of ``rows``, whichever expert has them."""
+    return (rows + experts * (block - 1)) // block * block
+
+
+def grouped_tiles(architecture: str, bits: int, step: str, block: int) -> GroupedTiles:
+    """The portable kernels' tiles for operands of ``bits`` bits, whose rows are in blocks of ``block``."""
+    if step != "weight_gradient" and (few := FEW_ROWS_TILES.get((bits, block))) is not None:
+        return few
+    return GROUPED_TILES.get((architecture, bits, step)) or GROUPED_TILES[("other", bits, step)]

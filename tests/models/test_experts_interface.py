@@ -1,0 +1,83 @@
+"""``experts_implementation="fusedlayers"``: the name that transformers knows, whichever library is imported first."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import fusedlayers as fl
+from fusedlayers.closeness import assert_all_close
+from fusedlayers.functional.dispatch import decisions
+from fusedlayers.replacing.experts_interface import IMPLEMENTATION
+from tests.ffn_blocks import assert_same
+from tests.models.expert_families import LAYERS, build, experts, results, routed, text, truth
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[models]'")
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "gpt-oss"])
+def test_by_name(name: str) -> None:
+    model: Any = build(name)
+    inputs = text()
+    exact, expected = truth(copy.deepcopy(model), inputs), results(model, inputs)
+    kinds = [type(module) for module in experts(model)]
+    model.set_experts_implementation(IMPLEMENTATION)
+    with decisions() as paths:
+        found = results(model, inputs)
+    assert paths == {"moe_ffn torch": LAYERS}
+    assert_all_close(found, expected, exact)
+    assert [type(module) for module in experts(model)] == kinds
+    model.set_experts_implementation("eager")
+    assert_same(results(model, inputs), expected)
+
+
+def test_by_name_it_compiles_in_one_graph() -> None:
+    torch._dynamo.reset()
+    model = build("Mixtral", experts_implementation=IMPLEMENTATION)
+    expected = results(model, text())
+    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**text()).logits, expected["logits"])
+
+
+def test_a_model_that_has_it_by_name_is_fused_already() -> None:
+    report = fl.replace(build("Mixtral", experts_implementation=IMPLEMENTATION))
+    assert [entry.reason for entry in report.skipped] == ["already fused"] * LAYERS
+
+
+def test_experts_that_compute_no_ffn_run_as_transformers_would(caplog: pytest.LogCaptureFixture) -> None:
+    module = experts(build("Mixtral", experts_implementation="grouped_mm"))[0]
+    module.act_fn = torch.nn.Softplus()
+    expected = module(*routed())
+    module.config._experts_implementation = IMPLEMENTATION
+    with caplog.at_level("INFO", "fusedlayers"), decisions() as paths:
+        assert torch.equal(module(*routed()), expected)
+    assert not paths
+    assert "runs as with experts_implementation='grouped_mm': its act_fn is a Softplus" in caplog.text
+
+
+def test_what_changes_later_runs_as_transformers_would() -> None:
+    module = experts(build("gpt-oss", experts_implementation=IMPLEMENTATION))[0]
+    module(*routed())
+    module.limit = 0.25
+    found = module(*routed())
+    module.config._experts_implementation = "grouped_mm"
+    assert torch.equal(found, module(*routed()))
+
+
+_IMPORTS = {
+    "this library first": "import fusedlayers, transformers.integrations.moe as moe",
+    "transformers first": "import transformers.integrations.moe as moe, fusedlayers",
+    "this library alone": "import sys, fusedlayers; moe = None; assert 'transformers' not in sys.modules",
+}
+
+
+@pytest.mark.parametrize("order", _IMPORTS)
+def test_the_order_of_imports(order: str) -> None:
+    said = f"{_IMPORTS[order]}\nprint(moe is None or 'fusedlayers' in moe.ALL_EXPERTS_FUNCTIONS)"
+    found = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True, timeout=100)
+    assert found.stdout.split() == ["True"]
