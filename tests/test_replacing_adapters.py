@@ -129,7 +129,7 @@ def test_the_report_and_what_explains_a_block() -> None:
     model = made()
     report = fl.replace(model)
     [entry] = report.replaced
-    assert "gated silu, 24 -> 40 -> 24" in str(report)
+    assert entry.reason == "up, gate, down: gated silu, 24 -> 40 -> 24, with adapters"
     assert entry.became == "FusedGated"
     assert not report.skipped
     text = fl.explain(model[0], torch.randn(2, 24, device=DEVICE))  # type: ignore[index]

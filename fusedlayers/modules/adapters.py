@@ -76,7 +76,8 @@ class AdaptedFFNPieces(FFNPieces):
         for linear in self.linears():
             found.append(base_linear(linear))
             if (name := active_adapter(linear)) is not None:
-                found += [linear.lora_A[name], linear.lora_B[name]]  # type: ignore[operator,index]
+                wrapper: Any = linear
+                found += [wrapper.lora_A[name], wrapper.lora_B[name]]
         return tuple(found)
 
     def why_not_plain(self) -> str | None:

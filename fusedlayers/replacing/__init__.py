@@ -351,4 +351,5 @@ def _replace_norms(model: nn.Module, replaced: list[Entry], skipped: list[Entry]
 def _description(pieces: FFNPieces) -> str:
     up, down = linear_weight(pieces.up), linear_weight(pieces.down)
     gated = "" if pieces.gate is None and pieces.gate_rows is None else "gated "
-    return f"{gated}{pieces.activation}, {up.shape[1]} -> {down.shape[1]} -> {down.shape[0]}"
+    adapted = ", with adapters" if pieces.operation.name == "lora_ffn" else ""
+    return f"{gated}{pieces.activation}, {up.shape[1]} -> {down.shape[1]} -> {down.shape[0]}{adapted}"
