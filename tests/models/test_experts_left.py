@@ -127,6 +127,15 @@ def test_a_forward_that_is_written_anew_is_proven_too() -> None:
     torch.testing.assert_close(module(*routed()), expected)
 
 
+@pytest.mark.parametrize("name", ["Mixtral", "gpt-oss"])
+def test_releases_without_a_flag_for_the_layout(name: str) -> None:
+    module = experts(build(name))[0]
+    expected = module(*routed())
+    del module.is_concatenated, module.has_post_expert_norm
+    assert replaced(module)
+    torch.testing.assert_close(module(*routed()), expected)
+
+
 @pytest.mark.parametrize("name", ["MuseSparkTextModel", "OpenAIPrivacyFilterModel"])
 def test_published_experts_that_are_left(name: str) -> None:
     from tests.models.every_family import FAMILIES
