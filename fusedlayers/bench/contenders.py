@@ -49,15 +49,16 @@ class Contender:
 class Work:
     """What a contender does once: the forward pass without a graph, or forward and backward with all gradients.
 
-    Inputs that are no real numbers have none. ``upstream`` holds a gradient for each result. ``rotation`` is the
-    same with other tensors, to be done behind it: together they do not fit the L2 cache, so that work of a few
-    microseconds reads its inputs from memory.
+    Inputs that are no real numbers have none, nor have those that are ``frozen``. ``upstream`` holds a gradient of
+    each result. ``rotation`` is the same with other tensors, to be done behind it: together they do not fit the L2
+    cache, so that work of a few microseconds reads its inputs from memory.
     """
 
     inputs: Inputs
     upstream: tuple[Tensor, ...]
     backward: bool
     rotation: tuple[Work, ...] = ()
+    frozen: frozenset[str] = frozenset()
 
     @property
     def device(self) -> torch.device:
@@ -67,7 +68,11 @@ class Work:
     @property
     def leaves(self) -> Inputs:
         """The inputs that have a gradient, by name."""
-        return {name: tensor for name, tensor in self.inputs.items() if tensor.is_floating_point()}
+        return {
+            name: tensor
+            for name, tensor in self.inputs.items()
+            if tensor.is_floating_point() and name not in self.frozen
+        }
 
     @property
     def count(self) -> int:

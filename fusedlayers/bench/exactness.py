@@ -46,7 +46,8 @@ def random_work(
     )
     # What programs multiply a loss by: a loss scale, or the share of a micro-batch.
     upstream = tuple(each if each.dim() else _power_of_two(each) for each in upstream)
-    work = Work(inputs, upstream, backward)
+    frozen = frozenset(name for name, operand in case.operands(shape, options).items() if operand.frozen)
+    work = Work(inputs, upstream, backward, frozen=frozen)
     for leaf in work.leaves.values():
         leaf.requires_grad_(backward)
     return work
@@ -74,10 +75,13 @@ def rotating_work(
 
 def reference_results(case: Case, options: Options, work: Work) -> tuple[Tensor, ...]:
     """The results and all gradients in float64."""
-    leaves = {name: tensor.detach().double().requires_grad_(work.backward) for name, tensor in work.leaves.items()}
-    inputs = {**work.inputs, **leaves}
+    inputs = {
+        name: tensor.detach().double() if tensor.is_floating_point() else tensor for name, tensor in work.inputs.items()
+    }
+    for name in work.leaves:
+        inputs[name].requires_grad_(work.backward)
     upstream = tuple(tensor.double() for tensor in work.upstream)
-    return torch_results(case, options, Work(inputs, upstream, work.backward))
+    return torch_results(case, options, replace(work, inputs=inputs, upstream=upstream, rotation=()))
 
 
 def torch_results(case: Case, options: Options, work: Work) -> tuple[Tensor, ...]:

@@ -49,6 +49,19 @@ def test_integer_inputs_stay_exact(case: cases.Case, options: Options, shape: ca
     assert found[0].status == "green"
 
 
+def test_frozen_operands_have_no_gradient_to_be_judged_or_counted() -> None:
+    case, shape = CASES["lora_ffn"], (40, 24, 40, 4)
+    work = exactness.random_work(
+        case, PLAIN, shape, init="normal", dtype=torch.float32, device=CPU, seed=0, backward=True
+    )
+    assert list(work.leaves) == ["x", "up_a", "up_b", "down_a", "down_b"]
+    assert not any(work.inputs[name].requires_grad for name in ("w_up", "w_down", "b_up", "b_down"))
+    found = verification.verify(case, PLAIN, shape, init="normal", dtype=torch.float32, device=CPU)
+    assert found[0].status == "green"
+    assert [finding.tensor for finding in found[0].findings] == ["y", *(f"d{name}" for name in work.leaves)]
+    assert case.flops(shape, PLAIN, True) == 2 * case.flops(shape, PLAIN, False)
+
+
 def test_an_integer_result_that_is_off_by_one_is_red() -> None:
     def off_by_one(*, x: Tensor, recompute: object, **keywords: Any) -> Tensor:
         bump = torch.zeros(x.shape[0], 1)

@@ -43,18 +43,19 @@ class Options:
 class Operand:
     """One input: its shape, and its standard deviation (of weights: one over the root of their fan-in).
 
-    With ``classes`` it holds integers below that number, and has no gradient.
+    With ``classes`` it holds integers below that number, and has no gradient; nor has it one where it is ``frozen``.
     """
 
     shape: Shape
     scale: float = 1.0
     classes: int = 0
+    frozen: bool = False
 
     def blank(self, dtype: torch.dtype = torch.float32, requires_grad: bool = False) -> Tensor:
         """A tensor like it that holds no numbers, on the meta device."""
         if self.classes:
             return torch.empty(self.shape, dtype=torch.int64, device="meta")
-        return torch.empty(self.shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+        return torch.empty(self.shape, dtype=dtype, device="meta", requires_grad=requires_grad and not self.frozen)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ class Case:
 
     ``operation`` names the public function that plans it. ``ours`` and ``torch_expression`` take the inputs of
     ``operands`` by name and then ``our_keywords`` or ``torch_keywords`` of the options. ``forward_flops`` counts the
-    products of the forward pass; each product has two of the same size in the backward pass. ``parameters`` are the
+    products of the forward pass; each product has two of the same size in the backward pass, or as many as
+    ``backward_products`` says. ``parameters`` are the
     inputs that a module would own. ``results`` names what the operation returns, a tensor or a tuple, the last of
     which may be None; ``result_dtype`` is theirs where it is not that of the inputs. ``yardstick`` is torch's
     expression in less memory, for verification, which judges so many ``draws`` of inputs together. A parameter's
@@ -117,6 +119,7 @@ class Case:
     backward: bool = True
     has_activation: bool = True
     rotating: bool = False
+    backward_products: int = 2
 
     def problem(self, inputs: Inputs, options: Options) -> Call:
         """The planning problem of a call with these inputs."""
@@ -136,7 +139,7 @@ class Case:
 
     def flops(self, shape: Shape, options: Options, backward: bool) -> int:
         """Floating-point operations of the forward pass, or of forward and backward, nothing computed twice."""
-        return self.forward_flops(shape, options) * (3 if backward else 1)
+        return self.forward_flops(shape, options) * (1 + (self.backward_products if backward else 0))
 
     def result_shapes(self, shape: Shape, options: Options) -> tuple[Shape, ...]:
         """The shapes of the results, from torch's rules, without computing anything."""
@@ -147,9 +150,11 @@ class Case:
 
     def moved_bytes(self, shape: Shape, options: Options, dtype: torch.dtype, backward: bool) -> int:
         """Each input read and each result written once; backward reads inputs and upstream again, writes gradients."""
-        inputs = sum(math.prod(operand.shape) for operand in self.operands(shape, options).values())
+        operands = self.operands(shape, options).values()
+        inputs = sum(math.prod(operand.shape) for operand in operands)
+        gradients = sum(math.prod(operand.shape) for operand in operands if not operand.frozen)
         output = sum(math.prod(result) for result in self.result_shapes(shape, options))
-        return dtype.itemsize * (inputs + output + (2 * inputs + output if backward else 0))
+        return dtype.itemsize * (inputs + output + (inputs + gradients + output if backward else 0))
 
     def inputs(
         self, shape: Shape, options: Options, *, init: str, dtype: torch.dtype, device: torch.device, seed: int,

@@ -1,4 +1,4 @@
-"""The FFN with adapters of low rank, all of its gradients. No grid is published: the self-test alone runs it."""
+"""The FFN with adapters of low rank and frozen weights."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ from collections.abc import Iterator
 
 from ... import functional, reference
 from ...planning import Device
-from .case import DTYPES, Case, Operand, Options, Shape
+from .case import DTYPES, Case, Grid, Operand, Options, Shape
 from .trial import RAGGED, WHOLE, Trial
 
 
 def _operands(shape: Shape, options: Options) -> dict[str, Operand]:
-    """Of a gated FFN, the gate's adapter has another rank than the others."""
     rows, width, hidden, rank = shape
     first, second = width**-0.5, hidden**-0.5
-    linears = {"up": (hidden, width, first, rank), "down": (width, hidden, second, rank)}
+    linears = {"up": (hidden, width, first), "down": (width, hidden, second)}
     if options.gated:
-        linears["gate"] = (hidden, width, first, rank + 4)
+        linears["gate"] = (hidden, width, first)
     operands = {"x": Operand((rows, width))}
-    for name, (outputs, inputs, scale, own) in linears.items():
-        operands[f"w_{name}"] = Operand((outputs, inputs), scale)
-        operands[f"{name}_a"] = Operand((own, inputs), scale)
-        operands[f"{name}_b"] = Operand((outputs, own), own**-0.5)
+    for name, (outputs, inputs, scale) in linears.items():
+        operands[f"w_{name}"] = Operand((outputs, inputs), scale, frozen=True)
+        operands[f"{name}_a"] = Operand((rank, inputs), scale)
+        operands[f"{name}_b"] = Operand((outputs, rank), rank**-0.5)
         if options.bias:
-            operands[f"b_{name}"] = Operand((outputs,))
+            operands[f"b_{name}"] = Operand((outputs,), frozen=True)
     return operands
 
 
@@ -55,7 +54,22 @@ CASE = Case(
     meaning="tokens × d_model × d_ff × rank",
     parameters=frozenset({"w_up", "w_down", "w_gate", "up_a", "up_b", "down_a", "down_b", "gate_a", "gate_b"}),
     flags=frozenset({"gated", "bias"}),
-    grids=(),
+    grids=(
+        Grid(
+            name="lora_ffn",
+            title="FFN with adapters, frozen weights",
+            options=Options("gelu_tanh", bias=True),
+            shapes=((8192, 2048, 8192, 16), (8192, 4096, 14336, 16)),
+            shapes_without_gpu=((40, 24, 40, 4), (33, 24, 40, 8)),
+        ),
+        Grid(
+            name="gated_lora_ffn",
+            title="Gated FFN with adapters, frozen weights",
+            options=Options("silu", gated=True),
+            shapes=((8192, 2048, 8192, 16), (8192, 4096, 14336, 16)),
+            shapes_without_gpu=((40, 24, 40, 4), (33, 24, 40, 8)),
+        ),
+    ),
     operands=_operands,
     forward_flops=_flops,
     ours=functional.lora_ffn,
@@ -65,5 +79,6 @@ CASE = Case(
     torch_keywords=_keywords,
     trials=_trials,
     few_trials=(Trial("lora_ffn", Options("relu", gated=True, bias=True), (37, 24, 40, 4), "fp32"),),
-    place=11,
+    place=12,
+    backward_products=1,
 )
