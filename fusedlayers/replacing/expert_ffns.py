@@ -261,13 +261,14 @@ def _formulas(module: Any, activation: str | None, options: dict[str, Any]) -> I
     """The activation is the first argument of each."""
     known = [name for name in ACTIVATIONS if name != "identity"]
     held = torch_module_activation(getattr(module, activation)) if activation is not None else None
-    concatenated = "concatenated" if getattr(module, _CONCATENATED, True) else "interleaved"
-    layout = {"gate_and_up": concatenated if module.has_gate else "separate", "transposed": module.is_transposed}
+    flag = getattr(module, _CONCATENATED, None)
+    layouts = [name for name, said in (("concatenated", True), ("interleaved", False)) if flag in (said, None)]
     limits = [value for value in options.values() if type(value) in (int, float) and 0 < value < float("inf")]
     clamped = [{"limit": float(limit)} for limit in dict.fromkeys(limits)] if module.has_gate else []
     for gate in ({}, *clamped, *({**each, "up_offset": 1.0} for each in clamped)):
-        for name in known if held is None else [held]:
-            yield {"activation": name} | layout | gate
+        for layout in layouts if module.has_gate else ["separate"]:
+            for name in known if held is None else [held]:
+                yield {"activation": name, "gate_and_up": layout, "transposed": module.is_transposed} | gate
 
 
 class _Products(TorchDispatchMode):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.replacing.experts import FusedExperts
-from tests.models.expert_families import HIDDEN, WIDTH, build, experts, replaced, routed
+from tests.models.expert_families import HIDDEN, LAYERS, WIDTH, build, experts, replaced, routed, text
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[models]'")
 
@@ -127,6 +127,15 @@ def test_a_forward_that_is_written_anew_is_proven_too() -> None:
     torch.testing.assert_close(module(*routed()), expected)
 
 
+@pytest.mark.parametrize("name", ["Mixtral", "gpt-oss"])
+def test_releases_without_a_flag_for_the_layout(name: str) -> None:
+    module = experts(build(name))[0]
+    expected = module(*routed())
+    del module.is_concatenated, module.has_post_expert_norm
+    assert replaced(module)
+    torch.testing.assert_close(module(*routed()), expected)
+
+
 @pytest.mark.parametrize("name", ["MuseSparkTextModel", "OpenAIPrivacyFilterModel"])
 def test_published_experts_that_are_left(name: str) -> None:
     from tests.models.every_family import FAMILIES
@@ -210,6 +219,31 @@ def test_tokens_of_another_dtype_run_the_forward_of_the_class() -> None:
     )
     with pytest.raises(RuntimeError, match="same dtype"):
         module(x, index, weights)
+
+
+def test_adapters_of_peft_stay_fused() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[models]'")
+    model = build("Mixtral")
+    replaced(model)
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=[], target_parameters=targets))
+    adapters = {name: each for name, each in model.named_parameters() if "lora_" in name}
+    with torch.no_grad():
+        for parameter in adapters.values():
+            nn.init.normal_(parameter)
+
+    def run() -> list[Tensor]:
+        model.zero_grad()
+        outputs = model(**text())
+        outputs.loss.backward()
+        return [outputs.logits.detach(), *(each.grad.clone() for each in adapters.values() if each.grad is not None)]
+
+    with decisions() as paths:
+        found = run()
+    assert paths == {"moe_ffn torch": LAYERS}
+    assert len(found) == 1 + 4 * LAYERS
+    fl.restore(model)
+    torch.testing.assert_close(found, run())
 
 
 def test_parametrized_weights_are_read_as_the_forward_reads_them() -> None:
