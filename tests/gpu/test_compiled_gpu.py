@@ -60,6 +60,12 @@ def operands(rows: int, **options: Any) -> dict[str, Any]:
     return {"a": leaf(2, rows, 64), "b": leaf(2, 64, 256)} | options
 
 
+def mixture(rows: int, **options: Any) -> dict[str, Any]:
+    chosen = torch.randint(8, (2, rows, 2), device=DEVICE)
+    given = {"x": leaf(2, rows, 256), "top_k_index": chosen, "top_k_weights": leaf(2, rows, 2)}
+    return given | {"w_up": leaf(8, 256, 256), "w_down": leaf(8, 256, 128), "gate_and_up": "concatenated"} | options
+
+
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[int], dict[str, Any]]]] = {
     "ffn": (functional.ffn, ffn),
     "gated ffn": (functional.ffn, gated),
@@ -68,6 +74,8 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[int], dict[str, Any]]]] = {
     "max": (functional.gemm_reduce, lambda rows: operands(rows, op="max", dim=-2, return_indices=True)),
     "logsumexp": (functional.gemm_reduce, lambda rows: operands(rows, op="logsumexp", dim=-1)),
     "maxsim": (functional.maxsim, lambda rows: {"queries": leaf(8, 32, 128), "documents": leaf(16, rows, 128)}),
+    "moe_ffn": (functional.moe_ffn, mixture),
+    "recomputed moe_ffn": (functional.moe_ffn, lambda rows: mixture(rows, recompute=True)),
     "weight_gradient": (functional.weight_gradient, lambda rows: {"dy": leaf(2, rows, 256), "x": leaf(2, rows, 128)}),
     "hidden_gradient": (
         functional.hidden_gradient,

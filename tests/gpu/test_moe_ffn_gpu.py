@@ -19,6 +19,7 @@ from tests.operands import DEVICE, assert_equal, integers, on_path
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 MIB = 2**20
 REPEATS = 10
+DENSITIES = (0.2, 0.12, 0.07, 0.05, 0.04, 0.035, 0.03, 0.025, 0.02)
 # Tokens, width, hidden units, experts, experts of a token: whole tiles of the pipelined kernels, tails, and what their
 # copies cannot take.
 WHOLE, RAGGED, ODD = (1024, 512, 256, 8, 2), (1061, 328, 200, 8, 3), (700, 131, 77, 8, 2)
@@ -58,17 +59,18 @@ def test_routings(routing: str, gated: bool, recompute: bool) -> None:
 @pytest.mark.parametrize("sizes", [WHOLE, RAGGED, ODD], ids=["whole", "ragged", "odd"])
 def test_exact_integers(machine: str, dtype: torch.dtype, gated: bool, routing: str, sizes: tuple[int, ...]) -> None:
     """The same bits again and again, in the last backward pass and in one before it."""
-    for density in (0.2, 0.12, 0.07, 0.04):
+    for density in DENSITIES:
         draw = integers(density)
         tensors = moe_inputs(*sizes, dtype, gated=gated, routing=routing, draw=draw)
         dy = like_x(tensors, draw)
         truth = results(reference.moe_ffn, wide(tensors), dy.double(), activation="relu")
-        if max(float(t.abs().max()) for t in truth.values() if t is not None) <= 1 / torch.finfo(dtype).eps:
+        if max(float(t.abs().max()) for t in truth.values() if t is not None) <= 2 / torch.finfo(dtype).eps:
             break
     else:
         raise AssertionError("no density keeps the integers exact")
     expected = {name: None if tensor is None else tensor.to(dtype) for name, tensor in truth.items()}
-    assert_says_something(expected)
+    # With a gate sums grow fast, and bfloat16 counts to 256: a few hundred numbers of each weight gradient are not 0.
+    assert_says_something(expected, 0.0002 if dtype == BFLOAT16 and gated else 0.005)
     with on_path("epilogue", **MACHINES[machine]):
         for _ in range(REPEATS):
             assert_equal(results(functional.moe_ffn, tensors, dy, activation="relu"), expected)
