@@ -61,7 +61,7 @@ def operands(rows: int, **options: Any) -> dict[str, Any]:
 
 
 def mixture(rows: int, **options: Any) -> dict[str, Any]:
-    chosen = torch.randint(8, (2, rows, 2), device=DEVICE)
+    chosen = torch.randint(8, (2, rows, 2), device="cuda")
     given = {"x": leaf(2, rows, 256), "top_k_index": chosen, "top_k_weights": leaf(2, rows, 2)}
     return given | {"w_up": leaf(8, 256, 256), "w_down": leaf(8, 256, 128), "gate_and_up": "concatenated"} | options
 
