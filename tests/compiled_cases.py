@@ -98,8 +98,8 @@ def linear_log_probs(rows: int) -> Call:
 
 
 def moe_ffn(rows: int, **options: Any) -> Call:
-    # One index is no expert, and one expert has no token.
-    index = (torch.arange(4 * rows, device=DEVICE) % 4).view(2, rows, 2)
+    # The last expert has no token.
+    index = (torch.arange(4 * rows, device=DEVICE) % 2).view(2, rows, 2)
     tensors = {"x": _leaf(2, rows, 16), "top_k_index": index, "top_k_weights": _leaf(2, rows, 2)}
     tensors |= {"w_up": _leaf(3, 16, 24), "w_down": _leaf(3, 12, 16), "b_up": _leaf(3, 24), "b_down": _leaf(3, 16)}
     return functional.moe_ffn, tensors | {"gate_and_up": "interleaved", "transposed": True} | options

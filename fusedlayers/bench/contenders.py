@@ -50,8 +50,8 @@ class Work:
     """What a contender does once: the forward pass without a graph, or forward and backward with all gradients.
 
     Inputs that are no real numbers have none, nor have those that are ``frozen``. ``upstream`` holds a gradient of
-    each result. ``rotation`` is the same with other tensors, to be done behind it: together they do not fit the L2 cache, so
-    that work of a few microseconds reads its inputs from memory.
+    each result. ``rotation`` is the same with other tensors, to be done behind it: together they do not fit the L2
+    cache, so that work of a few microseconds reads its inputs from memory.
     """
 
     inputs: Inputs

@@ -1,6 +1,6 @@
 """A small training step of every kind of kernel, to be run under NVIDIA's compute-sanitizer: see test_sanitizer.py.
 
-python -m tests.gpu.sanitized [products] [reductions] [splits] [losses]       those groups of steps alone
+python -m tests.gpu.sanitized [products] [reductions] [splits] [losses] [experts]       those groups of steps alone
 """
 
 from __future__ import annotations
@@ -56,11 +56,13 @@ LINEARS = [(1, 40, 5000), (16, 30, 4100), (9, 200, 3001), (40, 72, 2064), (200, 
 # Tokens and classes: less than a block of columns, one, and several, the last of which is ragged.
 LOGITS = [(5, 100), (9, 4096), (33, 9001)]
 DOCUMENTS = [33, 0, 130, 64, 1]
+# Tokens, width, hidden units, experts, experts of a token; the last is for the portable kernels.
+MIXTURES = [(150, 136, 200, 5, 2), (300, 64, 128, 3, 3), (70, 33, 50, 4, 2)]
 
 
 def main() -> None:
     chosen = sys.argv[1:]
-    for group in (products, reductions, splits, losses):
+    for group in (products, reductions, splits, losses, experts):
         if not chosen or group.__name__ in chosen:
             group()
     torch.cuda.synchronize()
@@ -192,6 +194,29 @@ def losses() -> None:
                     input, linear_weight, linear_weight[:, 0], target, given[0], statistics[0], factors, 0, arithmetic,
                     "ieee", gradient_tiles("sm_90", 16, 4, pipelined), out=torch.empty_like(memory),
                 )  # fmt: skip
+
+
+def experts() -> None:
+    """Mixtures whose last expert has no token, with indices that are no expert, and with a limited gate."""
+    for tokens, width, hidden, number, k in MIXTURES:
+        index = torch.randint(-1, number - 1, (tokens, k), device="cuda")
+        shapes = {
+            "x": (tokens, width), "top_k_weights": (tokens, k), "w_up": (number, 2 * hidden, width),
+            "w_down": (number, width, hidden), "b_up": (number, 2 * hidden), "b_down": (number, width),
+        }  # fmt: skip
+        given = {
+            name: torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for name, shape in shapes.items()
+        }
+        for layout in ("concatenated", "interleaved"):
+            for options in ({}, {"limit": 1.0, "up_offset": 1.0, "recompute": True}):
+                y = functional.moe_ffn(**given, top_k_index=index, gate_and_up=layout, **options)
+                y.backward(torch.randn_like(y))
+                with torch.no_grad():
+                    functional.moe_ffn(**given, top_k_index=index, gate_and_up=layout, **options)
+    many = torch.randint(64, (3000, 1), device="cuda")
+    one = torch.randn(3000, 16, device="cuda", dtype=torch.bfloat16)
+    functional.moe_ffn(one, many, one[:, :1], one[:1024].view(64, 16, 16), one[1024:2048].view(64, 16, 16))
 
 
 if __name__ == "__main__":
