@@ -350,8 +350,8 @@ FAULTS: tuple[Fault, ...] = (
         "test_lora_ffn ranks_whose_rows_are_padded",
     ),
     _fault(
-        "merged adapters added once more", "fusedlayers/modules/adapters.py",
-        "if linear.disable_adapters or linear.merged:", "if linear.disable_adapters:",
+        "merged adapters added once more", "fusedlayers/modules/children.py",
+        "linear.disable_adapters or linear.merged:", "linear.disable_adapters:",
         "test_replacing_adapters the_state_of_adapters",
     ),
     _fault(

@@ -41,7 +41,8 @@ def test_a_recipe_trains_through_fused_layers(name: str, tmp_path: Path, capsys:
     main: Callable[[int, str], list[float]] = import_module(f"train_examples.recipes.{name}").main
     with decisions() as paths:
         losses = main(STEPS, str(tmp_path))
-    assert paths["ffn torch"] == STEPS * LAYERS, "every feed-forward block of every step"
+    operation = "lora_ffn" if name == "lora" else "ffn"
+    assert paths[f"{operation} torch"] == STEPS * LAYERS, "every feed-forward block of every step"
     # With the loss.
     assert f"{LAYERS + 1} replaced" in capsys.readouterr().out
     assert all(math.isfinite(loss) for loss in losses)
