@@ -306,6 +306,7 @@ def test_without_a_shape_the_grid_is_run() -> None:
         *CASES["linear_cross_entropy"].grids,
         *CASES["linear_log_probs"].grids,
         *CASES["moe_ffn"].grids,
+        *CASES["lora_ffn"].grids,
         *WEIGHT_GRADIENT.grids,
     }
     integer = rows_of("ffn", "--init", "integer", "--device", "cpu")[0]

@@ -216,7 +216,8 @@ for trial in all_trials(device):
         mock.patch.object(dispatch, "describe", return_value=facts),
         switches.switched({**ours.switches, **trial.switches}),
     ):
-        Work(inputs, upstream, case.backward).run(ours.call)
+        frozen = frozenset(name for name, each in inputs.items() if not each.requires_grad)
+        Work(inputs, upstream, case.backward, frozen=frozen).run(ours.call)
     pipelined = sum("Pipeline" in kind or kind == "StoredConfig" for kind in kinds)
     stored = "StoredConfig" in kinds
     ran = sum(name.startswith(("_pipelined", "_stored")) for name in names)

@@ -28,7 +28,7 @@ SYNTAX = "CASE:SIZES[:WORD,...]"
 # The letter of rows, as many as a call happens to have; other sizes are a layer's own.
 _ROWS = "M"
 # Under what names problems have the letters of cases that are none of theirs.
-_FIELDS = {"B": "batch"}
+_FIELDS = {"B": "batch", "k": "top_k", "R": "rank_up"}
 
 
 def parse_candidate(text: str) -> tuple[Case, Options, Shape]:
