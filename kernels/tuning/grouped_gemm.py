@@ -35,11 +35,13 @@ GROUPED_TILES: dict[tuple[str, int, str], GroupedTiles] = {
     ("other", 32, "wide"): GroupedTiles(32, 32, 32, 4, 1),
     ("other", 32, "weight_gradient"): GroupedTiles(32, 32, 32, 4, 1),
 }
-# With few rows for each expert a program waits for its weights: many bytes are on their way at once. By (bits, block).
-FEW_ROWS_TILES: dict[tuple[int, int], GroupedTiles] = {
-    (16, 16): GroupedTiles(16, 64, 128, 4, 4),
-    (16, 64): GroupedTiles(64, 64, 64, 4, 3),
-    (32, 16): GroupedTiles(16, 32, 64, 4, 2),
+# With few rows for each expert a program waits for its weights: many bytes are on their way at once. By
+# (architecture, bits, block).
+FEW_ROWS_TILES: dict[tuple[str, int, int], GroupedTiles] = {
+    ("sm_90", 16, 16): GroupedTiles(16, 64, 128, 4, 4),
+    ("sm_90", 16, 64): GroupedTiles(64, 64, 64, 4, 3),
+    ("other", 16, 16): GroupedTiles(16, 64, 64, 4, 2),
+    ("other", 32, 16): GroupedTiles(16, 32, 64, 4, 2),
 }
 
 
@@ -57,6 +59,7 @@ def padded_rows(rows: int, experts: int, block: int) -> int:
 
 def grouped_tiles(architecture: str, bits: int, step: str, block: int) -> GroupedTiles:
     """The portable kernels' tiles for operands of ``bits`` bits, whose rows are in blocks of ``block``."""
-    if step != "weight_gradient" and (few := FEW_ROWS_TILES.get((bits, block))) is not None:
+    few = FEW_ROWS_TILES.get((architecture, bits, block)) or FEW_ROWS_TILES.get(("other", bits, block))
+    if step != "weight_gradient" and few is not None:
         return few
     return GROUPED_TILES.get((architecture, bits, step)) or GROUPED_TILES[("other", bits, step)]
