@@ -98,3 +98,18 @@ def test_flops_are_those_of_the_model() -> None:
     p = problem(100, 32, 48, 4, 3)
     assert p.model_flops == (2 * 300 * 32 * 48 * 3, 4 * 300 * 32 * 48 * 3)
     assert replace(p, gated=False, training=False).model_flops == (2 * 300 * 32 * 48 * 2, 0)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_auto_mode_takes_what_was_measured_faster(training: bool, captured: bool) -> None:
+    facts = {"training": training, "captured": captured}
+    for sizes in ((16384, 2048, 768, 128, 8), (8192, 4096, 14336, 8, 2), (16384, 1024, 512, 64, 6)):
+        assert plan(problem(*sizes, **facts), H200).path == "epilogue"
+        assert "warp-specialised" in plan(problem(*sizes, **facts), replace(H200, pipelined=False)).rejected[0][1]
+        assert plan(problem(*sizes, dtype="float32", **facts), H200).path == "torch"
+    small = plan(problem(1, 64, 64, 4, 2, **facts), H200)
+    assert small.path == "torch"
+    assert "the call is too small" in small.rejected[0][1]
+    # Words generated one by one.
+    assert plan(problem(64, 2048, 768, 128, 8, captured=captured, training=False), H200).path == "epilogue"
