@@ -9,7 +9,7 @@ from torch import Tensor
 from fusedlayers.kernels import hopper
 from fusedlayers.kernels.gemm_gemm import Arithmetic, Operands
 from fusedlayers.kernels.gemm_gemm.operands import rows_of
-from fusedlayers.kernels.hopper import matrix
+from fusedlayers.kernels.hopper import matrix, stacked
 
 
 def tensor(*shape: int) -> Tensor:
@@ -57,6 +57,24 @@ def test_matrices(given: Tensor, expected: tuple[int, int, int, int, bool]) -> N
 )
 def test_what_only_the_portable_kernels_take(given: Tensor) -> None:
     assert matrix(given) is None
+
+
+def test_rows_of_others_may_lie_between() -> None:
+    """Of a merged weight, halves behind one another or rows in turn, as they are and transposed."""
+    merged = torch.empty(3, 32, 24, dtype=torch.bfloat16)
+    for half in (merged[:, :16], merged[:, 16:]):
+        found = stacked(half)
+        assert found is not None
+        assert found[1:] == (2 * 32 + 16, 24, 24, 32, False)
+        assert matrix(half) is None
+        swapped = stacked(half.mT)
+        assert swapped is not None
+        assert swapped[1:] == (2 * 32 + 16, 24, 24, 32, True)
+    in_turn = stacked(merged[:, 1::2])
+    assert in_turn is not None
+    assert in_turn[1:] == (3 * 16, 24, 48, 16, False)
+    assert stacked(merged[:, :, ::2]) is None
+    assert stacked(merged.as_strided((3, 16, 24), (24 * 32 + 8, 24, 1))) is None
 
 
 def test_coordinates_have_32_bits() -> None:

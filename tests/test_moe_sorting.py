@@ -79,3 +79,11 @@ def test_the_number_of_rows_is_bounded_by_sizes_alone() -> None:
             assert int(rows.starts[-1]) <= rows.capacity
             assert rows.capacity % block == 0
             assert rows.capacity <= slots + experts * (block - 1)
+
+
+@pytest.mark.parametrize("experts", [1, 2, 16, 17, 130])
+def test_experts_with_the_most_rows_come_first(experts: int) -> None:
+    """Those with as many rows in their own order, those without any last."""
+    rows = torch.randint(0, 4, (experts,), device=DEVICE) * 16
+    starts = torch.cat((rows.new_zeros(1), rows.cumsum(0))).int()
+    assert grouped_gemm.longest_first(starts).tolist() == rows.argsort(descending=True, stable=True).tolist()
