@@ -207,6 +207,7 @@ for trial in all_trials(device):
     inputs = {
         name: torch.ones_like(each, device="cpu", requires_grad=each.requires_grad) for name, each in blank.items()
     }
+    frozen = frozenset(name for name, operand in operands if operand.frozen)
     shapes = case.result_shapes(trial.shape, options)
     upstream = tuple(torch.ones(shape, dtype=case.result_dtype or dtype) for shape in shapes)
     facts = replace(device, **trial.facts)
@@ -216,7 +217,7 @@ for trial in all_trials(device):
         mock.patch.object(dispatch, "describe", return_value=facts),
         switches.switched({**ours.switches, **trial.switches}),
     ):
-        Work(inputs, upstream, case.backward).run(ours.call)
+        Work(inputs, upstream, case.backward, frozen=frozen).run(ours.call)
     pipelined = sum("Pipeline" in kind or kind == "StoredConfig" for kind in kinds)
     stored = "StoredConfig" in kinds
     ran = sum(name.startswith(("_pipelined", "_stored")) for name in names)
