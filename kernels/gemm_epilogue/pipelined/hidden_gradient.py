@@ -121,6 +121,8 @@ def _finish(
     # The weights of rows come in that unit.
     UNIT: gl.constexpr = 1.0 if WEIGHTED else WHOLE
     PARTS: gl.constexpr = 2 if GATED else 1
+    # In float32, what waits for its turn to be sent takes more registers than there are.
+    BOTH_FIRST: gl.constexpr = GATED and sums_ptr is None
     if dropout[0] is not None:
         kept = draw(dropout, row, column, layout)
         d_hidden = dropped(d_hidden, kept, dropout[2])
@@ -138,25 +140,28 @@ def _finish(
         weights = gl.expand_dims(weights * WHOLE, 1)
         hidden *= weights
         d_hidden *= weights
-    if GATED:
+    if BOTH_FIRST:
         dz = d_hidden * slope * UNIT
         d_gate = through_activation(d_hidden, gate_slope, z_gate, ACTIVATION) * UNIT
-    else:
-        dz = through_activation(d_hidden, slope, z, ACTIVATION) * UNIT
-    if WEIGHTED:
-        # Padding, which has no weight, ends as zeros: 0 times an infinite weight of the layer is NaN.
-        dz = gl.where(weights != 0, dz, 0.0)
-        hidden = gl.where(weights != 0, hidden, 0.0)
-        if GATED:
-            d_gate = gl.where(weights != 0, d_gate, 0.0)
-    if GATED and sums_ptr is None:
-        # Before anything is sent: in float32, what waits for its turn takes more registers than there are.
+        if WEIGHTED:
+            # Padding, which has no weight, ends as zeros: 0 times an infinite weight of the layer is NaN.
+            dz, d_gate = gl.where(weights != 0, dz, 0.0), gl.where(weights != 0, d_gate, 0.0)
         dz, d_gate = dz.to(dz_desc.dtype), d_gate.to(dz_desc.dtype)
+    if WEIGHTED:
+        gl.static_assert(sums_ptr is None, "the sums of rows with weights are another kernel's")
+        hidden = gl.where(weights != 0, hidden, 0.0)
     if hidden_desc is not None:
         if dropout[0] is not None:
             hidden = dropped(hidden, kept, dropout[2])
         sent = send(consumer, hidden_desc, row, column, hidden * UNIT, places, sent, PLACES)
         _release(consumer, tile_empty, position, PARTS, Z_STAGES)
+    if not BOTH_FIRST:
+        if GATED:
+            dz = d_hidden * slope * UNIT
+        else:
+            dz = through_activation(d_hidden, slope, z, ACTIVATION) * UNIT
+            if WEIGHTED:
+                dz = gl.where(weights != 0, dz, 0.0)
     sent = send(consumer, dz_desc, row, column, dz, places, sent, PLACES)
     if not GATED and hidden_desc is None:
         _release(consumer, tile_empty, position, PARTS, Z_STAGES)
@@ -167,6 +172,8 @@ def _finish(
         else:
             sums += _own_sums(dz, M - row)
     if GATED:
+        if not BOTH_FIRST:
+            d_gate = through_activation(d_hidden, gate_slope, z_gate, ACTIVATION) * UNIT
         sent = send(consumer, d_gate_desc, row, column, d_gate, places, sent, PLACES)
         if sums_ptr is not None:
             _store_sums(band_ptr + N, _own_sums(d_gate, M - row), column, N)
