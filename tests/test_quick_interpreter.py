@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -126,3 +128,41 @@ def test_shapes_that_triton_refuses_are_refused(shape: list[int]) -> None:
     for _ in range(2):
         with pytest.raises((TypeError, ValueError), match=r"0d block_type|power of 2|numel|must have type"):
             tl.block_type(tl.float32, shape)
+
+
+def test_operands_are_converted_as_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the same type, shape and bytes, or with the same error: tensors of all types and shapes, and numbers."""
+    from triton.runtime import interpreter  # not where the interpreter is off
+
+    dtypes = [tl.int1, tl.int8, tl.uint8, tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32, tl.float64]
+    kinds = [*dtypes, tl.pointer_type(tl.float32)]
+    numbers = [0, 1, -1, 3, 300, 2**40, 2**70, True, 0.5, -2.0, 1e-300, 1e300, float("inf"), "text"]
+
+    def operand(dtype: Any, shape: tuple[int, ...]) -> Any:
+        data = np.ones(shape or 1, dtype=interpreter._get_np_dtype(dtype))
+        return tl.tensor(interpreter.TensorHandle(data, dtype), tl.block_type(dtype, list(shape)) if shape else dtype)
+
+    def outcome(one: Any, other: Any, *flags: bool) -> object:
+        try:
+            found = interpreter.interpreter_semantic.binary_op_type_checking_impl(one, other, *flags)
+        except Exception as error:
+            return type(error), str(error)
+        return [(str(each.type), each.handle.data.tobytes(), each.handle.data.shape) for each in found]
+
+    def outcomes() -> list[object]:
+        found = []
+        for flags in itertools.product([True, False], [True, False], [True, False]):
+            pointers, arithmetic, divides = flags
+            for one, other in itertools.product(kinds, [*kinds, *numbers]):
+                for shapes in (((), ()), ((4,), (4,)), ((4, 1), (1, 8)), ((), (8,)), ((4, 8), (8,)), ((2,), (4,))):
+                    left = operand(one, shapes[0])
+                    right = operand(other, shapes[1]) if isinstance(other, tl.dtype) else other
+                    given = (pointers, pointers, arithmetic, divides)
+                    found += [outcome(left, right, *given), outcome(right, left, *given)]
+        return found
+
+    ours = outcomes()
+    slow(monkeypatch)
+    different = [pair for pair in zip(ours, outcomes(), strict=True) if pair[0] != pair[1]]
+    assert not different[:3]
+    assert sum(isinstance(each, list) for each in ours) > len(ours) // 2
