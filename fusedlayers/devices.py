@@ -31,6 +31,14 @@ def describe(device: torch.device) -> Device:
     return replace(facts, **_assumed) if _assumed else facts
 
 
+@cache
+def torch_has_grouped_products(device: torch.device) -> bool:
+    """Whether torch multiplies groups of bfloat16 rows on ``device`` in one product that waits for nothing."""
+    if not hasattr(torch, "_grouped_mm"):
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 @contextmanager
 def assumed(**facts: Any) -> Iterator[None]:
     """Every device is described with these facts for a while, as if it had fewer SMs for example."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ... import reference
+from ...devices import torch_has_grouped_products
 from ..call import traced
 
 _BYTES = 16  # of which strides and addresses of torch's grouped products are multiples
@@ -81,11 +82,8 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def _torch_has_it(*operands: Tensor) -> bool:
     """Whether torch has a grouped product for these operands that waits for nothing."""
     first = operands[0]
-    if not hasattr(torch, "_grouped_mm") or first.dtype != torch.bfloat16:
-        return False
-    if first.is_cuda and torch.cuda.get_device_capability(first.device) < (8, 0):
-        return False
-    return all(_lies_well(each) for each in operands)
+    known = first.dtype == torch.bfloat16 and torch_has_grouped_products(first.device)
+    return known and all(_lies_well(each) for each in operands)
 
 
 def _lies_well(tensor: Tensor) -> bool:
