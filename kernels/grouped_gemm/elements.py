@@ -5,16 +5,17 @@ With a limit the hidden is ``act(min(g, limit)) ⊙ (clamp(z, -limit, limit) + o
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from ..activations import limited_hidden_and_slopes as hidden_and_slopes
 from ..device import tl, triton
-from ..launching import Launch
 from ..tiles import add_product, load_tile
 
-__all__ = ["Arithmetic", "add_rows_times_weight", "hidden_and_slopes", "prepared"]
+__all__ = ["Arithmetic", "HiddenGradients", "add_rows_times_weight", "hidden_and_slopes", "prepared"]
+
+_Made = TypeVar("_Made")
 
 
 class Arithmetic(NamedTuple):
@@ -49,13 +50,13 @@ class HiddenGradients(NamedTuple):
     partials: torch.Tensor | None
 
 
-def prepared(ready: dict[Any, Any] | None, name: object, make: Callable[[], Launch]) -> Launch:
-    """The launch of this name that ``ready`` keeps, made the first time."""
-    found: Launch | None = None if ready is None else ready.get(name)
-    if found is None:
-        found = make()
-        if ready is not None:
-            ready[name] = found
+def prepared(ready: dict[Any, Any] | None, name: object, make: Callable[[], _Made]) -> _Made:
+    """What ``ready``, which belongs to one prepared call, keeps under this name; made the first time."""
+    if ready is None:
+        return make()
+    if name not in ready:
+        ready[name] = make()
+    found: _Made = ready[name]
     return found
 
 

@@ -12,6 +12,7 @@ import torch
 from ..device import tl, triton
 from ..launching import Launch, ceil_div
 from ..tuning.grouped_gemm import padded_rows
+from .elements import prepared
 
 _SLOTS = 128  # of a chunk, which a program counts or places
 # Up to so many chunks of slots every program counts all of them itself: one launch instead of three.
@@ -144,12 +145,7 @@ def sort(
     slots = index.shape[0]
     width = 1 << max(experts - 1, 1).bit_length()
     chunks = ceil_div(slots, _SLOTS)
-    launches = None if ready is None else ready.get("sort")
-    if launches is None:
-        launches = _prepare(slots, experts, block, chunks, width)
-        if ready is not None:
-            ready["sort"] = launches
-    count, scan, place = launches
+    count, scan, place = prepared(ready, "sort", lambda: _prepare(slots, experts, block, chunks, width))
     packed = index.new_empty(sum(sizes(slots, experts, block)), dtype=torch.int32)
     rows = rows_of(packed, slots, experts, block, k)
     counts = totals = None

@@ -61,7 +61,7 @@ def forward(call: Prepared, operands: Tensors, saving: bool) -> tuple[Tensor, Te
     hidden, z, g = _hidden(call, x, experts, rows, keep)
     ys = kernels.product(
         [(hidden, experts.w_down)], experts.b_down, rows, problem.input_precision, tiles=plan.product_tiles,
-        pipeline=plan.product_pipeline, ready=_apart(ready, "down"),
+        pipeline=plan.product_pipeline, ready=ready.setdefault("down", {}),
     )  # fmt: skip
     y = kernels.combine(ys, scores, rows, ready=ready)
     return y, (packed, z, g) if saving else (None, None, None)
@@ -73,7 +73,7 @@ def _hidden(
     pipeline, tiles = call.plan.hidden_pipeline, call.plan.hidden_tiles
     if pipeline is not None:
         # Its copies take rows that lie together.
-        x, _ = kernels.spread(x, None, rows, ready=_apart(call.ready, "x"))
+        x, _ = kernels.spread(x, None, rows, ready=call.ready.setdefault("x", {}))
     return kernels.hidden(
         x, experts.w_up, experts.w_gate, experts.b_up, experts.b_gate, rows, keep, call.details,
         gathered=pipeline is not None, tiles=tiles, pipeline=pipeline, ready=call.ready,
@@ -102,7 +102,7 @@ def gradients(
             found[place] = operands[place].new_empty(operands[place].shape) if wanted[place] else None
         return _Experts.of(call, [found[place] if place in places else None for place in range(_W_UP, len(found))])
 
-    dys, row_weights = kernels.spread(dy, scores, rows, ready=_apart(ready, "dy"))
+    dys, row_weights = kernels.spread(dy, scores, rows, ready=ready.setdefault("dy", {}))
     assert row_weights is not None
     if (db_down := results(_B_DOWN).b_down) is not None:
         kernels.expert_sums(dys, row_weights, rows, db_down, ready=ready, name="down")
@@ -135,12 +135,12 @@ def gradients(
         pairs = [(dz, experts.w_up.mT)] + ([] if dg is None else [(dg, experts.w_gate.mT)])
         dxs = kernels.product(
             pairs, None, rows, precision, tiles=plan.product_tiles, pipeline=plan.product_pipeline,
-            ready=_apart(ready, "data gradient"),
+            ready=ready.setdefault("data gradient", {}),
         )  # fmt: skip
         found[_X] = kernels.combine(dxs, None, rows, ready=ready)
         del dxs
     if wanted[_W_UP] or wanted[_W_GATE]:
-        xs, _ = kernels.spread(x, None, rows, ready=_apart(ready, "x"))
+        xs, _ = kernels.spread(x, None, rows, ready=ready.setdefault("x", {}))
         weights = results(_W_UP, _W_GATE)
         if weights.w_up is not None:
             _weight_gradient(call, dz, xs, rows, weights.w_up, order, "up")
@@ -159,11 +159,3 @@ def _weight_gradient(
         left, right, rows, out, call.problem.input_precision, tiles=call.plan.weight_gradient_tiles,
         pipeline=call.plan.weight_gradient_pipeline, order=order, ready=call.ready, name=name,
     )  # fmt: skip
-
-
-def _apart(ready: dict[object, object], name: str) -> dict[object, object]:
-    """What is prepared for one of several launches of a kernel."""
-    found = ready.get(name)
-    if not isinstance(found, dict):
-        found = ready[name] = {}
-    return found

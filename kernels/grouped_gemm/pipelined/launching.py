@@ -5,7 +5,7 @@ asked. Rows are in blocks of 128. ``ready`` belongs to one prepared call: it kee
 in addresses alone, and ``name`` tells those of one kind apart.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,19 +16,10 @@ from ...gemm_epilogue.pipelined.products import HALF, TILE
 from ...hopper import ALIGNMENT, Matrix, stacked, untransposed
 from ...launching import Launch, ceil_div
 from ...tuning.grouped_gemm_pipelines import GroupedPipeline
-from ..elements import Arithmetic, HiddenGradients
+from ..elements import Arithmetic, HiddenGradients, prepared
 from ..sorting import SortedRows
 from .product import prepare_product
 from .weight_gradient import prepare_weight_gradient
-
-
-def _kept(ready: dict[Any, Any] | None, name: object, prepare: Callable[[], Launch | None]) -> Launch | None:
-    if ready is None:
-        return prepare()
-    if name not in ready:
-        ready[name] = prepare()
-    found: Launch | None = ready[name]
-    return found
 
 
 def _weights(weights: Sequence[torch.Tensor], step: int) -> list[Matrix] | None:
@@ -80,7 +71,7 @@ def hidden(
             None, experts, _limits(arithmetic),
         )  # fmt: skip
 
-    launch = _kept(ready, ("pipelined hidden", keep), prepare)
+    launch = prepared(ready, ("pipelined hidden", keep), prepare)
     if launch is None:
         return None
     found = x.new_empty(rows.capacity, units)
@@ -115,7 +106,7 @@ def product(
             return None
         return prepare_product(lefts[0], weights, columns, experts, config)
 
-    launch = _kept(ready, ("pipelined product", len(pairs), name), prepare)
+    launch = prepared(ready, ("pipelined product", len(pairs), name), prepare)
     if launch is None:
         return None
     out = a.new_empty(rows.capacity, columns)
@@ -160,7 +151,7 @@ def hidden_gradient(
             NO_DROPOUT, None, experts, _limits(arithmetic),
         )  # fmt: skip
 
-    launch = _kept(ready, ("pipelined hidden gradient", keep_hidden, want_weights), prepare)
+    launch = prepared(ready, ("pipelined hidden gradient", keep_hidden, want_weights), prepare)
     if launch is None:
         return None
     dz, dg = (z, g) if in_place else (torch.empty_like(z), None if g is None else torch.empty_like(g))
@@ -199,7 +190,7 @@ def weight_gradient(
             return None
         return prepare_weight_gradient(left, right, gradient, experts, units, config)
 
-    launch = _kept(ready, ("pipelined weight gradient", name), prepare)
+    launch = prepared(ready, ("pipelined weight gradient", name), prepare)
     if launch is None:
         return False
     launch((rows.starts, order), (a, b, out))
