@@ -143,7 +143,7 @@ def results(model: nn.Module, *inputs: Tensor, call: Callable[..., Tensor] | Non
         y = (call or model)(*inputs)
     torch.manual_seed(2)
     # Drawn in float32, so that it is the same for a float64 twin.
-    y.backward(torch.randn(y.shape).to(y.dtype))
+    y.backward(torch.randn(y.shape).to(y.device, y.dtype))
     found = {"y": y.detach()} | {f"dx{place}": tensor.grad for place, tensor in enumerate(inputs)}
     return found | {f"d{name}": parameter.grad for name, parameter in model.named_parameters()}
 

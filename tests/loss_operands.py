@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from fusedlayers import functional, planning, reference
-from fusedlayers.closeness import compare_all
 from fusedlayers.functional import dispatch, operation
 from fusedlayers.functional.last_call import LastCall
 from fusedlayers.functional.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fusedlayers.functional.linear_log_probs import LINEAR_LOG_PROBS
 from fusedlayers.planning import linear_cross_entropy_chunks as cutting
-from tests.operands import DEVICE, Tensors, _Forgetful, _stacked, needs_kernels
+from tests.operands import DEVICE, Tensors, _Forgetful, assert_draws_close, needs_kernels
 
 CHUNKED = pytest.param("chunked", marks=needs_kernels)
 RECOMPUTED = pytest.param("recomputed", marks=needs_kernels)
@@ -161,10 +160,4 @@ def assert_loss_close(
         found.append((mine, theirs, truth))
     input = draws[0]["input"]
     assert input is not None
-    verdicts = compare_all(
-        *map(_stacked, zip(*found, strict=True)),
-        independent=max(1, len(draws) * input.shape[:-1].numel()),
-        draws=True,
-    )
-    red = [verdict.message for verdict in verdicts.values() if not verdict.ok]
-    assert not red, "\n".join(red)
+    assert_draws_close(found, independent=input.shape[:-1].numel())

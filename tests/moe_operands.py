@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedlayers import functional, reference
-from fusedlayers.closeness import compare_all
-from tests.operands import DEVICE, EPILOGUE, Tensors, _stacked, on_path
+from tests.operands import DEVICE, EPILOGUE, Tensors, assert_draws_close, on_path
 
 PATHS = [EPILOGUE, "torch"]
 LAYOUTS = ("separate", "concatenated", "interleaved")
@@ -121,7 +120,4 @@ def assert_moe_close(
     assert w_down is not None
     # Each through some hidden units: the rows of one expert are the samples of its weights' errors.
     rows = index.numel() // max(w_down.shape[0], 1)
-    independent = max(1, len(draws) * rows * min(w_down.shape[1:]))
-    verdicts = compare_all(*map(_stacked, zip(*found, strict=True)), independent=independent, draws=True)
-    red = [verdict.message for verdict in verdicts.values() if not verdict.ok]
-    assert not red, "\n".join(red)
+    assert_draws_close(found, independent=rows * min(w_down.shape[1:]))

@@ -242,11 +242,16 @@ def assert_ffn_close(
     x, w_up = draws[0]["x"], draws[0]["w_up"]
     assert x is not None
     assert w_up is not None
-    verdicts = compare_all(
-        *map(_stacked, zip(*found, strict=True)),
-        independent=max(1, len(draws) * x.shape[:-1].numel() * w_up.shape[0]),
-        draws=True,
-    )
+    assert_draws_close(found, independent=x.shape[:-1].numel() * w_up.shape[0])
+
+
+def assert_draws_close(found: Sequence[tuple[Tensors, Tensors, Tensors]], independent: int | None = None) -> None:
+    """Ours, torch's and the float64 results of several draws pass the closeness rule together.
+
+    ``independent`` is that of one draw: see :func:`fusedlayers.closeness.compare`.
+    """
+    together = None if independent is None else max(1, len(found) * independent)
+    verdicts = compare_all(*map(_stacked, zip(*found, strict=True)), independent=together, draws=True)
     red = [verdict.message for verdict in verdicts.values() if not verdict.ok]
     assert not red, "\n".join(red)
 

@@ -12,12 +12,11 @@ from torch import Tensor
 
 import fusedlayers as fl
 from fusedlayers import functional, planning, reference
-from fusedlayers.closeness import assert_all_close
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.kernels.gemm_epilogue import LowRank
 from fusedlayers.kernels.gemm_epilogue.low_rank import low_rank_copies
 from fusedlayers.planning.lora_ffn import LoRAProblem
-from tests.operands import DEVICE, DTYPES, infinities, needs_kernels
+from tests.operands import DEVICE, DTYPES, assert_draws_close, infinities, needs_kernels
 
 ADAPTERS = ("up_a", "up_b", "down_a", "down_b", "gate_a", "gate_b")
 SCALES = {"up_scale": 0.5, "down_scale": 2.0, "gate_scale": 1.5}
@@ -67,17 +66,17 @@ def outcome(call: Callable[..., Tensor], tensors: dict[str, Tensor], **options: 
     return found
 
 
-def assert_close_to_torch(tensors: dict[str, Tensor], path: str = "epilogue", **options: Any) -> None:
-    with decisions() as paths:
-        ours = outcome(functional.lora_ffn, tensors, **options)
-    assert set(paths) == {f"lora_ffn {path}"}
-    theirs = outcome(reference.lora_ffn, tensors, **options)
-    wide = {name: tensor.detach().double().requires_grad_(tensor.requires_grad) for name, tensor in tensors.items()}
-    truth = outcome(reference.lora_ffn, wide, **options)
-    assert {name: each.dtype for name, each in ours.items() if each is not None} == {
-        name: each.dtype for name, each in theirs.items() if each is not None
-    }
-    assert_all_close(ours, theirs, truth)
+def assert_close_to_torch(*draws: dict[str, Tensor], path: str = "epilogue", **options: Any) -> None:
+    """The result and all gradients pass the closeness rule, all draws together."""
+    found = []
+    for tensors in draws:
+        with decisions() as paths:
+            ours = outcome(functional.lora_ffn, tensors, **options)
+        assert set(paths) == {f"lora_ffn {path}"}
+        wide = {name: tensor.detach().double().requires_grad_(tensor.requires_grad) for name, tensor in tensors.items()}
+        theirs, truth = (outcome(reference.lora_ffn, given, **options) for given in (tensors, wide))
+        found.append((ours, theirs, truth))
+    assert_draws_close(found)
 
 
 @pytest.fixture
@@ -151,7 +150,7 @@ def test_ranks_whose_rows_are_padded() -> None:
 
 @pytest.mark.parametrize("rows", [0, 1])
 def test_few_rows(rows: int) -> None:
-    assert_close_to_torch(inputs(leading=(rows,)), "torch", activation="silu", **SCALES)
+    assert_close_to_torch(inputs(leading=(rows,)), path="torch", activation="silu", **SCALES)
 
 
 def test_a_vector() -> None:

@@ -69,7 +69,9 @@ def laid_out(layout: str, up: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
 
 def assert_rows(found: Tensor, expected: Tensor, rows: SortedRows, padding: bool = False) -> None:
     """Of all rows that are somebody's, with ``padding`` of all in use, every element is right."""
-    in_use = torch.arange(rows.capacity, device=DEVICE) < rows.starts[-1] if padding else rows.slots >= 0
+    in_use = torch.arange(rows.capacity, device=DEVICE) < rows.starts[-1]
+    if not padding:
+        in_use &= rows.slots >= 0
     assert torch.equal(found[in_use], expected[in_use].to(found.dtype))
 
 
@@ -138,7 +140,7 @@ def test_hidden_gradient(in_place: bool, gated: bool, routing: str, dtype: torch
             assert_rows(found.dg, d_hidden * by_row * wide[0], rows, padding=True)
         assert_rows(found.weighted_hidden, wide[0] * wide[1] * by_row, rows, padding=True)
         sums = (d_hidden * wide[0] * wide[1]).sum(1)
-        assert_rows(found.partials.double().sum(1, keepdim=True), sums[:, None], rows)
+        assert_rows(found.partials.double().sum(0)[:, None], sums[:, None], rows)
 
 
 def test_padding_stays_zero_beside_infinite_weights() -> None:

@@ -44,6 +44,7 @@ def test_in_the_kernels(name: str, wide: bool, dtype: torch.dtype, monkeypatch: 
     assert found.ok, found
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
 @pytest.mark.parametrize("name", ["Mixtral", "gpt-oss"])
 def test_whole_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled in one graph, and by name, they are as close to torch as launched."""

@@ -26,6 +26,14 @@ WHOLE, RAGGED, ODD = (1024, 512, 256, 8, 2), (1061, 328, 200, 8, 3), (700, 131, 
 MACHINES: dict[str, dict[str, Any]] = {"all": {}, "few": {"sms": 4}, "portable": {"pipelined": False}}
 
 
+def in_eighths(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Numbers whose products, near the limit of a clamped hidden, are exact in every dtype and never at the limit.
+
+    There the derivative jumps: a rounding error would decide whether an element has a gradient.
+    """
+    return torch.randn(*shape, dtype=dtype).mul(1.5).round().div(8)
+
+
 @pytest.fixture(autouse=True)
 def no_memory_is_kept() -> Iterator[None]:
     yield
@@ -39,7 +47,8 @@ def no_memory_is_kept() -> Iterator[None]:
 @pytest.mark.parametrize("sizes", [WHOLE, RAGGED], ids=["whole", "ragged"])
 def test_layouts(dtype: torch.dtype, layout: str, transposed: bool, clamped: bool, sizes: tuple[int, ...]) -> None:
     shape: dict[str, Any] = {"layout": layout, "transposed": transposed}
-    draws = [moe_inputs(*sizes, dtype, **shape) for _ in range(2)]
+    draw = in_eighths if clamped else torch.randn
+    draws = [moe_inputs(*sizes, dtype, draw=draw, **shape) for _ in range(2)]
     assert_moe_close(*draws, **how(**shape, **(CLAMPED if clamped else {})))
 
 
@@ -101,6 +110,7 @@ def test_a_graph_serves_any_routing() -> None:
             assert all(torch.equal(ours, launched) for ours, launched in zip(now, step(), strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_nothing_waits_for_the_device() -> None:
     tensors = moe_inputs(*WHOLE, BFLOAT16)
     dy = like_x(tensors)
