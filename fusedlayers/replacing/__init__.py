@@ -28,14 +28,15 @@ from .blocks import (
     FusedTransformerDecoderLayer,
     FusedTransformerEncoderLayer,
     ReplacedModule,
+    fused_class,
 )
 from .expert_ffns import ExpertsFFN, find_experts, implementation, is_experts
 from .experts import FusedExperts, experts_class, why_class_stays
 from .experts_interface import IMPLEMENTATION, register_experts
 from .heads import FusedLossHead, find_head, head_class, why_head_left
 from .heads import why_class_stays as why_model_stays
-from .linears import split_k_class
-from .norms import FusedNorm, norm_class, why_norm_left
+from .linears import FusedSplitKLinear
+from .norms import FusedNorm, why_norm_left
 from .patterns import Patterns
 from .recognising_norms import Norm, recognise_norm, width_of_norm
 from .report import Entry, Report
@@ -294,7 +295,7 @@ def _replace_linears(
         if reason is not None:
             skipped.append(Entry(path, name, None, reason))
             continue
-        fused = split_k_class(rule.split_k, rule.reduction)
+        fused = fused_class(FusedSplitKLinear, nn.Linear, split_k=rule.split_k, reduction=rule.reduction)
         text = f"split_k={rule.split_k!r}, {rule.reduction}, {module.in_features} -> {module.out_features}"
         why_no_kernels = why_no_kernels_for_linear(module, rule)
         replaced.append(Entry(path, name, fused.__name__, text, why_no_kernels=why_no_kernels))
@@ -338,10 +339,11 @@ def _replace_norms(model: nn.Module, replaced: list[Entry], skipped: list[Entry]
         norm = alike[key]
         if norm is None:
             continue
-        fused = norm if isinstance(norm, str) else why_norm_left(module, norm) or norm_class(kind, norm)
-        if isinstance(fused, str) or isinstance(norm, str):
-            skipped.append(Entry(path, kind.__name__, None, f"it is a norm, but {fused}"))
+        reason = norm if isinstance(norm, str) else why_norm_left(module, norm)
+        if reason is not None or isinstance(norm, str):
+            skipped.append(Entry(path, kind.__name__, None, f"it is a norm, but {reason}"))
             continue
+        fused = fused_class(FusedNorm, kind, fused_norm=norm)
         saved, why_no_kernels = facts_of_norm(module, norm)
         text = f"{norm}, {width_of_norm(module)} columns"
         replaced.append(Entry(path, kind.__name__, fused.__name__, text, saved, why_no_kernels))
