@@ -8,7 +8,7 @@ from ..activations import activation_unit, hidden_and_slopes
 from ..device import tl, triton
 from ..dropout import NO_DROPOUT, Dropout, keep_factor
 from ..hopper import ALIGNMENT, Matrix, matrix, untransposed
-from ..launching import Launch, ceil_div
+from ..launching import Launch, ceil_div, prepared
 from ..tiles import add_product, grouped_tile, load_tile, load_vector, store_tile
 from ..tuning import EpiloguePipeline, EpilogueTiles
 from . import pipelined
@@ -80,15 +80,10 @@ def hidden(
     With ``low_rank`` its products are part of Z and Zg; the pipelined kernel adds them on chip.
     ``ready`` belongs to one prepared call: see ``gemm_gemm.Operands``. The place of the dropout is one of its options.
     """
-    prepared = None if ready is None else ready.get(("hidden", keep))
-    if prepared is None:
-        prepared = _prepare(
-            x, w_up, b_up, w_gate, b_gate, keep, activation, accuracy, input_precision, tiles, pipeline, dropout,
-            low_rank,
-        )  # fmt: skip
-        if ready is not None:
-            ready["hidden", keep] = prepared
-    shape, launch, is_pipelined = prepared
+    shape, launch, is_pipelined = prepared(
+        ready, ("hidden", keep), _prepare, x, w_up, b_up, w_gate, b_gate, keep, activation, accuracy, input_precision,
+        tiles, pipeline, dropout, low_rank,
+    )  # fmt: skip
     found = x.new_empty(shape)
     z = torch.empty_like(found) if keep else None
     z_gate = torch.empty_like(found) if keep and w_gate is not None else None

@@ -14,9 +14,9 @@ from ...dropout import NO_DROPOUT
 from ...gemm_epilogue.pipelined import launch_hidden, launch_hidden_gradient, prepare_hidden, prepare_hidden_gradient
 from ...gemm_epilogue.pipelined.products import HALF, TILE
 from ...hopper import ALIGNMENT, Matrix, stacked, untransposed
-from ...launching import Launch, ceil_div
+from ...launching import Launch, ceil_div, prepared
 from ...tuning.grouped_gemm_pipelines import GroupedPipeline
-from ..elements import Arithmetic, HiddenGradients, prepared
+from ..elements import Arithmetic, HiddenGradients
 from ..sorting import SortedRows
 from .product import prepare_product
 from .weight_gradient import prepare_weight_gradient
