@@ -46,8 +46,9 @@ def prepared(ready: dict[Any, Any] | None, name: object, make: Callable[..., _Ma
     """
     if ready is None:
         return make(*arguments)
-    found: _Made | None = ready.get(name)
-    if found is None:
+    try:
+        found: _Made = ready[name]
+    except KeyError:
         found = ready[name] = make(*arguments)
     return found
 

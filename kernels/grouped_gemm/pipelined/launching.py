@@ -91,7 +91,6 @@ def product(
     *,
     config: GroupedPipeline,
     ready: dict[Any, Any] | None = None,
-    name: str = "",
 ) -> torch.Tensor | None:
     """``Σ a wᵀ + bias`` ``[P, out]`` over one or two pairs of rows a ``[P, in]`` and weights w ``[E, out, in]``."""
     [(a, w), *more] = pairs
@@ -106,7 +105,7 @@ def product(
             return None
         return prepare_product(lefts[0], weights, columns, experts, config)
 
-    launch = prepared(ready, ("pipelined product", len(pairs), name), prepare)
+    launch = prepared(ready, ("pipelined product", len(pairs)), prepare)
     if launch is None:
         return None
     out = a.new_empty(rows.capacity, columns)
