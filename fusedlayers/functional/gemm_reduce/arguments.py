@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ...planning import ReduceProblem
-from ..call import captured, subclass_of, wants_gradient
-from ..operands import check_given, check_layout, check_tensors, compute_dtype, input_precision, leading_dims, said
+from ..call import call_facts, wants_gradient
+from ..operands import check_given, check_layout, check_tensors, leading_dims, said
 
 # Of each operation the one that the kernels compute; an argmax is the index of a maximum.
 OPERATIONS = {
@@ -116,7 +116,6 @@ def gemm_reduce_problem(
     atomic: bool = False,
 ) -> ReduceProblem:
     """The planning problem of one ``gemm_reduce`` call, its leading dims broadcast and flattened into the batch."""
-    dtype = compute_dtype(a)
     kept, reduced = (b.shape[-1], a.shape[-2]) if dim == -2 else (a.shape[-2], b.shape[-1])
     # Indices have no gradient; the product beside them has one.
     index_alone = op.startswith("arg")
@@ -127,7 +126,6 @@ def gemm_reduce_problem(
         kept=kept,
         reduced=reduced,
         K=a.shape[-1],
-        dtype=str(dtype).removeprefix("torch."),
         op=OPERATIONS[op],
         activation=activation,
         masked=mask is not None or lengths is not None,
@@ -138,7 +136,5 @@ def gemm_reduce_problem(
         needs_kept_gradient=wants_b if dim == -2 else wants_a,
         needs_reduced_gradient=wants_a if dim == -2 else wants_b,
         needs_bias_gradient=differentiable and wants_gradient(bias),
-        input_precision=input_precision(a.device, dtype),
-        captured=captured(a.device),
-        subclass=subclass_of(a, b, mask, lengths, bias),
+        **call_facts(a, b, mask, lengths, bias),
     )

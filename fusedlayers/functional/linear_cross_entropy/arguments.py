@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ...planning.linear_cross_entropy import LossProblem
-from ..call import captured, subclass_of, wants_gradient
-from ..operands import check_given, check_layout, check_shape, check_tensors, compute_dtype, input_precision, said
+from ..call import call_facts, wants_gradient
+from ..operands import check_given, check_layout, check_shape, check_tensors, said
 from ..switches import workspace_limit
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -117,12 +117,10 @@ def loss_problem(
     **facts: Any,
 ) -> LossProblem:
     """The planning problem of one call, its leading dims flattened into the tokens."""
-    dtype = compute_dtype(input)
     return LossProblem(
         M=math.prod(input.shape[:-1]),
         K=input.shape[-1],
         V=linear_weight.shape[0],
-        dtype=str(dtype).removeprefix("torch."),
         biased=linear_bias is not None,
         weighted=weight is not None,
         probabilities=target.is_floating_point(),
@@ -130,8 +128,6 @@ def loss_problem(
         needs_weight_gradient=wants_gradient(linear_weight),
         needs_bias_gradient=wants_gradient(linear_bias),
         workspace_limit=workspace_limit(),
-        input_precision=input_precision(input.device, dtype),
-        captured=captured(input.device),
-        subclass=subclass_of(input, linear_weight, target, linear_bias, weight),
+        **call_facts(input, linear_weight, target, linear_bias, weight),
         **facts,
     )

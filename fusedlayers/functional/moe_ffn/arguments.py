@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...planning.moe_ffn import MoeProblem
-from ..call import captured, subclass_of, wants_gradient
-from ..operands import check_given, check_layout, check_shape, check_tensors, compute_dtype, input_precision, said
+from ..call import call_facts, wants_gradient
+from ..operands import check_given, check_layout, check_shape, check_tensors, said
 
 # How the projections of gate and up lie: each in a tensor of its own, or merged, gate first.
 LAYOUTS = ("separate", "concatenated", "interleaved")
@@ -135,21 +135,17 @@ def moe_problem(
 ) -> MoeProblem:
     """The planning problem of one call, its leading dims flattened into the tokens."""
     w_gate, b_up, b_down, _ = others
-    dtype = compute_dtype(x)
     return MoeProblem(
         M=math.prod(x.shape[:-1]),
         K=x.shape[-1],
         N=w_down.shape[1 if transposed else 2],
         E=w_up.shape[0],
         top_k=top_k_index.shape[-1],
-        dtype=str(dtype).removeprefix("torch."),
         activation=activation,
         gated=w_gate is not None or gate_and_up != "separate",
         biased=b_up is not None or b_down is not None,
         clamped=clamped,
         recompute=recompute,
         training=wants_gradient(x, top_k_weights, w_up, w_down, *others),
-        input_precision=input_precision(x.device, dtype),
-        captured=captured(x.device),
-        subclass=subclass_of(x, top_k_index, top_k_weights, w_up, w_down, *others),
+        **call_facts(x, top_k_index, top_k_weights, w_up, w_down, *others),
     )
