@@ -222,18 +222,9 @@ def _operands(tensors: Tensors, plan: MaxSimPlan) -> MaxSimOperands:
     )
 
 
-def _reference(
-    queries: Tensor,
-    documents: Tensor,
-    query_mask: Tensor | None,
-    document_mask: Tensor | None,
-    cu_seqlens_queries: Tensor | None,
-    cu_seqlens_documents: Tensor | None,
-) -> Tensor:
-    return reference.maxsim(
-        queries, documents, query_mask, document_mask,
-        cu_seqlens_queries=cu_seqlens_queries, cu_seqlens_documents=cu_seqlens_documents,
-    )  # fmt: skip
+def _reference(*tensors: Any) -> Tensor:
+    *padded, queries, documents = tensors
+    return reference.maxsim(*padded, cu_seqlens_queries=queries, cu_seqlens_documents=documents)
 
 
 MAXSIM = _MaxSim(maxsim)

@@ -20,6 +20,7 @@ from typing import Literal
 from torch import nn
 
 from ..functional.ffn.arguments import check_recompute
+from ..functional.operands import checked_flag
 from ..modules import FFNPieces, FusedFFN, SplitKLinear, class_name, class_path, forget, linear_weight, why_not_plain
 from .activations import torch_module_activation
 from .blocks import (
@@ -117,8 +118,7 @@ def replace(
     _check_model(model)
     check_recompute(recompute)
     for name, value in (("loss", loss), ("norm", norm)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
+        checked_flag(name, value)
     ffn_rules, linear_rules = _checked(rules)
     replaced: list[Entry] = []
     skipped: list[Entry] = []

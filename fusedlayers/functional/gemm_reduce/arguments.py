@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...planning import ReduceProblem
 from ..call import call_facts, wants_gradient
-from ..operands import check_given, check_layout, check_tensors, leading_dims, said
+from ..operands import check_given, check_layout, check_tensors, checked_flag, leading_dims, said
 
 # Of each operation the one that the kernels compute; an argmax is the index of a maximum.
 OPERATIONS = {
@@ -59,8 +59,7 @@ def check_gemm_reduce(
     _check_rows("mask", mask, (torch.bool,), "bool", (*batch, reduced), f"[*B, {letter}]", a)
     _check_rows("lengths", lengths, _INTEGERS, "an integer dtype", tuple(batch), "[*B]", a)
     for name, value in (("return_indices", return_indices), ("return_product", return_product), ("atomic", atomic)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
+        checked_flag(name, value)
     if return_indices and op not in INDEXED:
         alone = "; argmax and argmin return indices alone" if op.startswith("arg") else ""
         raise ValueError(f"return_indices=True: expected op to be one of {', '.join(INDEXED)}, got {op!r}{alone}")

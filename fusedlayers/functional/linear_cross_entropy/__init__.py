@@ -12,7 +12,7 @@ from ...kernels.cross_entropy import LossArithmetic
 from ...planning.linear_cross_entropy import LossPlan, LossProblem
 from ...planning.linear_cross_entropy_chunks import wide_gradients
 from ..custom_ops import Result, Results
-from ..operands import autocast, compute_dtype, rows, said, without_autocast
+from ..operands import autocast, checked_flag, compute_dtype, rows, said, without_autocast
 from ..operation import Operation, Tensors
 from ..prepared import Prepared
 from . import chunked, fused
@@ -21,7 +21,6 @@ from .arguments import (
     check_classes,
     check_ignore_index,
     check_layer,
-    check_recompute,
     check_reduction,
     checked_scale,
     checked_smoothing,
@@ -143,7 +142,7 @@ class _LinearCrossEntropy(LossHead):
             check_classes(input, target, ignore_index)
         check_class_weight(weight, linear_weight)
         check_reduction(reduction)
-        check_recompute(recompute)
+        checked_flag("recompute", recompute)
         return (
             reduction, ignore_index, checked_smoothing(label_smoothing), checked_softcap(softcap),
             checked_scale(logit_scale), checked_z_loss(z_loss), recompute,
