@@ -36,8 +36,7 @@ def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None)
         ValueError: shapes that do not fit together, tensors on different devices, an unknown activation.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    result: Tensor = GEMM_GEMM(a, b, c, activation)
-    return result
+    return GEMM_GEMM(a, b, c, activation)
 
 
 def check_gemm_gemm(a: Tensor, b: Tensor, c: Tensor) -> None:

@@ -62,8 +62,7 @@ def hidden_gradient(
         ValueError: shapes that do not fit together, tensors on different devices, an unknown activation.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    found: _Gradients = HIDDEN_GRADIENT(dy, w_down, z, z_gate, activation, bias)
-    return found
+    return HIDDEN_GRADIENT(dy, w_down, z, z_gate, activation, bias)
 
 
 def check_hidden_gradient(dy: Tensor, w_down: Tensor, z: Tensor, z_gate: Tensor | None, bias: bool) -> None:

@@ -66,8 +66,7 @@ def linear(
         RuntimeError: ``reduction="atomic"`` under ``torch.use_deterministic_algorithms(True)``, or
             ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    y: Tensor = LINEAR(x, weight, bias, activation, split_k, reduction)
-    return y
+    return LINEAR(x, weight, bias, activation, split_k, reduction)
 
 
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, split_k: int | str, reduction: str) -> None:

@@ -56,8 +56,7 @@ def maxsim(
             then nobody looks at their values.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    scores: Tensor = MAXSIM(queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents)
-    return scores
+    return MAXSIM(queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents)
 
 
 def check_maxsim(

@@ -44,8 +44,7 @@ def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor
         ValueError: leading dims that differ, tensors without a dimension or on different devices.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    found: tuple[Tensor, Tensor | None] = WEIGHT_GRADIENT(dy, x, bias)
-    return found
+    return WEIGHT_GRADIENT(dy, x, bias)
 
 
 def check_weight_gradient(dy: Tensor, x: Tensor, bias: bool) -> None:

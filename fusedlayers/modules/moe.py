@@ -169,8 +169,7 @@ class FusedMoE(nn.Module):
         y = functional.moe_ffn(**self._arguments(x, *self.routing(x)))
         if self.shared_expert is None:
             return y
-        shared: Tensor = self.shared_expert(x, residual=y)
-        return shared
+        return self.shared_expert(x, residual=y)
 
     def extra_repr(self) -> str:
         return (

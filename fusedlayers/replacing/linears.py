@@ -17,8 +17,7 @@ class FusedSplitKLinear(ReplacedModule, SplitKLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         if not isinstance(self, FusedSplitKLinear):
-            found: Tensor = restored_method(self, "forward")(input)
-            return found
+            return restored_method(self, "forward")(input)
         if reason := why_patched(nn.Linear):
             say_once(self, reason, OWN_FORWARD)
             return nn.Linear.forward(self, input)

@@ -82,11 +82,10 @@ def linear_cross_entropy(
             outside of its range, a ``weight`` that requires a gradient.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    loss: Tensor = LINEAR_CROSS_ENTROPY(
+    return LINEAR_CROSS_ENTROPY(
         input, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, softcap,
         logit_scale, z_loss, recompute,
     )  # fmt: skip
-    return loss
 
 
 class LossHead(Operation):
