@@ -59,15 +59,9 @@ def maxsim(
     return MAXSIM(queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents)
 
 
-def check_maxsim(
-    queries: Tensor,
-    documents: Tensor,
-    query_mask: Tensor | None,
-    document_mask: Tensor | None,
-    cu_seqlens_queries: Tensor | None,
-    cu_seqlens_documents: Tensor | None,
-) -> None:
+def check_maxsim(*tensors: Any) -> None:
     """All arguments of ``functional.maxsim`` but the values of the offsets (:func:`check_offsets`)."""
+    queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents = tensors
     check_given(queries=queries, documents=documents)
     check_tensors({"queries": queries, "documents": documents})
     sides = (
