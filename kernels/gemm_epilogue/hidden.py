@@ -1,6 +1,6 @@
 """H from x, gated from both projections in one pass over x, and Z and Zg where a backward pass will read them."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -97,14 +97,6 @@ def hidden(
     return found, z, z_gate
 
 
-class _Prepared(NamedTuple):
-    """What all executions of one prepared call share."""
-
-    shape: tuple[int, int]
-    launch: Launch
-    pipelined: bool
-
-
 def _prepare(
     x: torch.Tensor,
     w_up: torch.Tensor,
@@ -119,14 +111,15 @@ def _prepare(
     pipeline: EpiloguePipeline | None,
     dropout: Dropout,
     low_rank: LowRank | None,
-) -> _Prepared:
+) -> tuple[tuple[int, int], Launch, bool]:
+    """What all executions of one prepared call share: a result's shape, the launch, whether it is the pipelined one."""
     rows, columns = shape = x.shape[0], w_up.shape[0]
     pipeline = pipeline if dropout.in_whole_draws else None
     matrices = None if pipeline is None else _matrices(x, w_up, w_gate, b_up, b_gate)
     if pipeline is not None and matrices is not None:
         made = pipelined.prepare_hidden(*matrices, columns, keep, activation, accuracy, pipeline, dropout, low_rank)
         if made is not None:
-            return _Prepared(shape, made, True)
+            return shape, made, True
     if low_rank is not None:
         x, w_up, w_gate = low_rank.joined(x, w_up, w_gate, 1)
     bias_strides = [0 if bias is None else bias.stride(0) for bias in (b_up, b_gate)]
@@ -142,7 +135,7 @@ def _prepare(
         tiles.num_warps,
         tiles.num_stages,
     )  # fmt: skip
-    return _Prepared(shape, launch, False)
+    return shape, launch, False
 
 
 def _matrices(

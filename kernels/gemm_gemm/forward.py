@@ -1,7 +1,5 @@
 """Forward: y, one pass over x, the hidden alive one tile at a time."""
 
-from typing import NamedTuple
-
 import torch
 
 from ..activations import activation_unit, hidden_and_slopes
@@ -70,14 +68,6 @@ def _forward_kernel(
     store_tile(y_ptr + batch * stride_yz, acc, rows, outer, stride_ym, stride_yo, M, O)
 
 
-class _Prepared(NamedTuple):
-    """What all executions of one prepared call share."""
-
-    shape: tuple[int, ...]
-    launch: Launch
-    pipelined: bool
-
-
 def forward(
     operands: Operands, down_bias: torch.Tensor | None, residual: torch.Tensor | None, tiles: TileConfig
 ) -> torch.Tensor:
@@ -92,13 +82,14 @@ def forward(
 
 def _prepare(
     operands: Operands, down_bias: torch.Tensor | None, residual: torch.Tensor | None, tiles: TileConfig
-) -> _Prepared:
+) -> tuple[tuple[int, ...], Launch, bool]:
+    """What all executions of one prepared call share: the shape of y, the launch, whether it is the pipelined one."""
     batch, rows, _, hidden, out_width = operands.sizes()
     shape = (*operands.x.shape[:-1], out_width)
     if tiles.pipelined is not None and (matrices := operands.matrices) is not None:
         added = None if residual is None else rows_of(residual)
         if (residual is None) == (added is None) and unit_stride(down_bias):
-            return _Prepared(shape, pipelined.prepare_forward(operands, matrices, added, tiles.pipelined), True)
+            return shape, pipelined.prepare_forward(operands, matrices, added, tiles.pipelined), True
     launch = Launch(
         _forward_kernel,
         batch * ceil_div(rows, tiles.block_m),
@@ -108,4 +99,4 @@ def _prepare(
         tiles.num_warps,
         tiles.num_stages,
     )
-    return _Prepared(shape, launch, False)
+    return shape, launch, False
