@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .device import tl, triton
-from .launching import Launch, ceil_div, layout_of
+from .launching import Launch, ceil_div, layout_of, prepared
 from .partials import ReduceBlocks, reduce_partials
 from .tiles import load_tile
 from .tuning import BAND_BLOCKS, ColumnSumTiles
@@ -44,12 +44,7 @@ def column_partials(dy: torch.Tensor, tiles: ColumnSumTiles, ready: dict[Any, An
 
     ``ready`` keeps what is prepared, for calls that differ in addresses alone.
     """
-    prepared = None if ready is None else ready.get("bands")
-    if prepared is None:
-        prepared = _prepare_bands(dy, tiles)
-        if ready is not None:
-            ready["bands"] = prepared
-    shape, launch = prepared
+    shape, launch = prepared(ready, "bands", _prepare_bands, dy, tiles)
     partials = dy.new_empty(shape, dtype=torch.float32 if len(shape) == 2 else dy.dtype)
     launch((dy, partials))
     return partials

@@ -9,7 +9,7 @@ not made again then.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +17,8 @@ from .capturing import loading_allowed
 from .device import triton
 from .hopper import Descriptor, Geometry
 from .relaunching import Repeated, Variant
+
+_Made = TypeVar("_Made")
 
 _compiled: dict[tuple[object, ...], Variant] = {}
 # Triton compiles for addresses that are multiples of 16 bytes, or not.
@@ -35,6 +37,20 @@ def ceil_div(count: int, size: int) -> int:
 def layout_of(tensor: torch.Tensor) -> tuple[object, ...]:
     """How a tensor lies in memory, as far as kernels mind: its strides, and its address modulo their alignment."""
     return tensor.stride(), tensor.data_ptr() & ALIGNMENT_MASK
+
+
+def prepared(ready: dict[Any, Any] | None, name: object, make: Callable[..., _Made], *arguments: Any) -> _Made:
+    """What ``make(*arguments)`` gives: made the first time, and then what ``ready`` keeps under this name.
+
+    ``ready`` belongs to one prepared call: see ``gemm_gemm.Operands``. None keeps nothing.
+    """
+    if ready is None:
+        return make(*arguments)
+    try:
+        found: _Made = ready[name]
+    except KeyError:
+        found = ready[name] = make(*arguments)
+    return found
 
 
 class Launch:

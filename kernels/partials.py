@@ -11,7 +11,7 @@ import torch
 
 from .activations import activated
 from .device import tl, triton
-from .launching import Launch, ceil_div
+from .launching import Launch, ceil_div, prepared
 from .tiles import follow_kernel_before, load_vector
 
 
@@ -105,13 +105,9 @@ def reduce_partials(
     start early. ``other``: partials of any number of splits, and the output ``[columns]`` of their sums; to add them up
     here saves a launch. ``ready`` keeps what is prepared, for calls that differ in addresses alone.
     """
-    prepared = None if ready is None else ready.get("sums")
-    if prepared is None:
-        prepared = _prepare_sums(partials, outputs, epilogue, blocks, dependent, other)
-        if ready is not None:
-            ready["sums"] = prepared
+    launch = prepared(ready, "sums", _prepare_sums, partials, outputs, epilogue, blocks, dependent, other)
     other_partials, other_output = other or (None, None)
-    prepared((partials, epilogue.bias, *outputs, *_MISSING[len(outputs)], other_partials, other_output))
+    launch((partials, epilogue.bias, *outputs, *_MISSING[len(outputs)], other_partials, other_output))
 
 
 _OUTPUTS = 6

@@ -83,8 +83,7 @@ class Variant:
 
     def _encoding(self, place: int, descriptor: Descriptor) -> list[Any]:
         """What the launcher takes for it: the map, sizes and strides."""
-        made: list[Any] = self._encode(descriptor.like(self._checked[place]), self._facts[place][1], *self._unused)
-        return made
+        return self._encode(descriptor.like(self._checked[place]), self._facts[place][1], *self._unused)
 
 
 class _Slot:

@@ -56,7 +56,7 @@ from fusedlayers.kernels.split_k import product
 from fusedlayers.kernels.tuning import split_k, split_tiles
 from fusedlayers.planning.measured import sm_90
 
-forward = {(tiles, True) for tiles in split_k.shipped("sm_90", 16)}
+forward = {(tiles, True) for _, _, tiles in split_k.TABLE["sm_90", 16]}
 rows_of_gradients = (2, sm_90.FIGURES.linear.data_gradient_rows)
 gradient = {(split_tiles("sm_90", 16, rows, columns), False) for rows in rows_of_gradients for columns in (64, 4096)}
 for tiles, contiguous in sorted(forward | gradient, key=str):

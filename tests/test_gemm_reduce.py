@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusedlayers import functional, planning, reference
 from fusedlayers.closeness import assert_all_close
-from fusedlayers.functional.gemm_reduce.arguments import gemm_reduce_problem
+from fusedlayers.functional.gemm_reduce import GEMM_REDUCE
 from fusedlayers.kernels.activations import ACTIVATIONS
 from tests.operands import (
     DEVICE,
@@ -215,7 +215,7 @@ def test_a_sum_needs_no_product(op: str, dim: int, dtype: torch.dtype, monkeypat
     mask = torch.rand(2, 1, size, device=DEVICE) < 0.5
     lengths = torch.tensor([0, 11, 40], device=DEVICE)
     for given in ({}, {"mask": mask}, {"lengths": lengths[1:2]}, {"mask": mask, "lengths": lengths + 1}):
-        problem = gemm_reduce_problem(**inputs, op=op, dim=dim, **given)
+        problem = GEMM_REDUCE.problem_of(**inputs, op=op, dim=dim, **given)
         assert planning.plan(problem, planning.Device("cpu")).path == "algebraic"
         ours = reduce_results(functional.gemm_reduce, inputs, op=op, dim=dim, **given)
         theirs = reduce_results(reference.gemm_reduce, inputs, op=op, dim=dim, **given)

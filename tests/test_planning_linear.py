@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fusedlayers.kernels.tuning import SHARED_MEMORY, SplitTiles, reduce_blocks, split_tiles, starts_early
-from fusedlayers.kernels.tuning.split_k import shipped
+from fusedlayers.kernels.tuning.split_k import TABLE
 from fusedlayers.planning import Device, LinearPlan, LinearProblem, plan
 from fusedlayers.planning.devices import PARTIALS_LIMIT
 from fusedlayers.planning.linear import DATA_GRADIENT, FORWARD, Product, choose_splits, filled_splits
@@ -179,7 +179,7 @@ def test_splits_and_partials_are_bounded(device: Device, wanted: int) -> None:
 
 
 def test_every_tile_fits_shared_memory() -> None:
-    for tiles in shipped("sm_90", 16):
+    for _, _, tiles in TABLE["sm_90", 16]:
         if tiles.block_m > 1:
             assert 2 * tiles.num_stages * (tiles.block_m + tiles.block_n) * tiles.block_k <= SHARED_MEMORY
             assert (tiles.block_n >= 64) or not tiles.swapped

@@ -318,8 +318,7 @@ def _draw(found: record.Record, path: Path) -> bool:
         if _PLOTS is None:
             raise ValueError(_NO_PICTURES)
         other = _measured_by(found)
-        drawn: bool = _PLOTS.draw(_PLOTS.plot if other is None else other.plot, found, path)
-        return drawn
+        return _PLOTS.draw(_PLOTS.plot if other is None else other.plot, found, path)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return False

@@ -109,7 +109,7 @@ def contender(name: str, case: Case, options: Options) -> Contender:
     if name in PEERS:
         return Contender(name, case.peers[name](), recorded=False)
     if name in TORCH_CONTENDERS:
-        keywords = case.torch_keywords(options)
+        keywords = case.keywords(options)
 
         def expression(**inputs: Tensor) -> Results:
             return case.torch_expression(**inputs, **keywords)

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..kernels.launching import ALIGNMENT_MASK
-from .operands import autocast_dtype, input_precision
+from .operands import autocast_dtype, compute_dtype, input_precision
 from .switches import switches
 
 # torch.cuda's own function in Python calls this one.
@@ -94,6 +94,17 @@ def subclass_of(*tensors: Tensor | None) -> str:
         if tensor is not None and tensor.layout is not torch.strided:
             return f"tensor of layout {tensor.layout}"
     return ""
+
+
+def call_facts(first: Any, *others: Tensor | None) -> dict[str, Any]:
+    """What a problem says of any call, by name; the ``first`` tensor decides the device, and the dtype of products."""
+    dtype = compute_dtype(first)
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "input_precision": input_precision(first.device, dtype),
+        "captured": captured(first.device),
+        "subclass": subclass_of(first, *others),
+    }
 
 
 def with_known_sizes(problem: Any) -> Any:

@@ -199,8 +199,7 @@ class KernelOperation:
     ) -> list[Tensor | None]:
         """The backward pass of a plain forward call, which a dispatch mode observes."""
         if not self.operation.has_backward:
-            found: list[Tensor | None] = self.operation.differentiable_gradients(call, operands, wanted, upstream)
-            return found
+            return self.operation.differentiable_gradients(call, operands, wanted, upstream)
         there = [each for each in made if each is not None]
         described = _description(call.problem, call.plan.path, call.extras, wanted)
         given, _ = self.operation.results(operands, call.problem, call.plan.path, call.extras, any(wanted))
@@ -216,8 +215,7 @@ class KernelOperation:
 
     def _results(self, operands: Sequence[Any], described: _Described) -> Results:
         problem, path, extras, wanted = described
-        found: Results = self.operation.results(operands, problem, path, extras, any(wanted))
-        return found
+        return self.operation.results(operands, problem, path, extras, any(wanted))
 
     def _prepared(self, tensors: Sequence[Tensor | None], sizes: Sequence[int], call: str) -> _Ready:
         """Remembered, unless a size is a symbol: then a graph is traced, and this is no call that runs."""

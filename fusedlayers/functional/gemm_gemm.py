@@ -11,9 +11,9 @@ from ..kernels import gemm_gemm as kernels
 from ..kernels.activations import canonical_activation
 from ..kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
 from ..planning import Plan, Problem
-from .call import captured, subclass_of, wants_gradient
+from .call import call_facts, wants_gradient
 from .custom_ops import Result, Results
-from .operands import check_given, check_tensors, compute_dtype, flat_batch, input_precision, leading_dims, said
+from .operands import check_given, check_tensors, flat_batch, leading_dims, said
 from .operation import Operation, Tensors, formula
 from .prepared import Prepared
 
@@ -36,8 +36,7 @@ def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None)
         ValueError: shapes that do not fit together, tensors on different devices, an unknown activation.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    result: Tensor = GEMM_GEMM(a, b, c, activation)
-    return result
+    return GEMM_GEMM(a, b, c, activation)
 
 
 def check_gemm_gemm(a: Tensor, b: Tensor, c: Tensor) -> None:
@@ -78,7 +77,6 @@ class _GemmGemm(Operation):
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> Problem:
         a, b, c = tensors
-        dtype = compute_dtype(a)
         return Problem(
             operation="gemm_gemm",
             batch=math.prod(leading_dims(a, b, c)),
@@ -86,13 +84,10 @@ class _GemmGemm(Operation):
             K=a.shape[-1],
             N=b.shape[-1],
             O=c.shape[-1],
-            dtype=str(dtype).removeprefix("torch."),
             activation=options[0],
             needs_data_gradient=wants_gradient(a),
             needs_weight_gradient=wants_gradient(b, c),
-            input_precision=input_precision(a.device, dtype),
-            captured=captured(a.device),
-            subclass=subclass_of(a, b, c),
+            **call_facts(a, b, c),
         )
 
     def title(self, problem: Problem, tensors: Tensors, options: tuple[Any, ...]) -> str:

@@ -10,7 +10,7 @@ from .. import reference
 from ..kernels import gemm_epilogue as kernels
 from ..kernels.activations import canonical_activation
 from ..planning import HiddenGradientProblem
-from .call import captured, subclass_of, wants_gradient
+from .call import call_facts, wants_gradient
 from .custom_ops import Result, Results
 from .operands import (
     autocast,
@@ -19,7 +19,6 @@ from .operands import (
     check_shape,
     check_tensors,
     compute_dtype,
-    input_precision,
     rows,
     said,
     with_leading_dims,
@@ -63,8 +62,7 @@ def hidden_gradient(
         ValueError: shapes that do not fit together, tensors on different devices, an unknown activation.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    found: _Gradients = HIDDEN_GRADIENT(dy, w_down, z, z_gate, activation, bias)
-    return found
+    return HIDDEN_GRADIENT(dy, w_down, z, z_gate, activation, bias)
 
 
 def check_hidden_gradient(dy: Tensor, w_down: Tensor, z: Tensor, z_gate: Tensor | None, bias: bool) -> None:
@@ -103,19 +101,15 @@ class _HiddenGradient(Operation):
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> HiddenGradientProblem:
         (dy, w_down, _, z_gate), (activation, bias) = tensors, options
-        dtype = compute_dtype(dy)
         return HiddenGradientProblem(
             M=math.prod(dy.shape[:-1]),
             N=w_down.shape[1],
             O=w_down.shape[0],
-            dtype=str(dtype).removeprefix("torch."),
             activation=activation,
             gated=z_gate is not None,
             bias=bias,
             training=wants_gradient(*tensors),
-            input_precision=input_precision(dy.device, dtype),
-            captured=captured(dy.device),
-            subclass=subclass_of(*tensors),
+            **call_facts(*tensors),
         )
 
     def title(self, problem: HiddenGradientProblem, tensors: Tensors, options: tuple[Any, ...]) -> str:

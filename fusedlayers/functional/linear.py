@@ -12,14 +12,12 @@ from .. import reference
 from ..kernels import split_k as kernels
 from ..kernels.activations import ACTIVATIONS, canonical_activation
 from ..planning import LinearPlan, LinearProblem, ProductPlan
-from .call import captured, subclass_of, wants_gradient
+from .call import call_facts, wants_gradient
 from .custom_ops import Result, Results
 from .operands import (
     check_given,
     check_shape,
     check_tensors,
-    compute_dtype,
-    input_precision,
     rows,
     said,
     without_autocast,
@@ -68,8 +66,7 @@ def linear(
         RuntimeError: ``reduction="atomic"`` under ``torch.use_deterministic_algorithms(True)``, or
             ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    y: Tensor = LINEAR(x, weight, bias, activation, split_k, reduction)
-    return y
+    return LINEAR(x, weight, bias, activation, split_k, reduction)
 
 
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, split_k: int | str, reduction: str) -> None:
@@ -134,12 +131,10 @@ class _Linear(Operation):
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> LinearProblem:
         (x, weight, bias), (activation, split_k, reduction) = tensors, options
-        dtype = compute_dtype(x)
         return LinearProblem(
             M=math.prod(x.shape[:-1]),
             N=weight.shape[0],
             K=x.shape[-1],
-            dtype=str(dtype).removeprefix("torch."),
             activation=activation,
             bias=bias is not None,
             needs_data_gradient=wants_gradient(x),
@@ -147,9 +142,7 @@ class _Linear(Operation):
             needs_bias_gradient=wants_gradient(bias),
             split_k=0 if isinstance(split_k, str) else split_k,
             atomic=reduction == "atomic",
-            input_precision=input_precision(x.device, dtype),
-            captured=captured(x.device),
-            subclass=subclass_of(x, weight, bias),
+            **call_facts(x, weight, bias),
         )
 
     def title(self, problem: LinearProblem, tensors: Tensors, options: tuple[Any, ...]) -> str:

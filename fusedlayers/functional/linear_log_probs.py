@@ -13,12 +13,12 @@ from .linear_cross_entropy import LossHead, chunked, fused, logits_formula
 from .linear_cross_entropy.arguments import (
     check_classes,
     check_layer,
-    check_recompute,
     checked_scale,
     checked_softcap,
     loss_problem,
 )
 from .linear_cross_entropy.chunked import Head
+from .operands import checked_flag
 from .operation import Tensors
 from .prepared import Prepared
 
@@ -76,9 +76,8 @@ class _LinearLogProbs(LossHead):
         ignore_index, softcap, logit_scale, return_entropy, recompute = options
         check_layer(input, linear_weight, target, linear_bias)
         check_classes(input, target, ignore_index)
-        if not isinstance(return_entropy, bool):
-            raise TypeError(f"return_entropy must be True or False, got {return_entropy!r}")
-        check_recompute(recompute)
+        checked_flag("return_entropy", return_entropy)
+        checked_flag("recompute", recompute)
         return ignore_index, checked_softcap(softcap), checked_scale(logit_scale), return_entropy, recompute
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> LossProblem:

@@ -85,11 +85,10 @@ def lora_ffn(
             adapter.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    y: Tensor = LORA_FFN(
+    return LORA_FFN(
         x, w_up, w_down, b_up, b_down, w_gate, b_gate, up_a, up_b, down_a, down_b, gate_a, gate_b, activation,
         up_scale, down_scale, gate_scale,
     )  # fmt: skip
-    return y
 
 
 class _Operands(NamedTuple):

@@ -12,9 +12,9 @@ from .. import reference
 from ..kernels import maxsim as kernels
 from ..kernels.maxsim import MaxSimOperands
 from ..planning import MaxSimPlan, MaxSimProblem
-from .call import captured, subclass_of, traced, wants_gradient
+from .call import call_facts, traced, wants_gradient
 from .custom_ops import Result, Results
-from .operands import check_given, check_layout, check_shape, check_tensors, compute_dtype, input_precision, said
+from .operands import check_given, check_layout, check_shape, check_tensors, said
 from .operation import Operation, Tensors
 from .prepared import Prepared
 
@@ -56,19 +56,12 @@ def maxsim(
             then nobody looks at their values.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    scores: Tensor = MAXSIM(queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents)
-    return scores
+    return MAXSIM(queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents)
 
 
-def check_maxsim(
-    queries: Tensor,
-    documents: Tensor,
-    query_mask: Tensor | None,
-    document_mask: Tensor | None,
-    cu_seqlens_queries: Tensor | None,
-    cu_seqlens_documents: Tensor | None,
-) -> None:
+def check_maxsim(*tensors: Any) -> None:
     """All arguments of ``functional.maxsim`` but the values of the offsets (:func:`check_offsets`)."""
+    queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents = tensors
     check_given(queries=queries, documents=documents)
     check_tensors({"queries": queries, "documents": documents})
     sides = (
@@ -134,21 +127,17 @@ class _MaxSim(Operation):
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> MaxSimProblem:
         queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents = tensors
-        dtype = compute_dtype(queries)
         return MaxSimProblem(
             queries=queries.shape[0] if cu_seqlens_queries is None else cu_seqlens_queries.shape[0] - 1,
             documents=documents.shape[0] if cu_seqlens_documents is None else cu_seqlens_documents.shape[0] - 1,
             query_tokens=math.prod(queries.shape[:-1]),
             document_tokens=math.prod(documents.shape[:-1]),
             K=queries.shape[-1],
-            dtype=str(dtype).removeprefix("torch."),
             query_layout=_layout(query_mask, cu_seqlens_queries),
             document_layout=_layout(document_mask, cu_seqlens_documents),
             needs_query_gradient=wants_gradient(queries),
             needs_document_gradient=wants_gradient(documents),
-            input_precision=input_precision(queries.device, dtype),
-            captured=captured(queries.device),
-            subclass=subclass_of(*tensors),
+            **call_facts(*tensors),
         )
 
     def run(self, call: Prepared, tensors: Tensors) -> Any:
@@ -226,18 +215,9 @@ def _operands(tensors: Tensors, plan: MaxSimPlan) -> MaxSimOperands:
     )
 
 
-def _reference(
-    queries: Tensor,
-    documents: Tensor,
-    query_mask: Tensor | None,
-    document_mask: Tensor | None,
-    cu_seqlens_queries: Tensor | None,
-    cu_seqlens_documents: Tensor | None,
-) -> Tensor:
-    return reference.maxsim(
-        queries, documents, query_mask, document_mask,
-        cu_seqlens_queries=cu_seqlens_queries, cu_seqlens_documents=cu_seqlens_documents,
-    )  # fmt: skip
+def _reference(*tensors: Any) -> Tensor:
+    *padded, queries, documents = tensors
+    return reference.maxsim(*padded, cu_seqlens_queries=queries, cu_seqlens_documents=documents)
 
 
 MAXSIM = _MaxSim(maxsim)

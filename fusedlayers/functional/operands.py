@@ -94,6 +94,22 @@ def check_bias(bias: bool) -> None:
         raise TypeError(f"bias must be True or False, got {type(bias).__name__}")
 
 
+def checked_flag(name: str, value: Any) -> bool:
+    """``True`` or ``False``."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__})")
+    return value
+
+
+def checked_number(name: str, value: Any, expected: str, least: float = -math.inf, most: float = math.inf) -> float:
+    """A finite number between two bounds, as a float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be {expected}, got {value!r} ({type(value).__name__})")
+    if not (math.isfinite(value) and least <= value <= most):
+        raise ValueError(f"{name} must be {expected}, got {value!r}")
+    return float(value)
+
+
 @functools.cache
 def _autocast_kind(device: torch.device) -> str | None:
     # Asking a device for its type takes time, and the answer never changes; some types (meta) know no autocast.

@@ -126,8 +126,7 @@ class Operation:
 
     def facts(self, plan: Any, device: Device) -> list[tuple[str, str]]:
         """What ``explain`` prints of a plan: (what, text) rows."""
-        rows: list[tuple[str, str]] = plan.facts(device)
-        return rows
+        return plan.facts(device)
 
     def extras(self, options: tuple[Any, ...]) -> dict[str, Any]:
         """What kernels need of the options beyond the problem: numbers and words by name."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import reference
 from ..kernels import weight_gradient as kernels
 from ..planning import WeightGradientPlan, WeightGradientProblem
-from .call import captured, subclass_of, wants_gradient
+from .call import call_facts, wants_gradient
 from .custom_ops import Result, Results
 from .operands import (
     autocast,
@@ -18,7 +18,6 @@ from .operands import (
     check_given,
     check_tensors,
     compute_dtype,
-    input_precision,
     rows,
     said,
     without_autocast,
@@ -45,8 +44,7 @@ def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor
         ValueError: leading dims that differ, tensors without a dimension or on different devices.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    found: tuple[Tensor, Tensor | None] = WEIGHT_GRADIENT(dy, x, bias)
-    return found
+    return WEIGHT_GRADIENT(dy, x, bias)
 
 
 def check_weight_gradient(dy: Tensor, x: Tensor, bias: bool) -> None:
@@ -89,17 +87,13 @@ class _WeightGradient(Operation):
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> WeightGradientProblem:
         dy, x = tensors
-        dtype = compute_dtype(dy)
         return WeightGradientProblem(
             M=math.prod(dy.shape[:-1]),
             O=dy.shape[-1],
             K=x.shape[-1],
-            dtype=str(dtype).removeprefix("torch."),
             bias=options[0],
             training=wants_gradient(dy, x),
-            input_precision=input_precision(dy.device, dtype),
-            captured=captured(dy.device),
-            subclass=subclass_of(dy, x),
+            **call_facts(dy, x),
         )
 
     def title(self, problem: WeightGradientProblem, tensors: Tensors, options: tuple[Any, ...]) -> str:

@@ -2,7 +2,6 @@
 
 from .adapters import ffn_pieces
 from .children import (
-    base_linear,
     class_name,
     class_path,
     is_plain_now,
@@ -35,7 +34,6 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "MaxSim",
     "SplitKLinear",
-    "base_linear",
     "class_name",
     "class_path",
     "ffn_pieces",

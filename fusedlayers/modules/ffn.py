@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..functional.ffn.arguments import check_dropout, check_recompute
+from ..functional.operands import checked_flag
 from ..kernels.activations import ACTIVATIONS, canonical_activation
 from .adapters import ffn_pieces
 from .children import is_plain_now, say_once, why_not_now
@@ -29,12 +30,6 @@ def _positive(name: str, value: int) -> int:
     if size <= 0:
         raise ValueError(f"{name} must be a positive int, got {size}")
     return size
-
-
-def _flag(name: str, value: bool) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__})")
-    return value
 
 
 # All that a call reads of the block.
@@ -83,14 +78,14 @@ class FusedFFN(nn.Module):
         self.d_model = _positive("d_model", d_model)
         self.d_ff = _positive("d_ff", d_ff)
         self.activation = canonical_activation(activation)
-        self.gated = _flag("gated", gated)
+        self.gated = checked_flag("gated", gated)
         check_dropout("dropout", dropout)
         self.dropout = float(dropout)
         check_recompute(recompute)
         self.recompute: Literal["auto"] | bool | int = recompute
         if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating point dtype, got {dtype}")
-        options: dict[str, Any] = {"bias": _flag("bias", bias), "device": device, "dtype": dtype}
+        options: dict[str, Any] = {"bias": checked_flag("bias", bias), "device": device, "dtype": dtype}
         self.up_proj = nn.Linear(self.d_model, self.d_ff, **options)
         self.gate_proj = nn.Linear(self.d_model, self.d_ff, **options) if gated else None
         self.down_proj = nn.Linear(self.d_ff, self.d_model, **options)

@@ -56,10 +56,9 @@ class _Guard:
         """Whether all conditions hold."""
         names = ", ".join(f"value{index}" for index in range(len(self._values)))
         body = "\n        ".join((*self._lines, "return True"))
-        made: Callable[[nn.Module], bool] = _maker(
-            f"def make({names}):\n    def stands(module0):\n        {body}\n    return stands\n"
-        )(*self._values)
-        return made
+        return _maker(f"def make({names}):\n    def stands(module0):\n        {body}\n    return stands\n")(
+            *self._values
+        )
 
 
 @functools.cache
@@ -67,8 +66,7 @@ def _maker(source: str) -> Callable[..., Any]:
     """The function ``make`` of this source."""
     space: dict[str, Any] = {}
     exec(compile(source, f"<{__name__}>", "exec"), space)
-    made: Callable[..., Any] = space["make"]
-    return made
+    return space["make"]
 
 
 class Kept:

@@ -87,8 +87,7 @@ class SplitKLinear(nn.Linear):
         # Nested tensors, and the stand-ins of torch.fx, which answer every question with another one.
         if getattr(x, "is_nested", False) is not False:
             return F.linear(x, weight, bias)
-        y: Tensor = LINEAR.repeat(last, (x, weight, bias), (None, self.split_k, self.reduction))
-        return y
+        return LINEAR.repeat(last, (x, weight, bias), (None, self.split_k, self.reduction))
 
     def _traced(self, x: Tensor) -> Tensor:
         """Everything is read as torch's own forward reads it, so that Dynamo guards hardly more than there."""

@@ -12,13 +12,13 @@ from .. import functional, reference
 from ..functional.linear_cross_entropy.arguments import (
     check_class_weight,
     check_ignore_index,
-    check_recompute,
     check_reduction,
     checked_scale,
     checked_smoothing,
     checked_softcap,
     checked_z_loss,
 )
+from ..functional.operands import checked_flag
 from .children import say_once, why_not_now, why_not_plain
 from .traced import outside_of_traces
 
@@ -66,8 +66,8 @@ class LinearCrossEntropyLoss(nn.Module):
         super().__init__()
         check_reduction(reduction)
         check_ignore_index(ignore_index)
-        check_recompute(recompute)
-        self.reduction, self.ignore_index, self.recompute = reduction, ignore_index, recompute
+        self.reduction, self.ignore_index = reduction, ignore_index
+        self.recompute = checked_flag("recompute", recompute)
         self.label_smoothing = checked_smoothing(label_smoothing)
         self.softcap = checked_softcap(softcap)
         self.logit_scale = checked_scale(logit_scale)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
+from ..functional.operands import checked_flag
 from ..kernels.activations import canonical_activation
-from .ffn import FusedFFN, _flag, _positive
+from .ffn import FusedFFN, _positive
 
 SCORES = ("softmax", "sigmoid")
 
@@ -115,11 +116,17 @@ class FusedMoE(nn.Module):
         if scores not in SCORES:
             raise ValueError(f"scores must be one of {', '.join(SCORES)}, got {scores!r}")
         self.activation, self.scores = canonical_activation(activation), scores
-        self.normalize, self.recompute = _flag("normalize", normalize), _flag("recompute", recompute)
+        self.normalize, self.recompute = checked_flag("normalize", normalize), checked_flag("recompute", recompute)
+        gated, bias = checked_flag("gated", gated), checked_flag("bias", bias)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gate = nn.Linear(self.d_model, self.num_experts, bias=False, **options)
         self.experts = ExpertWeights(
-            self.d_model, self.d_ff, self.num_experts, _flag("gated", gated), _flag("bias", bias), **options
+            self.d_model,
+            self.d_ff,
+            self.num_experts,
+            checked_flag("gated", gated),
+            checked_flag("bias", bias),
+            **options,
         )
         self.shared_expert = (
             None
@@ -162,8 +169,7 @@ class FusedMoE(nn.Module):
         y = functional.moe_ffn(**self._arguments(x, *self.routing(x)))
         if self.shared_expert is None:
             return y
-        shared: Tensor = self.shared_expert(x, residual=y)
-        return shared
+        return self.shared_expert(x, residual=y)
 
     def extra_repr(self) -> str:
         return (

@@ -134,8 +134,7 @@ class FFNPieces:
         if options[2] is not recompute:
             options = self._options = (self.activation, self.dropout_p, recompute)
         in_kernels = self.gate_rows is not None and not self.dropout_p
-        y: Tensor | None = FFN.repeat(self._last, tensors, options, in_kernels=in_kernels)
-        return y
+        return FFN.repeat(self._last, tensors, options, in_kernels=in_kernels)
 
     def _into_hidden(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Weight and bias of the up projection, and those of the gate."""

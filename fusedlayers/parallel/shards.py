@@ -31,8 +31,7 @@ def local_part(whole: DTensor) -> Tensor:
     """The part of a parameter that this process has; gradients flow back to the whole."""
     parts = whole.device_mesh.size()
     uneven = any(isinstance(each, Shard) and whole.shape[each.dim] % parts for each in whole.placements)
-    part: Tensor = _UnevenPart.apply(whole) if uneven else whole.to_local()
-    return part
+    return _UnevenPart.apply(whole) if uneven else whole.to_local()
 
 
 class _UnevenPart(torch.autograd.Function):

@@ -13,10 +13,9 @@ from .devices import BACKENDS, Device, floor_seconds
 from .ffn_chunked import ChunkPlan
 from .gemm_gemm import Plan, Problem
 from .gemm_reduce import ReducePlan, ReduceProblem
-from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem
+from .hidden_gradient import HiddenGradientProblem
 from .linear import LinearPlan, LinearProblem, ProductPlan
 from .maxsim import MaxSimPlan, MaxSimProblem
-from .recomputing import Choice, choices
 from .weight_gradient import WeightGradientPlan, WeightGradientProblem
 
 
@@ -36,11 +35,9 @@ __all__ = [
     "BACKENDS",
     "KERNEL_PATHS",
     "Call",
-    "Choice",
     "ChunkPlan",
     "Decision",
     "Device",
-    "HiddenGradientPlan",
     "HiddenGradientProblem",
     "LinearPlan",
     "LinearProblem",
@@ -53,7 +50,6 @@ __all__ = [
     "ReduceProblem",
     "WeightGradientPlan",
     "WeightGradientProblem",
-    "choices",
     "configurations",
     "floor_seconds",
     "plan",

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 from ..kernels.tuning import has_tanh
-from .devices import DTYPE_BYTES, KERNEL_DTYPES, Device
+from .devices import DTYPE_BYTES, KERNEL_DTYPES, Device, floor_seconds
 
 # Rows of what ``explain`` prints: (what, text).
 Facts = list[tuple[str, str]]
@@ -70,6 +70,12 @@ class Call:
         return hash(tuple(map(vars(self).get, self.__dataclass_fields__)))
 
 
+_Plan = TypeVar("_Plan", bound="Decision")
+
+# Why torch runs a call.
+NO_OTHER_PATH = "no other path is both possible and faster"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     """A plan: the path, why it was taken, what it costs, and why each other path was rejected.
@@ -93,6 +99,33 @@ class Decision:
     floor_seconds: float | None = None
     unsupported: str | None = field(default=None, compare=False)  # why the kernels cannot run, if they cannot
     avoided: tuple[str, ...] = ()  # configurations it would have, had they not failed the self-test on this device
+
+    @classmethod
+    def of(
+        cls: type[_Plan],
+        problem: Any,
+        device: Device,
+        path: str,
+        torch_because: str | None,
+        *,
+        reason: str,
+        why_not_torch: str = "the kernels cover the problem",
+        flops: int,
+        bytes: int,
+        **facts: Any,
+    ) -> _Plan:
+        """The plan on the one ``path`` that has kernels, or on torch's where ``torch_because`` says why."""
+        by_kernels = torch_because is None
+        return cls(
+            problem=problem,
+            path=path if by_kernels else "torch",
+            reason=reason if by_kernels else NO_OTHER_PATH,
+            rejected=(("torch", why_not_torch),) if torch_because is None else ((path, torch_because),),
+            flops=flops,
+            bytes=bytes,
+            floor_seconds=floor_seconds(flops, bytes, problem.dtype, device),
+            **facts,
+        )
 
     def summary(self, device: Device) -> str:
         """One sentence: what runs, and what that gains, or why torch runs."""

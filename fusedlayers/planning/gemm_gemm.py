@@ -20,6 +20,7 @@ from ..kernels.tuning import (
 )
 from . import ffn_chunked, ffn_epilogue, gemm_gemm_facts
 from .call import (
+    NO_OTHER_PATH,
     Call,
     Decision,
     Facts,
@@ -365,7 +366,7 @@ def plan_on(
         if problem.training
         else "activations are computed with the products",
         "chunked": "recompute=True forbids keeping the hidden, which no kernel here holds on chip",
-        "torch": "no other path is both possible and faster",
+        "torch": NO_OTHER_PATH,
     }[path]
     return Plan(
         problem=problem,

@@ -14,7 +14,7 @@ from ..kernels.tuning import (
     reduce_config,
     reduce_gradient_config,
 )
-from .call import Call, Decision, Facts, Yields, direction, no_kernels, too_small, why_not_kernels
+from .call import NO_OTHER_PATH, Call, Decision, Facts, Yields, direction, no_kernels, too_small, why_not_kernels
 from .devices import PARTIALS_LIMIT, Device, floor_seconds
 from .measured import GemmReduce
 
@@ -254,7 +254,7 @@ def _costed(
         "fused": "the kernels "
         + ("reduce the product as they write it" if problem.product else "never write the product"),
         "algebraic": f"the {problem.op} of a product is the product of a {problem.op}: no product of matrices",
-        "torch": "no other path is both possible and faster",
+        "torch": NO_OTHER_PATH,
     }[path]
     return ReducePlan(
         problem=problem,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from ..kernels.tuning import CONSUMER_ROWS, EPILOGUE_PIPELINES, EpiloguePipeline, EpilogueTiles, epilogue_tiles
 from .call import Call, Decision, Facts, activation_accuracy, no_kernels, too_small, why_not_kernels
-from .devices import PARTIALS_LIMIT, SIXTEEN_BITS, Device, floor_seconds
+from .devices import PARTIALS_LIMIT, SIXTEEN_BITS, Device
 from .measured import HiddenGradient
 
 # Partial sums of the rows beyond this number are added up by a program itself, one tile after the other.
@@ -74,35 +74,25 @@ def plan(problem: HiddenGradientProblem, device: Device, backend: str = "auto") 
     parts = 2 if p.gated else 1
     read = p.M * p.O + p.O * p.N + parts * p.M * p.N
     io_bytes = p.element_bytes * (read + parts * p.M * p.N + parts * p.N * p.bias)
-    options: dict[str, Any] = {
-        "flops": p.flops,
-        "bytes": io_bytes,
-        "saved_bytes": p.element_bytes * read if p.training else 0,
-        "floor_seconds": floor_seconds(p.flops, io_bytes, p.dtype, device),
-        "unsupported": unsupported,
-    }
-    if fused is not None:
-        reason = "no other path is both possible and faster"
-        return HiddenGradientPlan(problem=problem, path="torch", reason=reason, rejected=(("fused", fused),), **options)
-    tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
-    row_tiles = choose_row_tiles(problem, tiles)
-    pipeline = choose_pipeline(problem, device)
-    return HiddenGradientPlan(
-        problem=problem,
-        path="fused",
-        reason="one kernel writes dZ" + (", and sums it up on the way" if p.bias else ""),
-        rejected=(("torch", "the kernel covers the problem"),),
-        tiles=tiles,
-        pipeline=pipeline,
-        row_tiles=row_tiles,
-        accuracy=activation_accuracy(problem, device),
-        workspace_bytes=(
-            _pipelined_partial_bytes(problem, pipeline)
+    options: dict[str, Any] = {}
+    if fused is None:
+        tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
+        row_tiles, pipeline = choose_row_tiles(problem, tiles), choose_pipeline(problem, device)
+        options = {
+            "tiles": tiles,
+            "pipeline": pipeline,
+            "row_tiles": row_tiles,
+            "accuracy": activation_accuracy(problem, device),
+            "workspace_bytes": _pipelined_partial_bytes(problem, pipeline)
             if pipeline is not None
-            else _partial_bytes(problem, math.ceil(p.M / (row_tiles * tiles.block_m)))
-        ),
-        **options,
-    )
+            else _partial_bytes(problem, math.ceil(p.M / (row_tiles * tiles.block_m))),
+        }
+    return HiddenGradientPlan.of(
+        problem, device, "fused", fused,
+        reason="one kernel writes dZ" + (", and sums it up on the way" if p.bias else ""),
+        why_not_torch="the kernel covers the problem", flops=p.flops, bytes=io_bytes,
+        saved_bytes=p.element_bytes * read if p.training else 0, unsupported=unsupported, **options,
+    )  # fmt: skip
 
 
 def why_slower(problem: HiddenGradientProblem, device: Device, figures: HiddenGradient) -> str | None:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 from ..kernels.tuning import SplitTiles, split_tiles, starts_early
 from . import weight_gradient
 from .call import (
+    NO_OTHER_PATH,
     Call,
     Decision,
     Facts,
@@ -207,7 +208,7 @@ def plan(problem: LinearProblem, device: Device, backend: str = "auto") -> Linea
         return LinearPlan(
             problem=problem,
             path="torch",
-            reason="no other path is both possible and faster",
+            reason=NO_OTHER_PATH,
             rejected=(("fused", why),),
             **options,
         )  # fmt: skip

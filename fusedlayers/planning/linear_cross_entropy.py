@@ -26,7 +26,7 @@ from ..kernels.tuning.cross_entropy import (
 )
 from . import linear_cross_entropy_chunks as cutting
 from .call import Call, Decision, Facts, Yields, direction, no_kernels, too_small, why_not_kernels
-from .devices import Device, floor_seconds
+from .devices import Device
 from .measured import LinearCrossEntropy
 
 # Rows of logits are a multiple of so many elements long. Products of a vocabulary that divides into no vectors of 16
@@ -208,25 +208,15 @@ def plan(problem: LossProblem, device: Device, backend: str = "auto") -> LossPla
             "tiles": row_tiles(p.V),
             "workspace_bytes": p.element_bytes * rows * p.padded_columns + unrounded + p.pad_bytes,
         }
-    return LossPlan(
-        problem=problem,
-        path=path,
-        reason={
-            "fused": "no logits are in memory: their tiles are reduced on chip"
-            + (", and computed again in the backward pass" if p.training else ""),
-            "chunked": "the logits of one chunk of tokens are in memory at once",
-            "torch": "no other path is both possible and faster",
-        }[path],
-        rejected=(("torch", "it would write all logits" + (", and their gradient" if p.training else "")),)
-        if torch_because is None
-        else ((kernel_path(problem), torch_because),),
-        flops=flops,
-        bytes=moved,
-        saved_bytes=saved_bytes(problem, path != "torch"),
-        floor_seconds=floor_seconds(flops, moved, p.dtype, device),
-        unsupported=unsupported,
-        **options,
-    )
+    reason = "the logits of one chunk of tokens are in memory at once"
+    if path == "fused":
+        reason = "no logits are in memory: their tiles are reduced on chip"
+        reason += ", and computed again in the backward pass" if p.training else ""
+    return LossPlan.of(
+        problem, device, kernel_path(problem), torch_because, reason=reason,
+        why_not_torch="it would write all logits" + (", and their gradient" if p.training else ""), flops=flops,
+        bytes=moved, saved_bytes=saved_bytes(problem, path != "torch"), unsupported=unsupported, **options,
+    )  # fmt: skip
 
 
 def kernel_path(problem: LossProblem) -> str:

@@ -15,7 +15,7 @@ from ..kernels.tuning import (
     reduce_config,
 )
 from .call import Call, Decision, Facts, Yields, direction, no_kernels, too_small, why_not_kernels
-from .devices import PARTIALS_LIMIT, Device, floor_seconds
+from .devices import PARTIALS_LIMIT, Device
 from .gemm_reduce import reduce_text
 from .measured import MaxSim
 
@@ -109,9 +109,21 @@ def plan(problem: MaxSimProblem, device: Device, backend: str = "auto") -> MaxSi
     """The path that runs ``problem`` on ``device``."""
     unsupported = no_kernels(problem, device)
     fused = why_not_kernels(problem, device, backend, unsupported, device.figures.maxsim, why_slower)
-    if fused is None:
-        return _costed(problem, device, "fused", (("torch", "the kernels cover the problem"),), unsupported)
-    return _costed(problem, device, "torch", (("fused", fused),), unsupported)
+    p, element, by_kernels = problem, problem.element_bytes, fused is None
+    product = p.model_flops[0]
+    choices = p.documents * p.query_tokens
+    # The queries' gradient adds up the chosen rows alone; torch multiplies with a matrix that is mostly zeros.
+    query_flops = 2 * choices * p.K if by_kernels else product
+    flops = product + query_flops * p.needs_query_gradient + product * p.needs_document_gradient
+    operand_elements = (p.query_tokens + p.document_tokens) * p.K
+    io_bytes = element * (operand_elements + p.queries * p.documents) * (2 if p.training else 1)
+    io_bytes += element * p.K * p.query_tokens * p.needs_query_gradient
+    io_bytes += element * p.K * p.document_tokens * p.needs_document_gradient
+    return MaxSimPlan.of(
+        problem, device, "fused", fused, reason="the kernels keep no similarities", flops=flops, bytes=io_bytes,
+        saved_bytes=(element * operand_elements + (4 if by_kernels else 8) * choices) if p.training else 0,
+        unsupported=unsupported, **(_kernels(problem, device) if by_kernels else {}),
+    )  # fmt: skip
 
 
 def why_slower(problem: MaxSimProblem, device: Device, figures: MaxSim) -> str | None:
@@ -131,37 +143,6 @@ def _splits(programs: int, wanted: int, steps: int, partial_bytes: int) -> int:
 def choose_chunk(problem: MaxSimProblem) -> int:
     """Documents at once, so that their float32 maxima stay within the limit."""
     return max(1, min(problem.documents, PARTIALS_LIMIT // (4 * problem.query_tokens)))
-
-
-def _costed(
-    problem: MaxSimProblem, device: Device, path: str, rejected: tuple[tuple[str, str], ...], unsupported: str | None
-) -> MaxSimPlan:
-    p, element = problem, problem.element_bytes
-    product = p.model_flops[0]
-    choices = p.documents * p.query_tokens
-    # The queries' gradient adds up the chosen rows alone; torch multiplies with a matrix that is mostly zeros.
-    query_flops = 2 * choices * p.K if path == "fused" else product
-    flops = product + query_flops * p.needs_query_gradient + product * p.needs_document_gradient
-    operand_elements = (p.query_tokens + p.document_tokens) * p.K
-    io_bytes = element * (operand_elements + p.queries * p.documents) * (2 if p.training else 1)
-    io_bytes += element * p.K * p.query_tokens * p.needs_query_gradient
-    io_bytes += element * p.K * p.document_tokens * p.needs_document_gradient
-    options: dict[str, Any] = {}
-    if path == "fused":
-        options = _kernels(problem, device)
-    reason = "the kernels keep no similarities"
-    return MaxSimPlan(
-        problem=problem,
-        path=path,
-        reason=reason if path == "fused" else "no other path is both possible and faster",
-        rejected=rejected,
-        flops=flops,
-        bytes=io_bytes,
-        saved_bytes=(element * operand_elements + (4 if path == "fused" else 8) * choices) if p.training else 0,
-        floor_seconds=floor_seconds(flops, io_bytes, p.dtype, device),
-        unsupported=unsupported,
-        **options,
-    )
 
 
 def _kernels(problem: MaxSimProblem, device: Device) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from ..kernels.tuning import CONSUMER_ROWS
 from ..kernels.tuning.grouped_gemm import GroupedTiles, grouped_tiles, padded_rows, row_block
 from ..kernels.tuning.grouped_gemm_pipelines import BLOCK, GROUPED_PIPELINES, GroupedPipeline
 from .call import Call, Decision, Facts, Yields, activation_accuracy, direction, no_kernels, too_small, why_not_kernels
-from .devices import Device, floor_seconds
+from .devices import Device
 from .measured import MoeFFN
 
 # Rows have 32-bit numbers.
@@ -138,22 +138,12 @@ def plan(problem: MoeProblem, device: Device, backend: str = "auto") -> MoePlan:
         }
         if p.recompute and p.training:
             flops += 2 * p.slots * p.K * p.N * (p.products - 1)
-    return MoePlan(
-        problem=problem,
-        path="torch" if torch_because else "epilogue",
-        reason="no other path is both possible and faster"
-        if torch_because
-        else "gate and activation are computed in the epilogue of the first product",
-        rejected=(("epilogue", torch_because),)
-        if torch_because
-        else (("torch", "it would store every step between the products"),),
-        flops=flops,
-        bytes=moved,
-        saved_bytes=saved_bytes(problem, torch_because is None),
-        floor_seconds=floor_seconds(flops, moved, p.dtype, device),
-        unsupported=unsupported,
-        **options,
-    )
+    return MoePlan.of(
+        problem, device, "epilogue", torch_because,
+        reason="gate and activation are computed in the epilogue of the first product",
+        why_not_torch="it would store every step between the products", flops=flops, bytes=moved,
+        saved_bytes=saved_bytes(problem, torch_because is None), unsupported=unsupported, **options,
+    )  # fmt: skip
 
 
 def why_unsupported(problem: MoeProblem, device: Device) -> str | None:

@@ -11,7 +11,7 @@ from ..kernels.tuning import (
     weight_gradient_tiles,
 )
 from .call import Call, Decision, Facts, no_kernels, too_small, why_not_kernels
-from .devices import PARTIALS_LIMIT, Device, floor_seconds
+from .devices import PARTIALS_LIMIT, Device
 from .measured import TileCosts, WeightGradient
 
 # A split shorter than this many row blocks spends more on its partial than on its products.
@@ -92,40 +92,23 @@ def plan(problem: WeightGradientProblem, device: Device, backend: str = "auto") 
     fused = why_not_kernels(problem, device, backend, unsupported, device.figures.weight_gradient, why_slower)
     element = problem.element_bytes
     io_bytes = element * (problem.M * (problem.O + problem.K) + problem.O * (problem.K + problem.bias))
-    options: dict[str, Any] = {
-        "flops": problem.flops,
-        "bytes": io_bytes,
-        "saved_bytes": element * problem.M * (problem.O + problem.K) if problem.training else 0,
-        "floor_seconds": floor_seconds(problem.flops, io_bytes, problem.dtype, device),
-    }
-    if fused is not None:
-        reason = "no other path is both possible and faster"
-        return WeightGradientPlan(
-            problem=problem,
-            path="torch",
-            reason=reason,
-            rejected=(("fused", fused),),
-            unsupported=unsupported,
-            **options,
-        )  # fmt: skip
-    tiles = weight_gradient_tiles(device.architecture, 8 * element)
-    pipeline = None
-    if device.pipelined and element == 2:
-        pipeline, splits = choose_pipeline(problem, device.sms, device.figures.tile_costs)
-    else:
-        splits = choose_splits(problem, device, tiles)
-    return WeightGradientPlan(
-        problem=problem,
-        path="fused",
+    options: dict[str, Any] = {}
+    if fused is None:
+        tiles = weight_gradient_tiles(device.architecture, 8 * element)
+        pipeline = None
+        if device.pipelined and element == 2:
+            pipeline, splits = choose_pipeline(problem, device.sms, device.figures.tile_costs)
+        else:
+            splits = choose_splits(problem, device, tiles)
+        workspace = splits * problem.partial_bytes if splits > 1 else 0
+        options = {"tiles": tiles, "pipeline": pipeline, "splits": splits, "workspace_bytes": workspace}
+    return WeightGradientPlan.of(
+        problem, device, "fused", fused,
         reason="one kernel reads dy once, for both gradients" if problem.bias else "one kernel computes dW",
-        rejected=(("torch", "the kernels cover the problem"),),
-        tiles=tiles,
-        pipeline=pipeline,
-        splits=splits,
-        workspace_bytes=splits * problem.partial_bytes if splits > 1 else 0,
-        unsupported=unsupported,
+        flops=problem.flops, bytes=io_bytes,
+        saved_bytes=element * problem.M * (problem.O + problem.K) if problem.training else 0, unsupported=unsupported,
         **options,
-    )
+    )  # fmt: skip
 
 
 def why_slower(problem: WeightGradientProblem, device: Device, figures: WeightGradient) -> str | None:

@@ -15,11 +15,12 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Hashable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
 from ..functional.ffn.arguments import check_recompute
+from ..functional.operands import checked_flag
 from ..modules import FFNPieces, FusedFFN, SplitKLinear, class_name, class_path, forget, linear_weight, why_not_plain
 from .activations import torch_module_activation
 from .blocks import (
@@ -28,14 +29,15 @@ from .blocks import (
     FusedTransformerDecoderLayer,
     FusedTransformerEncoderLayer,
     ReplacedModule,
+    fused_class,
 )
 from .expert_ffns import ExpertsFFN, find_experts, implementation, is_experts
 from .experts import FusedExperts, experts_class, why_class_stays
 from .experts_interface import IMPLEMENTATION, register_experts
 from .heads import FusedLossHead, find_head, head_class, why_head_left
 from .heads import why_class_stays as why_model_stays
-from .linears import split_k_class
-from .norms import FusedNorm, norm_class, why_norm_left
+from .linears import FusedSplitKLinear
+from .norms import FusedNorm, why_norm_left
 from .patterns import Patterns
 from .recognising_norms import Norm, recognise_norm, width_of_norm
 from .report import Entry, Report
@@ -60,8 +62,25 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-_Changes = list[tuple[nn.Module, type[ReplacedModule]]]
 _ALREADY = "already fused"
+
+
+class _Found:
+    """What `replace` finds on its way: the entries of its report, and the classes to give to modules."""
+
+    def __init__(self) -> None:
+        self.replaced: list[Entry] = []
+        self.skipped: list[Entry] = []
+        self.changes: dict[nn.Module, type[ReplacedModule]] = {}
+
+    def change(self, path: str, module: nn.Module, fused: type[ReplacedModule], *facts: Any, became: str = "") -> None:
+        """The module gets the class ``fused``; ``facts`` are an entry's from its reason on."""
+        self.replaced.append(Entry(path, type(module).__name__, became or fused.__name__, *facts))
+        self.changes[module] = fused
+
+    def skip(self, path: str, module: nn.Module, reason: str, *, is_ffn_left: bool = False) -> None:
+        """The module stays as it is."""
+        self.skipped.append(Entry(path, type(module).__name__, None, reason, is_ffn_left=is_ffn_left))
 
 
 def replace(
@@ -116,37 +135,34 @@ def replace(
     _check_model(model)
     check_recompute(recompute)
     for name, value in (("loss", loss), ("norm", norm)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
+        checked_flag(name, value)
     ffn_rules, linear_rules = _checked(rules)
-    replaced: list[Entry] = []
-    skipped: list[Entry] = []
-    changes: _Changes = []
-    parts = _replace_ffns(model, Patterns(ffn_rules, recompute), replaced, skipped, changes)
-    _replace_experts(model, recompute, replaced, skipped, changes)
-    _replace_linears(model, linear_rules, parts, replaced, skipped, changes)
+    found = _Found()
+    parts = _replace_ffns(model, Patterns(ffn_rules, recompute), found)
+    _replace_experts(model, recompute, found)
+    _replace_linears(model, linear_rules, parts, found)
     if loss:
-        _replace_heads(model, replaced, skipped, changes)
+        _replace_heads(model, found)
     if norm:
-        _replace_norms(model, replaced, skipped, changes)
+        _replace_norms(model, found)
     classes = {type(module) for module in model.modules()}
     paths = {class_path(getattr(kind, "fused_from", kind)) for kind in classes}
     for rule in ffn_rules:
         if rule.class_path not in paths:
             name = rule.class_path.rpartition(".")[2]
-            skipped.append(Entry("(rules)", name, None, "no module is exactly of this class"))
-    report = Report(tuple(replaced), tuple(skipped), dry_run)
+            found.skipped.append(Entry("(rules)", name, None, "no module is exactly of this class"))
+    report = Report(tuple(found.replaced), tuple(found.skipped), dry_run)
     fused_before = any(issubclass(kind, (ReplacedModule, FusedFFN, SplitKLinear)) for kind in classes)
     # Experts may be so by name, in modules of their own class.
-    fused_before = fused_before or any(entry.reason == _ALREADY for entry in skipped)
-    if not changes and not fused_before:
+    fused_before = fused_before or any(entry.reason == _ALREADY for entry in found.skipped)
+    if not found.changes and not fused_before:
         if strict:
             raise ValueError(f"model: nothing in it can be replaced\n{report}")
         warnings.warn(f"nothing was replaced\n{report}", stacklevel=2)
-    if strict and any(entry.is_ffn_left for entry in skipped):
+    if strict and any(entry.is_ffn_left for entry in found.skipped):
         raise ValueError(f"model: FFNs of it would not be fused\n{report}")
     if not dry_run:
-        for module, fused in changes:
+        for module, fused in found.changes.items():
             _set_class(module, fused)
     _log.info("%s", report)
     return report
@@ -194,46 +210,38 @@ def _checked(rules: Sequence[FFNRule | LinearRule]) -> tuple[list[FFNRule], list
     )
 
 
-def _replace_ffns(
-    model: nn.Module, patterns: Patterns, replaced: list[Entry], skipped: list[Entry], changes: _Changes
-) -> set[nn.Module]:
+def _replace_ffns(model: nn.Module, patterns: Patterns, found: _Found) -> set[nn.Module]:
     """Find every FFN and what becomes of its block; returns the linears that are part of one."""
     parts = patterns.taken
     # From the innermost modules on; the report goes the other way.
     for path, module in reversed(list(model.named_modules())):
         if is_experts(module):
             continue
-        name = type(module).__name__
         try:
             fused = patterns.fused_class(module)
         except Exception as error:  # of a metaclass, which may refuse in its own way
             underivable = f"no class can be derived from its own: {error}"
-            skipped.append(Entry(path, name, None, underivable, is_ffn_left=True))
+            found.skip(path, module, underivable, is_ffn_left=True)
             continue
         reason = patterns.why_left(module) if fused is None else patterns.why_class_stays(module, fused)
         if reason is not None:
-            fused_already = isinstance(module, (FusedBlock, FusedFFN))
-            skipped.append(Entry(path, name, None, reason, is_ffn_left=not fused_already))
+            found.skip(path, module, reason, is_ffn_left=not isinstance(module, (FusedBlock, FusedFFN)))
         if isinstance(module, FusedBlock):
             parts |= _linears(module.find_ffn_pieces(module))
         if reason is not None or fused is None:
             continue
-        found = fused.find_ffn_pieces(module)
-        for linears, pieces in found.items():
+        ffns = fused.find_ffn_pieces(module)
+        for linears, pieces in ffns.items():
             if isinstance(pieces, str):
-                skipped.append(Entry(path, name, None, f"{linears}: {pieces}", is_ffn_left=True))
+                found.skip(path, module, f"{linears}: {pieces}", is_ffn_left=True)
             else:
                 facts = facts_of_ffn(pieces, patterns.recompute)
-                replaced.append(Entry(path, name, fused.__name__, f"{linears}: {_description(pieces)}", *facts))
-        parts |= _linears(found)
-        if any(isinstance(pieces, FFNPieces) for pieces in found.values()):
-            changes.append((module, fused))
-        elif not found and sum(widths(child) is not None for child in module.children()) > 1:
-            skipped.append(
-                Entry(path, name, None, "no two of its linears have just an activation and a dropout between")
-            )
-    replaced.reverse()
-    skipped.reverse()
+                found.change(path, module, fused, f"{linears}: {_description(pieces)}", *facts)
+        parts |= _linears(ffns)
+        if not ffns and sum(widths(child) is not None for child in module.children()) > 1:
+            found.skip(path, module, "no two of its linears have just an activation and a dropout between")
+    found.replaced.reverse()
+    found.skipped.reverse()
     return parts
 
 
@@ -242,43 +250,27 @@ def _linears(found: dict[str, FFNPieces | str]) -> set[nn.Module]:
     return {linear for ffn in pieces for linear in (ffn.up, ffn.gate, ffn.down) if linear is not None}
 
 
-def _replace_experts(
-    model: nn.Module,
-    recompute: Literal["auto"] | bool | int,
-    replaced: list[Entry],
-    skipped: list[Entry],
-    changes: _Changes,
-) -> None:
+def _replace_experts(model: nn.Module, recompute: Literal["auto"] | bool | int, found: _Found) -> None:
     """Find the experts of mixtures, whose weights are stacked."""
     alike: dict[Hashable, ExpertsFFN | str] = {}
     for path, module in model.named_modules():
         if not is_experts(module):
             continue
-        kind = type(module)
         if isinstance(module, FusedExperts) or implementation(module) == IMPLEMENTATION:
-            skipped.append(Entry(path, kind.__name__, None, _ALREADY))
+            found.skip(path, module, _ALREADY)
             continue
-        found: ExpertsFFN | str | None = why_class_stays(module)
-        if found is None:
+        ffn: ExpertsFFN | str | None = why_class_stays(module)
+        if ffn is None:
             key = signature(module, set())
-            found = alike[key] = alike.get(key) or find_experts(module)
-        if isinstance(found, str):
-            skipped.append(Entry(path, kind.__name__, None, f"experts of a mixture: {found}", is_ffn_left=True))
+            ffn = alike[key] = alike.get(key) or find_experts(module)
+        if isinstance(ffn, str):
+            found.skip(path, module, f"experts of a mixture: {ffn}", is_ffn_left=True)
             continue
-        fused = experts_class(kind, found, recompute)
-        facts = facts_of_experts(module, found, recompute)
-        replaced.append(Entry(path, kind.__name__, fused.__name__, found.described(module), *facts))
-        changes.append((module, fused))
+        fused, facts = experts_class(type(module), ffn, recompute), facts_of_experts(module, ffn, recompute)
+        found.change(path, module, fused, ffn.described(module), *facts)
 
 
-def _replace_linears(
-    model: nn.Module,
-    rules: list[LinearRule],
-    parts: set[nn.Module],
-    replaced: list[Entry],
-    skipped: list[Entry],
-    changes: _Changes,
-) -> None:
+def _replace_linears(model: nn.Module, rules: list[LinearRule], parts: set[nn.Module], found: _Found) -> None:
     """Find the linears that a rule takes, besides those that are part of an FFN."""
     idle = list(rules)
     for path, module in model.named_modules():
@@ -287,49 +279,43 @@ def _replace_linears(
         if rule is None:
             continue
         idle = [other for other in idle if other is not rule]
-        name = type(module).__name__
         reason = _ALREADY if isinstance(module, SplitKLinear) else why_not_plain(module)
         if module in parts:
             reason = "is part of a fused FFN"
         if reason is not None:
-            skipped.append(Entry(path, name, None, reason))
+            found.skip(path, module, reason)
             continue
-        fused = split_k_class(rule.split_k, rule.reduction)
+        fused = fused_class(FusedSplitKLinear, nn.Linear, split_k=rule.split_k, reduction=rule.reduction)
         text = f"split_k={rule.split_k!r}, {rule.reduction}, {module.in_features} -> {module.out_features}"
-        why_no_kernels = why_no_kernels_for_linear(module, rule)
-        replaced.append(Entry(path, name, fused.__name__, text, why_no_kernels=why_no_kernels))
-        changes.append((module, fused))
-    skipped += [Entry("(rules)", "Linear", None, f"no linear meets the conditions of {rule}") for rule in idle]
+        found.change(path, module, fused, text, None, why_no_kernels_for_linear(module, rule))
+    found.skipped += [Entry("(rules)", "Linear", None, f"no linear meets the conditions of {rule}") for rule in idle]
 
 
-def _replace_heads(model: nn.Module, replaced: list[Entry], skipped: list[Entry], changes: _Changes) -> None:
+def _replace_heads(model: nn.Module, found: _Found) -> None:
     """Find the models whose loss needs no logits."""
-    changing = {module for module, _ in changes}
     for path, module in model.named_modules():
-        kind = type(module)
         if isinstance(module, FusedLossHead):
-            skipped.append(Entry(path, kind.__name__, None, _ALREADY))
-        if isinstance(module, ReplacedModule) or module in changing or (name := find_head(module)) is None:
+            found.skip(path, module, _ALREADY)
+        if isinstance(module, ReplacedModule) or module in found.changes or (name := find_head(module)) is None:
             continue
         reason = why_model_stays(module) or why_head_left(module, name)
-        if getattr(module, name) in changing:
+        if getattr(module, name) in found.changes:
             reason = f"a rule takes {name}"
         if reason is not None:
-            skipped.append(Entry(path, kind.__name__, None, f"its loss makes logits: {reason}"))
+            found.skip(path, module, f"its loss makes logits: {reason}")
             continue
         head = getattr(module, name)
         text = f"{name}, loss_function: {head.in_features} -> {head.out_features} classes, without logits"
-        replaced.append(Entry(path, kind.__name__, FusedLossHead.__name__, text, *facts_of_head(head)))
-        changes.append((module, head_class(kind, name)))
+        fused = head_class(type(module), name)
+        found.change(path, module, fused, text, *facts_of_head(head), became=FusedLossHead.__name__)
 
 
-def _replace_norms(model: nn.Module, replaced: list[Entry], skipped: list[Entry], changes: _Changes) -> None:
+def _replace_norms(model: nn.Module, found: _Found) -> None:
     """Find the norms that run in several operations."""
     alike: dict[Hashable, Norm | str | None] = {}
     for path, module in model.named_modules():
-        kind = type(module)
         if isinstance(module, FusedNorm):
-            skipped.append(Entry(path, kind.__name__, None, _ALREADY))
+            found.skip(path, module, _ALREADY)
         if isinstance(module, ReplacedModule) or module._modules:
             continue
         key = signature(module, set())
@@ -338,14 +324,12 @@ def _replace_norms(model: nn.Module, replaced: list[Entry], skipped: list[Entry]
         norm = alike[key]
         if norm is None:
             continue
-        fused = norm if isinstance(norm, str) else why_norm_left(module, norm) or norm_class(kind, norm)
-        if isinstance(fused, str) or isinstance(norm, str):
-            skipped.append(Entry(path, kind.__name__, None, f"it is a norm, but {fused}"))
+        reason = norm if isinstance(norm, str) else why_norm_left(module, norm)
+        if reason is not None or isinstance(norm, str):
+            found.skip(path, module, f"it is a norm, but {reason}")
             continue
-        saved, why_no_kernels = facts_of_norm(module, norm)
-        text = f"{norm}, {width_of_norm(module)} columns"
-        replaced.append(Entry(path, kind.__name__, fused.__name__, text, saved, why_no_kernels))
-        changes.append((module, fused))
+        fused = fused_class(FusedNorm, type(module), fused_norm=norm)
+        found.change(path, module, fused, f"{norm}, {width_of_norm(module)} columns", *facts_of_norm(module, norm))
 
 
 def _description(pieces: FFNPieces) -> str:

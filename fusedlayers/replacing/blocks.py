@@ -8,7 +8,7 @@ from __future__ import annotations
 import copyreg
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
@@ -46,6 +46,11 @@ class ReplacedModule(nn.Module):
     fused_new: ClassVar[Callable[..., nn.Module] | None] = None
     # The methods of the original class that this one runs in its own way, as they were when it was made.
     fused_methods: ClassVar[dict[str, Callable[..., Any]]] = {}
+    # Further methods of the original class that must stay what they were.
+    fused_watched: ClassVar[tuple[str, ...]] = ()
+    # Whether a class has the name of the original one: transformers writes it into checkpoints of models, and looks it
+    # up in tables.
+    fused_keeps_name: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         """End here: a base class of the user that registers its subclasses must not see this one."""
@@ -68,6 +73,68 @@ class ReplacedModule(nn.Module):
             if getattr(cls.fused_from, name) is not method:
                 return f"the {name} of {cls.fused_from.__qualname__} was changed after replace"
         return None
+
+    @classmethod
+    def fused_overrides(cls, original: type[nn.Module], **facts: Any) -> dict[str, Callable[..., Any]]:
+        """The methods of a class made from this mixin, for modules of this class and with these attributes."""
+        return {"forward": cls.fused_forward(original)}
+
+    @classmethod
+    def fused_forward(cls, original: type[nn.Module]) -> Callable[..., Any]:
+        """A forward that runs :meth:`run_fused`, while that of the original class stays what it is."""
+        method = original.forward
+
+        # The signature stays visible: callers ask for it.
+        @functools.wraps(method)
+        def forward(self: ReplacedModule, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(self, cls):
+                return restored_method(self, "forward")(*args, **kwargs)
+            # Dynamo guards these, and so notices a patch, too.
+            if original.forward is not method:
+                say_once(self, str(self.why_fused_class_changed()), OWN_FORWARD)
+                return original.forward(self, *args, **kwargs)
+            return self.run_fused(method, args, kwargs)
+
+        return forward
+
+    def run_fused(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the forward of the original class, which is ``method``, returns."""
+        raise NotImplementedError
+
+
+_Kind = TypeVar("_Kind", bound=ReplacedModule)
+
+# What a class was made from -> the class.
+_made: dict[tuple[Any, ...], type[ReplacedModule]] = {}
+
+
+def fused_class(kind: type[_Kind], original: type[nn.Module], **facts: Any) -> type[_Kind]:
+    """The class for modules of this one, from a mixin and attributes of the class; the same while its methods stay."""
+    recipe = (kind, original, *facts.items())
+    made = _made.get(recipe)
+    if made is None or made.why_fused_class_changed():
+        names = facts | {"__doc__": original.__doc__, "__module__": kind.__module__, "fused_from": original}
+        names["fused_new"] = staticmethod(functools.partial(_new_fused, recipe))
+        if hasattr(kind, "fused_from"):
+            # The mixin is a subclass of the original class, and has its own methods.
+            made = type(kind.__name__, (kind,), names)
+        else:
+            overrides = kind.fused_overrides(original, **facts)
+            watched = [name for name in (*overrides, *kind.fused_watched) if hasattr(original, name)]
+            names |= overrides | {"fused_methods": {name: getattr(original, name) for name in watched}}
+            if kind.fused_keeps_name:
+                names |= {"__module__": original.__module__, "__qualname__": original.__qualname__}
+            name = original.__name__ if kind.fused_keeps_name else f"Fused{original.__name__}"
+            made = type(name, (kind, original), names)
+        _made[recipe] = made
+    return cast("type[_Kind]", made)
+
+
+def _new_fused(recipe: tuple[Any, ...], *arguments: Any) -> nn.Module:
+    # A copy is what the module is: fused for the methods that replace saw, whatever they are now.
+    kind, original, *facts = recipe
+    made = _made.get(recipe) or fused_class(kind, original, **dict(facts))
+    return made.__new__(made, *arguments)
 
 
 def restored_method(module: nn.Module, name: str) -> Callable[..., Any]:

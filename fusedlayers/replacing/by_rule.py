@@ -1,11 +1,11 @@
-"""The classes of blocks that a rule describes: their mixins, and how a class is made from a mixin and a rule."""
+"""The mixins of the classes that `replace` gives to blocks that a rule describes."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +24,9 @@ from ..modules import (
     why_not_now,
 )
 from .activations import torch_module_activation
-from .blocks import OWN_FORWARD, FusedBlock, FusedOneFFN, restored_method, try_fused
+from .blocks import OWN_FORWARD, FusedOneFFN, restored_method, try_fused
 from .finding import attribute, find_by_rule
-from .rules import FFNRule, FoundRule
+from .rules import FoundRule
 from .stand_ins import InsideFFN, Places
 from .uncomputed import computed
 
@@ -63,6 +63,36 @@ class FusedWholeBlock(FusedByRule):
 
     fused_whole = True
 
+    @classmethod
+    def fused_forward(cls, original: type[nn.Module]) -> Callable[..., Any]:
+        method = original.forward
+        # Blocks whose forward takes no tensor, or more than one, keep their class.
+        _, *names = inspect.signature(method).parameters
+
+        @functools.wraps(method)
+        def forward(self: FusedWholeBlock, *args: Any, **kwargs: Any) -> Any:
+            # The shortest way for the call that comes again and again.
+            if len(args) == 1 and not kwargs and not is_dynamo_compiling():
+                ready: FFNPieces | None = kept(self)
+                if ready is not None and is_plain_now(args[0]):
+                    result = ready.run(args[0], None, self.fused_recompute)
+                    if result is None:
+                        return method(self, *args)
+                    return F.dropout(result, ready.output_dropout_p) if ready.output_dropout_p else result
+            if not isinstance(self, FusedWholeBlock):
+                return restored_method(self, "forward")(*args, **kwargs)
+            # Dynamo guards these, and so notices a patch, too.
+            if original.forward is not method:
+                say_once(self, str(self.why_fused_class_changed()), OWN_FORWARD)
+                return original.forward(self, *args, **kwargs)
+            if len(args) + len(kwargs) == 1 and (args or names[0] in kwargs):
+                y = self.run_as_one_ffn(args[0] if args else kwargs[names[0]])
+                if y is not None:
+                    return y
+            return method(self, *args, **kwargs)
+
+        return forward
+
     def run_as_one_ffn(self, x: Any) -> Tensor | None:
         """The whole block for x, or None where the original forward must run."""
         if is_dynamo_compiling():
@@ -86,6 +116,21 @@ class FusedWholeBlock(FusedByRule):
 
 class FusedInside(FusedByRule):
     """Mixin for blocks with an FFN inside a method, which runs as it is on a stand-in for the block."""
+
+    @classmethod
+    def fused_overrides(cls, original: type[nn.Module], **facts: Any) -> dict[str, Callable[..., Any]]:
+        name: str = facts["fused_rule"].inside
+        method = getattr(original, name, None)
+        if method is None:
+            return {}
+
+        @functools.wraps(method)
+        def on_stand_in(self: FusedInside, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(self, FusedInside):
+                return restored_method(self, name)(*args, **kwargs)
+            return self.run_with_fused_ffn(getattr(original, name), args, kwargs)
+
+        return {name: on_stand_in}
 
     def run_with_fused_ffn(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the method of the original class returns, with the FFN inside fused where it can be."""
@@ -145,89 +190,3 @@ class FusedInside(FusedByRule):
 
 # Classes whose methods used the hidden otherwise than their rules say -> how.
 _otherwise: dict[type[nn.Module], str] = {}
-
-
-# In both the signature stays visible: callers ask for it.
-def _forward_as_one_ffn(original: type[nn.Module]) -> Callable[..., Any]:
-    method = original.forward
-    # Blocks whose forward takes no tensor, or more than one, keep their class.
-    _, *names = inspect.signature(method).parameters
-
-    @functools.wraps(method)
-    def forward(self: FusedWholeBlock, *args: Any, **kwargs: Any) -> Any:
-        # The shortest way for the call that comes again and again.
-        if len(args) == 1 and not kwargs and not is_dynamo_compiling():
-            ready: FFNPieces | None = kept(self)
-            if ready is not None and is_plain_now(args[0]):
-                result = ready.run(args[0], None, self.fused_recompute)
-                if result is None:
-                    return method(self, *args)
-                return F.dropout(result, ready.output_dropout_p) if ready.output_dropout_p else result
-        if not isinstance(self, FusedWholeBlock):
-            return restored_method(self, "forward")(*args, **kwargs)
-        # Dynamo guards these, and so notices a patch, too.
-        if original.forward is not method:
-            say_once(self, str(self.why_fused_class_changed()), OWN_FORWARD)
-            return original.forward(self, *args, **kwargs)
-        if len(args) + len(kwargs) == 1 and (args or names[0] in kwargs):
-            y = self.run_as_one_ffn(args[0] if args else kwargs[names[0]])
-            if y is not None:
-                return y
-        return method(self, *args, **kwargs)
-
-    return forward
-
-
-def _method_on_stand_in(original: type[nn.Module], name: str) -> Callable[..., Any]:
-    method = getattr(original, name)
-
-    @functools.wraps(method)
-    def on_stand_in(self: FusedInside, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, FusedInside):
-            return restored_method(self, name)(*args, **kwargs)
-        return self.run_with_fused_ffn(getattr(original, name), args, kwargs)
-
-    return on_stand_in
-
-
-class Recipe(NamedTuple):
-    """What a class that `replace` gives is made from: its mixin, the original class, the rule, and ``recompute``."""
-
-    kind: type[FusedBlock]
-    original: type[nn.Module]
-    rule: FFNRule | None
-    recompute: Literal["auto"] | bool | int
-
-
-_made: dict[Recipe, type[FusedBlock]] = {}
-
-
-def fused_class(recipe: Recipe) -> type[FusedBlock]:
-    """The class that `replace` gives to modules; the same for equal recipes, while the original's methods stay."""
-    made = _made.get(recipe)
-    if made is None or made.why_fused_class_changed():
-        made = _made[recipe] = _fused_class(recipe)
-    return made
-
-
-def _fused_class(recipe: Recipe) -> type[FusedBlock]:
-    kind, original, rule, recompute = recipe
-    if rule is None and recompute == kind.fused_recompute:
-        return kind
-    made = staticmethod(functools.partial(_new_fused, recipe))
-    names: dict[str, Any] = {"fused_from": original, "fused_recompute": recompute, "fused_new": made}
-    names |= {"__module__": __name__, "__doc__": original.__doc__}
-    if rule is None:
-        return type(kind.__name__, (kind,), names)
-    names["fused_rule"] = rule
-    method = "forward" if rule.inside is None else rule.inside
-    if hasattr(original, method):
-        names["fused_methods"] = {method: getattr(original, method)}
-        names[method] = _forward_as_one_ffn(original) if rule.inside is None else _method_on_stand_in(original, method)
-    return type(f"Fused{original.__name__}", (kind, original), names)
-
-
-def _new_fused(recipe: Recipe, *arguments: Any) -> nn.Module:
-    # A copy is what the module is: fused for the methods that replace saw, whatever they are now.
-    fused = _made.get(recipe) or fused_class(recipe)
-    return fused.__new__(fused, *arguments)

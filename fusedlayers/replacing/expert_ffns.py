@@ -80,14 +80,12 @@ def is_experts(module: nn.Module) -> bool:
 
 def eager_forward(kind: type[nn.Module]) -> Callable[..., Tensor]:
     """The forward that the author of the class wrote, behind the one that asks for an implementation."""
-    method: Callable[..., Tensor] = inspect.unwrap(kind.forward)
-    return method
+    return inspect.unwrap(kind.forward)
 
 
 def implementation(module: nn.Module) -> str | None:
     """Which implementation of the experts the module's configuration asks for."""
-    name: str | None = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return name
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
 
 
 def run_eagerly(model: nn.Module) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from ..functional import moe_ffn
 from ..modules import outside_of_traces, say_once, why_not_now
 from .activations import watched_options
-from .blocks import OWN_FORWARD, ReplacedModule, restored_method
+from .blocks import OWN_FORWARD, ReplacedModule, fused_class
 from .expert_ffns import ExpertsFFN, eager_forward, why_not_as_found
 from .formulas import PLAIN
 
@@ -28,6 +27,9 @@ class FusedExperts(ReplacedModule):
 
     fused_ffn: ClassVar[ExpertsFFN]
     fused_recompute: ClassVar[Literal["auto"] | bool | int] = "auto"
+    # The names of what the forward takes.
+    fused_arguments: ClassVar[tuple[str, ...]]
+    fused_watched = ("_apply_gate",)
     # What explain() explains.
     function: ClassVar[Callable[..., Tensor]] = staticmethod(moe_ffn)
 
@@ -42,6 +44,14 @@ class FusedExperts(ReplacedModule):
         found = self.fused_ffn
         routed = {"x": hidden_states, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
         return routed | found.tensors(self) | dict(found.formula) | {"recompute": self.fused_recompute is True}
+
+    def run_fused(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [*args, *[kwargs[name] for name in self.fused_arguments[len(args) :] if name in kwargs]]
+        if len(given) == 3 and len(args) + len(kwargs) == 3:
+            y = self.run_experts(*given)
+            if y is not None:
+                return y
+        return method(self, *args, **kwargs)
 
     def run_experts(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
         """The result of the experts, or None where the original forward must run."""
@@ -110,66 +120,15 @@ def run_traced(
     return moe_ffn(x, index, weights, **given, **dict(formula), recompute=recompute).to(x.dtype)
 
 
-class _Recipe(NamedTuple):
-    """What a class of experts is made from."""
-
-    original: type[nn.Module]
-    found: ExpertsFFN
-    recompute: Literal["auto"] | bool | int
-
-
-_made: dict[_Recipe, type[FusedExperts]] = {}
-
-
 def experts_class(
     original: type[nn.Module], found: ExpertsFFN, recompute: Literal["auto"] | bool | int
 ) -> type[FusedExperts]:
-    """The class for modules of this one whose experts compute this; the same while its forward stays."""
-    recipe = _Recipe(original, found, recompute)
-    made = _made.get(recipe)
-    if made is None or made.why_fused_class_changed():
-        methods = {name: getattr(original, name) for name in ("forward", "_apply_gate") if hasattr(original, name)}
-        names: dict[str, Any] = {
-            "__module__": __name__,
-            "__doc__": original.__doc__,
-            "fused_from": original,
-            "fused_ffn": found,
-            "fused_recompute": recompute,
-            "fused_methods": methods,
-            "fused_new": staticmethod(functools.partial(_new_experts, recipe)),
-            "forward": _forward_of_experts(original),
-        }
-        made = _made[recipe] = type(f"Fused{original.__name__}", (FusedExperts, original), names)
-    return made
-
-
-def _new_experts(recipe: _Recipe, *arguments: Any) -> nn.Module:
-    # A copy is what the module is: fused for the methods that replace saw, whatever they are now.
-    kind = _made.get(recipe) or experts_class(*recipe)
-    return kind.__new__(kind, *arguments)
-
-
-def _forward_of_experts(original: type[nn.Module]) -> Callable[..., Any]:
-    method = original.forward
+    """The class for modules of this one whose experts compute this."""
     # The names are the author's: experts and weights, or router_indices and routing_weights.
-    _, *places = inspect.signature(eager_forward(original)).parameters
-
-    @functools.wraps(method)
-    def forward(self: FusedExperts, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, FusedExperts):
-            return restored_method(self, "forward")(*args, **kwargs)
-        # Dynamo guards these, and so notices a patch, too.
-        if original.forward is not method:
-            say_once(self, str(self.why_fused_class_changed()), OWN_FORWARD)
-            return original.forward(self, *args, **kwargs)
-        given = [*args, *[kwargs[name] for name in places[len(args) :] if name in kwargs]]
-        if len(given) == 3 and len(args) + len(kwargs) == 3:
-            y = self.run_experts(*given)
-            if y is not None:
-                return y
-        return method(self, *args, **kwargs)
-
-    return forward
+    _, *arguments = inspect.signature(eager_forward(original)).parameters
+    return fused_class(
+        FusedExperts, original, fused_ffn=found, fused_recompute=recompute, fused_arguments=tuple(arguments)
+    )
 
 
 def why_class_stays(module: nn.Module) -> str | None:

@@ -75,8 +75,7 @@ _CAN_LOOK = tuple(map(int, torch.__version__.split(".")[:2])) >= _TAKES_MODULES
 
 def _other_function() -> Callable[..., Tensor]:
     interface: Any = sys.modules[_INTERFACE]
-    function: Callable[..., Tensor] = interface.ALL_EXPERTS_FUNCTIONS[_INSTEAD]
-    return function
+    return interface.ALL_EXPERTS_FUNCTIONS[_INSTEAD]
 
 
 def _register_in(interface: ModuleType) -> None:

@@ -7,7 +7,6 @@ uncomputed. Nothing is assumed of what the forward does with them: any use that 
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, cast
@@ -19,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from ..functional.call import traced, transformed
 from ..functional.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy
 from ..modules import class_name, outside_of_traces, say_once, why_not_now, why_not_plain
-from .blocks import OWN_FORWARD, ReplacedModule, restored_method
+from .blocks import OWN_FORWARD, ReplacedModule, fused_class
 from .causal_loss import IGNORED, PARAMETERS, divided, shifted, why_other_loss
 from .formulas import codes_in
 from .logits import NO_LOGITS, Logits, LogitsOnDemand
@@ -74,14 +73,20 @@ class FusedLossHead(ReplacedModule):
     """Mixin of the classes of models that need no logits for their loss."""
 
     fused_head: ClassVar[str]
+    fused_place_of_labels: ClassVar[int]
+    fused_keeps_name = True
 
     def why_called(self, *tensors: Tensor | None) -> str | None:
         """Why a call with labels would run the original forward, or None."""
         changed = self.why_fused_class_changed()
         return changed or why_head_left(self, self.fused_head) or why_not_now(*tensors)
 
-    def run_without_logits(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the original forward returns, with logits that wait until somebody asks for them."""
+    def run_fused(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the original forward returns; with labels the logits wait until somebody asks for them."""
+        place = self.fused_place_of_labels
+        labels = args[place] if len(args) > place else kwargs.get("labels")
+        if labels is None:
+            return method(self, *args, **kwargs)
         head, function = getattr(self, self.fused_head), cast(Any, self).loss_function
         if is_dynamo_compiling():
             # In evaluation results are logits, and a compiled model computes its results.
@@ -209,53 +214,7 @@ class HeadInside:
         return logits if logits._modes[0] else LogitsOnDemand(logits)
 
 
-def _forward_without_logits(original: type[nn.Module]) -> Callable[..., Any]:
-    method = original.forward
-    _, *names = inspect.signature(method).parameters
-    place = names.index("labels")
-
-    # The signature stays visible: callers ask for it.
-    @functools.wraps(method)
-    def forward(self: FusedLossHead, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, FusedLossHead):
-            return restored_method(self, "forward")(*args, **kwargs)
-        # Dynamo guards these, and so notices a patch, too.
-        if original.forward is not method:
-            say_once(self, str(self.why_fused_class_changed()), OWN_FORWARD)
-            return original.forward(self, *args, **kwargs)
-        labels = args[place] if len(args) > place else kwargs.get("labels")
-        if labels is None:
-            return method(self, *args, **kwargs)
-        return self.run_without_logits(method, args, kwargs)
-
-    return forward
-
-
-_made: dict[type[nn.Module], type[FusedLossHead]] = {}
-
-
 def head_class(original: type[nn.Module], name: str) -> type[FusedLossHead]:
-    """The class for models of this one, whose last linear layer has this name; the same while its forward stays.
-
-    Its name is that of the original class: transformers writes it into checkpoints, and looks it up in tables.
-    """
-    made = _made.get(original)
-    if made is None or made.fused_head != name or made.why_fused_class_changed():
-        names: dict[str, Any] = {
-            "__module__": original.__module__,
-            "__qualname__": original.__qualname__,
-            "__doc__": original.__doc__,
-            "fused_from": original,
-            "fused_head": name,
-            "fused_methods": {"forward": original.forward},
-            "fused_new": staticmethod(functools.partial(_new_head, original, name)),
-            "forward": _forward_without_logits(original),
-        }
-        made = _made[original] = type(original.__name__, (FusedLossHead, original), names)
-    return made
-
-
-def _new_head(original: type[nn.Module], name: str, *arguments: Any) -> nn.Module:
-    # A copy is what the model is: fused for the forward that replace saw, whatever it is now.
-    kind = _made.get(original) or head_class(original, name)
-    return kind.__new__(kind, *arguments)
+    """The class for models of this one, whose last linear layer has this name."""
+    _, *arguments = inspect.signature(original.forward).parameters
+    return fused_class(FusedLossHead, original, fused_head=name, fused_place_of_labels=arguments.index("labels"))

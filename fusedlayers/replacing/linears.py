@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 from torch import Tensor, nn
 
 from ..modules import SplitKLinear, say_once, why_patched
@@ -20,8 +17,7 @@ class FusedSplitKLinear(ReplacedModule, SplitKLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         if not isinstance(self, FusedSplitKLinear):
-            found: Tensor = restored_method(self, "forward")(input)
-            return found
+            return restored_method(self, "forward")(input)
         if reason := why_patched(nn.Linear):
             say_once(self, reason, OWN_FORWARD)
             return nn.Linear.forward(self, input)
@@ -30,21 +26,3 @@ class FusedSplitKLinear(ReplacedModule, SplitKLinear):
     def why_called(self, *tensors: Tensor | None) -> str | None:
         """Why a call would run the forward of ``nn.Linear``, or None if it would run ``functional.linear``."""
         return why_patched(nn.Linear)
-
-
-@functools.cache
-def split_k_class(split_k: int | str, reduction: str) -> type[FusedSplitKLinear]:
-    """The class with these options; the same for equal ones."""
-    names: dict[str, Any] = {
-        "fused_from": nn.Linear,
-        "split_k": split_k,
-        "reduction": reduction,
-        "__module__": __name__,
-    }
-    names["fused_new"] = staticmethod(functools.partial(_new_linear, split_k, reduction))
-    return type(FusedSplitKLinear.__name__, (FusedSplitKLinear,), names)
-
-
-def _new_linear(split_k: int | str, reduction: str) -> nn.Module:
-    kind = split_k_class(split_k, reduction)
-    return kind.__new__(kind)

@@ -7,7 +7,6 @@ A compiled model gets the original forward: the compiler fuses it with what surr
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..modules import class_name, is_plain_now, say_once, why_not_now
-from .blocks import OWN_FORWARD, ReplacedModule, restored_method
+from .blocks import OWN_FORWARD, ReplacedModule
 from .recognising_norms import DTYPES, WHY_NOT_FLOAT32, Norm
 
 _MISSING = object()
@@ -64,28 +63,15 @@ class FusedNorm(ReplacedModule):
                 return f"its {name} was {value!r} when it was replaced"
         return None
 
-
-def _forward_as_norm(original: type[nn.Module], norm: Norm) -> Callable[..., Any]:
-    method = original.forward
-
-    # The signature stays visible: callers ask for it.
-    @functools.wraps(method)
-    def forward(self: FusedNorm, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, FusedNorm):
-            return restored_method(self, "forward")(*args, **kwargs)
-        # Dynamo guards these, and so notices a patch, too.
-        if original.forward is not method:
-            say_once(self, str(self.why_fused_class_changed()), OWN_FORWARD)
-            return original.forward(self, *args, **kwargs)
+    def run_fused(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = (*args, *kwargs.values())
         if is_dynamo_compiling() or len(given) != 1:
             return method(self, *args, **kwargs)
         if reason := self.why_not_fused(given[0]):
             say_once(self, reason, OWN_FORWARD)
             return method(self, *args, **kwargs)
+        norm = self.fused_norm
         return norm.run(given[0], *norm.of(self))
-
-    return forward
 
 
 def why_norm_left(module: nn.Module, norm: Norm) -> str | None:
@@ -96,29 +82,3 @@ def why_norm_left(module: nn.Module, norm: Norm) -> str | None:
     reasons = [reason for dtype, reason in norm.others if dtype in own]
     unknown = [f"its own forward runs in {dtype}" for dtype in own.difference(DTYPES)]
     return next(iter((*reasons, *unknown)), None)
-
-
-_made: dict[tuple[type[nn.Module], Norm], type[FusedNorm]] = {}
-
-
-def norm_class(original: type[nn.Module], norm: Norm) -> type[FusedNorm]:
-    """The class for modules of this one that compute this norm; the same while its forward stays."""
-    made = _made.get((original, norm))
-    if made is None or made.why_fused_class_changed():
-        names: dict[str, Any] = {
-            "__module__": __name__,
-            "__doc__": original.__doc__,
-            "fused_from": original,
-            "fused_norm": norm,
-            "fused_methods": {"forward": original.forward},
-            "fused_new": staticmethod(functools.partial(_new_norm, original, norm)),
-            "forward": _forward_as_norm(original, norm),
-        }
-        made = _made[original, norm] = type(f"Fused{original.__name__}", (FusedNorm, original), names)
-    return made
-
-
-def _new_norm(original: type[nn.Module], norm: Norm, *arguments: Any) -> nn.Module:
-    # A copy is what the module is: fused for the forward that replace saw, whatever it is now.
-    kind = _made.get((original, norm)) or norm_class(original, norm)
-    return kind.__new__(kind, *arguments)

@@ -17,8 +17,9 @@ from .blocks import (
     FusedTransformerDecoderLayer,
     FusedTransformerEncoderLayer,
     FusedTransformerLayer,
+    fused_class,
 )
-from .by_rule import FusedInside, FusedWholeBlock, Recipe, fused_class
+from .by_rule import FusedInside, FusedWholeBlock
 from .finding import attribute, find_runs
 from .heads import FusedLossHead
 from .known_rules import KNOWN_RULES
@@ -103,11 +104,13 @@ class Patterns:
         kind = type(module)
         built_in = _BUILT_IN.get(kind)
         if built_in is not None and not (kind is nn.Sequential and self.is_one_ffn(module)):
-            return fused_class(Recipe(built_in, kind, None, self.recompute))
+            if self.recompute == built_in.fused_recompute:
+                return built_in
+            return fused_class(built_in, kind, fused_recompute=self.recompute)
         if (rule := self.rule_for(module)) is None:
             return None
         mixin = FusedWholeBlock if rule.inside is None else FusedInside
-        return fused_class(Recipe(mixin, kind, rule, self.recompute))
+        return fused_class(mixin, kind, fused_rule=rule, fused_recompute=self.recompute)
 
     def is_one_ffn(self, sequential: nn.Module) -> bool:
         """Whether an ``nn.Sequential`` is an FFN although no linear, activation, linear is in a row: GLUs hide them."""

@@ -262,8 +262,7 @@ class Pending(Uncomputed):
                 return y
             # It has said why.
             self._ffn = ffn.again()
-        found: Tensor = ffn.down(self._tensor("in the down linear"))
-        return found
+        return ffn.down(self._tensor("in the down linear"))
 
     def _again(self) -> bool:
         """Whether another use would need the values of a hidden that was dropped inside of the FFN."""

@@ -1,6 +1,6 @@
 """H from x, gated from both projections in one pass over x, and Z and Zg where a backward pass will read them."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -8,7 +8,7 @@ from ..activations import activation_unit, hidden_and_slopes
 from ..device import tl, triton
 from ..dropout import NO_DROPOUT, Dropout, keep_factor
 from ..hopper import ALIGNMENT, Matrix, matrix, untransposed
-from ..launching import Launch, ceil_div
+from ..launching import Launch, ceil_div, prepared
 from ..tiles import add_product, grouped_tile, load_tile, load_vector, store_tile
 from ..tuning import EpiloguePipeline, EpilogueTiles
 from . import pipelined
@@ -80,15 +80,10 @@ def hidden(
     With ``low_rank`` its products are part of Z and Zg; the pipelined kernel adds them on chip.
     ``ready`` belongs to one prepared call: see ``gemm_gemm.Operands``. The place of the dropout is one of its options.
     """
-    prepared = None if ready is None else ready.get(("hidden", keep))
-    if prepared is None:
-        prepared = _prepare(
-            x, w_up, b_up, w_gate, b_gate, keep, activation, accuracy, input_precision, tiles, pipeline, dropout,
-            low_rank,
-        )  # fmt: skip
-        if ready is not None:
-            ready["hidden", keep] = prepared
-    shape, launch, is_pipelined = prepared
+    shape, launch, is_pipelined = prepared(
+        ready, ("hidden", keep), _prepare, x, w_up, b_up, w_gate, b_gate, keep, activation, accuracy, input_precision,
+        tiles, pipeline, dropout, low_rank,
+    )  # fmt: skip
     found = x.new_empty(shape)
     z = torch.empty_like(found) if keep else None
     z_gate = torch.empty_like(found) if keep and w_gate is not None else None
@@ -100,14 +95,6 @@ def hidden(
             x, w_up, w_gate = low_rank.joined(x, w_up, w_gate, 1)
         launch((x, w_up, w_gate, b_up, b_gate, dropout.seed, found, z, z_gate))
     return found, z, z_gate
-
-
-class _Prepared(NamedTuple):
-    """What all executions of one prepared call share."""
-
-    shape: tuple[int, int]
-    launch: Launch
-    pipelined: bool
 
 
 def _prepare(
@@ -124,14 +111,15 @@ def _prepare(
     pipeline: EpiloguePipeline | None,
     dropout: Dropout,
     low_rank: LowRank | None,
-) -> _Prepared:
+) -> tuple[tuple[int, int], Launch, bool]:
+    """What all executions of one prepared call share: a result's shape, the launch, whether it is the pipelined one."""
     rows, columns = shape = x.shape[0], w_up.shape[0]
     pipeline = pipeline if dropout.in_whole_draws else None
     matrices = None if pipeline is None else _matrices(x, w_up, w_gate, b_up, b_gate)
     if pipeline is not None and matrices is not None:
         made = pipelined.prepare_hidden(*matrices, columns, keep, activation, accuracy, pipeline, dropout, low_rank)
         if made is not None:
-            return _Prepared(shape, made, True)
+            return shape, made, True
     if low_rank is not None:
         x, w_up, w_gate = low_rank.joined(x, w_up, w_gate, 1)
     bias_strides = [0 if bias is None else bias.stride(0) for bias in (b_up, b_gate)]
@@ -147,7 +135,7 @@ def _prepare(
         tiles.num_warps,
         tiles.num_stages,
     )  # fmt: skip
-    return _Prepared(shape, launch, False)
+    return shape, launch, False
 
 
 def _matrices(

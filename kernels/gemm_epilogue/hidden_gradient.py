@@ -10,7 +10,7 @@ from ..column_sums import column_partials
 from ..device import tl, triton
 from ..dropout import NO_DROPOUT, Dropout, keep_factor
 from ..hopper import ALIGNMENT, Matrix, matrix, untransposed
-from ..launching import Launch, ceil_div, layout_of
+from ..launching import Launch, ceil_div, layout_of, prepared
 from ..partials import ReduceBlocks, reduce_partials
 from ..tiles import add_product, grouped_tile, load_tile, store_tile
 from ..tuning import BAND_BLOCKS, ColumnSumTiles, EpiloguePipeline, EpilogueTiles
@@ -130,46 +130,40 @@ def hidden_gradient(
     """
     keep_hidden = keep_hidden or hidden_into is not None
     name = ("hidden gradient", bias, keep_hidden, column_sums is not None, bool(sums_into), *layout_of(dy))
-    prepared = None if ready is None else ready.get(name)
-    copied = prepared.copied if prepared is not None else _to_copy(dy, pipeline, dropout)
-    if copied:
+    made = prepared(
+        ready, name, _prepare, dy, w_down, z, z_gate, bias, row_tiles, activation, accuracy, input_precision, tiles,
+        pipeline, keep_hidden, side_by_side, in_place, bool(sums_into), dropout, low_rank,
+    )  # fmt: skip
+    if made.copied:
         # What autograd gives may be expanded, or transposed: a copy costs less than the portable kernel does.
         dy = dy.contiguous()
-    if prepared is None:
-        side_by_side = side_by_side and not in_place and z_gate is not None
-        prepared = _prepare(
-            dy, w_down, z, z_gate, bias, row_tiles, activation, accuracy, input_precision, tiles, pipeline, keep_hidden,
-            side_by_side, in_place, bool(sums_into), dropout, copied, low_rank,
-        )  # fmt: skip
-        if ready is not None:
-            ready[name] = prepared
-    shape = prepared.shape
+    shape = made.shape
     columns = shape[1]
     d_gate: torch.Tensor | None = None
     if in_place:
         dz, d_gate = z, z_gate
-    elif prepared.side_by_side:
+    elif made.side_by_side:
         dz, d_gate = dy.new_empty(shape[0], 2 * columns).split(columns, 1)
     else:
         dz = dy.new_empty(shape)
         d_gate = None if z_gate is None else dy.new_empty(shape)
     hidden = dy.new_empty(shape) if keep_hidden and hidden_into is None else hidden_into
     # Of few rows the kernel's sums are the result.
-    complete = prepared.sums is not None and len(prepared.sums) == 1
+    complete = made.sums is not None and len(made.sums) == 1
     sums = None
-    if prepared.sums is not None:
-        sums = dy.new_empty(prepared.sums, dtype=dy.dtype if complete else torch.float32)
+    if made.sums is not None:
+        sums = dy.new_empty(made.sums, dtype=dy.dtype if complete else torch.float32)
     # First, so that the kernel behind it finds dy in the cache.
-    dy_sums = None if column_sums is None else column_partials(dy, column_sums, prepared.ready)
-    if prepared.pipelined:
+    dy_sums = None if column_sums is None else column_partials(dy, column_sums, made.ready)
+    if made.pipelined:
         more = (None, None) if low_rank is None else low_rank.copied(w_down.stride(1) != 1)[:2]
         pipelined.launch_hidden_gradient(
-            prepared.launch, (dy, w_down, z, z_gate, dz, d_gate, hidden, *more), (sums, dropout.seed)
+            made.launch, (dy, w_down, z, z_gate, dz, d_gate, hidden, *more), (sums, dropout.seed)
         )
     else:
         if low_rank is not None:
             dy, w_down, _ = low_rank.joined(dy, w_down, None, 0)
-        prepared.launch((dy, w_down, z, z_gate, dz, d_gate, hidden, sums, dropout.seed))
+        made.launch((dy, w_down, z, z_gate, dz, d_gate, hidden, sums, dropout.seed))
     other: tuple[torch.Tensor, torch.Tensor] | None = None
     db_down = dy_sums
     if dy_sums is not None and dy_sums.dim() == 2:
@@ -177,11 +171,11 @@ def hidden_gradient(
         other = dy_sums, db_down
     if sums is None or complete:
         if other is not None:
-            reduce_partials(other[0], [other[1]], blocks=_BAND_BLOCKS, ready=prepared.ready)
+            reduce_partials(other[0], [other[1]], blocks=_BAND_BLOCKS, ready=made.ready)
         return HiddenGradients(dz, d_gate, sums, None, hidden, db_down)
     parts = 1 if z_gate is None else 2
     found = list(sums_into) or [dy.new_empty(columns) for _ in range(parts)]
-    reduce_partials(sums, found, blocks=_BAND_BLOCKS, other=other, ready=prepared.ready)
+    reduce_partials(sums, found, blocks=_BAND_BLOCKS, other=other, ready=made.ready)
     return HiddenGradients(dz, d_gate, found[0], found[1] if parts == 2 else None, hidden, db_down)
 
 
@@ -198,10 +192,6 @@ class _Prepared(NamedTuple):
     pipelined: bool
     launch: Launch
     ready: dict[Any, Any]
-
-
-def _to_copy(dy: torch.Tensor, pipeline: EpiloguePipeline | None, dropout: Dropout) -> bool:
-    return pipeline is not None and dropout.in_whole_draws and untransposed(dy) is None
 
 
 def _prepare(
@@ -221,9 +211,12 @@ def _prepare(
     in_place: bool,
     given_sums: bool,
     dropout: Dropout,
-    copied: bool,
     low_rank: LowRank | None,
 ) -> _Prepared:
+    copied = pipeline is not None and dropout.in_whole_draws and untransposed(dy) is None
+    if copied:
+        dy = dy.contiguous()
+    side_by_side = side_by_side and not in_place and z_gate is not None
     rows, columns = shape = dy.shape[0], w_down.shape[1]
     parts = 1 if z_gate is None else 2
     row_stride = z.stride(0) if in_place else columns * (2 if side_by_side else 1)

@@ -7,7 +7,7 @@ import torch
 from ..activations import activation_unit, hidden_and_slopes, through_activation
 from ..device import tl, triton
 from ..dropout import keep
-from ..launching import Launch, ceil_div, layout_of
+from ..launching import Launch, ceil_div, layout_of, prepared
 from ..tiles import add_product, batch_and_tile, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
 from . import pipelined
@@ -85,14 +85,12 @@ def data_gradient(
     its rows, ``[O]``; else None.
     """
     name = ("data gradient", column_sums, *layout_of(dy))
-    prepared = operands.prepared(name)
-    if prepared is None:
-        prepared = operands.keep(name, _prepare(operands, dy, tiles, column_sums))
-    if not isinstance(prepared, Launch):
-        return pipelined.data_gradient(operands, dy, prepared)
+    made = prepared(operands.ready, name, _prepare, operands, dy, tiles, column_sums)
+    if not isinstance(made, Launch):
+        return pipelined.data_gradient(operands, dy, made)
     x = operands.x
     dx = x.new_empty(x.shape)
-    prepared((*operands.pointers(), dy, dx))
+    made((*operands.pointers(), dy, dx))
     return dx, None
 
 

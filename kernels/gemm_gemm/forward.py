@@ -1,13 +1,11 @@
 """Forward: y, one pass over x, the hidden alive one tile at a time."""
 
-from typing import NamedTuple
-
 import torch
 
 from ..activations import activation_unit, hidden_and_slopes
 from ..device import tl, triton
 from ..dropout import keep
-from ..launching import Launch, ceil_div
+from ..launching import Launch, ceil_div, prepared
 from ..tiles import add_product, batch_and_tile, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
 from . import pipelined
@@ -70,39 +68,29 @@ def _forward_kernel(
     store_tile(y_ptr + batch * stride_yz, acc, rows, outer, stride_ym, stride_yo, M, O)
 
 
-class _Prepared(NamedTuple):
-    """What all executions of one prepared call share."""
-
-    shape: tuple[int, ...]
-    launch: Launch
-    pipelined: bool
-
-
 def forward(
     operands: Operands, down_bias: torch.Tensor | None, residual: torch.Tensor | None, tiles: TileConfig
 ) -> torch.Tensor:
     """y ``[Z, M, O]``, contiguous, in the dtype of x; ``[M, O]`` where the operands have no batch."""
-    prepared = operands.prepared("forward")
-    if prepared is None:
-        prepared = operands.keep("forward", _prepare(operands, down_bias, residual, tiles))
-    if prepared.pipelined:
-        return pipelined.forward(operands, down_bias, residual, prepared.shape, prepared.launch)
-    x = operands.x
-    y = x.new_empty(prepared.shape)
-    prepared.launch((*operands.pointers(), down_bias, residual, y))
+    shape, launch, is_pipelined = prepared(operands.ready, "forward", _prepare, operands, down_bias, residual, tiles)
+    if is_pipelined:
+        return pipelined.forward(operands, down_bias, residual, shape, launch)
+    y = operands.x.new_empty(shape)
+    launch((*operands.pointers(), down_bias, residual, y))
     return y
 
 
 def _prepare(
     operands: Operands, down_bias: torch.Tensor | None, residual: torch.Tensor | None, tiles: TileConfig
-) -> _Prepared:
+) -> tuple[tuple[int, ...], Launch, bool]:
+    """What all executions of one prepared call share: the shape of y, the launch, whether it is the pipelined one."""
     batch, rows, _, hidden, out_width = operands.sizes()
     shape = (*operands.x.shape[:-1], out_width)
     if tiles.pipelined is not None and (matrices := operands.matrices) is not None:
         added = None if residual is None else rows_of(residual)
         if (residual is None) == (added is None) and unit_stride(down_bias):
-            return _Prepared(shape, pipelined.prepare_forward(operands, matrices, added, tiles.pipelined), True)
-    prepared = Launch(
+            return shape, pipelined.prepare_forward(operands, matrices, added, tiles.pipelined), True
+    launch = Launch(
         _forward_kernel,
         batch * ceil_div(rows, tiles.block_m),
         (*operands.strides(), stride(down_bias), *strides(residual), *dense_strides(shape), hidden),
@@ -111,4 +99,4 @@ def _prepare(
         tiles.num_warps,
         tiles.num_stages,
     )
-    return _Prepared(shape, prepared, False)
+    return shape, launch, False

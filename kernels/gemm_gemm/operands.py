@@ -60,16 +60,6 @@ class Operands:
     ready: dict[Any, Any] | None = None
     _found: "tuple[Matrices | None] | None" = field(default=None, init=False, repr=False)
 
-    def prepared(self, name: Any) -> Any:
-        """What has been prepared under this name, or None."""
-        return None if self.ready is None else self.ready.get(name)
-
-    def keep(self, name: Any, prepared: Any) -> Any:
-        """The same after having been kept under this name."""
-        if self.ready is not None:
-            self.ready[name] = prepared
-        return prepared
-
     def sizes(self) -> tuple[int, int, int, int, int]:
         """Z, M, K, N, O."""
         batch = self.x.shape[0] if self.x.dim() == 3 else 1

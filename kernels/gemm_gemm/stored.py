@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..activations import activation_unit
-from ..launching import Launch, layout_of
+from ..launching import Launch, layout_of, prepared
 from ..partials import split_size, summed_over_splits
 from ..tuning import StoredConfig
 from . import pipelined
@@ -34,17 +34,15 @@ def stored_gradients(
     None where an operand does not lie as the copies of these kernels need it.
     """
     name = ("stored gradients", up_bias, gate_bias, down_bias, *layout_of(dy))
-    prepared = operands.prepared(name)
-    if prepared is None:
-        prepared = operands.keep(name, _prepare(operands, dy, up_bias, gate_bias, down_bias, splits, config))
-        if prepared is None:
-            return None
-    stored = pipelined.hidden_gradient(operands, dy, prepared.stored, prepared.hidden_gradient)
+    made = prepared(operands.ready, name, _prepare, operands, dy, up_bias, gate_bias, down_bias, splits, config)
+    if made is None:
+        return None
+    stored = pipelined.hidden_gradient(operands, dy, made.stored, made.hidden_gradient)
 
     def fill(targets: list[torch.Tensor | None], _: int) -> None:
-        pipelined.launch_stored_weight_gradients(operands.x, dy, stored, targets, prepared.weight_gradients)
+        pipelined.launch_stored_weight_gradients(operands.x, dy, stored, targets, made.weight_gradients)
 
-    *found, d_down_bias = summed_over_splits(operands.x, prepared.shapes, splits, fill, prepared.ready)
+    *found, d_down_bias = summed_over_splits(operands.x, made.shapes, splits, fill, made.ready)
     return _data_gradient(operands, stored), WeightGradients(*found), d_down_bias
 
 

@@ -9,7 +9,7 @@ import torch
 from ..activations import activation_unit, hidden_and_slopes, through_activation
 from ..device import tl, triton
 from ..dropout import keep
-from ..launching import Launch, ceil_div, layout_of
+from ..launching import Launch, ceil_div, layout_of, prepared
 from ..partials import split_size, summed_over_splits
 from ..tiles import add_product, load_tile, load_vector, product, store_tile
 from ..tuning import TileConfig
@@ -173,20 +173,18 @@ def weight_gradients(
     Where the accumulators of all of them exceed the registers, several launches share them out.
     """
     name = ("weight gradients", *wanted, *layout_of(dy))
-    prepared = operands.prepared(name)
-    if prepared is None:
-        prepared = operands.keep(name, _prepare(operands, dy, wanted, splits, tiles, transposed))
+    made = prepared(operands.ready, name, _prepare, operands, dy, wanted, splits, tiles, transposed)
 
     def fill(targets: list[torch.Tensor | None], _: int) -> None:
-        for launch, yields in prepared.passes:
+        for launch, yields in made.passes:
             own = [target if each else None for target, each in zip(targets, yields, strict=True)]
-            if prepared.pipelined:
+            if made.pipelined:
                 pipelined.launch_weight_gradient(operands, dy, own, launch)
             else:
                 launch((*operands.pointers(), dy, *own))
 
     # One workspace and one sum for all launches.
-    return WeightGradients(*summed_over_splits(operands.x, prepared.shapes, splits, fill, prepared.ready))
+    return WeightGradients(*summed_over_splits(operands.x, made.shapes, splits, fill, made.ready))
 
 
 class _Prepared(NamedTuple):

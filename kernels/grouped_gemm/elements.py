@@ -4,8 +4,7 @@ With a limit the hidden is ``act(min(g, limit)) ⊙ (clamp(z, -limit, limit) + o
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -13,9 +12,7 @@ from ..activations import limited_hidden_and_slopes as hidden_and_slopes
 from ..device import tl, triton
 from ..tiles import add_product, load_tile
 
-__all__ = ["Arithmetic", "HiddenGradients", "add_rows_times_weight", "hidden_and_slopes", "prepared"]
-
-_Made = TypeVar("_Made")
+__all__ = ["Arithmetic", "HiddenGradients", "add_rows_times_weight", "hidden_and_slopes"]
 
 
 class Arithmetic(NamedTuple):
@@ -48,16 +45,6 @@ class HiddenGradients(NamedTuple):
     dg: torch.Tensor | None
     weighted_hidden: torch.Tensor | None
     partials: torch.Tensor | None
-
-
-def prepared(ready: dict[Any, Any] | None, name: object, make: Callable[[], _Made]) -> _Made:
-    """What ``ready``, which belongs to one prepared call, keeps under this name; made the first time."""
-    if ready is None:
-        return make()
-    if name not in ready:
-        ready[name] = make()
-    found: _Made = ready[name]
-    return found
 
 
 @triton.jit

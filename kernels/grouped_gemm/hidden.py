@@ -6,12 +6,12 @@ import torch
 
 from ..activations import activation_unit
 from ..device import tl, triton
-from ..launching import Launch, ceil_div
+from ..launching import Launch, ceil_div, prepared
 from ..tiles import add_product, grouped_tile, load_tile, load_vector, store_tile
 from ..tuning.grouped_gemm import GroupedTiles
 from ..tuning.grouped_gemm_pipelines import GroupedPipeline
 from . import pipelined
-from .elements import Arithmetic, hidden_and_slopes, prepared
+from .elements import Arithmetic, hidden_and_slopes
 from .sorting import SortedRows
 
 GROUP = 8  # tiles of rows below one another, before those to their right: they share weights in the cache

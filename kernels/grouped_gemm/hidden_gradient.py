@@ -6,12 +6,12 @@ import torch
 
 from ..activations import activation_unit, through_activation
 from ..device import tl, triton
-from ..launching import Launch, ceil_div
+from ..launching import Launch, ceil_div, prepared
 from ..tiles import grouped_tile, load_tile, store_tile
 from ..tuning.grouped_gemm import GroupedTiles
 from ..tuning.grouped_gemm_pipelines import GroupedPipeline
 from . import pipelined
-from .elements import Arithmetic, HiddenGradients, add_rows_times_weight, hidden_and_slopes, prepared
+from .elements import Arithmetic, HiddenGradients, add_rows_times_weight, hidden_and_slopes
 from .hidden import GROUP
 from .sorting import SortedRows
 

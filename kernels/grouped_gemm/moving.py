@@ -5,9 +5,8 @@ from typing import Any
 import torch
 
 from ..device import tl, triton
-from ..launching import Launch, ceil_div
+from ..launching import Launch, ceil_div, prepared
 from ..tiles import load_tile
-from .elements import prepared
 from .sorting import SortedRows
 
 # Columns that a program has at once, and rows of padding.

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from ..device import tl, triton
-from ..launching import Launch, ceil_div
+from ..launching import Launch, ceil_div, prepared
 from ..tiles import grouped_tile, load_vector, store_tile
 from ..tuning.grouped_gemm import GroupedTiles
 from ..tuning.grouped_gemm_pipelines import GroupedPipeline
 from . import pipelined
-from .elements import add_rows_times_weight, prepared
+from .elements import add_rows_times_weight
 from .hidden import GROUP
 from .sorting import SortedRows
 

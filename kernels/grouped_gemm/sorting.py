@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..device import tl, triton
-from ..launching import Launch, ceil_div
+from ..launching import Launch, ceil_div, prepared
 from ..tuning.grouped_gemm import padded_rows
-from .elements import prepared
 
 _SLOTS = 128  # of a chunk, which a program counts or places
 # Up to so many chunks of slots every program counts all of them itself: one launch instead of three.

@@ -5,12 +5,11 @@ from typing import Any
 import torch
 
 from ..device import tl, triton
-from ..launching import Launch, ceil_div
+from ..launching import Launch, ceil_div, prepared
 from ..tiles import add_product, grouped_tile, load_tile, store_tile
 from ..tuning.grouped_gemm import GroupedTiles
 from ..tuning.grouped_gemm_pipelines import GroupedPipeline
 from . import pipelined
-from .elements import prepared
 from .hidden import GROUP
 from .sorting import SortedRows
 

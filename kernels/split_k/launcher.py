@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..launching import Launch, ceil_div, layout_of
+from ..launching import Launch, ceil_div, layout_of, prepared
 from ..partials import Epilogue, ReduceBlocks, reduce_partials
 from ..tuning import SplitTiles, reduce_blocks
 from .row_product import row_product_kernel
@@ -32,27 +32,23 @@ def product(
     order they arrive. ``dependent``: the GPU starts a kernel while the one before it still runs. ``ready`` belongs to
     this product of one prepared call (see ``gemm_gemm.Operands``); left may lie differently from call to call.
     """
-    name = layout_of(left)
-    prepared = None if ready is None else ready.get(name)
-    if prepared is None:
-        prepared = _prepare(
-            left, right, bias, splits, tiles, activation, accuracy, input_precision, atomic, dependent
-        )  # fmt: skip
-        if ready is not None:
-            ready[name] = prepared
+    made = prepared(
+        ready, layout_of(left), _prepare, left, right, bias, splits, tiles, activation, accuracy, input_precision,
+        atomic, dependent,
+    )  # fmt: skip
     dtype, device = left.dtype, left.device
-    out = torch.empty(prepared.shape, dtype=dtype, device=device)
-    if prepared.partials is None:
-        prepared.launch((left, right, bias, out))
+    out = torch.empty(made.shape, dtype=dtype, device=device)
+    if made.partials is None:
+        made.launch((left, right, bias, out))
         return out
-    rows, columns = prepared.shape
+    rows, columns = made.shape
     if atomic:
         target = torch.zeros(rows, columns, dtype=torch.float32, device=device).view(1, -1)
     else:
-        target = torch.empty(prepared.partials, dtype=torch.float32, device=device)
-    prepared.launch((left, right, None, target))
+        target = torch.empty(made.partials, dtype=torch.float32, device=device)
+    made.launch((left, right, None, target))
     epilogue = Epilogue(bias, columns, activation, accuracy)
-    reduce_partials(target, [out], epilogue, prepared.blocks, dependent, ready=prepared.ready)
+    reduce_partials(target, [out], epilogue, made.blocks, dependent, ready=made.ready)
     return out
 
 

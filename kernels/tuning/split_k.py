@@ -64,20 +64,10 @@ TABLE: dict[tuple[str, int], tuple[tuple[int, int, SplitTiles], ...]] = {
 }
 
 
-def _rows(architecture: str, bits: int) -> tuple[tuple[int, int, SplitTiles], ...]:
-    return TABLE.get((architecture, bits)) or TABLE[("other", bits)]
-
-
-def shipped(architecture: str, bits: int) -> list[SplitTiles]:
-    """All tiles that products on ``architecture`` may take."""
-    return [tiles for _, _, tiles in _rows(architecture, bits)]
-
-
 def split_tiles(architecture: str, bits: int, rows: int, columns: int) -> SplitTiles:
     """The tiles of a product with ``rows × columns`` results, of operands of ``bits`` bits."""
-    return next(
-        t for most_rows, most_columns, t in _rows(architecture, bits) if rows <= most_rows and columns <= most_columns
-    )
+    table = TABLE.get((architecture, bits)) or TABLE["other", bits]
+    return next(tiles for most_rows, most_columns, tiles in table if rows <= most_rows and columns <= most_columns)
 
 
 def reduce_blocks(outputs: int, splits: int) -> tuple[int, int, int]:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..hopper import Matrix, untransposed
-from ..launching import Launch, layout_of
+from ..launching import Launch, layout_of, prepared
 from ..partials import split_size, summed_over_splits
 from ..tuning import WeightGradientPipeline, WeightGradientTiles
 from . import pipelined
@@ -27,17 +27,13 @@ def weight_gradient(
     ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``); dy may lie differently from call to call.
     """
     name = ("weight gradient", bias, *layout_of(dy))
-    prepared = None if ready is None else ready.get(name)
-    if prepared is None:
-        prepared = _prepare(dy, x, bias, splits, input_precision, tiles, pipeline)
-        if ready is not None:
-            ready[name] = prepared
+    made = prepared(ready, name, _prepare, dy, x, bias, splits, input_precision, tiles, pipeline)
 
     def fill(targets: list[torch.Tensor | None], _: int) -> None:
-        run = pipelined.launch_weight_gradient if prepared.pipelined else launch_weight_gradient
-        run(dy, x, targets, prepared.launch)
+        run = pipelined.launch_weight_gradient if made.pipelined else launch_weight_gradient
+        run(dy, x, targets, made.launch)
 
-    dw, db = summed_over_splits(dy, prepared.shapes, splits, fill, prepared.ready)
+    dw, db = summed_over_splits(dy, made.shapes, splits, fill, made.ready)
     assert dw is not None
     return dw, db
 

@@ -97,7 +97,7 @@ def test_the_record_has_every_field_of_its_schema(tmp_path: Path) -> None:
     assert auto["findings"][0]["worst_fraction"] < 1
 
 
-def one_row_wrong(*tensors: Tensor, recompute: object, **keywords: Any) -> Tensor:
+def one_row_wrong(*tensors: Tensor, **keywords: Any) -> Tensor:
     y = reference.ffn(*tensors, **keywords)
     return torch.cat([y[:-1], 2 * y[-1:]])
 
@@ -112,7 +112,7 @@ class _DoubledWeightGradient(torch.autograd.Function):
         return 2 * gradient
 
 
-def weight_gradient_wrong(*, w_down: Tensor, recompute: object, **keywords: Any) -> Tensor:
+def weight_gradient_wrong(*, w_down: Tensor, **keywords: Any) -> Tensor:
     return reference.ffn(w_down=_DoubledWeightGradient.apply(w_down), **keywords)
 
 
@@ -147,7 +147,7 @@ def test_red_means_no_timing_and_exit_status_1(
 
 
 def test_one_red_row_stops_the_timing_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong_for_wide(*, x: Tensor, recompute: object, **keywords: Any) -> Tensor:
+    def wrong_for_wide(*, x: Tensor, **keywords: Any) -> Tensor:
         return reference.ffn(x, **keywords) * (1.0 if x.shape[-1] < 32 else 1.01)
 
     monkeypatch.setitem(CASES, "ffn", dataclasses.replace(FFN, ours=wrong_for_wide))

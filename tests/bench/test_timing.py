@@ -62,7 +62,7 @@ def test_a_checkpoint_gives_the_gradients_of_the_expression_that_it_repeats() ->
         calls.append(None)
         return FFN.torch_expression(**inputs, activation="gelu_tanh")
 
-    repeated = dataclasses.replace(FFN, torch_expression=expression, torch_keywords=lambda options: {})
+    repeated = dataclasses.replace(FFN, torch_expression=expression, keywords=lambda options: {})
     found = work.run(contenders.contender(contenders.CHECKPOINTED, repeated, PLAIN).call)
     assert len(calls) == 2
     expected = work.run(contenders.contender(contenders.EAGER, repeated, PLAIN).call)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusedlayers import functional, planning, reference
 from fusedlayers.devices import describe
-from fusedlayers.functional.gemm_reduce.arguments import gemm_reduce_problem
+from fusedlayers.functional.gemm_reduce import GEMM_REDUCE
 from fusedlayers.kernels.gemm_reduce import ReduceArithmetic, ReduceOperands, pipelined
 from fusedlayers.kernels.tuning import PipelinedReduceConfig, pipelined_reduce_config
 from tests.gpu.exact import exact_reduction
@@ -81,7 +81,7 @@ def rows_in_memory(tensors: Tensors, dim: int, transposed: tuple[bool, bool] = (
 def assert_planned(inputs: Tensors, size: Size, op: str, dim: int, costly: bool, **options: Any) -> None:
     """The plan of a call names the pipelined kernel, with the tiles of the table."""
     _, kept, reduced, width = size
-    problem = gemm_reduce_problem(**inputs, op=op, dim=dim, **options)
+    problem = GEMM_REDUCE.problem_of(**inputs, op=op, dim=dim, **options)
     plan = planning.plan(problem, replace(describe(DEVICE), sms=SMS), "triton")
     assert plan.forward_tiles is not None
     assert plan.forward_tiles.pipelined is not None

@@ -75,18 +75,17 @@ def as_tuple(results: Results) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in together if tensor is not None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """One operation.
 
     ``operation`` names the public function that plans it. ``ours`` and ``torch_expression`` take the inputs of
-    ``operands`` by name and then ``our_keywords`` or ``torch_keywords`` of the options. ``forward_flops`` counts the
-    products of the forward pass; each product has two of the same size in the backward pass, or as many as
-    ``backward_products`` says. ``parameters`` are the
-    inputs that a module would own. ``results`` names what the operation returns, a tensor or a tuple, the last of
-    which may be None; ``result_dtype`` is theirs where it is not that of the inputs. ``yardstick`` is torch's
-    expression in less memory, for verification, which judges so many ``draws`` of inputs together. A parameter's
-    gradient is made of so many ``independent`` results, where a tile of it has more elements. Without
+    ``operands`` by name and then ``keywords`` of the options. ``forward_flops`` counts the products of the forward
+    pass; each product has two of the same size in the backward pass, or as many as ``backward_products`` says.
+    ``parameters`` are the inputs that a module would own. ``results`` names what the operation returns, a tensor or a
+    tuple, the last of which may be None; ``result_dtype`` is theirs where it is not that of the inputs. ``yardstick``
+    is torch's expression in less memory, for verification, which judges so many ``draws`` of inputs together. A
+    parameter's gradient is made of so many ``independent`` results, where a tile of it has more elements. Without
     ``backward`` the forward pass alone is benchmarked. ``rotating`` work takes a few microseconds, and is timed over
     many inputs in a row. Without ``grids`` the self-test alone runs the case. ``trials`` are those of the self-test on
     a GPU, one at least for every tile configuration that the planner can choose there; ``peers`` are others' versions
@@ -105,8 +104,7 @@ class Case:
     ours: Callable[..., Results]
     torch_expression: Callable[..., Results]
     operation: str
-    our_keywords: Callable[[Options], dict[str, object]]
-    torch_keywords: Callable[[Options], dict[str, object]]
+    keywords: Callable[[Options], dict[str, object]]
     trials: Callable[[Device], Iterable[Trial]]
     few_trials: tuple[Trial, ...]
     place: int
@@ -120,6 +118,11 @@ class Case:
     has_activation: bool = True
     rotating: bool = False
     backward_products: int = 2
+
+    def our_keywords(self, options: Options) -> dict[str, object]:
+        """The keywords of ``ours``."""
+        recomputes = options.recompute is True and "recompute" in self.flags
+        return self.keywords(options) | ({"recompute": True} if recomputes else {})
 
     def problem(self, inputs: Inputs, options: Options) -> Call:
         """The planning problem of a call with these inputs."""
@@ -145,7 +148,7 @@ class Case:
         """The shapes of the results, from torch's rules, without computing anything."""
         operands = self.operands(shape, options)
         blank = {name: operand.blank() for name, operand in operands.items()}
-        found = as_tuple(self.torch_expression(**blank, **self.torch_keywords(options)))
+        found = as_tuple(self.torch_expression(**blank, **self.keywords(options)))
         return tuple(tuple(tensor.shape) for tensor in found)
 
     def moved_bytes(self, shape: Shape, options: Options, dtype: torch.dtype, backward: bool) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ TOKENS, WIDTH = 300, 64
 SHARPENED = 1024.0
 
 
-def head_operands(shape: Shape, options: Options) -> dict[str, Operand]:
+def _operands(shape: Shape, options: Options) -> dict[str, Operand]:
     """The input, the weight and the target of the loss head."""
     tokens, width, vocabulary = shape
     return {
@@ -32,17 +34,23 @@ def head_operands(shape: Shape, options: Options) -> dict[str, Operand]:
     }
 
 
-def head_keywords(options: Options) -> dict[str, object]:
+def _keywords(options: Options) -> dict[str, object]:
     """``op`` is the reduction, "mean" in benchmarks; those of integers have the others, and sharp logits."""
     return {"reduction": options.op} | ({} if options.op == "mean" else {"logit_scale": SHARPENED})
 
 
-def _our_keywords(options: Options) -> dict[str, object]:
-    return head_keywords(options) | {"recompute": options.recompute is True}
-
-
+@dataclass(frozen=True, kw_only=True)
 class HeadCase(Case):
-    """Integers whose logits have one largest class in every row."""
+    """What the operations of a loss head share; integers whose logits have one largest class in every row."""
+
+    letters: tuple[str, ...] = ("M", "K", "V")
+    meaning: str = "tokens × width × vocabulary"
+    parameters: frozenset[str] = frozenset({"linear_weight"})
+    flags: frozenset[str] = frozenset({"recompute"})
+    operands: Callable[[Shape, Options], dict[str, Operand]] = _operands
+    forward_flops: Callable[[Shape, Options], int] = lambda shape, options: 2 * math.prod(shape)
+    result_dtype: torch.dtype | None = torch.float32
+    has_activation: bool = False
 
     def inputs(
         self, shape: Shape, options: Options, *, init: str, dtype: torch.dtype, device: torch.device, seed: int,
@@ -135,10 +143,6 @@ def _trials(device: Device) -> Iterator[Trial]:
 
 CASE = HeadCase(
     name="linear_cross_entropy",
-    letters=("M", "K", "V"),
-    meaning="tokens × width × vocabulary",
-    parameters=frozenset({"linear_weight"}),
-    flags=frozenset({"recompute"}),
     grids=(
         Grid(
             name="linear_cross_entropy",
@@ -148,19 +152,14 @@ CASE = HeadCase(
             shapes_without_gpu=((40, 24, 300), (17, 16, 129)),
         ),
     ),
-    operands=head_operands,
-    forward_flops=lambda shape, options: 2 * shape[0] * shape[1] * shape[2],
     ours=functional.linear_cross_entropy,
     torch_expression=reference.linear_cross_entropy,
     operation="linear_cross_entropy",
-    our_keywords=_our_keywords,
-    torch_keywords=head_keywords,
-    result_dtype=torch.float32,
+    keywords=_keywords,
     yardstick=_in_slices,
     # Of a tile of dW few tokens decide: those whose target or likeliest class is there.
     draws=3,
     peers={"torch function": _function, "Liger": _liger, "CCE": _cce, "quack": _quack},
-    has_activation=False,
     trials=_trials,
     few_trials=(
         Trial("linear_cross_entropy", Options(op="sum"), (40, 24, 300), "fp16"),

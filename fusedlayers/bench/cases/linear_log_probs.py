@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 from ... import functional, reference
 from ...planning import Device
 from .case import DTYPES, Grid, Options
-from .linear_cross_entropy import SHARPENED, TOKENS, VOCABULARIES, WIDTH, HeadCase, head_operands
+from .linear_cross_entropy import SHARPENED, TOKENS, VOCABULARIES, WIDTH, HeadCase
 from .trial import Trial
 
 
 def _keywords(options: Options) -> dict[str, object]:
     """Of ``op`` "mean", in benchmarks, with the entropy; of integers this is 0 throughout, and the logits are sharp."""
     return {"return_entropy": True} if options.op == "mean" else {"logit_scale": SHARPENED}
-
-
-def _our_keywords(options: Options) -> dict[str, object]:
-    return _keywords(options) | {"recompute": options.recompute is True}
 
 
 def _trials(device: Device) -> Iterator[Trial]:
@@ -32,10 +26,6 @@ def _trials(device: Device) -> Iterator[Trial]:
 
 CASE = HeadCase(
     name="linear_log_probs",
-    letters=("M", "K", "V"),
-    meaning="tokens × width × vocabulary",
-    parameters=frozenset({"linear_weight"}),
-    flags=frozenset({"recompute"}),
     grids=(
         Grid(
             name="linear_log_probs",
@@ -45,16 +35,11 @@ CASE = HeadCase(
             shapes_without_gpu=((40, 24, 300),),
         ),
     ),
-    operands=head_operands,
-    forward_flops=lambda shape, options: 2 * shape[0] * shape[1] * shape[2],
     ours=functional.linear_log_probs,
     torch_expression=reference.linear_log_probs,
     operation="linear_log_probs",
-    our_keywords=_our_keywords,
-    torch_keywords=_keywords,
+    keywords=_keywords,
     results=("log_probs", "entropies"),
-    result_dtype=torch.float32,
-    has_activation=False,
     trials=_trials,
     few_trials=(Trial("linear_log_probs", Options(), (40, 24, 300), "fp16"),),
     place=10,

@@ -44,10 +44,6 @@ def _keywords(options: Options) -> dict[str, object]:
     return {"activation": options.activation, "gate_and_up": "concatenated" if options.gated else "separate"}
 
 
-def _our_keywords(options: Options) -> dict[str, object]:
-    return _keywords(options) | {"recompute": options.recompute is True}
-
-
 def _as_in_models(
     x: Tensor,
     top_k_index: Tensor,
@@ -116,8 +112,7 @@ CASE = Case(
     ours=functional.moe_ffn,
     torch_expression=_as_in_models,
     operation="moe_ffn",
-    our_keywords=_our_keywords,
-    torch_keywords=_keywords,
+    keywords=_keywords,
     # Of some 100,000 tiles of a gradient one or two are unlucky in a single draw.
     draws=3,
     # The rows of one expert.

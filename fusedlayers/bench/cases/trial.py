@@ -93,5 +93,4 @@ class Trial:
 
     def plan(self, device: Device) -> Decision:
         """What runs on ``device`` if kernels are forced."""
-        plan: Decision = planning.plan(self.problem(), replace(device, **self.facts), "triton")
-        return plan
+        return planning.plan(self.problem(), replace(device, **self.facts), "triton")

@@ -29,8 +29,7 @@ def finish(record: Record, path: Path, tables: ModuleType, passed: str, *, plott
 
 def over_torch(row: Record, name: str) -> float | None:
     """A contender's launched time over torch's of the same round, which runs the same way; above 1 torch is faster."""
-    found: float | None = row["contenders"].get(name, {}).get("over_torch")
-    return found
+    return row["contenders"].get(name, {}).get("over_torch")
 
 
 def day_and_commit(record: Record) -> str:

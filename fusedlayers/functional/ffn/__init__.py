@@ -74,10 +74,7 @@ def ffn(
             ``recompute``, ``dropout_p`` outside [0, 1).
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    y: Tensor = FFN(
-        x, w_up, w_down, b_up, b_down, w_gate, b_gate, activation, dropout_p, recompute, residual, dropout_seed
-    )
-    return y
+    return FFN(x, w_up, w_down, b_up, b_down, w_gate, b_gate, activation, dropout_p, recompute, residual, dropout_seed)
 
 
 # Of the operands those whose gradients need the hidden, and those that the kernels' backward passes read.
@@ -114,8 +111,7 @@ class _FFN(Operation):
         )
 
     def reference(self, **arguments: Any) -> Tensor:
-        y: Tensor = super().reference(**arguments, seed=arguments["dropout_seed"])
-        return y
+        return super().reference(**arguments, seed=arguments["dropout_seed"])
 
     def title(self, problem: Problem, tensors: Tensors, options: tuple[Any, ...]) -> str:
         _, _, _, b_up, b_down, w_gate, b_gate, residual, _ = tensors

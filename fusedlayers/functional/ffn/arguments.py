@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ...kernels.hopper import ALIGNMENT, matrix, untransposed
 from ...planning import Problem
-from ..call import PLAIN_TENSORS, captured, observed, subclass_of, traced, transformed, wants_gradient
-from ..operands import check_given, check_layout, check_shape, check_tensors, compute_dtype, input_precision, said
+from ..call import PLAIN_TENSORS, call_facts, observed, traced, transformed, wants_gradient
+from ..operands import check_given, check_layout, check_shape, check_tensors, said
 
 _PLAIN = frozenset({*PLAIN_TENSORS, type(None)})
 _NAMES = ("x", "w_up", "w_down", "w_gate", "b_up", "b_gate")
@@ -115,7 +115,6 @@ def ffn_problem(
     residual: Tensor | None = None,
 ) -> Problem:
     """The planning problem of one ``ffn`` call, its leading dims flattened into rows."""
-    dtype = compute_dtype(x)
     budget = None if isinstance(recompute, (bool, str)) else recompute
     return Problem(
         operation="ffn",
@@ -124,7 +123,6 @@ def ffn_problem(
         K=x.shape[-1],
         N=w_up.shape[0],
         O=w_down.shape[0],
-        dtype=str(dtype).removeprefix("torch."),
         activation=activation,
         gated=w_gate is not None,
         dropout=dropout_p > 0,
@@ -133,11 +131,9 @@ def ffn_problem(
         needs_bias_gradient=wants_gradient(b_up, b_gate),
         recompute=recompute if isinstance(recompute, (bool, str)) else "auto",
         saved_limit=budget,
-        input_precision=input_precision(x.device, dtype),
-        captured=captured(x.device),
         compiled=traced(),
         portable=portable_operand(x, w_up, w_down, b_up, w_gate, b_gate),
-        subclass=subclass_of(x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual),
+        **call_facts(x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual),
     )
 
 

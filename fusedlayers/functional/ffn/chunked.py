@@ -72,8 +72,7 @@ def _hidden(call: Prepared, x: Tensor, weights: Weights, first_row: int, seed: T
 
 def _ready(call: Prepared, *part: int) -> dict[Any, Any]:
     """What belongs to the launches of one part of a prepared call: all its executions have the same parts."""
-    ready: dict[Any, Any] = call.ready.setdefault(("part", *part), {})
-    return ready
+    return call.ready.setdefault(("part", *part), {})
 
 
 @torch.no_grad()

@@ -33,8 +33,7 @@ def dropped(values: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:
     if seed is None or not (_has_kernel(values) and _nobody_reads(values, seed)):
         return reference.dropped(values, dropout_p, seed)
     if torch.is_grad_enabled() and values.requires_grad:
-        found: Tensor = _Dropped.apply(values, seed, dropout_p)
-        return found
+        return _Dropped.apply(values, seed, dropout_p)
     return _launched(values, seed, dropout_p)
 
 

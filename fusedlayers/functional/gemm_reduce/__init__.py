@@ -1,5 +1,6 @@
 """Batched GEMM-reduce: the public function, and its operation."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +13,12 @@ from ...kernels import gemm_reduce as kernels
 from ...kernels.activations import canonical_activation
 from ...kernels.gemm_reduce import ReduceArithmetic, ReduceOperands
 from ...planning import ReducePlan, ReduceProblem
+from ..call import call_facts, wants_gradient
 from ..custom_ops import Result, Results
 from ..operands import autocast, compute_dtype, flat_batch, leading_dims, without_autocast
 from ..operation import Operation, Tensors, formula
 from ..prepared import Prepared
-from .arguments import INDEXED, check_gemm_reduce, gemm_reduce_problem
+from .arguments import INDEXED, OPERATIONS, check_gemm_reduce
 
 
 def gemm_reduce(
@@ -100,14 +102,10 @@ class _GemmReduce(Operation):
     torch_paths = ("torch", "algebraic")
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
-        a, b, mask, lengths, bias = tensors
-        op, dim, activation, return_indices, return_product, atomic = options
+        op, dim, activation, *rest = options
         activation = canonical_activation(activation)
-        check_gemm_reduce(
-            a, b, op=op, dim=dim, mask=mask, lengths=lengths, bias=bias, return_indices=return_indices,
-            return_product=return_product, atomic=atomic,
-        )  # fmt: skip
-        return op, dim, activation, return_indices, return_product, atomic
+        check_gemm_reduce(tensors, options)
+        return op, dim, activation, *rest
 
     def may_be_repeated(self, options: tuple[Any, ...]) -> bool:
         # torch.use_deterministic_algorithms, which forbids atomic addition, may change between calls.
@@ -116,10 +114,28 @@ class _GemmReduce(Operation):
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> ReduceProblem:
         a, b, mask, lengths, bias = tensors
         op, dim, activation, return_indices, return_product, atomic = options
-        return gemm_reduce_problem(
-            a, b, op=op, dim=dim, mask=mask, lengths=lengths, bias=bias, activation=activation,
-            return_indices=return_indices, return_product=return_product, atomic=atomic,
-        )  # fmt: skip
+        kept, reduced = (b.shape[-1], a.shape[-2]) if dim == -2 else (a.shape[-2], b.shape[-1])
+        # Indices have no gradient; the product beside them has one.
+        index_alone = op.startswith("arg")
+        differentiable = return_product or not index_alone
+        wants_a, wants_b = (differentiable and wants_gradient(tensor) for tensor in (a, b))
+        return ReduceProblem(
+            batch=math.prod(leading_dims(a, b)),
+            kept=kept,
+            reduced=reduced,
+            K=a.shape[-1],
+            op=OPERATIONS[op],
+            activation=activation,
+            masked=mask is not None or lengths is not None,
+            biased=bias is not None,
+            indices=return_indices or index_alone,
+            product=return_product,
+            atomic=atomic,
+            needs_kept_gradient=wants_b if dim == -2 else wants_a,
+            needs_reduced_gradient=wants_a if dim == -2 else wants_b,
+            needs_bias_gradient=differentiable and wants_gradient(bias),
+            **call_facts(*tensors),
+        )
 
     def title(self, problem: ReduceProblem, tensors: Tensors, options: tuple[Any, ...]) -> str:
         op, dim, activation, *_ = options

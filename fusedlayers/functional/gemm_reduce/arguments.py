@@ -1,13 +1,12 @@
-"""Checks of the arguments of ``gemm_reduce``, and what its planner needs to know of them."""
+"""Checks of the arguments of ``gemm_reduce``."""
 
-import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...planning import ReduceProblem
-from ..call import captured, subclass_of, wants_gradient
-from ..operands import check_given, check_layout, check_tensors, compute_dtype, input_precision, leading_dims, said
+from ..operands import check_given, check_layout, check_tensors, checked_flag, leading_dims, said
 
 # Of each operation the one that the kernels compute; an argmax is the index of a maximum.
 OPERATIONS = {
@@ -19,20 +18,10 @@ ATOMIC = ("sum", "mean", "sumsq")
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def check_gemm_reduce(
-    a: Tensor,
-    b: Tensor,
-    *,
-    op: str,
-    dim: int,
-    mask: Tensor | None,
-    lengths: Tensor | None,
-    bias: Tensor | None,
-    return_indices: bool,
-    return_product: bool,
-    atomic: bool,
-) -> None:
+def check_gemm_reduce(tensors: Sequence[Any], options: tuple[Any, ...]) -> None:
     """All arguments of ``functional.gemm_reduce`` but the activation."""
+    a, b, mask, lengths, bias = tensors
+    op, dim, _, return_indices, return_product, atomic = options
     check_given(a=a, b=b)
     check_tensors({"a": a, "b": b, "bias": bias}, sparse=("a", "b"))
     for name, tensor, letters in (("a", a, "[*B, M, K]"), ("b", b, "[*B, K, N]")):
@@ -59,8 +48,7 @@ def check_gemm_reduce(
     _check_rows("mask", mask, (torch.bool,), "bool", (*batch, reduced), f"[*B, {letter}]", a)
     _check_rows("lengths", lengths, _INTEGERS, "an integer dtype", tuple(batch), "[*B]", a)
     for name, value in (("return_indices", return_indices), ("return_product", return_product), ("atomic", atomic)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
+        checked_flag(name, value)
     if return_indices and op not in INDEXED:
         alone = "; argmax and argmin return indices alone" if op.startswith("arg") else ""
         raise ValueError(f"return_indices=True: expected op to be one of {', '.join(INDEXED)}, got {op!r}{alone}")
@@ -99,46 +87,3 @@ def _check_rows(
     sizes = zip(reversed(tensor.shape), reversed(shape), strict=False)
     if tensor.dim() > len(shape) or any(size not in (1, most) for size, most in sizes):
         raise ValueError(f"{said(name, tensor)}: expected a shape that broadcasts to {letters} = {list(shape)}")
-
-
-def gemm_reduce_problem(
-    a: Tensor,
-    b: Tensor,
-    *,
-    op: str = "sum",
-    dim: int = -2,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    bias: Tensor | None = None,
-    activation: str = "identity",
-    return_indices: bool = False,
-    return_product: bool = False,
-    atomic: bool = False,
-) -> ReduceProblem:
-    """The planning problem of one ``gemm_reduce`` call, its leading dims broadcast and flattened into the batch."""
-    dtype = compute_dtype(a)
-    kept, reduced = (b.shape[-1], a.shape[-2]) if dim == -2 else (a.shape[-2], b.shape[-1])
-    # Indices have no gradient; the product beside them has one.
-    index_alone = op.startswith("arg")
-    differentiable = return_product or not index_alone
-    wants_a, wants_b = (differentiable and wants_gradient(tensor) for tensor in (a, b))
-    return ReduceProblem(
-        batch=math.prod(leading_dims(a, b)),
-        kept=kept,
-        reduced=reduced,
-        K=a.shape[-1],
-        dtype=str(dtype).removeprefix("torch."),
-        op=OPERATIONS[op],
-        activation=activation,
-        masked=mask is not None or lengths is not None,
-        biased=bias is not None,
-        indices=return_indices or index_alone,
-        product=return_product,
-        atomic=atomic,
-        needs_kept_gradient=wants_b if dim == -2 else wants_a,
-        needs_reduced_gradient=wants_a if dim == -2 else wants_b,
-        needs_bias_gradient=differentiable and wants_gradient(bias),
-        input_precision=input_precision(a.device, dtype),
-        captured=captured(a.device),
-        subclass=subclass_of(a, b, mask, lengths, bias),
-    )

@@ -12,7 +12,7 @@ from ...kernels.cross_entropy import LossArithmetic
 from ...planning.linear_cross_entropy import LossPlan, LossProblem
 from ...planning.linear_cross_entropy_chunks import wide_gradients
 from ..custom_ops import Result, Results
-from ..operands import autocast, compute_dtype, rows, said, without_autocast
+from ..operands import autocast, checked_flag, compute_dtype, rows, said, without_autocast
 from ..operation import Operation, Tensors
 from ..prepared import Prepared
 from . import chunked, fused
@@ -21,7 +21,6 @@ from .arguments import (
     check_classes,
     check_ignore_index,
     check_layer,
-    check_recompute,
     check_reduction,
     checked_scale,
     checked_smoothing,
@@ -83,11 +82,10 @@ def linear_cross_entropy(
             outside of its range, a ``weight`` that requires a gradient.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    loss: Tensor = LINEAR_CROSS_ENTROPY(
+    return LINEAR_CROSS_ENTROPY(
         input, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, softcap,
         logit_scale, z_loss, recompute,
     )  # fmt: skip
-    return loss
 
 
 class LossHead(Operation):
@@ -143,7 +141,7 @@ class _LinearCrossEntropy(LossHead):
             check_classes(input, target, ignore_index)
         check_class_weight(weight, linear_weight)
         check_reduction(reduction)
-        check_recompute(recompute)
+        checked_flag("recompute", recompute)
         return (
             reduction, ignore_index, checked_smoothing(label_smoothing), checked_softcap(softcap),
             checked_scale(logit_scale), checked_z_loss(z_loss), recompute,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ...planning.linear_cross_entropy import LossProblem
-from ..call import captured, subclass_of, wants_gradient
-from ..operands import check_given, check_layout, check_shape, check_tensors, compute_dtype, input_precision, said
+from ..call import call_facts, wants_gradient
+from ..operands import check_given, check_layout, check_shape, check_tensors, checked_number, said
 from ..switches import workspace_limit
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -71,41 +71,26 @@ def check_reduction(reduction: Any) -> None:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
 
 
-def check_recompute(recompute: Any) -> None:
-    """``True`` or ``False``."""
-    if not isinstance(recompute, bool):
-        raise TypeError(f"recompute must be True or False, got {recompute!r} ({type(recompute).__name__})")
-
-
-def number(name: str, value: Any, expected: str, least: float = -math.inf, most: float = math.inf) -> float:
-    """A finite number between two bounds, as a float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be {expected}, got {value!r} ({type(value).__name__})")
-    if not (math.isfinite(value) and least <= value <= most):
-        raise ValueError(f"{name} must be {expected}, got {value!r}")
-    return float(value)
-
-
 def checked_softcap(softcap: Any) -> float | None:
     """A positive number or None."""
-    if softcap is not None and number("softcap", softcap, "a positive number or None", 0.0) == 0:
+    if softcap is not None and checked_number("softcap", softcap, "a positive number or None", 0.0) == 0:
         raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
     return None if softcap is None else float(softcap)
 
 
 def checked_scale(logit_scale: Any) -> float:
     """A finite number."""
-    return number("logit_scale", logit_scale, "a finite number")
+    return checked_number("logit_scale", logit_scale, "a finite number")
 
 
 def checked_smoothing(label_smoothing: Any) -> float:
     """A number between 0 and 1."""
-    return number("label_smoothing", label_smoothing, "a number from 0 to 1", 0.0, 1.0)
+    return checked_number("label_smoothing", label_smoothing, "a number from 0 to 1", 0.0, 1.0)
 
 
 def checked_z_loss(z_loss: Any) -> float:
     """A number that is not negative."""
-    return number("z_loss", z_loss, "a number from 0 on", 0.0)
+    return checked_number("z_loss", z_loss, "a number from 0 on", 0.0)
 
 
 def loss_problem(
@@ -117,12 +102,10 @@ def loss_problem(
     **facts: Any,
 ) -> LossProblem:
     """The planning problem of one call, its leading dims flattened into the tokens."""
-    dtype = compute_dtype(input)
     return LossProblem(
         M=math.prod(input.shape[:-1]),
         K=input.shape[-1],
         V=linear_weight.shape[0],
-        dtype=str(dtype).removeprefix("torch."),
         biased=linear_bias is not None,
         weighted=weight is not None,
         probabilities=target.is_floating_point(),
@@ -130,8 +113,6 @@ def loss_problem(
         needs_weight_gradient=wants_gradient(linear_weight),
         needs_bias_gradient=wants_gradient(linear_bias),
         workspace_limit=workspace_limit(),
-        input_precision=input_precision(input.device, dtype),
-        captured=captured(input.device),
-        subclass=subclass_of(input, linear_weight, target, linear_bias, weight),
+        **call_facts(input, linear_weight, target, linear_bias, weight),
         **facts,
     )

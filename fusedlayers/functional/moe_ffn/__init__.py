@@ -1,5 +1,6 @@
 """Experts: the FFN of a Transformer, several times, each token through the few that its router chose."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,12 +10,13 @@ from torch import Tensor
 from ...kernels.activations import canonical_activation
 from ...kernels.grouped_gemm import Arithmetic, sizes
 from ...planning.moe_ffn import MoePlan, MoeProblem
+from ..call import call_facts, wants_gradient
 from ..custom_ops import Result, Results
-from ..operands import autocast, compute_dtype, rows, without_autocast
+from ..operands import autocast, check_given, check_tensors, compute_dtype, rows, said, without_autocast
 from ..operation import Operation, Tensors, formula
 from ..prepared import Prepared
 from . import epilogue
-from .arguments import check_experts, check_moe_tensors, checked_options, moe_problem
+from .arguments import check_experts, check_routing, checked_options
 from .grouped import experts_by_torch
 
 
@@ -73,11 +75,10 @@ def moe_ffn(
             number outside of its range, a limit or an offset without a gate.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
-    y: Tensor = MOE_FFN(
+    return MOE_FFN(
         x, top_k_index, top_k_weights, w_up, w_down, w_gate, b_up, b_down, b_gate, activation, gate_and_up, transposed,
         limit, up_offset, recompute,
     )  # fmt: skip
-    return y
 
 
 class _MoeFFN(Operation):
@@ -90,18 +91,34 @@ class _MoeFFN(Operation):
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         x, _, _, w_up, w_down, *others = tensors
         activation, gate_and_up, transposed, limit, up_offset, recompute = options
-        check_moe_tensors(*tensors)
+        named = dict(zip(self.tensor_names, tensors, strict=True))
+        check_given(**{name: named[name] for name in self.tensor_names[:5]})
+        check_tensors({name: tensor for name, tensor in named.items() if not name.startswith("top_k")})
+        if x.dim() < 2:
+            raise ValueError(f"{said('x', x)}: expected [*B, M, K], at least two dimensions")
+        check_routing(*tensors[:3])
         activation = canonical_activation(activation)
         rest = checked_options(gate_and_up, transposed, limit, up_offset, recompute, gated=tensors[5] is not None)
         check_experts(x, w_up, w_down, others, gate_and_up, transposed)
         return activation, *rest
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> MoeProblem:
+        x, top_k_index, _, w_up, w_down, w_gate, b_up, b_down, _ = tensors
         activation, gate_and_up, transposed, limit, up_offset, recompute = options
-        return moe_problem(
-            *tensors, activation=activation, gate_and_up=gate_and_up, transposed=transposed,
-            clamped=limit is not None or up_offset != 0, recompute=recompute,
-        )  # fmt: skip
+        return MoeProblem(
+            M=math.prod(x.shape[:-1]),
+            K=x.shape[-1],
+            N=w_down.shape[1 if transposed else 2],
+            E=w_up.shape[0],
+            top_k=top_k_index.shape[-1],
+            activation=activation,
+            gated=w_gate is not None or gate_and_up != "separate",
+            biased=b_up is not None or b_down is not None,
+            clamped=limit is not None or up_offset != 0,
+            recompute=recompute,
+            training=wants_gradient(x, *tensors[2:]),
+            **call_facts(*tensors),
+        )
 
     def title(self, problem: MoeProblem, tensors: Tensors, options: tuple[Any, ...]) -> str:
         _, _, _, limit, up_offset, _ = options

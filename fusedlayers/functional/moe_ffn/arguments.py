@@ -1,15 +1,12 @@
-"""Checks of the arguments of ``moe_ffn``, and its planning problem."""
+"""Checks of the arguments of ``moe_ffn``."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...planning.moe_ffn import MoeProblem
-from ..call import captured, subclass_of, wants_gradient
-from ..operands import check_given, check_layout, check_shape, check_tensors, compute_dtype, input_precision, said
+from ..operands import check_layout, check_shape, checked_flag, checked_number, said
 
 # How the projections of gate and up lie: each in a tensor of its own, or merged, gate first.
 LAYOUTS = ("separate", "concatenated", "interleaved")
@@ -70,27 +67,6 @@ def check_experts(
     check_shape("b_down", b_down, (experts, width), "[E, K]", because)
 
 
-def check_moe_tensors(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    w_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    b_gate: Tensor | None,
-) -> None:
-    """Types, dtypes, devices and the routing's shapes."""
-    check_given(x=x, top_k_index=top_k_index, top_k_weights=top_k_weights, w_up=w_up, w_down=w_down)
-    check_tensors(
-        {"x": x, "w_up": w_up, "w_down": w_down, "w_gate": w_gate, "b_up": b_up, "b_down": b_down, "b_gate": b_gate}
-    )
-    if x.dim() < 2:
-        raise ValueError(f"{said('x', x)}: expected [*B, M, K], at least two dimensions")
-    check_routing(x, top_k_index, top_k_weights)
-
-
 def checked_options(
     gate_and_up: Any, transposed: Any, limit: Any, up_offset: Any, recompute: Any, gated: bool
 ) -> tuple[str, bool, float | None, float, bool]:
@@ -98,58 +74,14 @@ def checked_options(
     if not isinstance(gate_and_up, str) or gate_and_up not in LAYOUTS:
         raise ValueError(f"gate_and_up must be one of {', '.join(LAYOUTS)}, got {gate_and_up!r}")
     for name, flag in (("transposed", transposed), ("recompute", recompute)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False, got {flag!r} ({type(flag).__name__})")
+        checked_flag(name, flag)
     gated = gated or gate_and_up != "separate"
-    offset = _number("up_offset", up_offset, "a finite number")
+    offset = checked_number("up_offset", up_offset, "a finite number")
     if limit is not None:
-        limit = _number("limit", limit, "a positive number or None")
+        limit = checked_number("limit", limit, "a positive number or None")
         if limit <= 0:
             raise ValueError(f"limit must be a positive number or None, got {limit!r}")
     if not gated and (limit is not None or offset):
         name = "up_offset" if limit is None else "limit"
         raise ValueError(f"{name} needs a gate: without w_gate there is nothing that it applies to")
     return gate_and_up, transposed, limit, offset, recompute
-
-
-def _number(name: str, value: Any, expected: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be {expected}, got {value!r} ({type(value).__name__})")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be {expected}, got {value!r}")
-    return float(value)
-
-
-def moe_problem(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    *others: Tensor | None,
-    activation: str,
-    gate_and_up: str,
-    transposed: bool,
-    clamped: bool,
-    recompute: bool,
-) -> MoeProblem:
-    """The planning problem of one call, its leading dims flattened into the tokens."""
-    w_gate, b_up, b_down, _ = others
-    dtype = compute_dtype(x)
-    return MoeProblem(
-        M=math.prod(x.shape[:-1]),
-        K=x.shape[-1],
-        N=w_down.shape[1 if transposed else 2],
-        E=w_up.shape[0],
-        top_k=top_k_index.shape[-1],
-        dtype=str(dtype).removeprefix("torch."),
-        activation=activation,
-        gated=w_gate is not None or gate_and_up != "separate",
-        biased=b_up is not None or b_down is not None,
-        clamped=clamped,
-        recompute=recompute,
-        training=wants_gradient(x, top_k_weights, w_up, w_down, *others),
-        input_precision=input_precision(x.device, dtype),
-        captured=captured(x.device),
-        subclass=subclass_of(x, top_k_index, top_k_weights, w_up, w_down, *others),
-    )

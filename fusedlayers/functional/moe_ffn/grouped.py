@@ -72,8 +72,7 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         # Whoever compiles this expression itself means what torch compiles best.
         return torch._grouped_mm(rows, weight, offs=ends)
     if rows.is_meta or torch.compiler.is_dynamo_compiling() or traced():
-        product: Tensor = _product(rows, weight, ends)
-        return product
+        return _product(rows, weight, ends)
     if _torch_has_it(rows, weight):
         return torch._grouped_mm(rows, weight, offs=ends)
     return _product_in_loop(rows, weight, ends)

@@ -14,9 +14,9 @@ from ...dropout import NO_DROPOUT
 from ...gemm_epilogue.pipelined import launch_hidden, launch_hidden_gradient, prepare_hidden, prepare_hidden_gradient
 from ...gemm_epilogue.pipelined.products import HALF, TILE
 from ...hopper import ALIGNMENT, Matrix, stacked, untransposed
-from ...launching import Launch, ceil_div
+from ...launching import Launch, ceil_div, prepared
 from ...tuning.grouped_gemm_pipelines import GroupedPipeline
-from ..elements import Arithmetic, HiddenGradients, prepared
+from ..elements import Arithmetic, HiddenGradients
 from ..sorting import SortedRows
 from .product import prepare_product
 from .weight_gradient import prepare_weight_gradient
@@ -91,7 +91,6 @@ def product(
     *,
     config: GroupedPipeline,
     ready: dict[Any, Any] | None = None,
-    name: str = "",
 ) -> torch.Tensor | None:
     """``Σ a wᵀ + bias`` ``[P, out]`` over one or two pairs of rows a ``[P, in]`` and weights w ``[E, out, in]``."""
     [(a, w), *more] = pairs
@@ -106,7 +105,7 @@ def product(
             return None
         return prepare_product(lefts[0], weights, columns, experts, config)
 
-    launch = prepared(ready, ("pipelined product", len(pairs), name), prepare)
+    launch = prepared(ready, ("pipelined product", len(pairs)), prepare)
     if launch is None:
         return None
     out = a.new_empty(rows.capacity, columns)

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import reference
 from ..kernels import row_sums as kernels
 from ..planning.row_sums import RowSumsProblem
-from .call import captured, subclass_of, wants_gradient
+from .call import call_facts, wants_gradient
 from .custom_ops import Result, Results
 from .operands import autocast, check_given, check_tensors, compute_dtype, said
 from .operation import Operation, Prepared, Tensors
@@ -36,13 +36,7 @@ class _RowSums(Operation):
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> RowSumsProblem:
         [x] = tensors
-        return RowSumsProblem(
-            *x.shape,
-            str(compute_dtype(x)).removeprefix("torch."),
-            wants_gradient(x),
-            captured=captured(x.device),
-            subclass=subclass_of(x),
-        )
+        return RowSumsProblem(M=x.shape[0], N=x.shape[1], training=wants_gradient(x), **call_facts(x))
 
     def title(self, problem: RowSumsProblem, tensors: Tensors, options: tuple[Any, ...]) -> str:
         return "row_sums: y = Σ_n x"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ..kernels.tuning.row_sums import RowSumTiles
 from .call import Call, Decision, Facts, direction, no_kernels, why_not_kernels
-from .devices import Device, floor_seconds
+from .devices import Device
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,8 @@ def plan(problem: RowSumsProblem, device: Device, backend: str = "auto") -> RowS
     # Without figures, auto mode takes torch.
     fused = why_not_kernels(problem, device, backend, unsupported, None, lambda *_: None)
     flops, io_bytes = problem.M * problem.N, problem.element_bytes * problem.M * (problem.N + 1)
-    return RowSumsPlan(
-        problem=problem,
-        path="torch" if fused else "fused",
-        reason="no other path is both possible and faster" if fused else "the kernel covers the problem",
-        rejected=(("fused", fused),) if fused else (("torch", "the kernel covers the problem"),),
-        flops=flops,
-        bytes=io_bytes,
-        saved_bytes=problem.element_bytes * problem.M * problem.N if problem.training else 0,
-        floor_seconds=floor_seconds(flops, io_bytes, problem.dtype, device),
-        unsupported=unsupported,
+    return RowSumsPlan.of(
+        problem, device, "fused", fused, reason="the kernel reads x once", flops=flops, bytes=io_bytes,
+        saved_bytes=problem.element_bytes * problem.M * problem.N if problem.training else 0, unsupported=unsupported,
         tiles=None if fused else RowSumTiles(),
-    )
+    )  # fmt: skip
