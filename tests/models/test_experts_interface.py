@@ -56,6 +56,19 @@ def test_the_first_call_may_be_made_under_a_checkpoint(observed: bool) -> None:
     torch.testing.assert_close(found["loss"], expected["loss"])
 
 
+def test_the_first_call_may_be_made_with_adapters() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[models]'")
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapters = peft.LoraConfig(r=2, target_modules=[], target_parameters=targets, init_lora_weights=False)
+    model = peft.get_peft_model(build("Mixtral"), adapters)
+    expected = model(**text()).logits
+    model.base_model.model.set_experts_implementation(IMPLEMENTATION)
+    with decisions() as paths:
+        found = model(**text()).logits
+    assert paths == {"moe_ffn torch": LAYERS}
+    torch.testing.assert_close(found, expected)
+
+
 def test_by_name_it_compiles_in_one_graph() -> None:
     torch._dynamo.reset()
     model = build("Mixtral", experts_implementation=IMPLEMENTATION)
