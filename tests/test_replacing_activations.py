@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +111,25 @@ class LearntSlope(nn.Module):
 def test_activations_are_known_by_their_values(activation: Callable[..., Tensor], name: str | None) -> None:
     assert torch_module_activation(activation) == name
     assert torch_module_activation(activation) == name
+
+
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+def test_activations_are_known_where_no_gradients_are_made(without_gradients: Callable[[], Any]) -> None:
+    class Swish(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.sigmoid(x)
+
+    class Unknown(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.sigmoid(3 * x)
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    with without_gradients():
+        assert torch_module_activation(Swish()) == "silu"
+        assert len(fl.replace(model).replaced) == 1
+        model[1] = Unknown()
+        x = torch.randn(3, 4)
+        torch.testing.assert_close(model(x), model[2](model[1](model[0](x))))
 
 
 def test_an_activation_that_is_exchanged_later_is_noticed() -> None:

@@ -31,8 +31,7 @@ def moe_ffn(
     """
     if transposed:
         w_up, w_down, w_gate = w_up.mT, w_down.mT, None if w_gate is None else w_gate.mT
-    tokens = x.reshape(-1, x.shape[-1])
-    index, weights = (each.reshape(tokens.shape[0], each.shape[-1]) for each in (top_k_index, top_k_weights))
+    tokens, index, weights = (each.flatten(0, -2) for each in (x, top_k_index, top_k_weights))
     y = torch.zeros_like(tokens, dtype=torch.promote_types(x.dtype, top_k_weights.dtype))
     for expert in range(w_up.shape[0]):
         token, place = torch.where(index == expert)

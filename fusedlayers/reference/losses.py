@@ -55,8 +55,10 @@ def cross_entropy(
     classes = not target.is_floating_point()
     flat = target.reshape(-1) if classes else target.reshape(scores.shape).to(scores.dtype)
     weights = None if weight is None else weight.to(scores.dtype)
+    # Among probabilities torch refuses any class.
+    ignored = ignore_index if classes else -100
     loss = F.cross_entropy(
-        scores, flat, weight=weights, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing
+        scores, flat, weight=weights, reduction=reduction, ignore_index=ignored, label_smoothing=label_smoothing
     )
     if z_loss:
         squares = z_loss * scores.logsumexp(-1).square()

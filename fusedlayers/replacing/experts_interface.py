@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.nn.utils import parametrize
 
 from ..functional import moe_ffn
 from ..modules import outside_of_traces, say_once
@@ -60,8 +61,20 @@ def _run(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Tensor
 def _find(module: nn.Module) -> ExpertsFFN | str:
     found = _found.get(module)
     if found is None:
-        found = _found[module] = find_experts(module)
+        found = _found[module] = find_experts(_without_parametrizations(module))
     return found
+
+
+def _without_parametrizations(module: nn.Module) -> nn.Module:
+    """The module as it is while peft has no adapters of its parameters in place, which are so during a call alone."""
+    if not parametrize.is_parametrized(module):
+        return module
+    parametrized: Any = module.parametrizations
+    plain = object.__new__(type(module).__bases__[0])
+    vars(plain).update(vars(module))
+    vars(plain)["_parameters"] = module._parameters | {name: each.original for name, each in parametrized.items()}
+    vars(plain)["_modules"] = {name: each for name, each in module._modules.items() if each is not parametrized}
+    return plain
 
 
 @outside_of_traces

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from .small_copies import linears, small_copy
@@ -40,13 +41,25 @@ def _wider(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 @contextmanager
 def quietly() -> Iterator[None]:
     """What runs inside has gradients and no autocast, makes its tensors on the CPU, stays in float64, and draws from
-    a generator that is set back; its warnings, which are about no call of the user's, are not shown."""
+    a generator that is set back; its warnings, which are about no call of the user's, are not shown.
+
+    Neither dispatch modes nor hooks of saved tensors see it: a first call may be made under a checkpoint, which would
+    take what it saves, and what it computes, for the model's.
+    """
     state = random.getstate()
     with ExitStack() as stack:
         stack.callback(random.setstate, state)
+        stack.enter_context(_disable_current_modes())
+        if torch._C._autograd._saved_tensors_hooks_is_enabled():
+            # Only the innermost hooks are called.
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast("cpu", enabled=False))

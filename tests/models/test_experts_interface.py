@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
@@ -34,6 +36,37 @@ def test_by_name(name: str) -> None:
     assert [type(module) for module in experts(model)] == kinds
     model.set_experts_implementation("eager")
     assert_same(results(model, inputs), expected)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+@pytest.mark.parametrize("observed", [False, True])
+def test_the_first_call_may_be_made_under_a_checkpoint(observed: bool) -> None:
+    """What is tried to know the experts is no part of what the checkpoint keeps, or computes again."""
+    expected = results(build("Mixtral"), text())
+    model: Any = build("Mixtral", experts_implementation=IMPLEMENTATION)
+    options: dict[str, Any] = {"use_reentrant": False}
+    if observed:
+        save: Any = CheckpointPolicy.PREFER_RECOMPUTE
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: save)
+    model.gradient_checkpointing_enable(options)
+    with decisions() as paths:
+        found = results(model.train(), text())
+    assert set(paths) == {"moe_ffn torch"}
+    assert paths["moe_ffn torch"] == 2 * LAYERS
+    torch.testing.assert_close(found["loss"], expected["loss"])
+
+
+def test_the_first_call_may_be_made_with_adapters() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[models]'")
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapters = peft.LoraConfig(r=2, target_modules=[], target_parameters=targets, init_lora_weights=False)
+    model = peft.get_peft_model(build("Mixtral"), adapters)
+    expected = model(**text()).logits
+    model.base_model.model.set_experts_implementation(IMPLEMENTATION)
+    with decisions() as paths:
+        found = model(**text()).logits
+    assert paths == {"moe_ffn torch": LAYERS}
+    torch.testing.assert_close(found, expected)
 
 
 def test_by_name_it_compiles_in_one_graph() -> None:

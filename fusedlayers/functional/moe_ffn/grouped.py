@@ -8,12 +8,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ... import reference
 from ...devices import torch_has_grouped_products
-from ..call import traced
+from ..call import traced, transformed
 
 _BYTES = 16  # of which strides and addresses of torch's grouped products are multiples
 
@@ -39,27 +40,32 @@ def experts_by_torch(
     if not transposed:
         w_up, w_down, w_gate = w_up.mT, w_down.mT, None if w_gate is None else w_gate.mT
     experts, k = w_up.shape[0], top_k_index.shape[-1]
-    tokens, flat = x.reshape(-1, x.shape[-1]), top_k_index.reshape(-1)
+    tokens, flat = x.flatten(0, -2), top_k_index.flatten()
     # What is no expert goes behind all of them.
     inside = (flat >= 0) & (flat < experts)
     keys, order = flat.where(inside, experts).sort(stable=True)
     ends = torch.searchsorted(keys, torch.arange(experts, device=x.device, dtype=keys.dtype), right=True)
     ends = ends.to(torch.int32)
     known = (keys < experts).unsqueeze(-1)
-    owners = keys.clamp(max=experts - 1)
 
     def layer(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         product = grouped_product(rows, weight, ends)
+        if bias is None:
+            return product
+        # The gradient of an index adds up row by row, so that it needs 32 bits; what is no expert has zeros.
+        wide = F.pad(bias.to(torch.promote_types(bias.dtype, torch.float32)), (0, 0, 0, 1))
         # torch writes nothing behind the last end, and a bias would add up the gradients of what is there.
-        return product if bias is None else (product + bias[owners]).where(known, 0)
+        return (product + wide[keys].to(product.dtype)).where(known, 0)
 
     rows = tokens[order // k].where(known, 0)
     up, gate = reference.split_gate_and_up(layer(rows, w_up, b_up), gate_and_up)
     if w_gate is not None:
         gate = layer(rows, w_gate, b_gate)
     hidden = reference.clamped_hidden(up, gate, activation=activation, limit=limit, up_offset=up_offset)
-    found = layer(hidden, w_down, b_down).where(known, 0) * top_k_weights.reshape(-1)[order].unsqueeze(-1)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=x.device))
+    # Whatever the weight of an index that is no expert: 0 times NaN would not be 0.
+    scores = top_k_weights.flatten()[order].unsqueeze(-1).where(known, 0)
+    found = layer(hidden, w_down, b_down).where(known, 0) * scores
+    back = order.scatter(0, order, torch.arange(order.shape[0], device=x.device))
     return found[back].view(tokens.shape[0], k, tokens.shape[1]).sum(1).to(x.dtype).view(x.shape)
 
 
@@ -79,28 +85,42 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _torch_has_it(*operands: Tensor) -> bool:
-    """Whether torch has a grouped product for these operands that waits for nothing."""
+    """Whether torch has a grouped product for these operands that waits for nothing, and its gradients."""
     first = operands[0]
-    known = first.dtype == torch.bfloat16 and torch_has_grouped_products(first.device)
+    known = first.dtype == torch.bfloat16 and torch_has_grouped_products(first.device) and not transformed()
     return known and all(_lies_well(each) for each in operands)
 
 
 def _lies_well(tensor: Tensor) -> bool:
-    if 0 in tensor.shape or tensor.data_ptr() % _BYTES:
+    # The gradient of a product has rows as long as those of the weight, however that lies.
+    if 0 in tensor.shape or tensor.data_ptr() % _BYTES or tensor.shape[-1] * tensor.element_size() % _BYTES:
         return False
     *_, row, column = tensor.stride()
-    longer = row if column == 1 else column if row == 1 else 1
+    longer, length = (row, tensor.shape[-1]) if column == 1 else (column, tensor.shape[-2]) if row == 1 else (1, 1)
     strides = (longer, *tensor.stride()[:-2])
-    return all(stride * tensor.element_size() % _BYTES == 0 for stride in strides)
+    # One row for all, as of an expanded tensor, is none that torch takes.
+    return longer >= length and all(stride * tensor.element_size() % _BYTES == 0 for stride in strides)
 
 
 def _product_in_loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if not weight.shape[0]:
+        # Zeros that depend on both, as no row has an expert.
+        return rows @ weight.sum(0)
+    if transformed():
+        return _product_in_masks(rows, weight, ends)
     parts, start = [], 0
     for expert, end in enumerate(ends.tolist()):
         # Also where there are no rows: a weight without any has a gradient of zeros.
         parts.append(rows[start:end] @ weight[expert])
         start = end
     return torch.cat([*parts, rows.new_zeros(rows.shape[0] - start, weight.shape[-1])])
+
+
+def _product_in_masks(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Every row times the weights of all experts, as the counts of what a transform maps cannot be read."""
+    places = torch.arange(rows.shape[0], device=rows.device).unsqueeze(-1)
+    owners = (places >= ends).sum(-1, keepdim=True)
+    return torch.stack([(rows @ each).where(owners == expert, 0) for expert, each in enumerate(weight)]).sum(0)
 
 
 @torch.library.custom_op("fusedlayers::grouped_product", mutates_args=())
