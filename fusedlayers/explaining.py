@@ -46,8 +46,8 @@ def explain(target: nn.Module | Callable[..., Any], /, *inputs: Tensor, **option
     operation = operation_of(function)
     if operation is None:
         known = (
-            "a FusedFFN, a SplitKLinear, a MaxSim, a LinearCrossEntropyLoss, a module fused by replace(), or a "
-            "function of fusedlayers.functional"
+            "a FusedFFN, a FusedMoE, a SplitKLinear, a MaxSim, a LinearCrossEntropyLoss, a function of "
+            "fusedlayers.functional, or one block of a model that replace() fused: an FFN, experts or a linear"
         )
         raise TypeError(f"target must be {known}, got {type(target).__name__}")
     tensors, given = operation.bound(*inputs, **options)

@@ -376,7 +376,7 @@ def test_nothing_is_computed(pretend: Callable[[Device], None]) -> None:
 )
 def test_other_targets_are_refused(target: Any) -> None:
     known = (
-        r"target must be .* MaxSim, .*, a module fused by replace\(\), or a function of fusedlayers.functional, got "
+        r"target must be .* MaxSim, .* fusedlayers.functional, or one block of a model that replace\(\) fused: .*, got "
     )
     with pytest.raises(TypeError, match=known + type(target).__name__):
         fl.explain(target, torch.zeros(2, 3))

@@ -21,7 +21,9 @@ KINDS = ("torch", "fused", "replaced")
 
 
 @pytest.mark.parametrize("options", [(), ("model.gated=true", "model.activation=silu")], ids=["plain", "gated"])
-def test_all_kinds_of_layers_start_equal(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_all_kinds_of_layers_start_equal(
+    options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     states = []
     for kind in KINDS:
         chosen = settings(tmp_path, *EXPERTS, f"layers={kind}", *options)
@@ -30,6 +32,7 @@ def test_all_kinds_of_layers_start_equal(options: tuple[str, ...], tmp_path: Pat
         block = model.blocks[0].feed_forward
         assert isinstance(block, FusedMoE if kind == "fused" else Mixture)
         assert isinstance(block.experts, FusedExperts) is (kind == "replaced")
+        assert "skipped  " not in capsys.readouterr().out
         states.append(model.state_dict())
     for state in states[1:]:
         assert list(state) == list(states[0])

@@ -50,6 +50,25 @@ def test_it_is_the_mixture_of_transformers(path: str, normalize: bool) -> None:
     torch.testing.assert_close(found, filled(theirs.to(DEVICE), x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (torch.zeros(3, 23), ValueError, r"x of shape \[3, 23\] .*: expected .* with K = d_model = 24"),
+        (torch.zeros(()), ValueError, r"x of shape \[\] .*: expected .* with K = d_model = 24"),
+        (
+            torch.zeros(3, 24).half(),
+            TypeError,
+            "x of shape .*: expected the dtype of experts.gate_up_proj",
+        ),
+        (torch.zeros(3, 24).long(), TypeError, "x of shape .*: expected a real floating-point dtype"),
+        ([0.0] * 24, TypeError, "x must be a torch.Tensor, got list"),
+    ],
+)
+def test_an_error_of_the_input_names_it(x: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        FusedMoE(24, 20, 5, 2)(x)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     "options",

@@ -267,7 +267,7 @@ class Halved(Llama):
     [
         (InTraining, torch.float32, "it computes something else in training"),
         (Detached, torch.float32, "its results are those of a norm, but not its gradients"),
-        (Global, torch.float32, "its forward reads what may change"),
+        (Global, torch.float32, "its forward reads a variable that may change"),
         (Wide, torch.bfloat16, "its own forward gives float32 for bfloat16"),
         (Halved, torch.float16, "in float16 torch's fused norm is not as close to float64 as its own forward: "),
         (Llama, torch.float64, "its own forward runs in torch.float64"),

@@ -165,7 +165,9 @@ def feed_forward(model: ModelSettings, layers: LayerSettings) -> nn.Module:
 def replace_if_asked(model: nn.Module, layers: LayerSettings) -> None:
     """With ``layers=replaced``, hand a model that was built of torch layers to ``fusedlayers.replace``."""
     if layers.kind == "replaced":
-        print(fusedlayers.replace(model, rules=[FEED_FORWARD_RULE], recompute=recompute(layers)))
+        # A model of experts has no block of the class, and the report would list the rule as one without use.
+        rules = [FEED_FORWARD_RULE] if any(type(module) is FeedForward for module in model.modules()) else []
+        print(fusedlayers.replace(model, rules=rules, recompute=recompute(layers)))
 
 
 def recompute(layers: LayerSettings) -> Literal["auto"] | bool | int:

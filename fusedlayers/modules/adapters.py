@@ -154,8 +154,11 @@ def _why_not_read(linear: Any) -> str | None:
     if weight.device != a.weight.device or weight.device != b.weight.device:
         return f"has an adapter on {a.weight.device}, but a weight on {weight.device}"
     alike = weight.dtype == a.weight.dtype == b.weight.dtype
-    if not alike and (autocast_dtype(weight.device) is None or torch.float64 in (weight.dtype, a.weight.dtype)):
-        return f"has an adapter of {a.weight.dtype}, but a weight of {weight.dtype}: that is fused under autocast alone"
+    # Autocast leaves float64 alone.
+    double = torch.float64 in (weight.dtype, a.weight.dtype)
+    if not alike and (double or autocast_dtype(weight.device) is None):
+        where = "" if double else ": that is fused under autocast alone"
+        return f"has an adapter of {a.weight.dtype}, but a weight of {weight.dtype}{where}"
     return None
 
 

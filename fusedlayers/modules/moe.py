@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..functional.operands import checked_flag
+from ..functional.operands import check_tensors, checked_flag, said
 from ..kernels.activations import canonical_activation
 from .ffn import FusedFFN, _positive
 
@@ -141,7 +141,17 @@ class FusedMoE(nn.Module):
                 child.reset_parameters()
 
     def routing(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(index, weights) ``[*B, M, top_k]`` of the experts of every token, weights in the dtype of x."""
+        """(index, weights) ``[*B, M, top_k]`` of the experts of every token, weights in the dtype of x.
+
+        Raises:
+            TypeError, ValueError: as in :meth:`forward`.
+        """
+        # The router comes first, and torch's error would name neither the argument nor the module.
+        first = getattr(self.experts, self.experts.first)
+        if not isinstance(x, Tensor) or x.dtype != first.dtype:
+            check_tensors({f"experts.{self.experts.first}": first, "x": x})
+        if x.shape[-1:] != (self.d_model,):
+            raise ValueError(f"{said('x', x)}: expected [*B, M, K] with K = d_model = {self.d_model}")
         logits = self.gate(x)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = wide.softmax(-1) if self.scores == "softmax" else wide.sigmoid()

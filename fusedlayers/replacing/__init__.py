@@ -34,6 +34,7 @@ from .blocks import (
 from .expert_ffns import ExpertsFFN, find_experts, implementation, is_experts
 from .experts import FusedExperts, experts_class, why_class_stays
 from .experts_interface import IMPLEMENTATION, register_experts
+from .finding import autocast_on_its_device
 from .heads import FusedLossHead, find_head, head_class, why_head_left
 from .heads import why_class_stays as why_model_stays
 from .linears import FusedSplitKLinear
@@ -231,6 +232,10 @@ def _replace_ffns(model: nn.Module, patterns: Patterns, found: _Found) -> set[nn
         if reason is not None or fused is None:
             continue
         ffns = fused.find_ffn_pieces(module)
+        if any(isinstance(pieces, str) for pieces in ffns.values()):
+            # Adapters in float32 beside weights of 16 bits are fused under autocast, which only a training step enters.
+            with autocast_on_its_device(module):
+                ffns = fused.find_ffn_pieces(module)
         for linears, pieces in ffns.items():
             if isinstance(pieces, str):
                 found.skip(path, module, f"{linears}: {pieces}", is_ffn_left=True)
@@ -336,4 +341,5 @@ def _description(pieces: FFNPieces) -> str:
     up, down = linear_weight(pieces.up), linear_weight(pieces.down)
     gated = "" if pieces.gate is None and pieces.gate_rows is None else "gated "
     adapted = ", with adapters" if pieces.operation.name == "lora_ffn" else ""
+    adapted += ", under autocast alone" if pieces.why_not_plain() else ""
     return f"{gated}{pieces.activation}, {up.shape[1]} -> {down.shape[1]} -> {down.shape[0]}{adapted}"

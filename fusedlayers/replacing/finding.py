@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -89,6 +90,12 @@ def find_ffn(
     if not (w_up.dtype == w_down.dtype == w_gate.dtype and w_up.device == w_down.device == w_gate.device):
         return "the linears differ in dtype or device"
     return pieces
+
+
+def autocast_on_its_device(module: nn.Module) -> AbstractContextManager[Any]:
+    """Autocast for the device of a module's parameters, where there is one."""
+    device = next((parameter.device.type for parameter in module.parameters()), "meta")
+    return torch.autocast(device) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 def _holds_linear(module: nn.Module) -> bool:

@@ -313,7 +313,7 @@ def _with_options(block: nn.Module, rule: FFNRule, bench: Bench) -> FFNRule:
     parts = [name.removeprefix(prefix) for name in (*rule.parts(), rule.output_dropout or "")]
     options = options_read(part, "forward", parts)
     if options is None:
-        raise Unrecognised("its forward reads what may change")
+        raise Unrecognised("its forward reads a variable that may change")
     values = {field.name: getattr(rule, field.name) for field in dataclasses.fields(FFNRule)}
     return FoundRule(**values, options=tuple((prefix + name, value) for name, value in options))
 

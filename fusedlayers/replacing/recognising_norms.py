@@ -169,7 +169,7 @@ def _in_float64(module: nn.Module) -> Norm | str | None:
     if _runs_fused(module):
         return None
     options = options_read(module, "forward", [name for name in (norm.weight, norm.bias) if name is not None])
-    return "its forward reads what may change" if options is None else norm._replace(options=options)
+    return "its forward reads a variable that may change" if options is None else norm._replace(options=options)
 
 
 def copy_of_norm(module: nn.Module, training: bool = False, dtype: torch.dtype = torch.float64) -> nn.Module:
