@@ -21,10 +21,12 @@ OF_TRITON = [
     for owner, name in (
         (interpreter, "_patch_builtin"),
         (interpreter.ReduceOps, "generic_reduce"),
+        (interpreter.TensorHandle, "__init__"),
         (TritonSemantic, "binary_op_sanitize_overflow_impl"),
         (TritonSemantic, "binary_op_type_checking_impl"),
         (TritonSemantic, "broadcast_impl_value"),
         (tl.block_type, "__init__"),
+        (tl.core, "_unwrap_if_constexpr"),
         (tl.dtype, "__eq__"),
         (tl.tensor, "__init__"),
     )
@@ -44,6 +46,10 @@ def hurry() -> None:
         _look_for_overflow_where_it_is_told()
     if hasattr(TritonSemantic, "binary_op_type_checking_impl") and hasattr(TritonSemantic, "broadcast_impl_value"):
         _convert_operands_that_differ()
+    if hasattr(interpreter, "TensorHandle") and hasattr(interpreter, "_validate_np_data_size"):
+        _remember_the_largest_elements()
+    if hasattr(tl.core, "_unwrap_if_constexpr"):
+        _leave_what_is_wrapped_in_nothing()
     _remember_shapes()
     interpreter.ReduceOps.generic_reduce = _reduce_whole_slices
 
@@ -159,10 +165,18 @@ def _convert_operands_that_differ() -> None:
         return convert(semantic, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
     def broadcast_others(semantic: Any, one: Any, other: Any) -> Any:
+        if not one.type.is_block():
+            return (spread(semantic, one, other), other) if other.type.is_block() else (one, other)
+        if not other.type.is_block():
+            return one, spread(semantic, other, one)
         # One shape is one object, see _remember_shapes.
-        if one.type.is_block() and other.type.is_block() and one.type.shape is other.type.shape:
+        if one.type.shape is other.type.shape:
             return one, other
         return broadcast(semantic, one, other)
+
+    def spread(semantic: Any, scalar: Any, block: Any) -> Any:
+        kind = block.type.with_element_ty(scalar.type.scalar)
+        return tl.tensor(semantic.builder.create_splat(kind, scalar.handle), kind)
 
     def is_or_equals(dtype: Any, other: Any) -> bool:
         return dtype is other or equal(dtype, other)
@@ -173,6 +187,28 @@ def _convert_operands_that_differ() -> None:
 
 def _is_half(dtype: Any) -> bool:
     return bool(dtype.is_floating() and dtype.primitive_bitwidth < 32)
+
+
+def _remember_the_largest_elements() -> None:
+    """Every value asks its type for the bits of an element, to see that its array has no more."""
+    make = interpreter.TensorHandle.__init__
+    known: dict[str, int] = {}
+
+    def make_known(handle: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        if data.itemsize > known.get(dtype.name, 0):
+            make(handle, data, dtype, {} if attr is None else attr)
+            known[dtype.name] = data.itemsize
+            return
+        handle.data, handle.dtype, handle.attr = data, dtype, {} if attr is None else attr
+
+    interpreter.TensorHandle.__init__ = make_known
+
+
+def _leave_what_is_wrapped_in_nothing() -> None:
+    """Every operation asks each of its operands whether it is a constexpr, or a list of some."""
+    unwrap = tl.core._unwrap_if_constexpr
+    plain = frozenset({tl.tensor, tl.dtype, tl.block_type, bool, int, float, str, type(None)})
+    tl.core._unwrap_if_constexpr = lambda value: value if type(value) in plain else unwrap(value)
 
 
 def _remember_shapes() -> None:
