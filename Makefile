@@ -22,6 +22,8 @@ NAME ?= gemm_epilogue
 # The oldest and the newest release that README names; the tests run on the one of constraints.txt.
 TRITONS := 3.6.0 3.8.0
 TRITON_FOLDERS := $(TRITONS:%=build/triton-%)
+# Where Python may not write what it compiles, every process of the tests would compile torch and transformers anew.
+unexport PYTHONDONTWRITEBYTECODE
 # One thread per worker, or the workers' threads fight for the same cores.
 PYTEST := OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 PYTEST_ON_GPU := TRITON_INTERPRET=0 $(BIN)/pytest --numprocesses 8 --dist loadgroup

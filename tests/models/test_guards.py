@@ -86,9 +86,13 @@ UPS = {
 }
 
 
-# Compiling takes long, and these differ in what they hold: linears, transposed ones, and in what calls them. All the
-# others are compiled in `make test-full`.
-FEW = [name if name in ("bert", "gpt2", "sequence") else pytest.param(name, marks=pytest.mark.full) for name in MODELS]
+def few(*chosen: str) -> list[object]:
+    """The names of all models, most of them for `make test-full`: compiling takes long."""
+    return [name if name in chosen else pytest.param(name, marks=pytest.mark.full) for name in MODELS]
+
+
+# A model of transposed weights and a plain sequence; tests/models/test_transformed.py compiles blocks of linears.
+FEW = few("gpt2", "sequence")
 
 
 def input_of(model: nn.Module) -> Tensor:
@@ -162,7 +166,7 @@ def operations_of(model: nn.Module) -> Counter[str]:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", few("bert", "gpt2", "sequence"))
 def test_a_replaced_model_has_hardly_more_guards(name: str, train: bool) -> None:
     # Methods of a class are guarded once, for all of its blocks; a real model has more than two.
     model = MODELS[name]({"bert": 6, "encoder": 4}.get(name, 2))
@@ -171,6 +175,7 @@ def test_a_replaced_model_has_hardly_more_guards(name: str, train: bool) -> None
     assert guards_of(model) <= without + MORE * blocks_of(model)
 
 
+@pytest.mark.full
 def test_more_layers_add_fewer_guards_than_the_bound() -> None:
     models = [bert(1), bert(2)]
     without = [guards_of(model.eval()) for model in models]

@@ -16,6 +16,7 @@ from fusedlayers.closeness import assert_all_close
 from fusedlayers.replacing.logits import Logits, NoLogits
 from tests.ffn_blocks import assert_same
 from tests.models.loss_heads import IGNORED, WORDS, build, in_kernels, losses, replaced, results, text, truth
+from tests.models.small import InFloat64
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install 'fusedlayers[models]'"
@@ -240,22 +241,26 @@ def test_a_hook_of_the_model_sees_its_outputs(monkeypatch: pytest.MonkeyPatch) -
 def test_a_checkpoint_around_all_of_it(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = build("Llama"), text()
 
-    def run() -> dict[str, Tensor | None]:
+    def run(model: Any, checkpointed: bool = True) -> dict[str, Tensor | None]:
         # A reentrant checkpoint has a gradient if an input of its has one.
-        embedded = model.get_input_embeddings()(inputs["input_ids"])  # type: ignore[operator]
+        embedded = model.get_input_embeddings()(inputs["input_ids"])
         function = lambda x: model(inputs_embeds=x, labels=inputs["labels"], return_dict=False)  # noqa: E731
-        loss, logits = torch.utils.checkpoint.checkpoint(function, embedded, use_reentrant=reentrant)
+        if checkpointed:
+            loss, logits = torch.utils.checkpoint.checkpoint(function, embedded, use_reentrant=reentrant)
+        else:
+            loss, logits = function(embedded)
         model.zero_grad()
         (loss + (logits * 1).square().mean()).backward()
         return {name: parameter.grad for name, parameter in model.named_parameters()}
 
-    expected = run()
+    expected = run(model)
+    with InFloat64():
+        exact = run(copy.deepcopy(model).double(), checkpointed=False)
     replaced(model)
     with in_kernels(monkeypatch) as paths:
-        found = run()
+        found = run(model)
     assert losses(paths) == 2 - reentrant
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+    assert_all_close(found, expected, exact)
 
 
 def test_transforms_and_modes_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
