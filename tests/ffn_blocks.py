@@ -119,6 +119,8 @@ def seeded_dropout() -> Iterator[None]:
     """Inside, torch's dropout draws its masks as `functional.ffn` does, so that a block equals its fused form."""
 
     own = F.dropout
+    # Remembered with torch's own dropout: Dynamo asks once in a process which functions a stand-in can answer.
+    torch.overrides.get_overridable_functions()
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not (training and p):

@@ -70,7 +70,7 @@ def _without_parametrizations(module: nn.Module) -> nn.Module:
     if not parametrize.is_parametrized(module):
         return module
     parametrized: Any = module.parametrizations
-    plain = object.__new__(type(module).__bases__[0])
+    plain: nn.Module = object.__new__(type(module).__bases__[0])
     vars(plain).update(vars(module))
     vars(plain)["_parameters"] = module._parameters | {name: each.original for name, each in parametrized.items()}
     vars(plain)["_modules"] = {name: each for name, each in module._modules.items() if each is not parametrized}

@@ -57,7 +57,7 @@ def quietly() -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(random.setstate, state)
         stack.enter_context(_disable_current_modes())
-        if torch._C._autograd._saved_tensors_hooks_is_enabled():
+        if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             # Only the innermost hooks are called.
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged))
         stack.enter_context(torch.inference_mode(False))
