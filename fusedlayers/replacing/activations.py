@@ -97,30 +97,34 @@ def _compared(key: Hashable, activation: Any) -> str | None:
 
 
 def _equal_one(activation: Any) -> str | None:
-    results = []
-    for training in (True, False):
-        run = activation
-        if isinstance(activation, nn.Module):
-            run = copy.copy(activation)
-            run.training = training
-        z = _VALUES.clone().requires_grad_()
-        try:
-            with quietly():
+    # All of it, as the call that asks may be made without gradients.
+    with quietly():
+        results = []
+        for training in (True, False):
+            run = activation
+            if isinstance(activation, nn.Module):
+                run = copy.copy(activation)
+                run.training = training
+            try:
                 if not _is_of_torch(activation) and not is_formula(run):
                     return None
-                value = run(z * 1)
-                [slope] = torch.autograd.grad(value.sum(), z)
-        except Exception:
-            # What does not run on a vector of numbers is no activation, whatever else it is.
-            return None
-        results.append((value, slope))
-    for name, known in ACTIVATIONS.items():
-        z = _VALUES.clone().requires_grad_()
-        value = known.torch(z)
-        [slope] = torch.autograd.grad(value.sum(), z)
-        if all(_alike(mine, value) and _alike(theirs, slope) for mine, theirs in results):
-            return name
+                results.append(_value_and_slope(run))
+            except Exception:
+                # What does not run on a vector of numbers is no activation, whatever else it is.
+                return None
+        for name, known in ACTIVATIONS.items():
+            value, slope = _value_and_slope(known.torch)
+            if all(_alike(mine, value) and _alike(theirs, slope) for mine, theirs in results):
+                return name
     return None
+
+
+def _value_and_slope(activation: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    z = _VALUES.clone().requires_grad_()
+    # A tensor that an activation may change in place.
+    value = activation(z * 1)
+    [slope] = torch.autograd.grad(value.sum(), z)
+    return value, slope
 
 
 def watched_options(activation: object) -> list[str]:

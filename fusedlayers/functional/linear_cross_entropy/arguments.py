@@ -60,9 +60,11 @@ def check_class_weight(weight: Tensor | None, linear_weight: Tensor) -> None:
 
 
 def check_ignore_index(ignore_index: Any) -> None:
-    """An int; torch's own function takes any, and so does this."""
+    """An int that a target may hold; torch's own function takes any of these, and so does this."""
     if type(ignore_index) is not int:
         raise TypeError(f"ignore_index must be an int, got {ignore_index!r} ({type(ignore_index).__name__})")
+    if not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"ignore_index must be an int of 64 bits, got {ignore_index!r}")
 
 
 def check_reduction(reduction: Any) -> None:
