@@ -94,4 +94,4 @@ def test_a_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         exact = build(name).double()
         run(exact)
         _, truth = run(exact)
-    assert_all_close(found, expected, truth, independent=TARGETS, over_rows=True)
+    assert_all_close(found, expected, truth, independent=TARGETS)
