@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -51,11 +52,12 @@ def quietly() -> Iterator[None]:
     a generator that is set back; its warnings, which are about no call of the user's, are not shown.
 
     Neither dispatch modes nor hooks of saved tensors see it: a first call may be made under a checkpoint, which would
-    take what it saves, and what it computes, for the model's.
+    take what it saves, and what it computes, for the model's. Nor do transforms of torch.func, which forbid leaves.
     """
     state = random.getstate()
     with ExitStack() as stack:
         stack.callback(random.setstate, state)
+        stack.enter_context(temporarily_clear_interpreter_stack())
         stack.enter_context(_disable_current_modes())
         if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             # Only the innermost hooks are called.

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import fusedlayers as fl
@@ -54,6 +55,22 @@ def test_the_first_call_may_be_made_under_a_checkpoint(observed: bool) -> None:
     assert set(paths) == {"moe_ffn torch"}
     assert paths["moe_ffn torch"] == 2 * LAYERS
     torch.testing.assert_close(found["loss"], expected["loss"])
+
+
+def test_the_first_call_may_be_made_inside_a_transform() -> None:
+    model: Any = build("Mixtral", experts_implementation=IMPLEMENTATION)
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        called: Any = torch.func.functional_call(model, parameters, (), text())
+        return called.loss
+
+    with decisions() as paths:
+        found = torch.func.grad(loss)(parameters)
+        loss(parameters).backward()
+    assert paths == {"moe_ffn torch": 2 * LAYERS}
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(found[name], parameter.grad)
 
 
 def test_the_first_call_may_be_made_with_adapters() -> None:
