@@ -48,9 +48,12 @@ def prepared(ready: dict[Any, Any] | None, name: object, make: Callable[..., _Ma
         return make(*arguments)
     try:
         found: _Made = ready[name]
+        return found
     except KeyError:
-        found = ready[name] = make(*arguments)
-    return found
+        # An error of ``make`` is raised below, where this one is no part of it.
+        pass
+    made = ready[name] = make(*arguments)
+    return made
 
 
 class Launch:
