@@ -23,22 +23,6 @@ exact says nothing about how exact a right kernel must be. Two corrections, both
   elements, 1.5 for 64, 5.6 for 16, 1000 for 4 and fewer. A small tail tile is thus judged loosely alone and strictly as
   part of the whole.
 
-*Gradients of weights* are sums over rows, and all that a row adds shares the errors of its inner results. Of few rows,
-as those of an expert, or of few large ones, a tile of 4096 elements holds the errors of few: torch's can be lucky, ours
-unlucky. For ``over_rows`` their number ``n`` is read from the reference, where no fault of ours can change it: the
-participation ratio of a tile's singular values (of how many rows it is the sum), times that of the sizes of its rows or
-of its columns, whichever is less. Then
-
-* an RMS error up to ``q * rho * rms(reference)`` is allowed, too, with ``rho`` torch's error relative to the reference
-  in the median tile, and ``q ** 2`` what a mean of ``n`` squares of normal errors exceeds in any of all tiles with a
-  chance of one in a million: of 100,000 tiles 3.7 for 5 errors in each, 1.5 for 100, 1.07 for 4096;
-* torch's largest error counts as at least ``c`` times the RMS error that it counts with, and ``c`` is the largest
-  quotient of the two in any tile: the largest of so many errors is held against the largest of as many.
-
-The RMS error of the whole is judged so, too, and where there are several matrices that of each: what a tile of few
-errors may hide, all tiles of an expert show. One percent too much at an expert of one row is red in bfloat16 from
-some 200 columns on; of 20 columns it is not, as the few errors there differ by more.
-
 Where single errors decide a tile, as in the gradient of a model's embedding, whose rows are those of a few tokens each,
 several *draws* can be judged together: results of the same computation for other random inputs, whose errors in one
 place count as those of one larger tile.
@@ -47,20 +31,21 @@ place count as those of one larger tile.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-
-from .tile_statistics import TILE, Populations, steps, tile_statistics
 
 __all__ = ["Closeness", "assert_all_close", "assert_close", "compare", "compare_all"]
 
 MAX_ERROR_LIMIT = 2.0
 RMS_LIMIT = 1.5
 RMS_FLOOR = 1e-6
+TILE = 64
 FALSE_ALARM = 1e-6
+# Bounds the float64 temporaries of one step to about 128 MB each, however large the tensors are.
+ELEMENTS_PER_STEP = 2**24
 
 
 @dataclass(frozen=True)
@@ -84,6 +69,35 @@ class Closeness:
     judged: bool = True
 
 
+@dataclass(frozen=True)
+class _Populations:
+    """Statistics of groups of elements, one entry per group; all float64 on the CPU."""
+
+    count: Tensor
+    our_max: Tensor
+    our_squares: Tensor
+    torch_max: Tensor
+    torch_squares: Tensor
+    reference_max: Tensor
+    reference_squares: Tensor
+
+    def whole(self) -> _Populations:
+        """All groups as one."""
+        return self._as_one(lambda statistic: statistic.reshape(-1, 1))
+
+    def together(self, draws: int) -> _Populations:
+        """The groups of all draws as one, each with those in its place; the first dimension is made of the draws."""
+        return self._as_one(lambda statistic: statistic.unflatten(0, (draws, -1)))
+
+    def _as_one(self, stacked: Callable[[Tensor], Tensor]) -> _Populations:
+        """Over the first dimension of the statistics as they are ``stacked``."""
+        found = {}
+        for each in fields(self):
+            statistic = stacked(getattr(self, each.name))
+            found[each.name] = statistic.amax(dim=0) if each.name.endswith("_max") else statistic.sum(dim=0)
+        return _Populations(**found)
+
+
 def compare(
     actual: Tensor,
     torch_result: Tensor,
@@ -93,7 +107,6 @@ def compare(
     computed_in: torch.dtype | None = None,
     independent: int | None = None,
     draws: bool = False,
-    over_rows: bool = False,
 ) -> Closeness:
     """Judge ``actual`` by the rule of this module. Runs on the device of ``actual``; deterministic.
 
@@ -107,7 +120,6 @@ def compare(
         independent: how many inner results the tensor is made of, where they are fewer than its elements: ``M * N`` for
             an FFN. One token through one hidden unit is one sample of torch's error, whatever the number of columns.
         draws: whether the first dimension counts draws, which are judged together.
-        over_rows: whether a matrix is a sum over rows, as a weight's gradient is, of which there may be few.
 
     Raises:
         TypeError: ``reference`` is not float64, or ``actual`` is not a floating-point tensor.
@@ -150,20 +162,13 @@ def compare(
         )
 
     unit = torch.finfo(computed_in or actual.dtype)
-    over_rows = over_rows and len(inner) > 1
-    tiles = tile_statistics(*views, over_rows=over_rows)
+    tiles = _tile_statistics(*views)
     if draws:
         tiles = tiles.together(actual.shape[0])
-    usual = _usual_errors(tiles) if over_rows else None
-    matrices = tiles.matrices()
-    whole = matrices.whole()
+    whole = tiles.whole()
     whole_max, whole_rms = (float(ratio) for ratio in _error_ratios(whole, unit))
-    # Over rows the largest errors are left to the tiles, which know how large they may be.
-    whole_fraction = float(_fractions(whole, unit, independent, usual, largest=not over_rows))
-    if over_rows:
-        each = _fractions(matrices, unit, independent, usual, largest=False)
-        whole_fraction = max(whole_fraction, float(each.max()))
-    fractions = _fractions(tiles, unit, independent, usual)
+    whole_fraction = float(_fractions(whole, unit, independent))
+    fractions = _fractions(tiles, unit, independent)
     tile_fraction = float(fractions.max())
     spot = tuple(int(i) for i in torch.unravel_index(fractions.argmax(), fractions.shape))
     worst_tile = _index(spot[0], inner[:-2]) + spot[3 - min(len(inner), 2) :]
@@ -207,7 +212,6 @@ def compare_all(
     computed_in: torch.dtype | None = None,
     independent: int | None = None,
     draws: bool = False,
-    over_rows: bool = False,
 ) -> dict[str, Closeness]:
     """:func:`compare` for every entry (``y``, ``dx``, ``dw_up`` ...); ``None`` is the gradient of a frozen input.
 
@@ -232,9 +236,8 @@ def compare_all(
             )
         else:
             verdicts[name] = compare(
-                ours, theirs, truth,
-                name=name, computed_in=computed_in, independent=independent, draws=draws, over_rows=over_rows,
-            )  # fmt: skip
+                ours, theirs, truth, name=name, computed_in=computed_in, independent=independent, draws=draws
+            )
     return verdicts
 
 
@@ -245,12 +248,9 @@ def assert_all_close(
     *,
     computed_in: torch.dtype | None = None,
     independent: int | None = None,
-    over_rows: bool = False,
 ) -> dict[str, Closeness]:
     """:func:`compare_all`, raising one ``AssertionError`` that holds the message of every red verdict."""
-    verdicts = compare_all(
-        actual, torch_results, references, computed_in=computed_in, independent=independent, over_rows=over_rows
-    )
+    verdicts = compare_all(actual, torch_results, references, computed_in=computed_in, independent=independent)
     red = [verdict.message for verdict in verdicts.values() if not verdict.ok]
     if red:
         raise AssertionError("\n".join(red))
@@ -271,13 +271,23 @@ def _index(position: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(index)
 
 
+def _steps(shape: torch.Size, rows_per_step: int) -> list[tuple[slice, slice]]:
+    """Slices over (matrices, rows) that cover ``[batch, rows, columns]``, about ``ELEMENTS_PER_STEP`` elements each."""
+    batch, rows, columns = shape
+    if rows * columns <= ELEMENTS_PER_STEP:
+        per_step = max(1, ELEMENTS_PER_STEP // (rows * columns))
+        return [(slice(i, i + per_step), slice(None)) for i in range(0, batch, per_step)]
+    per_step = max(1, ELEMENTS_PER_STEP // (columns * rows_per_step)) * rows_per_step
+    return [(slice(b, b + 1), slice(i, i + per_step)) for b in range(batch) for i in range(0, rows, per_step)]
+
+
 def _special_value_difference(
     actual: Tensor, torch_result: Tensor, reference: Tensor
 ) -> tuple[tuple[int, int, int], int] | None:
     """First index and number of elements where NaN, +Inf or -Inf is in one of ours and torch's and not in the other."""
     first: tuple[int, int, int] | None = None
     count = 0
-    for matrices, rows in steps(actual.shape, TILE):
+    for matrices, rows in _steps(actual.shape, TILE):
         ours, theirs = actual[matrices, rows], torch_result[matrices, rows].to(actual.device)
         truth = reference[matrices, rows].to(actual.device)
         if bool((theirs.isfinite() & ~truth.isfinite()).any()):
@@ -293,17 +303,43 @@ def _special_value_difference(
     return None if first is None else (first, count)
 
 
-def _usual_errors(tiles: Populations) -> tuple[Tensor, Tensor]:
-    """``rho`` and ``c`` of the module's docstring."""
-    relative = (tiles.torch_squares / tiles.reference_squares).sqrt()[tiles.reference_squares > 0]
-    peaks = (tiles.torch_max / (tiles.torch_squares / tiles.count.clamp(min=1)).sqrt())[tiles.torch_squares > 0]
-    zero = torch.zeros((), dtype=torch.float64)
-    return (relative.median() if relative.numel() else zero), (peaks.max() if peaks.numel() else zero)
+def _tile_statistics(actual: Tensor, torch_result: Tensor, reference: Tensor) -> _Populations:
+    """Statistics ``[batch, tile rows, tile columns]`` of ``[batch, rows, columns]`` tensors, in one pass over them."""
+    batch, rows, columns = actual.shape
+    # A matrix narrower than a tile is one tile of its own width: nothing is padded up to 64.
+    tile_rows, tile_columns = min(TILE, rows), min(TILE, columns)
+    parts: list[tuple[Tensor, ...]] = []
+    for matrices, row_range in _steps(actual.shape, tile_rows):
+        ours, theirs, truth = (
+            x[matrices, row_range].to(actual.device, torch.float64) for x in (actual, torch_result, reference)
+        )
+        finite = ours.isfinite() & theirs.isfinite()
+        zero = torch.zeros((), dtype=torch.float64, device=actual.device)
+        statistics = [_tile_sum(finite.to(torch.float64), tile_rows, tile_columns)]
+        for value in (ours - truth, theirs - truth, truth):
+            magnitude = torch.where(finite, value.abs(), zero)
+            statistics.append(_tiled(magnitude, tile_rows, tile_columns).amax(dim=(2, 4)).cpu())
+            statistics.append(_tile_sum(magnitude.square(), tile_rows, tile_columns))
+        parts.append(tuple(statistics))
+    shape = (batch, math.ceil(rows / tile_rows), math.ceil(columns / tile_columns))
+    # Steps run over matrices first and rows second, so the concatenation is in tile order either way.
+    return _Populations(
+        *(torch.cat([x.flatten() for x in column]).reshape(shape) for column in zip(*parts, strict=True))
+    )
 
 
-def _error_ratios(
-    groups: Populations, unit: torch.finfo, usual: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
+def _tiled(matrices: Tensor, tile_rows: int, tile_columns: int) -> Tensor:
+    """``[batch, rows, columns]`` zero-padded, as ``[batch, tile row, row inside, tile column, column inside]``."""
+    batch, rows, columns = matrices.shape
+    padded = torch.nn.functional.pad(matrices, (0, -columns % tile_columns, 0, -rows % tile_rows))
+    return padded.reshape(batch, padded.shape[1] // tile_rows, tile_rows, padded.shape[2] // tile_columns, tile_columns)
+
+
+def _tile_sum(matrices: Tensor, tile_rows: int, tile_columns: int) -> Tensor:
+    return _tiled(matrices, tile_rows, tile_columns).sum(dim=(2, 4)).cpu()
+
+
+def _error_ratios(groups: _Populations, unit: torch.finfo) -> tuple[Tensor, Tensor]:
     """Our error over torch's per group, (largest, RMS), with the absolute floor and one rounding allowed."""
     count = groups.count.clamp(min=1)
     our_rms, torch_rms, reference_rms = (
@@ -317,34 +353,13 @@ def _error_ratios(
     floor = RMS_FLOOR * reference_rms
     max_yardstick = torch.maximum(groups.torch_max, roundoff * largest)
     rms_yardstick = torch.maximum(torch_rms, rms_roundoff * typical)
-    if usual is not None:
-        relative, peak = usual
-        allowed = relative * reference_rms * _chance_of_errors(groups.errors)
-        rms_yardstick = torch.maximum(rms_yardstick, allowed / RMS_LIMIT)
-        max_yardstick = torch.maximum(max_yardstick, peak * rms_yardstick)
     return _ratio(groups.our_max - floor, max_yardstick), _ratio(our_rms - floor, rms_yardstick)
 
 
-def _chance_of_errors(errors: Tensor) -> Tensor:
-    """``q`` of the module's docstring, by the approximation of Wilson and Hilferty."""
-    beyond = -torch.special.ndtri(torch.tensor(FALSE_ALARM / errors.numel(), dtype=torch.float64))
-    spread = 2 / (9 * errors.clamp(min=1.0))
-    return (1 - spread + beyond * spread.sqrt()) ** 1.5
-
-
-def _fractions(
-    groups: Populations,
-    unit: torch.finfo,
-    independent: int | None,
-    usual: tuple[Tensor, Tensor] | None = None,
-    *,
-    largest: bool = True,
-) -> Tensor:
-    """The larger share that each group uses of its two limits, or that of the RMS error alone."""
-    max_ratio, rms_ratio = _error_ratios(groups, unit, usual)
-    share = rms_ratio / RMS_LIMIT
-    if largest:
-        share = torch.maximum(share, max_ratio / MAX_ERROR_LIMIT)
+def _fractions(groups: _Populations, unit: torch.finfo, independent: int | None) -> Tensor:
+    """The larger share that each group uses of its two limits."""
+    max_ratio, rms_ratio = _error_ratios(groups, unit)
+    share = torch.maximum(max_ratio / MAX_ERROR_LIMIT, rms_ratio / RMS_LIMIT)
     return share / _sample_size_factor(groups.count, independent)
 
 

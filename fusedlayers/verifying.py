@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from .closeness import MAX_ERROR_LIMIT, RMS_LIMIT, Closeness, compare, compare_all, red
+from .closeness import MAX_ERROR_LIMIT, RMS_LIMIT, TILE, Closeness, compare, compare_all, red
 from .functional.dispatch import decisions
 from .functional.operation import OPERATIONS, Operation, operation_of
 from .functional.switches import switched
@@ -27,7 +27,6 @@ from .modules import FusedFFN
 from .replacing import restore
 from .replacing.expert_ffns import run_eagerly
 from .replacing.uncomputed import computed
-from .tile_statistics import TILE
 
 _TORCH_ALONE = {"FUSEDLAYERS_BACKEND": "torch", "FUSEDLAYERS_STRICT": "0"}
 
@@ -162,11 +161,7 @@ def verify(target: nn.Module | Callable[..., Any], /, *inputs: Any, **options: A
     if reason := reason or _why_apart(theirs, truth, dtype):
         verdicts = [red(key, reason) for key, tensor in theirs.items() if tensor is not None]
     else:
-        found: dict[str, Closeness] = {}
-        stacks = _gradients_of_stacks(target, call)
-        for over_rows in (False, True):
-            some = ({k: t for k, t in each.items() if (k in stacks) is over_rows} for each in (ours, theirs, truth))
-            found |= compare_all(*some, computed_in=dtype, over_rows=over_rows)
+        found = compare_all(ours, theirs, truth, computed_in=dtype)
         verdicts = [_judged(verdict, theirs[key], truth[key], dtype) for key, verdict in found.items()]
     return Verification(f"{name} on {_where(tensors)}", tuple(verdicts), Counter(paths))
 
@@ -191,15 +186,6 @@ def _why_apart(
                 "not compute the same (random numbers of their own?), so torch's error is no yardstick"
             )
     return None
-
-
-def _gradients_of_stacks(target: nn.Module | Callable[..., Any], call: _Call) -> set[str]:
-    """The names of the gradients of stacked weights: each is a sum over the rows of an expert, which may be few."""
-    if isinstance(target, nn.Module):
-        named = list(target.named_parameters())
-    else:
-        named = [(name, leaf) for name, leaf in zip(call.names, call.leaves, strict=True) if name.startswith("w_")]
-    return {f"d {name}" for name, weight in named if isinstance(weight, Tensor) and weight.dim() == 3}
 
 
 def _judged(verdict: Closeness, theirs: Tensor | None, truth: Tensor | None, dtype: torch.dtype | None) -> Closeness:

@@ -32,8 +32,7 @@ MOST_LINES = 400
 # is the package itself with its public names. Nothing imports bench.
 EVERY_ROW_BUT_BENCH = {
     "kernels": set[str](),
-    "tile_statistics": set[str](),
-    "closeness": {"tile_statistics"},
+    "closeness": set[str](),
     "planning": {"kernels.tuning"},
     "reference": {"kernels.activations", "kernels.dropout"},
     "sources": {"kernels"},
@@ -45,7 +44,7 @@ EVERY_ROW_BUT_BENCH = {
     "modules": {"kernels", "planning", "reference", "functional"},
     "parallel": {"functional", "modules"},
     "replacing": {"kernels", "closeness", "planning", "reference", "devices", "functional", "modules"},
-    "verifying": {"closeness", "tile_statistics", "functional", "modules", "replacing"},
+    "verifying": {"closeness", "functional", "modules", "replacing"},
     "fusedlayers": {"functional", "modules", "explaining", "parallel", "replacing", "verifying"},
 }
 MAY_IMPORT = EVERY_ROW_BUT_BENCH | {

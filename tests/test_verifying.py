@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from fusedlayers import functional
 from fusedlayers.bench.cases import ALL, Case
-from fusedlayers.functional.moe_ffn import epilogue
 from fusedlayers.functional.operation import OPERATIONS
 from fusedlayers.kernels import gemm_gemm
 from fusedlayers.replacing import FFNRule
@@ -29,8 +28,6 @@ def normal(*shape: int, **options: Any) -> Tensor:
 
 
 TORCH_ALONE = "This call runs torch's own operations, so nothing of this library's kernels was proven."
-# Whatever was drawn by files that are imported before this one.
-torch.default_generator.manual_seed(0)
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Any], set[str]]] = {
     "ffn": (
         functional.ffn,
@@ -172,27 +169,6 @@ def test_a_wrong_kernel_is_red_where_it_is_wrong(fault: str, monkeypatch: pytest
     assert "1 of 6 tensors are NOT close" in text
     assert f"{name}: NOT close; max error" in text
     assert repr(found) == text
-
-
-@needs_kernels
-def test_an_expert_with_few_rows_is_judged_by_as_many_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch is lucky here: its largest error in a gradient is a third of ours, of which the RMS is none of torch's."""
-    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
-    torch.manual_seed(8)
-    mixture = fl.FusedMoE(24, 20, 5, 2, gated=False, activation="relu2").to(DEVICE)
-    x = normal(9, 24).to(DEVICE)
-    found = fl.verify(mixture, x)
-    assert found.ok, found
-    gradients = epilogue.gradients
-
-    def wrong(*arguments: Any, **options: Any) -> Any:
-        results = gradients(*arguments, **options)
-        for weight in (each for each in results if each is not None and each.dim() == 3):
-            weight[0] *= 1.01
-        return results
-
-    monkeypatch.setattr(epilogue, "gradients", wrong)
-    assert not fl.verify(mixture, x).ok
 
 
 def test_a_rule_with_a_wrong_formula_is_red() -> None:
