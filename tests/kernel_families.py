@@ -23,7 +23,15 @@ _CROSS_ENTROPY = (
     *("linear_cross_entropy_fused", "linear_cross_entropy_memory"),
     *("planning_linear_cross_entropy", "code_generation_cross_entropy"),
 )
-_EXPERTS = ("moe_ffn", "moe_sorting", "moe_arguments", "moe_module", "planning_moe", "code_generation_moe")
+_EXPERTS = (
+    "moe_ffn",
+    "moe_ffn_by_torch",
+    "moe_sorting",
+    "moe_arguments",
+    "moe_module",
+    "planning_moe",
+    "code_generation_moe",
+)
 _DROPOUT = ("dropout", "dropping")
 
 # Files of tests/, without test_ and .py.

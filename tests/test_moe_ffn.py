@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedlayers import functional, reference
-from fusedlayers.closeness import assert_all_close
-from fusedlayers.functional.dispatch import decisions
+from fusedlayers.closeness import assert_all_close, assert_close
 from fusedlayers.kernels.activations import ACTIVATIONS
 from tests.gpu.exact import assert_says_something
 from tests.moe_operands import (
@@ -26,7 +25,16 @@ from tests.moe_operands import (
     results,
     wide,
 )
-from tests.operands import DEVICE, DTYPES, EPILOGUE, INTEGERS, assert_equal, infinities, needs_kernels, on_path
+from tests.operands import (
+    DEVICE,
+    DTYPES,
+    EPILOGUE,
+    INTEGERS,
+    assert_equal,
+    infinities,
+    needs_kernels,
+    on_path,
+)
 
 # Of few rows for each expert single errors decide, and torch adds up in another order here than in a loop.
 DRAWS = {"epilogue": 2, "torch": 6}
@@ -196,6 +204,7 @@ def test_special_values_stay_where_they_are(path: str) -> None:
     tensors = moe_inputs(12, 24, 20, 4, 2, routing="first and last")
     x, index, weights, w_up, b_down = (tensors[n] for n in ("x", "top_k_index", "top_k_weights", "w_up", "b_down"))
     assert x is not None and index is not None and weights is not None and w_up is not None and b_down is not None  # noqa: PT018
+    exact = reference.moe_ffn(**wide(tensors))
     with on_path(path):
         clean = functional.moe_ffn(**tensors)
         w_up[1], b_down[2] = torch.inf, torch.nan
@@ -206,12 +215,17 @@ def test_special_values_stay_where_they_are(path: str) -> None:
         upstream[7] = torch.nan
         found = results(functional.moe_ffn, tensors, upstream)
     others = [row for row in range(12) if row not in (3, 5, 7)]
-    assert torch.equal(without[others], clean[others])
+    for same in (without, found["y"]):
+        assert same is not None
+        # torch's products round otherwise where an expert has another number of rows.
+        if path == "torch":
+            assert_close(same[others], clean[others], exact[others])
+        else:
+            assert torch.equal(same[others], clean[others])
     assert bool(without.isfinite().all())
     y, dw_up, dx, dweights = (found[name] for name in ("y", "dw_up", "dx", "dtop_k_weights"))
     assert y is not None and dw_up is not None and dx is not None and dweights is not None  # noqa: PT018
     assert bool(y[5].isnan().all())
-    assert torch.equal(y[others], clean[others])
     assert bool((dw_up[1:3] == 0).all())
     assert bool(dx[others].isfinite().all())
     assert bool((dx[7] == 0).all())
@@ -301,72 +315,6 @@ def test_autocast(path: str) -> None:
     narrow["top_k_weights"] = inputs["top_k_weights"]
     with on_path(path):
         assert torch.equal(functional.moe_ffn(**narrow), y)
-
-
-class _Waits(torch.utils._python_dispatch.TorchDispatchMode):
-    """Refuses whatever would wait for the device, or whose size only the device knows."""
-
-    REFUSED = ("_local_scalar_dense", "nonzero", "item", "unique", "masked_select", "bincount")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
-        assert not any(word in func.name() for word in self.REFUSED), func
-        return func(*args, **(kwargs or {}))
-
-
-def test_torchs_path_waits_for_nothing_where_torch_has_grouped_products() -> None:
-    tensors = moe_inputs(16, 32, 16, 4, 2, torch.bfloat16, routing="sentinels", layout="interleaved")
-    with on_path("torch"), _Waits(), decisions() as paths:
-        results(functional.moe_ffn, tensors, like_x(tensors), **how(layout="interleaved"))
-    assert paths == {"moe_ffn torch": 1}
-    assert_moe_close(
-        *[moe_inputs(16, 32, 16, 4, 2, torch.bfloat16, routing="sentinels") for _ in range(4)], path="torch"
-    )
-
-
-@pytest.mark.parametrize(("K", "N"), [(16, 12), (12, 16), (16, 16)])
-def test_rows_that_torchs_grouped_products_cannot_take(K: int, N: int) -> None:
-    """Of a product or of its gradient: in bfloat16 both must be multiples of eight columns, and none is expanded."""
-    draws: Any = [moe_inputs(19, K, N, 3, 2, torch.bfloat16) for _ in range(2)]
-    for tensors in draws:
-        tensors["w_up"] = tensors["w_up"][:, :1].expand_as(tensors["w_up"])
-    assert_moe_close(*draws, path="torch")
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gradients_of_biases_are_summed_in_float32(dtype: torch.dtype) -> None:
-    tensors = moe_inputs(1200, 8, 8, 2, 1, dtype, draw=torch.rand)
-    frozen = ("x", "top_k_weights", "w_up", "w_down", "w_gate")
-    ones = torch.ones(1200, 8, device=DEVICE, dtype=dtype)
-    with on_path("torch"):
-        found = results(functional.moe_ffn, tensors, ones, frozen)
-    expected = results(reference.moe_ffn, wide(tensors), ones.double(), frozen)
-    for name in ("db_up", "db_gate", "db_down"):
-        ours, exact = found[name], expected[name]
-        assert ours is not None and exact is not None  # noqa: PT018
-        torch.testing.assert_close(ours.double(), exact, rtol=0.02, atol=0)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.filterwarnings("ignore:(There is a performance drop|torch.searchsorted)")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_transforms_of_experts_and_their_routing(dtype: torch.dtype) -> None:
-    """Every batch of tokens has a routing of its own, so that nothing can read how many rows an expert has."""
-    draws = [moe_inputs(5, 8, 8, 3, 2, dtype) for _ in range(2)]
-    tensors = draws[0] | {"x": None, "top_k_index": None, "top_k_weights": None}
-    routed = [torch.stack([d[name] for d in draws]) for name in ("x", "top_k_index", "top_k_weights")]  # type: ignore[misc]
-
-    def loss(w_up: Tensor, x: Tensor, index: Tensor, weights: Tensor, call: Any = functional.moe_ffn) -> Tensor:
-        given = {"x": x, "top_k_index": index, "top_k_weights": weights, "w_up": w_up}
-        return call(**(tensors | given)).square().sum()
-
-    w_up = tensors["w_up"]
-    assert w_up is not None
-    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0, 0))(w_up, *routed)
-    for each, (x, index, weights) in zip(found, zip(*routed, strict=True), strict=True):
-        expected = torch.func.grad(loss)(w_up, x, index, weights, reference.moe_ffn)
-        assert float((each - expected).abs().max()) <= 16 * torch.finfo(dtype).eps * float(expected.abs().max())
-    primal, slope = torch.func.jvp(lambda w_up: loss(w_up, *[each[0] for each in routed]), (w_up,), (w_up,))
-    torch.testing.assert_close(slope, (found[0] * w_up).sum(), rtol=0.03, atol=0.03 * float(primal))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

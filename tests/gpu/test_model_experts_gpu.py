@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch import nn
 
 import fusedlayers as fl
+from fusedlayers.closeness import assert_close
 from fusedlayers.functional.dispatch import decisions
 from tests.models.expert_families import FAMILIES, LAYERS, TOP_K, build, experts, replaced, text
+from tests.models.small import InFloat64
 from tests.operands import DEVICE, ON_GPU
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[models]'")
@@ -51,15 +54,18 @@ def test_whole_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     model: Any = build(name, **SIZES, experts_implementation="eager").to(DEVICE)
     inputs = {key: tensor.to(DEVICE) for key, tensor in text().items()}
+    tokens = inputs["input_ids"].numel()
     expected = model(**inputs).logits
+    with InFloat64():
+        exact = copy.deepcopy(model).double()(**inputs).logits
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     assert replaced(model)
     compiled: Any = torch.compile(model, fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
     for run in (model, compiled):
-        torch.testing.assert_close(run(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
+        assert_close(run(**inputs).logits, expected, exact, independent=tokens)
     fl.restore(model)
     model.set_experts_implementation("fusedlayers")
     with decisions() as paths:
-        torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
+        assert_close(model(**inputs).logits, expected, exact, independent=tokens)
     assert sum(count for path, count in paths.items() if path.startswith("moe_ffn ")) == LAYERS
     assert "moe_ffn torch" not in paths

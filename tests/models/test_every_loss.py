@@ -88,7 +88,9 @@ def test_a_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(after.logits) is Logits
     assert torch.equal(torch.clone(after.logits), before.logits)
     if name in NO_TRUTH:
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        largest = max(float(gradient.abs().max()) for gradient in expected.values() if gradient is not None)
+        # What cancels to zero, as the gradient of a key's bias does, is rounding alone.
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6 * largest)
         return
     with InFloat64():
         exact = build(name).double()
