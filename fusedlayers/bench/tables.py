@@ -12,7 +12,7 @@ from .record import Record
 # Auto mode should not be slower than this share of the best of torch's times.
 ENOUGH = 0.97
 KINDS = ("launched", "replayed")
-_PATHS = {"launched": "path", "replayed": "replayed_path"}
+PATHS = {"launched": "path", "replayed": "replayed_path"}
 _DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
 NONE = "–"
 HOW_TO_TIME = ": run the benchmark with --time"
@@ -122,13 +122,13 @@ def slower_than_torch(record: Record) -> list[str]:
     for row in timed_rows(record):
         for kind in KINDS:
             ratio = speed_up(row, kind)
-            if ratio is not None and ratio < ENOUGH and _apart(row, kind):
+            if ratio is not None and ratio < ENOUGH and apart(row, kind):
                 where = f"{row['grid']} {shape_of(row)} {_DIRECTIONS[row['direction']]}, {kind}"
-                lines.append(f"{where}: {ratio:.2f} of torch's speed ({row['contenders'][AUTO][_PATHS[kind]]} path)")
+                lines.append(f"{where}: {ratio:.2f} of torch's speed ({row['contenders'][AUTO][PATHS[kind]]} path)")
     return lines
 
 
-def _apart(row: Record, kind: str) -> bool:
+def apart(row: Record, kind: str) -> bool:
     """Whether our middle half of the times lies above that of the best of torch's: medians alone differ by chance."""
     timed = [name for name in TORCH_CONTENDERS if median(row, name, kind) is not None]
     best = min(timed, key=lambda name: median(row, name, kind) or 0.0)
