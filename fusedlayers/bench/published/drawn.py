@@ -22,10 +22,10 @@ from tempfile import TemporaryDirectory
 from .. import record as records
 from ..arguments import add_record_options, chosen_device, positive, record_path, several, show
 from ..cases import CASES, Case, Shape
-from ..contenders import AUTO, COMPILED, EAGER
+from ..contenders import AUTO, COMPILED, EAGER, TORCH_CONTENDERS
 from ..record import Record
 from ..runner import FORWARD, FORWARD_BACKWARD, Row, Settings, run, shape_text
-from ..tables import ENOUGH, KINDS, PATHS, TORCH_CONTENDERS, Table, apart, median, speed_up
+from ..tables import ENOUGH, KINDS, PATHS, Table, apart, median, speed_up
 
 FAMILIES = tuple(name for name, case in CASES.items() if case.grids)
 # From here on a size is a multiple of 8, every other one of 64: models have such.
@@ -179,8 +179,8 @@ def markdown(found: list[Record]) -> str:
         [
             f"Measured on {first['device']['name']}, torch {versions['torch']}, Triton {versions['triton']}, bf16, "
             f"{first['started'][:10]}, commit {commits}, sizes drawn with the seed {first['method']['seed']}. "
-            "*Speed-up* is the best of eager torch and `torch.compile` over auto mode, launched or replayed in a CUDA graph; "
-            f"*slower*: how many sizes are below {ENOUGH} by more than the noise.",
+            "*Speed-up* is the best of eager torch and `torch.compile` over auto mode, launched or replayed in a CUDA "
+            f"graph; *slower*: how many sizes are below {ENOUGH} by more than the noise.",
             "",
             table(found).markdown(),
         ]
