@@ -150,6 +150,18 @@ def test_special_values_of_log_probabilities(row: list[float], path: str) -> Non
 
 
 @pytest.mark.parametrize("path", KERNELS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_class_weights_that_add_up_to_zero(recompute: bool, path: str) -> None:
+    """A mean over no weight is NaN with gradients that are NaN, but for tokens that do not count, as torch's."""
+    inputs = loss_inputs((9,), 24, 70, ignored=2)
+    inputs["weight"] = torch.zeros(70, device=DEVICE)
+    with on_path(path):
+        ours = results(functional.linear_cross_entropy, inputs, recompute=recompute)
+    theirs = results(reference.linear_cross_entropy, inputs)
+    torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("target", [-1, 70, 2**40])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("weight", [False, True])

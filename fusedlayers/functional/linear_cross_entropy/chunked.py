@@ -148,8 +148,10 @@ def reduced(head: Head, wanted: Sequence[bool]) -> tuple[Tensor, Tensors]:
         loss = loss / counted
     if sums is None:
         return loss, (None,) * 4
-    # Where no token counts the gradients are 0.
-    late = factor.masked_fill(factor.isinf(), 0.0) if problem.deferred and factor is not None else None
+    late = None
+    if problem.deferred and factor is not None:
+        # Where no token counts the gradients are 0; where the weights of those that do add up to 0 they are NaN.
+        late = factor.masked_fill((head.target == head.arithmetic.ignore_index).all(), 0.0)
     return loss, (*sums.unrounded(), late)
 
 

@@ -36,9 +36,8 @@ def reduced(head: Head, saving: bool) -> tuple[Tensor, Tensors]:
     if head.plan.problem.reduction == "sum":
         return loss, (statistics, None)
     counted = head.counted()
-    factor = counted.reciprocal() if saving else None
-    # Where no token counts the gradients are 0.
-    return loss / counted, (statistics, None if factor is None else factor.masked_fill(factor.isinf(), 0.0))
+    # It is infinite where no token counts: the kernel of the gradients leaves those out that do not.
+    return loss / counted, (statistics, counted.reciprocal() if saving else None)
 
 
 def gradients(
