@@ -37,7 +37,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-__all__ = ["Closeness", "assert_all_close", "assert_close", "compare", "compare_all"]
+__all__ = ["Closeness", "Evidence", "assert_all_close", "assert_close", "compare", "compare_all"]
 
 MAX_ERROR_LIMIT = 2.0
 RMS_LIMIT = 1.5
@@ -85,9 +85,10 @@ class _Populations:
         """All groups as one."""
         return self._as_one(lambda statistic: statistic.reshape(-1, 1))
 
-    def together(self, draws: int) -> _Populations:
-        """The groups of all draws as one, each with those in its place; the first dimension is made of the draws."""
-        return self._as_one(lambda statistic: statistic.unflatten(0, (draws, -1)))
+    def beside(self, other: _Populations) -> _Populations:
+        """The groups of two draws as one, each with that in its place."""
+        both = {each.name: torch.stack([getattr(self, each.name), getattr(other, each.name)]) for each in fields(self)}
+        return _Populations(**both)._as_one(lambda statistic: statistic)
 
     def _as_one(self, stacked: Callable[[Tensor], Tensor]) -> _Populations:
         """Over the first dimension of the statistics as they are ``stacked``."""
@@ -126,6 +127,97 @@ def compare(
         ValueError: ``reference`` has another shape than ``torch_result``, or is not finite where torch is, or
             ``torch_result`` has no dimension of draws. Another shape or dtype of ``actual`` is a red verdict, no error.
     """
+    _check(actual, torch_result, reference, name)
+    if draws and torch_result.dim() == 0:
+        raise ValueError(f"torch_result: expected draws in its first dimension, got a scalar (comparing {name})")
+    evidence = Evidence(name, computed_in)
+    if not draws or actual.shape != torch_result.shape:
+        evidence.add(actual, torch_result, reference)
+    else:
+        for one_draw in zip(actual, torch_result, reference, strict=True):
+            evidence.add(*one_draw)
+    return evidence.verdict(independent)
+
+
+class Evidence:
+    """What draw after draw tells of one result: :func:`compare` where not all draws fit into memory at once.
+
+    Args:
+        name, computed_in: as for :func:`compare`.
+    """
+
+    def __init__(self, name: str = "result", computed_in: torch.dtype | None = None) -> None:
+        self.name, self.computed_in = name, computed_in
+        self.draws = 0
+        self._shape, self._dtype = torch.Size(), torch.float32
+        self._fault: Closeness | None = None
+        self._tiles: _Populations | None = None
+
+    def add(self, actual: Tensor, torch_result: Tensor, reference: Tensor) -> None:
+        """One draw: ours, torch's result and the float64 reference; raises as :func:`compare` does."""
+        _check(actual, torch_result, reference, self.name)
+        self.draws += 1
+        self._shape, self._dtype = actual.shape, actual.dtype
+        if self._fault is not None:
+            return
+        for what, ours, theirs in (
+            ("shape", tuple(actual.shape), tuple(torch_result.shape)),
+            ("dtype", actual.dtype, torch_result.dtype),
+        ):
+            if ours != theirs:
+                self._fault = red(self.name, f"{what} {ours}, torch has {theirs}")
+                return
+        if actual.numel() == 0:
+            return
+        matrix_shape = (1, 1, *actual.shape)[-2:]
+        views = [x.detach().reshape(-1, *matrix_shape) for x in (actual, torch_result, reference)]
+        special = _special_value_difference(*views)
+        if special is not None:
+            (batch, row, column), count = special
+            dimensions = min(actual.dim(), 2)
+            index = _index(batch, actual.shape[: actual.dim() - dimensions]) + (row, column)[2 - dimensions :]
+            value, torch_value = (float(view[batch, row, column]) for view in views[:2])
+            self._fault = red(
+                self.name,
+                f"NaN/Inf pattern differs from torch's at {count} of {actual.numel()} elements, "
+                f"first at {index}{f' of draw {self.draws}' * (self.draws > 1)}: {value}, torch has {torch_value}",
+            )
+            return
+        tiles = _tile_statistics(*views)
+        self._tiles = tiles if self._tiles is None else self._tiles.beside(tiles)
+
+    def verdict(self, independent: int | None = None) -> Closeness:
+        """That on all draws together; ``independent`` is that of all of them."""
+        name = self.name
+        if self._fault is not None:
+            return self._fault
+        if self._tiles is None:
+            return Closeness(name, True, 0.0, 0.0, 0.0, (), f"{name}: empty, as torch's")
+        unit, tiles = torch.finfo(self.computed_in or self._dtype), self._tiles
+        whole = tiles.whole()
+        whole_max, whole_rms = (float(ratio) for ratio in _error_ratios(whole, unit))
+        whole_fraction = float(_fractions(whole, unit, independent))
+        fractions = _fractions(tiles, unit, independent)
+        tile_fraction = float(fractions.max())
+        spot = tuple(int(i) for i in torch.unravel_index(fractions.argmax(), fractions.shape))
+        worst_tile = _index(spot[0], self._shape[:-2]) + spot[3 - min(len(self._shape), 2) :]
+        ok = max(whole_fraction, tile_fraction) <= 1.0
+        message = (
+            f"{name}: {'close' if ok else 'NOT close'}; max error {whole_max:.3g} x torch's (limit {MAX_ERROR_LIMIT}), "
+            f"RMS error {whole_rms:.3g} x torch's (limit {RMS_LIMIT}), "
+            f"worst 64 x 64 tile {worst_tile} at {tile_fraction:.3g} of its limit"
+        )
+        if not ok:
+            message += (
+                f": max error {float(tiles.our_max[spot]):.3g}, torch's {float(tiles.torch_max[spot]):.3g}, "
+                f"largest value {float(tiles.reference_max[spot]):.3g}; "
+                f"{int((fractions > 1.0).sum())} of {fractions.numel()} tiles over; "
+                f"shape {tuple(self._shape)}{f' in {self.draws} draws' * (self.draws > 1)}, {self._dtype}"
+            )
+        return Closeness(name, ok, whole_max, whole_rms, max(whole_fraction, tile_fraction), worst_tile, message)
+
+
+def _check(actual: Tensor, torch_result: Tensor, reference: Tensor, name: str) -> None:
     if reference.dtype != torch.float64:
         raise TypeError(f"reference: expected float64, got {reference.dtype} (comparing {name})")
     if not actual.is_floating_point():
@@ -135,57 +227,6 @@ def compare(
             f"reference: expected torch's shape {tuple(torch_result.shape)}, got {tuple(reference.shape)} "
             f"(comparing {name})"
         )
-    if draws and torch_result.dim() == 0:
-        raise ValueError(f"torch_result: expected draws in its first dimension, got a scalar (comparing {name})")
-    for what, ours, theirs in (
-        ("shape", tuple(actual.shape), tuple(torch_result.shape)),
-        ("dtype", actual.dtype, torch_result.dtype),
-    ):
-        if ours != theirs:
-            return red(name, f"{what} {ours}, torch has {theirs}")
-    if actual.numel() == 0:
-        return Closeness(name, True, 0.0, 0.0, 0.0, (), f"{name}: empty, as torch's")
-
-    inner = actual.shape[1:] if draws else actual.shape
-    matrix_shape = (1, 1, *inner)[-2:]
-    views = [x.detach().reshape(-1, *matrix_shape) for x in (actual, torch_result, reference)]
-    special = _special_value_difference(*views)
-    if special is not None:
-        (batch, row, column), count = special
-        outer = actual.shape[: actual.dim() - min(len(inner), 2)]
-        index = _index(batch, outer) + (row, column)[2 - min(len(inner), 2) :]
-        value, torch_value = (float(view[batch, row, column]) for view in views[:2])
-        return red(
-            name,
-            f"NaN/Inf pattern differs from torch's at {count} of {actual.numel()} elements, "
-            f"first at {index}: {value}, torch has {torch_value}",
-        )
-
-    unit = torch.finfo(computed_in or actual.dtype)
-    tiles = _tile_statistics(*views)
-    if draws:
-        tiles = tiles.together(actual.shape[0])
-    whole = tiles.whole()
-    whole_max, whole_rms = (float(ratio) for ratio in _error_ratios(whole, unit))
-    whole_fraction = float(_fractions(whole, unit, independent))
-    fractions = _fractions(tiles, unit, independent)
-    tile_fraction = float(fractions.max())
-    spot = tuple(int(i) for i in torch.unravel_index(fractions.argmax(), fractions.shape))
-    worst_tile = _index(spot[0], inner[:-2]) + spot[3 - min(len(inner), 2) :]
-    ok = max(whole_fraction, tile_fraction) <= 1.0
-    message = (
-        f"{name}: {'close' if ok else 'NOT close'}; max error {whole_max:.3g} x torch's (limit {MAX_ERROR_LIMIT}), "
-        f"RMS error {whole_rms:.3g} x torch's (limit {RMS_LIMIT}), "
-        f"worst 64 x 64 tile {worst_tile} at {tile_fraction:.3g} of its limit"
-    )
-    if not ok:
-        message += (
-            f": max error {float(tiles.our_max[spot]):.3g}, torch's {float(tiles.torch_max[spot]):.3g}, "
-            f"largest value {float(tiles.reference_max[spot]):.3g}; "
-            f"{int((fractions > 1.0).sum())} of {fractions.numel()} tiles over; "
-            f"shape {tuple(actual.shape)}, {actual.dtype}"
-        )
-    return Closeness(name, ok, whole_max, whole_rms, max(whole_fraction, tile_fraction), worst_tile, message)
 
 
 def assert_close(

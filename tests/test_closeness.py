@@ -335,8 +335,8 @@ def test_draws_of_every_dimension(shape: tuple[int, ...]) -> None:
     assert verdict.ok
     assert len(verdict.worst_tile) == len(shape)
     wrong = results.clone()
-    last = tuple(size - 1 for size in wrong.shape)
-    wrong[last] = math.nan
-    assert f"first at {last}: nan" in compare(wrong, results, truths, draws=True).message
+    last = tuple(size - 1 for size in shape)
+    wrong[(1, *last)] = math.nan
+    assert f"first at {last} of draw 2: nan" in compare(wrong, results, truths, draws=True).message
     with pytest.raises(ValueError, match=r"torch_result: expected draws in its first dimension, got a scalar"):
         compare(results.flatten()[0], results.flatten()[0], truths.flatten()[0], draws=True)

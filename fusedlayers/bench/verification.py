@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..closeness import Closeness, compare
+from ..closeness import Closeness, Evidence
 from ..functional.switches import switched
 from .cases import Case, Options, Shape
-from .contenders import AUTO, FUSED, contender, our_plan, why_not_forced
+from .contenders import AUTO, FUSED, Work, contender, our_plan, why_not_forced
 from .exactness import exact_work, in_dtypes, inequality, random_work, reference_results, torch_results
 
 
@@ -79,53 +80,81 @@ def verify(
         ValueError: ``init="integer"`` with an activation that leaves the integers, or sizes for which no density of
             non-zero values keeps every intermediate result exact.
     """
+    found: dict[str, Verification] = {}
+    evidence: dict[str, list[Evidence]] = {}
+    paths: dict[str, str] = {}
+    draws = 1 if init == "integer" else case.draws
+    for work, truth, yardstick in _drawn(case, options, shape, draws, init, dtype, device, seed):
+        names = case.results[: len(work.upstream)]
+        if case.backward:
+            names += tuple(f"d{name}" for name in work.leaves)
+        if not paths:
+            paths, found = _paths(case, options, work, dtype)
+        for name, path in paths.items():
+            if name in found:
+                continue
+            ours = contender(name, case, options)
+            try:
+                with switched(ours.switches):
+                    actual = work.run(ours.call)
+            except Exception as error:
+                found[name] = Verification(name, path, "red", f"{type(error).__name__}: {error}")
+                continue
+            if yardstick is None:
+                found[name] = _judged(name, path, map(_exact, names, actual, in_dtypes(case, work, truth, dtype)))
+                continue
+            judged = evidence.setdefault(name, [Evidence(each) for each in names])
+            for each, mine, theirs, right in zip(judged, actual, yardstick, truth, strict=True):
+                each.add(mine, theirs, right)
+    owned = None if case.independent is None else max(1, case.independent(shape) * draws)
+    for name in paths.keys() - found.keys():
+        # A parameter's gradient alone is made of results that are fewer than its elements.
+        verdicts = [each.verdict(owned if each.name[1:] in case.parameters else None) for each in evidence[name]]
+        found[name] = _judged(name, paths[name], map(close, verdicts))
+    return [found[name] for name in paths]
+
+
+def _drawn(
+    case: Case,
+    options: Options,
+    shape: Shape,
+    draws: int,
+    init: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+) -> Iterator[tuple[Work, tuple[Tensor, ...], tuple[Tensor, ...] | None]]:
+    """Work, the right results, and torch's where these are no integers; those of one draw are in memory at a time."""
     if init == "integer":
         work, truth = exact_work(case, options, shape, dtype=dtype, device=device, seed=seed)
-        works, yardstick = [work], None
-    else:
-        drawn: dict[str, Any] = {"init": init, "dtype": dtype, "device": device, "backward": case.backward}
-        works = [random_work(case, options, shape, seed=seed + 1009 * index, **drawn) for index in range(case.draws)]
+        yield work, truth, None
+        return
+    upstream: tuple[Tensor, ...] = ()
+    drawn: dict[str, Any] = {"init": init, "dtype": dtype, "device": device, "backward": case.backward}
+    for index in range(draws):
+        work = random_work(case, options, shape, seed=seed + 1009 * index, **drawn)
         # Errors grow with the upstream gradient: that of all draws is one.
-        works = [replace(each, upstream=works[0].upstream) for each in works]
-        work = works[0]
-        truth = _together([reference_results(case, options, each) for each in works])
-        yardstick = _together([torch_results(case, options, each) for each in works])
-    names = case.results[: len(work.upstream)]
-    if case.backward:
-        names += tuple(f"d{name}" for name in work.leaves)
+        upstream = upstream or work.upstream
+        work = replace(work, upstream=upstream)
+        yield work, reference_results(case, options, work), torch_results(case, options, work)
+
+
+def _paths(
+    case: Case, options: Options, work: Work, dtype: torch.dtype
+) -> tuple[dict[str, str], dict[str, Verification]]:
+    """The paths of auto mode and of the forced kernels, and which of them need not or cannot be run."""
     plan = our_plan(case, options, work)
-    forced = why_not_forced(plan, device, dtype)
-    kernels = our_plan(case, options, work, backend="triton").path if forced is None else "fused"
+    reason = why_not_forced(plan, work.device, dtype)
+    forced = "fused" if reason is not None else our_plan(case, options, work, backend="triton").path
+    if reason is None and forced == plan.path:
+        reason = "auto mode took this path already"
+    left = {} if reason is None else {FUSED: Verification(FUSED, forced, "not run", reason)}
+    return {AUTO: plan.path, FUSED: forced}, left
 
-    def samples(name: str) -> int | None:
-        owned = name.removeprefix("d") in case.parameters
-        return max(1, case.independent(shape) * len(works)) if owned and case.independent is not None else None
 
-    results = []
-    for name, path in ((AUTO, plan.path), (FUSED, kernels)):
-        if name == FUSED and forced is not None:
-            results.append(Verification(name, path, "not run", forced))
-            continue
-        if name == FUSED and plan.path == kernels:
-            results.append(Verification(name, path, "not run", "auto mode took this path already"))
-            continue
-        ours = contender(name, case, options)
-        try:
-            with switched(ours.switches):
-                actual = _together([each.run(ours.call) for each in works])
-        except Exception as error:
-            results.append(Verification(name, path, "red", f"{type(error).__name__}: {error}"))
-            continue
-        if yardstick is None:
-            findings = tuple(map(_exact, names, actual, in_dtypes(case, work, truth, dtype)))
-        else:
-            findings = tuple(
-                close(compare(mine, theirs, right, name=name, independent=samples(name), draws=len(works) > 1))
-                for name, mine, theirs, right in zip(names, actual, yardstick, truth, strict=True)
-            )
-        status = "green" if all(finding.ok for finding in findings) else "red"
-        results.append(Verification(name, path, status, "", findings))
-    return results
+def _judged(name: str, path: str, found: Iterable[Finding]) -> Verification:
+    findings = tuple(found)
+    return Verification(name, path, "green" if all(finding.ok for finding in findings) else "red", "", findings)
 
 
 def close(verdict: Closeness) -> Finding:
@@ -133,11 +162,6 @@ def close(verdict: Closeness) -> Finding:
     return Finding(
         verdict.name, verdict.ok, verdict.message, verdict.max_error_ratio, verdict.rms_ratio, verdict.worst_fraction
     )
-
-
-def _together(draws: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """The results of several draws, stacked."""
-    return draws[0] if len(draws) == 1 else tuple(map(torch.stack, zip(*draws, strict=True)))
 
 
 def _exact(name: str, actual: Tensor, expected: Tensor) -> Finding:
