@@ -373,3 +373,13 @@ def test_what_can_be_differentiated_is(
         assert flags == expected
         for one, other in zip(gradients, theirs, strict=True):
             torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("op", ["max", "min", "absmax"])
+def test_torch_looks_for_no_index_that_nobody_wants(op: str) -> None:
+    a, b = torch.randn(2, 5, 3, device=DEVICE), torch.randn(2, 3, 4, device=DEVICE)
+    a[0, 1], a[1, 2, 0] = torch.nan, torch.inf
+    with on_path("torch"), torch.profiler.profile() as profile:
+        found = functional.gemm_reduce(a, b, op=op)
+    assert f"aten::{'amin' if op == 'min' else 'amax'}" in {event.name for event in profile.events()}
+    torch.testing.assert_close(found, reference.gemm_reduce(a, b, op=op), rtol=0, atol=0, equal_nan=True)

@@ -61,8 +61,10 @@ def test_sums_that_nobody_wants_limit_nothing() -> None:
     ("change", "reason"),
     [
         ({"M": 1023, "N": 2**20}, "1023 tokens: torch was as fast or faster below 1,024"),
-        ({"K": 511}, "not measured on this path below width 512"),
-        ({"O": 511}, "not measured on this path below width 512"),
+        ({"K": 176}, "not measured on this path below width 192"),
+        ({"O": 176}, "not measured on this path below width 192"),
+        ({"K": 1416}, "rows of 1416 elements: torch was as fast or faster at no multiple of 16"),
+        ({"O": 2872}, "rows of 2872 elements: torch was as fast or faster at no multiple of 16"),
         ({"K": 516}, "only the warp-specialised kernels were measured faster; their widths are multiples of 8"),
         ({"N": 4097}, "only the warp-specialised kernels were measured faster; their widths are multiples of 8"),
         ({"M": 2**20, "N": 2**13}, "the sums of so many rows pass their limit"),
@@ -121,10 +123,11 @@ def test_what_cannot_run_is_named_for_the_error() -> None:
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_kernels_compute_narrower_chunks_than_whole_blocks(gated: bool) -> None:
-    narrow = replace(TRAINING, K=320, O=320, gated=gated)
-    assert plan(narrow, PIPELINED).path == "torch"
-    assert plan(replace(narrow, recompute=True), PIPELINED).epilogue is not None
+def test_kernels_compute_narrower_blocks_whole_than_in_chunks(gated: bool) -> None:
+    wide, narrow = (replace(TRAINING, K=width, O=width, gated=gated) for width in (320, 304))
+    assert plan(narrow, PIPELINED).path == plan(wide, PIPELINED).path == "epilogue"
+    assert plan(replace(wide, recompute=True), PIPELINED).epilogue is not None
+    assert plan(replace(narrow, recompute=True), PIPELINED).epilogue is None
 
 
 @pytest.mark.parametrize("change", [{"K": 516}, {"K": 312}, {"O": 312}, {"portable": "w_up"}], ids=str)

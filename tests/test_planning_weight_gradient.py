@@ -45,13 +45,18 @@ def test_what_the_kernels_do_not_take(change: dict[str, object], device: Device,
 
 
 def test_auto_mode_takes_what_was_measured_faster(measured: Callable[..., None]) -> None:
-    measured("weight_gradient", faster_from={True: (2**34, 2**30), False: None})
-    assert LARGE.flops > 2**34
-    assert plan(LARGE, H200).path == "fused"
-    small = replace(LARGE, M=8192)
-    assert 2**30 < small.flops < 2**34
-    assert "too small: 4,294,967,296 FLOPs, faster than torch from 17,179,869,184 on" in why(plan(small, H200))
-    assert plan(replace(small, captured=True), H200).path == "fused"
+    for layer, figures in ((False, "alone_faster_from"), (True, "faster_from")):
+        limits = (2**34, 2**30)
+        measured(
+            "weight_gradient", **{figures: {True: limits, False: None} if layer else limits}, summed_from=(2**40, 0)
+        )
+        large = replace(LARGE, layer=layer)
+        assert large.flops > 2**34
+        assert plan(large, H200).path == "fused"
+        small = replace(large, M=8192)
+        assert 2**30 < small.flops < 2**34
+        assert "too small: 4,294,967,296 FLOPs, faster than torch from 17,179,869,184 on" in why(plan(small, H200))
+        assert plan(replace(small, captured=True), H200).path == "fused"
     assert "where only dW is wanted" in why(plan(replace(LARGE, bias=False), H200))
     assert "torch was as fast or faster" in why(plan(LARGE, replace(H200, pipelined=False)))
     assert "not measured on sm_80" in why(plan(LARGE, A100))
@@ -59,6 +64,35 @@ def test_auto_mode_takes_what_was_measured_faster(measured: Callable[..., None])
     assert why(plan(LARGE, H200, "torch")) == "the backend is set to torch"
     for unlike in (A100, replace(H200, pipelined=False)):
         assert plan(LARGE, unlike, "triton").path == "fused"
+
+
+def test_narrow_ones_may_have_any_number_of_weights() -> None:
+    figures = H200.figures.weight_gradient
+    assert figures is not None
+    narrow = replace(LARGE, O=4096, K=figures.narrow)
+    assert figures.most_weights_alone < narrow.O * narrow.K
+    assert plan(narrow, H200).path == "fused"
+    assert "1,048,576 weights" in why(plan(replace(narrow, layer=True), H200))
+    assert "1,052,672 weights" in why(plan(replace(narrow, K=257), H200))
+
+
+def test_a_kernel_adds_up_dy_beside_torchs_product(measured: Callable[..., None]) -> None:
+    measured("weight_gradient", summed_from=(2**21, 2**20), summed_columns=2048)
+    wide = replace(LARGE, O=1024, K=1024)
+    made = plan(wide, H200)
+    assert (made.path, made.tiles, made.workspace_bytes) == ("sums", None, 0)
+    assert "1,048,576 weights" in dict(made.rejected)["fused"]
+    assert "sum of the rows" in dict(made.rejected)["torch"]
+    assert made.summary(H200) == (
+        "Runs through torch, with the sums in a kernel: a kernel adds up dy faster than torch does."
+    )
+    few = replace(wide, M=2**10)
+    assert (plan(few, H200).path, plan(replace(few, captured=True), H200).path) == ("torch", "sums")
+    for change in ({"O": 2048}, {"bias": False}, {"layer": True}, {"training": True}, {"dtype": "float32"}):
+        assert plan(replace(wide, **change), H200).path == "torch", change
+    assert plan(wide, A100).path == "torch"
+    assert plan(wide, H200, "torch").path == "torch"
+    assert plan(wide, H200, "triton").path == "fused"
 
 
 def why(made: WeightGradientPlan) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import hypothesis
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from fusedlayers import functional, reference
 from fusedlayers.closeness import assert_all_close
+from fusedlayers.devices import describe
+from fusedlayers.functional.weight_gradient import WEIGHT_GRADIENT, planned_weight_gradient
 from fusedlayers.kernels import weight_gradient as kernels
 from fusedlayers.kernels.tuning import WeightGradientTiles
 from tests.operands import (
@@ -54,6 +57,18 @@ def inputs(
 def found(call: Call, tensors: Tensors, **options: Any) -> dict[str, Tensor | None]:
     dw, db = call(**tensors, **options)
     return {"dw": dw.detach(), "db": None if db is None else db.detach()}
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_by_a_kernel_beside_torchs_product(dtype: torch.dtype) -> None:
+    tensors = inputs(700, 24, 40, dtype)
+    problem = WEIGHT_GRADIENT.problem_of(**tensors)
+    plan = replace(problem.plan(describe(DEVICE), "torch"), path="sums")
+    dw, db = planned_weight_gradient(tensors["dy"], tensors["x"], plan, {})
+    ours = {"dw": dw, "db": db}
+    theirs, truth = (found(reference.weight_gradient, each) for each in (tensors, in_float64(tensors)))
+    assert_all_close(ours, theirs, truth)
 
 
 def assert_close_to_torch(tensors: Tensors, **options: Any) -> None:

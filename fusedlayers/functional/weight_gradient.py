@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .. import reference
 from ..kernels import weight_gradient as kernels
+from ..kernels.column_sums import column_sums
+from ..kernels.tuning import COLUMN_SUM_TILES
 from ..planning import WeightGradientPlan, WeightGradientProblem
 from .call import call_facts, wants_gradient
 from .custom_ops import Result, Results
@@ -66,6 +68,8 @@ def planned_weight_gradient(
 ) -> tuple[Tensor, Tensor | None]:
     """dW and db, or None, of dy ``[M, O]`` and x ``[M, K]``, as ``plan`` says; ``ready`` as of a prepared call."""
     problem = plan.problem
+    if plan.path == "sums":
+        return torch.mm(dy.T, x), column_sums(dy, COLUMN_SUM_TILES, ready)
     if plan.tiles is None:
         return reference.weight_gradient(dy, x, bias=problem.bias)
     return kernels.weight_gradient(
@@ -98,6 +102,10 @@ class _WeightGradient(Operation):
 
     def title(self, problem: WeightGradientProblem, tensors: Tensors, options: tuple[Any, ...]) -> str:
         return "weight_gradient: dW = dyᵀ x" + (", db = Σ dy" if problem.bias else "")
+
+    def sees_through(self, call: Prepared) -> bool:
+        # What torch.compile makes of the sums is as fast as the kernel.
+        return super().sees_through(call) or (call.observed and call.plan.path == "sums")
 
     def through_torch(self, call: Prepared, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
         dy, x = autocast(tuple(tensors), compute_dtype(tensors[0]))

@@ -70,14 +70,19 @@ def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
     if (reason := _why_portable(problem, device, figures.least_width)) is not None:
         return reason
-    if problem.training and hidden_gradient.choose_pipeline(_gradient_problem(problem, problem.N), device) is None:
-        return "the sums of so many rows pass their limit in the kernel that was measured faster than torch"
+    if problem.K % figures.row_elements or problem.O % figures.row_elements:
+        uneven = problem.K if problem.K % figures.row_elements else problem.O
+        return f"rows of {uneven} elements: torch was as fast or faster at no multiple of {figures.row_elements}"
     few = problem.gated and problem.waits_for_host
     least_rows = figures.least_launched_rows if few else figures.least_rows
     if least_rows > problem.M:
         return f"{problem.M} tokens: torch was as fast or faster below {least_rows:,}"
     flops = 2 * problem.M * problem.K * problem.N * (2 if problem.gated else 1)
-    return too_small(flops, "FLOPs", figures.faster_from[problem.gated, problem.training], problem.captured)
+    if small := too_small(flops, "FLOPs", figures.faster_from[problem.gated, problem.training], problem.captured):
+        return small
+    if problem.training and hidden_gradient.choose_pipeline(_gradient_problem(problem, problem.N), device) is None:
+        return "the sums of so many rows pass their limit in the kernel that was measured faster than torch"
+    return None
 
 
 def _why_portable(problem: Any, device: Device, least_width: int) -> str | None:
@@ -86,7 +91,7 @@ def _why_portable(problem: Any, device: Device, least_width: int) -> str | None:
         return "only the warp-specialised kernels were measured faster than torch, and they do not run here"
     if min(problem.K, problem.O) < least_width:
         return f"not measured on this path below width {least_width}"
-    if any(size % VECTOR for size in (problem.K, problem.N, problem.O)):
+    if problem.K % VECTOR or problem.N % VECTOR or problem.O % VECTOR:
         return f"only the warp-specialised kernels were measured faster; their widths are multiples of {VECTOR}"
     if problem.portable:
         return f"only the warp-specialised kernels were measured faster; they cannot copy {problem.portable} as it lies"

@@ -182,6 +182,8 @@ def _plan(problem: Problem, device: Device, backend: str) -> Plan:
     chunk_kernels = False
     if problem.operation == "gemm_gemm":
         reasons["chunked"] = "a batched GEMM-GEMM is not cut into chunks"
+    elif reasons["fused"] is None:
+        reasons |= dict.fromkeys(("epilogue", "chunked"))
     else:
         not_epilogue = ffn_epilogue.why_unsupported(problem, device)
         slower = ffn_epilogue.why_slower
@@ -226,6 +228,8 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
     kind = problem.operation if problem.operation == "gemm_gemm" else "gated ffn" if problem.gated else "ffn"
     width = padded_width(max(problem.K, problem.O))
     pipelined = _all_pipelined(problem, device)
+    if not pipelined and padded_width(problem.O) != problem.O:
+        return f"width {problem.O} is padded to {padded_width(problem.O)}: torch was as fast or faster"
     rows = (figures.pipelined_faster_from if pipelined else figures.faster_from)[kind, problem.training]
     thresholds = next((limits for largest, limits in rows if width <= largest), None)
     if thresholds is None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from ..kernels.tuning import (
     CONSUMER_ROWS,
     ReduceConfig,
+    padded_width,
     pipelined_reduce_config,
     reduce_config,
     reduce_gradient_config,
@@ -20,6 +21,8 @@ from .measured import GemmReduce
 
 # A split of the reduced axis shorter than this many tiles spends more on its partials than on its products.
 SHORTEST_REDUCED_SPLIT = 4
+# That the warp-specialised kernel pads inner widths to.
+LEAST_WIDTH = 64
 # Programs of the forward kernel that run on an SM at once.
 RESIDENT = 2
 # Activations that fall before they rise: around their minimum values lie so close together that small errors choose
@@ -126,7 +129,7 @@ def plan(problem: ReduceProblem, device: Device, backend: str = "auto") -> Reduc
     elif problem.atomic:
         # What atomic=True asks for by name is no question of speed.
         algebraic = algebraic or "atomic=True asks for the kernels"
-    elif algebraic is None:
+    elif algebraic is None and (algebraic := why_slower_algebraic(problem, device)) is None:
         fused = fused or "the sum of a product is the product of a sum"
     else:
         fused = why_not_kernels(problem, device, backend, unsupported, device.figures.gemm_reduce, why_slower)
@@ -155,6 +158,15 @@ def why_not_algebraic(problem: ReduceProblem) -> str | None:
     return None
 
 
+def why_slower_algebraic(problem: ReduceProblem, device: Device) -> str | None:
+    """Why the product itself is expected to be faster than the product of a sum, from measurements, or None."""
+    if device.figures.gemm_reduce is None:
+        return None
+    elements = problem.batch * problem.kept * problem.reduced
+    limits = device.figures.gemm_reduce.algebraic_from[problem.training]
+    return too_small(elements, "elements of the product", limits, problem.captured)
+
+
 def why_slower(problem: ReduceProblem, device: Device, figures: GemmReduce) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
     if problem.activation != "identity" or problem.biased or problem.product:
@@ -165,6 +177,9 @@ def why_slower(problem: ReduceProblem, device: Device, figures: GemmReduce) -> s
     rows = figures.faster_from.get((problem.op, problem.training))
     if rows is None:
         return f"{problem.op} was not measured in {use}; FUSEDLAYERS_BACKEND=triton runs the kernels"
+    width = max(LEAST_WIDTH, padded_width(problem.K))
+    if problem.op not in figures.padded and width != problem.K:
+        return f"inner width {problem.K} is padded to {width}: torch was as fast or faster"
     thresholds = next((limits for widest, limits in rows if widest >= problem.K), None)
     if thresholds is None:
         return f"in {use} torch was as fast or faster at inner width {problem.K}"

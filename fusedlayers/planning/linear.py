@@ -76,7 +76,7 @@ class LinearProblem(Call):
     def weight_gradient(self) -> WeightGradientProblem:
         """The product that sums over the rows, with the bias gradient where that is wanted, too."""
         return WeightGradientProblem(
-            M=self.M, O=self.N, K=self.K, dtype=self.dtype, bias=self.needs_bias_gradient,
+            M=self.M, O=self.N, K=self.K, dtype=self.dtype, bias=self.needs_bias_gradient, layer=True,
             input_precision=self.input_precision, captured=self.captured, subclass=self.subclass,
         )  # fmt: skip
 
@@ -287,6 +287,8 @@ def why_slower(problem: LinearProblem, product: Product, figures: Linear) -> str
         if figures.data_gradient_inner > p.K:
             least = figures.data_gradient_inner
             return f"it sums over {p.K:,} elements: torch was as fast or faster below {least:,}"
+        if figures.data_gradient_columns < p.N:
+            return f"{p.N:,} columns fill the GPU without a split: torch was as fast or faster"
     elif not p.aligned and (p.K % 2 == 0 or moved < figures.unaligned_bytes or fewer > figures.few):
         return f"rows of {p.K:,} elements are not aligned: torch was as fast or faster"
     elif fewer > figures.few_rows and more >= figures.wide_columns:

@@ -1,4 +1,7 @@
-"""How a weight gradient with its bias gradient runs: torch or one kernel, with which tiles and splits, and why."""
+"""How a weight gradient with its bias gradient runs: torch, one kernel, or both, with which tiles and splits, and why.
+
+"fused" is one kernel for both gradients, "sums" a kernel for the bias gradient beside torch's product.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -23,7 +26,8 @@ MOST_SPLITS = 256
 class WeightGradientProblem(Call):
     """One call: ``dW = dyᵀ x`` for dy ``[M, O]`` and x ``[M, K]``, and with ``bias`` the sum of dy over its rows.
 
-    ``training`` says that gradients of dy or x will be asked for: second derivatives of a layer.
+    ``training`` says that gradients of dy or x will be asked for: second derivatives of a layer. ``layer``: it is part
+    of a layer's backward pass, whose host has more to do than to launch it.
     """
 
     M: int
@@ -32,6 +36,7 @@ class WeightGradientProblem(Call):
     dtype: str
     bias: bool = True
     training: bool = False
+    layer: bool = False
     operation: str = "weight_gradient"
 
     __hash__ = Call.__hash__
@@ -63,13 +68,16 @@ class WeightGradientProblem(Call):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightGradientPlan(Decision):
-    """The path is "fused" or "torch"."""
+    """The path is "fused", "sums" or "torch"."""
 
     has_passes: ClassVar[bool] = False
 
     tiles: WeightGradientTiles | None = None
     pipeline: WeightGradientPipeline | None = None  # what runs instead, where the operands lie as its copies need them
     splits: int = 1
+
+    def runs(self) -> str:
+        return "through torch, with the sums in a kernel" if self.path == "sums" else super().runs()
 
     def kernel_facts(self) -> Facts:
         rows = []
@@ -102,13 +110,29 @@ def plan(problem: WeightGradientProblem, device: Device, backend: str = "auto") 
             splits = choose_splits(problem, device, tiles)
         workspace = splits * problem.partial_bytes if splits > 1 else 0
         options = {"tiles": tiles, "pipeline": pipeline, "splits": splits, "workspace_bytes": workspace}
-    return WeightGradientPlan.of(
+    plan = WeightGradientPlan.of(
         problem, device, "fused", fused,
         reason="one kernel reads dy once, for both gradients" if problem.bias else "one kernel computes dW",
         flops=problem.flops, bytes=io_bytes,
         saved_bytes=element * problem.M * (problem.O + problem.K) if problem.training else 0, unsupported=unsupported,
         **options,
     )  # fmt: skip
+    if fused is None or backend != "auto":
+        return plan
+    not_sums = why_not_kernels(problem, device, backend, unsupported, device.figures.weight_gradient, why_slower_sums)
+    if not_sums is not None:
+        return plan
+    rejected = (("fused", fused), ("torch", "its sum of the rows takes longer than that of a kernel"))
+    return replace(plan, path="sums", reason="a kernel adds up dy faster than torch does", rejected=rejected)
+
+
+def why_slower_sums(problem: WeightGradientProblem, device: Device, figures: WeightGradient) -> str | None:
+    """Why torch's own sums of dy are expected to be as fast as those of a kernel, from measurements, or None."""
+    if not problem.bias or problem.layer or problem.training or not device.pipelined:
+        return "not measured"
+    if figures.summed_columns <= problem.O:
+        return f"{problem.O:,} columns of dy: torch's sums were as fast from {figures.summed_columns:,} on"
+    return too_small(problem.M * problem.O, "elements of dy", figures.summed_from, problem.captured)
 
 
 def why_slower(problem: WeightGradientProblem, device: Device, figures: WeightGradient) -> str | None:
@@ -116,8 +140,11 @@ def why_slower(problem: WeightGradientProblem, device: Device, figures: WeightGr
     least = figures.faster_from[problem.bias] if device.pipelined else None
     if least is None:
         return "torch was as fast or faster" + ("" if problem.bias else " where only dW is wanted")
-    if figures.most_weights < problem.O * problem.K:
-        return f"{problem.O * problem.K:,} weights: torch was as fast or faster from {figures.most_weights:,} on"
+    weights, most = problem.O * problem.K, figures.most_weights
+    if not problem.layer:
+        least, most = figures.alone_faster_from, figures.most_weights_alone
+    if most < weights and (problem.layer or figures.narrow < problem.K):
+        return f"{weights:,} weights: torch was as fast or faster from {most:,} on"
     return too_small(problem.flops, "FLOPs", least, problem.captured)
 
 

@@ -154,7 +154,7 @@ class _GemmReduce(Operation):
                 return reference.gemm_sum(a, b, op=op, dim=dim, **taking, bias=bias)
             return reference.gemm_reduce(
                 a, b, op=op, dim=dim, **taking, bias=bias, activation=activation, return_indices=return_indices,
-                return_product=return_product,
+                return_product=return_product, without_index=not (call.problem.training or call.problem.subclass),
             )  # fmt: skip
 
     def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:

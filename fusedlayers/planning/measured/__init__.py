@@ -40,6 +40,7 @@ class Epilogue:
     least_launched_rows: int  # of a gated forward pass that is launched one by one
     least_width: int
     least_chunk_width: int  # in chunks, which are measured against torch's operations in chunks
+    row_elements: int  # rows of x and w_down that start at no multiple of these were slower than in torch's products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,9 @@ class GemmReduce:
     """Elements of the product (batch × M × N) by inner width, for (operation, whether gradients are wanted)."""
 
     faster_from: Mapping[tuple[str, bool], Rows]
+    padded: frozenset[str]  # the operations that were faster at inner widths that kernels pad, too
+    # By whether gradients are wanted: from where on the sum of a product is faster as the product of a sum.
+    algebraic_from: Mapping[bool, Threshold]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +75,18 @@ class MaxSim:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightGradient:
-    """Floating-point operations by whether the bias gradient is wanted, None where torch was always as fast."""
+    """Floating-point operations by whether the bias gradient is wanted, None where torch was always as fast.
+
+    ``faster_from`` and ``most_weights`` speak of a layer's backward pass, the others of calls by themselves.
+    """
 
     faster_from: Mapping[bool, Threshold | None]
     most_weights: int
+    alone_faster_from: Threshold
+    most_weights_alone: int
+    narrow: int  # columns of x up to which any number of weights was faster: dy is read once
+    summed_from: Threshold  # elements of dy from which a kernel summed them up faster, beside torch's product
+    summed_columns: int  # of dy, from which torch's sums were as fast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +105,7 @@ class Linear:
     unaligned_bytes: int  # of rows of odd length, from which kernels were faster
     data_gradient_rows: int  # up to which a data gradient was faster, if it sums over so many elements
     data_gradient_inner: int
+    data_gradient_columns: int  # and has no more columns than these, which would fill the GPU without a split
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,8 +32,8 @@ FIGURES = Figures(
         },
         # An FFN costs the host as much as torch's launches or less, so that the device alone decides.
         pipelined_faster_from={
-            ("ffn", False): ((64, (2**20, 2**20)), (128, (2**21, 2**21)), (256, (2**23, 2**23))),
-            ("ffn", True): ((64, (2**21, 2**21)), (128, (2**23, 2**23)), (256, (2**23, 2**23))),
+            ("ffn", False): ((64, (2**20, 2**20)), (128, (2**21, 2**21)), (256, (2**23, 2**22))),
+            ("ffn", True): ((64, (2**21, 2**21)), (128, (2**23, 2**23)), (256, (2**23, 2**22))),
             ("gated ffn", False): ((64, (2**19, 2**19)), (128, (2**20, 2**20)), (256, (2**22, 2**22))),
             ("gated ffn", True): ((64, (2**19, 2**19)), (128, (2**23, 2**23)), (256, (3 * 2**21, 3 * 2**21))),
             ("gemm_gemm", False): ((128, (2**27, 2**22)),),
@@ -46,8 +46,8 @@ FIGURES = Figures(
     epilogue=Epilogue(
         # Launched one by one, the host needs 0.4 to 0.5 ms for a forward and backward pass, eager torch 0.3 to 0.4.
         faster_from={
-            (False, False): (2**34, 2**32),
-            (False, True): (9 * 2**32, 2**34),
+            (False, False): (3 * 2**31, 2**32),
+            (False, True): (9 * 2**32, 2**33),
             (True, False): (2**29, 2**32),
             (True, True): (11 * 2**32, 2**34),
         },
@@ -55,12 +55,15 @@ FIGURES = Figures(
         # a backward pass a gated FFN is two launches, torch's are five: launched one by one, the host decides.
         least_rows=1024,
         least_launched_rows=64,
-        least_width=512,
+        least_width=192,
         # A training step in chunks took 4.0, 14.5 and 3.6 ms in the warp-specialised kernels, and 8.2, 24 and 9.0 in
         # torch's operations (16,384 tokens × 1024 × 4096, 8192 × 4096 × 14,336, gated 16,384 × 1024 × 2816); narrow
         # ones 4.0, 4.6 and 2.4 ms, and 10.4, 9.2 and 3.7 (49,152 × 384 × 1536, 65,536 × 320 × 1280, gated 8192 × 320 ×
         # 864).
         least_chunk_width=320,
+        # Rows of 16 bytes, and no more, cost the copies of tiles a fifth to a tenth: 0.78 to 0.93 of torch's speed at
+        # widths of 856, 1416, 1848, 2872, 3048 and 4024.
+        row_elements=16,
     ),
     hidden_gradient=HiddenGradient(
         faster_from={False: (2**37, 2**36), True: (2**39, 2**36)},  # launching it costs the host 0.3 ms
@@ -77,16 +80,30 @@ FIGURES = Figures(
             **{(op, True): _MAXIMUM_GRADIENT for op in ("max", "min", "absmax")},
             ("sumsq", False): _SUM,
             ("sumsq", True): ((128, (2**27, 2**24)),),
-            ("logsumexp", False): _SUM,
-            # Torch takes longer for its gradient than for those of the others.
-            ("logsumexp", True): ((128, (2**26, 2**24)),),
+            # Torch takes longer than for the others, launched one by one, too.
+            ("logsumexp", False): ((128, (2**23, 2**23)), (256, (2**26, 2**26))),
+            ("logsumexp", True): ((128, (3 * 2**24, 2**23)),),
         },
+        # Maxima had 0.46 to 0.95 of torch's speed at inner widths of 72 and 120, and 0.65 to 2 in between.
+        padded=frozenset({"logsumexp"}),
+        algebraic_from={False: (3 * 2**24, 2**24), True: (2**26, 2**22)},
     ),
     # For d = 128. Launched, the host needs 40 µs for a forward pass and 450 or more with backward, eager torch 270.
-    maxsim=MaxSim(faster_from={False: (2**24, 2**21), True: (2**26, 2**22)}, widest=128),
+    maxsim=MaxSim(faster_from={False: (2**24, 2**21), True: (2**26, 2**21)}, widest=128),
     # With more weights than these cuBLAS gains more from its clusters, which share what they copy, than one pass over
     # dy saves.
-    weight_gradient=WeightGradient(faster_from={True: (2**34, 2**31), False: None}, most_weights=2**18),
+    weight_gradient=WeightGradient(
+        faster_from={True: (2**34, 2**31), False: None},
+        most_weights=2**18,
+        # At 60 random sizes: 0.94 to 1.97 of the best of torch's speed up to these, 0.53 to 1.3 beyond. A kernel for
+        # the sums beside cuBLAS had 0.93 to 1.14 of the speed of what torch.compile makes of both, eager torch 0.26 to
+        # 1.
+        alone_faster_from=(2**31, 2**29),
+        most_weights_alone=2**17,
+        narrow=256,
+        summed_from=(2**20, 2**20),
+        summed_columns=2048,
+    ),
     # From random products with up to 512 rows, against torch in a CUDA graph.
     linear=Linear(
         faster_from=(2**28, 2**18),  # launching a product and its sum costs the host 64 µs, torch's one kernel 14 µs
@@ -106,6 +123,7 @@ FIGURES = Figures(
         # A data gradient reads W across its rows, which torch does better with more rows of its own than these.
         data_gradient_rows=16,
         data_gradient_inner=1024,
+        data_gradient_columns=2**14,  # 0.76 to 0.97 of torch's speed at 37,000 to 340,000
     ),
     # Launching the chunked path costs the host 600 to 900 µs; replayed, it took as long as torch.compile at 2^25
     # logits, and 0.79 to 0.98 of its time at 2^27. The fused path took 0.78 launched at 2^25, 0.91 replayed at 2^23.

@@ -31,21 +31,37 @@ place count as those of one larger tile.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Closeness", "Evidence", "assert_all_close", "assert_close", "compare", "compare_all"]
+from .populations import (
+    MAX_ERROR_LIMIT,
+    RMS_FLOOR,
+    RMS_LIMIT,
+    TILE,
+    Populations,
+    error_ratios,
+    fractions_of_limits,
+    special_value_difference,
+    tile_statistics,
+)
 
-MAX_ERROR_LIMIT = 2.0
-RMS_LIMIT = 1.5
-RMS_FLOOR = 1e-6
-TILE = 64
-FALSE_ALARM = 1e-6
-# Bounds the float64 temporaries of one step to about 128 MB each, however large the tensors are.
-ELEMENTS_PER_STEP = 2**24
+__all__ = [
+    "MAX_ERROR_LIMIT",
+    "RMS_FLOOR",
+    "RMS_LIMIT",
+    "TILE",
+    "Closeness",
+    "Evidence",
+    "assert_all_close",
+    "assert_close",
+    "compare",
+    "compare_all",
+    "red",
+]
 
 
 @dataclass(frozen=True)
@@ -67,36 +83,6 @@ class Closeness:
     worst_tile: tuple[int, ...]
     message: str
     judged: bool = True
-
-
-@dataclass(frozen=True)
-class _Populations:
-    """Statistics of groups of elements, one entry per group; all float64 on the CPU."""
-
-    count: Tensor
-    our_max: Tensor
-    our_squares: Tensor
-    torch_max: Tensor
-    torch_squares: Tensor
-    reference_max: Tensor
-    reference_squares: Tensor
-
-    def whole(self) -> _Populations:
-        """All groups as one."""
-        return self._as_one(lambda statistic: statistic.reshape(-1, 1))
-
-    def beside(self, other: _Populations) -> _Populations:
-        """The groups of two draws as one, each with that in its place."""
-        both = {each.name: torch.stack([getattr(self, each.name), getattr(other, each.name)]) for each in fields(self)}
-        return _Populations(**both)._as_one(lambda statistic: statistic)
-
-    def _as_one(self, stacked: Callable[[Tensor], Tensor]) -> _Populations:
-        """Over the first dimension of the statistics as they are ``stacked``."""
-        found = {}
-        for each in fields(self):
-            statistic = stacked(getattr(self, each.name))
-            found[each.name] = statistic.amax(dim=0) if each.name.endswith("_max") else statistic.sum(dim=0)
-        return _Populations(**found)
 
 
 def compare(
@@ -151,7 +137,7 @@ class Evidence:
         self.draws = 0
         self._shape, self._dtype = torch.Size(), torch.float32
         self._fault: Closeness | None = None
-        self._tiles: _Populations | None = None
+        self._tiles: Populations | None = None
 
     def add(self, actual: Tensor, torch_result: Tensor, reference: Tensor) -> None:
         """One draw: ours, torch's result and the float64 reference; raises as :func:`compare` does."""
@@ -171,7 +157,7 @@ class Evidence:
             return
         matrix_shape = (1, 1, *actual.shape)[-2:]
         views = [x.detach().reshape(-1, *matrix_shape) for x in (actual, torch_result, reference)]
-        special = _special_value_difference(*views)
+        special = special_value_difference(*views)
         if special is not None:
             (batch, row, column), count = special
             dimensions = min(actual.dim(), 2)
@@ -183,7 +169,7 @@ class Evidence:
                 f"first at {index}{f' of draw {self.draws}' * (self.draws > 1)}: {value}, torch has {torch_value}",
             )
             return
-        tiles = _tile_statistics(*views)
+        tiles = tile_statistics(*views)
         self._tiles = tiles if self._tiles is None else self._tiles.beside(tiles)
 
     def verdict(self, independent: int | None = None) -> Closeness:
@@ -195,9 +181,9 @@ class Evidence:
             return Closeness(name, True, 0.0, 0.0, 0.0, (), f"{name}: empty, as torch's")
         unit, tiles = torch.finfo(self.computed_in or self._dtype), self._tiles
         whole = tiles.whole()
-        whole_max, whole_rms = (float(ratio) for ratio in _error_ratios(whole, unit))
-        whole_fraction = float(_fractions(whole, unit, independent))
-        fractions = _fractions(tiles, unit, independent)
+        whole_max, whole_rms = (float(ratio) for ratio in error_ratios(whole, unit))
+        whole_fraction = float(fractions_of_limits(whole, unit, independent))
+        fractions = fractions_of_limits(tiles, unit, independent)
         tile_fraction = float(fractions.max())
         spot = tuple(int(i) for i in torch.unravel_index(fractions.argmax(), fractions.shape))
         worst_tile = _index(spot[0], self._shape[:-2]) + spot[3 - min(len(self._shape), 2) :]
@@ -310,108 +296,3 @@ def _index(position: int, shape: Sequence[int]) -> tuple[int, ...]:
         position, place = divmod(position, size)
         index.insert(0, place)
     return tuple(index)
-
-
-def _steps(shape: torch.Size, rows_per_step: int) -> list[tuple[slice, slice]]:
-    """Slices over (matrices, rows) that cover ``[batch, rows, columns]``, about ``ELEMENTS_PER_STEP`` elements each."""
-    batch, rows, columns = shape
-    if rows * columns <= ELEMENTS_PER_STEP:
-        per_step = max(1, ELEMENTS_PER_STEP // (rows * columns))
-        return [(slice(i, i + per_step), slice(None)) for i in range(0, batch, per_step)]
-    per_step = max(1, ELEMENTS_PER_STEP // (columns * rows_per_step)) * rows_per_step
-    return [(slice(b, b + 1), slice(i, i + per_step)) for b in range(batch) for i in range(0, rows, per_step)]
-
-
-def _special_value_difference(
-    actual: Tensor, torch_result: Tensor, reference: Tensor
-) -> tuple[tuple[int, int, int], int] | None:
-    """First index and number of elements where NaN, +Inf or -Inf is in one of ours and torch's and not in the other."""
-    first: tuple[int, int, int] | None = None
-    count = 0
-    for matrices, rows in _steps(actual.shape, TILE):
-        ours, theirs = actual[matrices, rows], torch_result[matrices, rows].to(actual.device)
-        truth = reference[matrices, rows].to(actual.device)
-        if bool((theirs.isfinite() & ~truth.isfinite()).any()):
-            raise ValueError("reference: not finite where torch's result is, so it cannot judge anything there")
-        different = (ours.isnan() != theirs.isnan()) | (
-            (ours.isinf() | theirs.isinf()) & (ours != theirs) & ~ours.isnan()
-        )
-        found = int(different.sum())
-        if found and first is None:
-            batch, row, column = (int(i) for i in different.nonzero()[0])
-            first = (batch + (matrices.start or 0), row + (rows.start or 0), column)
-        count += found
-    return None if first is None else (first, count)
-
-
-def _tile_statistics(actual: Tensor, torch_result: Tensor, reference: Tensor) -> _Populations:
-    """Statistics ``[batch, tile rows, tile columns]`` of ``[batch, rows, columns]`` tensors, in one pass over them."""
-    batch, rows, columns = actual.shape
-    # A matrix narrower than a tile is one tile of its own width: nothing is padded up to 64.
-    tile_rows, tile_columns = min(TILE, rows), min(TILE, columns)
-    parts: list[tuple[Tensor, ...]] = []
-    for matrices, row_range in _steps(actual.shape, tile_rows):
-        ours, theirs, truth = (
-            x[matrices, row_range].to(actual.device, torch.float64) for x in (actual, torch_result, reference)
-        )
-        finite = ours.isfinite() & theirs.isfinite()
-        zero = torch.zeros((), dtype=torch.float64, device=actual.device)
-        statistics = [_tile_sum(finite.to(torch.float64), tile_rows, tile_columns)]
-        for value in (ours - truth, theirs - truth, truth):
-            magnitude = torch.where(finite, value.abs(), zero)
-            statistics.append(_tiled(magnitude, tile_rows, tile_columns).amax(dim=(2, 4)).cpu())
-            statistics.append(_tile_sum(magnitude.square(), tile_rows, tile_columns))
-        parts.append(tuple(statistics))
-    shape = (batch, math.ceil(rows / tile_rows), math.ceil(columns / tile_columns))
-    # Steps run over matrices first and rows second, so the concatenation is in tile order either way.
-    return _Populations(
-        *(torch.cat([x.flatten() for x in column]).reshape(shape) for column in zip(*parts, strict=True))
-    )
-
-
-def _tiled(matrices: Tensor, tile_rows: int, tile_columns: int) -> Tensor:
-    """``[batch, rows, columns]`` zero-padded, as ``[batch, tile row, row inside, tile column, column inside]``."""
-    batch, rows, columns = matrices.shape
-    padded = torch.nn.functional.pad(matrices, (0, -columns % tile_columns, 0, -rows % tile_rows))
-    return padded.reshape(batch, padded.shape[1] // tile_rows, tile_rows, padded.shape[2] // tile_columns, tile_columns)
-
-
-def _tile_sum(matrices: Tensor, tile_rows: int, tile_columns: int) -> Tensor:
-    return _tiled(matrices, tile_rows, tile_columns).sum(dim=(2, 4)).cpu()
-
-
-def _error_ratios(groups: _Populations, unit: torch.finfo) -> tuple[Tensor, Tensor]:
-    """Our error over torch's per group, (largest, RMS), with the absolute floor and one rounding allowed."""
-    count = groups.count.clamp(min=1)
-    our_rms, torch_rms, reference_rms = (
-        (squares / count).sqrt() for squares in (groups.our_squares, groups.torch_squares, groups.reference_squares)
-    )
-    roundoff = unit.eps / 2
-    # Below the smallest normal number the spacing stays constant, so the error of one rounding does too.
-    largest = torch.where(groups.reference_max > 0, groups.reference_max.clamp(min=unit.tiny), groups.reference_max)
-    typical = torch.where(reference_rms > 0, reference_rms.clamp(min=unit.tiny), reference_rms)
-    rms_roundoff = torch.where(groups.count < TILE * TILE, roundoff, roundoff / math.sqrt(3))
-    floor = RMS_FLOOR * reference_rms
-    max_yardstick = torch.maximum(groups.torch_max, roundoff * largest)
-    rms_yardstick = torch.maximum(torch_rms, rms_roundoff * typical)
-    return _ratio(groups.our_max - floor, max_yardstick), _ratio(our_rms - floor, rms_yardstick)
-
-
-def _fractions(groups: _Populations, unit: torch.finfo, independent: int | None) -> Tensor:
-    """The larger share that each group uses of its two limits."""
-    max_ratio, rms_ratio = _error_ratios(groups, unit)
-    share = torch.maximum(max_ratio / MAX_ERROR_LIMIT, rms_ratio / RMS_LIMIT)
-    return share / _sample_size_factor(groups.count, independent)
-
-
-def _ratio(error: Tensor, yardstick: Tensor) -> Tensor:
-    """``error / yardstick``; no error is 0 and any error beyond an exact yardstick of 0 is infinite."""
-    return torch.where(error <= 0, 0.0, error / yardstick)
-
-
-def _sample_size_factor(count: Tensor, independent: int | None) -> Tensor:
-    """The factor ``g`` of the module's docstring; 1 from one full tile on."""
-    samples = count.clamp(min=1, max=independent)
-    log_chance = math.log(FALSE_ALARM / count.numel())
-    factor = torch.exp(-log_chance / (samples / 2).clamp(min=2))
-    return torch.where(samples >= TILE * TILE, 1.0, factor)
