@@ -16,8 +16,10 @@ try:
     import triton.language as tl
 
     HAS_TRITON = True
+    RELEASE: tuple[int, ...] = tuple(int(part) for part in triton.__version__.split(".")[:2])
 except ImportError:
     HAS_TRITON = False
+    RELEASE = ()
     triton = tl = Inert()
 
 
@@ -40,9 +42,10 @@ def toolchain(architecture: str) -> str:
     """
     if not HAS_TRITON or interpreted() or not architecture.startswith("sm_"):
         return compiler()
-    blackwell = int(architecture.removeprefix("sm_")) >= 100 and hasattr(triton.knobs.nvidia, "ptxas_blackwell")
-    tool = triton.knobs.nvidia.ptxas_blackwell if blackwell else triton.knobs.nvidia.ptxas
+    newer = int(architecture.removeprefix("sm_")) >= (90 if RELEASE >= (3, 9) else 100)
+    tools = triton.knobs.nvidia
+    tool = tools.ptxas_blackwell if newer and hasattr(tools, "ptxas_blackwell") else tools.ptxas
     return f"{compiler()}, ptxas {tool.version}"
 
 
-__all__ = ["HAS_TRITON", "Inert", "compiler", "interpreted", "tl", "toolchain", "triton"]
+__all__ = ["HAS_TRITON", "RELEASE", "Inert", "compiler", "interpreted", "tl", "toolchain", "triton"]

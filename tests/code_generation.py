@@ -42,6 +42,7 @@ from triton.runtime.jit import JITFunction
 
 from fusedlayers import functional, planning
 from fusedlayers.functional import dispatch
+from fusedlayers.kernels.device import RELEASE
 from fusedlayers.kernels.tuning import TileConfig
 
 TARGETS = {
@@ -82,7 +83,7 @@ class Case:
 
 
 def _device(target: str, pipelined: bool) -> planning.Device:
-    return planning.Device("cuda", target, target, SMS, triton=True, pipelined=pipelined)
+    return planning.Device("cuda", target, target, SMS, triton=True, pipelined=pipelined, triton_release=RELEASE)
 
 
 def _problem(case: Case) -> planning.Problem:
