@@ -125,7 +125,8 @@ def compiling_for(
         name = function.__name__.removeprefix("_").removesuffix("_kernel")
         if kernels is None or name in kernels:
             compile_it = functools.partial(run, function, *args, grid=grid, warmup=True, **kwargs)
-            reports.append(_launch(function, args, kwargs) | {"kernel": name, "target": target} | _outcome(compile_it))
+            about = {"kernel": name, "target": target, "triton": triton.__version__}
+            reports.append(_launch(function, args, kwargs) | about | _outcome(compile_it))
 
     described = _device(target, pipelined)
     dispatch._cached_plan.cache_clear()
