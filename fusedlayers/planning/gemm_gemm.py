@@ -225,9 +225,11 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
         return None  # the alternative is to recompute in chunks, many launches for each
     kind = problem.operation if problem.operation == "gemm_gemm" else "gated ffn" if problem.gated else "ffn"
     width = padded_width(max(problem.K, problem.O))
-    # The widest pass that computes all gradients was measured where it stores what is hidden.
-    stores = width <= 128 or not _everything(problem) or _stored(problem, device) is not None
-    pipelined = stores and _all_pipelined(problem, device)
+    pipelined = _all_pipelined(problem, device)
+    if pipelined and width > 128 and problem.needs_data_gradient and problem.needs_weight_gradient:
+        # Such a pass was measured faster than torch's only where it stores what is hidden.
+        stored = stored_config(problem.gated, problem.K, problem.N, problem.O, device.sms, device.triton_release)
+        pipelined = stored is not None
     rows = (figures.pipelined_faster_from if pipelined else figures.faster_from)[kind, problem.training]
     thresholds = next((limits for largest, limits in rows if width <= largest), None)
     if thresholds is None:
@@ -263,15 +265,10 @@ def _all_pipelined(problem: Problem, device: Device) -> bool:
     return all(_pipelined(kernel, problem, device) is not None for kernel in problem.kernels)
 
 
-def _everything(problem: Problem) -> bool:
-    return problem.needs_data_gradient and problem.needs_weight_gradient
-
-
 def _stored(problem: Problem, device: Device) -> StoredConfig | None:
     """How the backward pass stores what is hidden, or None where it recomputes: where it must, or is as fast."""
-    if problem.operation != "ffn" or problem.recompute is True or not _everything(problem):
-        return None
-    if not _all_pipelined(problem, device):
+    everything = problem.needs_data_gradient and problem.needs_weight_gradient
+    if problem.operation != "ffn" or problem.recompute is True or not everything or not _all_pipelined(problem, device):
         return None
     return stored_config(problem.gated, problem.K, problem.N, problem.O, device.sms, device.triton_release)
 
