@@ -20,7 +20,7 @@ ASK_RECOMPUTE := $(BIN)/python -c 'import torch; print("auto" if torch.cuda.is_a
 WORKERS ?= auto
 NAME ?= gemm_epilogue
 # The oldest and the newest release that README names; the tests run on the one of constraints.txt.
-TRITONS := 3.6.0 3.8.0
+TRITONS := 3.6.0 3.9.0
 TRITON_FOLDERS := $(TRITONS:%=build/triton-%)
 # Where Python may not write what it compiles, every process of the tests would compile torch and transformers anew.
 unexport PYTHONDONTWRITEBYTECODE

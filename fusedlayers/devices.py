@@ -16,7 +16,7 @@ import torch
 from . import calibrations
 from .folders import cache_file, write_json
 from .kernels import hopper
-from .kernels.device import HAS_TRITON, interpreted, toolchain
+from .kernels.device import HAS_TRITON, RELEASE, interpreted, toolchain
 from .planning import Device
 
 # What tests and the self-test assume instead of what is asked.
@@ -68,6 +68,7 @@ def _describe(device: torch.device) -> Device:
             sms=found.multi_processor_count,
             triton=HAS_TRITON,
             pipelined=hopper.runs_on(architecture),
+            triton_release=RELEASE,
         )
     if not facts.triton:
         return facts

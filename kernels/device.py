@@ -1,5 +1,8 @@
 """Triton if it is installed, otherwise inert stand-ins, so that every kernel file imports on any machine."""
 
+from collections.abc import Callable
+from typing import Any
+
 
 class Inert:
     """Answers any attribute and any call with itself or, as a decorator, with the function it decorates."""
@@ -16,8 +19,10 @@ try:
     import triton.language as tl
 
     HAS_TRITON = True
+    RELEASE: tuple[int, ...] = tuple(int(part) for part in triton.__version__.split(".")[:2])
 except ImportError:
     HAS_TRITON = False
+    RELEASE = ()
     triton = tl = Inert()
 
 
@@ -40,9 +45,18 @@ def toolchain(architecture: str) -> str:
     """
     if not HAS_TRITON or interpreted() or not architecture.startswith("sm_"):
         return compiler()
-    blackwell = int(architecture.removeprefix("sm_")) >= 100 and hasattr(triton.knobs.nvidia, "ptxas_blackwell")
-    tool = triton.knobs.nvidia.ptxas_blackwell if blackwell else triton.knobs.nvidia.ptxas
-    return f"{compiler()}, ptxas {tool.version}"
+    return f"{compiler()}, ptxas {assembler(architecture).version}"
 
 
-__all__ = ["HAS_TRITON", "Inert", "compiler", "interpreted", "tl", "toolchain", "triton"]
+def assembler(architecture: str) -> Any:
+    """Triton's tool, with a path and a version, that assembles kernels for NVIDIA's ``architecture``.
+
+    Triton brings an older and a newer one; for sm_90 it takes the newer one since 3.9.
+    """
+    from triton.backends.nvidia import compiler as nvidia
+
+    chosen: Callable[[int], Any] = getattr(nvidia, "get_ptxas", lambda _: triton.knobs.nvidia.ptxas)
+    return chosen(int(architecture.removeprefix("sm_")))
+
+
+__all__ = ["HAS_TRITON", "RELEASE", "Inert", "assembler", "compiler", "interpreted", "tl", "toolchain", "triton"]

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .device import HAS_TRITON, Inert, triton
+from .device import RELEASE, Inert
 
 # Gluon is experimental and changes its names: these releases of Triton compile the kernels that use it.
-_OLDEST, _NEWEST = (3, 6), (3, 8)
+_OLDEST, _NEWEST = (3, 6), (3, 9)
 
 try:
-    if not HAS_TRITON or not _OLDEST <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= _NEWEST:
+    if not _OLDEST <= RELEASE <= _NEWEST:
         raise ImportError
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
@@ -27,13 +27,15 @@ try:
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    # Triton 3.9 renamed both copies.
+    # Triton 3.9 renamed these.
     copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
     copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+    _memory = gl.shared_memory_descriptor
+    reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
     HAS_GLUON = True
 except ImportError:
     HAS_GLUON = False
-    gluon = gl = fence_async_shared = mbarrier = tma = copy_in = copy_out = Inert()
+    gluon = gl = fence_async_shared = mbarrier = tma = copy_in = copy_out = reinterpret = Inert()
     warpgroup_mma = warpgroup_mma_wait = TensorDescriptor = Inert()
 
 ALIGNMENT = 16  # bytes: of a copied matrix's address and row stride
@@ -155,6 +157,7 @@ __all__ = [
     "gluon",
     "matrix",
     "mbarrier",
+    "reinterpret",
     "stacked",
     "tma",
     "untransposed",

@@ -42,6 +42,7 @@ from triton.runtime.jit import JITFunction
 
 from fusedlayers import functional, planning
 from fusedlayers.functional import dispatch
+from fusedlayers.kernels.device import RELEASE
 from fusedlayers.kernels.tuning import TileConfig
 
 TARGETS = {
@@ -82,7 +83,7 @@ class Case:
 
 
 def _device(target: str, pipelined: bool) -> planning.Device:
-    return planning.Device("cuda", target, target, SMS, triton=True, pipelined=pipelined)
+    return planning.Device("cuda", target, target, SMS, triton=True, pipelined=pipelined, triton_release=RELEASE)
 
 
 def _problem(case: Case) -> planning.Problem:
@@ -124,7 +125,8 @@ def compiling_for(
         name = function.__name__.removeprefix("_").removesuffix("_kernel")
         if kernels is None or name in kernels:
             compile_it = functools.partial(run, function, *args, grid=grid, warmup=True, **kwargs)
-            reports.append(_launch(function, args, kwargs) | {"kernel": name, "target": target} | _outcome(compile_it))
+            about = {"kernel": name, "target": target, "triton": triton.__version__}
+            reports.append(_launch(function, args, kwargs) | about | _outcome(compile_it))
 
     described = _device(target, pipelined)
     dispatch._cached_plan.cache_clear()

@@ -60,6 +60,7 @@ PLANNED = """
 from dataclasses import replace
 from types import SimpleNamespace
 import torch
+import triton
 from fusedlayers import devices
 from fusedlayers.bench.selftest.trials import all_trials, covered
 from fusedlayers.planning import Device, LinearProblem, MaxSimProblem, WeightGradientProblem, plan
@@ -67,7 +68,8 @@ from fusedlayers.planning import Device, LinearProblem, MaxSimProblem, WeightGra
 found = SimpleNamespace(name="Dummy 9000", major=7, minor=7, multi_processor_count=64)
 torch.cuda.get_device_properties = lambda device: found
 device = devices.describe(torch.device("cuda", 0))
-assert device == Device("cuda", "Dummy 9000", "sm_77", sms=64, triton=True), device
+release = tuple(map(int, triton.__version__.split(".")[:2]))
+assert device == Device("cuda", "Dummy 9000", "sm_77", sms=64, triton=True, triton_release=release), device
 # As if its kernels were the warp-specialised ones, which alone are chosen unasked.
 device = replace(device, pipelined=True)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -40,6 +41,18 @@ SPILLING = {("pipelined_weight_gradient", gated, width) for gated, width in ((Fa
 # With an exact gelu, two registers.
 SPILLING |= {("pipelined_hidden_gradient", gated, 256) for gated in (False, True)}
 MOST_LOOP_SPILLS = 12
+# What needs more registers since Triton 3.9, which has another assembler for sm_90: at most so many bytes, and so many
+# instructions of a loop that move them.
+SPILLING_SINCE_3_9 = {
+    "document_gradient": (28, 0),
+    "hidden_gradient": (536, 0),
+    "logit_gradient": (192, 25),
+    "pipelined_data_gradient": (524, 51),
+    "pipelined_epilogue_gradient": (1012, 0),
+    "pipelined_reduce": (236, 0),
+    "pipelined_weight_and_bias_gradient": (384, 4),
+    "weight_gradient": (304, 17),
+}
 DTYPES = ("bfloat16", "float16", "float32")
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -76,7 +89,10 @@ def faults(report: dict[str, Any]) -> list[str]:
     # addresses take more registers than there are.
     if report["target"] == "sm_90" and report["dtype"] != "float32" and report["width"] % 8 == 0:
         spilling = (report["kernel"], report["gated"], report["width"]) in SPILLING
-        if report["loop_spills"] > MOST_LOOP_SPILLS * spilling or (report["spill_bytes"] and not spilling):
+        newer = [int(part) for part in report["triton"].split(".")[:2]] >= [3, 9]
+        named = SPILLING_SINCE_3_9.get(report["kernel"], (0, 0)) if newer else (0, 0)
+        most, most_in_loops = (math.inf, MOST_LOOP_SPILLS) if spilling else named
+        if report["spill_bytes"] > most or report["loop_spills"] > most_in_loops:
             found.append(f"{report['spill_bytes']} bytes of registers spilled")
         if report["serialised"]:
             found.append("the matrix instructions wait for one another: wgmma is serialised")
@@ -131,6 +147,9 @@ def test_shipped_configurations(tmp_path: Path, selection: str, target: str, dty
             {"kernel": "pipelined_weight_gradient", "gated": True, "width": 128, "spill_bytes": 4, "loop_spills": 13},
             "4 bytes of registers",
         ),
+        ({"triton": "3.9.0", "kernel": "pipelined_reduce", "spill_bytes": 237}, "237 bytes of registers"),
+        ({"triton": "3.9.0", "kernel": "pipelined_reduce", "spill_bytes": 4, "loop_spills": 1}, "4 bytes of registers"),
+        ({"triton": "3.8.0", "kernel": "pipelined_reduce", "spill_bytes": 4}, "4 bytes of registers"),
         ({"serialised": True}, "serialised"),
         ({"dtype": "float32", "tf32": 2}, "2 TF32"),
     ],
@@ -139,10 +158,11 @@ def test_shipped_configurations(tmp_path: Path, selection: str, target: str, dty
 def test_every_fault_is_named(change: dict[str, Any], word: str) -> None:
     good = {
         "target": "sm_90", "dtype": "bfloat16", "width": 64, "shared": 227 * 1024, "kernel": "forward", "gated": False,
-        "int32_products": [], "products": 3, "scalar_products": 0, "matrix_instructions": 3,
-        "spill_bytes": 0, "loop_spills": 0, "serialised": False, "tf32": 0,
+        "triton": "3.7.1", "int32_products": [], "products": 3, "scalar_products": 0,
+        "matrix_instructions": 3, "spill_bytes": 0, "loop_spills": 0, "serialised": False, "tf32": 0,
     }  # fmt: skip
     assert faults(good) == []
+    assert faults(good | {"triton": "3.10.0", "kernel": "pipelined_reduce", "spill_bytes": 236}) == []
     (fault,) = faults(good | change)
     assert word in fault
 
@@ -224,7 +244,7 @@ for which in (
 ):
     x = torch.empty(1)
     with compiling_for("sm_90") as (reports):
-        _planted_kernel[(1,)](x, x, 6400, 320, 37, 96, WHICH=which, BLOCK=32)
+        _planted_kernel[(1,)](x, x, 6400, 320, 37, 96, WHICH=which, BLOCK=32, enable_fp_fusion=True)
     print(json.dumps({"which": which} | reports[0]))
 """
 
@@ -252,7 +272,7 @@ from fusedlayers.kernels.dropout import _keep_kernel, drop
 for rows, columns in ((48, 96), (37, 83)):
     with compiling_for("sm_90") as reports:
         seed, out = torch.empty(1, dtype=torch.int64), torch.empty(rows, columns)
-        _keep_kernel[(1,)](seed, out, columns, 0, 0, rows, 0.1, BLOCK=1024)
+        _keep_kernel[(1,)](seed, out, columns, 0, 0, rows, 0.1, BLOCK=1024, enable_fp_fusion=True)
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             drop(torch.empty(rows, columns, dtype=dtype), seed, 0.1)
     for report in reports:

@@ -190,7 +190,7 @@ def test_the_lint_still_sees_what_is_not_named() -> None:
     report = {
         "target": "sm_90", "kernel": "pipelined_epilogue_gradient", "dtype": "bfloat16", "width": 512, "gated": False,
         "bias": True, "more": True, "dropout": False, "activation": "gelu_tanh", "shared": 0, "int32_products": [],
-        "scalar_products": 0,
+        "scalar_products": 0, "triton": "3.7.1",
         "products": 1, "matrix_instructions": 8, "spill_bytes": 12, "loop_spills": 0, "serialised": False, "tf32": 0,
     }  # fmt: skip
     assert not red([report])

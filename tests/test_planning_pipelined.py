@@ -113,6 +113,20 @@ def test_a_backward_pass_that_recomputes(change: dict[str, object]) -> None:
     assert plan(replace(wide, **change), PIPELINED, "triton").stored is None
 
 
+def test_triton_3_9_stores_nothing_gated() -> None:
+    """Its assembler serialises the kernel; what runs instead was slower than torch, but where it computes less."""
+    wide = replace(TRAINING, M=65_536, K=256, N=1024, O=256, gated=True)
+    newer = replace(PIPELINED, triton_release=(3, 9))
+    assert plan(wide, PIPELINED).stored is not None
+    assert plan(wide, newer).path == "torch"
+    recomputing = plan(wide, newer, "triton")
+    assert recomputing.stored is None
+    assert recomputing.weight_gradient_tiles.pipelined is not None
+    for change in ({"gated": False}, {"K": 128, "O": 128}, {"recompute": True}, {"needs_data_gradient": False}):
+        assert plan(replace(wide, **change), newer) == plan(replace(wide, **change), PIPELINED)
+        assert plan(replace(wide, **change), newer).path == "fused"
+
+
 def test_splits_of_stored_weight_gradients_are_bounded() -> None:
     wide = replace(TRAINING, K=256, N=1024, O=256)
     for M, expected in ((1, 1), (64 * 4, 1), (64 * 4 + 1, 2), (2**20, 8)):

@@ -22,6 +22,8 @@ FOLDERS = [Path(name) for name in os.environ.get("FUSEDLAYERS_TRITONS", "").spli
 TARGETS = ("sm_90", "gfx942")
 # The mask by itself is drawn by torch where there is no GPU.
 NOT_CALLED = {"keep"}
+# The rows of some experts are no multiples of 16 bytes, and two registers are named in the lint of every configuration.
+MAY_SPILL = {"experts_hidden", "experts_product", "experts_hidden_gradient", "pipelined_hidden_gradient"}
 
 
 def kernels() -> set[str]:
@@ -41,6 +43,6 @@ def test_every_kernel_compiles(folder: Path, tmp_path: Path) -> None:
     reports = [json.loads(line) for line in done.stdout.splitlines()]
     assert {report["triton"] for report in reports} == {folder.name.removeprefix("triton-")}
     assert {report["kernel"].removesuffix("_kernel") for report in reports} == kernels() - NOT_CALLED
-    # How many registers there are for a kernel was proven with the installed release.
-    red = [f"{each['target']} {each['kernel']}: {fault}" for each in reports for fault in faults(each)]
-    assert not [fault for fault in red if "registers spilled" not in fault], "\n".join(red)
+    red = [(each["kernel"], fault) for each in reports for fault in faults(each)]
+    red = [(kernel, fault) for kernel, fault in red if "registers spilled" not in fault or kernel not in MAY_SPILL]
+    assert not red, "\n".join(map(": ".join, red))

@@ -45,7 +45,6 @@ the parameters) and path (of all blocks, eager only).
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import subprocess
@@ -59,7 +58,7 @@ import torch
 from .. import __version__, planning, sources
 from ..devices import describe
 from ..folders import read_json, write_json
-from ..kernels.device import HAS_TRITON
+from ..kernels.device import HAS_TRITON, assembler
 from .timing import Timing
 
 SCHEMA = 1
@@ -81,7 +80,7 @@ def new_record(arguments: list[str], device: torch.device, method: dict[str, obj
         "commit": found_commit,
         "dirty": dirty,
         "source_sha256": sources.contents(),
-        "versions": versions(),
+        "versions": versions(device),
         "device": device_facts(device),
         "method": method,
         "rows": [],
@@ -195,14 +194,15 @@ def git_state(folder: Path) -> tuple[str | None, bool | None]:
     return commit, None if commit is None or changes is None else bool(changes)
 
 
-def versions() -> dict[str, str | None]:
-    """Of everything that decides what code runs."""
+def versions(device: torch.device) -> dict[str, str | None]:
+    """Of everything that decides what code runs on ``device``."""
     triton_version = ptxas = None
     if HAS_TRITON:
         import triton
 
         triton_version = triton.__version__
-        ptxas = _ptxas_version(Path(triton.__file__).parent)
+        architecture = describe(device).architecture
+        ptxas = _ptxas_version(assembler(architecture).path) if architecture.startswith("sm_") else None
     return {
         "fusedlayers": __version__,
         "python": platform.python_version(),
@@ -253,11 +253,8 @@ def _nvidia_smi(device: torch.device, fields: str) -> list[str] | None:
     return values if values and len(values) == len(fields.split(",")) else None
 
 
-def _ptxas_version(triton_folder: Path) -> str | None:
-    """Of the assembler that Triton calls: the one its environment variable names, or the one it brings."""
-    named = os.environ.get("TRITON_PTXAS_PATH")
-    path = Path(named) if named else triton_folder / "backends" / "nvidia" / "bin" / "ptxas"
-    answer = _output([str(path), "--version"]) if path.exists() else None
+def _ptxas_version(path: str) -> str | None:
+    answer = _output([path, "--version"])
     words = answer.replace(",", " ").split() if answer else []
     return next((word[1:] for word in words if word.startswith("V") and word[1:2].isdigit()), None)
 

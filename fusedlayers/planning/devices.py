@@ -24,6 +24,7 @@ KERNEL_DTYPES = ("float16", "bfloat16", "float32")
 class Device:
     """What planning knows of a device: ``kind`` is torch's device type, ``triton`` whether kernels run on it.
 
+    ``triton_release`` is that of the compiler, whose default is the one that everything on record was measured with.
     ``avoided`` names the tile configurations that failed the self-test on it, ``calibration`` is what was measured on
     it, and ``left_to_torch`` why auto mode takes no kernel on it.
     """
@@ -34,6 +35,7 @@ class Device:
     sms: int = 1
     triton: bool = False
     pipelined: bool = False  # whether the warp-specialised kernels run on it too
+    triton_release: tuple[int, ...] = (3, 6)
     avoided: frozenset[str] = frozenset()
     calibration: Calibration | None = None
     left_to_torch: str = ""

@@ -257,7 +257,9 @@ def pipelined_config(
     return PipelinedConfig(block, consumers, stages, sms, row_stages, row.passes)
 
 
-def stored_config(gated: bool, K: int, N: int, O: int, sms: int) -> StoredConfig | None:
+def stored_config(
+    gated: bool, K: int, N: int, O: int, sms: int, triton_release: tuple[int, ...]
+) -> StoredConfig | None:
     """How a backward pass stores what is hidden on Hopper, or None where it was not faster than recomputing it twice.
 
     At width 256 the accumulators of all weight gradients take two or three passes, each of which recomputes.
@@ -265,5 +267,7 @@ def stored_config(gated: bool, K: int, N: int, O: int, sms: int) -> StoredConfig
     """
     if not K == O == 256 or N % 8:
         return None
+    if gated and triton_release >= (3, 9):
+        return None  # Triton's assembler (ptxas 13.4) makes the first kernel's products wait for one another
     up_stages, down_stages, out_tiles = (6, 3, 1) if gated else (4, 4, 2)
     return StoredConfig(up_stages, down_stages, out_tiles, sms)

@@ -31,6 +31,7 @@ BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 # The kernels of the two backward passes.
 RECOMPUTING = ("forward", "data_gradient", "launch_weight_gradient")
 STORING = ("forward", "hidden_gradient", "launch_stored_weight_gradients")
+STORES_GATED = describe(DEVICE).triton_release < (3, 9)
 PAIRS = [(64, 64), (64, 128), (128, 64), (128, 128), (256, 256)]
 
 pytestmark = pytest.mark.skipif(not describe(DEVICE).pipelined, reason="no Hopper GPU with Gluon")
@@ -58,7 +59,7 @@ def test_ragged_sizes(K: int, O: int, gated: bool, dtype: torch.dtype, launched:
         inputs = ffn_inputs(M, K, N, O, dtype, gated=gated, residual=True)
         with on_path("kernels", sms=16) as options:
             assert_ffn_close(functional.ffn, inputs, options=options, activation=activation)
-    assert set(launched) == set(STORING if K == 256 else RECOMPUTING)
+    assert set(launched) == set(STORING if K == 256 and (STORES_GATED or not gated) else RECOMPUTING)
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
@@ -76,7 +77,7 @@ def test_frozen_inputs_of_a_stored_backward_pass(frozen: tuple[str, ...], launch
     with on_path("kernels") as options:
         found = results(functional.ffn, inputs, dy, frozen, activation="relu", **options)
     assert_equal(found, {name: None if name[1:] in frozen else value for name, value in expected.items()})
-    assert ("hidden_gradient" in launched) == all(name.startswith("b_") for name in frozen)
+    assert ("hidden_gradient" in launched) == (STORES_GATED and all(name.startswith("b_") for name in frozen))
 
 
 @pytest.mark.parametrize("role", ["w_up", "w_down", "dy"])

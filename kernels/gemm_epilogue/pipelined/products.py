@@ -9,7 +9,18 @@ the one two before it.
 
 from ...dropout import LANES as DRAWN_LANES
 from ...dropout import above, words
-from ...hopper import copy_in, copy_out, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from ...hopper import (
+    copy_in,
+    copy_out,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from ...pipeline import init_barriers, stage_of
 from ...tiles import grouped_tile
 from ...tuning import CONSUMER_ROWS
@@ -130,7 +141,7 @@ def copy_tile(
         copy_in(left_desc, [row + HALF, k], full.index(stage), left_ring.index(stage * 2 + 1))
         right = right_ring.index(stage)
         if RIGHT_TRANSPOSED:
-            halves = right._reinterpret(DTYPE, [2, HALF, STEP], LAYOUT)
+            halves = reinterpret(right, DTYPE, [2, HALF, STEP], LAYOUT)
             copy_in(right_desc, [first + column, k], full.index(stage), halves.index(0))
             if other_desc is None:
                 copy_in(right_desc, [first + column + HALF, k], full.index(stage), halves.index(1))
@@ -139,7 +150,7 @@ def copy_tile(
         elif other_desc is None:
             copy_in(right_desc, [first + k, column], full.index(stage), right)
         else:
-            halves = right._reinterpret(DTYPE, [2, STEP, HALF], LAYOUT)
+            halves = reinterpret(right, DTYPE, [2, STEP, HALF], LAYOUT)
             copy_in(right_desc, [first + k, column], full.index(stage), halves.index(0))
             copy_in(other_desc, [first + k - other_first, column], full.index(stage), halves.index(1))
         position += 1
