@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -203,8 +204,10 @@ def test_autocast_takes_adapters_of_another_dtype() -> None:
         ({"down_a": torch.ones(3)}, ValueError, r"down_a of shape \[3\].*expected \[R, 40\]"),
         ({"up_a": torch.ones(0, 24)}, ValueError, "of rank R >= 1"),
         ({"gate_b": torch.ones(40, 6, dtype=torch.int64)}, TypeError, "gate_b .* real floating-point"),
-        ({"up_scale": "2"}, TypeError, "up_scale must be a number, got '2'"),
-        ({"down_scale": True}, TypeError, "down_scale must be a number, got True"),
+        ({"up_scale": "2"}, TypeError, "up_scale must be a finite number, got '2'"),
+        ({"down_scale": True}, TypeError, "down_scale must be a finite number, got True"),
+        ({"gate_scale": math.nan}, ValueError, "gate_scale must be a finite number, got nan"),
+        ({"up_scale": -math.inf}, ValueError, "up_scale must be a finite number, got -inf"),
         ({"activation": "sine"}, ValueError, "sine"),
     ],
 )

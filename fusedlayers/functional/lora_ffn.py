@@ -28,7 +28,7 @@ from ..planning.lora_ffn import LoRAProblem
 from .call import subclass_of, wants_gradient
 from .custom_ops import Result, Results
 from .ffn.arguments import check_ffn, ffn_problem
-from .operands import check_shape, check_tensors, rows, said, with_leading_dims
+from .operands import check_shape, check_tensors, checked_number, rows, said, with_leading_dims
 from .operation import Operation, Tensors, formula
 from .prepared import Prepared
 
@@ -82,7 +82,7 @@ def lora_ffn(
     Raises:
         TypeError: an argument of the wrong type, a dtype that is not real floating or differs from that of x.
         ValueError: shapes that do not fit together, tensors on different devices, an unknown activation, half of an
-            adapter.
+            adapter, a scale that is not finite.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
     return LORA_FFN(
@@ -141,10 +141,9 @@ class _LoRAFFN(Operation):
             _check_adapter(name, a, b, inner, outer)
         if given.gate_a is not None and w_gate is None:
             raise ValueError(f"{said('gate_a', given.gate_a)}: expected None, because w_gate is None")
-        for name, scale in zip(self.option_names[1:], scales, strict=True):
-            if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-                raise TypeError(f"{name} must be a number, got {scale!r}")
-        return activation, *map(float, scales)
+        names = self.option_names[1:]
+        checked = [checked_number(name, each, "a finite number") for name, each in zip(names, scales, strict=True)]
+        return activation, *checked
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> LoRAProblem:
         given = _Operands(*tensors)
