@@ -71,12 +71,13 @@ def outcome(call: Callable[..., Tensor], tensors: dict[str, Tensor], **options: 
 def assert_close_to_torch(*draws: dict[str, Tensor], path: str = "epilogue", **options: Any) -> None:
     """The result and all gradients pass the closeness rule, all draws together."""
     found = []
+    theirs_too = {"seed" if name == "dropout_seed" else name: value for name, value in options.items()}
     for tensors in draws:
         with decisions() as paths:
             ours = outcome(functional.lora_ffn, tensors, **options)
         assert set(paths) == {f"lora_ffn {path}"}
         wide = {name: tensor.detach().double().requires_grad_(tensor.requires_grad) for name, tensor in tensors.items()}
-        theirs, truth = (outcome(reference.lora_ffn, given, **options) for given in (tensors, wide))
+        theirs, truth = (outcome(reference.lora_ffn, given, **theirs_too) for given in (tensors, wide))
         found.append((ours, theirs, truth))
     assert_draws_close(found)
 
