@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from . import ffn_epilogue, gemm_gemm
 from .call import Call, direction, no_kernels, why_not_kernels
+from .costs import keeps_mask, mask_bytes
 from .devices import Device, floor_seconds
 from .gemm_gemm import Plan, Problem
 
@@ -68,7 +69,10 @@ class LoRAProblem(Problem):
         return f"{sizes}, ranks up {p.rank_up}{gate}, down {p.rank_down}{dropout}, {p.dtype}, {direction(p)}"
 
     def kept_by_torch(self, device: Device) -> int:
-        return self.plan(device, "torch").saved_bytes
+        # With the masks of nn.Dropout.
+        masks = mask_bytes(self, device) - self.element_bytes * keeps_mask(self, device)
+        elements = self.dropped_bytes[1] // self.element_bytes * self.training
+        return self.plan(device, "torch").saved_bytes + masks * elements
 
     def plan(self, device: Device, backend: str) -> Plan:
         return plan(self, device, backend)
@@ -86,7 +90,8 @@ def plan(problem: LoRAProblem, device: Device, backend: str = "auto") -> Plan:
     largest, together = problem.dropped_bytes
     # Kernels drop anew what torch keeps for the gradients of the adapters.
     kept = problem.element_bytes * problem.M * problem.ranks
-    kept += together if path == "torch" and problem.needs_adapter_gradient else 0
+    if path == "torch":
+        kept += together * (problem.needs_adapter_gradient + keeps_mask(problem, device))
     return replace(
         made,
         flops=flops,
