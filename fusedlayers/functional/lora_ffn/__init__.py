@@ -177,10 +177,11 @@ class _LoRAFFN(Operation):
         return self._expression(self.flattened(call, tensors), *call.options, drop=dropping.dropped)
 
     def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
-        *operands, given = tensors
-        # The same seed whatever path runs: see the FFN.
-        drops = call.problem.adapter_dropout
-        return *operands, (dropping.draw_seed(*operands) if given is None else given) if drops else None
+        given = tensors[-1]
+        if not call.problem.adapter_dropout:
+            return tensors if given is None else (*tensors[:-1], None)
+        # One seed, whatever path runs: as for the FFN.
+        return tensors if given is not None else (*tensors[:-1], dropping.draw_seed(*tensors))
 
     def extras(self, options: tuple[Any, ...]) -> dict[str, Any]:
         return {"scales": list(options[1:4]), "dropout_p": options[4]}
