@@ -31,7 +31,7 @@ def draw_seed(*tensors: Tensor | None) -> Tensor | None:
 def dropped(values: Tensor, dropout_p: float, seed: Tensor | None, place: tuple[int, int] = (0, 0)) -> Tensor:
     """:func:`reference.dropped`, by one kernel on a GPU; there the backward pass needs the seed alone.
 
-    ``place`` is the begin of a row.
+    ``place`` is the beginning of a row of the mask.
     """
     if seed is None or not (_has_kernel(values) and _nobody_reads(values, seed)):
         return reference.dropped(values, dropout_p, seed, place)
