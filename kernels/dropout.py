@@ -25,6 +25,8 @@ _BLOCK = 1024
 # The tile of the kernel that drops: rows, and blocks of columns. Sixteen elements for each thread.
 _DROP_ROWS, _DROP_BLOCKS = 8, 4
 _MASK_32 = 0xFFFFFFFF
+# Where the masks of an FFN's adapters begin, which are drawn from one seed: as far apart as no batch has rows.
+ADAPTER_PLACES = {"up": (0, 0), "gate": (2**40, 0), "down": (2**41, 0)}
 
 
 @triton.jit
@@ -81,15 +83,15 @@ def _keep_kernel(seed_ptr, out_ptr, N, first_row, first_column, M, limit, BLOCK:
     tl.store(out_ptr + index, kept.to(out_ptr.dtype.element_ty), mask=index < tl.cast(M, tl.int64) * N)
 
 
-@triton.jit(do_not_specialize=["M", "limit", "scale"])
+@triton.jit(do_not_specialize=["M", "limit", "scale", "first_row"])
 def _drop_kernel(
-    seed_ptr, values_ptr, out_ptr, stride_m, N, M, limit, scale, ROWS: tl.constexpr, BLOCKS: tl.constexpr
+    seed_ptr, values_ptr, out_ptr, stride_m, N, M, limit, scale, first_row, ROWS: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
     column_tiles = tl.cdiv(N, BLOCKS * _BLOCK_COLUMNS)
     row_tile, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
     rows = row_tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     draws = column_tile * (BLOCKS * _LANES) + tl.arange(0, BLOCKS * _LANES)[None, :]
-    first, second, third, fourth = words(tl.load(seed_ptr), rows, draws)
+    first, second, third, fourth = words(tl.load(seed_ptr), first_row + rows, draws)
     # One bit for each half of a draw.
     bits = above(first << 16, limit).to(tl.int32) | above(first, limit).to(tl.int32) << 1
     bits |= above(second << 16, limit).to(tl.int32) << 2 | above(second, limit).to(tl.int32) << 3
@@ -226,21 +228,25 @@ def _drawn(seed: torch.Tensor, first_row: int, rows: int, first_column: int, col
     return drawn[:, skipped : skipped + columns]
 
 
-def drop(values: torch.Tensor, seed: torch.Tensor, dropout_p: float) -> torch.Tensor:
-    """The hidden ``values`` ``[M, N]`` after dropout, contiguous, by one kernel: the mask is never in memory.
+def drop(
+    values: torch.Tensor, seed: torch.Tensor, dropout_p: float, first_row: int = 0, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``values`` ``[M, N]`` after dropout, contiguous, by one kernel: the mask is never in memory.
 
-    float16, bfloat16 or float32; rows of any stride. ``seed`` int64 ``[1]`` on the same device.
+    float16, bfloat16 or float32; rows of any stride. ``seed`` int64 ``[1]`` on the same device; the mask begins at its
+    row ``first_row``. ``out`` may be ``values`` themselves, where these are contiguous.
     """
     if values.stride(1) != 1:
         values = values.contiguous()
     rows, columns = values.shape
-    out = torch.empty(rows, columns, dtype=values.dtype, device=values.device)
+    if out is None:
+        out = torch.empty(rows, columns, dtype=values.dtype, device=values.device)
     launch(
         _drop_kernel,
         ceil_div(rows, _DROP_ROWS) * ceil_div(columns, _DROP_BLOCKS * BLOCK_COLUMNS),
         (seed, values, out),
         (values.stride(0), columns),
-        (rows, *limit_and_scale(dropout_p)),
+        (rows, *limit_and_scale(dropout_p), first_row),
         (_DROP_ROWS, _DROP_BLOCKS),
     )
     return out

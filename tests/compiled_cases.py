@@ -40,7 +40,8 @@ def lora_ffn(rows: int) -> Call:
     x, w_up, w_gate, w_down = _leaf(2, rows, 16), _leaf(24, 16), _leaf(24, 16), _leaf(16, 24)
     adapters = {"gate_a": _leaf(3, 16), "gate_b": _leaf(24, 3), "down_a": _leaf(5, 24), "down_b": _leaf(16, 5)}
     tensors = {"x": x, "w_up": w_up, "w_down": w_down, "w_gate": w_gate, "b_up": _leaf(24), "b_down": _leaf(16)}
-    return functional.lora_ffn, tensors | adapters | {"activation": "silu", "gate_scale": 0.5, "down_scale": 2.0}
+    options = {"activation": "silu", "gate_scale": 0.5, "down_scale": 2.0, "adapter_dropout_p": 0.25}
+    return functional.lora_ffn, tensors | adapters | options
 
 
 def gemm_gemm(rows: int) -> Call:

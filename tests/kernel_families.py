@@ -32,14 +32,15 @@ _EXPERTS = (
     "planning_moe",
     "code_generation_moe",
 )
-_DROPOUT = ("dropout", "dropping")
+_DROPOUT = ("dropout", "dropping", "lora_ffn_dropout", "replacing_adapter_dropout")
 
 # Files of tests/, without test_ and .py.
 TESTS: dict[str, tuple[str, ...]] = {
     # The kernels of operations.
     "gemm_gemm": (*_GEMM_GEMM, "dropout", "hopper"),
     "gemm_epilogue": (
-        *(*_EPILOGUE, *_HIDDEN_GRADIENT, "lora_ffn", "code_generation_epilogue", "prepared_launches", "dropout"),
+        *(*_EPILOGUE, *_HIDDEN_GRADIENT, "lora_ffn", "lora_ffn_dropout"),
+        *("code_generation_epilogue", "prepared_launches", "dropout"),
     ),
     "gemm_reduce": (
         *("gemm_reduce", "gemm_reduce_kernels", "gemm_reduce_calls", "reference_reduce", "planning_reduce"),
@@ -56,7 +57,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "ffn": ("ffn", "ffn_layouts", "autograd", "planning_costs", "dropping", *_EPILOGUE),
     "hidden_gradient": _HIDDEN_GRADIENT,
     "linear": _LINEAR,
-    "lora_ffn": ("lora_ffn", "replacing_adapters", "code_generation_epilogue"),
+    "lora_ffn": (
+        *("lora_ffn", "lora_ffn_dropout", "replacing_adapters", "replacing_adapter_dropout"),
+        "code_generation_epilogue",
+    ),
     "linear_cross_entropy": _CROSS_ENTROPY,
     "linear_log_probs": _CROSS_ENTROPY,
     "moe_ffn": _EXPERTS,

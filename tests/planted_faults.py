@@ -26,7 +26,7 @@ _REDUCE, _CHUNKED = "kernels/gemm_reduce/forward.py", "fusedlayers/functional/ff
 _LINEAR = "fusedlayers/functional/linear.py"
 _LOSSES, _LOGITS = "kernels/cross_entropy/losses.py", "kernels/cross_entropy/rows.py"
 _HEAD = "fusedlayers/functional/linear_cross_entropy/chunked.py"
-_LORA = "fusedlayers/functional/lora_ffn.py"
+_LORA, _ADAPTERS = "fusedlayers/functional/lora_ffn/__init__.py", "fusedlayers/functional/lora_ffn/products.py"
 
 FAULTS: tuple[Fault, ...] = (
     # Tiles: what lies outside, and where.
@@ -324,12 +324,12 @@ FAULTS: tuple[Fault, ...] = (
     ),
     # Adapters of low rank.
     _fault(
-        "scale of an adapter dropped", _LORA,
+        "scale of an adapter dropped", _ADAPTERS,
         "beta=0, alpha=scale, out=part)", "beta=0, out=part)",
         "test_lora_ffn any_of_the_linears",
     ),
     _fault(
-        "gate's adapter reads the columns of the other one", _LORA,
+        "gate's adapter reads the columns of the other one", _ADAPTERS,
         "first = 0 if up is None or gate is None else aligned_columns(inner, up.shape[1])",
         "first = 0",
         "test_lora_ffn any_of_the_linears",
@@ -341,13 +341,23 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "adapters left out of the data gradient", _LORA,
-        "            if v is not None:\n", "            if v is None:\n",
+        "            elif v is not None:\n", "            elif v is None:\n",
         "test_lora_ffn any_of_the_linears",
     ),
     _fault(
-        "zeros behind the rank of an adapter left unwritten", _LORA,
+        "zeros behind the rank of an adapter left unwritten", _ADAPTERS,
         "            found[:, first + rank : end] = 0\n", "            pass\n",
         "test_lora_ffn ranks_whose_rows_are_padded",
+    ),
+    _fault(
+        "adapters drop the same elements", "kernels/dropout.py",
+        '"gate": (2**40, 0)', '"gate": (0, 0)',
+        "test_lora_ffn_dropout every_path_draws",
+    ),
+    _fault(
+        "dropout of an adapter left out of the hidden's gradient", _LORA,
+        "                dropped(added, dropout, added)\n", "",
+        "test_lora_ffn_dropout close_to_torch",
     ),
     _fault(
         "merged adapters added once more", "fusedlayers/modules/children.py",

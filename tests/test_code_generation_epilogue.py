@@ -44,7 +44,7 @@ def matrix(rows, columns, dtype, transposed):
 
 def compile_all(
     target, dtype, sizes, pipelined, variants, activation, accuracy, dropping=False, stays=False, transposed=False,
-    rank=0,
+    rank=0, adding=False,
 ):
     M, K, N, O = sizes
     dropout = Dropout(torch.zeros(1, dtype=torch.int64), 0.1) if dropping else NO_DROPOUT
@@ -69,10 +69,11 @@ def compile_all(
             kernels.hidden_gradient(
                 dy, w_down, z, z if gated else None, bias, 1, *rest, pipeline("hidden_gradient"),
                 keep_hidden=more, side_by_side=True, dropout=dropout, low_rank=joining[1],
+                added=z if adding else None,
             )
         for report in reports:
             report |= {"dtype": str(dtype).removeprefix("torch."), "width": K, "gated": gated, "dropout": dropping}
-            report |= {"transposed": transposed, "rank": rank}
+            report |= {"transposed": transposed, "rank": rank, "adding": adding}
             print(json.dumps(report | {"bias": bias, "more": more, "activation": activation}), flush=True)
 
 
@@ -105,6 +106,7 @@ compile_all("sm_90", torch.float16, (4099, 520, 1032, 776), True, COSTLIEST[:1],
 compile_all("sm_90", torch.bfloat16, (4096, 512, 2048, 512), True, COSTLIEST, "gelu_tanh", "coarse", transposed=True)
 compile_all("sm_90", torch.bfloat16, (4096, 512, 2048, 512), True, COSTLIEST, "gelu_tanh", "coarse", rank=16)
 compile_all("sm_90", torch.float16, (4099, 520, 1032, 776), True, COSTLIEST, "gelu", "half", transposed=True, rank=12)
+compile_all("sm_90", torch.bfloat16, (4096, 512, 2048, 512), True, COSTLIEST, "gelu_tanh", "coarse", adding=True)
 """
 
 PORTABLE = """
@@ -156,6 +158,7 @@ def test_pipelined_kernels(tmp_path: Path) -> None:
         # Two instructions for each 16 of the inner axis, one for each half of the rows.
         assert report["wgmma"] >= 2 * EPILOGUE_PIPELINES[PIPELINED[report["kernel"]], report["gated"]].step // 16
         assert ("seed_ptr" in report["pointers"]) == report["dropout"]
+        assert ("added_ptr" in report["pointers"]) == (report["adding"] and "gradient" in report["kernel"])
         assert ("sums_ptr" in report["pointers"]) == (report["bias"] and "gradient" in report["kernel"])
 
 

@@ -116,6 +116,13 @@ def test_the_kernel_drops_what_the_reference_drops(size: tuple[int, int], dtype:
     expanded = torch.randn(1, columns, device=DEVICE).to(dtype).expand(rows, -1)
     for values in (wide[:, :columns], wide[:, 3:], turned, expanded):
         assert torch.equal(drop(values, seed, 0.3), reference.dropped(values, 0.3, seed))
+        # From a row on that int32 does not hold, and into the values themselves.
+        expected, own = (
+            reference.dropped(values, 0.3, seed, (2**40 + 3, 0)),
+            values.clone(memory_format=torch.contiguous_format),
+        )
+        assert torch.equal(drop(own, seed, 0.3, 2**40 + 3, own), expected)
+        assert torch.equal(own, expected)
 
 
 @infinities

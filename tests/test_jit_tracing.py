@@ -47,8 +47,10 @@ CALLS: dict[str, Call] = {
         (*FFN, lambda: torch.randint(2**40, (1,), device=DEVICE)),
     ),
     "lora_ffn": (
-        lambda x, up, down, a, b: functional.lora_ffn(x, up, down, up_a=a, up_b=b, up_scale=2.0),
-        (*FFN, normal(3, 7), normal(12, 3)),
+        lambda x, up, down, a, b, seed: functional.lora_ffn(
+            x, up, down, up_a=a, up_b=b, up_scale=2.0, adapter_dropout_p=0.5, dropout_seed=seed
+        ),
+        (*FFN, normal(3, 7), normal(12, 3), lambda: torch.randint(2**40, (1,), device=DEVICE)),
     ),
     "gemm_gemm": (lambda a, b, c: functional.gemm_gemm(a, b, c, activation="gelu"), (*PRODUCT, normal(2, 5, 4))),
     "gemm_gemm, broadcast": (functional.gemm_gemm, (normal(2, 9, 7), normal(7, 5), normal(5, 4))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,12 +71,13 @@ def outcome(call: Callable[..., Tensor], tensors: dict[str, Tensor], **options: 
 def assert_close_to_torch(*draws: dict[str, Tensor], path: str = "epilogue", **options: Any) -> None:
     """The result and all gradients pass the closeness rule, all draws together."""
     found = []
+    theirs_too = {"seed" if name == "dropout_seed" else name: value for name, value in options.items()}
     for tensors in draws:
         with decisions() as paths:
             ours = outcome(functional.lora_ffn, tensors, **options)
         assert set(paths) == {f"lora_ffn {path}"}
         wide = {name: tensor.detach().double().requires_grad_(tensor.requires_grad) for name, tensor in tensors.items()}
-        theirs, truth = (outcome(reference.lora_ffn, given, **options) for given in (tensors, wide))
+        theirs, truth = (outcome(reference.lora_ffn, given, **theirs_too) for given in (tensors, wide))
         found.append((ours, theirs, truth))
     assert_draws_close(found)
 
@@ -203,8 +205,10 @@ def test_autocast_takes_adapters_of_another_dtype() -> None:
         ({"down_a": torch.ones(3)}, ValueError, r"down_a of shape \[3\].*expected \[R, 40\]"),
         ({"up_a": torch.ones(0, 24)}, ValueError, "of rank R >= 1"),
         ({"gate_b": torch.ones(40, 6, dtype=torch.int64)}, TypeError, "gate_b .* real floating-point"),
-        ({"up_scale": "2"}, TypeError, "up_scale must be a number, got '2'"),
-        ({"down_scale": True}, TypeError, "down_scale must be a number, got True"),
+        ({"up_scale": "2"}, TypeError, "up_scale must be a finite number, got '2'"),
+        ({"down_scale": True}, TypeError, "down_scale must be a finite number, got True"),
+        ({"gate_scale": math.nan}, ValueError, "gate_scale must be a finite number, got nan"),
+        ({"up_scale": -math.inf}, ValueError, "up_scale must be a finite number, got -inf"),
         ({"activation": "sine"}, ValueError, "sine"),
     ],
 )

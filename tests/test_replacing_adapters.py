@@ -200,7 +200,7 @@ def _subclass(model: Any) -> None:
 
 CALLED: dict[str, tuple[dict[str, Any], Callable[[Any], None] | None, str]] = {
     "DoRA": ({"use_dora": True}, None, "an adapter of another kind: DoraLinearVariant"),
-    "dropout": ({"lora_dropout": 0.25}, None, "an adapter with a dropout of 0.25 in training"),
+    "dropout": ({"lora_dropout": 1.0}, None, r"an adapter with a dropout of p=1.0, outside \[0, 1\)"),
     "two": ({}, _two_adapters, "several active adapters"),
     "hook": ({}, _hooked, "a forward hook"),
     "hook inside": ({}, _hooked_inside, "an adapter whose A has a forward hook"),

@@ -2,7 +2,7 @@
 
 peft computes ``base(x) + scaling · B(A(dropout(x)))`` in the call of a module that wraps the linear. While that is all
 that its call does, the FFN runs through ``functional.lora_ffn``, with the parameters where peft keeps them. Everything
-else that an adapter may be (DoRA and other variants, several at once, with a dropout of its own) is called.
+else that an adapter may be (DoRA and other variants, several at once) is called.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ _NO_LINEAR = _Adapted(None, None)  # type: ignore[arg-type]  # there is no gate
 class AdaptedFFNPieces(FFNPieces):
     """An FFN some of whose linears are wrapped by peft's adapters, in the state in which they are now."""
 
-    __slots__ = ("_adapters", "_base")
+    __slots__ = ("_adapters", "_base", "_dropouts")
 
     def __init__(self, up: nn.Module, down: nn.Module, gate: nn.Module | None, *rest: Any) -> None:
         super().__init__(up, down, gate, *rest)
         self._adapters = tuple(None if each is None else active_adapter(each) for each in (up, down, gate))
+        named = zip((up, down, gate), self._adapters, strict=True)
+        self._dropouts = sorted({_dropout_p(linear, name) for linear, name in named if name is not None})
         self._base: FFNPieces | None = None
         if not any(self._adapters):
             self._base = FFNPieces(
@@ -62,6 +64,10 @@ class AdaptedFFNPieces(FFNPieces):
     def operation(self) -> Operation:
         """The FFN with adapters; without, where all are merged or disabled."""
         return LORA_FFN if self._base is None else FFN
+
+    @property
+    def adapter_dropout_p(self) -> float:
+        return self._dropouts[0] if self._dropouts else 0.0
 
     @property
     def may_be_kept(self) -> bool:
@@ -86,6 +92,10 @@ class AdaptedFFNPieces(FFNPieces):
         for role, linear in (("up", self.up), ("gate", self.gate), ("down", self.down)):
             if linear is not None and (reason := _why_not_read(linear)):
                 return f"the {role} linear {reason}"
+        if len(self._dropouts) > 1:
+            return f"its adapters have dropouts of several probabilities: {', '.join(map(str, self._dropouts))}"
+        if self.adapter_dropout_p and self.gate_rows is not None and self._adapters[0] is not None:
+            return "gate and up projection share an adapter with a dropout in training, which is not fused"
         return None
 
     def arguments(
@@ -119,7 +129,7 @@ class AdaptedFFNPieces(FFNPieces):
             x, up.weight, down.weight, up.bias, down.bias, gate.weight, gate.bias, up.a, up.b, down.a, down.b, gate.a,
             gate.b,
         )  # fmt: skip
-        return tensors, (self.activation, up.scale, down.scale, gate.scale)
+        return (*tensors, None), (self.activation, up.scale, down.scale, gate.scale, self.adapter_dropout_p)
 
 
 def ffn_pieces(up: nn.Module, down: nn.Module, gate: nn.Module | None, *rest: Any) -> FFNPieces:
@@ -146,10 +156,10 @@ def _why_not_read(linear: Any) -> str | None:
     for part, module in (("A", a), ("B", b)):
         if reason := why_not_plain(module):
             return f"has an adapter whose {part} {reason}"
-    if type(dropout) not in _IDENTITIES or (reason := why_not_read_past(dropout)):
+    if type(dropout) not in _IDENTITIES or why_not_read_past(dropout) or getattr(dropout, "inplace", False):
         return "has a dropout of its adapter that must be called"
-    if type(dropout) is nn.Dropout and dropout.p and dropout.training:
-        return f"has an adapter with a dropout of {dropout.p} in training, which is not fused"
+    if not 0 <= (p := _dropout_p(linear, name)) < 1:
+        return f"has an adapter with a dropout of p={p}, outside [0, 1)"
     weight = linear_weight(linear)
     if weight.device != a.weight.device or weight.device != b.weight.device:
         return f"has an adapter on {a.weight.device}, but a weight on {weight.device}"
@@ -160,6 +170,12 @@ def _why_not_read(linear: Any) -> str | None:
         where = "" if double else ": that is fused under autocast alone"
         return f"has an adapter of {a.weight.dtype}, but a weight of {weight.dtype}{where}"
     return None
+
+
+def _dropout_p(linear: Any, name: str) -> float:
+    """The probability with which the adapter of this name drops now what it takes."""
+    dropout = linear.lora_dropout[name]
+    return float(dropout.p) if type(dropout) is nn.Dropout and dropout.training else 0.0
 
 
 def _read(linear: Any, name: str | None) -> _Adapted:

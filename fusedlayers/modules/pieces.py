@@ -56,6 +56,11 @@ class FFNPieces:
         return FFN
 
     @property
+    def adapter_dropout_p(self) -> float:
+        """The probability of the dropout of what adapters take."""
+        return 0.0
+
+    @property
     def may_be_kept(self) -> bool:
         """Whether blocks may keep the pieces from call to call."""
         return True

@@ -136,16 +136,15 @@ def traced_dropout_p(block: Any, path: str | None, is_module: bool) -> float:
 
 
 def traced_adapter(linear: Any, name: str) -> tuple[Any, ...] | None:
-    """A, B, what B adds to the bias, and the scale of an adapter; None where more than it takes part now."""
+    """A, B, what B adds to the bias, scale and dropout of an adapter; None where more than it takes part now."""
     if linear.merged_adapters or linear._disable_adapters or linear.lora_variant or len(linear.active_adapters) != 1:
         return None
     dropout, a, b = linear.lora_dropout[name], linear.lora_A[name], linear.lora_B[name]
     if linear.active_adapters[0] != name or a.forward is None or b.forward is None:
         return None
-    if dropout.training and getattr(dropout, "p", 0.0):
-        return None
+    dropout_p = getattr(dropout, "p", 0.0) if dropout.training else 0.0
     scale = linear.scaling[name]
-    return a.weight, b.weight, None if b.bias is None else b.bias * scale, scale
+    return a.weight, b.weight, None if b.bias is None else b.bias * scale, scale, dropout_p
 
 
 def traced_ffn(
@@ -185,7 +184,7 @@ def traced_ffn(
             adapter = None if adapters[place] is None else traced_adapter(linear, adapters[place])
             if adapter is None and adapters[place] is not None:
                 return None
-            factors.append((None, None, None, 1.0) if adapter is None else adapter)
+            factors.append((None, None, None, 1.0, 0.0) if adapter is None else adapter)
             linear = linear if adapter is None else linear.base_layer
             bias = factors[place][2]
         bias = linear.bias if bias is None else bias if linear.bias is None else linear.bias + bias
@@ -209,8 +208,13 @@ def traced_ffn(
         else:
             dropout_p = dropout if block.training else 0.0
     if adapters is not None:
-        (up_a, up_b, _, up_scale), (down_a, down_b, _, down_scale) = factors[:2]
-        gate_a, gate_b, _, gate_scale = factors[2] if gate_path is not None else (None, None, None, 1.0)
+        (up_a, up_b, _, up_scale, _), (down_a, down_b, _, down_scale, _) = factors[:2]
+        gate_a, gate_b, _, gate_scale, _ = factors[2] if gate_path is not None else (None, None, None, 1.0, 0.0)
+        drops = [factor[4] for factor in factors if factor[0] is not None]
+        # A probability that changes becomes a symbol, for which this is the only guard.
+        for p in drops:
+            if p != drops[0]:
+                return None
         if gate_rows is not None and up_b is not None:
             gate_a, gate_scale = up_a, up_scale
             gate_b, up_b = split_gate(up_b, gate_rows)
@@ -218,7 +222,7 @@ def traced_ffn(
             return None
         y = _adapted_operation(
             x, w_up, w_down, b_up, b_down, w_gate, b_gate, up_a, up_b, down_a, down_b, gate_a, gate_b, activation,
-            up_scale, down_scale, gate_scale, switches,
+            up_scale, down_scale, gate_scale, drops[0], None, switches,
         )[0]  # fmt: skip
         return y if residual is None else y + residual
     if recompute is None:

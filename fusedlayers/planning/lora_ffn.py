@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from . import ffn_epilogue, gemm_gemm
 from .call import Call, direction, no_kernels, why_not_kernels
+from .costs import keeps_mask, mask_bytes
 from .devices import Device, floor_seconds
 from .gemm_gemm import Plan, Problem
 
@@ -20,6 +21,7 @@ class LoRAProblem(Problem):
     rank_gate: int = 0
     rank_down: int = 0
     needs_adapter_gradient: bool = False
+    adapter_dropout: bool = False
 
     family: ClassVar[str] = "lora_ffn"  # its kernels have more operands than those of an FFN
 
@@ -39,6 +41,13 @@ class LoRAProblem(Problem):
         return self.rank_up + self.rank_gate + self.rank_down
 
     @property
+    def dropped_bytes(self) -> tuple[int, int]:
+        """What adapters take after dropout, in bytes: of the largest one, and of all together."""
+        x, hidden = self.element_bytes * self.M * self.K, self.hidden_bytes
+        found = [x * bool(self.rank_up), x * bool(self.rank_gate), hidden * bool(self.rank_down)]
+        return (max(found), sum(found)) if self.adapter_dropout else (0, 0)
+
+    @property
     def adapter_flops(self) -> tuple[int, int]:
         """Floating-point operations of the products with A and B, forward and backward."""
         widths = (self.rank_up + self.rank_gate) * (self.K + self.N) + self.rank_down * (self.N + self.O)
@@ -56,10 +65,14 @@ class LoRAProblem(Problem):
         p = self
         sizes = f"M={p.M} (tokens) K={p.K} (d_model) N={p.N} (d_ff) O={p.O}"
         gate = f", gate {p.rank_gate}" if p.gated else ""
-        return f"{sizes}, ranks up {p.rank_up}{gate}, down {p.rank_down}, {p.dtype}, {direction(p)}"
+        dropout = ", dropout in the adapters" if p.adapter_dropout else ""
+        return f"{sizes}, ranks up {p.rank_up}{gate}, down {p.rank_down}{dropout}, {p.dtype}, {direction(p)}"
 
     def kept_by_torch(self, device: Device) -> int:
-        return self.plan(device, "torch").saved_bytes
+        # With the masks of nn.Dropout.
+        masks = mask_bytes(self, device) - self.element_bytes * keeps_mask(self, device)
+        elements = self.dropped_bytes[1] // self.element_bytes * self.training
+        return self.plan(device, "torch").saved_bytes + masks * elements
 
     def plan(self, device: Device, backend: str) -> Plan:
         return plan(self, device, backend)
@@ -74,10 +87,15 @@ def plan(problem: LoRAProblem, device: Device, backend: str = "auto") -> Plan:
     rejected = ("epilogue", reason) if reason is not None else ("torch", "the kernels cover the problem")
     made = gemm_gemm.plan_on(problem, device, path, (rejected,), unsupported)
     flops = made.flops + sum(problem.adapter_flops)
-    inner = problem.element_bytes * problem.M * problem.ranks
+    largest, together = problem.dropped_bytes
+    # Kernels drop anew what torch keeps for the gradients of the adapters.
+    kept = problem.element_bytes * problem.M * problem.ranks
+    if path == "torch":
+        kept += together * (problem.needs_adapter_gradient + keeps_mask(problem, device))
     return replace(
         made,
         flops=flops,
-        saved_bytes=made.saved_bytes + inner * problem.training,
+        saved_bytes=made.saved_bytes + kept * problem.training,
+        workspace_bytes=made.workspace_bytes + (0 if path == "torch" else largest),
         floor_seconds=floor_seconds(flops, made.bytes, problem.dtype, device),
     )

@@ -1,13 +1,14 @@
 """Linear layers, feed-forward blocks and their gradients."""
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.activations import ACTIVATIONS, canonical_activation
-from ..kernels.dropout import keep_mask, limit_and_scale
+from ..kernels.dropout import ADAPTER_PLACES, keep_mask, limit_and_scale
 from .reductions import batched_product
 
 
@@ -118,22 +119,33 @@ def lora_ffn(
     up_scale: float = 1.0,
     down_scale: float = 1.0,
     gate_scale: float = 1.0,
+    adapter_dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    drop: Callable[[Tensor, float, Tensor | None, tuple[int, int]], Tensor] | None = None,
 ) -> Tensor:
-    """:func:`ffn` whose linear layers compute ``x Wᵀ + b + scale (x Aᵀ) Bᵀ``: A ``[R, in]``, B ``[out, R]``."""
-    up = _adapted(x, w_up, b_up, up_a, up_b, up_scale)
-    gate = None if w_gate is None else _adapted(x, w_gate, b_gate, gate_a, gate_b, gate_scale)
-    return _adapted(hidden(up, gate, activation=activation), w_down, b_down, down_a, down_b, down_scale)
+    """:func:`ffn` whose linear layers compute ``x Wᵀ + b + scale (dropout(x) Aᵀ) Bᵀ``: A ``[R, in]``, B ``[out, R]``.
 
+    Each adapter has a mask of its own, from torch's generator, or with ``seed`` the kernels'. ``drop`` is another
+    :func:`dropped`.
+    """
 
-def _adapted(
-    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, scale: float
-) -> Tensor:
-    y = F.linear(x, weight, bias)
-    return y if a is None or b is None else torch.add(y, F.linear(F.linear(x, a), b), alpha=scale)
+    def adapted(
+        name: str, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, scale: float
+    ) -> Tensor:
+        y = F.linear(x, weight, bias)
+        if a is None or b is None:
+            return y
+        if adapter_dropout_p:
+            x = (drop or dropped)(x, adapter_dropout_p, seed, ADAPTER_PLACES[name])
+        return torch.add(y, F.linear(F.linear(x, a), b), alpha=scale)
+
+    up = adapted("up", x, w_up, b_up, up_a, up_b, up_scale)
+    gate = None if w_gate is None else adapted("gate", x, w_gate, b_gate, gate_a, gate_b, gate_scale)
+    return adapted("down", hidden(up, gate, activation=activation), w_down, b_down, down_a, down_b, down_scale)
 
 
 def dropped(values: Tensor, dropout_p: float, seed: Tensor | None, place: tuple[int, int] = (0, 0)) -> Tensor:
-    """The hidden ``[*B, M, N]`` after dropout; with ``seed`` by the kernels' mask from row and column ``place`` on."""
+    """``values`` ``[*B, M, N]`` after dropout; with ``seed`` by the kernels' mask from row and column ``place`` on."""
     if dropout_p and seed is not None:
         first_row, first_column = place
         rows, columns = math.prod(values.shape[:-1]), values.shape[-1]

@@ -341,5 +341,6 @@ def _description(pieces: FFNPieces) -> str:
     up, down = linear_weight(pieces.up), linear_weight(pieces.down)
     gated = "" if pieces.gate is None and pieces.gate_rows is None else "gated "
     adapted = ", with adapters" if pieces.operation.name == "lora_ffn" else ""
+    adapted += f" and a dropout of {pieces.adapter_dropout_p} in them" if pieces.adapter_dropout_p else ""
     adapted += ", under autocast alone" if pieces.why_not_plain() else ""
     return f"{gated}{pieces.activation}, {up.shape[1]} -> {down.shape[1]} -> {down.shape[0]}{adapted}"

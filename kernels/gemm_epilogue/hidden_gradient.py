@@ -32,7 +32,7 @@ def _stored_and_summed(ptr, gradient, rows, cols, stride_m, M, N, UNIT: tl.const
 
 @triton.jit(do_not_specialize=["M", "row_tiles", "zero", "drop_limit", "keep_scale", "mask_row", "mask_column"])
 def _hidden_gradient_kernel(
-    dy_ptr, down_ptr, z_ptr, gate_ptr, dz_ptr, d_gate_ptr, hidden_ptr, sums_ptr, seed_ptr,
+    dy_ptr, down_ptr, z_ptr, gate_ptr, dz_ptr, d_gate_ptr, hidden_ptr, sums_ptr, seed_ptr, added_ptr,
     stride_dym, stride_dyo, stride_do, stride_dn, stride_zm, stride_zn, stride_gm, stride_gn, stride_out, O, N,
     M, row_tiles, zero, drop_limit, keep_scale, mask_row, mask_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, GROUP: tl.constexpr,
@@ -49,7 +49,10 @@ def _hidden_gradient_kernel(
     first_row = (band.to(tl.int64) * row_tiles * BLOCK_M).to(tl.int32)
     for index in range(tl.minimum(row_tiles, tl.cdiv(M - first_row, BLOCK_M))):
         rows = first_row + index * BLOCK_M + tl.arange(0, BLOCK_M)
-        d_hidden = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if added_ptr is None:
+            d_hidden = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        else:
+            d_hidden = load_tile(added_ptr, rows, cols, N, 1, M, N).to(tl.float32)
         for o in tl.range(0, O, BLOCK_INNER):
             outer = o + tl.arange(0, BLOCK_INNER)
             dy_tile = load_tile(dy_ptr, rows, outer, stride_dym, stride_dyo, M, O)
@@ -115,10 +118,12 @@ def hidden_gradient(
     column_sums: ColumnSumTiles | None = None,
     ready: dict[Any, Any] | None = None,
     low_rank: LowRank | None = None,
+    added: torch.Tensor | None = None,
 ) -> HiddenGradients:
     """The gradients of the pre-activations, with ``bias`` their sums, and the hidden if it is to be kept.
 
-    With ``column_sums`` the sums of dy, too, by these tiles; with ``low_rank`` its product is part of dH.
+    With ``column_sums`` the sums of dy, too, by these tiles; with ``low_rank`` its product is part of dH, and so is
+    ``added``, which is like dH and contiguous.
 
     Operands ``[M, *]`` of any strides. Results are contiguous; ``side_by_side``, dz and dz_gate are the halves of one
     ``[M, 2 N]``; ``in_place``, they replace z and z_gate, whose rows are contiguous and start alike then.
@@ -158,12 +163,12 @@ def hidden_gradient(
     if made.pipelined:
         more = (None, None) if low_rank is None else low_rank.copied(w_down.stride(1) != 1)[:2]
         pipelined.launch_hidden_gradient(
-            made.launch, (dy, w_down, z, z_gate, dz, d_gate, hidden, *more), (sums, dropout.seed)
+            made.launch, (dy, w_down, z, z_gate, dz, d_gate, hidden, *more), (sums, dropout.seed, added)
         )
     else:
         if low_rank is not None:
             dy, w_down, _ = low_rank.joined(dy, w_down, None, 0)
-        made.launch((dy, w_down, z, z_gate, dz, d_gate, hidden, sums, dropout.seed))
+        made.launch((dy, w_down, z, z_gate, dz, d_gate, hidden, sums, dropout.seed, added))
     other: tuple[torch.Tensor, torch.Tensor] | None = None
     db_down = dy_sums
     if dy_sums is not None and dy_sums.dim() == 2:

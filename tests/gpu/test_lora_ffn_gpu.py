@@ -76,6 +76,26 @@ def test_portable_kernels(gated: bool, launched: list[str]) -> None:
 
 
 @on_hopper
+@GATED
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize("ranks", [(4, 7, 12), (0, 0, 64), (40, 0, 0)], ids=str)
+def test_dropout(ranks: tuple[int, int, int], dtype: torch.dtype, gated: bool, launched: list[str]) -> None:
+    draws = [inputs(ranks, gated=gated, dtype=dtype, leading=(1061,), sizes=(520, 1032, 776)) for _ in range(3)]
+    options = {"adapter_dropout_p": 0.1, "dropout_seed": torch.tensor([2**40 + 7], device="cuda")}
+    assert_close_to_torch(*draws, activation="silu", **SCALES, **options)
+    assert launched == 3 * BOTH
+
+
+@GATED
+def test_dropout_in_portable_kernels(gated: bool, launched: list[str]) -> None:
+    draws = [inputs((4, 7, 12), gated=gated, dtype=BFLOAT16, leading=(1061,), sizes=(515, 1029, 775)) for _ in range(3)]
+    options = {"adapter_dropout_p": 0.1, "dropout_seed": torch.tensor([7], device="cuda")}
+    assert_close_to_torch(*draws, activation="silu", **SCALES, **options)
+    assert launched == []
+
+
+@on_hopper
 def test_the_same_bits_again_and_again() -> None:
     tensors = inputs((16, 16, 16), dtype=BFLOAT16, leading=(4097,), sizes=(512, 1024, 512))
     first = outcome(functional.lora_ffn, tensors, activation="silu")
@@ -86,7 +106,7 @@ def test_the_same_bits_again_and_again() -> None:
 
 @on_hopper
 def test_nothing_as_wide_as_the_hidden_is_written_for_an_adapter() -> None:
-    """The forward pass allocates the pre-activations, the hidden, and what has few columns."""
+    """The forward pass allocates the pre-activations, the hidden, and what has few columns; with dropout one more."""
     tensors = inputs((16, 16, 16), dtype=BFLOAT16, bias=False, leading=(8192,), sizes=(512, 4096, 512), wanted=ADAPTERS)
     y = functional.lora_ffn(**tensors, activation="silu")
     del y
@@ -95,6 +115,13 @@ def test_nothing_as_wide_as_the_hidden_is_written_for_an_adapter() -> None:
     y = functional.lora_ffn(**tensors, activation="silu")
     hidden, narrow = 2 * 8192 * 4096, 2 * 8192 * (512 + 3 * 16)
     assert torch.cuda.max_memory_allocated() - before <= 3 * hidden + narrow + 2**20
+    del y
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = functional.lora_ffn(**tensors, activation="silu", adapter_dropout_p=0.1)
+    # The hidden as its adapter takes it; what is kept is as large as without dropout.
+    assert torch.cuda.max_memory_allocated() - before <= 4 * hidden + narrow + 2**20
+    assert torch.cuda.memory_allocated() - before <= 2 * hidden + narrow + 2**20
     del y
 
 

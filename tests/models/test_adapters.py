@@ -28,12 +28,12 @@ ADAPTERS = {
 }
 
 
-def _with_adapters(model: nn.Module, family: Family, targets: list[str]) -> nn.Module:
+def _with_adapters(model: nn.Module, family: Family, targets: list[str], dropout: float = 0.0) -> nn.Module:
     peft = importlib.import_module("peft")
     torch.manual_seed(3)
     transposed = family.model.startswith("GPT2")
     # Random numbers in both factors: with zeros in one of them the adapters would compute nothing.
-    options = {"r": 4, "init_lora_weights": False, "fan_in_fan_out": transposed}
+    options = {"r": 4, "init_lora_weights": False, "fan_in_fan_out": transposed, "lora_dropout": dropout}
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, **options))
 
 
@@ -73,6 +73,27 @@ def test_adapters_train(case: str, first: str, monkeypatch: pytest.MonkeyPatch) 
     with torch.no_grad():
         family.run(merged, inputs)
     assert len(calls) == family.count
+
+
+def test_a_step_with_dropout_in_the_adapters() -> None:
+    family = installed("Llama")
+    pytest.importorskip("peft", exc_type=ImportError)
+    ours = _with_adapters(family.build(), family, ["gate_proj", "up_proj", "down_proj"], dropout=0.25).train()
+    theirs, inputs = copy.deepcopy(ours), family.inputs()
+    assert len(blocks(fl.replace(ours).replaced)) == family.count
+    optimizer = torch.optim.SGD([parameter for parameter in ours.parameters() if parameter.requires_grad], lr=0.1)
+    with decisions() as paths:
+        _, loss = family.run(ours, inputs)
+    assert paths["lora_ffn torch"] == family.count
+    assert loss.isfinite()
+    loss.backward()
+    optimizer.step()
+    state = ours.state_dict()
+    assert any(not torch.equal(tensor, state[name]) for name, tensor in theirs.state_dict().items())
+    theirs.load_state_dict(state)
+    with torch.no_grad():
+        found, expected = (family.run(model.eval(), inputs)[0] for model in (ours, theirs))
+    torch.testing.assert_close(found, expected)
 
 
 def test_adapters_on_linears_that_split_their_sums() -> None:

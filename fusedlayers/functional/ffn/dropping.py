@@ -28,13 +28,16 @@ def draw_seed(*tensors: Tensor | None) -> Tensor | None:
     return kernels.draw_seed(first.device)
 
 
-def dropped(values: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:
-    """:func:`reference.dropped`, by one kernel on a GPU; there the backward pass needs the seed alone."""
+def dropped(values: Tensor, dropout_p: float, seed: Tensor | None, place: tuple[int, int] = (0, 0)) -> Tensor:
+    """:func:`reference.dropped`, by one kernel on a GPU; there the backward pass needs the seed alone.
+
+    ``place`` is the beginning of a row of the mask.
+    """
     if seed is None or not (_has_kernel(values) and _nobody_reads(values, seed)):
-        return reference.dropped(values, dropout_p, seed)
+        return reference.dropped(values, dropout_p, seed, place)
     if torch.is_grad_enabled() and values.requires_grad:
-        return _Dropped.apply(values, seed, dropout_p)
-    return _launched(values, seed, dropout_p)
+        return _Dropped.apply(values, seed, dropout_p, place[0])
+    return _launched(values, seed, dropout_p, place[0])
 
 
 def _has_kernel(values: Tensor) -> bool:
@@ -47,20 +50,20 @@ def _nobody_reads(values: Tensor, seed: Tensor) -> bool:
     return plain and not (observed() or transformed(values))
 
 
-def _launched(values: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
-    return kernels.drop(rows(values), seed, dropout_p).view(values.shape)
+def _launched(values: Tensor, seed: Tensor, dropout_p: float, first_row: int) -> Tensor:
+    return kernels.drop(rows(values), seed, dropout_p, first_row).view(values.shape)
 
 
 class _Dropped(torch.autograd.Function):
     """Dropout is linear: the gradient is dropped by the same mask, and so is the gradient of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
+    def forward(ctx: Any, values: Tensor, seed: Tensor, dropout_p: float, first_row: int) -> Tensor:
         ctx.save_for_backward(seed)
-        ctx.dropout_p = dropout_p
-        return _launched(values, seed, dropout_p)
+        ctx.mask = dropout_p, first_row
+        return _launched(values, seed, dropout_p, first_row)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (seed,) = ctx.saved_tensors
-        return dropped(gradient, ctx.dropout_p, seed), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (seed,), (dropout_p, first_row) = ctx.saved_tensors, ctx.mask
+        return dropped(gradient, dropout_p, seed, (first_row, 0)), None, None, None

@@ -183,10 +183,22 @@ def _finish(
 
 
 @gluon.jit
+def _start(added_ptr, row, column, M, N, layout: gl.constexpr):
+    """What the product of half a tile joins: nothing, or the same part of what is given."""
+    if added_ptr is None:
+        return gl.zeros([HALF, TILE], gl.float32, layout)
+    else:
+        rows = gl.expand_dims(row + gl.arange(0, HALF, gl.SliceLayout(1, layout)), 1)
+        cols = gl.expand_dims(column + gl.arange(0, TILE, gl.SliceLayout(0, layout)), 0)
+        places = rows.to(gl.int64) * N + cols
+        return gl.load(added_ptr + places, mask=(rows < M) & (cols < N), other=0.0).to(gl.float32)
+
+
+@gluon.jit
 def _consume(
-    consumer: gl.constexpr, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
-    full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, experts, weights_ptr,
-    weight_sums_ptr, limits,
+    consumer: gl.constexpr, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, added_ptr, left_ring, right_ring,
+    tiles, places, full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, experts,
+    weights_ptr, weight_sums_ptr, limits,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr,
     PLACES: gl.constexpr, GROUP: gl.constexpr, STAYS: gl.constexpr, GATED: gl.constexpr, LIMITED: gl.constexpr,
     ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
@@ -205,12 +217,13 @@ def _consume(
     for index in range(first, tile_rows * tile_columns, 2 * gl.num_programs(0)):
         tile_row, tile_column, _ = tile_of(index, tile_rows, tile_columns, experts, GROUP)
         column = tile_column * TILE
-        start = gl.zeros([HALF, TILE], gl.float32, layout)
         # Before the product, which takes as long as they need to arrive.
+        top = _start(added_ptr, tile_row * TILE, column, M, N, layout)
+        bottom = _start(added_ptr, tile_row * TILE + HALF, column, M, N, layout)
         top_weights = _weights_of(weights_ptr, tile_row * TILE + rows)
         bottom_weights = _weights_of(weights_ptr, tile_row * TILE + HALF + rows)
         top, bottom = multiply(
-            consumer, start, start, left_ring, right_ring, full, empty, turns, turn, steps, RIGHT_TRANSPOSED, STAGES
+            consumer, top, bottom, left_ring, right_ring, full, empty, turns, turn, steps, RIGHT_TRANSPOSED, STAGES
         )
         turn += 1
         for half in gl.static_range(2):
@@ -257,8 +270,8 @@ def _consume(
 )  # fmt: skip
 def _pipelined_epilogue_gradient_kernel(
     dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, v_desc, a_desc, sums_ptr, seed_ptr,
-    tile_expert_ptr, starts_ptr, weights_ptr, weight_sums_ptr, inner, N, tile_columns, whole, rank, expert_count,
-    weight_rows, tile_rows, M, drop_limit, keep_scale, mask_row, mask_column, limit, offset,
+    added_ptr, tile_expert_ptr, starts_ptr, weights_ptr, weight_sums_ptr, inner, N, tile_columns, whole, rank,
+    expert_count, weight_rows, tile_rows, M, drop_limit, keep_scale, mask_row, mask_column, limit, offset,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr,
     PLACES: gl.constexpr, GROUP: gl.constexpr, STAYS: gl.constexpr, LIMITED: gl.constexpr, ACTIVATION: gl.constexpr,
     ACCURACY: gl.constexpr,
@@ -280,16 +293,16 @@ def _pipelined_epilogue_gradient_kernel(
     fence_async_shared()
     gl.warp_specialize([
         (_consume, (
-            gl.constexpr(0), dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
-            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, whole, N, M, experts, weights_ptr,
-            weight_sums_ptr, limits, RIGHT_TRANSPOSED, STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED, LIMITED,
-            ACTIVATION, ACCURACY,
+            gl.constexpr(0), dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, added_ptr, left_ring, right_ring,
+            tiles, places, full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, whole, N, M, experts,
+            weights_ptr, weight_sums_ptr, limits, RIGHT_TRANSPOSED, STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED,
+            LIMITED, ACTIVATION, ACCURACY,
         )),
         (_consume, (
-            gl.constexpr(1), dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, left_ring, right_ring, tiles, places,
-            full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, whole, N, M, experts, weights_ptr,
-            weight_sums_ptr, limits, RIGHT_TRANSPOSED, STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED, LIMITED,
-            ACTIVATION, ACCURACY,
+            gl.constexpr(1), dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, added_ptr, left_ring, right_ring,
+            tiles, places, full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, whole, N, M, experts,
+            weights_ptr, weight_sums_ptr, limits, RIGHT_TRANSPOSED, STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED,
+            LIMITED, ACTIVATION, ACCURACY,
         )),
         (copy_operands, (
             dy_desc, down_desc, None, low_rank, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
@@ -367,8 +380,8 @@ def launch_hidden_gradient(
     """Fills the last three of (dy, down, z, z_gate, dz, d_gate, hidden), ``[M, N]``, where they are given.
 
     Behind them come the first two of a ``LowRank`` as TMA copies them. ``vectors`` are the sums,
-    ``[bands, parts × N]``, and the seed; ``sorting`` the expert of each row of tiles, where the rows of each expert
-    begin, the weights ``[M]`` of the rows in float32, and the sums for their gradients, one for each column of tiles,
-    ``[columns of tiles, M]``.
+    ``[bands, parts × N]``, the seed, and what is added to dH, contiguous; ``sorting`` the expert of each row of tiles,
+    where the rows of each expert begin, the weights ``[M]`` of the rows in float32, and the sums for their gradients,
+    one for each column of tiles, ``[columns of tiles, M]``.
     """
     prepared((*vectors, *sorting), matrices)

@@ -157,7 +157,7 @@ def hidden_gradient(
     weighted = torch.empty_like(dz) if keep_hidden else None
     partials = row_weights.new_empty(ceil_div(units, TILE.value), rows.capacity) if want_weights else None
     sorting = rows.tile_expert, rows.starts, row_weights, partials
-    launch_hidden_gradient(launch, (dy, w_down, z, g, dz, dg, weighted, None, None), (None, None), sorting)
+    launch_hidden_gradient(launch, (dy, w_down, z, g, dz, dg, weighted, None, None), (None, None, None), sorting)
     return HiddenGradients(dz, dg, weighted, partials)
 
 
