@@ -245,13 +245,18 @@ def assert_ffn_close(
     assert_draws_close(found, independent=x.shape[:-1].numel() * w_up.shape[0])
 
 
-def assert_draws_close(found: Sequence[tuple[Tensors, Tensors, Tensors]], independent: int | None = None) -> None:
+def assert_draws_close(
+    found: Sequence[tuple[Tensors, Tensors, Tensors]],
+    independent: int | None = None,
+    computed_in: torch.dtype | None = None,
+) -> None:
     """Ours, torch's and the float64 results of several draws pass the closeness rule together.
 
-    ``independent`` is that of one draw: see :func:`fusedlayers.closeness.compare`.
+    ``independent`` is that of one draw: see :func:`fusedlayers.closeness.compare`, as for ``computed_in``.
     """
     together = None if independent is None else max(1, len(found) * independent)
-    verdicts = compare_all(*map(_stacked, zip(*found, strict=True)), independent=together, draws=True)
+    stacked = map(_stacked, zip(*found, strict=True))
+    verdicts = compare_all(*stacked, independent=together, computed_in=computed_in, draws=True)
     red = [verdict.message for verdict in verdicts.values() if not verdict.ok]
     assert not red, "\n".join(red)
 

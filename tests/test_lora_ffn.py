@@ -36,7 +36,7 @@ def inputs(
     wanted: Sequence[str] | None = None,
     draw: Callable[..., Tensor] = torch.randn,
 ) -> dict[str, Tensor]:
-    """x, B ~ N(0, 1), W and A ~ N(0, 1 / in), by name; ``ranks`` are those of up, gate and down, 0 for no adapter."""
+    """x ~ N(0, 1), W, A and B ~ N(0, 1 / in), by name; ``ranks`` are those of up, gate and down, 0 for no adapter."""
     K, N, O = sizes
     linears = {"up": (N, K, ranks[0]), "gate": (N, K, ranks[1]), "down": (O, N, ranks[2])}
     found = {"x": draw(*leading, K, dtype=torch.float64)}
@@ -49,7 +49,8 @@ def inputs(
             found[f"b_{name}"] = draw(outer, dtype=torch.float64)
         if rank:
             found[f"{name}_a"] = draw(rank, inner, dtype=torch.float64) * scale
-            found[f"{name}_b"] = draw(outer, rank, dtype=torch.float64)
+            # Gradients of high ranks would be beyond float16 otherwise.
+            found[f"{name}_b"] = draw(outer, rank, dtype=torch.float64) * (rank**-0.5 if draw is torch.randn else 1)
     return {
         name: tensor.to(DEVICE, dtype).requires_grad_(wanted is None or name in wanted)
         for name, tensor in found.items()

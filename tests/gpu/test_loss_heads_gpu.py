@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 import fusedlayers as fl
-from fusedlayers.closeness import assert_all_close
 from fusedlayers.replacing.logits import Logits, NoLogits
 from tests.models.loss_heads import FAMILIES, IGNORED, Inputs, build, in_kernels, losses, replaced, results, truth
-from tests.operands import DEVICE, ON_GPU
+from tests.operands import DEVICE, ON_GPU, assert_draws_close
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'fusedlayers[models]'")
 # Logits are by far the largest tensors.
 WORDS, WIDTH, TOKENS = (32768, 256, 8192) if ON_GPU else (384, 32, 40)
+DRAWS = 4
 MIB = 2**20
 
 
@@ -28,35 +28,41 @@ def large(name: str) -> nn.Module:
     return build(name, **sizes).to(DEVICE, torch.bfloat16 if ON_GPU else torch.float32).train()
 
 
-def text() -> Inputs:
-    words = torch.randint(3, WORDS, (TOKENS // 8, 8), device=DEVICE)
+def text(seed: int = 0) -> Inputs:
+    words = torch.randint(3, WORDS, (TOKENS // 8, 8), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
     labels = words.clone()
     labels[0, :4] = IGNORED
     return {"input_ids": words, "labels": labels}
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.parametrize("name", ["Llama, tied", "GPT-2", "Phi", "Gemma 2", "Granite", "Cohere"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_large_vocabularies(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = large(name)
-    inputs = text()
+    # A row of the embedding's gradient is that of a few tokens: draws are judged together.
+    texts = [text(seed) for seed in range(DRAWS)]
     # Where transformers does not know it, it warns, which Dynamo does not trace.
     model.loss_type = "ForCausalLM"
     options = {"num_items_in_batch": torch.tensor(TOKENS - 9, device=DEVICE)}
-    exact = truth(copy.deepcopy(model), inputs, **options)
-    theirs = results(model, inputs, **options)
+    exact = [truth(copy.deepcopy(model), inputs, **options) for inputs in texts]
+    theirs = [results(model, inputs, **options) for inputs in texts]
     replaced(model)
     torch._dynamo.reset()
     run: Any = (
         torch.compile(model, fullgraph=True, backend="inductor" if ON_GPU else "aot_eager") if compiled else model
     )
     with in_kernels(monkeypatch) as paths:
-        ours = {name.replace("_orig_mod.", ""): tensor for name, tensor in results(run, inputs, **options).items()}
-        outputs = run(**inputs, **options)
+        ours = [
+            {name.replace("_orig_mod.", ""): tensor for name, tensor in results(run, inputs, **options).items()}
+            for inputs in texts
+        ]
+        outputs = run(**texts[0], **options)
     # A compiled call is counted where it is traced, too.
     assert losses(paths) >= 2
     assert type(outputs.logits) is (NoLogits if compiled else Logits)
-    assert_all_close(ours, theirs, exact, computed_in=model.dtype)
+    assert_draws_close(list(zip(ours, theirs, exact, strict=True)), computed_in=model.dtype)
 
 
 def test_the_logits_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,14 +89,12 @@ def test_the_logits_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_training_step_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a whole replaced model, blocks and loss, under autocast."""
     plain = large("Llama").float()
-    ours, inputs = copy.deepcopy(plain), text()
+    ours, texts = copy.deepcopy(plain), [text(seed) for seed in range(DRAWS)]
     fl.replace(ours)
+    exact = [truth(copy.deepcopy(plain), inputs) for inputs in texts]
     found = []
-    for model in (plain, ours):
+    for model in (ours, plain):
         with in_kernels(monkeypatch), torch.autocast(torch.device(DEVICE).type, torch.bfloat16, enabled=ON_GPU):
-            found.append(results(model, inputs))
-    theirs, mine = found
-    for name, tensor in theirs.items():
-        if tensor is not None:
-            scale = float(tensor.float().square().mean().sqrt())
-            torch.testing.assert_close(mine[name], tensor, rtol=5e-2, atol=5e-2 * scale + 1e-6, msg=name)
+            found.append([results(model, inputs) for inputs in texts])
+    computed_in = torch.bfloat16 if ON_GPU else torch.float32
+    assert_draws_close(list(zip(*found, exact, strict=True)), computed_in=computed_in)

@@ -39,6 +39,8 @@ CASE = HeadCase(
     torch_expression=reference.linear_log_probs,
     operation="linear_log_probs",
     keywords=_keywords,
+    # Of a tile of dW few tokens decide: those whose target or likeliest class is there.
+    draws=3,
     results=("log_probs", "entropies"),
     trials=_trials,
     few_trials=(Trial("linear_log_probs", Options(), (40, 24, 300), "fp16"),),

@@ -40,11 +40,13 @@ def _trials(device: Device) -> Iterator[Trial]:
     for gated in (False, True):
         relu, plain = (Options(activation, gated=gated, bias=True) for activation in ("relu", "identity"))
         for (M, N), width, rank in ((WHOLE, 512, 64), (RAGGED, 520, 20)):
+            # So many factors make integers that are too large for the eight bits of bfloat16, if there are many rows.
+            exact = "fp16" if gated and (M, N) == WHOLE else "bf16"
             if device.pipelined:
                 for machine in ("few", "few, transposed"):
-                    yield Trial("lora_ffn", relu, (M, width, N, rank), "bf16", machine)
+                    yield Trial("lora_ffn", relu, (M, width, N, rank), exact, machine)
                     yield Trial("lora_ffn", plain, (M, width, N, rank), "fp16", machine)
-            for dtype in DTYPES:
+            for dtype in (exact, *(each for each in DTYPES if each not in ("bf16", exact))):
                 yield Trial("lora_ffn", relu, (M, width, N, rank), dtype, "portable")
 
 
@@ -76,6 +78,8 @@ CASE = Case(
     torch_expression=reference.lora_ffn,
     operation="lora_ffn",
     keywords=_keywords,
+    # Among thousands of tiles torch is lucky in one of a single draw.
+    draws=3,
     trials=_trials,
     few_trials=(Trial("lora_ffn", Options("relu", gated=True, bias=True), (37, 24, 40, 4), "fp32"),),
     place=12,
