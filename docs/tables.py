@@ -54,7 +54,7 @@ def _expectations() -> str:
     """What a user may expect, in few lines: whole models, one layer, and where torch stays faster."""
     lines = []
     for row, _ in _steps():
-        if row["grid"] not in ("llama-2048", "qwen2-896", "gpt2-768"):
+        if row["grid"] not in ("llama-2048", "qwen2-896", "gpt2-768", "mixtral-1024", "llama-2048-lora"):
             continue
         theirs = 1e3 * (tables.median(row, "torch", "launched") or 0.0)
         for name, how in (("auto", ""), ("auto-norm", ", with `norm=True`")):
@@ -117,7 +117,8 @@ def draw(path: Path) -> None:
             # In front of the line at 1, which would cross the numbers just below it.
             background = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
             axes.text(value + 0.012, place, f"{value:.2f}", va="center", fontsize=8, bbox=background)
-        axes.set_xlim(0, 1.3)
+        # Room for the number behind the longest bar.
+        axes.set_xlim(0, 1.18 * max(1.1, *values))
         axes.set_xlabel("as a multiple of torch's", fontsize=8)
         axes.set_title(title, fontsize=10)
     faster.set_yticks(places, names, fontsize=8)
