@@ -54,7 +54,7 @@ def _expectations() -> str:
     """What a user may expect, in few lines: whole models, one layer, and where torch stays faster."""
     lines = []
     for row, _ in _steps():
-        if row["grid"] not in ("llama-2048", "qwen2-896", "gpt2-768", "mixtral-1024", "llama-2048-lora"):
+        if row["grid"] not in ("llama-2048", "qwen2-896", "mixtral-1024"):
             continue
         theirs = 1e3 * (tables.median(row, "torch", "launched") or 0.0)
         for name, how in (("auto", ""), ("auto-norm", ", with `norm=True`")):

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from fusedlayers.kernels import tuning
+from fusedlayers.kernels.device import RELEASE
 from tests import compile_server
 
 TESTS = Path(__file__).resolve().parent
@@ -131,7 +132,8 @@ def test_shipped_configurations(tmp_path: Path, selection: str, target: str, dty
         }
         if target == "sm_90" and dtype != "float32" and selection != "even":
             assert pipelined >= {(kernel, width) for kernel in PIPELINED_KERNELS for width in (64, 128, 256)}
-            assert pipelined >= {(kernel, 256) for kernel in STORING_KERNELS}
+            if not gated or RELEASE < (3, 9):
+                assert pipelined >= {(kernel, 256) for kernel in STORING_KERNELS}
 
 
 @pytest.mark.parametrize(
