@@ -157,6 +157,19 @@ def test_one_red_row_stops_the_timing_of_all(tmp_path: Path, monkeypatch: pytest
     assert [row["verification"][0]["status"] for row in found["rows"]] == ["green", "red"]
 
 
+def test_operations_that_are_right_are_timed_beside_a_red_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = dataclasses.replace(FFN, ours=one_row_wrong)
+    monkeypatch.setattr(command, "CASES", {"ffn": wrong, "weight_gradient": CASES["weight_gradient"]})
+    status = command.main(["all", "--time", "--device", "cpu", "--seconds", "0.01", "--output", str(tmp_path)])
+    assert status == 1
+    assert "verification is RED: its operation is not timed" in capsys.readouterr().err
+    [path] = tmp_path.glob("*.json")
+    timed = {row["case"] for row in record.read(path)["rows"] if row["contenders"]}
+    assert timed == {"weight_gradient"}
+
+
 def test_versions_of_others_are_timed_where_they_are_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
