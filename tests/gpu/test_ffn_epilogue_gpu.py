@@ -34,7 +34,7 @@ from tests.test_ffn_chunked import cut
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 # Tokens, d_model, d_ff: no multiple of a tile, fewer hidden units than a tile has, a common one with a ragged end.
-SIZES = [(1000, 576, 1032), (129, 512, 8), (4097, 768, 3072)]
+SIZES = [(1000, 576, 1032), (129, 512, 8), (4097, 768, 3072), (3001, 192, 768)]
 # Those of pipelined kernels, and facts of the device: programs with a tile or two, with many, with part of one.
 TILED: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
     ((9000, 512, 256), {}),
