@@ -96,6 +96,7 @@ def test_other_layers(layers: str, words: tuple[str, ...], processes: Processes,
     assert len(set(samples.values())) == 1, samples
 
 
+@pytest.mark.full
 def test_compiled_steps_under_ddp(processes: Processes, tmp_path: Path) -> None:
     plain = run(processes, tmp_path / "plain", "ddp", "loss=fused")
     replies = processes.run(compiled, tmp_path / "compiled", *DEVICE, "parallel=ddp", "loss=fused")
