@@ -13,7 +13,7 @@ from .record import Record
 ENOUGH = 0.97
 KINDS = ("launched", "replayed")
 PATHS = {"launched": "path", "replayed": "replayed_path"}
-_DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
+DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
 NONE = "–"
 HOW_TO_TIME = ": run the benchmark with --time"
 
@@ -48,11 +48,17 @@ def median(row: Record, name: str, kind: str) -> float | None:
     return float(entry[kind]["median"])
 
 
+def best_of_torch(row: Record, kind: str) -> str | None:
+    """The fastest of torch's contenders, None if none was measured."""
+    timed = {name: time for name in TORCH_CONTENDERS if (time := median(row, name, kind)) is not None}
+    return min(timed, key=lambda name: timed[name], default=None)
+
+
 def speed_up(row: Record, kind: str, name: str = AUTO) -> float | None:
     """The best of torch's times over ours, of the same kind; above 1 we are faster."""
-    ours = median(row, name, kind)
-    theirs = [time for contender in TORCH_CONTENDERS if (time := median(row, contender, kind)) is not None]
-    return min(theirs) / ours if ours and theirs else None
+    ours, best = median(row, name, kind), best_of_torch(row, kind)
+    theirs = None if best is None else median(row, best, kind)
+    return theirs / ours if ours and theirs is not None else None
 
 
 def timed_rows(record: Record) -> list[Record]:
@@ -123,16 +129,14 @@ def slower_than_torch(record: Record) -> list[str]:
         for kind in KINDS:
             ratio = speed_up(row, kind)
             if ratio is not None and ratio < ENOUGH and apart(row, kind):
-                where = f"{row['grid']} {shape_of(row)} {_DIRECTIONS[row['direction']]}, {kind}"
+                where = f"{row['grid']} {shape_of(row)} {DIRECTIONS[row['direction']]}, {kind}"
                 lines.append(f"{where}: {ratio:.2f} of torch's speed ({row['contenders'][AUTO][PATHS[kind]]} path)")
     return lines
 
 
 def apart(row: Record, kind: str) -> bool:
     """Whether our middle half of the times lies above that of the best of torch's: medians alone differ by chance."""
-    timed = [name for name in TORCH_CONTENDERS if median(row, name, kind) is not None]
-    best = min(timed, key=lambda name: median(row, name, kind) or 0.0)
-    ours, theirs = row["contenders"][AUTO][kind], row["contenders"][best][kind]
+    ours, theirs = row["contenders"][AUTO][kind], row["contenders"][best_of_torch(row, kind)][kind]
     return float(ours["first_quartile"]) > float(theirs["third_quartile"])
 
 
@@ -170,7 +174,7 @@ def _table(title: str, dtype: str, direction: str, rows: list[Record]) -> Table:
         if direction == "forward_backward":
             line += [_memory(row, "saved_bytes"), _memory(row, "peak_bytes")]
         lines.append(tuple(line))
-    return Table(f"{title}: {_DIRECTIONS[direction]}, {dtype}", tuple(columns), tuple(lines))
+    return Table(f"{title}: {DIRECTIONS[direction]}, {dtype}", tuple(columns), tuple(lines))
 
 
 def _asked_for(rows: list[Record]) -> list[str]:

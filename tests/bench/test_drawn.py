@@ -32,7 +32,7 @@ def timed(seconds: float, path: str | None = None) -> dict[str, Any]:
 
 def record(ours: float) -> dict[str, Any]:
     contenders = {"torch eager": timed(1.2e-3), "torch.compile": timed(1e-3), "auto": timed(ours, "fused")}
-    row = {"grid": "ffn", "shape": [64, 32, 16], "direction": "forward", "contenders": contenders}
+    row = {"case": "ffn", "grid": "ffn", "shape": [64, 32, 16], "direction": "forward", "contenders": contenders}
     return {
         "rows": [drawn._short(row)], "device": {"name": "a GPU"}, "versions": {"torch": "2.11", "triton": "3.6"},
         "started": "2026-01-01T00:00:00", "commit": "0123456789ab", "method": {"seed": 3},
@@ -56,6 +56,19 @@ def test_times_within_the_noise_are_not_slower() -> None:
     noisy = record(1.04e-3)
     noisy["rows"][0]["launched"]["beyond_noise"] = False
     assert drawn.slower_than_torch(noisy) == []
+
+
+def test_nothing_measured_is_an_empty_table() -> None:
+    assert drawn.table([record(1e-3) | {"rows": []}]).rows == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["--sizes", "0"], "argument --sizes: 0"), (["--plot"], "argument --plot")]
+)
+def test_what_it_cannot_do_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        drawn.main(words)
+    assert said in capsys.readouterr().err
 
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,10 +22,10 @@ from tempfile import TemporaryDirectory
 from .. import record as records
 from ..arguments import add_record_options, chosen_device, positive, record_path, several, show
 from ..cases import CASES, Case, Shape
-from ..contenders import AUTO, COMPILED, EAGER, TORCH_CONTENDERS
+from ..contenders import AUTO, COMPILED, EAGER
 from ..record import Record
-from ..runner import FORWARD, FORWARD_BACKWARD, Row, Settings, run, shape_text
-from ..tables import ENOUGH, KINDS, PATHS, Table, apart, median, speed_up
+from ..runner import Row, Settings, run, shape_text
+from ..tables import DIRECTIONS, ENOUGH, KINDS, PATHS, Table, apart, best_of_torch, median, speed_up
 
 FAMILIES = tuple(name for name, case in CASES.items() if case.grids)
 # From here on a size is a multiple of 8, every other one of 64: models have such.
@@ -50,6 +50,10 @@ def main(arguments: list[str] | None = None) -> int:
         device = chosen_device(chosen)
         dtype = chosen.dtype or ("bf16" if device.type == "cuda" else "fp32")
         record_path(chosen.output, "drawn", dtype, device)
+        if chosen.sizes < 1:
+            raise ValueError(f"argument --sizes: {chosen.sizes}: expected 1 or more")
+        if chosen.plot:
+            raise ValueError("argument --plot: there is a table of random sizes, and no picture")
     except ValueError as error:
         parser.error(str(error))
     if device.type != "cuda":
@@ -118,13 +122,12 @@ def _measured(row: Row, settings: Settings, words: list[str]) -> tuple[list[Reco
 
 def _short(row: Record) -> Record:
     """A row with what the table says: 60 sizes of ten operations would fill megabytes otherwise."""
-    short = {"grid": row["grid"], "shape": shape_text(row["shape"]), "direction": row["direction"]}
+    short = {"case": row["case"], "grid": row["grid"], "shape": shape_text(row["shape"]), "direction": row["direction"]}
     for kind in KINDS:
         ratio, ours = speed_up(row, kind), median(row, AUTO, kind)
         if ratio is not None and ours is not None:
-            times = {name: median(row, name, kind) or math.inf for name in TORCH_CONTENDERS}
             short[kind] = {
-                "path": row["contenders"][AUTO][PATHS[kind]], "best": min(times, key=lambda name: times[name]),
+                "path": row["contenders"][AUTO][PATHS[kind]], "best": best_of_torch(row, kind),
                 "microseconds": round(1e6 * ours, 2), "speed_up": round(ratio, 4), "beyond_noise": apart(row, kind),
             }  # fmt: skip
     return short
@@ -135,18 +138,16 @@ def table(found: list[Record]) -> Table:
     lines = []
     for record in found:
         groups: dict[tuple[str, str, str], list[Record]] = {}
-        family = family_of(record)
         for row in record["rows"]:
             for kind in KINDS:
                 if kind in row:
-                    groups.setdefault((family, row["direction"], kind), []).append(row[kind])
+                    groups.setdefault((row["case"], row["direction"], kind), []).append(row[kind])
         for (name, direction, kind), rows in groups.items():
             ratios = [row["speed_up"] for row in rows]
             kernels = sum(row["path"] != "torch" for row in rows)
             slower = sum(row["speed_up"] < ENOUGH and row["beyond_noise"] for row in rows)
-            passes = {FORWARD: "forward", FORWARD_BACKWARD: "forward + backward"}[direction]
             lines.append(
-                (name, passes, kind, str(len(rows)), str(kernels), f"{statistics.median(ratios):.2f}",
+                (name, DIRECTIONS[direction], kind, str(len(rows)), str(kernels), f"{statistics.median(ratios):.2f}",
                  f"{max(ratios):.2f}", f"{min(ratios):.2f}", str(slower))
             )  # fmt: skip
     columns = ("operation", "pass", "time", "sizes", "in kernels", "median speed-up", "best", "least", "slower")
@@ -162,12 +163,6 @@ def slower_than_torch(record: Record) -> list[str]:
         for kind in KINDS
         if kind in row and row[kind]["speed_up"] < ENOUGH and row[kind]["beyond_noise"]
     ]
-
-
-def family_of(record: Record) -> str:
-    """The operation of a record."""
-    grids = {grid.name: name for name, case in CASES.items() for grid in case.grids}
-    return grids[record["rows"][0]["grid"]]
 
 
 def markdown(found: list[Record]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..contenders import AUTO, AUTOTUNED, CCE, CHECKPOINTED, CONTENDERS, FUNCTION, FUSED, LIGER, QUACK
 from ..record import Record
-from ..tables import HOW_TO_TIME, KINDS, median, rows_with_times, speed_up
+from ..tables import DIRECTIONS, HOW_TO_TIME, KINDS, median, rows_with_times, speed_up
 
 # Chosen to stay apart in print and for colour-blind readers.
 _COLOURS = {
@@ -24,7 +24,6 @@ _COLOURS = {
     AUTO: "#0072b2",
     FUSED: "#e69f00",
 }
-_DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
 
 
 class MatplotlibMissingError(RuntimeError):
@@ -43,14 +42,14 @@ def plot(record: Record, path: Path) -> list[Path]:
     written = []
     for grid in dict.fromkeys(row["grid"] for row in rows):
         grid_rows = [row for row in rows if row["grid"] == grid]
-        directions = [d for d in _DIRECTIONS if any(row["direction"] == d for row in grid_rows)]
+        directions = [d for d in DIRECTIONS if any(row["direction"] == d for row in grid_rows)]
         figure = figures(figsize=(7 * len(directions), 8), layout="constrained")
         axes = figure.subplots(2, len(directions), squeeze=False)
         for column, direction in enumerate(directions):
             chosen = [row for row in grid_rows if row["direction"] == direction]
             _speed_ups(axes[0][column], chosen)
             _times(axes[1][column], chosen)
-            axes[0][column].set_title(_DIRECTIONS[direction])
+            axes[0][column].set_title(DIRECTIONS[direction])
         written.append(save(figure, record, grid_rows[0]["title"], path.with_name(f"{path.stem}-{grid}.png")))
     return written
 
