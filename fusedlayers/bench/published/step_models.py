@@ -114,6 +114,13 @@ def _llama(s: Sizes, shared_heads: int = 1) -> dict[str, Any]:
     return _encoder(s) | {"num_key_value_heads": max(1, s.heads // shared_heads), "vocab_size": s.vocabulary}
 
 
+def _phi3(s: Sizes) -> dict[str, Any]:
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attention_dropout"), 0.0)
+    # Its own numbers for the ends of a text lie beyond a small vocabulary.
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return _llama(s) | {"max_position_embeddings": s.length} | dropout | ends
+
+
 def _mixtral(s: Sizes) -> dict[str, Any]:
     # Two of eight experts for each token, in transformers' default implementation.
     return _llama(s, shared_heads=2) | {"num_local_experts": 8, "num_experts_per_tok": 2}
@@ -171,6 +178,7 @@ STEP_MODELS: dict[str, StepModel] = {
             Sizes(768, 3072, 12, 1000, 128, 197), _vit,
         ),
         StepModel("opt-1024", "OPT, 1024 × 4096", "OPT", _LM, Sizes(1024, 4096, 16, 50_272, 8, 2048), _opt),
+        StepModel("phi3-3072", "Phi-3, 3072 × 8192", "Phi3", _LM, Sizes(3072, 8192, 32, 32_064, 8, 2048), _phi3),
         StepModel(
             "mixtral-1024", "Mixtral, 8 experts of 1024 × 2048", "Mixtral", _LM, Sizes(1024, 2048, 16, 32_000, 8, 2048),
             _mixtral,
