@@ -61,9 +61,9 @@ def test_sums_that_nobody_wants_limit_nothing() -> None:
     ("change", "reason"),
     [
         ({"M": 1023, "N": 2**20}, "1023 tokens: torch was as fast or faster below 1,024"),
-        ({"K": 176}, "not measured on this path below width 192"),
-        ({"O": 176}, "not measured on this path below width 192"),
-        ({"K": 1416}, "rows of 1416 elements: torch was as fast or faster at no multiple of 16"),
+        ({"K": 56}, "not measured on this path below width 64"),
+        ({"O": 56}, "not measured on this path below width 64"),
+        ({"K": 1608}, "rows of 1608 elements: torch was as fast or faster at no multiple of 16"),
         ({"O": 2872}, "rows of 2872 elements: torch was as fast or faster at no multiple of 16"),
         ({"K": 516}, "only the warp-specialised kernels were measured faster; their widths are multiples of 8"),
         ({"N": 4097}, "only the warp-specialised kernels were measured faster; their widths are multiples of 8"),
@@ -91,6 +91,13 @@ def test_who_is_left_to_others(change: dict[str, object], reason: str) -> None:
 @pytest.mark.parametrize("change", [{"M": 1024, "N": 2**17}, {"K": 512, "O": 512, "N": 8192}, {"dtype": "float16"}])
 def test_who_is_taken_at_the_limits(change: dict[str, object]) -> None:
     assert plan(replace(TRAINING, **change), PIPELINED).path == "epilogue"
+
+
+@pytest.mark.parametrize(("training", "widest"), [(False, 760), (True, 1592)])
+def test_narrow_rows_need_not_be_aligned(training: bool, widest: int) -> None:
+    problem = replace(TRAINING if training else INFERENCE, K=widest, O=widest)
+    assert plan(problem, PIPELINED).path == "epilogue"
+    assert plan(replace(problem, K=widest + 16), PIPELINED).path == "torch"
 
 
 @pytest.mark.parametrize("device", [H200, A100], ids=["portable", "sm_80"])

@@ -113,3 +113,14 @@ def test_auto_mode_takes_what_was_measured_faster(training: bool, captured: bool
     assert "the call is too small" in small.rejected[0][1]
     # Words generated one by one.
     assert plan(problem(64, 2048, 768, 128, 8, captured=captured, training=False), H200).path == "epilogue"
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_rows_of_weights_that_are_slow_to_read(captured: bool) -> None:
+    """A forward pass reads them along both widths; the gradients of x and the hidden across."""
+    for training, changes in ((False, [(2056, 768)]), (True, [(2056, 768), (2048, 776)])):
+        for K, N in changes:
+            made = plan(problem(16384, K, N, 128, 8, training=training, captured=captured), H200)
+            assert made.path == "torch"
+            assert "torch was as fast or faster at no multiple of 16" in made.rejected[0][1]
+    assert plan(problem(16384, 2048, 776, 128, 8, training=False, captured=captured), H200).path == "epilogue"

@@ -31,13 +31,29 @@ def test_thresholds_decide_at_the_element(device: Device) -> None:
                 assert made.path == "fused", (kind, training, width)
                 assert (made.forward_tiles.pipelined is not None) == device.pipelined
                 by_host = device.pipelined and kind != "gemm_gemm" and not training and not captured
-                assert plan(replace(problem, M=least // 8 - 1), device).path == ("fused" if by_host else "torch")
+                assert (plan(replace(problem, M=least // 8 - 1), device).path == "fused") == by_host
                 if not device.pipelined:
                     # The wider of both sides counts, padded to a power of two; a padded y was slower.
                     assert plan(replace(problem, O=16), device).path == "fused"
                     assert plan(replace(problem, K=width // 2 + 1), device).path == "fused"
                     assert plan(replace(problem, O=width // 2 + 1), device).path == "torch"
             assert thresholds[0] >= thresholds[1], "a graph takes the launches' cost away, so it can only help"
+
+
+def test_many_gated_hidden_units_take_the_path_of_wider_layers() -> None:
+    problem = Problem(
+        "ffn", batch=1, M=2**16, K=256, N=1024, O=256, dtype="bfloat16", gated=True, captured=True,
+        needs_data_gradient=True, needs_weight_gradient=True,
+    )  # fmt: skip
+    assert plan(problem, PIPELINED).path == "fused"
+    many = replace(problem, N=1032)
+    assert plan(many, PIPELINED).path == "epilogue"
+    for change in (
+        {"gated": False},
+        {"K": 128, "O": 128},
+        {"needs_data_gradient": False, "needs_weight_gradient": False},
+    ):
+        assert plan(replace(many, **change), PIPELINED).path == "fused", change
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])

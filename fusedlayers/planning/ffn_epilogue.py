@@ -70,9 +70,9 @@ def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
     if (reason := _why_portable(problem, device, figures.least_width)) is not None:
         return reason
-    if problem.K % figures.row_elements or problem.O % figures.row_elements:
-        uneven = problem.K if problem.K % figures.row_elements else problem.O
-        return f"rows of {uneven} elements: torch was as fast or faster at no multiple of {figures.row_elements}"
+    for width in (problem.K, problem.O):
+        if width % figures.row_elements and width >= figures.aligned_from[problem.training]:
+            return f"rows of {width} elements: torch was as fast or faster at no multiple of {figures.row_elements}"
     few = problem.gated and problem.waits_for_host
     least_rows = figures.least_launched_rows if few else figures.least_rows
     if least_rows > problem.M:

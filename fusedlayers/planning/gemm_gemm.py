@@ -244,7 +244,11 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
         units = min(units, 4 * width)
         if pipelined and problem.waits_for_host and problem.weight_elements <= figures.fewest_launches:
             return None
-    return too_small(problem.batch * problem.M * units, "hidden elements", thresholds, problem.captured)
+    reason = too_small(problem.batch * problem.M * units, "hidden elements", thresholds, problem.captured)
+    many = problem.gated and problem.training and units < problem.N
+    if reason is None and many and width > figures.widest_of_many:
+        return f"{problem.N:,} hidden units at width {width}: the path for wider layers was faster"
+    return reason
 
 
 def _tiles(kernel: str, problem: Problem, device: Device) -> TileConfig | None:

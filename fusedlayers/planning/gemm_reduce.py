@@ -177,12 +177,17 @@ def why_slower(problem: ReduceProblem, device: Device, figures: GemmReduce) -> s
     rows = figures.faster_from.get((problem.op, problem.training))
     if rows is None:
         return f"{problem.op} was not measured in {use}; FUSEDLAYERS_BACKEND=triton runs the kernels"
-    width = max(LEAST_WIDTH, padded_width(problem.K))
-    if problem.op not in figures.padded and width != problem.K:
-        return f"inner width {problem.K} is padded to {width}: torch was as fast or faster"
     thresholds = next((limits for widest, limits in rows if widest >= problem.K), None)
     if thresholds is None:
         return f"in {use} torch was as fast or faster at inner width {problem.K}"
+    width = max(LEAST_WIDTH, padded_width(problem.K))
+    if problem.op not in figures.padded and width != problem.K:
+        least, thresholds = figures.padded_from[problem.training]
+        if least > problem.reduced:
+            return (
+                f"inner width {problem.K} is padded to {width}: torch was as fast or faster where fewer than {least:,} "
+                "elements are reduced"
+            )
     elements = problem.batch * problem.kept * problem.reduced
     return too_small(elements, "elements of the product", thresholds, problem.captured)
 

@@ -159,6 +159,10 @@ def why_slower(problem: MoeProblem, device: Device, figures: MoeFFN) -> str | No
     """Why torch is expected to be faster, from measurements, or None."""
     if not device.pipelined:
         return "without the warp-specialised kernels torch was as fast or faster"
+    # Rows of N elements are those of w_down, which a forward pass reads fast enough.
+    for width in (problem.K, problem.N) if problem.training else (problem.K,):
+        if width % figures.row_elements:
+            return f"rows of {width} elements: torch was as fast or faster at no multiple of {figures.row_elements}"
     return too_small(problem.model_flops[0], "FLOPs", figures.faster_from[problem.training], problem.captured)
 
 

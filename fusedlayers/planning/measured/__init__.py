@@ -29,6 +29,8 @@ class GemmGemm:
     pipelined_faster_from: Mapping[tuple[str, bool], Rows]  # where every kernel of the problem is a pipelined one
     # Elements of weights below which a pipelined forward pass that is launched one by one needs no more rows.
     fewest_launches: int
+    # Wider than this, a gated training step with more than four times the width of hidden units was slower.
+    widest_of_many: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,10 @@ class Epilogue:
     least_launched_rows: int  # of a gated forward pass that is launched one by one
     least_width: int
     least_chunk_width: int  # in chunks, which are measured against torch's operations in chunks
-    row_elements: int  # rows of x and w_down that start at no multiple of these were slower than in torch's products
+    # Rows of x and w_down that start at no multiple of these were slower than in torch's products from a width on, by
+    # whether gradients are wanted.
+    row_elements: int
+    aligned_from: Mapping[bool, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +66,8 @@ class GemmReduce:
 
     faster_from: Mapping[tuple[str, bool], Rows]
     padded: frozenset[str]  # the operations that were faster at inner widths that kernels pad, too
+    # Of the others, by whether gradients are wanted: the reduced axis, and elements, from which they were.
+    padded_from: Mapping[bool, tuple[int, Threshold]]
     # By whether gradients are wanted: from where on the sum of a product is faster as the product of a sum.
     algebraic_from: Mapping[bool, Threshold]
 
@@ -121,6 +128,7 @@ class MoeFFN:
     """Floating-point operations of the forward pass of experts, by whether gradients are wanted."""
 
     faster_from: Mapping[bool, Threshold]
+    row_elements: int  # whole multiples of which rows of weights must have
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from . import (
 )
 
 _MAXIMUM: Rows = ((128, (2**26, 2**22)), (256, (2**26, 2**26)))
-_MAXIMUM_GRADIENT: Rows = ((128, (2**27, 2**25)),)
+_MAXIMUM_GRADIENT: Rows = ((128, (2**27, 2**22)),)
 _SUM: Rows = ((128, (2**26, 2**23)), (256, (2**26, 2**26)))
 
 FIGURES = Figures(
@@ -42,28 +42,34 @@ FIGURES = Figures(
         # Few rows wait for the host: one launch costs it two thirds of what torch's cost, about 50 µs. One tile of rows
         # takes as long at twice these elements of weights.
         fewest_launches=2**20,
+        # 37,712 × 256 × 2208 had 0.71 of torch.compile's speed, 65,536 × 256 × 768 has 1.22.
+        widest_of_many=128,
     ),
     epilogue=Epilogue(
         # Launched one by one, the host needs 0.4 to 0.5 ms for a forward and backward pass, eager torch 0.3 to 0.4.
         faster_from={
-            (False, False): (3 * 2**31, 2**32),
-            (False, True): (9 * 2**32, 3 * 2**31),
-            (True, False): (2**29, 2**32),
-            (True, True): (11 * 2**32, 2**34),
+            (False, False): (3 * 2**31, 2**30),
+            (False, True): (9 * 2**32, 2**30),
+            (True, False): (2**29, 2**30),
+            (True, True): (11 * 2**32, 2**30),
         },
         # With 256 tokens the device was as fast or faster with torch at every width: too few tiles of 128 rows. Without
         # a backward pass a gated FFN is two launches, torch's are five: launched one by one, the host decides.
         least_rows=1024,
         least_launched_rows=64,
-        least_width=192,
+        # From here to 328 columns at random sizes in a graph: 1.1 to 2.4 times the best of torch's speed forward; with
+        # the backward pass 1.0 to 1.3 times, and of the smallest 0.88, where eager torch had 0.62 to 0.75.
+        least_width=64,
         # A training step in chunks took 4.0, 14.5 and 3.6 ms in the warp-specialised kernels, and 8.2, 24 and 9.0 in
         # torch's operations (16,384 tokens × 1024 × 4096, 8192 × 4096 × 14,336, gated 16,384 × 1024 × 2816); narrow
         # ones 4.0, 4.6 and 2.4 ms, and 10.4, 9.2 and 3.7 (49,152 × 384 × 1536, 65,536 × 320 × 1280, gated 8192 × 320 ×
         # 864).
         least_chunk_width=320,
-        # Rows of 16 bytes, and no more, cost the copies of tiles a fifth to a tenth: 0.78 to 0.93 of torch's speed at
-        # widths of 856, 1416, 1848, 2872, 3048 and 4024.
+        # Rows of 16 bytes, and no more, cost the copies of tiles a fifth to a tenth. Narrow ones have little to copy:
+        # 1.0 to 1.5 times the best of torch's speed up to 656 columns, 0.83 to 0.95 at 872 to 1576, where a training
+        # step was still as fast as in eager torch, or faster.
         row_elements=16,
+        aligned_from={False: 768, True: 1600},
     ),
     hidden_gradient=HiddenGradient(
         faster_from={False: (2**37, 2**36), True: (2**39, 2**36)},  # launching it costs the host 0.3 ms
@@ -81,11 +87,13 @@ FIGURES = Figures(
             ("sumsq", False): _SUM,
             ("sumsq", True): ((128, (2**27, 2**24)),),
             # Torch takes longer than for the others, launched one by one, too.
-            ("logsumexp", False): ((128, (2**23, 2**23)), (256, (2**26, 2**26))),
-            ("logsumexp", True): ((128, (3 * 2**24, 2**23)),),
+            ("logsumexp", False): ((128, (2**23, 2**21)), (256, (2**26, 2**26))),
+            ("logsumexp", True): ((128, (3 * 2**24, 2**21)),),
         },
-        # Maxima had 0.46 to 0.95 of torch's speed at inner widths of 72 and 120, and 0.65 to 2 in between.
+        # Maxima at inner widths of 72 to 120, in a graph: 1.2 to 2.3 times torch's speed over 1,000 elements and more,
+        # 0.4 to 1.2 over fewer; with the backward pass 0.9 to 1.7 over 128 and more, 0.75 to 1.1 over fewer.
         padded=frozenset({"logsumexp"}),
+        padded_from={False: (1024, (2**26, 2**24)), True: (128, (2**27, 2**24))},
         algebraic_from={False: (3 * 2**24, 2**24), True: (2**26, 2**22)},
     ),
     # For d = 128. Launched, the host needs 40 µs for a forward pass and 450 or more with backward, eager torch 270.
@@ -134,7 +142,9 @@ FIGURES = Figures(
     # Against transformers' experts through torch._grouped_mm, eager and compiled: 1.4 to 1.5 times as fast with 64 and
     # 128 experts, 1.15 with 8 wide ones, 1.4 for 64 tokens in a graph. Launched one by one, a pass costs the host a
     # quarter to a half of what eager torch costs it, whatever the sizes.
-    moe_ffn=MoeFFN(faster_from={False: (2**24, 2**32), True: (2**24, 2**36)}),
+    # Weights with rows of an odd multiple of 16 bytes are slow to read across, and in portable kernels to read at all:
+    # 0.3 to 0.9 of torch's speed.
+    moe_ffn=MoeFFN(faster_from={False: (2**24, 2**30), True: (2**24, 2**32)}, row_elements=16),
     tile_costs=TileCosts(
         clock=1.6e9,
         products_per_cycle=2048,
