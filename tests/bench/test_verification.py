@@ -62,6 +62,25 @@ def test_frozen_operands_have_no_gradient_to_be_judged_or_counted() -> None:
     assert case.flops(shape, PLAIN, True) == 2 * case.flops(shape, PLAIN, False)
 
 
+@pytest.mark.parametrize(("lucky", "fault", "draws"), [(0, 1.0, 1), (1, 1.0, 4), (0, 1.001, 4)])
+def test_what_is_not_close_is_judged_over_more_draws(
+    monkeypatch: pytest.MonkeyPatch, lucky: int, fault: float, draws: int
+) -> None:
+    """A right result becomes green where torch was lucky in the first of them, and a wrong one stays red."""
+    theirs, given = verification.torch_results, []
+
+    def lucky_at_first(case: cases.Case, options: Options, work: Any) -> tuple[Tensor, ...]:
+        given.append(work)
+        exact = exactness.reference_results(case, options, work)
+        return tuple(map(Tensor.float, exact)) if len(given) <= lucky else theirs(case, options, work)
+
+    monkeypatch.setattr(verification, "torch_results", lucky_at_first)
+    case = dataclasses.replace(FFN, ours=lambda **inputs: fault * FFN.ours(**inputs))
+    found = verification.verify(case, PLAIN, (200, 300, 64), init="normal", dtype=torch.float32, device=CPU)
+    assert found[0].status == ("green" if fault == 1.0 else "red")
+    assert len(given) == draws
+
+
 def test_an_integer_result_that_is_off_by_one_is_red() -> None:
     def off_by_one(*, x: Tensor, **keywords: Any) -> Tensor:
         bump = torch.zeros(x.shape[0], 1)

@@ -50,8 +50,10 @@ def test_options(
 ) -> None:
     tokens, K, V = sizes
     weight, given = "weight" in options, {name: value for name, value in options.items() if name != "weight"}
+    # In float32 torch itself differs by more from torch with another order of K, where few logits decide of a token.
+    peak = 1.0 if dtype == FLOAT32 else 5.0
     draws = [
-        loss_inputs((tokens,), K, V, dtype, bias=True, weight=weight, ignored=tokens // 9, peak=5.0)
+        loss_inputs((tokens,), K, V, dtype, bias=True, weight=weight, ignored=tokens // 9, peak=peak)
         for _ in range(DRAWS)
     ]
     with assumed(**machine):

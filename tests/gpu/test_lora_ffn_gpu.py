@@ -21,6 +21,8 @@ GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 # Ranks of up, gate and down: one step of the inner axis and several, rows that TMA reads and others, and none.
 RANKS = [(16, 16, 16), (4, 7, 12), (256, 64, 200), (0, 40, 0), (40, 0, 8), (0, 0, 64)]
 BOTH = ["launch_hidden", "launch_hidden_gradient"]
+# Judged together: the largest error of a tile is that of few large values.
+DRAWS = 6
 
 on_hopper = pytest.mark.skipif(not describe(DEVICE).pipelined, reason="no Hopper GPU with Gluon")
 
@@ -51,9 +53,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize("ranks", RANKS, ids=str)
 def test_close_to_torch(ranks: tuple[int, int, int], dtype: torch.dtype, gated: bool, launched: list[str]) -> None:
-    draws = [inputs(ranks, gated=gated, dtype=dtype, leading=(1061,), sizes=(520, 1032, 776)) for _ in range(3)]
+    draws = [inputs(ranks, gated=gated, dtype=dtype, leading=(1061,), sizes=(520, 1032, 776)) for _ in range(DRAWS)]
     assert_close_to_torch(*draws, activation="silu", **SCALES)
-    assert launched == 3 * BOTH
+    assert launched == DRAWS * BOTH
 
 
 @on_hopper
@@ -64,13 +66,15 @@ def test_transposed_weights(launched: list[str]) -> None:
             for name, tensor in inputs((4, 7, 12), dtype=BFLOAT16, leading=(1061,), sizes=(520, 1032, 776)).items()
         }
 
-    assert_close_to_torch(*(draw() for _ in range(3)), activation="gelu_tanh", **SCALES)
-    assert launched == 3 * BOTH
+    assert_close_to_torch(*(draw() for _ in range(DRAWS)), activation="gelu_tanh", **SCALES)
+    assert launched == DRAWS * BOTH
 
 
 @GATED
 def test_portable_kernels(gated: bool, launched: list[str]) -> None:
-    draws = [inputs((4, 7, 12), gated=gated, dtype=BFLOAT16, leading=(1061,), sizes=(515, 1029, 775)) for _ in range(3)]
+    draws = [
+        inputs((4, 7, 12), gated=gated, dtype=BFLOAT16, leading=(1061,), sizes=(515, 1029, 775)) for _ in range(DRAWS)
+    ]
     assert_close_to_torch(*draws, activation="silu", **SCALES)
     assert launched == []
 
@@ -81,15 +85,17 @@ def test_portable_kernels(gated: bool, launched: list[str]) -> None:
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize("ranks", [(4, 7, 12), (0, 0, 64), (40, 0, 0)], ids=str)
 def test_dropout(ranks: tuple[int, int, int], dtype: torch.dtype, gated: bool, launched: list[str]) -> None:
-    draws = [inputs(ranks, gated=gated, dtype=dtype, leading=(1061,), sizes=(520, 1032, 776)) for _ in range(3)]
+    draws = [inputs(ranks, gated=gated, dtype=dtype, leading=(1061,), sizes=(520, 1032, 776)) for _ in range(DRAWS)]
     options = {"adapter_dropout_p": 0.1, "dropout_seed": torch.tensor([2**40 + 7], device="cuda")}
     assert_close_to_torch(*draws, activation="silu", **SCALES, **options)
-    assert launched == 3 * BOTH
+    assert launched == DRAWS * BOTH
 
 
 @GATED
 def test_dropout_in_portable_kernels(gated: bool, launched: list[str]) -> None:
-    draws = [inputs((4, 7, 12), gated=gated, dtype=BFLOAT16, leading=(1061,), sizes=(515, 1029, 775)) for _ in range(3)]
+    draws = [
+        inputs((4, 7, 12), gated=gated, dtype=BFLOAT16, leading=(1061,), sizes=(515, 1029, 775)) for _ in range(DRAWS)
+    ]
     options = {"adapter_dropout_p": 0.1, "dropout_seed": torch.tensor([7], device="cuda")}
     assert_close_to_torch(*draws, activation="silu", **SCALES, **options)
     assert launched == []
