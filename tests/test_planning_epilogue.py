@@ -100,6 +100,15 @@ def test_narrow_rows_need_not_be_aligned(training: bool, widest: int) -> None:
     assert plan(replace(problem, K=widest + 16), PIPELINED).path == "torch"
 
 
+def test_few_hidden_units_over_wide_rows() -> None:
+    few = replace(INFERENCE, M=65_536, N=504)
+    made = plan(few, PIPELINED)
+    assert made.path == "torch"
+    assert dict(made.rejected)["epilogue"].startswith("504 hidden units over rows of 1024 elements")
+    for change in ({"N": 512}, {"gated": True}, {"K": 1008}, {"O": 1008}, {"needs_data_gradient": True}):
+        assert plan(replace(few, **change), PIPELINED).path == "epilogue", change
+
+
 @pytest.mark.parametrize("device", [H200, A100], ids=["portable", "sm_80"])
 def test_only_the_measured_kernels_run_unasked(device: Device) -> None:
     made = plan(TRAINING, device)

@@ -123,7 +123,7 @@ def test_auto_mode_takes_what_was_measured_faster() -> None:
 @pytest.mark.parametrize("training", [False, True])
 def test_padded_widths_run_unasked_where_they_were_measured_faster(training: bool) -> None:
     assert H200.figures.gemm_reduce is not None
-    least, (_, elements) = H200.figures.gemm_reduce.padded_from[training]
+    widest, least, (_, elements) = H200.figures.gemm_reduce.padded_from[training]
     problem = replace(PROBLEM, K=72, reduced=least, captured=True, needs_kept_gradient=training)
     problem = replace(problem, batch=1, kept=-(-elements // least))
     assert plan(problem, H200).path == "fused"
@@ -132,5 +132,6 @@ def test_padded_widths_run_unasked_where_they_were_measured_faster(training: boo
     assert f"where fewer than {least:,} elements are reduced" in dict(shorter.rejected)["fused"]
     smaller = plan(replace(problem, kept=problem.kept - 1), H200)
     assert f"faster than torch from {elements:,} on" in dict(smaller.rejected)["fused"]
+    assert (plan(replace(problem, K=88), H200).path == "fused") == (widest >= 88)
     # A logarithm of sums was faster at any width.
     assert plan(replace(problem, op="logsumexp", reduced=least - 1), H200).path == "fused"

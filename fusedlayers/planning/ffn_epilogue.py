@@ -73,6 +73,9 @@ def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:
     for width in (problem.K, problem.O):
         if width % figures.row_elements and width >= figures.aligned_from[problem.training]:
             return f"rows of {width} elements: torch was as fast or faster at no multiple of {figures.row_elements}"
+    wide = min(problem.K, problem.O) >= figures.few_units_width
+    if wide and figures.few_units > problem.N and not (problem.gated or problem.training):
+        return f"{problem.N} hidden units over rows of {problem.K} elements: torch was as fast or faster"
     few = problem.gated and problem.waits_for_host
     least_rows = figures.least_launched_rows if few else figures.least_rows
     if least_rows > problem.M:

@@ -182,7 +182,9 @@ def why_slower(problem: ReduceProblem, device: Device, figures: GemmReduce) -> s
         return f"in {use} torch was as fast or faster at inner width {problem.K}"
     width = max(LEAST_WIDTH, padded_width(problem.K))
     if problem.op not in figures.padded and width != problem.K:
-        least, thresholds = figures.padded_from[problem.training]
+        widest, least, thresholds = figures.padded_from[problem.training]
+        if widest < problem.K:
+            return f"inner width {problem.K} is padded to {width}: in {use} torch was as fast or faster"
         if least > problem.reduced:
             return (
                 f"inner width {problem.K} is padded to {width}: torch was as fast or faster where fewer than {least:,} "

@@ -46,6 +46,9 @@ class Epilogue:
     # whether gradients are wanted.
     row_elements: int
     aligned_from: Mapping[bool, int]
+    # Without a gate and a backward pass: fewer hidden units than these over rows as wide as these were slower.
+    few_units: int
+    few_units_width: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +69,9 @@ class GemmReduce:
 
     faster_from: Mapping[tuple[str, bool], Rows]
     padded: frozenset[str]  # the operations that were faster at inner widths that kernels pad, too
-    # Of the others, by whether gradients are wanted: the reduced axis, and elements, from which they were.
-    padded_from: Mapping[bool, tuple[int, Threshold]]
+    # Of the others, by whether gradients are wanted: the inner width up to which they were, and the reduced axis and
+    # elements from which.
+    padded_from: Mapping[bool, tuple[int, int, Threshold]]
     # By whether gradients are wanted: from where on the sum of a product is faster as the product of a sum.
     algebraic_from: Mapping[bool, Threshold]
 

@@ -70,6 +70,9 @@ FIGURES = Figures(
         # step was still as fast as in eager torch, or faster.
         row_elements=16,
         aligned_from={False: 768, True: 1600},
+        # 0.90 to 0.95 of torch's speed at 18,080 × 1056 × 256, 15,856 × 1792 × 280 and 14,400 × 3072 × 320.
+        few_units=512,
+        few_units_width=1024,
     ),
     hidden_gradient=HiddenGradient(
         faster_from={False: (2**37, 2**36), True: (2**39, 2**36)},  # launching it costs the host 0.3 ms
@@ -91,9 +94,9 @@ FIGURES = Figures(
             ("logsumexp", True): ((128, (3 * 2**24, 2**21)),),
         },
         # Maxima at inner widths of 72 to 120, in a graph: 1.2 to 2.3 times torch's speed over 1,000 elements and more,
-        # 0.4 to 1.2 over fewer; with the backward pass 0.9 to 1.7 over 128 and more, 0.75 to 1.1 over fewer.
+        # 0.4 to 1.2 over fewer; with the backward pass 1.1 to 1.7 at 72 and 80 over 128 and more, 0.8 to 1.6 at others.
         padded=frozenset({"logsumexp"}),
-        padded_from={False: (1024, (2**26, 2**24)), True: (128, (2**27, 2**24))},
+        padded_from={False: (128, 1024, (2**26, 2**24)), True: (80, 128, (2**27, 2**24))},
         algebraic_from={False: (3 * 2**24, 2**24), True: (2**26, 2**22)},
     ),
     # For d = 128. Launched, the host needs 40 µs for a forward pass and 450 or more with backward, eager torch 270.
