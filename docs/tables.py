@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fusedlayers.bench import tables
-from fusedlayers.bench.published import host_tables, step_tables
+from fusedlayers.bench.published import drawn, host_tables, step_tables
 from fusedlayers.bench.published.endings import over_torch
 from fusedlayers.bench.published.plots import figure_class
 from tests.models import family_table, step_table
@@ -138,6 +138,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "loss head": lambda: tables.markdown(_read("loss_head", "h200-bf16.json")),
     "adapters": lambda: tables.markdown(_read("lora", "h200-bf16.json")),
     "autotune": lambda: tables.markdown(_read("autotune", "h200-bf16.json")),
+    "random sizes": lambda: drawn.markdown(_read("drawn", "h200-bf16.json")),
     "recompute": lambda: tables.markdown(_read("recompute", "h200-bf16.json")),
 }
 

@@ -116,11 +116,14 @@ def updated(record: Record, newer: Record) -> Record:
     """``record`` with the rows of ``newer`` in place of its own of the same shape and direction, the others at the end.
 
     Raises:
-        ValueError: the newer one has another device, other versions or another method, is not finished, is not of a
-            known commit without changes, or has a row that is red, without times, there twice, or without a contender
-            of the row that it is to replace.
+        ValueError: the newer one has another device, other versions, another method or less time, is not finished, is
+            not of a known commit without changes, or has a row that is red, without times, there twice, or without a
+            contender of the row that it is to replace.
     """
-    check_alike(record, newer, "versions", "device", "method")
+    method, seconds = newer["method"], record["method"].get("seconds_per_row", 0)
+    # Rows that were timed for longer are as good.
+    longer = {"seconds_per_row": seconds} if method.get("seconds_per_row", 0) > seconds else {}
+    check_alike(record, newer | {"method": method | longer}, "versions", "device", "method")
     if newer["finished"] is None:
         raise ValueError("finished: expected a newer run that is, got None")
     if newer["commit"] is None or newer["dirty"]:

@@ -183,6 +183,16 @@ def test_rows_measured_anew_replace_their_own_and_name_their_commit(
     assert record.read(older) == found
 
 
+def test_rows_may_be_timed_for_longer(gpu_record: Record, newer_record: Record, tmp_path: Path) -> None:
+    older, newer = tmp_path / "older.json", tmp_path / "newer.json"
+    method = gpu_record["method"] | {"seconds_per_row": 0.7}
+    record.write(gpu_record | {"method": method}, older)
+    for seconds, status in ((0.6, 1), (1.0, 0)):
+        record.write(newer_record | {"method": method | {"seconds_per_row": seconds}}, newer)
+        assert bench("update", older, newer) == status
+    assert record.read(older)["method"] == method
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -1,6 +1,6 @@
 """Auto mode beside the best of torch at sizes that nobody chose: each operation at random ones of a fixed seed.
 
-    python -m fusedlayers.bench.published.drawn                     60 sizes of every operation, a record for each
+    python -m fusedlayers.bench.published.drawn                     60 sizes of every operation
     python -m fusedlayers.bench.published.drawn --families ffn,maxsim --sizes 20 --seed 7
 
 A size lies between the least and the greatest of its operation's published grids, on a logarithmic scale, and takes no
@@ -64,10 +64,10 @@ def main(arguments: list[str] | None = None) -> int:
         commit=chosen.commit,
     )  # fmt: skip
     started, right = time.perf_counter(), True
+    path = record_path(chosen.output, "drawn", dtype, device)
+    method: dict[str, object] = {"seconds_per_row": chosen.seconds, "seed": chosen.seed, "sizes": chosen.sizes}
+    record = records.new_record(words, device, method, chosen.commit)
     for family in chosen.families:
-        path = record_path(chosen.output, f"drawn-{family}", dtype, device)
-        method: dict[str, object] = {"seconds_per_row": chosen.seconds, "seed": chosen.seed, "sizes": chosen.sizes}
-        record = records.new_record(words, device, method, chosen.commit)
         for row in drawn(CASES[family], chosen.sizes, chosen.seed):
             if chosen.budget is not None and time.perf_counter() - started > chosen.budget:
                 print(f"skip   {row.label}: the budget of {chosen.budget:g} s was spent")
@@ -76,12 +76,12 @@ def main(arguments: list[str] | None = None) -> int:
             right &= green
             record["rows"] += found
             records.write(record, path)
-        records.finish(record)
-        records.write(record, path)
-        print(f"record: {path}")
-        show(table([record]))
-        for line in slower_than_torch(record):
-            print(f"slower than torch: {line}")
+    records.finish(record)
+    records.write(record, path)
+    print(f"record: {path}")
+    show(table(record))
+    for line in slower_than_torch(record):
+        print(f"slower than torch: {line}")
     return 0 if right else 1
 
 
@@ -133,23 +133,22 @@ def _short(row: Record) -> Record:
     return short
 
 
-def table(found: list[Record]) -> Table:
+def table(record: Record) -> Table:
     """A line for each operation, direction and kind of time."""
+    groups: dict[tuple[str, str, str], list[Record]] = {}
+    for row in record["rows"]:
+        for kind in KINDS:
+            if kind in row:
+                groups.setdefault((row["case"], row["direction"], kind), []).append(row[kind])
     lines = []
-    for record in found:
-        groups: dict[tuple[str, str, str], list[Record]] = {}
-        for row in record["rows"]:
-            for kind in KINDS:
-                if kind in row:
-                    groups.setdefault((row["case"], row["direction"], kind), []).append(row[kind])
-        for (name, direction, kind), rows in groups.items():
-            ratios = [row["speed_up"] for row in rows]
-            kernels = sum(row["path"] != "torch" for row in rows)
-            slower = sum(row["speed_up"] < ENOUGH and row["beyond_noise"] for row in rows)
-            lines.append(
-                (name, DIRECTIONS[direction], kind, str(len(rows)), str(kernels), f"{statistics.median(ratios):.2f}",
-                 f"{max(ratios):.2f}", f"{min(ratios):.2f}", str(slower))
-            )  # fmt: skip
+    for (name, direction, kind), rows in groups.items():
+        ratios = [row["speed_up"] for row in rows]
+        kernels = sum(row["path"] != "torch" for row in rows)
+        slower = sum(row["speed_up"] < ENOUGH and row["beyond_noise"] for row in rows)
+        lines.append(
+            (name, DIRECTIONS[direction], kind, str(len(rows)), str(kernels), f"{statistics.median(ratios):.2f}",
+             f"{max(ratios):.2f}", f"{min(ratios):.2f}", str(slower))
+        )  # fmt: skip
     columns = ("operation", "pass", "time", "sizes", "in kernels", "median speed-up", "best", "least", "slower")
     return Table("Random sizes: the best of torch over auto mode", columns, tuple(lines))
 
@@ -165,21 +164,20 @@ def slower_than_torch(record: Record) -> list[str]:
     ]
 
 
-def markdown(found: list[Record]) -> str:
-    """The section of the documentation."""
-    first = found[0]
-    versions = first["versions"]
-    commits = ", ".join(dict.fromkeys(str(record["commit"])[:10] for record in found))
-    return "\n".join(
-        [
-            f"Measured on {first['device']['name']}, torch {versions['torch']}, Triton {versions['triton']}, bf16, "
-            f"{first['started'][:10]}, commit {commits}, sizes drawn with the seed {first['method']['seed']}. "
-            "*Speed-up* is the best of eager torch and `torch.compile` over auto mode, launched or replayed in a CUDA "
-            f"graph; *slower*: how many sizes are below {ENOUGH} by more than the noise.",
-            "",
-            table(found).markdown(),
-        ]
+def markdown(record: Record) -> str:
+    """The section of the documentation: the table, and every size that is slower."""
+    versions, method = record["versions"], record["method"]
+    caption = (
+        f"Measured on {record['device']['name']}, torch {versions['torch']}, Triton {versions['triton']}, bf16, "
+        f"{record['started'][:10]}, commit {str(record['commit'])[:10]}, sizes drawn with the seed {method['seed']}. "
+        "*Speed-up* is the best of eager torch and `torch.compile` over auto mode, launched or replayed in a CUDA "
+        f"graph; *slower*: how many sizes are below {ENOUGH} by more than the noise."
     )
+    if (processes := method.get("processes", 1)) > 1:
+        caption += f" {processes} processes compiled while one of them had the GPU for itself: the host is slowed down."
+    slower = [f"- {line}" for line in slower_than_torch(record)]
+    details = ["<details>", "<summary>Every size that is slower</summary>", "", *slower, "", "</details>"]
+    return "\n".join([caption, "", table(record).markdown(), *(["", *details] if slower else [])])
 
 
 if __name__ == "__main__":
