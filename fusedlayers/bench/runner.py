@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ class Settings:
     """How a run measures.
 
     ``seconds`` is spent per row and direction, beside warm-up and compilation; after ``budget`` seconds no further row
-    is timed.
+    is timed. ``shared`` and ``alone`` are entered around verification and around timing, where other processes use the
+    device, too.
     """
 
     dtype: str
@@ -55,6 +57,8 @@ class Settings:
     seconds: float = 1.0
     budget: float | None = None
     commit: str | None = None
+    shared: Callable[[], AbstractContextManager[object]] = nullcontext
+    alone: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 def shape_text(shape: Shape | list[int]) -> str:
@@ -81,7 +85,7 @@ def run(
     record = records.new_record(arguments, settings.device, method, settings.commit)
     verifications: list[list[Verification]] = []
     for row in rows:
-        with warnings.catch_warnings():
+        with settings.shared(), warnings.catch_warnings():
             # torch says so once about its own backward thread, and goes on.
             warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
             found = verify(
@@ -174,7 +178,7 @@ def _time(row: Row, settings: Settings, direction: str, entry: Record) -> Record
             except KeyError:
                 reason = f"{row.case.name} has no such contender"
                 entries[name] = records.untimed_entry("not timed", reason, (None, None))
-    timings = measure(entrants, work, seconds=settings.seconds, clock=clock)
+    timings = measure(entrants, work, seconds=settings.seconds, clock=clock, alone=settings.alone)
     for entrant in entrants:
         timing = timings[entrant.name]
         ways = paths.get(entrant.name, (None, None))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -114,11 +115,17 @@ class Workload(Protocol):
 
 
 def measure(
-    contenders: list[Contender], work: Workload, *, seconds: float, clock: Clock | None = None
+    contenders: list[Contender],
+    work: Workload,
+    *,
+    seconds: float,
+    clock: Clock | None = None,
+    alone: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> dict[str, Timing | NotTimed]:
     """Times of all contenders on the same work, in about ``seconds`` beside warm-up, compilation and capture.
 
-    A time is that of the work done once; where it rotates, all of it is launched, or replayed, in one go.
+    A time is that of the work done once; where it rotates, all of it is launched, or replayed, in one go. ``alone`` is
+    entered while the clock runs.
     """
     clock = clock or clock_for(work.device)
     entrants: dict[tuple[str, str], Entrant] = {}
@@ -136,9 +143,10 @@ def measure(
         entrants[contender.name, "launched"] = Entrant(launch, contender.switches)
         if replay is not None:
             entrants[contender.name, "replayed"] = Entrant(replay, {})
+    with alone():
+        measured = _rounds(entrants, clock, seconds)
     times, host_times = (
-        {name: [time / work.count for time in found] for name, found in kind.items()}
-        for kind in _rounds(entrants, clock, seconds)
+        {name: [time / work.count for time in found] for name, found in kind.items()} for kind in measured
     )
     timings: dict[str, Timing | NotTimed] = {}
     for contender in contenders:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import threading
+import time
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
 from fusedlayers.bench.cases import CASES
-from fusedlayers.bench.published import drawn
+from fusedlayers.bench.published import drawn, side_by_side
+from fusedlayers.bench.runner import Row, Settings
 
 
 @pytest.mark.parametrize("family", drawn.FAMILIES)
@@ -67,8 +72,64 @@ def test_nothing_measured_is_an_empty_table() -> None:
     assert drawn.table(record(1e-3) | {"rows": []}).rows == ()
 
 
+def test_who_is_timed_has_the_gpu_alone() -> None:
+    """Threads stand in for processes: both have the same locks."""
+    turns, inside, counting, seen = side_by_side.Turns(threading, 4), Counter(), threading.Lock(), []
+
+    def work(kind: str) -> None:
+        for _ in range(20):
+            with getattr(turns, kind)():
+                with counting:
+                    inside[kind] += 1
+                    seen.append(dict(inside))
+                time.sleep(1e-3)
+                with counting:
+                    inside[kind] -= 1
+
+    threads = [threading.Thread(target=work, args=[kind]) for kind in ("shared", "shared", "alone", "alone")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 80
+    assert any(each.get("shared") == 2 for each in seen)
+    assert all(each["alone"] == 1 and not each.get("shared") for each in seen if each.get("alone"))
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_size_is_verified_and_timed(several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, cpu = CASES["weight_gradient"], torch.device("cpu")
+    row = Row(case, case.grids[0], case.grids[0].options, (40, 16, 24))
+    monkeypatch.setattr(drawn, "drawn", lambda case, sizes, seed: iter([row]))
+    monkeypatch.setattr(side_by_side, "_turns", side_by_side.Turns(threading, 2) if several else None)
+    contenders = ("torch eager", "auto")
+    settings = Settings("fp32", cpu, seed=3, timed=True, contenders=contenders, seconds=0.01, commit="c")
+    rows, said = drawn._measured(settings, [], None, case.name, 0)
+    assert said == f"timed  {row.label}"
+    assert [each["launched"]["path"] for each in rows] == ["torch"]
+    assert drawn._measured(settings, [], time.time() - 1, case.name, 0) == (
+        [],
+        f"skip   {row.label}: the budget was spent",
+    )
+    monkeypatch.setattr(drawn, "run", lambda *given, **named: ({"rows": [{"verification": ["wrong"]}]}, False))
+    assert drawn._measured(settings, [], None, case.name, 0) == ([], f"RED    {row.label}: wrong")
+
+
+def test_jobs_are_done_in_processes() -> None:
+    """Which take turns, where there are several of them."""
+    for processes in (1, 2):
+        found = dict(side_by_side.measured(math.gcd, [(4, 6), (9, 6), (5, 7)], processes))
+        assert found == {(4, 6): 2, (9, 6): 3, (5, 7): 1}
+    assert side_by_side.turns() is None
+
+
 @pytest.mark.parametrize(
-    ("words", "said"), [(["--sizes", "0"], "argument --sizes: 0"), (["--plot"], "argument --plot")]
+    ("words", "said"),
+    [
+        (["--processes", "0"], "argument --processes: 0"),
+        (["--sizes", "0"], "argument --sizes: 0"),
+        (["--plot"], "argument --plot"),
+    ],
 )
 def test_what_it_cannot_do_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

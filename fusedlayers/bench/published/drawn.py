@@ -2,6 +2,7 @@
 
     python -m fusedlayers.bench.published.drawn                     60 sizes of every operation
     python -m fusedlayers.bench.published.drawn --families ffn,maxsim --sizes 20 --seed 7
+    python -m fusedlayers.bench.published.drawn --processes 12      which compile side by side
 
 A size lies between the least and the greatest of its operation's published grids, on a logarithmic scale, and takes no
 more arithmetic than the greatest of them. Each is verified, and timed if it is right, as by the other benchmarks.
@@ -16,16 +17,24 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
+from ...functional.switches import switched
 from .. import record as records
 from ..arguments import add_record_options, chosen_device, positive, record_path, several, show
-from ..cases import CASES, Case, Shape
-from ..contenders import AUTO, COMPILED, EAGER
+from ..cases import CASES, DTYPES, Case, Shape
+from ..contenders import AUTO, COMPILED, EAGER, FUSED, contender
+from ..exactness import random_work
 from ..record import Record
 from ..runner import Row, Settings, run, shape_text
 from ..tables import DIRECTIONS, ENOUGH, KINDS, PATHS, Table, apart, best_of_torch, median, speed_up
+from . import side_by_side
 
 FAMILIES = tuple(name for name, case in CASES.items() if case.grids)
 # From here on a size is a multiple of 8, every other one of 64: models have such.
@@ -43,6 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--sizes", type=int, default=60, help="how many of each operation (default: 60)")
     parser.add_argument("--seconds", type=positive, default=0.15, help="timing per size and direction (default: 0.15)")
+    parser.add_argument("--processes", type=int, default=1, help="that compile side by side (default: 1)")
     add_record_options(parser)
     words = sys.argv[1:] if arguments is None else arguments
     chosen = parser.parse_args(words)
@@ -50,8 +60,9 @@ def main(arguments: list[str] | None = None) -> int:
         device = chosen_device(chosen)
         dtype = chosen.dtype or ("bf16" if device.type == "cuda" else "fp32")
         record_path(chosen.output, "drawn", dtype, device)
-        if chosen.sizes < 1:
-            raise ValueError(f"argument --sizes: {chosen.sizes}: expected 1 or more")
+        for name in ("sizes", "processes"):
+            if getattr(chosen, name) < 1:
+                raise ValueError(f"argument --{name}: {getattr(chosen, name)}: expected 1 or more")
         if chosen.plot:
             raise ValueError("argument --plot: there is a table of random sizes, and no picture")
     except ValueError as error:
@@ -63,19 +74,24 @@ def main(arguments: list[str] | None = None) -> int:
         dtype, device, seed=chosen.seed, timed=True, contenders=(EAGER, COMPILED, AUTO), seconds=chosen.seconds,
         commit=chosen.commit,
     )  # fmt: skip
-    started, right = time.perf_counter(), True
     path = record_path(chosen.output, "drawn", dtype, device)
-    method: dict[str, object] = {"seconds_per_row": chosen.seconds, "seed": chosen.seed, "sizes": chosen.sizes}
+    method: dict[str, object] = {
+        "seconds_per_row": chosen.seconds, "seed": chosen.seed, "sizes": chosen.sizes, "processes": chosen.processes,
+    }  # fmt: skip
     record = records.new_record(words, device, method, chosen.commit)
-    for family in chosen.families:
-        for row in drawn(CASES[family], chosen.sizes, chosen.seed):
-            if chosen.budget is not None and time.perf_counter() - started > chosen.budget:
-                print(f"skip   {row.label}: the budget of {chosen.budget:g} s was spent")
-                continue
-            found, green = _measured(row, settings, words)
-            right &= green
-            record["rows"] += found
-            records.write(record, path)
+    # One of each operation in turn, so that a budget leaves as many of all.
+    jobs = [(family, number) for number in range(chosen.sizes) for family in chosen.families]
+    until = None if chosen.budget is None else time.time() + chosen.budget
+    measure = partial(_measured, settings, words, until)
+    found: dict[tuple[str, int], list[Record]] = {}
+    right = True
+    for job, (rows, said) in side_by_side.measured(measure, jobs, chosen.processes):
+        right &= not said.startswith("RED")
+        print(said, file=sys.stderr if said.startswith("RED") else sys.stdout)
+        found[job] = rows
+        # In the order of the operations, whichever is done first.
+        record["rows"] = [row for each in sorted(found, key=_place) for row in found[each]]
+        records.write(record, path)
     records.finish(record)
     records.write(record, path)
     print(f"record: {path}")
@@ -108,16 +124,43 @@ def _shape(case: Case, drawing: random.Random) -> Shape:
     return tuple(shape)
 
 
-def _measured(row: Row, settings: Settings, words: list[str]) -> tuple[list[Record], bool]:
-    """What the record says about a row, forward and with its backward pass, and whether it is right."""
-    with TemporaryDirectory() as folder:
-        found, right = run([row], settings, words, Path(folder) / "record.json", say=lambda line: None)
+def _place(job: tuple[str, int]) -> tuple[int, int]:
+    return FAMILIES.index(job[0]), job[1]
+
+
+def _measured(
+    settings: Settings, words: list[str], until: float | None, family: str, number: int
+) -> tuple[list[Record], str]:
+    """What the record says about a row, forward and with its backward pass, and a line that says what was done."""
+    *_, row = drawn(CASES[family], number + 1, settings.seed)
+    if until is not None and time.time() > until:
+        return [], f"skip   {row.label}: the budget was spent"
+    turns = side_by_side.turns()
+    try:
+        if turns is not None:
+            settings = replace(settings, shared=turns.shared, alone=turns.alone)
+            _compile(row, settings)
+        with TemporaryDirectory() as folder:
+            found, right = run([row], settings, words, Path(folder) / "record.json", say=lambda line: None)
+    except torch.OutOfMemoryError as error:
+        return [], f"skip   {row.label}: {str(error).splitlines()[0]}"
     if not right:
-        for verdict in found["rows"][0]["verification"]:
-            print(f"RED    {row.label}: {verdict}", file=sys.stderr)
-        return [], False
-    print(f"timed  {row.label}")
-    return [_short(timed) for timed in found["rows"]], True
+        return [], f"RED    {row.label}: {'; '.join(map(str, found['rows'][0]['verification']))}"
+    return [_short(timed) for timed in found["rows"]], f"timed  {row.label}"
+
+
+def _compile(row: Row, settings: Settings) -> None:
+    """What verification will run, so that nobody waits for a compiler while this process has a share of the GPU."""
+    for backward in (False, True)[: 1 + row.case.backward]:
+        work = random_work(
+            row.case, row.options, row.shape, init=settings.init, dtype=DTYPES[settings.dtype], device=settings.device,
+            seed=settings.seed, backward=backward,
+        )  # fmt: skip
+        for name in (AUTO, FUSED):
+            ours = contender(name, row.case, row.options)
+            # Verification will say what failed.
+            with switched(ours.switches), suppress(Exception):
+                work.run(ours.call)
 
 
 def _short(row: Record) -> Record:
