@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedlayers import planning, reference
-from fusedlayers.closeness import compare_all
+from fusedlayers.closeness import compare_draws
 from fusedlayers.devices import describe
 from fusedlayers.functional import dispatch, operation
 from fusedlayers.functional.ffn import FFN
@@ -255,21 +255,9 @@ def assert_draws_close(
     ``independent`` is that of one draw: see :func:`fusedlayers.closeness.compare`, as for ``computed_in``.
     """
     together = None if independent is None else max(1, len(found) * independent)
-    stacked = map(_stacked, zip(*found, strict=True))
-    verdicts = compare_all(*stacked, independent=together, computed_in=computed_in, draws=True)
+    verdicts = compare_draws(found, independent=together, computed_in=computed_in)
     red = [verdict.message for verdict in verdicts.values() if not verdict.ok]
     assert not red, "\n".join(red)
-
-
-def _stacked(draws: Sequence[Tensors]) -> dict[str, Tensor | None]:
-    """The tensors of several draws, by their names, with the draws in their first dimension."""
-    stacked: dict[str, Tensor | None] = {}
-    for name in draws[0]:
-        given = [tensor for draw in draws if (tensor := draw[name]) is not None]
-        assert len(given) in (0, len(draws)), name
-        # A view where that is enough: some of these are large.
-        stacked[name] = (torch.stack(given) if len(given) > 1 else given[0][None]) if given else None
-    return stacked
 
 
 class Allocations(TorchDispatchMode):

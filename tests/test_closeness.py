@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from fusedlayers import closeness, reference
-from fusedlayers.closeness import assert_all_close, assert_close, compare, compare_all, populations
+from fusedlayers.closeness import (
+    Closeness,
+    assert_all_close,
+    assert_close,
+    compare,
+    compare_all,
+    compare_draws,
+    populations,
+)
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Ragged in both output dimensions, several tiles, batched.
@@ -306,20 +314,25 @@ def draws(count: int) -> tuple[Tensor, Tensor, Tensor]:
     return ours.float(), torch_results.float(), truth
 
 
+def together(*results: Tensor) -> Closeness:
+    """The verdict on results whose first dimension counts draws."""
+    return compare_draws(tuple({"dw": each} for each in draw) for draw in zip(*results, strict=True))["dw"]
+
+
 def test_draws_are_judged_tile_by_tile_as_one() -> None:
     ours, torch_results, truths = draws(3)
-    assert compare(ours, torch_results, truths, draws=True).ok
+    assert together(ours, torch_results, truths).ok
     # Where torch is almost right by chance in one draw, the others tell how large its errors are there.
     tile = slice(64, 128), slice(64, 128)
     lucky = torch_results.clone()
     lucky[1][tile] = truths[1][tile].lerp(lucky[1][tile].double(), 0.1)
     assert not compare(ours[1], lucky[1], truths[1]).ok
-    assert compare(ours, lucky, truths, draws=True).ok
+    assert together(ours, lucky, truths).ok
     # An error in one draw is a fault, and so is one that all of them have in the same place.
     for place in ((1, *tile), (slice(None), *tile)):
         wrong = ours.clone()
         wrong[place] *= 1.01
-        verdict = compare(wrong, torch_results, truths, draws=True, name="dw")
+        verdict = together(wrong, torch_results, truths)
         assert not verdict.ok
         assert verdict.worst_tile == (1, 1)
         assert "1 of 9 tiles over" in verdict.message
@@ -331,12 +344,19 @@ def test_draws_of_every_dimension(shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(3)
     truths = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
     results = truths.bfloat16()
-    verdict = compare(results, results, truths, draws=True)
+    verdict = together(results, results, truths)
     assert verdict.ok
     assert len(verdict.worst_tile) == len(shape)
     wrong = results.clone()
     last = tuple(size - 1 for size in shape)
     wrong[(1, *last)] = math.nan
-    assert f"first at {last} of draw 2: nan" in compare(wrong, results, truths, draws=True).message
-    with pytest.raises(ValueError, match=r"torch_result: expected draws in its first dimension, got a scalar"):
-        compare(results.flatten()[0], results.flatten()[0], truths.flatten()[0], draws=True)
+    assert f"first at {last} of draw 2: nan" in together(wrong, results, truths).message
+
+
+def test_a_gradient_that_is_missing_in_one_draw_is_missing() -> None:
+    ours, torch_results, truths = draws(2)
+    given = [
+        ({"dw": each[0]}, {"dw": each[1]}, {"dw": each[2]}) for each in zip(ours, torch_results, truths, strict=True)
+    ]
+    missing = ({"dw": None}, *given[1][1:])
+    assert compare_draws([given[0], missing])["dw"].message == "dw: NOT close; None, torch has a tensor"

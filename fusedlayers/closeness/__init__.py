@@ -31,7 +31,7 @@ place count as those of one larger tile.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,7 @@ __all__ = [
     "assert_close",
     "compare",
     "compare_all",
+    "compare_draws",
     "red",
 ]
 
@@ -93,7 +94,6 @@ def compare(
     name: str = "result",
     computed_in: torch.dtype | None = None,
     independent: int | None = None,
-    draws: bool = False,
 ) -> Closeness:
     """Judge ``actual`` by the rule of this module. Runs on the device of ``actual``; deterministic.
 
@@ -106,27 +106,19 @@ def compare(
             (a float32 gradient of a product that autocast ran in bfloat16). Default: the dtype of ``actual``.
         independent: how many inner results the tensor is made of, where they are fewer than its elements: ``M * N`` for
             an FFN. One token through one hidden unit is one sample of torch's error, whatever the number of columns.
-        draws: whether the first dimension counts draws, which are judged together.
 
     Raises:
         TypeError: ``reference`` is not float64, or ``actual`` is not a floating-point tensor.
-        ValueError: ``reference`` has another shape than ``torch_result``, or is not finite where torch is, or
-            ``torch_result`` has no dimension of draws. Another shape or dtype of ``actual`` is a red verdict, no error.
+        ValueError: ``reference`` has another shape than ``torch_result``, or is not finite where torch is. Another
+            shape or dtype of ``actual`` is a red verdict, no error.
     """
-    _check(actual, torch_result, reference, name)
-    if draws and torch_result.dim() == 0:
-        raise ValueError(f"torch_result: expected draws in its first dimension, got a scalar (comparing {name})")
     evidence = Evidence(name, computed_in)
-    if not draws or actual.shape != torch_result.shape:
-        evidence.add(actual, torch_result, reference)
-    else:
-        for one_draw in zip(actual, torch_result, reference, strict=True):
-            evidence.add(*one_draw)
+    evidence.add(actual, torch_result, reference)
     return evidence.verdict(independent)
 
 
 class Evidence:
-    """What draw after draw tells of one result: :func:`compare` where not all draws fit into memory at once.
+    """What draw after draw tells of one result: :func:`compare` for several draws, one of which is in memory at a time.
 
     Args:
         name, computed_in: as for :func:`compare`.
@@ -231,47 +223,59 @@ def assert_close(
     return verdict
 
 
+Results = Mapping[str, Tensor | None]
+
+
 def compare_all(
-    actual: Mapping[str, Tensor | None],
-    torch_results: Mapping[str, Tensor | None],
-    references: Mapping[str, Tensor | None],
+    actual: Results,
+    torch_results: Results,
+    references: Results,
     *,
     computed_in: torch.dtype | None = None,
     independent: int | None = None,
-    draws: bool = False,
 ) -> dict[str, Closeness]:
     """:func:`compare` for every entry (``y``, ``dx``, ``dw_up`` ...); ``None`` is the gradient of a frozen input.
 
     Raises:
         ValueError: the mappings have different keys, or ``torch_results`` and ``references`` disagree about a ``None``.
     """
-    if not actual.keys() == torch_results.keys() == references.keys():
-        raise ValueError(
-            "actual, torch_results, references: expected the same keys, "
-            f"got {sorted(actual)}, {sorted(torch_results)}, {sorted(references)}"
-        )
-    verdicts = {}
-    for name, ours in actual.items():
-        theirs, truth = torch_results[name], references[name]
-        if (theirs is None) != (truth is None):
-            raise ValueError(f"references: {name} must be None exactly where torch's result is None")
-        if ours is None and theirs is None:
-            continue
-        if ours is None or theirs is None or truth is None:
-            verdicts[name] = red(
-                name, f"{'None' if ours is None else 'a tensor'}, torch has {'None' if theirs is None else 'a tensor'}"
+    return compare_draws([(actual, torch_results, references)], computed_in=computed_in, independent=independent)
+
+
+def compare_draws(
+    draws: Iterable[tuple[Results, Results, Results]],
+    *,
+    computed_in: torch.dtype | None = None,
+    independent: int | None = None,
+) -> dict[str, Closeness]:
+    """:func:`compare_all` of several draws together, one of which need be in memory at a time.
+
+    ``independent`` is that of all draws; raises as :func:`compare_all` does.
+    """
+    evidence: dict[str, Evidence] = {}
+    reds: dict[str, Closeness] = {}
+    for actual, torch_results, references in draws:
+        if not actual.keys() == torch_results.keys() == references.keys():
+            raise ValueError(
+                "actual, torch_results, references: expected the same keys, "
+                f"got {sorted(actual)}, {sorted(torch_results)}, {sorted(references)}"
             )
-        else:
-            verdicts[name] = compare(
-                ours, theirs, truth, name=name, computed_in=computed_in, independent=independent, draws=draws
-            )
-    return verdicts
+        for name, ours in actual.items():
+            theirs, truth = torch_results[name], references[name]
+            if (theirs is None) != (truth is None):
+                raise ValueError(f"references: {name} must be None exactly where torch's result is None")
+            if ours is not None and theirs is not None and truth is not None:
+                evidence.setdefault(name, Evidence(name, computed_in)).add(ours, theirs, truth)
+            elif (ours is None) != (theirs is None):
+                have, has = ("None" if each is None else "a tensor" for each in (ours, theirs))
+                reds[name] = red(name, f"{have}, torch has {has}")
+    return {name: each.verdict(independent) for name, each in evidence.items()} | reds
 
 
 def assert_all_close(
-    actual: Mapping[str, Tensor | None],
-    torch_results: Mapping[str, Tensor | None],
-    references: Mapping[str, Tensor | None],
+    actual: Results,
+    torch_results: Results,
+    references: Results,
     *,
     computed_in: torch.dtype | None = None,
     independent: int | None = None,

@@ -45,7 +45,7 @@ from fusedlayers.bench import record as records
 from fusedlayers.bench.contenders import AUTO_SWITCHES, Contender, Work
 from fusedlayers.bench.memory import peak_bytes, saved_bytes
 from fusedlayers.bench.timing import NotTimed, measure
-from fusedlayers.closeness import compare_all
+from fusedlayers.closeness import compare_draws
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.functional.switches import switched
 from tests.models.small import FAMILIES, Family, Inputs, Results
@@ -106,7 +106,15 @@ def stacked(results: Sequence[Results]) -> Results:
 
 def judged(found: Results, expected: Results, truth: Results) -> dict[str, str]:
     """What fails the rule of closeness, and how; each result has several draws."""
-    verdicts = compare_all(found, expected, truth, draws=True)
+
+    def draw(number: int) -> tuple[Results, ...]:
+        return tuple(
+            {name: None if each is None else each[number] for name, each in results.items()}
+            for results in (found, expected, truth)
+        )
+
+    count = max(len(each) for each in truth.values() if each is not None)
+    verdicts = compare_draws(draw(number) for number in range(count))
     return {name: verdict.message for name, verdict in verdicts.items() if not verdict.ok}
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...closeness import compare_all
+from ...closeness import compare_draws
 from ...functional.dispatch import decisions
 from ...functional.switches import switched
 from .. import record as records
@@ -170,7 +170,7 @@ def verify(row: Row, names: Sequence[str], dtype: torch.dtype, device: torch.dev
         except Exception as error:
             found.append(Verification(name, "", "red", f"{type(error).__name__}: {error}"))
             continue
-        findings = tuple(map(close, compare_all(ours, expected, truth, draws=True).values()))
+        findings = tuple(map(close, compare_draws(zip(ours, expected, truth, strict=True)).values()))
         status = "green" if all(finding.ok for finding in findings) else "red"
         # "ffn torch": the path follows the operation.
         paths = " ".join(sorted({path.rpartition(" ")[2] for path in taken}))
@@ -178,18 +178,16 @@ def verify(row: Row, names: Sequence[str], dtype: torch.dtype, device: torch.dev
     return found
 
 
-def _results(units: Sequence[Layer], loops: Sequence[Loop], leaves: Sequence[str]) -> dict[str, Tensor | None]:
-    """The result and the gradients, each with the draws in its first dimension."""
-    found: dict[str, list[Tensor]] = {}
+def _results(units: Sequence[Layer], loops: Sequence[Loop], leaves: Sequence[str]) -> list[dict[str, Tensor]]:
+    """The result and the gradients of each draw."""
+    found = []
     for loop in loops:
         loop.forget()
         y = units[0](loop.x)
         y.backward(loop.upstream)
-        found.setdefault("y", []).append(y.detach())
-        for name, leaf in zip(leaves, loop.leaves, strict=True):
-            assert leaf.grad is not None
-            found.setdefault(f"d{name}", []).append(leaf.grad)
-    return {name: torch.stack(draws) for name, draws in found.items()}
+        gradients = {f"d{name}": leaf.grad for name, leaf in zip(leaves, loop.leaves, strict=True)}
+        found.append({"y": y.detach()} | {name: grad for name, grad in gradients.items() if grad is not None})
+    return found
 
 
 def _loop(
