@@ -144,6 +144,9 @@ def _measured(
             found, right = run([row], settings, words, Path(folder) / "record.json", say=lambda line: None)
     except torch.OutOfMemoryError as error:
         return [], f"skip   {row.label}: {str(error).splitlines()[0]}"
+    finally:
+        # What one process keeps for its next size, the others lack.
+        torch.cuda.empty_cache()
     if not right:
         return [], f"RED    {row.label}: {'; '.join(map(str, found['rows'][0]['verification']))}"
     return [_short(timed) for timed in found["rows"]], f"timed  {row.label}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -51,6 +52,8 @@ def turns() -> Turns | None:
 def _begin(given: Turns) -> None:
     global _turns
     _turns = given
+    # The processes keep all cores busy; a compiler with processes of its own would add as many to each.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def measured(
