@@ -29,6 +29,11 @@ _MASK_32 = 0xFFFFFFFF
 ADAPTER_PLACES = {"up": (0, 0), "gate": (2**40, 0), "down": (2**41, 0)}
 
 
+def adapter_places(shared: bool) -> dict[str, tuple[int, int]]:
+    """The same by name; ``shared``: gate and up projection have one mask."""
+    return ADAPTER_PLACES | ({"gate": ADAPTER_PLACES["up"]} if shared else {})
+
+
 @triton.jit
 def words(seed, rows, draws):
     """The four words, uint32, of every draw: ``seed`` scalar int64, int64 ``rows`` and int32 ``draws`` of one tile."""

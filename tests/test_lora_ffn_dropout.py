@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fusedlayers as fl
@@ -25,14 +26,15 @@ def one(*shape: int) -> Tensor:
     return torch.ones(*shape, device=DEVICE)
 
 
-def mask_of(name: str, training: bool) -> Tensor:
+def mask_of(name: str, training: bool, **options: Any) -> Tensor:
     """What a call drops of the ones that an adapter takes: all else lets it through."""
     x = torch.ones(ROWS, COLUMNS, device=DEVICE, requires_grad=training)
     nothing, same = torch.zeros(COLUMNS, COLUMNS, device=DEVICE), torch.eye(COLUMNS, device=DEVICE)
     weights = {"w_up": nothing, "w_gate": nothing, "w_down": nothing if name == "down" else same}
     biases = {f"b_{each}": one(COLUMNS) for each in ("up", "gate") if each != name}
     adapter = {f"{name}_a": same, f"{name}_b": same}
-    return functional.lora_ffn(x, **weights, **biases, **adapter, activation="identity", adapter_dropout_p=0.5).detach()
+    options |= {"activation": "identity", "adapter_dropout_p": 0.5}
+    return functional.lora_ffn(x, **weights, **biases, **adapter, **options).detach()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -54,6 +56,43 @@ def test_every_path_draws_the_same_masks(training: bool, backend: str, monkeypat
     # Of two that have nothing to do with each other half of the elements are alike.
     alike = [one == other for one, other in itertools.combinations(kept, 2)]
     assert all(abs(share.float().mean() - 0.5) < 0.05 for share in (*kept, *alike))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_gate_and_up_projection_may_share_a_mask(training: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
+    masks = []
+    for name, shared in (("up", False), ("up", True), ("gate", True), ("gate", False)):
+        torch.manual_seed(5)
+        masks.append(mask_of(name, training, shared_dropout=shared))
+    assert torch.equal(masks[0], masks[1])
+    assert torch.equal(masks[0], masks[2])
+    assert not torch.equal(masks[0], masks[3])
+
+
+@needs_kernels
+@pytest.mark.parametrize("ranks", [(4, 6, 3), (5, 0, 0), (0, 6, 0)], ids=str)
+@pytest.mark.parametrize("wanted", [None, ("up_a",), ("gate_a", "x"), ADAPTERS], ids=str)
+def test_a_shared_mask_is_close_to_torch(
+    wanted: tuple[str, ...] | None, ranks: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    options = {"adapter_dropout_p": 0.25, "shared_dropout": True, "dropout_seed": draw_seed(DEVICE)}
+    given = {} if wanted is None else {"wanted": wanted}
+    assert_close_to_torch(inputs(ranks, gated=True, **given), activation="silu", **SCALES, **options)
+
+
+def test_the_reference_shares_a_mask_of_torchs_generator() -> None:
+    tensors = inputs((4, 4, 0), gated=True, dtype=torch.float64)
+    tensors |= {"gate_a": tensors["up_a"]}
+    torch.manual_seed(1)
+    together = reference.lora_ffn(**tensors, adapter_dropout_p=0.5, shared_dropout=True)
+    torch.manual_seed(1)
+    x = F.dropout(tensors["x"], 0.5)
+    up, gate = (F.linear(tensors["x"], tensors[f"w_{name}"], tensors[f"b_{name}"]) for name in ("up", "gate"))
+    up, gate = up + x @ tensors["up_a"].T @ tensors["up_b"].T, gate + x @ tensors["up_a"].T @ tensors["gate_b"].T
+    torch.testing.assert_close(together, F.linear(F.gelu(gate) * up, tensors["w_down"], tensors["b_down"]))
 
 
 @needs_kernels
@@ -156,6 +195,9 @@ def test_planned_as_without_dropout() -> None:
     # In bfloat16, and booleans for each.
     dropped = (2 + 1) * 8192 * (2 * 2048 + 8192)
     assert problem(adapter_dropout=True).kept_by_torch(H200) == problem().kept_by_torch(H200) + dropped
+    # With one mask x is dropped once.
+    shared = problem(adapter_dropout=True, shared_dropout=True).kept_by_torch(H200)
+    assert shared == problem(adapter_dropout=True).kept_by_torch(H200) - (2 + 1) * 8192 * 2048
 
 
 def test_explained_and_verified() -> None:
@@ -182,8 +224,14 @@ def test_a_wrong_probability_is_named(dropout_p: float) -> None:
         ({"adapter_dropout_p": True}, TypeError, "adapter_dropout_p must be a float"),
         ({"dropout_seed": torch.ones(1)}, TypeError, r"dropout_seed of shape \[1\].*torch.int64"),
         ({"dropout_seed": 3}, TypeError, "dropout_seed must be a torch.Tensor or None"),
+        ({"shared_dropout": 1}, TypeError, r"shared_dropout must be True or False, got 1 \(int\)"),
+        (
+            {"shared_dropout": True, "w_gate": None, "b_gate": None, "gate_a": None, "gate_b": None},
+            ValueError,
+            "shared_dropout must be False, because w_gate is None",
+        ),
     ],
 )
 def test_wrong_arguments(wrong: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        functional.lora_ffn(**inputs(), **wrong)
+        functional.lora_ffn(**(inputs() | wrong))

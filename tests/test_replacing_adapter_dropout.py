@@ -131,17 +131,74 @@ def test_several_probabilities_are_called() -> None:
     torch.testing.assert_close(ours, outcome(other)["y"])
 
 
-def test_one_mask_for_gate_and_up_projection_is_called() -> None:
+class WrittenMerged(nn.Module):
+    """A block whose gate and up projection are one linear, by the masks of a seed: x is dropped once."""
+
+    def __init__(self, model: Any, seed: Tensor) -> None:
+        super().__init__()
+        self.model, self.seed = model, seed
+
+    def forward(self, x: Tensor) -> Tensor:
+        block = self.model[0]
+        merged, a, b = (block.up.base_layer, block.up.lora_A["default"], block.up.lora_B["default"])
+        halves = {
+            name: half.split(half.shape[0] // 2)
+            for name, half in (("w", merged.weight), ("b", merged.bias), ("a", b.weight))
+        }
+        (w_gate, w_up), (b_gate, b_up), (gate_b, up_b) = (halves[name] for name in ("w", "b", "a"))
+        down = block.down
+        return reference.lora_ffn(
+            x, w_up, down.base_layer.weight, b_up, down.base_layer.bias, w_gate, b_gate, a.weight, up_b,
+            down.lora_A["default"].weight, down.lora_B["default"].weight, a.weight, gate_b, activation="silu",
+            up_scale=block.up.scaling["default"], gate_scale=block.up.scaling["default"],
+            down_scale=down.scaling["default"], adapter_dropout_p=P, shared_dropout=True, seed=self.seed,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_mask_for_gate_and_up_projection(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one linear holds both, peft drops its input once."""
-    reason = "gate and up projection share an adapter with a dropout in training"
-    with pytest.warns(UserWarning, match=reason):
-        fl.replace(training(Merged, ["up", "down"]))
-    model = training(Merged, ["down"])
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
+    model, seed = training(Merged, ["up", "down"]), seed_after(7)
+    theirs = outcome(WrittenMerged(model, seed))
+    truth = outcome(WrittenMerged(copy.deepcopy(model).double(), seed), torch.float64)
     fl.replace(model)
+    torch.manual_seed(7)
     with decisions() as paths:
-        outcome(model)
-    # Through torch, gate and up projection are one product as the block writes it.
-    assert not paths
+        ours = outcome(model)
+    assert set(paths) == {f"lora_ffn {'epilogue' if backend == 'triton' else 'torch'}"}
+    theirs, truth = ({name.removeprefix("model."): t for name, t in each.items()} for each in (theirs, truth))
+    wanted = [name for name, tensor in ours.items() if tensor is not None]
+    assert {name for name in wanted if "lora_" in name} == {
+        name for name, _ in model.named_parameters() if "lora_" in name
+    }
+    assert_all_close(*({name: found[name] for name in wanted} for found in (ours, theirs, truth)))
+
+
+class _OnePathForEach(nn.Module):
+    """Kernels where gradients are wanted, as auto mode may decide, and torch without."""
+
+    def __init__(self, model: nn.Module, setenv: Callable[[str, str], None]) -> None:
+        super().__init__()
+        self.model, self.setenv = model, setenv
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.setenv("FUSEDLAYERS_BACKEND", "triton" if torch.is_grad_enabled() else "torch")
+        return self.model(x)
+
+
+@needs_kernels
+@pytest.mark.parametrize("targets", [["up", "down"], ["up"], ["down"]], ids=str)
+@pytest.mark.parametrize("block", [Gated, Merged])
+def test_checkpoints_whose_passes_take_two_paths(
+    block: Callable[[], nn.Module], targets: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mask is that of one seed on both, also where torch would run what the block itself writes."""
+    model = training(block, targets)
+    for parameter in model.parameters():
+        parameter.requires_grad_()
+    fl.replace(model)
+    assert_checkpoints_agree(_OnePathForEach(model, monkeypatch.setenv), torch.randn(9, 24, device=DEVICE))
 
 
 @needs_kernels

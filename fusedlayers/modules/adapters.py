@@ -94,8 +94,6 @@ class AdaptedFFNPieces(FFNPieces):
                 return f"the {role} linear {reason}"
         if len(self._dropouts) > 1:
             return f"its adapters have dropouts of several probabilities: {', '.join(map(str, self._dropouts))}"
-        if self.adapter_dropout_p and self.gate_rows is not None and self._adapters[0] is not None:
-            return "gate and up projection share an adapter with a dropout in training, which is not fused"
         return None
 
     def arguments(
@@ -111,12 +109,16 @@ class AdaptedFFNPieces(FFNPieces):
     def run(
         self, x: Tensor, residual: Tensor | None = None, recompute: Literal["auto"] | bool | int = "auto"
     ) -> Tensor | None:
-        """``functional.lora_ffn`` of x; None as for any FFN, and where a dropout of the hidden must be called."""
+        """``functional.lora_ffn`` of x; None as for any FFN, and where a dropout of the hidden must be called.
+
+        A dropout of the adapters, too, is drawn by the function on any path.
+        """
         if self._base is not None:
             return self._base.run(x, residual, recompute)
         if self.dropout_p:
             return None
-        y: Tensor | None = LORA_FFN.repeat(self._last, *self._given(x), in_kernels=self.gate_rows is not None)
+        in_kernels = self.gate_rows is not None and not self.adapter_dropout_p
+        y: Tensor | None = LORA_FFN.repeat(self._last, *self._given(x), in_kernels=in_kernels)
         return y if y is None or residual is None else y + residual
 
     def _given(self, x: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -129,7 +131,9 @@ class AdaptedFFNPieces(FFNPieces):
             x, up.weight, down.weight, up.bias, down.bias, gate.weight, gate.bias, up.a, up.b, down.a, down.b, gate.a,
             gate.b,
         )  # fmt: skip
-        return (*tensors, None), (self.activation, up.scale, down.scale, gate.scale, self.adapter_dropout_p)
+        # The adapter of a linear that holds gate and up projection drops x once.
+        dropout = self.adapter_dropout_p, self.gate_rows is not None
+        return (*tensors, None), (self.activation, up.scale, down.scale, gate.scale, *dropout)
 
 
 def ffn_pieces(up: nn.Module, down: nn.Module, gate: nn.Module | None, *rest: Any) -> FFNPieces:

@@ -222,7 +222,7 @@ def traced_ffn(
             return None
         y = _adapted_operation(
             x, w_up, w_down, b_up, b_down, w_gate, b_gate, up_a, up_b, down_a, down_b, gate_a, gate_b, activation,
-            up_scale, down_scale, gate_scale, drops[0], None, switches,
+            up_scale, down_scale, gate_scale, drops[0], gate_rows is not None, None, switches,
         )[0]  # fmt: skip
         return y if residual is None else y + residual
     if recompute is None:

@@ -22,6 +22,7 @@ class LoRAProblem(Problem):
     rank_down: int = 0
     needs_adapter_gradient: bool = False
     adapter_dropout: bool = False
+    shared_dropout: bool = False  # gate and up projection drop the same elements
 
     family: ClassVar[str] = "lora_ffn"  # its kernels have more operands than those of an FFN
 
@@ -44,7 +45,8 @@ class LoRAProblem(Problem):
     def dropped_bytes(self) -> tuple[int, int]:
         """What adapters take after dropout, in bytes: of the largest one, and of all together."""
         x, hidden = self.element_bytes * self.M * self.K, self.hidden_bytes
-        found = [x * bool(self.rank_up), x * bool(self.rank_gate), hidden * bool(self.rank_down)]
+        of_gate = self.rank_gate and not (self.shared_dropout and self.rank_up)
+        found = [x * bool(self.rank_up), x * bool(of_gate), hidden * bool(self.rank_down)]
         return (max(found), sum(found)) if self.adapter_dropout else (0, 0)
 
     @property

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.activations import ACTIVATIONS, canonical_activation
-from ..kernels.dropout import ADAPTER_PLACES, keep_mask, limit_and_scale
+from ..kernels.dropout import adapter_places, keep_mask, limit_and_scale
 from .reductions import batched_product
 
 
@@ -120,14 +120,16 @@ def lora_ffn(
     down_scale: float = 1.0,
     gate_scale: float = 1.0,
     adapter_dropout_p: float = 0.0,
+    shared_dropout: bool = False,
     seed: Tensor | None = None,
     drop: Callable[[Tensor, float, Tensor | None, tuple[int, int]], Tensor] | None = None,
 ) -> Tensor:
     """:func:`ffn` whose linear layers compute ``x Wᵀ + b + scale (dropout(x) Aᵀ) Bᵀ``: A ``[R, in]``, B ``[out, R]``.
 
-    Each adapter has a mask of its own, from torch's generator, or with ``seed`` the kernels'. ``drop`` is another
-    :func:`dropped`.
+    Each adapter has a mask of its own, or with ``shared_dropout`` gate and up projection one for both, from torch's
+    generator, or with ``seed`` the kernels'. ``drop`` is another :func:`dropped`.
     """
+    places, taken = adapter_places(shared_dropout), {}
 
     def adapted(
         name: str, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, scale: float
@@ -136,7 +138,10 @@ def lora_ffn(
         if a is None or b is None:
             return y
         if adapter_dropout_p:
-            x = (drop or dropped)(x, adapter_dropout_p, seed, ADAPTER_PLACES[name])
+            place = places[name]
+            if place not in taken:
+                taken[place] = (drop or dropped)(x, adapter_dropout_p, seed, place)
+            x = taken[place]
         return torch.add(y, F.linear(F.linear(x, a), b), alpha=scale)
 
     up = adapted("up", x, w_up, b_up, up_a, up_b, up_scale)

@@ -91,6 +91,14 @@ def test_dropout(ranks: tuple[int, int, int], dtype: torch.dtype, gated: bool, l
     assert launched == DRAWS * BOTH
 
 
+@on_hopper
+def test_a_mask_of_gate_and_up_projection(launched: list[str]) -> None:
+    draws = [inputs((4, 7, 12), dtype=BFLOAT16, leading=(1061,), sizes=(520, 1032, 776)) for _ in range(DRAWS)]
+    options = {"adapter_dropout_p": 0.1, "shared_dropout": True, "dropout_seed": torch.tensor([7], device="cuda")}
+    assert_close_to_torch(*draws, activation="silu", **SCALES, **options)
+    assert launched == DRAWS * BOTH
+
+
 @GATED
 def test_dropout_in_portable_kernels(gated: bool, launched: list[str]) -> None:
     draws = [

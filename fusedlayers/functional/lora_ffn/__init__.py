@@ -5,9 +5,10 @@ dA = vᵀ x and dB = dzᵀ u. u and v have few columns, and so cuBLAS computes t
 the width of the hidden is never written for an adapter: u Bᵀ of the up and gate projections, and v A of the down
 projection, join the large product on chip.
 
-With dropout u = s drop(x) Aᵀ, dx = dz W + drop(v A) and dA = vᵀ drop(x). Each adapter has a mask of its own, which the
-backward pass draws again. drop(x) and drop(v A) are in memory while a product reads them, each as large as x, those of
-the down projection as large as the hidden: the one matrix of that width that is written for an adapter.
+With dropout u = s drop(x) Aᵀ, dx = dz W + drop(v A) and dA = vᵀ drop(x). Each adapter has a mask of its own, or gate
+and up projection have one together; the backward pass draws it again. drop(x) and drop(v A) are in memory while a
+product reads them, each as large as x, those of the down projection as large as the hidden: the one matrix of that
+width that is written for an adapter.
 
 Gated, forward and backward, rank 16, frozen weights, µs on an H200: 2,590 at 8192 × 2048 × 8192, where torch.compile
 takes 3,342 and the same FFN without adapters 2,185; 8,196, 9,447 and 7,532 at 8192 × 4096 × 14336.
@@ -24,7 +25,7 @@ from ... import reference
 from ...kernels import gemm_epilogue as kernels
 from ...kernels.activations import canonical_activation
 from ...kernels.column_sums import column_sums
-from ...kernels.dropout import ADAPTER_PLACES, NO_DROPOUT, Dropout
+from ...kernels.dropout import NO_DROPOUT, Dropout, adapter_places
 from ...kernels.gemm_epilogue import LowRank, aligned_columns
 from ...kernels.gemm_gemm import Arithmetic
 from ...kernels.tuning import COLUMN_SUM_TILES
@@ -34,7 +35,7 @@ from ..call import subclass_of, wants_gradient
 from ..custom_ops import Result, Results
 from ..ffn import dropping
 from ..ffn.arguments import check_dropout, check_dropout_seed, check_ffn, ffn_problem
-from ..operands import check_tensors, checked_number, rows, said, with_leading_dims
+from ..operands import check_tensors, checked_flag, checked_number, rows, said, with_leading_dims
 from ..operation import Operation, Tensors, formula
 from ..prepared import Prepared
 from .arguments import Operands, check_adapter
@@ -61,6 +62,7 @@ def lora_ffn(
     down_scale: float = 1.0,
     gate_scale: float = 1.0,
     adapter_dropout_p: float = 0.0,
+    shared_dropout: bool = False,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
     """Feed-forward block whose linear layers compute ``x Wᵀ + b + scale (dropout(x) Aᵀ) Bᵀ`` (Hu et al., "LoRA", 2021).
@@ -86,6 +88,8 @@ def lora_ffn(
         up_scale: what the adapter's product is multiplied by; so ``down_scale`` and ``gate_scale``.
         adapter_dropout_p: the probability with which an element of what adapters take is dropped. Each has a mask of
             its own, and the backward pass draws it again, so that none is kept.
+        shared_dropout: whether the adapters of gate and up projection drop the same elements of x, as the adapter of
+            one linear layer that holds both does.
         dropout_seed: int64 ``[1]`` on the device of x, from which alone the masks follow; None draws one from the
             default generator. A DTensor's masks are drawn by DTensor itself instead.
 
@@ -96,12 +100,12 @@ def lora_ffn(
     Raises:
         TypeError: an argument of the wrong type, a dtype that is not real floating or differs from that of x.
         ValueError: shapes that do not fit together, tensors on different devices, an unknown activation, half of an
-            adapter, a scale that is not finite, ``adapter_dropout_p`` outside [0, 1).
+            adapter, a scale that is not finite, ``adapter_dropout_p`` outside [0, 1), ``shared_dropout`` without gate.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
     return LORA_FFN(
         x, w_up, w_down, b_up, b_down, w_gate, b_gate, up_a, up_b, down_a, down_b, gate_a, gate_b, activation,
-        up_scale, down_scale, gate_scale, adapter_dropout_p, dropout_seed,
+        up_scale, down_scale, gate_scale, adapter_dropout_p, shared_dropout, dropout_seed,
     )  # fmt: skip
 
 
@@ -110,6 +114,7 @@ class _Details(NamedTuple):
 
     arithmetic: Arithmetic
     dropout_p: float
+    places: dict[str, tuple[int, int]]  # where the masks begin
     up_scale: float
     down_scale: float
     gate_scale: float
@@ -124,12 +129,14 @@ class _LoRAFFN(Operation):
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         given = Operands(*tensors)
-        activation, *scales, dropout_p = options
+        activation, *scales, dropout_p, shared = options
         check_dropout_seed(given.x, given.seed)
         activation = canonical_activation(activation)
         x, w_up, w_down, b_up, b_down, w_gate, b_gate = tensors[:7]
         check_ffn(x, w_up, w_down, b_up, b_down, w_gate, b_gate, 0.0, "auto", None)
         check_dropout("adapter_dropout_p", dropout_p)
+        if checked_flag("shared_dropout", shared) and w_gate is None:
+            raise ValueError("shared_dropout must be False, because w_gate is None")
         check_tensors({"x": x, **dict(zip(Operands._fields[7:13], tensors[7:13], strict=True))})
         (N, K), O = w_up.shape, w_down.shape[0]
         for name, a, b, inner, outer in (
@@ -142,7 +149,7 @@ class _LoRAFFN(Operation):
             raise ValueError(f"{said('gate_a', given.gate_a)}: expected None, because w_gate is None")
         names = self.option_names[1:4]
         checked = [checked_number(name, each, "a finite number") for name, each in zip(names, scales, strict=True)]
-        return activation, *checked, float(dropout_p)
+        return activation, *checked, float(dropout_p), shared
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> LoRAProblem:
         given = Operands(*tensors)
@@ -150,9 +157,10 @@ class _LoRAFFN(Operation):
         ranks = [0 if a is None else a.shape[0] for a in (given.up_a, given.gate_a, given.down_a)]
         facts = plain.__getstate__() | {"operation": self.name, "subclass": subclass_of(*tensors)}
         facts["needs_weight_gradient"] = wants_gradient(given.w_up, given.w_down, given.w_gate)
+        dropout = options[4] > 0 and any(ranks)
         return LoRAProblem(
-            **facts, rank_up=ranks[0], rank_gate=ranks[1], rank_down=ranks[2],
-            needs_adapter_gradient=wants_gradient(*tensors[7:13]), adapter_dropout=options[-1] > 0 and any(ranks),
+            **facts, rank_up=ranks[0], rank_gate=ranks[1], rank_down=ranks[2], adapter_dropout=dropout,
+            shared_dropout=dropout and options[5], needs_adapter_gradient=wants_gradient(*tensors[7:13]),
         )  # fmt: skip
 
     def reference(self, **arguments: Any) -> Tensor:
@@ -189,7 +197,8 @@ class _LoRAFFN(Operation):
     def details(self, plan: Plan, extras: dict[str, Any]) -> _Details:
         problem = plan.problem
         arithmetic = Arithmetic(problem.activation, 0.0, problem.input_precision, plan.accuracy)
-        return _Details(arithmetic, extras["dropout_p"], *extras["scales"])
+        places = adapter_places(problem.shared_dropout)
+        return _Details(arithmetic, extras["dropout_p"], places, *extras["scales"])
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         given, details = Operands(*operands), call.details
@@ -284,6 +293,7 @@ class _LoRAFFN(Operation):
         p, details, x = call.problem, call.details, rows(given.x)
         dz, dz_gate = d_pre
         v: Any = None
+        taken: Tensor | None = None  # what an adapter takes of x
         first = aligned_columns(x, p.rank_up)
         parts = {"up": (dz, slice(0, p.rank_up)), "gate": (dz_gate, slice(first, first + p.rank_gate))}
         if want.x or want.up_a or want.gate_a:
@@ -294,9 +304,14 @@ class _LoRAFFN(Operation):
             if getattr(want, f"{name}_b"):
                 found[f"{name}_b"] = d_pre_activation.t() @ inner[:, columns]
             if getattr(want, f"{name}_a"):
-                found[f"{name}_a"] = v[:, columns].t() @ dropped(x, _dropout(call, given, name))
+                if taken is None:
+                    taken = dropped(x, _dropout(call, given, name))
+                found[f"{name}_a"] = v[:, columns].t() @ taken
+                # Gate and up projection may share a mask.
+                taken = taken if name == "up" and p.shared_dropout else None
             if getattr(want, f"w_{name}"):
                 found[f"w_{name}"] = d_pre_activation.t() @ x
+        del taken
         if want.x:
             terms = [(dz, given.w_up)] if dz_gate is None else [(dz, given.w_up), (dz_gate, given.w_gate)]
             factors = {name: a for name, a in (("up", given.up_a), ("gate", given.gate_a)) if a is not None}
@@ -315,7 +330,8 @@ class _LoRAFFN(Operation):
 
     def expression(self, call: Prepared, operands: Tensors) -> Tensors:
         extras = call.extras
-        return (self._expression(operands, call.problem.activation, *extras["scales"], extras["dropout_p"]),)
+        options = *extras["scales"], extras["dropout_p"], call.problem.shared_dropout
+        return (self._expression(operands, call.problem.activation, *options),)
 
     def _expression(self, operands: Tensors, *options: Any, **more: Any) -> Tensor:
         *tensors, seed = operands
@@ -335,7 +351,7 @@ class _LoRAFFN(Operation):
 
 def _dropout(call: Prepared, given: Operands, name: str) -> Dropout:
     """The dropout of what the adapter of this name takes, which may be none."""
-    return NO_DROPOUT if given.seed is None else Dropout(given.seed, call.details.dropout_p, ADAPTER_PLACES[name])
+    return NO_DROPOUT if given.seed is None else Dropout(given.seed, call.details.dropout_p, call.details.places[name])
 
 
 LORA_FFN = _LoRAFFN(lora_ffn)

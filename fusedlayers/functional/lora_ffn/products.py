@@ -31,10 +31,15 @@ def side_by_side(*products: Product) -> Any:
     x = there[0][0]
     found = x.new_empty(x.shape[0], sum(aligned_columns(x, a.shape[0]) for _, a, _, _ in there))
     first = 0
+    taken: dict[tuple[int, tuple[int, int]], Tensor] = {}
     for x, a, scale, dropout in there:
         rank, end = a.shape[0], first + aligned_columns(x, a.shape[0])
         part = found[:, first : first + rank]
-        torch.addmm(part, dropped(x, dropout), a.t(), beta=0, alpha=scale, out=part)
+        # Gate and up projection may share a mask; what is not needed again goes first.
+        if (same := (id(x), dropout.place)) not in taken:
+            taken.clear()
+            taken[same] = dropped(x, dropout)
+        torch.addmm(part, taken[same], a.t(), beta=0, alpha=scale, out=part)
         if first + rank < end:
             found[:, first + rank : end] = 0
         first = end
