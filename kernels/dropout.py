@@ -29,11 +29,6 @@ _MASK_32 = 0xFFFFFFFF
 ADAPTER_PLACES = {"up": (0, 0), "gate": (2**40, 0), "down": (2**41, 0)}
 
 
-def adapter_places(shared: bool) -> dict[str, tuple[int, int]]:
-    """The same by name; ``shared``: gate and up projection have one mask."""
-    return ADAPTER_PLACES | ({"gate": ADAPTER_PLACES["up"]} if shared else {})
-
-
 @triton.jit
 def words(seed, rows, draws):
     """The four words, uint32, of every draw: ``seed`` scalar int64, int64 ``rows`` and int32 ``draws`` of one tile."""
@@ -260,3 +255,8 @@ def drop(
 def draw_seed(device: torch.device) -> torch.Tensor:
     """A fresh seed, int64 ``[1]``, from the device's default generator: ``torch.manual_seed`` rules, no host sync."""
     return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
+
+
+def adapter_places(shared: bool) -> dict[str, tuple[int, int]]:
+    """``ADAPTER_PLACES``; ``shared``: gate and up projection have one mask."""
+    return ADAPTER_PLACES | ({"gate": ADAPTER_PLACES["up"]} if shared else {})
