@@ -31,7 +31,9 @@ def test_thresholds_decide_at_the_element(device: Device) -> None:
                 assert made.path == "fused", (kind, training, width)
                 assert (made.forward_tiles.pipelined is not None) == device.pipelined
                 by_host = device.pipelined and kind != "gemm_gemm" and not training and not captured
-                assert (plan(replace(problem, M=least // 8 - 1), device).path == "fused") == by_host
+                # Where it is not the fused path, the one of wider layers may be next.
+                others = ("torch",) if kind == "gemm_gemm" or not device.pipelined else ("torch", "epilogue")
+                assert plan(replace(problem, M=least // 8 - 1), device).path in (("fused",) if by_host else others)
                 if not device.pipelined:
                     # The wider of both sides counts, padded to a power of two; a padded y was slower.
                     assert plan(replace(problem, O=16), device).path == "fused"

@@ -1,6 +1,6 @@
 """What every problem and every plan have, whatever the operation."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
@@ -220,6 +220,14 @@ def not_measured(problem: Any, device: Device) -> str | None:
     if problem.dtype == "float32":
         return "float32 products in IEEE precision do not use the matrix units; torch's kernels are faster"
     return None
+
+
+def uneven(widths: Iterable[int], multiple: int) -> str | None:
+    """Why auto mode leaves rows of one of these ``widths`` to torch; None where all are multiples of that number."""
+    width = next((width for width in widths if width % multiple), None)
+    if width is None:
+        return None
+    return f"rows of {width} elements: torch was as fast or faster at no multiple of {multiple}"
 
 
 def too_small(amount: int, what: str, thresholds: tuple[int, int], captured: bool) -> str | None:

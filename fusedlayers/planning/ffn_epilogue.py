@@ -8,7 +8,7 @@ from typing import Any
 
 from ..kernels.tuning import EpiloguePipeline, EpilogueTiles, epilogue_tiles
 from . import hidden_gradient
-from .call import no_kernels, too_small
+from .call import no_kernels, too_small, uneven
 from .devices import Device
 from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem
 from .measured import Epilogue
@@ -70,9 +70,9 @@ def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
     if (reason := _why_portable(problem, device, figures.least_width)) is not None:
         return reason
-    for width in (problem.K, problem.O):
-        if width % figures.row_elements and width >= figures.aligned_from[problem.training]:
-            return f"rows of {width} elements: torch was as fast or faster at no multiple of {figures.row_elements}"
+    aligned = [width for width in (problem.K, problem.O) if width >= figures.aligned_from[problem.training]]
+    if (reason := uneven(aligned, figures.row_elements)) is not None:
+        return reason
     wide = min(problem.K, problem.O) >= figures.few_units_width
     if wide and figures.few_units > problem.N and not (problem.gated or problem.training):
         return f"{problem.N} hidden units over rows of {problem.K} elements: torch was as fast or faster"

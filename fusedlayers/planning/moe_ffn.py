@@ -6,7 +6,18 @@ from typing import Any, ClassVar
 from ..kernels.tuning import CONSUMER_ROWS
 from ..kernels.tuning.grouped_gemm import GroupedTiles, grouped_tiles, padded_rows, row_block
 from ..kernels.tuning.grouped_gemm_pipelines import BLOCK, GROUPED_PIPELINES, GroupedPipeline
-from .call import Call, Decision, Facts, Yields, activation_accuracy, direction, no_kernels, too_small, why_not_kernels
+from .call import (
+    Call,
+    Decision,
+    Facts,
+    Yields,
+    activation_accuracy,
+    direction,
+    no_kernels,
+    too_small,
+    uneven,
+    why_not_kernels,
+)
 from .devices import Device
 from .measured import MoeFFN
 
@@ -160,9 +171,9 @@ def why_slower(problem: MoeProblem, device: Device, figures: MoeFFN) -> str | No
     if not device.pipelined:
         return "without the warp-specialised kernels torch was as fast or faster"
     # Rows of N elements are those of w_down, which a forward pass reads fast enough.
-    for width in (problem.K, problem.N) if problem.training else (problem.K,):
-        if width % figures.row_elements:
-            return f"rows of {width} elements: torch was as fast or faster at no multiple of {figures.row_elements}"
+    widths = (problem.K, problem.N) if problem.training else (problem.K,)
+    if (reason := uneven(widths, figures.row_elements)) is not None:
+        return reason
     return too_small(problem.model_flops[0], "FLOPs", figures.faster_from[problem.training], problem.captured)
 
 

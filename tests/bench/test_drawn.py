@@ -104,15 +104,17 @@ def test_a_size_is_verified_and_timed(several: bool, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(side_by_side, "_turns", side_by_side.Turns(threading, 2) if several else None)
     contenders = ("torch eager", "auto")
     settings = Settings("fp32", cpu, seed=3, timed=True, contenders=contenders, seconds=0.01, commit="c")
-    rows, said = drawn._measured(settings, [], None, case.name, 0)
+    rows, green, said = drawn._measured(settings, [], None, case.name, 0)
+    assert green
     assert said == f"timed  {row.label}"
     assert [each["launched"]["path"] for each in rows] == ["torch"]
     assert drawn._measured(settings, [], time.time() - 1, case.name, 0) == (
         [],
+        True,
         f"skip   {row.label}: the budget was spent",
     )
     monkeypatch.setattr(drawn, "run", lambda *given, **named: ({"rows": [{"verification": ["wrong"]}]}, False))
-    assert drawn._measured(settings, [], None, case.name, 0) == ([], f"RED    {row.label}: wrong")
+    assert drawn._measured(settings, [], None, case.name, 0) == ([], False, f"RED    {row.label}: wrong")
 
 
 def test_jobs_are_done_in_processes() -> None:

@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         device = chosen_device(chosen)
         dtype = chosen.dtype or ("bf16" if device.type == "cuda" else "fp32")
-        record_path(chosen.output, "drawn", dtype, device)
+        path = record_path(chosen.output, "drawn", dtype, device)
         for name in ("sizes", "processes"):
             if getattr(chosen, name) < 1:
                 raise ValueError(f"argument --{name}: {getattr(chosen, name)}: expected 1 or more")
@@ -74,7 +74,6 @@ def main(arguments: list[str] | None = None) -> int:
         dtype, device, seed=chosen.seed, timed=True, contenders=(EAGER, COMPILED, AUTO), seconds=chosen.seconds,
         commit=chosen.commit,
     )  # fmt: skip
-    path = record_path(chosen.output, "drawn", dtype, device)
     method: dict[str, object] = {
         "seconds_per_row": chosen.seconds, "seed": chosen.seed, "sizes": chosen.sizes, "processes": chosen.processes,
     }  # fmt: skip
@@ -85,9 +84,9 @@ def main(arguments: list[str] | None = None) -> int:
     measure = partial(_measured, settings, words, until)
     found: dict[tuple[str, int], list[Record]] = {}
     right = True
-    for job, (rows, said) in side_by_side.measured(measure, jobs, chosen.processes):
-        right &= not said.startswith("RED")
-        print(said, file=sys.stderr if said.startswith("RED") else sys.stdout)
+    for job, (rows, green, said) in side_by_side.measured(measure, jobs, chosen.processes):
+        right &= green
+        print(said, file=sys.stdout if green else sys.stderr)
         found[job] = rows
         # In the order of the operations, whichever is done first.
         record["rows"] = [row for each in sorted(found, key=_place) for row in found[each]]
@@ -130,11 +129,11 @@ def _place(job: tuple[str, int]) -> tuple[int, int]:
 
 def _measured(
     settings: Settings, words: list[str], until: float | None, family: str, number: int
-) -> tuple[list[Record], str]:
-    """What the record says about a row, forward and with its backward pass, and a line that says what was done."""
+) -> tuple[list[Record], bool, str]:
+    """What the record says about a row, forward and backward, whether nothing is wrong, and what was done in a line."""
     *_, row = drawn(CASES[family], number + 1, settings.seed)
     if until is not None and time.time() > until:
-        return [], f"skip   {row.label}: the budget was spent"
+        return [], True, f"skip   {row.label}: the budget was spent"
     turns = side_by_side.turns()
     try:
         if turns is not None:
@@ -143,13 +142,13 @@ def _measured(
         with TemporaryDirectory() as folder:
             found, right = run([row], settings, words, Path(folder) / "record.json", say=lambda line: None)
     except torch.OutOfMemoryError as error:
-        return [], f"skip   {row.label}: {str(error).splitlines()[0]}"
+        return [], True, f"skip   {row.label}: {str(error).splitlines()[0]}"
     finally:
         # What one process keeps for its next size, the others lack.
         torch.cuda.empty_cache()
     if not right:
-        return [], f"RED    {row.label}: {'; '.join(map(str, found['rows'][0]['verification']))}"
-    return [_short(timed) for timed in found["rows"]], f"timed  {row.label}"
+        return [], False, f"RED    {row.label}: {'; '.join(map(str, found['rows'][0]['verification']))}"
+    return [_short(timed) for timed in found["rows"]], True, f"timed  {row.label}"
 
 
 def _compile(row: Row, settings: Settings) -> None:

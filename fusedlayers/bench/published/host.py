@@ -185,8 +185,11 @@ def _results(units: Sequence[Layer], loops: Sequence[Loop], leaves: Sequence[str
         loop.forget()
         y = units[0](loop.x)
         y.backward(loop.upstream)
-        gradients = {f"d{name}": leaf.grad for name, leaf in zip(leaves, loop.leaves, strict=True)}
-        found.append({"y": y.detach()} | {name: grad for name, grad in gradients.items() if grad is not None})
+        results = {"y": y.detach()}
+        for name, leaf in zip(leaves, loop.leaves, strict=True):
+            assert leaf.grad is not None
+            results[f"d{name}"] = leaf.grad
+        found.append(results)
     return found
 
 
