@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from .device import tl, triton
-from .launching import Launch, ceil_div, layout_of, prepared
+from .launching import Launch, ceil_div, layout_of, prepared, vector_unit
 from .partials import ReduceBlocks, reduce_partials
-from .tiles import load_tile
+from .tiles import in_units, load_tile
 from .tuning import BAND_BLOCKS, ColumnSumTiles
 
 _BLOCKS = ReduceBlocks(*BAND_BLOCKS)
@@ -22,8 +22,10 @@ _BLOCKS_OF_ONE_BAND = 4
 
 @triton.jit(do_not_specialize=["M", "bands"])
 def _column_sums_kernel(
-    dy_ptr, sums_ptr, stride_m, stride_n, N, M, bands, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    dy_ptr, sums_ptr, stride_m, stride_n, N, M, bands,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    N, stride_m = in_units(N, UNIT), in_units(stride_m, UNIT)
     band = tl.program_id(0) % bands
     cols = tl.program_id(0) // bands * BLOCK_N + tl.arange(0, BLOCK_N)
     band_rows = tl.cdiv(tl.cdiv(M, BLOCK_M), bands) * BLOCK_M
@@ -59,7 +61,7 @@ def _prepare_bands(dy: torch.Tensor, tiles: ColumnSumTiles) -> tuple[tuple[int, 
         bands * column_blocks,
         (*dy.stride(), columns),
         (rows, bands),
-        (tiles.block_m, tiles.block_n),
+        (tiles.block_m, tiles.block_n, vector_unit(dy, columns, dy.stride(0))),
         tiles.num_warps,
         tiles.num_stages,
     )

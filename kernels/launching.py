@@ -34,6 +34,12 @@ def ceil_div(count: int, size: int) -> int:
     return -(-count // size)
 
 
+def vector_unit(tensor: torch.Tensor, *sizes: int) -> int:
+    """Elements of 16 bytes, where that divides all of these strides and limits, or 1: see ``tiles.in_units``."""
+    unit = 16 // tensor.element_size()
+    return 1 if any(size % unit for size in sizes) else unit
+
+
 def layout_of(tensor: torch.Tensor) -> tuple[object, ...]:
     """How a tensor lies in memory, as far as kernels mind: its strides, and its address modulo their alignment."""
     return tensor.stride(), tensor.data_ptr() & ALIGNMENT_MASK

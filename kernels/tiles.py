@@ -102,3 +102,12 @@ def add_product(acc, left, right, zero, INPUT_PRECISION: tl.constexpr):
         return acc + _dot(left, right, tl.zeros(acc.shape, tl.float32) + zero, INPUT_PRECISION)
     else:
         return _dot(left, right, acc, INPUT_PRECISION)
+
+
+@triton.jit
+def in_units(x, UNIT: tl.constexpr):
+    """``x``, a multiple of ``UNIT``, as the compiler does not know of a stride or a limit unless 16 divides it.
+
+    Without a whole vector between one row and the next, or up to the limit, it loads element by element.
+    """
+    return x // UNIT * UNIT

@@ -162,7 +162,8 @@ def every_problem() -> Iterator[Call]:
                         yield Problem("gemm_gemm", 64, M, K, N, O, dtype, **wanted)
                     for training in (False, True):
                         for op in ("max", "sumsq"):
-                            yield ReduceProblem(2, M, N, K, dtype, op, masked=M == 64, needs_kept_gradient=training)
+                            one = ReduceProblem(2, M, N, K, dtype, op, masked=M == 64, needs_kept_gradient=training)
+                            yield from (one, replace(one, needs_reduced_gradient=training))
                         gradients = {"needs_query_gradient": training, "needs_document_gradient": training}
                         yield MaxSimProblem(2, 3, M, 3 * N, K, dtype, **gradients)
                     yield WeightGradientProblem(M, N, K, dtype)

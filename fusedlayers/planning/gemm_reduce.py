@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from ..kernels.tuning import (
     CONSUMER_ROWS,
     ReduceConfig,
+    one_pass_config,
     padded_width,
     pipelined_reduce_config,
     reduce_config,
@@ -102,6 +103,8 @@ class ReducePlan(Decision):
 
     forward_tiles: ReduceConfig | None = None
     gradient_tiles: ReduceConfig | None = None
+    one_pass_tiles: ReduceConfig | None = None  # of both gradients at once
+    one_pass_splits: int = 1
     splits: int = 1
     accuracy: str = "exact"  # of activations in kernels: one of kernels.activations.ACCURACIES
 
@@ -219,13 +222,27 @@ def choose_reduced_splits(problem: ReduceProblem, device: Device, tiles: ReduceC
     return max(1, min(device.sms * resident // programs, most, PARTIALS_LIMIT // partials))
 
 
+def one_pass(problem: ReduceProblem, device: Device) -> dict[str, Any]:
+    """The fields of a plan whose gradients are computed at once, where one tile has all the kept rows."""
+    both = problem.needs_kept_gradient and problem.needs_reduced_gradient
+    if problem.indexed or problem.linear or problem.needs_bias_gradient or not both:
+        return {}
+    tiles = one_pass_config(device.architecture, 8 * problem.element_bytes, problem.kept, problem.K)
+    if tiles is None:
+        return {}
+    most = -(-problem.reduced // (tiles.block_r * SHORTEST_REDUCED_SPLIT))
+    partials = 4 * problem.batch * problem.kept * problem.K
+    splits = min(device.sms * RESIDENT // problem.batch, most, PARTIALS_LIMIT // partials)
+    return {"one_pass_tiles": tiles, "one_pass_splits": max(1, splits)}
+
+
 def choose_accuracy(problem: ReduceProblem) -> str:
     """How closely activations and exponentials are computed."""
     chosen_by_errors = problem.op == "min" and problem.activation in _FALLING
     return "exact" if problem.dtype == "float32" or chosen_by_errors else "half"
 
 
-def _flops(problem: ReduceProblem, path: str) -> int:
+def _flops(problem: ReduceProblem, path: str, one_pass: bool) -> int:
     """Floating-point operations of forward and backward."""
     product, gradients = problem.model_flops
     thin = 2 * problem.batch * max(problem.kept, problem.reduced) * problem.K
@@ -238,7 +255,7 @@ def _flops(problem: ReduceProblem, path: str) -> int:
         return product + 2 * thin * wanted
     if problem.indexed:
         return product * (1 + problem.needs_reduced_gradient)
-    return product * (1 + 2 * wanted)
+    return product * (1 + wanted + (1 if one_pass else wanted))
 
 
 def _costed(
@@ -256,16 +273,17 @@ def _costed(
         number = 8 if problem.op == "logsumexp" and problem.dtype == "float32" else 4
         saved = operands + (number * problem.batch * problem.kept if path == "fused" and not problem.linear else 0)
         saved += product * (path == "torch" and (not problem.linear or problem.masked))
-    flops = _flops(problem, path)
+    at_once = one_pass(problem, device) if path == "fused" else {}
+    flops = _flops(problem, path, bool(at_once))
     options: dict[str, Any] = {}
     if path == "fused":
-        bits = 8 * element
+        one_by_one = reduce_gradient_config(device.architecture, 8 * element, problem.K, problem.indexed)
         tiles = forward_tiles(problem, device)
         splits = choose_reduced_splits(problem, device, tiles)
         partials = 4 if problem.op in ("sum", "mean", "sumsq") else 8
-        options = {
+        options = at_once or {"gradient_tiles": one_by_one}
+        options |= {
             "forward_tiles": tiles,
-            "gradient_tiles": reduce_gradient_config(device.architecture, bits, problem.K, problem.indexed),
             "splits": splits,
             "accuracy": choose_accuracy(problem),
             "workspace_bytes": splits * partials * problem.batch * problem.kept

@@ -21,7 +21,7 @@ from ..device import tl, triton
 from ..launching import ceil_div, launch
 from ..tiles import add_product, product, store_tile
 from ..tuning import ReduceConfig
-from .operands import ReduceOperands, add_biases, entry_rows, exponential, load_block, scores
+from .operands import ReduceOperands, add_biases, entry_rows, gradient_weights, load_block, scores
 
 _ROUTED = 32  # kept rows of a program of the first kernel
 
@@ -156,19 +156,13 @@ def _weighted_kernel(
             z = add_biases(
                 z, rows, cols, row_bias_ptr, col_bias_ptr, stride_row_bias, stride_col_bias, row_limit, col_limit
             )
-            c, slope = activate(z, ACTIVATION, ACCURACY)
+            result = 0.0
             if OP == "logsumexp":
                 if KEPT:
                     result = row_result
                 else:
                     result = tl.load(result_ptr + batch * P + cols, mask=cols < P, other=0.0)[None, :]
-                w = weight * exponential(c - result, ACCURACY)
-            elif OP == "sumsq":
-                w = weight * (2.0 * c)
-            else:
-                w = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32) + weight
-            if ACTIVATION != "identity":
-                w = through_activation(w, slope, z, ACTIVATION)
+            w = gradient_weights(z, weight, result, OP, ACTIVATION, ACCURACY)
             if mask_ptr is not None:
                 if KEPT:
                     at = mask_ptr + batch * stride_mask_z + cols.to(tl.int64) * stride_mask_r

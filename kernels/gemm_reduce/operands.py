@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..activations import exact_exp
+from ..activations import activate, exact_exp, through_activation
 from ..device import tl, triton
 from ..tiles import add_product, load_vector, product
 
@@ -81,6 +81,21 @@ def exponential(x, ACCURACY: tl.constexpr):
         return tl.where(x < -104.0, 0.0, exact_exp(x))
     else:
         return tl.exp(x)
+
+
+@triton.jit
+def gradient_weights(z, g, result, OP: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr):
+    """W of ``backward``, from a tile of the product with its biases; ``g`` and ``result`` broadcast to it."""
+    c, slope = activate(z, ACTIVATION, ACCURACY)
+    if OP == "logsumexp":
+        w = g * exponential(c - result, ACCURACY)
+    elif OP == "sumsq":
+        w = g * (2.0 * c)
+    else:
+        w = tl.zeros(z.shape, tl.float32) + g
+    if ACTIVATION != "identity":
+        w = through_activation(w, slope, z, ACTIVATION)
+    return w
 
 
 @triton.jit

@@ -102,6 +102,25 @@ def reduce_gradient_config(architecture: str, element_bits: int, width: int, ind
     return _fitted(rows, max(padded_width(width), 32))
 
 
+# By (architecture, bits of an element): tiles of both gradients at once. A program has all kept rows, up to so many.
+ONE_PASS_TABLE: dict[tuple[str, int], _Rows] = {
+    ("sm_90", 16): (
+        (32, ReduceConfig(32, 64, 128, 4, 3)),
+        (64, ReduceConfig(64, 64, 128, 8, 3)),
+        (128, ReduceConfig(128, 64, 128, 8, 3)),
+    ),
+    ("other", 16): ((32, ReduceConfig(32, 64, 128, 4, 1)), (64, ReduceConfig(64, 64, 128, 4, 1))),
+}
+
+
+def one_pass_config(architecture: str, element_bits: int, P: int, K: int) -> ReduceConfig | None:
+    """The tiles of both gradients at once, of P kept rows and inner dimension K, or None."""
+    rows = ONE_PASS_TABLE.get((architecture, element_bits)) or ONE_PASS_TABLE.get(("other", element_bits), ())
+    width = max(padded_width(K), 32)
+    config = next((config for most, config in rows if most >= P), None)
+    return None if config is None or width > config.block_k else replace(config, block_k=width)
+
+
 def _fitted(rows: _Rows, padded: int) -> ReduceConfig:
     config = next(config for largest, config in rows if padded <= largest)
     return replace(config, block_k=min(padded, config.block_k))

@@ -115,7 +115,7 @@ def test_liger_with_our_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     model: Any = build(name, hidden_size=256, head_dim=64, intermediate_size=512, vocab_size=4096).to(DEVICE)
     model = model.to(torch.bfloat16).train()
     library = importlib.import_module(type(model).__module__)
-    texts = [torch.randint(3, 4096, (4, 128), device=DEVICE) for _ in range(3)]
+    texts = [torch.randint(3, 4096, (4, 128), device=DEVICE) for _ in range(12)]
     draws = [{"input_ids": words, "labels": words} for words in texts]
     exact = [truth(copy.deepcopy(model), inputs) for inputs in draws]
     theirs = [model_results(model, inputs) for inputs in draws]

@@ -12,7 +12,7 @@ import pytest
 
 SANITIZER = shutil.which("compute-sanitizer")
 ROOT = Path(__file__).resolve().parents[2]
-# Several operations have a file of the same name.
+# Several operations have a file, and even a kernel, of the same name.
 SOURCES = [(path.name, path.read_text()) for path in (ROOT / "kernels").glob("*/pipelined/*.py")]
 # Parts of the kernels' names (torch's own are not under test), and the groups of steps that launch them.
 KERNELS = {
@@ -68,9 +68,11 @@ def of_the_compiler(kernel: str, file: str, line: int) -> bool:
     """
     for name, source in SOURCES:
         started = re.findall(r"^def (_(?:pipelined|stored)\w+_kernel)\(", source, re.MULTILINE)
-        if name == file and any(symbol in kernel for symbol in started):
-            text = source.splitlines()[line - 1].strip()
-            return text in FORKS or any(text.startswith(f"def {symbol}(") for symbol in started)
+        lines = source.splitlines()
+        if name == file and line <= len(lines) and any(symbol in kernel for symbol in started):
+            text = lines[line - 1].strip()
+            if text in FORKS or any(text.startswith(f"def {symbol}(") for symbol in started):
+                return True
     return False
 
 

@@ -1,0 +1,107 @@
+"""Both gradients of a reduced product in one pass over the reduced rows, where one tile holds all the kept rows.
+
+``backward`` computes the tiles of W once for each gradient. Here a program takes the kept rows of an entry as they are,
+goes through a range of reduced rows, and computes each tile of W, transposed, once:
+
+    d_reduced = Wᵀ kept     complete, as no other program has rows of kept
+    d_kept    = W reduced   summed over the range; float32 partials of the ranges are added up in a fixed order
+"""
+
+import torch
+
+from ..device import tl, triton
+from ..launching import launch, vector_unit
+from ..partials import summed_over_splits
+from ..tiles import add_product, in_units, product, store_tile
+from ..tuning import ReduceConfig
+from .operands import ReduceOperands, add_biases, entry_rows, gradient_weights, load_block
+
+
+@triton.jit(do_not_specialize=["P", "R", "splits", "split_elements", "zero"])
+def _one_pass_kernel(
+    kept_ptr, reduced_ptr, kept_bias_ptr, reduced_bias_ptr, mask_ptr, lengths_ptr, offsets_ptr,
+    g_ptr, result_ptr, d_kept_ptr, d_reduced_ptr,
+    stride_kz, stride_kp, stride_kk,
+    stride_rz, stride_rr, stride_rk,
+    stride_kept_bias, stride_reduced_bias,
+    stride_mask_z, stride_mask_r,
+    stride_lengths, stride_offsets,
+    P, R, splits, split_elements, zero,
+    OP: tl.constexpr, K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_R: tl.constexpr, TRANSPOSED: tl.constexpr, UNIT: tl.constexpr, ACTIVATION: tl.constexpr,
+    ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    R, stride_rz = in_units(R, UNIT), in_units(stride_rz, UNIT)
+    if TRANSPOSED:
+        stride_rk = in_units(stride_rk, UNIT)
+    else:
+        stride_rr = in_units(stride_rr, UNIT)
+    batch = (tl.program_id(0) // splits).to(tl.int64)
+    split = tl.program_id(0) % splits
+    _, taking_rows, _ = entry_rows(batch, lengths_ptr, offsets_ptr, stride_lengths, stride_offsets, R)
+    reduced_ptr += batch * stride_rz
+    d_reduced_ptr += batch * R * K
+    rows, inner = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_K)
+    kept = load_block(kept_ptr + batch * stride_kz, rows, inner, stride_kp, stride_kk, P, K, False, K == BLOCK_K)
+    g = tl.load(g_ptr + batch * P + rows, mask=rows < P, other=0.0)[None, :]
+    result = 0.0
+    if OP == "logsumexp":
+        result = tl.load(result_ptr + batch * P + rows, mask=rows < P, other=0.0)[None, :]
+    range_rows = tl.cdiv(tl.cdiv(R, BLOCK_R), splits) * BLOCK_R
+    start = split * range_rows
+    d_kept = tl.zeros([BLOCK_K, BLOCK_P], tl.float32)
+    for first in tl.range(start, tl.minimum(start + range_rows, R), BLOCK_R):
+        cols = first + tl.arange(0, BLOCK_R)
+        tile = load_block(reduced_ptr, cols, inner, stride_rr, stride_rk, taking_rows, K, EVEN_R, K == BLOCK_K)
+        z = product(tile, kept.T, INPUT_PRECISION)
+        z = add_biases(
+            z, cols, rows, reduced_bias_ptr, kept_bias_ptr, stride_reduced_bias, stride_kept_bias, taking_rows, P
+        )
+        taking = cols < taking_rows
+        if mask_ptr is not None:
+            mask_at = mask_ptr + batch * stride_mask_z + cols.to(tl.int64) * stride_mask_r
+            taking = taking & (tl.load(mask_at, mask=taking, other=0) != 0)
+        w = gradient_weights(z, g, result, OP, ACTIVATION, ACCURACY)
+        w = tl.where(taking[:, None] & (rows < P)[None, :], w, 0.0).to(tile.dtype)
+        # Rows that do not take part have gradient 0, also where kept is not finite.
+        d_tile = tl.where((cols < taking_rows)[:, None], product(w, kept, INPUT_PRECISION), 0.0)
+        store_tile(d_reduced_ptr, d_tile, cols, inner, K, 1, R, K)
+        d_kept = add_product(d_kept, tile.T, w, zero, INPUT_PRECISION)
+    d_kept_ptr += split.to(tl.int64) * split_elements + batch * P * K
+    store_tile(d_kept_ptr, d_kept, inner, rows, 1, K, K, P)
+
+
+def both_gradients(
+    operands: ReduceOperands, g: torch.Tensor, result: torch.Tensor | None, *, tiles: ReduceConfig, splits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For sum, mean, sumsq and logsumexp: (d_kept ``[Z, P, K]``, d_reduced ``[Z, R, K]``), of rows that are not packed.
+
+    P is at most ``tiles.block_p`` and K at most ``tiles.block_k``; ``splits`` are ranges of the reduced rows. g and
+    result are those of ``backward.kept_gradient``.
+    """
+    batch, kept, reduced, width = operands.sizes()
+    arithmetic = operands.arithmetic
+    d_reduced = operands.kept.new_empty(batch, reduced, width)
+    stride_z, stride_r, stride_k = operands.reduced.stride()
+    transposed = stride_r == 1
+    unit = vector_unit(operands.reduced, reduced, stride_z, stride_k if transposed else stride_r)
+
+    def fill(targets: list[torch.Tensor | None], split_elements: int) -> None:
+        launch(
+            _one_pass_kernel,
+            batch * splits,
+            (*operands.pointers(), g, result, targets[0], d_reduced),
+            operands.strides(),
+            (kept, reduced, splits, split_elements, 0.0),
+            (
+                arithmetic.op, width, tiles.block_p, tiles.block_r, tiles.block_k,
+                operands.whole and reduced % tiles.block_r == 0, transposed, unit, arithmetic.activation,
+                arithmetic.accuracy, arithmetic.input_precision,
+            ),
+            tiles.num_warps,
+            tiles.num_stages,
+        )  # fmt: skip
+
+    [d_kept] = summed_over_splits(operands.kept, [(batch, kept, width)], splits, fill)
+    assert d_kept is not None
+    return d_kept, d_reduced
