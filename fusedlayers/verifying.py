@@ -90,7 +90,7 @@ def verify(target: nn.Module | Callable[..., Any], /, *inputs: Any, **options: A
 
     Both are judged by the same computation in float64: see :mod:`fusedlayers.closeness`. The gradients are those of
     every parameter that requires one, of every floating-point tensor in ``inputs``, and of those in ``options`` that
-    require one, for a random upstream gradient; one that fails is judged over eight of them together, as torch's error
+    require one, for a random upstream gradient; one that fails is judged again over seven others, as torch's error
     in a tile may have been small by chance. Autocast applies to both where it is on. Nothing of ``target`` and of
     the tensors changes: not a parameter, a ``.grad``, a buffer, the training flag, or a random generator. Code of the
     module that insists on float32 (norms, rotary embeddings) does so in the reference, too.
@@ -168,14 +168,15 @@ def verify(target: nn.Module | Callable[..., Any], /, *inputs: Any, **options: A
         else:
             found = compare_all(ours, theirs, truth, computed_in=dtype)
             judged = {key: _judged(verdict, theirs[key], truth[key], dtype) for key, verdict in found.items()}
-            doubtful = {key: Evidence(key, dtype) for key, verdict in judged.items() if _perhaps_unlucky(verdict)}
-            for draw in range(_DRAWS if doubtful else 0):
+            doubtful = [key for key, verdict in judged.items() if _perhaps_unlucky(verdict)]
+            first, again = ({key: Evidence(key, dtype) for key in doubtful} for _ in range(2))
+            for draw in range(1 + _AGAIN if doubtful else 0):
                 if draw:
                     ours = call.run(*prepared(plain=False, double=False), double=False, draw=draw)
                     theirs, truth = expected(draw)
-                for key, evidence in doubtful.items():
+                for key, evidence in (again if draw else first).items():
                     evidence.add(*(each[key] for each in (ours, theirs, truth)))  # type: ignore[arg-type]
-            judged |= {key: evidence.verdict() for key, evidence in doubtful.items()}
+            judged |= {key: evidence.verdict(again=again[key]) for key, evidence in first.items()}
             verdicts = list(judged.values())
     return Verification(f"{name} on {_where(tensors)}", tuple(verdicts), Counter(paths))
 
@@ -218,8 +219,8 @@ def _judged(verdict: Closeness, theirs: Tensor | None, truth: Tensor | None, dty
 
 
 _FEW = 16
-# Upstream gradients that are judged together where a gradient fails with the first one.
-_DRAWS = 8
+# Further upstream gradients that judge again, together, a gradient that fails with the first one.
+_AGAIN = 7
 
 
 class _Call:

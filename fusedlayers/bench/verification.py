@@ -16,9 +16,8 @@ from .cases import Case, Options, Shape
 from .contenders import AUTO, FUSED, Work, contender, our_plan, why_not_forced
 from .exactness import exact_work, in_dtypes, inequality, random_work, reference_results, torch_results
 
-# Where a tensor is not close, so many times the draws are judged, all of them together: among 100,000 tiles torch's
-# error is lucky in one, but not in every draw, and a fault stays one.
-AGAIN = 4
+# Where a tensor is not close, so many times the draws are judged again: see ``closeness``.
+AGAIN = 3
 
 
 @dataclass(frozen=True)
@@ -79,14 +78,15 @@ def verify(
 
     The upstream gradient is random (N(0, 1), or integers with ``init="integer"``). A kernel that fails with an
     exception is red; one that cannot run is "not run" and says why. The draws of the case are judged together, and
-    where a tensor is not close, ``AGAIN`` times as many.
+    where a tensor is not close, ``AGAIN`` times as many again.
 
     Raises:
         ValueError: ``init="integer"`` with an activation that leaves the integers, or sizes for which no density of
             non-zero values keeps every intermediate result exact.
     """
     found: dict[str, Verification] = {}
-    evidence: dict[str, list[Evidence]] = {}
+    # Of the draws of the case, and of further ones.
+    evidence: tuple[dict[str, list[Evidence]], ...] = ({}, {})
     paths: dict[str, str] = {}
     draws = 1 if init == "integer" else case.draws
     for drawn, (work, truth, yardstick) in enumerate(_drawn(case, options, shape, init, dtype, device, seed), 1):
@@ -108,13 +108,13 @@ def verify(
             if yardstick is None:
                 found[name] = _judged(name, path, map(_exact, names, actual, in_dtypes(case, work, truth, dtype)))
                 continue
-            judged = evidence.setdefault(name, [Evidence(each) for each in names])
+            judged = evidence[drawn > draws].setdefault(name, [Evidence(each) for each in names])
             for each, mine, theirs, right in zip(judged, actual, yardstick, truth, strict=True):
                 each.add(mine, theirs, right)
-        if drawn not in (draws, AGAIN * draws):
+        if drawn not in (draws, (1 + AGAIN) * draws):
             continue
         judged_now = {
-            name: _judged(name, paths[name], map(close, _verdicts(case, shape, evidence[name])))
+            name: _judged(name, paths[name], map(close, _verdicts(case, shape, *(each.get(name) for each in evidence))))
             for name in paths.keys() - found.keys()
         }
         if drawn > draws or not any(each.red for each in judged_now.values()):
@@ -123,10 +123,14 @@ def verify(
     return [found[name] for name in paths]
 
 
-def _verdicts(case: Case, shape: Shape, evidence: list[Evidence]) -> list[Closeness]:
+def _verdicts(
+    case: Case, shape: Shape, evidence: list[Evidence] | None, again: list[Evidence] | None
+) -> Iterator[Closeness]:
     """On all draws so far. A parameter's gradient alone is made of results that are fewer than its elements."""
-    owned = None if case.independent is None else max(1, case.independent(shape) * evidence[0].draws)
-    return [each.verdict(owned if each.name[1:] in case.parameters else None) for each in evidence]
+    owned = None if case.independent is None else case.independent(shape)
+    for place, each in enumerate(evidence or ()):
+        further = None if again is None else again[place]
+        yield each.verdict(owned if each.name[1:] in case.parameters else None, further)
 
 
 def _drawn(
@@ -145,7 +149,7 @@ def _drawn(
         return
     upstream: tuple[Tensor, ...] = ()
     drawn: dict[str, Any] = {"init": init, "dtype": dtype, "device": device, "backward": case.backward}
-    for index in range(AGAIN * case.draws):
+    for index in range((1 + AGAIN) * case.draws):
         work = random_work(case, options, shape, seed=seed + 1009 * index, **drawn)
         # Errors grow with the upstream gradient: that of all draws is one.
         upstream = upstream or work.upstream

@@ -25,7 +25,9 @@ exact says nothing about how exact a right kernel must be. Two corrections, both
 
 Where single errors decide a tile, as in the gradient of a model's embedding, whose rows are those of a few tokens each,
 several *draws* can be judged together: results of the same computation for other random inputs, whose errors in one
-place count as those of one larger tile.
+place count as those of one larger tile. And where there are so many tiles that one of 100,000 is over its limit by
+chance, further draws can be judged *again*: a fault stays in its place, chance does not. What is over a limit then is
+what is over it both times, or once by more than twice.
 """
 
 from __future__ import annotations
@@ -164,18 +166,22 @@ class Evidence:
         tiles = tile_statistics(*views)
         self._tiles = tiles if self._tiles is None else self._tiles.beside(tiles)
 
-    def verdict(self, independent: int | None = None) -> Closeness:
-        """That on all draws together; ``independent`` is that of all of them."""
+    def verdict(self, independent: int | None = None, again: Evidence | None = None) -> Closeness:
+        """That on all draws together; ``independent`` is that of one of them; ``again`` are further draws."""
         name = self.name
         if self._fault is not None:
             return self._fault
         if self._tiles is None:
             return Closeness(name, True, 0.0, 0.0, 0.0, (), f"{name}: empty, as torch's")
+        if again is not None and again._fault is not None:
+            return again._fault
         unit, tiles = torch.finfo(self.computed_in or self._dtype), self._tiles
-        whole = tiles.whole()
-        whole_max, whole_rms = (float(ratio) for ratio in error_ratios(whole, unit))
-        whole_fraction = float(fractions_of_limits(whole, unit, independent))
-        fractions = fractions_of_limits(tiles, unit, independent)
+        whole_max, whole_rms = (float(ratio) for ratio in error_ratios(tiles.whole(), unit))
+        whole_share, fractions = self._shares(independent)
+        if again is not None:
+            second_whole, second = again._shares(independent)
+            whole_share, fractions = _both_times(whole_share, second_whole), _both_times(fractions, second)
+        whole_fraction = float(whole_share)
         tile_fraction = float(fractions.max())
         spot = tuple(int(i) for i in torch.unravel_index(fractions.argmax(), fractions.shape))
         worst_tile = _index(spot[0], self._shape[:-2]) + spot[3 - min(len(self._shape), 2) :]
@@ -190,9 +196,27 @@ class Evidence:
                 f": max error {float(tiles.our_max[spot]):.3g}, torch's {float(tiles.torch_max[spot]):.3g}, "
                 f"largest value {float(tiles.reference_max[spot]):.3g}; "
                 f"{int((fractions > 1.0).sum())} of {fractions.numel()} tiles over; "
-                f"shape {tuple(self._shape)}{f' in {self.draws} draws' * (self.draws > 1)}, {self._dtype}"
+                f"shape {tuple(self._shape)}{f' in {self.draws} draws' * (self.draws > 1)}"
+                f"{'' if again is None else f', again in {again.draws}'}, {self._dtype}"
             )
         return Closeness(name, ok, whole_max, whole_rms, max(whole_fraction, tile_fraction), worst_tile, message)
+
+    def _shares(self, independent: int | None) -> tuple[Tensor, Tensor]:
+        """The shares of their limits that the whole tensor and each tile use."""
+        assert self._tiles is not None
+        unit = torch.finfo(self.computed_in or self._dtype)
+        samples = None if independent is None else max(1, independent * self.draws)
+        whole = fractions_of_limits(self._tiles.whole(), unit, samples)
+        return whole, fractions_of_limits(self._tiles, unit, samples)
+
+
+def _both_times(first: Tensor, second: Tensor) -> Tensor:
+    """The smaller share of a limit: more than twice the limit is no chance, however seldom it happens."""
+    more = torch.maximum(first, second)
+    return torch.where(more > _NO_CHANCE, more, torch.minimum(first, second))
+
+
+_NO_CHANCE = 2.0
 
 
 def _check(actual: Tensor, torch_result: Tensor, reference: Tensor, name: str) -> None:
@@ -245,13 +269,23 @@ def compare_all(
 def compare_draws(
     draws: Iterable[tuple[Results, Results, Results]],
     *,
+    again: Iterable[tuple[Results, Results, Results]] = (),
     computed_in: torch.dtype | None = None,
     independent: int | None = None,
 ) -> dict[str, Closeness]:
-    """:func:`compare_all` of several draws together, one of which need be in memory at a time.
+    """:func:`compare_all` of several draws together, one of which need be in memory at a time, and of those ``again``.
 
-    ``independent`` is that of all draws; raises as :func:`compare_all` does.
+    ``independent`` is that of one draw; raises as :func:`compare_all` does.
     """
+    evidence, reds = _evidence(draws, computed_in)
+    further, more_reds = _evidence(again, computed_in)
+    return {name: each.verdict(independent, further.get(name)) for name, each in evidence.items()} | more_reds | reds
+
+
+def _evidence(
+    draws: Iterable[tuple[Results, Results, Results]], computed_in: torch.dtype | None
+) -> tuple[dict[str, Evidence], dict[str, Closeness]]:
+    """What all draws tell of each result, and what is red as a gradient is missing."""
     evidence: dict[str, Evidence] = {}
     reds: dict[str, Closeness] = {}
     for actual, torch_results, references in draws:
@@ -269,7 +303,7 @@ def compare_draws(
             elif (ours is None) != (theirs is None):
                 have, has = ("None" if each is None else "a tensor" for each in (ours, theirs))
                 reds[name] = red(name, f"{have}, torch has {has}")
-    return {name: each.verdict(independent) for name, each in evidence.items()} | reds
+    return evidence, reds
 
 
 def assert_all_close(

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers.replacing.logits import Logits, NoLogits
+from tests.models.device_table import changed
 from tests.models.loss_heads import FAMILIES, IGNORED, Inputs, build, in_kernels, losses, replaced, results, truth
 from tests.operands import DEVICE, ON_GPU, assert_draws_close
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'fusedlayers[models]'")
 # Logits are by far the largest tensors.
 WORDS, WIDTH, TOKENS = (32768, 256, 8192) if ON_GPU else (384, 32, 40)
-# Few tokens are likely to name a word: of one text a few roundings of logits decide its row of the gradient.
+# Few words make another one likely: the roundings of some logits decide its row of the gradient. Each draw is another
+# text, and rounds other parameters.
 DRAWS = 16
 MIB = 2**20
 
@@ -48,7 +50,10 @@ def test_large_vocabularies(name: str, compiled: bool, monkeypatch: pytest.Monke
     # Where transformers does not know it, it warns, which Dynamo does not trace.
     model.loss_type = "ForCausalLM"
     options = {"num_items_in_batch": torch.tensor(TOKENS - 9, device=DEVICE)}
-    exact = [truth(copy.deepcopy(model), inputs, **options) for inputs in texts]
+    exact = []
+    for number, inputs in enumerate(texts):
+        with changed(model, number):
+            exact.append(truth(copy.deepcopy(model), inputs, **options))
 
     def way(fullgraph: bool) -> Any:
         torch._dynamo.reset()
@@ -56,10 +61,12 @@ def test_large_vocabularies(name: str, compiled: bool, monkeypatch: pytest.Monke
         return torch.compile(model, fullgraph=fullgraph, backend=backend) if compiled else model
 
     def found(run: Any) -> list[dict[str, Tensor]]:
-        return [
-            {name.replace("_orig_mod.", ""): tensor for name, tensor in results(run, inputs, **options).items()}
-            for inputs in texts
-        ]
+        draws = []
+        for number, inputs in enumerate(texts):
+            with changed(model, number):
+                named = results(run, inputs, **options)
+            draws.append({name.replace("_orig_mod.", ""): tensor for name, tensor in named.items()})
+        return draws
 
     theirs = found(way(fullgraph=False))
     replaced(model)
@@ -99,10 +106,14 @@ def test_a_training_step_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = large("Llama").float()
     ours, texts = copy.deepcopy(plain), [text(seed) for seed in range(DRAWS)]
     fl.replace(ours)
-    exact = [truth(copy.deepcopy(plain), inputs) for inputs in texts]
-    found = []
-    for model in (ours, plain):
-        with in_kernels(monkeypatch), torch.autocast(torch.device(DEVICE).type, torch.bfloat16, enabled=ON_GPU):
-            found.append([results(model, inputs) for inputs in texts])
+    exact: list[Any] = []
+    found: tuple[list[Any], ...] = ([], [])
+    for number, inputs in enumerate(texts):
+        with changed(plain, number):
+            exact.append(truth(copy.deepcopy(plain), inputs))
+        for model, draws in zip((ours, plain), found, strict=True):
+            mixed = torch.autocast(torch.device(DEVICE).type, torch.bfloat16, enabled=ON_GPU)
+            with changed(model, number), in_kernels(monkeypatch), mixed:
+                draws.append(results(model, inputs))
     computed_in = torch.bfloat16 if ON_GPU else torch.float32
     assert_draws_close(list(zip(*found, exact, strict=True)), computed_in=computed_in)
