@@ -19,6 +19,9 @@ class ColumnSumTiles:
 # half or twice the programs 2 to 7 µs longer.
 COLUMN_SUM_TILES = ColumnSumTiles(block_m=32, block_n=32, programs=1056, num_stages=1)
 
-# Columns of one program, and bands at a time, that it adds up: few columns and many loads in flight, as there are a few
-# thousand columns and up to some hundred bands, and one program after the other would wait for memory.
-BAND_BLOCKS = (32, 64)
+# Bands beyond which adding them up takes longer than they save: 5.8 and 8.9 µs with about 100 for 16,600 × 136 and
+# 16,904 × 128, 7.9 and 11.4 with twice as many.
+MOST_BANDS = 128
+# Columns of one program, and bands at a time, that it adds up: few columns and all loads in flight, as one after the
+# other would wait for memory.
+BAND_BLOCKS = (32, MOST_BANDS)
