@@ -7,6 +7,7 @@ Run as a script it prints one JSON object per kernel:
     python tests/reduce_code_generation.py pipelined sm_90/bfloat16
 """
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -82,6 +83,7 @@ def shipped(selection: str, target: str, dtype: str) -> Iterator[ReduceCase]:
         yield ReduceCase(target, dtype, 64, "max", -2, rows=1021)
         yield ReduceCase(target, dtype, 256, "logsumexp", -1)
         yield ReduceCase(target, dtype, 1024, "max", -1, masked=True, rows=256, columns=9000, batch=1)
+        yield ReduceCase(target, dtype, 64, "logsumexp", -1, rows=61, columns=1208)
         return
     if selection == "pipelined":
         yield from pipelined(target, dtype)
@@ -98,6 +100,12 @@ def shipped(selection: str, target: str, dtype: str) -> Iterator[ReduceCase]:
         yield ReduceCase(target, dtype, 61, "absmax", dim, activation="silu", rows=1021, columns=1019, bias=True)
         yield ReduceCase(target, dtype, 64, "min", dim, rows=9000, columns=9000, batch=1)
         yield ReduceCase(target, dtype, 64, "mean", dim, activation="relu", rows=16384, columns=64, batch=1)
+    # Both gradients at once, where few rows are kept: whole blocks, whole vectors, and neither.
+    for kept, width, reduced in itertools.product((20, 61), (24, 64, 128), (1024, 1208, 1021)):
+        # Each with one layout, and one with a mask.
+        one = ReduceCase(target, dtype, width, "logsumexp", -1, rows=kept, columns=reduced, masked=reduced == 1021)
+        across = replace(one, dim=-2, rows=reduced, columns=kept)
+        yield one if width == 64 else across
 
 
 def pipelined(target: str, dtype: str) -> Iterator[ReduceCase]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,62 @@ def test_exact_integers_for_any_number_of_splits(tiles: ReduceConfig, splits: in
             found = {"values": values, "index": None if index is None else index.to(torch.int64)}
             truth = dict(zip(("values", "index"), expected if indices else (expected, None), strict=True))
             assert_equal(found, truth)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("splits", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("columns", [70, 72], ids=["no whole vectors", "vectors"])
+@pytest.mark.parametrize("rows_of_memory", [False, True], ids=["transposed", "rows"])
+def test_both_gradients_at_once(rows_of_memory: bool, columns: int, splits: int) -> None:
+    """Ragged last blocks, more splits than blocks, masked rows, and an entry of which none takes part."""
+    inputs = reduce_inputs(17, columns, 20, draw=INTEGERS[torch.float32])
+    a, b = (None if tensor is None else tensor.requires_grad_() for tensor in inputs.values())
+    assert a is not None
+    assert b is not None
+    mask, lengths = torch.rand(2, columns, device=DEVICE) < 0.7, torch.tensor([50, 0], device=DEVICE, dtype=torch.int32)
+    biases = torch.arange(columns, device=DEVICE) % 3 - 1.0, torch.arange(17, device=DEVICE) % 2 + 0.0
+    reduced = b.mT.contiguous() if rows_of_memory else b.mT
+    for op, taking in (("sum", {}), ("sumsq", {}), ("sumsq", {"mask": mask, "lengths": lengths})):
+        d = reference.gemm_reduce(a, b, op=op, dim=-1, bias=biases[0] + biases[1][:, None], activation="relu", **taking)
+        g = upstream(d, INTEGERS[torch.float32])
+        expected = dict(zip(("da", "db"), torch.autograd.grad(d, (a, b), g), strict=True))
+        operands = ReduceOperands(
+            a, reduced, biases[1], biases[0], taking.get("mask"), taking.get("lengths"), None,
+            ReduceArithmetic(op, "relu", "ieee", "exact"),
+        )  # fmt: skip
+        tiles = ReduceConfig(32, 16, 32, 4, 1)
+        da, d_reduced = kernels.both_gradients(operands, g, None, tiles=tiles, splits=splits)
+        assert_equal({"da": da, "db": d_reduced.mT}, expected)
+
+
+@needs_kernels
+@pytest.mark.parametrize("op", ["logsumexp", "sumsq"])
+def test_few_kept_rows_have_both_gradients_at_once(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right ones, of as many rows as any GPU's tiles have, and only where both are wanted and the bias has none."""
+    launched: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        launcher = getattr(kernels, name)
+
+        def count(*given: Any, **asked: Any) -> Any:
+            launched.append(name)
+            return launcher(*given, **asked)
+
+        return count
+
+    for name in ("both_gradients", "kept_gradient", "reduced_gradient"):
+        monkeypatch.setattr(kernels, name, counted(name))
+    for rows in (1, 31, 33, 64, 129):
+        inputs = reduce_inputs(rows, 150, 24, torch.float16, bias=True)
+        assert_reduce_close(inputs, op=op, dim=-1, frozen=("bias",))
+        assert launched == (["both_gradients"] if rows <= 64 else ["kept_gradient", "reduced_gradient"]), rows
+        launched.clear()
+    one_by_one = ["kept_gradient", "reduced_gradient"]
+    for frozen, wanted in ((("a", "bias"), one_by_one[1:]), (("b", "bias"), one_by_one[:1]), ((), one_by_one)):
+        assert_reduce_close(reduce_inputs(40, 150, 24, torch.float16, bias=True), op=op, dim=-1, frozen=frozen)
+        assert launched == wanted
+        launched.clear()
 
 
 @needs_kernels

@@ -29,7 +29,9 @@ def test_shipped_configurations(tmp_path: Path, selection: str, target: str, dty
     reports = compiled(tmp_path, str(TESTS / "reduce_code_generation.py"), selection, f"{target}/{dtype}")
     red = [f"{name(report)}: {fault}" for report in reports for fault in faults(report)]
     assert not red, "\n".join(red)
-    assert {report["kernel"] for report in reports} == {"reduce", "combine", "routing", "weighted"}
+    # float32 takes the gradients one by one.
+    at_once = set() if dtype == "float32" else {"one_pass", "reduce_partials"}
+    assert {report["kernel"] for report in reports} == {"reduce", "combine", "routing", "weighted"} | at_once
     of_both = {report["constants"].get("KEPT") for report in reports if report["kernel"] == "weighted"}
     assert of_both == {True, False}
 
@@ -66,7 +68,10 @@ def test_few_variants_for_many_row_counts(tmp_path: Path) -> None:
     for report in compiled(tmp_path, "variants.py"):
         key = (report["op"], report["dim"], report["kernel"], report["constants"].get("KEPT"))
         rows[key][report["hash"]].add(report["rows"])
+    launched = {key: set().union(*variants.values()) for key, variants in rows.items()}
     for key, variants in rows.items():
         assert len(variants) <= 3, f"{key} is compiled {len(variants)} times: {list(variants.values())}"
-        if key[2] != "combine":
-            assert set().union(*variants.values()) >= {1, 777, 4096}, f"{key} was not launched at every row count"
+        # What is combined depends on splits; few rows have both gradients at once, the others one by one.
+        at_once = launched.get((*key[:2], "one_pass", None), set()) if key[2] == "weighted" else set()
+        if key[2] in ("reduce", "weighted", "routing"):
+            assert launched[key] | at_once >= {1, 777, 4096}, f"{key} was not launched at every row count"

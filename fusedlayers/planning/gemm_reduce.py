@@ -24,7 +24,7 @@ from .measured import GemmReduce
 SHORTEST_REDUCED_SPLIT = 4
 # That the warp-specialised kernel pads inner widths to.
 LEAST_WIDTH = 64
-# Programs of the forward kernel that run on an SM at once.
+# Programs that run on an SM at once: of the forward kernel, and of small tiles of both gradients.
 RESIDENT = 2
 # Activations that fall before they rise: around their minimum values lie so close together that small errors choose
 # which element is the least, and with it where the gradient goes.
@@ -103,7 +103,7 @@ class ReducePlan(Decision):
 
     forward_tiles: ReduceConfig | None = None
     gradient_tiles: ReduceConfig | None = None
-    one_pass_tiles: ReduceConfig | None = None  # of both gradients at once
+    one_pass_tiles: ReduceConfig | None = None  # of both gradients at once, in the place of gradient_tiles
     one_pass_splits: int = 1
     splits: int = 1
     accuracy: str = "exact"  # of activations in kernels: one of kernels.activations.ACCURACIES
@@ -222,18 +222,18 @@ def choose_reduced_splits(problem: ReduceProblem, device: Device, tiles: ReduceC
     return max(1, min(device.sms * resident // programs, most, PARTIALS_LIMIT // partials))
 
 
-def one_pass(problem: ReduceProblem, device: Device) -> dict[str, Any]:
-    """The fields of a plan whose gradients are computed at once, where one tile has all the kept rows."""
+def choose_one_pass(problem: ReduceProblem, device: Device) -> tuple[ReduceConfig | None, int]:
+    """The tiles of both gradients at once, where one tile has all the kept rows, and the ranges of reduced rows."""
     both = problem.needs_kept_gradient and problem.needs_reduced_gradient
     if problem.indexed or problem.linear or problem.needs_bias_gradient or not both:
-        return {}
+        return None, 1
     tiles = one_pass_config(device.architecture, 8 * problem.element_bytes, problem.kept, problem.K)
     if tiles is None:
-        return {}
+        return None, 1
     most = -(-problem.reduced // (tiles.block_r * SHORTEST_REDUCED_SPLIT))
     partials = 4 * problem.batch * problem.kept * problem.K
-    splits = min(device.sms * RESIDENT // problem.batch, most, PARTIALS_LIMIT // partials)
-    return {"one_pass_tiles": tiles, "one_pass_splits": max(1, splits)}
+    resident = RESIDENT if tiles.num_warps <= 4 else 1
+    return tiles, max(1, min(device.sms * resident // problem.batch, most, PARTIALS_LIMIT // partials))
 
 
 def choose_accuracy(problem: ReduceProblem) -> str:
@@ -273,22 +273,23 @@ def _costed(
         number = 8 if problem.op == "logsumexp" and problem.dtype == "float32" else 4
         saved = operands + (number * problem.batch * problem.kept if path == "fused" and not problem.linear else 0)
         saved += product * (path == "torch" and (not problem.linear or problem.masked))
-    at_once = one_pass(problem, device) if path == "fused" else {}
-    flops = _flops(problem, path, bool(at_once))
+    one_pass, one_pass_splits = choose_one_pass(problem, device) if path == "fused" else (None, 1)
+    flops = _flops(problem, path, one_pass is not None)
     options: dict[str, Any] = {}
     if path == "fused":
         one_by_one = reduce_gradient_config(device.architecture, 8 * element, problem.K, problem.indexed)
         tiles = forward_tiles(problem, device)
         splits = choose_reduced_splits(problem, device, tiles)
-        partials = 4 if problem.op in ("sum", "mean", "sumsq") else 8
-        options = at_once or {"gradient_tiles": one_by_one}
-        options |= {
+        of_forward = (4 if problem.op in ("sum", "mean", "sumsq") else 8) * splits * (splits > 1 and not problem.atomic)
+        of_backward = 4 * problem.K * one_pass_splits * (one_pass_splits > 1)
+        options = {
             "forward_tiles": tiles,
+            "gradient_tiles": one_by_one if one_pass is None else None,
+            "one_pass_tiles": one_pass,
+            "one_pass_splits": one_pass_splits,
             "splits": splits,
             "accuracy": choose_accuracy(problem),
-            "workspace_bytes": splits * partials * problem.batch * problem.kept
-            if splits > 1 and not problem.atomic
-            else 0,
+            "workspace_bytes": max(of_forward, of_backward) * problem.batch * problem.kept,
         }
     reason = {
         "fused": "the kernels "
