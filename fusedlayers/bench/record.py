@@ -118,7 +118,7 @@ def updated(record: Record, newer: Record) -> Record:
     Raises:
         ValueError: the newer one has another device, other versions, another method or less time, is not finished, is
             not of a known commit without changes, or has a row that is red, without times, there twice, or without a
-            contender of the row that it is to replace.
+            contender that was timed in the row that it is to replace.
     """
     method, seconds = newer["method"], record["method"].get("seconds_per_row", 0)
     # Rows that were timed for longer are as good.
@@ -132,7 +132,12 @@ def updated(record: Record, newer: Record) -> Record:
     measured: dict[tuple[object, ...], Record] = {}
     for row in newer["rows"]:
         identity = _identity(row)
-        known = older.get(identity, {}).get("contenders", {})
+        # One that has no times there, as it cannot run, has none to lose.
+        known = {
+            name: entry
+            for name, entry in older.get(identity, {}).get("contenders", {}).items()
+            if entry["launched"] is not None
+        }
         red = any(verdict["status"] == "red" for verdict in row["verification"])
         if identity in measured or red or not row["contenders"] or known.keys() - row["contenders"].keys():
             raise ValueError(f"{identity}: expected it once, green, with times of {', '.join(known) or 'contenders'}")

@@ -193,6 +193,18 @@ def test_rows_may_be_timed_for_longer(gpu_record: Record, newer_record: Record, 
     assert record.read(older)["method"] == method
 
 
+def test_a_contender_that_has_no_times_may_go(gpu_record: Record, newer_record: Record, tmp_path: Path) -> None:
+    """That one is not asked for anew, as it cannot run there."""
+    older, newer = tmp_path / "older.json", tmp_path / "newer.json"
+    [row, *others] = gpu_record["rows"]
+    untimed = record.untimed_entry("not timed", "it has no layers for it", ("", ""))
+    row = row | {"contenders": row["contenders"] | {"liger": untimed}}
+    record.write(gpu_record | {"rows": [row, *others]}, older)
+    record.write(newer_record, newer)
+    assert bench("update", older, newer) == 0
+    assert "liger" not in record.read(older)["rows"][0]["contenders"]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
