@@ -136,6 +136,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "host": lambda: host_tables.markdown(_read("host", "h200-bf16.json")),
     "layers": lambda: tables.markdown(_read("h200-bf16.json")),
     "loss head": lambda: tables.markdown(_read("loss_head", "h200-bf16.json")),
+    "experts": lambda: tables.markdown(_read("experts", "h200-bf16.json")),
     "adapters": lambda: tables.markdown(_read("lora", "h200-bf16.json")),
     "autotune": lambda: tables.markdown(_read("autotune", "h200-bf16.json")),
     "random sizes": lambda: drawn.markdown(_read("drawn", "h200-bf16.json")),

@@ -23,7 +23,7 @@ _FFN_FORWARD, _FFN_DATA = "kernels/gemm_gemm/forward.py", "kernels/gemm_gemm/dat
 _FFN_WEIGHT = "kernels/gemm_gemm/weight_gradient.py"
 _HIDDEN, _HIDDEN_GRADIENT = "kernels/gemm_epilogue/hidden.py", "kernels/gemm_epilogue/hidden_gradient.py"
 _REDUCE, _CHUNKED = "kernels/gemm_reduce/forward.py", "fusedlayers/functional/ffn/chunked.py"
-_LINEAR = "fusedlayers/functional/linear.py"
+_BOTH, _LINEAR = "kernels/gemm_reduce/one_pass.py", "fusedlayers/functional/linear.py"
 _LOSSES, _LOGITS = "kernels/cross_entropy/losses.py", "kernels/cross_entropy/rows.py"
 _HEAD = "fusedlayers/functional/linear_cross_entropy/chunked.py"
 _LORA, _ADAPTERS = "fusedlayers/functional/lora_ffn/__init__.py", "fusedlayers/functional/lora_ffn/products.py"
@@ -190,6 +190,11 @@ FAULTS: tuple[Fault, ...] = (
         "masked columns taking part", _REDUCE,
         "c = tl.where(taking[None, :], c, 0.0 if SUMMED", "c = tl.where(taking[None, :] | True, c, 0.0 if SUMMED",
         "test_gemm_reduce_kernels masks_and_lengths",
+    ),
+    _fault(
+        "masked rows in both gradients", _BOTH,
+        "taking[:, None] & (rows < P)[None, :]", "(cols < taking_rows)[:, None] & (rows < P)[None, :]",
+        "test_gemm_reduce_kernels both_gradients_at_once",
     ),
     _fault(
         "tokens of the next query counted", "kernels/maxsim/scores.py",

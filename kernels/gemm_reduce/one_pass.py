@@ -31,9 +31,9 @@ def _one_pass_kernel(
     EVEN_R: tl.constexpr, TRANSPOSED: tl.constexpr, UNIT: tl.constexpr, ACTIVATION: tl.constexpr,
     ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    R, stride_rz = in_units(R, UNIT), in_units(stride_rz, UNIT)
+    stride_rz = in_units(stride_rz, UNIT)
     if TRANSPOSED:
-        stride_rk = in_units(stride_rk, UNIT)
+        R, stride_rk = in_units(R, UNIT), in_units(stride_rk, UNIT)
     else:
         stride_rr = in_units(stride_rr, UNIT)
     batch = (tl.program_id(0) // splits).to(tl.int64)
@@ -84,7 +84,7 @@ def both_gradients(
     d_reduced = operands.kept.new_empty(batch, reduced, width)
     stride_z, stride_r, stride_k = operands.reduced.stride()
     transposed = stride_r == 1
-    unit = vector_unit(operands.reduced, reduced, stride_z, stride_k if transposed else stride_r)
+    unit = vector_unit(operands.reduced, stride_z, *((reduced, stride_k) if transposed else (stride_r,)))
 
     def fill(targets: list[torch.Tensor | None], split_elements: int) -> None:
         launch(

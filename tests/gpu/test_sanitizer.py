@@ -36,6 +36,7 @@ KERNELS = {
     "_combine_kernel": ("reductions", "experts"),
     "_routing_kernel": ("reductions",),
     "_weighted_kernel": ("reductions",),
+    "_one_pass_kernel": ("reductions",),
     "_scores_kernel": ("reductions",),
     "_weights_kernel": ("reductions",),
 }
