@@ -41,6 +41,7 @@ def calls() -> Iterator[Callable[[], torch.Tensor]]:
     yield lambda: functional.gemm_gemm(matrix(8, 512, 64), matrix(8, 64, 256), matrix(8, 256, 64))
     yield lambda: functional.gemm_reduce(matrix(8, 1024, 128), matrix(8, 128, 1024), op="max", dim=-1)
     yield lambda: functional.gemm_reduce(matrix(8, 1024, 128), matrix(8, 128, 1024), op="logsumexp", dim=-2)
+    yield lambda: functional.gemm_reduce(matrix(8, 64, 128), matrix(8, 128, 1024), op="logsumexp", dim=-1)
     yield lambda: functional.maxsim(matrix(8, 32, 128), matrix(64, 256, 128))
     yield lambda: functional.linear(matrix(64, 65536), matrix(64, 65536), matrix(64))
     yield lambda: functional.linear(matrix(1, 4096), matrix(4096, 4096))
