@@ -116,7 +116,16 @@ def _times(axes: Any, rows: list[Record]) -> None:
     if known:
         axes.axhline(1.0, color="black", linewidth=1)
     axes.set_yscale("log")
+    # 2, not 2 × 10⁰, also between powers of ten where there are few.
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(_plain_between_powers())
     axes.set_ylabel("time over floor\n(1: as fast as the hardware allows)" if known else "time in µs")
+
+
+def _plain_between_powers() -> Any:
+    from matplotlib.ticker import LogFormatter
+
+    return LogFormatter(minor_thresholds=(1.5, 0.5))
 
 
 def _device_time(row: Record, name: str) -> float | None:
