@@ -249,14 +249,13 @@ def assert_draws_close(
     found: Sequence[tuple[Tensors, Tensors, Tensors]],
     independent: int | None = None,
     computed_in: torch.dtype | None = None,
+    again: Sequence[tuple[Tensors, Tensors, Tensors]] = (),
 ) -> None:
-    """Ours, torch's and the float64 results of several draws pass the closeness rule together.
+    """Ours, torch's and the float64 results of several draws pass the closeness rule together, and those ``again``.
 
-    Of eight or more, those of the second half judge again what fails in the first. ``independent`` is that of one draw:
-    see :func:`fusedlayers.closeness.compare`, as for ``computed_in``.
+    ``independent`` is that of one draw: see :func:`fusedlayers.closeness.compare`, as for ``computed_in``.
     """
-    half = len(found) // 2 if len(found) >= 8 else len(found)
-    verdicts = compare_draws(found[:half], again=found[half:], independent=independent, computed_in=computed_in)
+    verdicts = compare_draws(found, again=again, independent=independent, computed_in=computed_in)
     red = [verdict.message for verdict in verdicts.values() if not verdict.ok]
     assert not red, "\n".join(red)
 

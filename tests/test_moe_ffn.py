@@ -90,7 +90,8 @@ def test_sizes_one_at_a_time(path: str, changed: int, size: int) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("k", [4, 5, 8])
 def test_many_experts_of_each_token(path: str, k: int) -> None:
-    assert_moe_close(*[moe_inputs(9, 24, 20, 9, k) for _ in range(8)], path=path)
+    """An expert has few rows: in one tile torch may be right by chance."""
+    assert_moe_close(*[moe_inputs(9, 24, 20, 9, k) for _ in range(8)], path=path, again=4)
 
 
 @pytest.mark.parametrize("path", PATHS)

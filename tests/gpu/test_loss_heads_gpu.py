@@ -20,7 +20,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 WORDS, WIDTH, TOKENS = (32768, 256, 8192) if ON_GPU else (384, 32, 40)
 # Few words make another one likely: the roundings of some logits decide its row of the gradient. Each draw is another
 # text, and rounds other parameters.
-DRAWS = 16
+DRAWS, AGAIN = 8, 8
 MIB = 2**20
 
 
@@ -46,7 +46,7 @@ def text(seed: int = 0) -> Inputs:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_large_vocabularies(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = large(name)
-    texts = [text(seed) for seed in range(DRAWS)]
+    texts = [text(seed) for seed in range(DRAWS + AGAIN)]
     # Where transformers does not know it, it warns, which Dynamo does not trace.
     model.loss_type = "ForCausalLM"
     options = {"num_items_in_batch": torch.tensor(TOKENS - 9, device=DEVICE)}
@@ -77,7 +77,8 @@ def test_large_vocabularies(name: str, compiled: bool, monkeypatch: pytest.Monke
     # A compiled call is counted where it is traced, too.
     assert losses(paths) >= 2
     assert type(outputs.logits) is (NoLogits if compiled else Logits)
-    assert_draws_close(list(zip(ours, theirs, exact, strict=True)), computed_in=model.dtype)
+    draws = list(zip(ours, theirs, exact, strict=True))
+    assert_draws_close(draws[:DRAWS], computed_in=model.dtype, again=draws[DRAWS:])
 
 
 def test_the_logits_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +105,7 @@ def test_the_logits_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_training_step_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a whole replaced model, blocks and loss, under autocast."""
     plain = large("Llama").float()
-    ours, texts = copy.deepcopy(plain), [text(seed) for seed in range(DRAWS)]
+    ours, texts = copy.deepcopy(plain), [text(seed) for seed in range(DRAWS + AGAIN)]
     fl.replace(ours)
     exact: list[Any] = []
     found: tuple[list[Any], ...] = ([], [])
@@ -116,4 +117,5 @@ def test_a_training_step_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
             with changed(model, number), in_kernels(monkeypatch), mixed:
                 draws.append(results(model, inputs))
     computed_in = torch.bfloat16 if ON_GPU else torch.float32
-    assert_draws_close(list(zip(*found, exact, strict=True)), computed_in=computed_in)
+    judged = list(zip(*found, exact, strict=True))
+    assert_draws_close(judged[:DRAWS], computed_in=computed_in, again=judged[DRAWS:])
