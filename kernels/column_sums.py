@@ -13,7 +13,7 @@ from .device import tl, triton
 from .launching import Launch, ceil_div, layout_of, prepared, vector_unit
 from .partials import ReduceBlocks, reduce_partials
 from .tiles import in_units, load_tile
-from .tuning import BAND_BLOCKS, MOST_BANDS, ColumnSumTiles
+from .tuning import BAND_BLOCKS, MOST_SUMMED_BANDS, ColumnSumTiles
 
 _BLOCKS = ReduceBlocks(*BAND_BLOCKS)
 # As many blocks of rows one program sums up in the time of a second launch.
@@ -55,9 +55,9 @@ def column_partials(dy: torch.Tensor, tiles: ColumnSumTiles, ready: dict[Any, An
 def _prepare_bands(dy: torch.Tensor, tiles: ColumnSumTiles) -> tuple[tuple[int, ...], Launch]:
     rows, columns = dy.shape
     column_blocks, row_blocks = ceil_div(columns, tiles.block_n), ceil_div(rows, tiles.block_m)
-    bands = (
-        1 if row_blocks <= _BLOCKS_OF_ONE_BAND else max(1, min(row_blocks, tiles.programs // column_blocks, MOST_BANDS))
-    )
+    bands = 1
+    if row_blocks > _BLOCKS_OF_ONE_BAND:
+        bands = max(1, min(row_blocks, tiles.programs // column_blocks, MOST_SUMMED_BANDS))
     launch = Launch(
         _column_sums_kernel,
         bands * column_blocks,

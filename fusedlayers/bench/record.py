@@ -133,13 +133,10 @@ def updated(record: Record, newer: Record) -> Record:
     for row in newer["rows"]:
         identity = _identity(row)
         # One that has no times there, as it cannot run, has none to lose.
-        known = {
-            name: entry
-            for name, entry in older.get(identity, {}).get("contenders", {}).items()
-            if entry["launched"] is not None
-        }
+        entries = older.get(identity, {}).get("contenders", {})
+        known = [name for name, entry in entries.items() if entry["launched"] is not None]
         red = any(verdict["status"] == "red" for verdict in row["verification"])
-        if identity in measured or red or not row["contenders"] or known.keys() - row["contenders"].keys():
+        if identity in measured or red or not row["contenders"] or set(known) - row["contenders"].keys():
             raise ValueError(f"{identity}: expected it once, green, with times of {', '.join(known) or 'contenders'}")
         measured[identity] = row if newer["commit"] == record["commit"] else {"commit": newer["commit"]} | row
     rows = [measured.pop(identity, row) for identity, row in older.items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -85,8 +85,8 @@ def verify(
             non-zero values keeps every intermediate result exact.
     """
     found: dict[str, Verification] = {}
-    # Of the draws of the case, and of further ones.
-    evidence: tuple[dict[str, list[Evidence]], ...] = ({}, {})
+    evidence: dict[str, list[Evidence]] = {}
+    again: dict[str, list[Evidence]] = {}
     paths: dict[str, str] = {}
     draws = 1 if init == "integer" else case.draws
     for drawn, (work, truth, yardstick) in enumerate(_drawn(case, options, shape, init, dtype, device, seed), 1):
@@ -108,13 +108,13 @@ def verify(
             if yardstick is None:
                 found[name] = _judged(name, path, map(_exact, names, actual, in_dtypes(case, work, truth, dtype)))
                 continue
-            judged = evidence[drawn > draws].setdefault(name, [Evidence(each) for each in names])
+            judged = (again if drawn > draws else evidence).setdefault(name, [Evidence(each) for each in names])
             for each, mine, theirs, right in zip(judged, actual, yardstick, truth, strict=True):
                 each.add(mine, theirs, right)
         if drawn not in (draws, (1 + AGAIN) * draws):
             continue
         judged_now = {
-            name: _judged(name, paths[name], map(close, _verdicts(case, shape, *(each.get(name) for each in evidence))))
+            name: _judged(name, paths[name], map(close, _verdicts(case, shape, evidence[name], again.get(name))))
             for name in paths.keys() - found.keys()
         }
         if drawn > draws or not any(each.red for each in judged_now.values()):
@@ -123,13 +123,11 @@ def verify(
     return [found[name] for name in paths]
 
 
-def _verdicts(
-    case: Case, shape: Shape, evidence: list[Evidence] | None, again: list[Evidence] | None
-) -> Iterator[Closeness]:
+def _verdicts(case: Case, shape: Shape, evidence: list[Evidence], again: list[Evidence] | None) -> Iterator[Closeness]:
     """On all draws so far. A parameter's gradient alone is made of results that are fewer than its elements."""
     owned = None if case.independent is None else case.independent(shape)
-    for place, each in enumerate(evidence or ()):
-        further = None if again is None else again[place]
+    judges: Sequence[Evidence | None] = again or [None] * len(evidence)
+    for each, further in zip(evidence, judges, strict=True):
         yield each.verdict(owned if each.name[1:] in case.parameters else None, further)
 
 

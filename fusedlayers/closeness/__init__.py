@@ -175,8 +175,8 @@ class Evidence:
             return Closeness(name, True, 0.0, 0.0, 0.0, (), f"{name}: empty, as torch's")
         if again is not None and again._fault is not None:
             return again._fault
-        unit, tiles = torch.finfo(self.computed_in or self._dtype), self._tiles
-        whole_max, whole_rms = (float(ratio) for ratio in error_ratios(tiles.whole(), unit))
+        tiles = self._tiles
+        whole_max, whole_rms = (float(ratio) for ratio in error_ratios(tiles.whole(), self._unit))
         whole_share, fractions = self._shares(independent)
         if again is not None:
             second_whole, second = again._shares(independent)
@@ -204,19 +204,23 @@ class Evidence:
     def _shares(self, independent: int | None) -> tuple[Tensor, Tensor]:
         """The shares of their limits that the whole tensor and each tile use."""
         assert self._tiles is not None
-        unit = torch.finfo(self.computed_in or self._dtype)
         samples = None if independent is None else max(1, independent * self.draws)
-        whole = fractions_of_limits(self._tiles.whole(), unit, samples)
-        return whole, fractions_of_limits(self._tiles, unit, samples)
+        whole = fractions_of_limits(self._tiles.whole(), self._unit, samples)
+        return whole, fractions_of_limits(self._tiles, self._unit, samples)
+
+    @property
+    def _unit(self) -> torch.finfo:
+        return torch.finfo(self.computed_in or self._dtype)
+
+
+# More than so many times a limit is no chance, however seldom it happens.
+_NO_CHANCE = 2.0
 
 
 def _both_times(first: Tensor, second: Tensor) -> Tensor:
-    """The smaller share of a limit: more than twice the limit is no chance, however seldom it happens."""
+    """The smaller share of a limit, or the larger one where it is no chance."""
     more = torch.maximum(first, second)
     return torch.where(more > _NO_CHANCE, more, torch.minimum(first, second))
-
-
-_NO_CHANCE = 2.0
 
 
 def _check(actual: Tensor, torch_result: Tensor, reference: Tensor, name: str) -> None:

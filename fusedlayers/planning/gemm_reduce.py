@@ -219,7 +219,11 @@ def choose_reduced_splits(problem: ReduceProblem, device: Device, tiles: ReduceC
         most = problem.reduced // (tiles.pipelined.block * SHORTEST_REDUCED_SPLIT)
     programs = problem.batch * -(-problem.kept // rows)
     partials = 8 * problem.batch * problem.kept  # a value and an index, or a maximum and a sum
-    return max(1, min(device.sms * resident // programs, most, PARTIALS_LIMIT // partials))
+    return _splits(device, programs, resident, most, partials)
+
+
+def _splits(device: Device, programs: int, resident: int, most: int, partial_bytes: int) -> int:
+    return max(1, min(device.sms * resident // programs, most, PARTIALS_LIMIT // partial_bytes))
 
 
 def choose_one_pass(problem: ReduceProblem, device: Device) -> tuple[ReduceConfig | None, int]:
@@ -233,7 +237,7 @@ def choose_one_pass(problem: ReduceProblem, device: Device) -> tuple[ReduceConfi
     most = -(-problem.reduced // (tiles.block_r * SHORTEST_REDUCED_SPLIT))
     partials = 4 * problem.batch * problem.kept * problem.K
     resident = RESIDENT if tiles.num_warps <= 4 else 1
-    return tiles, max(1, min(device.sms * resident // problem.batch, most, PARTIALS_LIMIT // partials))
+    return tiles, _splits(device, problem.batch, resident, most, partials)
 
 
 def choose_accuracy(problem: ReduceProblem) -> str:

@@ -4,7 +4,7 @@ Every configuration of sm_90 gave exact integers on an H200 with Triton 3.6.0, u
 other architectures were compiled only. ``python -m fusedlayers.bench selftest`` repeats that on any GPU.
 """
 
-from .column_sums import BAND_BLOCKS, COLUMN_SUM_TILES, MOST_BANDS, ColumnSumTiles
+from .column_sums import BAND_BLOCKS, COLUMN_SUM_TILES, MOST_SUMMED_BANDS, ColumnSumTiles
 from .gemm_epilogue import EPILOGUE_PIPELINES, EpiloguePipeline, EpilogueTiles, epilogue_tiles
 from .gemm_gemm import (
     SHORTEST_SPLIT,
@@ -38,7 +38,7 @@ __all__ = [
     "COLUMN_SUM_TILES",
     "CONSUMER_ROWS",
     "EPILOGUE_PIPELINES",
-    "MOST_BANDS",
+    "MOST_SUMMED_BANDS",
     "PIPELINES",
     "SHARED_MEMORY",
     "SHORTEST_SPLIT",

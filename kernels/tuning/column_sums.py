@@ -21,7 +21,7 @@ COLUMN_SUM_TILES = ColumnSumTiles(block_m=32, block_n=32, programs=1056, num_sta
 
 # Bands beyond which adding them up takes longer than they save: 5.8 and 8.9 µs with about 100 for 16,600 × 136 and
 # 16,904 × 128, 7.9 and 11.4 with twice as many.
-MOST_BANDS = 128
+MOST_SUMMED_BANDS = 128
 # Columns of one program, and bands at a time, that it adds up: few columns and all loads in flight, as one after the
 # other would wait for memory.
-BAND_BLOCKS = (32, MOST_BANDS)
+BAND_BLOCKS = (32, MOST_SUMMED_BANDS)

@@ -262,7 +262,6 @@ def _gradients(
 ) -> tuple[Any, ...]:
     """Gradients of kept, reduced and bias, those that are wanted, through the kernels or in closed form."""
     arithmetic, plan = operands.arithmetic, reduction.plan
-    tiles = plan.gradient_tiles
     of_kept, of_reduced, of_bias = wanted[:3]
     kept_bias, reduced_bias = of_bias and reduction.bias_of_kept, of_bias and not reduction.bias_of_kept
     g = dd.to(torch.float32).contiguous()
@@ -272,19 +271,19 @@ def _gradients(
     elif arithmetic.op == "logsumexp" and saved.dim() == 3:
         saved, exponentials = saved
         g = g / exponentials
+    if plan.one_pass_tiles is not None:
+        return *kernels.both_gradients(operands, g, saved, tiles=plan.one_pass_tiles, splits=plan.one_pass_splits), None
+    tiles = plan.gradient_tiles
+    assert tiles is not None
     d_kept = d_reduced = kept_sums = reduced_sums = None
     if arithmetic.op in INDEXED:
         g, d_kept = kernels.route(operands, g, saved, kept_gradient=of_kept)
         kept_sums = g
     elif plan.problem.linear:
         return _linear_gradients(operands, wanted, g, reduction.bias_of_kept)
-    elif plan.one_pass_tiles is not None:
-        return *kernels.both_gradients(operands, g, saved, tiles=plan.one_pass_tiles, splits=plan.one_pass_splits), None
     elif of_kept or kept_bias:
-        assert tiles is not None
         d_kept, kept_sums = kernels.kept_gradient(operands, g, saved, matrix=of_kept, bias=kept_bias, tiles=tiles)
     if of_reduced or reduced_bias:
-        assert tiles is not None
         d_reduced, reduced_sums = kernels.reduced_gradient(
             operands, g, saved, matrix=of_reduced, bias=reduced_bias, tiles=tiles
         )
