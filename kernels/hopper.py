@@ -51,7 +51,8 @@ class Matrix(NamedTuple):
     """A tensor ``[Z, rows, columns]`` (or without Z) as TMA sees it: rows behind one another.
 
     ``transposed`` says that its columns lie together in memory, so that the roles of rows and columns are exchanged.
-    ``step`` is the number of rows from one batch entry to the next, 0 where all of them share one matrix.
+    ``step`` is the number of rows from one batch entry to the next, 0 where all of them share one matrix. Where entries
+    are ``apart`` they have an axis of their own, in which the step is 1.
     """
 
     tensor: torch.Tensor
@@ -60,10 +61,22 @@ class Matrix(NamedTuple):
     row_stride: int
     step: int
     transposed: bool
+    apart: bool = False
+
+    def padded(self, width: int) -> "Matrix":
+        """The same for blocks of ``width`` columns of the tensor, which are to be 0 where it has none.
+
+        Behind the last column of a transposed entry lies the next entry, unless entries are apart.
+        """
+        ends = not (self.transposed and self.step) or self.tensor.shape[-1] % width == 0
+        return self if ends else self._replace(step=1, apart=True)
 
     def geometry(self, block_rows: int, block_columns: int) -> "Geometry":
         """For copies of ``block_rows × block_columns`` blocks, named in the order of the tensor."""
         block = [block_columns, block_rows] if self.transposed else [block_rows, block_columns]
+        if self.apart:
+            entries, columns = self.tensor.shape[0], self.tensor.shape[-1]
+            return Geometry([entries, columns, self.columns], [self.tensor.stride(0), self.row_stride, 1], [1, *block])
         return Geometry([self.rows, self.columns], [self.row_stride, 1], block)
 
     def descriptor(self, block_rows: int, block_columns: int) -> "Descriptor":

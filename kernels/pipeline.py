@@ -27,11 +27,27 @@ def release_after_load(empty):
 
 @gluon.jit
 def copy_hidden_tile(desc, batch_start, n, full, tile, TRANSPOSED: gl.constexpr):
-    """Starts the copy of the hidden units from ``n`` on, the rows of a matrix or, transposed, its columns."""
-    if TRANSPOSED:
+    """Starts the copy of the hidden units from ``n`` on, the rows of a matrix or, transposed, its columns.
+
+    The batch entry starts at ``batch_start``, a row, or a place on an axis of its own: see ``hopper.Matrix``.
+    """
+    APART: gl.constexpr = len(desc.block_type.shape) == 3
+    if APART:
+        copy_in(desc, [batch_start, 0, n], full, tile)
+    elif TRANSPOSED:
         copy_in(desc, [batch_start, n], full, tile)
     else:
         copy_in(desc, [batch_start + n, 0], full, tile)
+
+
+@gluon.jit
+def matrix_of(tile):
+    """A copied tile without the axis of batch entries, where it has one."""
+    APART: gl.constexpr = len(tile.shape) == 3
+    if APART:
+        return tile.reshape([tile.shape[1], tile.shape[2]])
+    else:
+        return tile
 
 
 @gluon.jit

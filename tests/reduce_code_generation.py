@@ -123,6 +123,8 @@ def pipelined(target: str, dtype: str) -> Iterator[ReduceCase]:
         wide = replace(plain, rows=kept, columns=reduced)
         yield from (replace(wide, op=op, masked=True) for op in ("logsumexp", "sumsq"))
         yield replace(wide, op="absmax", training=True, width=72)
+        # Transposed entries, of which each has an axis of its own.
+        yield replace(wide, op="max", width=72, rows=kept // 8 * 8, columns=reduced // 8 * 8, transposed=True)
         yield replace(wide, op="max", training=True, masked=True)
         # Split.
         yield replace(wide, op="max", training=True, batch=1, columns=9000 + reduced)

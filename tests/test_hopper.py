@@ -65,14 +65,14 @@ def test_rows_of_others_may_lie_between() -> None:
     for half in (merged[:, :16], merged[:, 16:]):
         found = stacked(half)
         assert found is not None
-        assert found[1:] == (2 * 32 + 16, 24, 24, 32, False)
+        assert seen(found) == (2 * 32 + 16, 24, 24, 32, False)
         assert matrix(half) is None
         swapped = stacked(half.mT)
         assert swapped is not None
-        assert swapped[1:] == (2 * 32 + 16, 24, 24, 32, True)
+        assert seen(swapped) == (2 * 32 + 16, 24, 24, 32, True)
     in_turn = stacked(merged[:, 1::2])
     assert in_turn is not None
-    assert in_turn[1:] == (3 * 16, 24, 48, 16, False)
+    assert seen(in_turn) == (3 * 16, 24, 48, 16, False)
     assert stacked(merged[:, :, ::2]) is None
     assert stacked(merged.as_strided((3, 16, 24), (24 * 32 + 8, 24, 1))) is None
 
@@ -120,6 +120,28 @@ def test_blocks_are_named_in_the_order_of_memory(given: Tensor, block: list[int]
     descriptor = found.descriptor(64, 32)
     assert (descriptor.shape, descriptor.strides) == ([found.rows, found.columns], [found.row_stride, 1])
     assert descriptor.block_shape == block
+
+
+@pytest.mark.parametrize(
+    ("given", "shape", "strides", "block"),
+    [
+        # Behind the last column of a transposed entry lies the next one.
+        (tensor(3, 72, 104).mT, [3, 72, 104], [72 * 104, 104, 1], [1, 128, 32]),
+        (tensor(3, 128, 104).mT, [3 * 128, 104], [104, 1], [128, 32]),
+        (tensor(1, 72, 104).mT, [72, 104], [104, 1], [128, 32]),
+        (tensor(3, 104, 72), [3 * 104, 72], [72, 1], [32, 128]),
+        (tensor(72, 104).mT, [72, 104], [104, 1], [128, 32]),
+    ],
+    ids=["apart", "whole blocks", "one entry", "rows together", "no entries"],
+)
+def test_padded_columns_are_not_those_of_the_next_entry(
+    given: Tensor, shape: list[int], strides: list[int], block: list[int]
+) -> None:
+    found = matrix(given)
+    assert found is not None
+    padded = found.padded(128)
+    assert padded.geometry(32, 128) == hopper.Geometry(shape, strides, block)
+    assert padded.step == (1 if len(shape) == 3 else found.step)
 
 
 @pytest.mark.skipif(not hopper.HAS_GLUON, reason="this Triton has no Gluon")

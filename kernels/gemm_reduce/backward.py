@@ -21,7 +21,7 @@ from ..device import tl, triton
 from ..launching import ceil_div, launch
 from ..tiles import add_product, product, store_tile
 from ..tuning import ReduceConfig
-from .operands import ReduceOperands, add_biases, entry_rows, gradient_weights, load_block, scores
+from .operands import ReduceOperands, add_biases, entry_rows, gradient_weights, load_block, scores, strides_in_units
 
 _ROUTED = 32  # kept rows of a program of the first kernel
 
@@ -95,9 +95,16 @@ def _weighted_kernel(
     stride_lengths, stride_offsets,
     stride_dz, P, R, zero,
     KEPT: tl.constexpr, OP: tl.constexpr, K: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    BLOCK_K: tl.constexpr, EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr, KEPT_TRANSPOSED: tl.constexpr,
+    KEPT_UNIT: tl.constexpr, REDUCED_TRANSPOSED: tl.constexpr, REDUCED_UNIT: tl.constexpr, ACTIVATION: tl.constexpr,
     ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
+    stride_kz, stride_kp, stride_kk, P = strides_in_units(
+        stride_kz, stride_kp, stride_kk, P, KEPT_TRANSPOSED, KEPT_UNIT
+    )
+    stride_rz, stride_rr, stride_rk, R = strides_in_units(
+        stride_rz, stride_rr, stride_rk, R, REDUCED_TRANSPOSED, REDUCED_UNIT
+    )
     # KEPT says whose gradient is computed: that of kept, row by row, or that of reduced.
     program = tl.program_id(0)
     K_BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -292,7 +299,7 @@ def _weighted(
         (*operands.strides(), rows * width if len(shape) == 3 else 0),
         (kept, reduced, 0.0),
         (
-            of_kept, op, width, tiles.block_p, tiles.block_r, tiles.block_k, even_rows, even_cols,
+            of_kept, op, width, tiles.block_p, tiles.block_r, tiles.block_k, even_rows, even_cols, *operands.units(),
             arithmetic.activation, arithmetic.accuracy, arithmetic.input_precision,
         ),
         tiles.num_warps,

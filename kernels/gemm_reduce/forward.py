@@ -8,7 +8,7 @@ from ..launching import ceil_div, launch
 from ..tiles import store_tile
 from ..tuning import ReduceConfig
 from . import pipelined
-from .operands import ReduceOperands, add_biases, entry_rows, exponential, scores
+from .operands import ReduceOperands, add_biases, entry_rows, exponential, scores, strides_in_units
 
 _COMBINED = 128  # elements of the result that one program combines from their partials
 
@@ -56,8 +56,15 @@ def _reduce_kernel(
     stride_split, P, R, splits, zero,
     OP: tl.constexpr, K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_P: tl.constexpr, EVEN_R: tl.constexpr, PARTIAL: tl.constexpr, ATOMIC: tl.constexpr,
-    ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    KEPT_TRANSPOSED: tl.constexpr, KEPT_UNIT: tl.constexpr, REDUCED_TRANSPOSED: tl.constexpr,
+    REDUCED_UNIT: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
+    stride_kz, stride_kp, stride_kk, P = strides_in_units(
+        stride_kz, stride_kp, stride_kk, P, KEPT_TRANSPOSED, KEPT_UNIT
+    )
+    stride_rz, stride_rr, stride_rk, R = strides_in_units(
+        stride_rz, stride_rr, stride_rk, R, REDUCED_TRANSPOSED, REDUCED_UNIT
+    )
     program = tl.program_id(0)
     tiles = tl.cdiv(P, BLOCK_P)
     split = program % splits
@@ -242,7 +249,7 @@ def reduce(
         (count if partial else 0, kept, reduced, splits, 0.0),
         (
             arithmetic.op, width, tiles.block_p, tiles.block_r, tiles.block_k, kept % tiles.block_p == 0, even,
-            partial, atomic, arithmetic.activation, arithmetic.accuracy, arithmetic.input_precision,
+            partial, atomic, *operands.units(), arithmetic.activation, arithmetic.accuracy, arithmetic.input_precision,
         ),
         tiles.num_warps,
         tiles.num_stages,

@@ -10,11 +10,11 @@ goes through a range of reduced rows, and computes each tile of W, transposed, o
 import torch
 
 from ..device import tl, triton
-from ..launching import launch, vector_unit
+from ..launching import launch
 from ..partials import summed_over_splits
-from ..tiles import add_product, in_units, product, store_tile
+from ..tiles import add_product, product, store_tile
 from ..tuning import ReduceConfig
-from .operands import ReduceOperands, add_biases, entry_rows, gradient_weights, load_block
+from .operands import ReduceOperands, add_biases, entry_rows, gradient_weights, load_block, strides_in_units
 
 
 @triton.jit(do_not_specialize=["P", "R", "splits", "split_elements", "zero"])
@@ -28,14 +28,15 @@ def _one_pass_kernel(
     stride_lengths, stride_offsets,
     P, R, splits, split_elements, zero,
     OP: tl.constexpr, K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_R: tl.constexpr, TRANSPOSED: tl.constexpr, UNIT: tl.constexpr, ACTIVATION: tl.constexpr,
-    ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    EVEN_R: tl.constexpr, KEPT_TRANSPOSED: tl.constexpr, KEPT_UNIT: tl.constexpr, REDUCED_TRANSPOSED: tl.constexpr,
+    REDUCED_UNIT: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    stride_rz = in_units(stride_rz, UNIT)
-    if TRANSPOSED:
-        R, stride_rk = in_units(R, UNIT), in_units(stride_rk, UNIT)
-    else:
-        stride_rr = in_units(stride_rr, UNIT)
+    stride_kz, stride_kp, stride_kk, P = strides_in_units(
+        stride_kz, stride_kp, stride_kk, P, KEPT_TRANSPOSED, KEPT_UNIT
+    )
+    stride_rz, stride_rr, stride_rk, R = strides_in_units(
+        stride_rz, stride_rr, stride_rk, R, REDUCED_TRANSPOSED, REDUCED_UNIT
+    )
     batch = (tl.program_id(0) // splits).to(tl.int64)
     split = tl.program_id(0) % splits
     _, taking_rows, _ = entry_rows(batch, lengths_ptr, offsets_ptr, stride_lengths, stride_offsets, R)
@@ -82,9 +83,6 @@ def both_gradients(
     batch, kept, reduced, width = operands.sizes()
     arithmetic = operands.arithmetic
     d_reduced = operands.kept.new_empty(batch, reduced, width)
-    stride_z, stride_r, stride_k = operands.reduced.stride()
-    transposed = stride_r == 1
-    unit = vector_unit(operands.reduced, stride_z, *((reduced, stride_k) if transposed else (stride_r,)))
 
     def fill(targets: list[torch.Tensor | None], split_elements: int) -> None:
         launch(
@@ -95,7 +93,7 @@ def both_gradients(
             (kept, reduced, splits, split_elements, 0.0),
             (
                 arithmetic.op, width, tiles.block_p, tiles.block_r, tiles.block_k,
-                operands.whole and reduced % tiles.block_r == 0, transposed, unit, arithmetic.activation,
+                operands.whole and reduced % tiles.block_r == 0, *operands.units(), arithmetic.activation,
                 arithmetic.accuracy, arithmetic.input_precision,
             ),
             tiles.num_warps,

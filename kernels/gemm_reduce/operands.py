@@ -6,7 +6,8 @@ import torch
 
 from ..activations import activate, exact_exp, through_activation
 from ..device import tl, triton
-from ..tiles import add_product, load_vector, product
+from ..launching import vector_unit
+from ..tiles import add_product, in_units, load_vector, product
 
 OPERATIONS = ("sum", "mean", "max", "min", "absmax", "sumsq", "logsumexp")
 
@@ -27,6 +28,15 @@ def load_block(
     else:
         inside = (rows < row_limit)[:, None] & (cols < col_limit)[None, :]
         return tl.load(base_ptr + offsets, mask=inside, other=0.0)
+
+
+@triton.jit
+def strides_in_units(stride_z, stride_row, stride_col, rows, TRANSPOSED: tl.constexpr, UNIT: tl.constexpr):
+    """The strides of an operand, and its number of rows, as :meth:`ReduceOperands.units` describes them."""
+    if TRANSPOSED:
+        return in_units(stride_z, UNIT), stride_row, in_units(stride_col, UNIT), in_units(rows, UNIT)
+    else:
+        return in_units(stride_z, UNIT), in_units(stride_row, UNIT), stride_col, rows
 
 
 @triton.jit
@@ -164,6 +174,17 @@ class ReduceOperands:
         vectors = (self.kept_bias, self.reduced_bias, self.lengths, self.offsets)
         kept_bias, reduced_bias, lengths, offsets = (0 if v is None else v.stride(0) for v in vectors)
         return (*self.kept.stride(), *reduced, kept_bias, reduced_bias, *mask, lengths, offsets)
+
+    def units(self) -> tuple[bool, int, bool, int]:
+        """Whether kept lies transposed in memory, and in units of how many elements (``tiles.in_units``); the same of
+        reduced."""
+        found: list[bool | int] = []
+        for tensor in (self.kept, self.reduced):
+            *stride_z, stride_row, stride_col = tensor.stride()
+            transposed = stride_row == 1
+            across = (tensor.shape[-2], stride_col) if transposed else (stride_row,)
+            found += [transposed, vector_unit(tensor, *stride_z, *across)]
+        return tuple(found)  # type: ignore[return-value]
 
     def taking(self) -> torch.Tensor | None:
         """Which rows take part, bool ``[Z, R]``, or None where all of them do; not of packed rows."""

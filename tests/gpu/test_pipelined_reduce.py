@@ -150,7 +150,14 @@ def test_masks_and_lengths(op: str, size: Size, taking: str, launched: list[Laun
 
 
 @pytest.mark.parametrize("transposed", [(True, False), (False, True), (True, True)], ids=str)
-@pytest.mark.parametrize("size", [(3, 40, 16, 64), (3, 104, 128, 64), (3, 296, 104, 64), (1, 136, 1000, 72)], ids=str)
+@pytest.mark.parametrize(
+    "size",
+    [
+        (3, 40, 16, 64), (3, 104, 128, 64), (3, 296, 104, 64), (1, 136, 1000, 72), (3, 40, 504, 72), (2, 136, 16, 80),
+        (2, 120, 32, 8), (5, 504, 304, 120),
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("op", ["sumsq", "max"])
 def test_transposed_operands(op: str, size: Size, transposed: tuple[bool, bool], launched: list[Launch]) -> None:
     for dim in (-2, -1):
@@ -161,6 +168,27 @@ def test_transposed_operands(op: str, size: Size, transposed: tuple[bool, bool],
                 assert_equal({"y": values(laid, op=op, dim=dim)}, {"y": expected["y"]})
                 assert_equal(results(functional.gemm_reduce, laid, dy, op=op, dim=dim), expected)
     assert [found for _, _, found in launched] == [transposed] * 80
+
+
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize("size", [(3, 40, 504, 72), (3, 136, 16, 80), (3, 504, 304, 120)], ids=str)
+@pytest.mark.parametrize("op", ["logsumexp", "max"])
+def test_padding_is_not_read_from_the_next_entry(
+    op: str, size: Size, transposed: tuple[bool, bool], launched: list[Launch]
+) -> None:
+    """NaN of an entry, on either side, is in its own results and gradients alone."""
+    batch, kept, reduced, width = size
+    a, b = (torch.randn(batch, rows, width, device=DEVICE, dtype=BFLOAT16) for rows in (kept, reduced))
+    a[1] = b[1] = float("nan")
+    inputs = rows_in_memory({"a": a, "b": b.mT}, -1, transposed)
+    dy = torch.randn(batch, kept, device=DEVICE, dtype=BFLOAT16)
+    with on_path("kernels", sms=SMS):
+        found = results(functional.gemm_reduce, inputs, dy, op=op, dim=-1)
+    assert launched
+    for name, tensor in found.items():
+        assert tensor is not None
+        assert bool(tensor[[0, 2]].isfinite().all()), name
+    assert bool(found["y"][1].isnan().all())  # type: ignore[index]
 
 
 def test_one_matrix_for_every_entry(launched: list[Launch]) -> None:

@@ -14,7 +14,7 @@ from ...hopper import (
     warpgroup_mma_wait,
 )
 from ...launching import launch
-from ...pipeline import copy_hidden_tile, init_barriers, release_after_load, stage_of
+from ...pipeline import copy_hidden_tile, init_barriers, matrix_of, release_after_load, stage_of
 from ...tuning import CONSUMER_ROWS, PipelinedReduceConfig
 from ..operands import ReduceOperands
 
@@ -165,7 +165,7 @@ def _consume(
         )
         kept_stage, phase = stage_of(turn, KEPT_STAGES)
         mbarrier.wait(kept_full.index(kept_stage), phase)
-        kept = kept_ring.index(kept_stage * CONSUMERS + consumer)
+        kept = matrix_of(kept_ring.index(kept_stage * CONSUMERS + consumer))
         if KEPT_TRANSPOSED:
             kept = kept.permute((1, 0))
         if IN_REGISTERS:
@@ -177,7 +177,7 @@ def _consume(
         for r in range(first, end, BLOCK):
             stage, phase = stage_of(position, STAGES)
             mbarrier.wait(full.index(stage), phase)
-            reduced = reduced_ring.index(stage)
+            reduced = matrix_of(reduced_ring.index(stage))
             if not REDUCED_TRANSPOSED:
                 reduced = reduced.permute((1, 0))
             c = gl.zeros([ROWS, BLOCK], gl.float32, layout)
@@ -308,11 +308,7 @@ def takes(operands: ReduceOperands, config: PipelinedReduceConfig) -> tuple[Matr
     kept, reduced = matrix(operands.kept), matrix(operands.reduced)
     if kept is None or reduced is None:
         return None
-    for side in (kept, reduced):
-        # A copy of more columns of the inner dimension than there are must not reach into the next entry.
-        if side.transposed and side.step and operands.kept.shape[-1] != config.width:
-            return None
-    return kept, reduced
+    return kept.padded(config.width), reduced.padded(config.width)
 
 
 def reduce(

@@ -21,7 +21,7 @@ from ...hopper import (
     warpgroup_mma_wait,
 )
 from ...launching import launch
-from ...pipeline import copy_hidden_tile, init_barriers, stage_of
+from ...pipeline import copy_hidden_tile, init_barriers, matrix_of, stage_of
 from ...tuning import CONSUMER_ROWS, OneHotPipeline
 
 
@@ -77,7 +77,7 @@ def _consume(
         for p in range(0, P, BLOCK):
             stage, phase = stage_of(position, STAGES)
             mbarrier.wait(full.index(stage), phase)
-            kept = ring.index(stage)
+            kept = matrix_of(ring.index(stage))
             if TRANSPOSED:
                 kept = kept.permute((1, 0))
             acc = warpgroup_mma(one_hot, kept, acc, is_async=True)
@@ -141,10 +141,7 @@ def takes_one_hot(kept: torch.Tensor, config: OneHotPipeline | None) -> Matrix |
     if config is None:
         return None
     found = matrix(kept)
-    # A copy of more columns than there are must not reach into the next entry.
-    if found is None or (found.transposed and found.step and kept.shape[-1] != config.width):
-        return None
-    return found
+    return None if found is None else found.padded(config.width)
 
 
 def one_hot_product(
