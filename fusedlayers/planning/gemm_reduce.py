@@ -184,15 +184,8 @@ def why_slower(problem: ReduceProblem, device: Device, figures: GemmReduce) -> s
     if thresholds is None:
         return f"in {use} torch was as fast or faster at inner width {problem.K}"
     width = max(LEAST_WIDTH, padded_width(problem.K))
-    if problem.op not in figures.padded and width != problem.K:
-        widest, least, thresholds = figures.padded_from[problem.training]
-        if widest < problem.K:
-            return f"inner width {problem.K} is padded to {width}: in {use} torch was as fast or faster"
-        if least > problem.reduced:
-            return (
-                f"inner width {problem.K} is padded to {width}: torch was as fast or faster where fewer than {least:,} "
-                "elements are reduced"
-            )
+    if width != problem.K and figures.widest_padded < problem.K:
+        return f"inner width {problem.K} is padded to {width}: in {use} torch was as fast or faster"
     elements = problem.batch * problem.kept * problem.reduced
     return too_small(elements, "elements of the product", thresholds, problem.captured)
 

@@ -68,10 +68,7 @@ class GemmReduce:
     """Elements of the product (batch × M × N) by inner width, for (operation, whether gradients are wanted)."""
 
     faster_from: Mapping[tuple[str, bool], Rows]
-    padded: frozenset[str]  # the operations that were faster at inner widths that kernels pad, too
-    # Of the others, by whether gradients are wanted: the inner width up to which they were, and the reduced axis and
-    # elements from which.
-    padded_from: Mapping[bool, tuple[int, int, Threshold]]
+    widest_padded: int  # up to this the same holds at inner widths that kernels pad
     # By whether gradients are wanted: from where on the sum of a product is faster as the product of a sum.
     algebraic_from: Mapping[bool, Threshold]
 

@@ -93,10 +93,7 @@ FIGURES = Figures(
             ("logsumexp", False): ((128, (2**23, 2**21)), (256, (2**26, 2**26))),
             ("logsumexp", True): ((128, (3 * 2**24, 2**21)),),
         },
-        # Maxima at inner widths of 72 to 120, in a graph: 1.2 to 2.3 times torch's speed over 1,000 elements and more,
-        # 0.4 to 1.2 over fewer; with the backward pass 1.1 to 1.7 at 72 and 80 over 128 and more, 0.8 to 1.6 at others.
-        padded=frozenset({"logsumexp"}),
-        padded_from={False: (128, 1024, (2**26, 2**24)), True: (80, 128, (2**27, 2**24))},
+        widest_padded=128,
         algebraic_from={False: (3 * 2**24, 2**24), True: (2**26, 2**22)},
     ),
     # For d = 128. Launched, the host needs 40 µs for a forward pass and 450 or more with backward, eager torch 270.
