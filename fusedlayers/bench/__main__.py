@@ -151,6 +151,8 @@ def _add_case_options(command: argparse.ArgumentParser, case: Case) -> None:
     if "op" in case.flags:
         command.add_argument("--op", choices=OPERATIONS, help="default: those of the published grids")
         command.add_argument("--dim", type=int, choices=(-2, -1), help="-2: over M, -1: over N (default: as published)")
+    if "skewed" in case.flags:
+        command.add_argument("--skewed", action="store_true", help="tokens of the experts follow Zipf's law")
     if "recompute" in case.flags:
         command.add_argument("--recompute", action="store_true", help="ours keeps nothing that it can compute again")
 
@@ -216,7 +218,8 @@ def _rows(chosen: argparse.Namespace, settings: Settings) -> list[Row]:
         elif "op" in case.flags:
             grids = case.reductions(chosen.op, chosen.dim)
         else:
-            grids = (case.grid(getattr(chosen, "gated", case.grids[0].options.gated)),)
+            gated = getattr(chosen, "gated", case.grids[0].options.gated)
+            grids = (case.grid(gated, getattr(chosen, "skewed", False)),)
         for grid in grids:
             options = _options(chosen, grid, settings)
             titled = grid if options == grid.options else replace(grid, title=_title(case, options), options=options)
@@ -252,6 +255,8 @@ def _title(case: Case, options: Options) -> str:
         parts.append("bias" if options.bias else "no bias")
     if "op" in case.flags:
         parts.append(f"{options.op} over {'M' if options.dim == -2 else 'N'}")
+    if options.skewed:
+        parts.append("skewed")
     if options.recompute is True:
         parts.append("recompute=True")
     return ", ".join(parts)

@@ -12,7 +12,7 @@ Schema 1. Times are seconds, sizes bytes; what is unknown is null.
     method            seconds_per_row, cold_cache_bytes, init, seed
     rows              one per shape and direction:
         case, grid, title, letters, shape, dtype, activation, gated, bias, recompute, dropout_p, op, dim (of a
-                      reduction; records of earlier versions lack these three)
+                      reduction), skewed (records of earlier versions lack these four)
         direction     "forward" (no gradients wanted) or "forward_backward" (all gradients)
         commit        of the sources, where those of a later run that measured the row anew were others; else absent
         flops, bytes  of the operation: each product once, each input and output moved once

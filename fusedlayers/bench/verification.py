@@ -89,6 +89,7 @@ def verify(
     again: dict[str, list[Evidence]] = {}
     paths: dict[str, str] = {}
     draws = 1 if init == "integer" else case.draws
+    independent = None if case.independent is None else case.independent(shape, options)
     for drawn, (work, truth, yardstick) in enumerate(_drawn(case, options, shape, init, dtype, device, seed), 1):
         names = case.results[: len(work.upstream)]
         if case.backward:
@@ -114,7 +115,7 @@ def verify(
         if drawn not in (draws, (1 + AGAIN) * draws):
             continue
         judged_now = {
-            name: _judged(name, paths[name], map(close, _verdicts(case, shape, evidence[name], again.get(name))))
+            name: _judged(name, paths[name], map(close, _verdicts(case, independent, evidence[name], again.get(name))))
             for name in paths.keys() - found.keys()
         }
         if drawn > draws or not any(each.red for each in judged_now.values()):
@@ -123,12 +124,13 @@ def verify(
     return [found[name] for name in paths]
 
 
-def _verdicts(case: Case, shape: Shape, evidence: list[Evidence], again: list[Evidence] | None) -> Iterator[Closeness]:
+def _verdicts(
+    case: Case, independent: int | None, evidence: list[Evidence], again: list[Evidence] | None
+) -> Iterator[Closeness]:
     """On all draws so far. A parameter's gradient alone is made of results that are fewer than its elements."""
-    owned = None if case.independent is None else case.independent(shape)
     judges: Sequence[Evidence | None] = again or [None] * len(evidence)
     for each, further in zip(evidence, judges, strict=True):
-        yield each.verdict(owned if each.name[1:] in case.parameters else None, further)
+        yield each.verdict(independent if each.name[1:] in case.parameters else None, further)
 
 
 def _drawn(

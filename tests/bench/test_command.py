@@ -73,7 +73,7 @@ def test_the_record_has_every_field_of_its_schema(tmp_path: Path) -> None:
     row = found["rows"][1]
     assert set(row) == {
         "case", "grid", "title", "letters", "meaning", "shape", "dtype", "activation", "gated", "bias", "recompute",
-        "dropout_p", "op", "dim",
+        "dropout_p", "op", "dim", "skewed",
         "direction", "flops", "bytes", "floor_seconds", "verification", "clocks", "contenders",
     }  # fmt: skip
     assert (row["case"], row["shape"], row["dtype"], row["bias"]) == ("ffn", [70, 24, 40], "fp32", False)

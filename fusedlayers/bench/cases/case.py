@@ -37,6 +37,7 @@ class Options:
     dropout_p: float = 0.0  # with one mask, that of a fixed seed
     op: str = "sum"
     dim: int = -2
+    skewed: bool = False  # whether some experts have far more tokens than others
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,14 @@ class Operand:
     """One input: its shape, and its standard deviation (of weights: one over the root of their fan-in).
 
     With ``classes`` it holds integers below that number, and has no gradient; nor has it one where it is ``frozen``.
+    Classes are equally likely or, ``skewed``, follow Zipf's law: the n-th is 1/n times as likely as the first.
     """
 
     shape: Shape
     scale: float = 1.0
     classes: int = 0
     frozen: bool = False
+    skewed: bool = False
 
     def blank(self, dtype: torch.dtype = torch.float32, requires_grad: bool = False) -> Tensor:
         """A tensor like it that holds no numbers, on the meta device."""
@@ -112,7 +115,7 @@ class Case:
     result_dtype: torch.dtype | None = None
     yardstick: Callable[..., Results] | None = None
     draws: int = 1
-    independent: Callable[[Shape], int] | None = None
+    independent: Callable[[Shape, Options], int] | None = None
     peers: Mapping[str, Callable[[], Callable[..., Results]]] = field(default_factory=dict)
     backward: bool = True
     has_activation: bool = True
@@ -128,9 +131,9 @@ class Case:
         """The planning problem of a call with these inputs."""
         return OPERATIONS[self.operation].problem_of(**inputs, **self.our_keywords(options))
 
-    def grid(self, gated: bool) -> Grid:
-        """The published grid with or without a gate."""
-        return next(grid for grid in self.grids if grid.options.gated == gated)
+    def grid(self, gated: bool, skewed: bool = False) -> Grid:
+        """The published grid with or without a gate, of either routing."""
+        return next(grid for grid in self.grids if (grid.options.gated, grid.options.skewed) == (gated, skewed))
 
     def reductions(self, op: str | None, dim: int | None) -> tuple[Grid, ...]:
         """The published grids of a reduction (None: of any); of one that has none, the first grid with its options."""
@@ -180,6 +183,10 @@ def draw(
     density: float = 1.0,
 ) -> Tensor:
     """A tensor of ``operand``'s shape: N(0, scale²), uniform with that deviation, zeros, or integers in -2 … 2."""
+    if operand.skewed:
+        likely = 1 / torch.arange(1, operand.classes + 1, device=device)
+        drawn = likely.multinomial(math.prod(operand.shape), replacement=True, generator=generator)
+        return drawn.view(operand.shape)
     if operand.classes:
         return torch.randint(operand.classes, operand.shape, generator=generator, device=device)
     if init == "zeros":

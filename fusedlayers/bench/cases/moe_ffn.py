@@ -24,7 +24,7 @@ def _operands(shape: Shape, options: Options) -> dict[str, Operand]:
     rows = 2 * hidden if options.gated else hidden
     operands = {
         "x": Operand((tokens, width)),
-        "top_k_index": Operand((tokens, k), classes=experts),
+        "top_k_index": Operand((tokens, k), classes=experts, skewed=options.skewed),
         "top_k_weights": Operand((tokens, k), 1 / k),
         "w_up": Operand((experts, rows, width), first),
         "w_down": Operand((experts, width, hidden), second),
@@ -42,6 +42,15 @@ def _flops(shape: Shape, options: Options) -> int:
 def _keywords(options: Options) -> dict[str, object]:
     """Gate and up are merged as in the models of transformers."""
     return {"activation": options.activation, "gate_and_up": "concatenated" if options.gated else "separate"}
+
+
+def _least_rows(shape: Shape, options: Options) -> int:
+    """The rows of the expert with the fewest."""
+    tokens, _, _, experts, k = shape
+    least = 1 / experts
+    if options.skewed:
+        least /= sum(1 / place for place in range(1, experts + 1))
+    return max(1, int(tokens * k * least))
 
 
 def _as_in_models(
@@ -92,7 +101,7 @@ CASE = Case(
     letters=("M", "K", "N", "E", "k"),
     meaning="tokens × d_model × d_ff × experts × experts of a token",
     parameters=frozenset({"w_up", "w_down", "b_up", "b_down"}),
-    flags=frozenset({"recompute"}),
+    flags=frozenset({"recompute", "skewed"}),
     grids=(
         Grid(
             name="moe_ffn",
@@ -106,6 +115,13 @@ CASE = Case(
             ),
             shapes_without_gpu=((40, 24, 40, 5, 2), (17, 16, 24, 4, 3)),
         ),
+        Grid(
+            name="moe_ffn_skewed",
+            title="Experts whose tokens follow Zipf's law",
+            options=Options("silu", gated=True, skewed=True),
+            shapes=((16384, 2048, 768, 128, 8), (8192, 4096, 14336, 8, 2), (16384, 1024, 512, 64, 6)),
+            shapes_without_gpu=((40, 24, 40, 5, 2),),
+        ),
     ),
     operands=_operands,
     forward_flops=_flops,
@@ -115,8 +131,7 @@ CASE = Case(
     keywords=_keywords,
     # Of some 100,000 tiles of a gradient torch is lucky in one or two, as long as few rows of an expert decide them.
     draws=8,
-    # The rows of one expert.
-    independent=lambda shape: shape[0] * shape[4] // shape[3],
+    independent=_least_rows,
     trials=_trials,
     few_trials=(
         Trial("moe_ffn", Options("relu", gated=True, bias=True), (20, 24, 20, 3, 2), "fp16"),
