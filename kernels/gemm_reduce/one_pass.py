@@ -44,10 +44,6 @@ def _one_pass_kernel(
     d_reduced_ptr += batch * R * K
     rows, inner = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_K)
     kept = load_block(kept_ptr + batch * stride_kz, rows, inner, stride_kp, stride_kk, P, K, False, K == BLOCK_K)
-    g = tl.load(g_ptr + batch * P + rows, mask=rows < P, other=0.0)[None, :]
-    result = 0.0
-    if OP == "logsumexp":
-        result = tl.load(result_ptr + batch * P + rows, mask=rows < P, other=0.0)[None, :]
     range_rows = tl.cdiv(tl.cdiv(R, BLOCK_R), splits) * BLOCK_R
     start = split * range_rows
     d_kept = tl.zeros([BLOCK_K, BLOCK_P], tl.float32)
@@ -62,6 +58,11 @@ def _one_pass_kernel(
         if mask_ptr is not None:
             mask_at = mask_ptr + batch * stride_mask_z + cols.to(tl.int64) * stride_mask_r
             taking = taking & (tl.load(mask_at, mask=taking, other=0) != 0)
+        # Of each tile anew: from one to the next they would take the registers of other things.
+        g = tl.load(g_ptr + batch * P + rows, mask=rows < P, other=0.0)[None, :]
+        result = 0.0
+        if OP == "logsumexp":
+            result = tl.load(result_ptr + batch * P + rows, mask=rows < P, other=0.0)[None, :]
         w = gradient_weights(z, g, result, OP, ACTIVATION, ACCURACY)
         w = tl.where(taking[:, None] & (rows < P)[None, :], w, 0.0).to(tile.dtype)
         # Rows that do not take part have gradient 0, also where kept is not finite.

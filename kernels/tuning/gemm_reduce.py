@@ -103,23 +103,32 @@ def reduce_gradient_config(architecture: str, element_bits: int, width: int, ind
 
 
 # By (architecture, bits of an element): tiles of both gradients at once, for kept rows and columns up to their own.
-# Microseconds on an H200 for (Z, P, R, K), a logsumexp forward and backward, both gradients at once and one by one: 183
-# and 360 for (448, 32, 1208, 120), 40 and 49 for (64, 64, 1600, 64), 74 and 91 for (128, 64, 1344, 72), where four
-# warps took 83. With 128 kept rows registers were spilled.
 ONE_PASS_TABLE: dict[tuple[str, int], tuple[ReduceConfig, ...]] = {
     ("sm_90", 16): (
-        ReduceConfig(32, 64, 128, 4, 3), ReduceConfig(64, 64, 64, 4, 3), ReduceConfig(64, 128, 128, 8, 3),
+        ReduceConfig(32, 64, 128, 4, 3), ReduceConfig(64, 64, 64, 4, 3), ReduceConfig(64, 64, 128, 4, 3),
+        ReduceConfig(128, 64, 128, 8, 3),
     ),
     ("other", 16): (ReduceConfig(32, 64, 128, 4, 1), ReduceConfig(64, 64, 128, 4, 1)),
 }  # fmt: skip
+# The same where an SM has one program at most, and all of its registers are that one's.
+ONE_PASS_ALONE: dict[tuple[str, int, ReduceConfig], ReduceConfig] = {
+    ("sm_90", 16, ReduceConfig(64, 64, 128, 4, 3)): ReduceConfig(64, 128, 128, 8, 3),
+}
 
 
-def one_pass_config(architecture: str, element_bits: int, P: int, K: int) -> ReduceConfig | None:
-    """The tiles of both gradients at once, of P kept rows and inner dimension K, or None."""
+def one_pass_config(architecture: str, element_bits: int, P: int, K: int, alone: bool) -> ReduceConfig | None:
+    """The tiles of both gradients at once, of P kept rows and inner dimension K, or None.
+
+    ``alone`` says that there are no more batch entries than SMs.
+    """
     configs = ONE_PASS_TABLE.get((architecture, element_bits)) or ONE_PASS_TABLE.get(("other", element_bits), ())
     width = max(padded_width(K), 32)
     config = next((one for one in configs if one.block_p >= P and one.block_k >= width), None)
-    return None if config is None else replace(config, block_k=width)
+    if config is None:
+        return None
+    if alone:
+        config = ONE_PASS_ALONE.get((architecture, element_bits, config), config)
+    return replace(config, block_k=width)
 
 
 def _fitted(rows: _Rows, padded: int) -> ReduceConfig:
