@@ -17,6 +17,13 @@ from fusedlayers.functional.dispatch import decisions
 from fusedlayers.planning.measured import FIGURES
 from tests.operands import forget_calls
 
+# The compiler of torch, which is timed here, warns of things of its own.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:torch"),
+]
+
 
 def forget_everything() -> None:
     """What this process knows of devices, plans and calls."""
