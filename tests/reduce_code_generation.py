@@ -101,7 +101,7 @@ def shipped(selection: str, target: str, dtype: str) -> Iterator[ReduceCase]:
         yield ReduceCase(target, dtype, 64, "min", dim, rows=9000, columns=9000, batch=1)
         yield ReduceCase(target, dtype, 64, "mean", dim, activation="relu", rows=16384, columns=64, batch=1)
     # Both gradients at once, where few rows are kept: whole blocks, whole vectors, and neither.
-    for kept, width, reduced in itertools.product((20, 61, 101), (24, 64, 128), (1024, 1208, 1021)):
+    for kept, width, reduced in itertools.product((20, 61), (24, 64, 128), (1024, 1208, 1021)):
         # Each with one layout, and one with a mask.
         one = ReduceCase(target, dtype, width, "logsumexp", -1, rows=kept, columns=reduced, masked=reduced == 1021)
         across = replace(one, dim=-2, rows=reduced, columns=kept)

@@ -28,7 +28,7 @@ LEAST_WIDTH = 64
 RESIDENT = 2
 # A program of both gradients at once begins and ends in the time of so many blocks of reduced rows, and partials of
 # several ranges are added up in the time of so many.
-RANGE_BLOCKS, SUM_BLOCKS = 2, 2
+RANGE_BLOCKS, SUM_BLOCKS = 8, 12
 # Activations that fall before they rise: around their minimum values lie so close together that small errors choose
 # which element is the least, and with it where the gradient goes.
 _FALLING = ("gelu", "gelu_tanh", "silu", "quick_gelu")

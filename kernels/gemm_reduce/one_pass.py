@@ -44,6 +44,10 @@ def _one_pass_kernel(
     d_reduced_ptr += batch * R * K
     rows, inner = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_K)
     kept = load_block(kept_ptr + batch * stride_kz, rows, inner, stride_kp, stride_kk, P, K, False, K == BLOCK_K)
+    g = tl.load(g_ptr + batch * P + rows, mask=rows < P, other=0.0)[None, :]
+    result = 0.0
+    if OP == "logsumexp":
+        result = tl.load(result_ptr + batch * P + rows, mask=rows < P, other=0.0)[None, :]
     range_rows = tl.cdiv(tl.cdiv(R, BLOCK_R), splits) * BLOCK_R
     start = split * range_rows
     d_kept = tl.zeros([BLOCK_K, BLOCK_P], tl.float32)
@@ -58,11 +62,6 @@ def _one_pass_kernel(
         if mask_ptr is not None:
             mask_at = mask_ptr + batch * stride_mask_z + cols.to(tl.int64) * stride_mask_r
             taking = taking & (tl.load(mask_at, mask=taking, other=0) != 0)
-        # Of each tile anew: from one to the next they would take the registers of other things.
-        g = tl.load(g_ptr + batch * P + rows, mask=rows < P, other=0.0)[None, :]
-        result = 0.0
-        if OP == "logsumexp":
-            result = tl.load(result_ptr + batch * P + rows, mask=rows < P, other=0.0)[None, :]
         w = gradient_weights(z, g, result, OP, ACTIVATION, ACCURACY)
         w = tl.where(taking[:, None] & (rows < P)[None, :], w, 0.0).to(tile.dtype)
         # Rows that do not take part have gradient 0, also where kept is not finite.
@@ -84,6 +83,13 @@ def both_gradients(
     batch, kept, reduced, width = operands.sizes()
     arithmetic = operands.arithmetic
     d_reduced = operands.kept.new_empty(batch, reduced, width)
+    units = operands.units()
+    _, _, transposed, _ = units
+    stages = tiles.num_stages
+    # Sums of 64 × 128 in four warps leave no registers for a third stage beside masks and the rows of memory.
+    crowded = tiles.block_p * tiles.block_k >= 64 * 32 * tiles.num_warps
+    if crowded and (operands.mask is not None or not transposed):
+        stages = min(stages, 2)
 
     def fill(targets: list[torch.Tensor | None], split_elements: int) -> None:
         launch(
@@ -94,11 +100,11 @@ def both_gradients(
             (kept, reduced, splits, split_elements, 0.0),
             (
                 arithmetic.op, width, tiles.block_p, tiles.block_r, tiles.block_k,
-                operands.whole and reduced % tiles.block_r == 0, *operands.units(), arithmetic.activation,
-                arithmetic.accuracy, arithmetic.input_precision,
+                operands.whole and reduced % tiles.block_r == 0, *units, arithmetic.activation, arithmetic.accuracy,
+                arithmetic.input_precision,
             ),
             tiles.num_warps,
-            tiles.num_stages,
+            stages,
         )  # fmt: skip
 
     [d_kept] = summed_over_splits(operands.kept, [(batch, kept, width)], splits, fill)
