@@ -127,6 +127,17 @@ def draw(path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def _random_sizes() -> str:
+    """One table for each run, the newest first, without what a newer one has measured again."""
+    found = [json.loads(path.read_text()) for path in (RESULTS / "drawn").glob("*.json")]
+    shown, pages = set[str](), list[str]()
+    for record in sorted(found, key=lambda record: record["started"], reverse=True):
+        rows = [row for row in record["rows"] if row["case"] not in shown]
+        shown |= {row["case"] for row in rows}
+        pages.append(drawn.markdown(record | {"rows": rows}))
+    return "\n\n".join(pages)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "what to expect": _expectations,
     "whole runs": _whole_runs,
@@ -139,7 +150,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "experts": lambda: tables.markdown(_read("experts", "h200-bf16.json")),
     "adapters": lambda: tables.markdown(_read("lora", "h200-bf16.json")),
     "autotune": lambda: tables.markdown(_read("autotune", "h200-bf16.json")),
-    "random sizes": lambda: drawn.markdown(_read("drawn", "h200-bf16.json")),
+    "random sizes": _random_sizes,
     "recompute": lambda: tables.markdown(_read("recompute", "h200-bf16.json")),
 }
 

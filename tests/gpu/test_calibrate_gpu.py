@@ -61,7 +61,7 @@ def test_what_was_measured_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "dropped" not in said
     [record] = json.loads(calibrations.calibration_file().read_text())["records"]
     assert record["driver"]
-    assert "ptxas" in record["compiler"] or torch.version.hip
+    assert "ptxas" in record["toolchain"] or torch.version.hip
     assert len(record["entries"]) == 8, "launched and replayed, forward alone and with backward"
     chosen = {
         entry["sizes"]["M"]: entry["choice"]

@@ -59,9 +59,14 @@ def _trials(device: Device) -> Iterator[Trial]:
                 for op, dtype in kinds:
                     yield Trial("gemm_reduce", Options(op=op, dim=-1), (2, kept, reduced, width), dtype, "few")
                     yield Trial("gemm_reduce", Options(op=op, dim=-2), (2, reduced, kept, width), dtype, "few")
-    # Both gradients at once.
+        # An inner width that is padded, of operands one of which lies transposed.
+        for rows, columns in ((136, 304), (304, 136)):
+            yield Trial("gemm_reduce", Options(op="max", dim=-1), (3, rows, columns, 72), "bf16", "few")
+            yield Trial("gemm_reduce", Options(op="max", dim=-2), (3, rows, columns, 72), "bf16", "few")
+    # Both gradients at once; with more entries than SMs, too.
     for kept, width in itertools.product((20, 56), (24, 64, 128)):
         yield Trial("gemm_reduce", Options(op="sumsq", dim=-1), (2, kept, 300, width), "fp16", "few")
+    yield Trial("gemm_reduce", Options(op="sumsq", dim=-1), (device.sms + 1, 56, 150, 128), "fp16", "few")
     for width in _PORTABLE_WIDTHS:
         for op, dtype in kinds:
             yield Trial("gemm_reduce", Options("relu", op=op), (2, 127, 129, width), dtype, "portable")

@@ -101,6 +101,7 @@ def _speed_ups(axes: Any, rows: list[Record]) -> None:
     _bars(axes, rows, series, colours)
     axes.axhline(1.0, color="black", linewidth=1)
     axes.set_ylabel("speed-up over the best of torch")
+    _legend(axes)
 
 
 def _times(axes: Any, rows: list[Record]) -> None:
@@ -120,6 +121,7 @@ def _times(axes: Any, rows: list[Record]) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(_plain_between_powers())
     axes.set_ylabel("time over floor\n(1: as fast as the hardware allows)" if known else "time in µs")
+    _legend(axes)
 
 
 def _plain_between_powers() -> Any:
@@ -145,4 +147,11 @@ def _bars(axes: Any, rows: list[Record], series: dict[str, list[float | None]], 
         axes.bar(at, [value for value in values if value is not None], width, label=name, color=colours[name])
     axes.set_xticks(range(len(rows)), ["×".join(map(str, row["shape"])) for row in rows], rotation=30, ha="right")
     axes.set_xlabel(rows[0]["meaning"])
-    axes.legend(fontsize="small")
+
+
+def _legend(axes: Any) -> None:
+    """Above the bars, which a legend among them would hide."""
+    bottom, top = axes.get_ylim()
+    room = 1.2 if axes.get_yscale() == "linear" else (top / bottom) ** 0.2
+    axes.set_ylim(bottom, top * room)
+    axes.legend(fontsize="small", loc="upper center", ncols=4, columnspacing=1.0, handlelength=1.4, frameon=False)
