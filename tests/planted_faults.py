@@ -197,6 +197,16 @@ FAULTS: tuple[Fault, ...] = (
         "test_gemm_reduce_kernels both_gradients_at_once",
     ),
     _fault(
+        "vectors read where there are none", "kernels/launching.py",
+        "return 1 if any(size % unit for size in sizes) else unit", "return unit",
+        "test_gemm_reduce_kernels both_gradients_at_once",
+    ),
+    _fault(
+        "columns of the next entry in the place of padding", "kernels/hopper.py",
+        "return self if ends else", "return self if ends or True else",
+        "test_hopper padded_columns",
+    ),
+    _fault(
         "tokens of the next query counted", "kernels/maxsim/scores.py",
         "taking = tokens < length", "taking = tokens < length + 1",
         "test_maxsim ragged_lengths",
