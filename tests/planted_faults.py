@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from tests.planted_in_experts import EXPERTS
+from tests.planted_in_reductions import REDUCTIONS
 from tests.planting import Fault, copied, noticed
 from tests.planting import fault as _fault
 
@@ -22,8 +23,7 @@ _SPLIT, _SPLIT_TILES = "kernels/split_k/launcher.py", "kernels/split_k/tiles_pro
 _FFN_FORWARD, _FFN_DATA = "kernels/gemm_gemm/forward.py", "kernels/gemm_gemm/data_gradient.py"
 _FFN_WEIGHT = "kernels/gemm_gemm/weight_gradient.py"
 _HIDDEN, _HIDDEN_GRADIENT = "kernels/gemm_epilogue/hidden.py", "kernels/gemm_epilogue/hidden_gradient.py"
-_REDUCE, _CHUNKED = "kernels/gemm_reduce/forward.py", "fusedlayers/functional/ffn/chunked.py"
-_BOTH, _LINEAR = "kernels/gemm_reduce/one_pass.py", "fusedlayers/functional/linear.py"
+_CHUNKED, _LINEAR = "fusedlayers/functional/ffn/chunked.py", "fusedlayers/functional/linear.py"
 _LOSSES, _LOGITS = "kernels/cross_entropy/losses.py", "kernels/cross_entropy/rows.py"
 _HEAD = "fusedlayers/functional/linear_cross_entropy/chunked.py"
 _LORA, _ADAPTERS = "fusedlayers/functional/lora_ffn/__init__.py", "fusedlayers/functional/lora_ffn/products.py"
@@ -175,41 +175,6 @@ FAULTS: tuple[Fault, ...] = (
         "return tl.where(z <= 0, 0.0, z), tl.where(z <= 0, 0.0, 1.0)",
         "return tl.where(z > 0, z, 0.0), tl.where(z <= 0, 0.0, 1.0)",
         "test_ffn special_values",
-    ),
-    _fault(
-        "exponentials without their maximum", _REDUCE,
-        "shift = _finite(larger)\n                exponentials", "shift = larger * 0.0\n                exponentials",
-        "test_gemm_reduce_kernels special_values",
-    ),
-    _fault(
-        "last of equal values found", _REDUCE,
-        "return (value > best) |", "return (value >= best) |",
-        "test_gemm_reduce indices",
-    ),
-    _fault(
-        "masked columns taking part", _REDUCE,
-        "c = tl.where(taking[None, :], c, 0.0 if SUMMED", "c = tl.where(taking[None, :] | True, c, 0.0 if SUMMED",
-        "test_gemm_reduce_kernels masks_and_lengths",
-    ),
-    _fault(
-        "masked rows in both gradients", _BOTH,
-        "taking[:, None] & (rows < P)[None, :]", "(cols < taking_rows)[:, None] & (rows < P)[None, :]",
-        "test_gemm_reduce_kernels both_gradients_at_once",
-    ),
-    _fault(
-        "vectors read where there are none", "kernels/launching.py",
-        "return 1 if any(size % unit for size in sizes) else unit", "return unit",
-        "test_gemm_reduce_kernels both_gradients_at_once",
-    ),
-    _fault(
-        "columns of the next entry in the place of padding", "kernels/hopper.py",
-        "return self if ends else", "return self if ends or True else",
-        "test_hopper padded_columns",
-    ),
-    _fault(
-        "tokens of the next query counted", "kernels/maxsim/scores.py",
-        "taking = tokens < length", "taking = tokens < length + 1",
-        "test_maxsim ragged_lengths",
     ),
     # Dropout.
     _fault(
@@ -385,6 +350,7 @@ FAULTS: tuple[Fault, ...] = (
         "test_replacing_adapters kinds_of_adapters",
     ),
     *EXPERTS,
+    *REDUCTIONS,
 )  # fmt: skip
 
 

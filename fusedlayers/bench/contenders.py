@@ -104,10 +104,10 @@ def contender(name: str, case: Case, options: Options) -> Contender:
 
     Raises:
         ImportError: it is another library's, which is not installed, or has not what the case needs.
-        KeyError: the case has no such peer.
+        KeyError: the case has no such peer with these options.
     """
     if name in PEERS:
-        return Contender(name, case.peers[name](), recorded=False)
+        return Contender(name, case.peer(name, options), recorded=False)
     if name in TORCH_CONTENDERS:
         keywords = case.keywords(options)
 

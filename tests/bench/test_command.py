@@ -176,16 +176,22 @@ def test_versions_of_others_are_timed_where_they_are_installed(
     """torch's own function is; what is missing is named, and so is a case that has no such version."""
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     chosen = ("--time", "--device", "cpu", "--seconds", 0.01, "--contenders", "eager,function,liger,auto")
-    for name, shape in (("linear_cross_entropy", "17x16x129"), ("gemm_gemm", "1x8x8x8x8")):
-        assert bench(name, "--shape", shape, *chosen, "--output", tmp_path) == 0
+    others = ("--activation", "gelu")
+    for name, shape, *options in (
+        ("linear_cross_entropy", "17x16x129"), ("moe_ffn", "17x16x24x4x2"), ("gemm_gemm", "1x8x8x8x8"),
+        ("moe_ffn", "17x16x24x4x2", *others),
+    ):  # fmt: skip
+        assert bench(name, "--shape", shape, *options, *chosen, "--output", tmp_path) == 0
         for row in record.read(tmp_path / f"{name}-fp32-cpu.json")["rows"]:
             entries = row["contenders"]
             assert entries["Liger"]["status"] == "not timed"
-            if name == "gemm_gemm":
-                assert entries["torch function"]["reason"] == "gemm_gemm has no such contender"
+            if name != "linear_cross_entropy":
+                assert entries["torch function"]["reason"] == f"{name} has no such contender"
+            if name == "gemm_gemm" or options:
+                assert entries["Liger"]["reason"] == f"{name} has no such contender"
                 continue
             assert entries["Liger"]["reason"].startswith("not installed here: ")
-            if hasattr(torch.nn, "LinearCrossEntropyOptions"):
+            if name == "linear_cross_entropy" and hasattr(torch.nn, "LinearCrossEntropyOptions"):
                 assert entries["torch function"]["launched"]["median"] > 0
     assert "torch function" in capsys.readouterr().out
 

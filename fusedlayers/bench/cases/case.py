@@ -127,6 +127,17 @@ class Case:
         recomputes = options.recompute is True and "recompute" in self.flags
         return self.keywords(options) | ({"recompute": True} if recomputes else {})
 
+    def peer(self, name: str, options: Options) -> Callable[..., Results]:
+        """Another library's version, which knows no other options than those of the published grids.
+
+        Raises:
+            ImportError: it is not installed, or has not what the case needs.
+            KeyError: the case has none by this name with these options.
+        """
+        if all(replace(options, recompute=grid.options.recompute) != grid.options for grid in self.grids):
+            raise KeyError(name)
+        return self.peers[name]()
+
     def problem(self, inputs: Inputs, options: Options) -> Call:
         """The planning problem of a call with these inputs."""
         return OPERATIONS[self.operation].problem_of(**inputs, **self.our_keywords(options))

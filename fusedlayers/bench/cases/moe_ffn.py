@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -81,6 +81,16 @@ def _as_in_models(
     return found[back].view(x.shape[0], k, -1).sum(1).to(x.dtype)
 
 
+def _liger() -> Callable[..., Tensor]:
+    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+    def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+        found: Tensor = LigerFusedMoEFunction.apply(x, w_up, w_down, top_k_index.to(torch.int32), top_k_weights)
+        return found
+
+    return experts
+
+
 def _trials(device: Device) -> Iterator[Trial]:
     for gated in (False, True):
         relu, plain = (Options(activation, gated=gated, bias=True) for activation in ("relu", "identity"))
@@ -139,4 +149,5 @@ CASE = Case(
         Trial("moe_ffn", Options("relu", gated=True), (9, 40, 36, 4, 1), "fp16", backward=False),
     ),
     place=11,
+    peers={"Liger": _liger},
 )
