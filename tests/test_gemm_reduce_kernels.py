@@ -120,20 +120,25 @@ def test_few_kept_rows_have_both_gradients_at_once(op: str, monkeypatch: pytest.
 
 @needs_kernels
 @infinities
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "transposed"])
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
-def test_packed_rows(op: str, splits: int) -> None:
-    """Entries that lie behind one another, one of them with no rows, are those of a padded batch with lengths."""
-    lengths = torch.tensor([5, 0, 40, 16], dtype=torch.int32, device=DEVICE)
+def test_packed_rows(op: str, splits: int, transposed: bool) -> None:
+    """Entries that lie behind one another, one of them with no rows, are those of a padded batch with lengths.
+
+    Transposed, all of them together are whole vectors, and no entry is.
+    """
+    lengths = torch.tensor([5, 0, 40, 19], dtype=torch.int32, device=DEVICE)
     inputs = reduce_inputs(40, 18, 7, batches=((4,), (4,)), draw=INTEGERS[torch.float32])
     padded, other = inputs["a"], inputs["b"]
     assert padded is not None
     assert other is not None
     rows = torch.cat([entry[:length] for entry, length in zip(padded, lengths.tolist(), strict=True)])
+    rows = rows.mT.contiguous().mT if transposed else rows
     offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)))
     arithmetic = ReduceArithmetic(op, "identity", "ieee", "exact")
     tiles = ReduceConfig(16, 16, 16, 4, 1)
-    packed = ReduceOperands(other.mT, rows, None, None, None, None, offsets, arithmetic, longest=40)
+    packed = ReduceOperands(other.mT, rows, None, None, None, None, offsets, arithmetic)
     ragged = ReduceOperands(other.mT, padded, None, None, None, lengths, None, arithmetic)
     indices = op in INDEXED
     values, index = kernels.reduce(packed, indices=indices, out_dtype=torch.float32, splits=splits, tiles=tiles)

@@ -137,8 +137,8 @@ class ReduceOperands:
     """The tensors of one call, checked: kept ``[Z, P, K]``, reduced ``[Z, R, K]``, or packed ``[T, K]`` with offsets.
 
     A batch stride of 0 shares a matrix. kept_bias ``[P]``, reduced_bias ``[R]``; mask bool ``[Z, R]`` of any strides;
-    lengths int32 ``[Z]``; offsets int32 ``[Z + 1]``: the rows of entry z are ``offsets[z] … offsets[z + 1]``, never
-    more than ``longest`` of them (None: all T). Packed rows have neither a mask nor a reduced_bias.
+    lengths int32 ``[Z]``; offsets int32 ``[Z + 1]``: the rows of entry z are ``offsets[z] … offsets[z + 1]``. Packed
+    rows have neither a mask nor a reduced_bias.
     """
 
     kept: torch.Tensor
@@ -149,13 +149,11 @@ class ReduceOperands:
     lengths: torch.Tensor | None
     offsets: torch.Tensor | None
     arithmetic: ReduceArithmetic
-    longest: int | None = None
 
     def sizes(self) -> tuple[int, int, int, int]:
-        """Z, P, R, K; of packed rows R is the most that an entry has."""
+        """Z, P, R, K; of packed rows R is T, the most that an entry can have."""
         batch, kept, width = self.kept.shape
-        reduced = self.reduced.shape[-2] if self.longest is None else self.longest
-        return batch, kept, reduced, width
+        return batch, kept, self.reduced.shape[-2], width
 
     @property
     def whole(self) -> bool:
