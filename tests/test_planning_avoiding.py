@@ -163,7 +163,9 @@ def every_problem() -> Iterator[Call]:
                     for training in (False, True):
                         for op in ("max", "sumsq"):
                             one = ReduceProblem(2, M, N, K, dtype, op, masked=M == 64, needs_kept_gradient=training)
-                            yield from (one, replace(one, needs_reduced_gradient=training))
+                            # Both gradients at once have other tiles where there are more entries than SMs.
+                            both = replace(one, needs_reduced_gradient=training)
+                            yield from (one, both, replace(both, batch=200))
                         gradients = {"needs_query_gradient": training, "needs_document_gradient": training}
                         yield MaxSimProblem(2, 3, M, 3 * N, K, dtype, **gradients)
                     yield WeightGradientProblem(M, N, K, dtype)
