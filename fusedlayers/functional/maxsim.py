@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import reference
 from ..kernels import maxsim as kernels
 from ..kernels.maxsim import MaxSimOperands
-from ..planning import MaxSimPlan, MaxSimProblem
+from ..planning import MaxSimProblem
 from .call import call_facts, traced, wants_gradient
 from .custom_ops import Result, Results
 from .operands import check_given, check_layout, check_shape, check_tensors, said
@@ -164,7 +164,7 @@ class _MaxSim(Operation):
         if plan.path == "torch":
             return (_reference(*operands),), (None,)
         scores, chosen = kernels.forward(
-            _operands(operands, plan), indices=any(wanted), splits=plan.splits, chunk=plan.chunk,
+            _operands(call, operands), indices=any(wanted), splits=plan.splits, chunk=plan.chunk,
             tiles=plan.forward_tiles,
         )  # fmt: skip
         return (scores,), (chosen,)
@@ -175,7 +175,7 @@ class _MaxSim(Operation):
         plan, [gradient], [chosen] = call.plan, upstream, made
         if plan.path == "torch":
             return self.differentiable_gradients(call, operands, wanted, upstream)
-        given = _operands(operands, plan)
+        given = _operands(call, operands)
         d_queries = d_documents = None
         if wanted[0]:
             d_queries = kernels.query_gradient(
@@ -200,7 +200,7 @@ def _layout(mask: Tensor | None, cu_seqlens: Tensor | None) -> str:
     return "packed" if cu_seqlens is not None else "padded" if mask is None else "masked"
 
 
-def _operands(tensors: Tensors, plan: MaxSimPlan) -> MaxSimOperands:
+def _operands(call: Prepared, tensors: Tensors) -> MaxSimOperands:
     """The tensors in the order of :func:`maxsim`, their query tokens behind one another: a view where strides allow."""
     queries, documents, query_mask, document_mask, cu_seqlens_queries, cu_seqlens_documents = tensors
     return MaxSimOperands(
@@ -211,7 +211,8 @@ def _operands(tensors: Tensors, plan: MaxSimPlan) -> MaxSimOperands:
         document_mask=document_mask,
         query_offsets=cu_seqlens_queries,
         document_offsets=cu_seqlens_documents,
-        input_precision=plan.problem.input_precision,
+        input_precision=call.problem.input_precision,
+        ready=call.ready,
     )
 
 

@@ -18,7 +18,7 @@ import torch
 
 from ..activations import activate, through_activation
 from ..device import tl, triton
-from ..launching import ceil_div, launch
+from ..launching import Launch, ceil_div, prepared
 from ..tiles import add_product, product, store_tile
 from ..tuning import ReduceConfig
 from .operands import ReduceOperands, add_biases, entry_rows, gradient_weights, load_block, scores, strides_in_units
@@ -217,22 +217,25 @@ def route(
 
     g is float32 ``[Z, P]``, index int32 ``[Z, P]``, both contiguous.
     """
+    batch, kept, _, width = operands.sizes()
+    weight = g.new_empty(batch, kept)
+    d_kept = operands.kept.new_empty(batch, kept, width) if kept_gradient else None
+    launch = prepared(operands.ready, ("route", kept_gradient), _prepare_route, operands)
+    launch((*operands.pointers(), g, index, weight, d_kept))
+    return weight, d_kept
+
+
+def _prepare_route(operands: ReduceOperands) -> Launch:
     batch, kept, reduced, width = operands.sizes()
     arithmetic = operands.arithmetic
-    weight = torch.empty(batch, kept, dtype=torch.float32, device=g.device)
-    d_kept = None
-    if kept_gradient:
-        d_kept = torch.empty(batch, kept, width, dtype=operands.kept.dtype, device=g.device)
-    launch(
+    return Launch(
         _routing_kernel,
         batch * ceil_div(kept, _ROUTED),
-        (*operands.pointers(), g, index, weight, d_kept),
         operands.strides(),
         (kept, reduced),
         (arithmetic.op, width, _ROUTED, min(triton.next_power_of_2(width), 64), arithmetic.activation,
          arithmetic.accuracy),
     )  # fmt: skip
-    return weight, d_kept
 
 
 def kept_gradient(
@@ -283,20 +286,29 @@ def _weighted(
     tiles: ReduceConfig,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     batch, kept, reduced, width = operands.sizes()
+    rows = kept if of_kept else reduced
+    # Packed rows lie behind one another, whichever entry they belong to.
+    shape = operands.reduced.shape if operands.reduced.dim() == 2 and not of_kept else (batch, rows, width)
+    d_rows = operands.kept.new_empty(shape) if matrix else None
+    sums = g.new_empty(batch, rows) if bias else None
+    launch = prepared(
+        operands.ready, ("weighted", of_kept, matrix, bias), _prepare_weighted, operands, of_kept, op, tiles
+    )
+    launch((*operands.pointers(), g, index, result, d_rows, sums))
+    return d_rows, sums
+
+
+def _prepare_weighted(operands: ReduceOperands, of_kept: bool, op: str, tiles: ReduceConfig) -> Launch:
+    batch, kept, reduced, width = operands.sizes()
     arithmetic = operands.arithmetic
     rows, cols = (kept, reduced) if of_kept else (reduced, kept)
-    shape = (batch, kept, width) if of_kept else tuple(operands.reduced.shape)
-    shape = (batch, *shape[1:]) if len(shape) == 3 else shape
-    device = g.device
-    d_rows = torch.empty(shape, dtype=operands.kept.dtype, device=device) if matrix else None
-    sums = torch.empty(batch, rows, dtype=torch.float32, device=device) if bias else None
+    packed = operands.reduced.dim() == 2 and not of_kept
     even_rows = (operands.whole or of_kept) and rows % tiles.block_p == 0
     even_cols = (operands.whole or not of_kept) and cols % tiles.block_r == 0
-    launch(
+    return Launch(
         _weighted_kernel,
         batch * ceil_div(rows, tiles.block_p) * ceil_div(width, tiles.block_k),
-        (*operands.pointers(), g, index, result, d_rows, sums),
-        (*operands.strides(), rows * width if len(shape) == 3 else 0),
+        (*operands.strides(), 0 if packed else rows * width),
         (kept, reduced, 0.0),
         (
             of_kept, op, width, tiles.block_p, tiles.block_r, tiles.block_k, even_rows, even_cols, *operands.units(),
@@ -305,4 +317,3 @@ def _weighted(
         tiles.num_warps,
         tiles.num_stages,
     )  # fmt: skip
-    return d_rows, sums

@@ -1,10 +1,12 @@
 """Forward: the reduction of a product, each tile of which lives in registers until it is reduced."""
 
+from typing import NamedTuple
+
 import torch
 
 from ..activations import activate
 from ..device import tl, triton
-from ..launching import ceil_div, launch
+from ..launching import Launch, ceil_div, prepared
 from ..tiles import store_tile
 from ..tuning import ReduceConfig
 from . import pipelined
@@ -214,37 +216,69 @@ def reduce(
     strides, is filled with C. ``shares``, float32 ``[2, Z, P]``, is filled with the largest C and the sum of
     exponentials relative to it, of which D is the logarithm before it is rounded: for logsumexp.
     """
-    batch, kept, reduced, width = operands.sizes()
-    arithmetic = operands.arithmetic
-    device = operands.kept.device
-    shape, count = (batch, kept), batch * kept
-    partial = shares is not None or (splits > 1 and not atomic)
+    arithmetic, like = operands.arithmetic, operands.kept
+    shape = like.shape[:2]
+    name = ("reduce", indices, out_dtype, shares is None)
+    made = prepared(operands.ready, name, _prepare, operands, splits, tiles, atomic, product, shares is not None)
     counts = operands.counts() if arithmetic.op == "mean" else None
-    found = torch.empty(shape, dtype=torch.int32, device=device) if indices else None
+    found = like.new_empty(shape, dtype=torch.int32) if indices else None
     if atomic:
-        values = torch.zeros(shape, dtype=torch.float32, device=device)
+        values = like.new_zeros(shape, dtype=torch.float32)
     else:
-        values = torch.empty(shape, dtype=out_dtype, device=device)
+        values = like.new_empty(shape, dtype=out_dtype)
     target, target_index, sums = values, found, None
-    if partial:
-        target = torch.empty(splits, *shape, dtype=torch.float32, device=device)
-        target_index = torch.empty(splits, *shape, dtype=torch.int32, device=device) if indices else None
+    if made.combine is not None:
+        target = like.new_empty((splits, *shape), dtype=torch.float32)
+        target_index = like.new_empty((splits, *shape), dtype=torch.int32) if indices else None
         sums = torch.empty_like(target) if arithmetic.op == "logsumexp" else None
-    if tiles.pipelined is not None and product is None and not atomic and shares is None:
+    divisors = None if made.combine is not None else counts
+    if made.pipelined:
+        pipelined.launch_reduce(operands, divisors, target, target_index, sums, made.launch)
+    else:
+        made.launch((*operands.pointers(), divisors, target, target_index, sums, product))
+    if made.combine is not None:
+        made.combine((target, target_index, sums, counts, values, found, shares))
+    return values.to(out_dtype), found
+
+
+class _Prepared(NamedTuple):
+    """What all executions of one prepared call share; ``combine`` makes the results from the partials of all splits."""
+
+    launch: Launch
+    pipelined: bool
+    combine: Launch | None
+
+
+def _prepare(
+    operands: ReduceOperands,
+    splits: int,
+    tiles: ReduceConfig,
+    atomic: bool,
+    product: torch.Tensor | None,
+    in_shares: bool,
+) -> _Prepared:
+    batch, kept, reduced, width = operands.sizes()
+    arithmetic, count = operands.arithmetic, batch * kept
+    partial = in_shares or (splits > 1 and not atomic)
+    combine = None
+    if partial:
+        combine = Launch(
+            _combine_kernel,
+            ceil_div(count, _COMBINED),
+            (),
+            (kept, count, splits),
+            (arithmetic.op, _COMBINED, arithmetic.accuracy),
+        )
+    if tiles.pipelined is not None and product is None and not atomic and not in_shares:
         matrices = pipelined.takes(operands, tiles.pipelined)
         if matrices is not None:
-            pipelined.reduce(
-                operands, matrices, None if partial else counts, target, target_index, sums, splits, tiles.pipelined
-            )
-            if partial:
-                _combine(operands, target, target_index, sums, counts, values, found, shares, splits)
-            return values, found
+            launch = pipelined.prepare_reduce(operands, matrices, splits, tiles.pipelined)
+            return _Prepared(launch, True, combine)
     # Split or of lengths of its own, an entry ends anywhere; with splits one variant less is compiled, too.
     even = operands.whole and splits == 1 and reduced % tiles.block_r == 0
-    launch(
+    launch = Launch(
         _reduce_kernel,
         batch * ceil_div(kept, tiles.block_p) * splits,
-        (*operands.pointers(), None if partial else counts, target, target_index, sums, product),
         (*operands.strides(), *((0, 0, 0) if product is None else product.stride())),
         (count if partial else 0, kept, reduced, splits, 0.0),
         (
@@ -254,29 +288,4 @@ def reduce(
         tiles.num_warps,
         tiles.num_stages,
     )  # fmt: skip
-    if partial:
-        _combine(operands, target, target_index, sums, counts, values, found, shares, splits)
-    return values.to(out_dtype), found
-
-
-def _combine(
-    operands: ReduceOperands,
-    values: torch.Tensor,
-    indices: torch.Tensor | None,
-    sums: torch.Tensor | None,
-    counts: torch.Tensor | None,
-    out: torch.Tensor,
-    out_indices: torch.Tensor | None,
-    shares: torch.Tensor | None,
-    splits: int,
-) -> None:
-    """The results from the partials of all splits."""
-    count = out.numel()
-    launch(
-        _combine_kernel,
-        ceil_div(count, _COMBINED),
-        (values, indices, sums, counts, out, out_indices, shares),
-        (),
-        (operands.kept.shape[1], count, splits),
-        (operands.arithmetic.op, _COMBINED, operands.arithmetic.accuracy),
-    )
+    return _Prepared(launch, False, combine)

@@ -7,11 +7,13 @@ goes through a range of reduced rows, and computes each tile of W, transposed, o
     d_kept    = W reduced   summed over the range; float32 partials of the ranges are added up in a fixed order
 """
 
+from typing import Any, NamedTuple
+
 import torch
 
 from ..device import tl, triton
-from ..launching import launch
-from ..partials import summed_over_splits
+from ..launching import Launch, prepared
+from ..partials import split_size, summed_over_splits
 from ..tiles import add_product, product, store_tile
 from ..tuning import ReduceConfig
 from .operands import ReduceOperands, add_biases, entry_rows, gradient_weights, load_block, strides_in_units
@@ -81,8 +83,28 @@ def both_gradients(
     result are those of ``backward.kept_gradient``.
     """
     batch, kept, reduced, width = operands.sizes()
-    arithmetic = operands.arithmetic
     d_reduced = operands.kept.new_empty(batch, reduced, width)
+    shapes = [(batch, kept, width)]
+    made = prepared(operands.ready, "both gradients", _prepare, operands, tiles, splits, split_size(shapes, splits))
+
+    def fill(targets: list[torch.Tensor | None], _: int) -> None:
+        made.launch((*operands.pointers(), g, result, targets[0], d_reduced))
+
+    [d_kept] = summed_over_splits(operands.kept, shapes, splits, fill, made.ready)
+    assert d_kept is not None
+    return d_kept, d_reduced
+
+
+class _Prepared(NamedTuple):
+    """What all executions of one prepared call share."""
+
+    launch: Launch
+    ready: dict[Any, Any]
+
+
+def _prepare(operands: ReduceOperands, tiles: ReduceConfig, splits: int, split_elements: int) -> _Prepared:
+    batch, kept, reduced, width = operands.sizes()
+    arithmetic = operands.arithmetic
     units = operands.units()
     _, _, transposed, _ = units
     stages = tiles.num_stages
@@ -90,23 +112,17 @@ def both_gradients(
     crowded = tiles.block_p * tiles.block_k >= 64 * 32 * tiles.num_warps
     if crowded and (operands.mask is not None or not transposed):
         stages = min(stages, 2)
-
-    def fill(targets: list[torch.Tensor | None], split_elements: int) -> None:
-        launch(
-            _one_pass_kernel,
-            batch * splits,
-            (*operands.pointers(), g, result, targets[0], d_reduced),
-            operands.strides(),
-            (kept, reduced, splits, split_elements, 0.0),
-            (
-                arithmetic.op, width, tiles.block_p, tiles.block_r, tiles.block_k,
-                operands.whole and reduced % tiles.block_r == 0, *units, arithmetic.activation, arithmetic.accuracy,
-                arithmetic.input_precision,
-            ),
-            tiles.num_warps,
-            stages,
-        )  # fmt: skip
-
-    [d_kept] = summed_over_splits(operands.kept, [(batch, kept, width)], splits, fill)
-    assert d_kept is not None
-    return d_kept, d_reduced
+    launch = Launch(
+        _one_pass_kernel,
+        batch * splits,
+        operands.strides(),
+        (kept, reduced, splits, split_elements, 0.0),
+        (
+            arithmetic.op, width, tiles.block_p, tiles.block_r, tiles.block_k,
+            operands.whole and reduced % tiles.block_r == 0, *units, arithmetic.activation, arithmetic.accuracy,
+            arithmetic.input_precision,
+        ),
+        tiles.num_warps,
+        stages,
+    )  # fmt: skip
+    return _Prepared(launch, {})

@@ -1,6 +1,7 @@
 """What a call of these kernels is made of: its tensors, its arithmetic, and the arguments that all kernels share."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -132,13 +133,16 @@ class ReduceArithmetic:
     accuracy: str
 
 
-@dataclass(frozen=True)
+# Not frozen: to set the fields of a frozen one takes three times as long, in every call.
+@dataclass(slots=True, eq=False)
 class ReduceOperands:
     """The tensors of one call, checked: kept ``[Z, P, K]``, reduced ``[Z, R, K]``, or packed ``[T, K]`` with offsets.
 
     A batch stride of 0 shares a matrix. kept_bias ``[P]``, reduced_bias ``[R]``; mask bool ``[Z, R]`` of any strides;
     lengths int32 ``[Z]``; offsets int32 ``[Z + 1]``: the rows of entry z are ``offsets[z] … offsets[z + 1]``. Packed
     rows have neither a mask nor a reduced_bias.
+
+    ``ready`` belongs to one prepared call: see ``gemm_gemm.Operands``. Gradients of the result are aligned.
     """
 
     kept: torch.Tensor
@@ -149,6 +153,7 @@ class ReduceOperands:
     lengths: torch.Tensor | None
     offsets: torch.Tensor | None
     arithmetic: ReduceArithmetic
+    ready: dict[Any, Any] | None = None
 
     def sizes(self) -> tuple[int, int, int, int]:
         """Z, P, R, K; of packed rows R is T, the most that an entry can have."""

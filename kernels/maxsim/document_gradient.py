@@ -6,11 +6,13 @@ A scatter of the tokens to the rows they chose would need atomics, or a sort; th
 pass, on the matrix units, in a fixed order.
 """
 
+from typing import Any
+
 import torch
 
 from ..device import tl, triton
 from ..gemm_reduce import pipelined
-from ..launching import ceil_div, launch
+from ..launching import Launch, ceil_div, prepared
 from ..partials import summed_over_splits
 from ..tiles import add_product
 from ..tuning import OneHotConfig
@@ -128,7 +130,7 @@ def document_gradient(
     def fill(targets: list[torch.Tensor | None], split_size: int) -> None:
         for first in range(0, documents, chunk):
             count = min(chunk, documents - first)
-            part = operands if count == documents else operands.chunk(first, count)
+            part = operands.chunk(first, count)
             (out,) = targets
             assert out is not None
             if operands.document_offsets is None:
@@ -139,7 +141,8 @@ def document_gradient(
             )  # fmt: skip
             _one_hot_product(part, queries, chosen[first : first + count], weights, out, split_size, splits, tiles)
 
-    (found,) = summed_over_splits(operands.documents, [tuple(operands.documents.shape)], splits, fill)
+    sums: dict[Any, Any] | None = prepared(operands.ready, "document sums", dict)
+    (found,) = summed_over_splits(operands.documents, [tuple(operands.documents.shape)], splits, fill, sums)
     assert found is not None
     return found
 
@@ -153,15 +156,20 @@ def _weights(
     """g of each token's query and each document, float32 ``[D, P]``; 0 where one of the two does not take part."""
     tokens, documents = operands.queries.shape[0], operands.document_count
     weights = torch.empty(documents, tokens, dtype=torch.float32, device=upstream.device)
-    launch(
+    launch = prepared(operands.ready, "weights", _prepare_weights, operands, upstream)
+    launch((upstream, token_queries, as_bytes(operands.query_mask), answering, weights))
+    return weights
+
+
+def _prepare_weights(operands: MaxSimOperands, upstream: torch.Tensor) -> Launch:
+    tokens = operands.queries.shape[0]
+    return Launch(
         _weights_kernel,
-        documents * ceil_div(tokens, _BLOCK),
-        (upstream, token_queries, as_bytes(operands.query_mask), answering, weights),
+        operands.document_count * ceil_div(tokens, _BLOCK),
         (stride(operands.query_mask),),
         (*upstream.stride(), tokens, operands.query_length),
         (_BLOCK,),
     )
-    return weights
 
 
 def _one_hot_product(
@@ -174,22 +182,35 @@ def _one_hot_product(
     splits: int,
     tiles: OneHotConfig,
 ) -> None:
-    documents, (tokens, width) = operands.document_count, queries.shape
+    """Fills ``out``, or the partials of the splits, of which ``out`` is the first."""
+    documents, width = operands.document_count, queries.shape[1]
     length, offsets, ends = operands.documents.shape[-2], operands.document_offsets, None
-    if splits == 1 and offsets is None and (kept := pipelined.takes_one_hot(queries, tiles.pipelined)) is not None:
-        assert tiles.pipelined is not None
-        found = out[: documents * length * width].view(documents, length, width)
-        pipelined.one_hot_product(kept, chosen, weights, found, tiles.pipelined)
+    launch, is_pipelined = prepared(
+        operands.ready, "one-hot product", _prepare_one_hot_product, operands, queries, split_size, splits, tiles
+    )
+    if is_pipelined:
+        launch((chosen, weights), (queries, out[: documents * length * width]))
         return
-    blocks_each = ceil_div(length, tiles.block_l)
-    blocks = documents * blocks_each
     if offsets is not None:
         ends = ((offsets.diff() + (tiles.block_l - 1)) // tiles.block_l).cumsum(0)
-        blocks = blocks_each + documents  # at most, without waiting for the lengths
-    launch(
+    launch((queries, chosen, weights, offsets, ends, out))
+
+
+def _prepare_one_hot_product(
+    operands: MaxSimOperands, queries: torch.Tensor, split_size: int, splits: int, tiles: OneHotConfig
+) -> tuple[Launch, bool]:
+    """The launch, and whether it is that of the pipelined kernel."""
+    documents, (tokens, width) = operands.document_count, queries.shape
+    length, offsets = operands.documents.shape[-2], operands.document_offsets
+    if splits == 1 and offsets is None and (kept := pipelined.takes_one_hot(queries, tiles.pipelined)) is not None:
+        assert tiles.pipelined is not None
+        return pipelined.prepare_one_hot(kept, (documents, length, width), tokens, tiles.pipelined), True
+    blocks_each = ceil_div(length, tiles.block_l)
+    # Of packed documents at most, without waiting for the lengths.
+    blocks = documents * blocks_each if offsets is None else blocks_each + documents
+    launch = Launch(
         _document_gradient_kernel,
         blocks * ceil_div(width, tiles.block_k) * splits,
-        (queries, chosen, weights, offsets, ends, out),
         (*queries.stride(), stride(offsets)),
         (split_size, documents, length, tokens, blocks_each, splits, 0.0),
         (
@@ -199,3 +220,4 @@ def _one_hot_product(
         tiles.num_warps,
         tiles.num_stages,
     )  # fmt: skip
+    return launch, False

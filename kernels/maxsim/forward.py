@@ -21,7 +21,7 @@ def forward(
     chosen: list[torch.Tensor] = []
     for first in range(0, documents, chunk):
         count = min(chunk, documents - first)
-        part = operands if count == documents else operands.chunk(first, count)
+        part = operands.chunk(first, count)
         best, found = reduce(
             _maximum(part, count), indices=indices, out_dtype=torch.float32, splits=splits, tiles=tiles
         )
@@ -44,4 +44,5 @@ def _maximum(operands: MaxSimOperands, documents: int) -> ReduceOperands:
         lengths=None,
         offsets=operands.document_offsets,
         arithmetic=ReduceArithmetic("max", "identity", operands.input_precision, "exact"),
+        ready=operands.ready,
     )

@@ -1,6 +1,7 @@
 """What a call of these kernels is made of: its tensors, and which tokens and documents count."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,13 +24,17 @@ def token_weights(
     return tl.load(at, mask=takes_part, other=0.0), takes_part
 
 
-@dataclass(frozen=True)
+# Not frozen: to set the fields of a frozen one takes three times as long, in every call.
+@dataclass(slots=True, eq=False)
 class MaxSimOperands:
     """The tensors of one call, checked.
 
     queries ``[P, d]`` of any strides: ``query_length`` tokens of each query, or packed with the offsets
     ``query_offsets``. documents ``[D, L, d]``, or packed ``[T, d]`` with ``document_offsets``. query_mask bool ``[P]``,
     document_mask bool ``[D, L]``.
+
+    ``ready`` belongs to one prepared call: see ``gemm_gemm.Operands``. Gradients of the scores are contiguous and
+    aligned. The documents of a chunk may lie otherwise than those of the next one, so that a chunk has none.
     """
 
     queries: torch.Tensor
@@ -40,6 +45,7 @@ class MaxSimOperands:
     query_offsets: torch.Tensor | None
     document_offsets: torch.Tensor | None
     input_precision: str
+    ready: dict[Any, Any] | None = None
 
     @property
     def query_count(self) -> int:
@@ -54,6 +60,8 @@ class MaxSimOperands:
 
     def chunk(self, first: int, count: int) -> "MaxSimOperands":
         """The same queries and ``count`` documents from ``first`` on."""
+        if count == self.document_count:
+            return self
         if self.document_offsets is not None:
             documents, mask, offsets = self.documents, None, self.document_offsets[first : first + count + 1]
         else:

@@ -1,10 +1,12 @@
 """The gradient of the queries: for each token a sum over all documents of the token that was chosen there."""
 
+from typing import Any, NamedTuple
+
 import torch
 
 from ..device import tl, triton
-from ..launching import ceil_div, launch
-from ..partials import summed_over_splits
+from ..launching import Launch, ceil_div, prepared
+from ..partials import split_size, summed_over_splits
 from ..tuning import GatherConfig
 from .operands import MaxSimOperands, as_bytes, stride, token_weights
 
@@ -55,25 +57,40 @@ def query_gradient(
     operands: MaxSimOperands, chosen: torch.Tensor, upstream: torch.Tensor, splits: int, tiles: GatherConfig
 ) -> torch.Tensor:
     """``[P, d]``, contiguous, from the chosen tokens ``[D, P]`` and the gradient ``[Q, D]`` of the scores."""
-    tokens, width = operands.queries.shape
-    documents = operands.document_count
-    blocks = ceil_div(tokens, tiles.block_p) * ceil_div(width, tiles.block_k)
+    shapes = [operands.queries.shape]
+    made = prepared(operands.ready, "query gradient", _prepare, operands, upstream, splits, tiles)
 
-    def fill(targets: list[torch.Tensor | None], split_size: int) -> None:
-        launch(
-            _query_gradient_kernel,
-            blocks * splits,
+    def fill(targets: list[torch.Tensor | None], _: int) -> None:
+        made.launch(
             (
                 operands.documents, chosen, upstream, operands.token_queries(), as_bytes(operands.query_mask),
                 operands.document_offsets, operands.answering(), *targets,
-            ),
-            (*operands.document_strides(), stride(operands.query_mask), stride(operands.document_offsets)),
-            (*upstream.stride(), split_size, documents, tokens, operands.query_length, splits),
-            (width, tiles.block_p, tiles.block_k, tiles.documents),
-            tiles.num_warps,
-            1,
+            )
         )  # fmt: skip
 
-    (found,) = summed_over_splits(operands.queries, [(tokens, width)], splits, fill)
+    (found,) = summed_over_splits(operands.queries, shapes, splits, fill, made.ready)
     assert found is not None
     return found
+
+
+class _Prepared(NamedTuple):
+    """What all executions of one prepared call share."""
+
+    launch: Launch
+    ready: dict[Any, Any]
+
+
+def _prepare(operands: MaxSimOperands, upstream: torch.Tensor, splits: int, tiles: GatherConfig) -> _Prepared:
+    tokens, width = operands.queries.shape
+    launch = Launch(
+        _query_gradient_kernel,
+        ceil_div(tokens, tiles.block_p) * ceil_div(width, tiles.block_k) * splits,
+        (*operands.document_strides(), stride(operands.query_mask), stride(operands.document_offsets)),
+        (
+            *upstream.stride(), split_size([(tokens, width)], splits), operands.document_count, tokens,
+            operands.query_length, splits,
+        ),
+        (width, tiles.block_p, tiles.block_k, tiles.documents),
+        tiles.num_warps,
+    )  # fmt: skip
+    return _Prepared(launch, {})

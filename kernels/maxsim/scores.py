@@ -3,7 +3,7 @@
 import torch
 
 from ..device import tl, triton
-from ..launching import ceil_div, launch
+from ..launching import Launch, ceil_div, prepared
 from .operands import MaxSimOperands, as_bytes, stride
 
 _TILE = 1024  # maxima that a program adds up at once: of several documents where a query is short
@@ -41,14 +41,18 @@ def _scores_kernel(
 
 def sum_scores(operands: MaxSimOperands, best: torch.Tensor, scores: torch.Tensor) -> None:
     """Fills ``scores [Q, D]``, whose documents lie side by side, from ``best [D, P]``, contiguous float32."""
+    launch = prepared(operands.ready, "scores", _prepare, operands, scores)
+    launch((best, as_bytes(operands.query_mask), operands.query_offsets, scores))
+
+
+def _prepare(operands: MaxSimOperands, scores: torch.Tensor) -> Launch:
     queries, documents = scores.shape
     length = operands.query_length
     block_t = _SHORT if operands.query_offsets is not None or length <= _SHORT else _LONG
     block_d = _TILE // block_t
-    launch(
+    return Launch(
         _scores_kernel,
         queries * ceil_div(documents, block_d),
-        (best, as_bytes(operands.query_mask), operands.query_offsets, scores),
         (stride(operands.query_mask), stride(operands.query_offsets)),
         (scores.stride(0), documents, operands.queries.shape[0], length),
         (block_d, block_t),

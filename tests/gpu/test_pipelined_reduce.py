@@ -299,10 +299,11 @@ def test_packed_rows_and_the_bands_around_outputs(op: str, kept: int, splits: in
         banded(*shape, dtype=torch.float32),
     ]
     (_, found), (_, index), (_, sums) = buffers
+    launch = pipelined.prepare_reduce(operands, matrices, splits, config)
     for _ in range(20):
-        pipelined.reduce(
-            operands, matrices, None, found, index if indices else None,
-            sums if splits > 1 and op == "logsumexp" else None, splits, config,
+        pipelined.launch_reduce(
+            operands, None, found, index if indices else None, sums if splits > 1 and op == "logsumexp" else None,
+            launch,
         )  # fmt: skip
         for buffer, _ in buffers:
             assert_bands_untouched(buffer)

@@ -89,9 +89,13 @@ class _Reduction:
     product: bool
     plan: ReducePlan
 
-    def operands(self, kept: Tensor, reduced: Tensor, bias: Any, mask: Any, lengths: Any) -> ReduceOperands:
-        kept_bias, reduced_bias = (bias, None) if self.bias_of_kept else (None, bias)
-        return ReduceOperands(kept, reduced, kept_bias, reduced_bias, mask, lengths, None, self.arithmetic)
+
+def _operands(call: Prepared, tensors: Tensors) -> ReduceOperands:
+    kept, reduced, bias, mask, lengths = tensors
+    kept_bias, reduced_bias = (bias, None) if call.details.bias_of_kept else (None, bias)
+    return ReduceOperands(
+        kept, reduced, kept_bias, reduced_bias, mask, lengths, None, call.details.arithmetic, call.ready
+    )
 
 
 class _GemmReduce(Operation):
@@ -185,7 +189,7 @@ class _GemmReduce(Operation):
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         reduction, saving = call.details, any(wanted)
-        given = reduction.operands(*operands)
+        given = _operands(call, operands)
         kept, plan, op = operands[0], reduction.plan, reduction.arithmetic.op
         batch, rows, columns, _ = given.sizes()
         product = None
@@ -220,7 +224,7 @@ class _GemmReduce(Operation):
             # The product has a gradient, too, which only torch's operations give.
             return self.differentiable_gradients(call, operands, wanted, upstream)
         reduction, [saved], dd = call.details, made, upstream[0]
-        given = reduction.operands(*operands)
+        given = _operands(call, operands)
         return *_gradients(reduction, given, wanted, dd, saved), None, None
 
     def expression(self, call: Prepared, operands: Tensors) -> Tensors:

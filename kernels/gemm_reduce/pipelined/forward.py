@@ -13,7 +13,7 @@ from ...hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ...launching import launch
+from ...launching import Launch
 from ...pipeline import copy_hidden_tile, init_barriers, matrix_of, release_after_load, stage_of
 from ...tuning import CONSUMER_ROWS, PipelinedReduceConfig
 from ..operands import ReduceOperands
@@ -311,37 +311,41 @@ def takes(operands: ReduceOperands, config: PipelinedReduceConfig) -> tuple[Matr
     return kept.padded(config.width), reduced.padded(config.width)
 
 
-def reduce(
-    operands: ReduceOperands,
-    matrices: tuple[Matrix, Matrix],
-    counts: torch.Tensor | None,
-    values: torch.Tensor,
-    indices: torch.Tensor | None,
-    sums: torch.Tensor | None,
-    splits: int,
-    config: PipelinedReduceConfig,
-) -> None:
-    """Fills values, indices and sums ``[Z, P]``, or with more than one split their partials ``[splits, Z, P]``.
-
-    sums are the sums of exponentials of a logsumexp, of its partials alone; counts are what mean divides by.
-    """
+def prepare_reduce(
+    operands: ReduceOperands, matrices: tuple[Matrix, Matrix], splits: int, config: PipelinedReduceConfig
+) -> Launch:
+    """The launch of :func:`launch_reduce`, of matrices that :func:`takes` gave; with several splits, of partials."""
     batch, kept, reduced, _ = operands.sizes()
     kept_matrix, reduced_matrix = matrices
-    mask = operands.pointers()[4]
     row_tiles = -(-kept // (CONSUMER_ROWS * config.consumers))
     tiles = batch * row_tiles * splits
-    launch(
+    return Launch(
         _pipelined_reduce_kernel,
         min(tiles, config.programs),
-        (counts, values, sums, indices, mask, operands.lengths, operands.offsets),
-        (0, 0) if mask is None else mask.stride(),
+        (0, 0) if operands.mask is None else operands.mask.stride(),
         (batch * kept, kept_matrix.step, reduced_matrix.step, kept, reduced, tiles, row_tiles, splits),
         (
             config.block, config.consumers, config.kept_stages, config.stages, CONSUMER_ROWS, kept_matrix.transposed,
             reduced_matrix.transposed, operands.arithmetic.op, splits > 1, config.in_registers,
         ),
-        descriptors=(
-            kept_matrix.descriptor(CONSUMER_ROWS, config.width),
-            reduced_matrix.descriptor(config.block, config.width),
+        geometries=(
+            kept_matrix.geometry(CONSUMER_ROWS, config.width),
+            reduced_matrix.geometry(config.block, config.width),
         ),
     )  # fmt: skip
+
+
+def launch_reduce(
+    operands: ReduceOperands,
+    counts: torch.Tensor | None,
+    values: torch.Tensor,
+    indices: torch.Tensor | None,
+    sums: torch.Tensor | None,
+    launch: Launch,
+) -> None:
+    """Fills values, indices and sums ``[Z, P]``, or with more than one split their partials ``[splits, Z, P]``.
+
+    sums are the sums of exponentials of a logsumexp, of its partials alone; counts are what mean divides by.
+    """
+    mask = operands.pointers()[4]
+    launch((counts, values, sums, indices, mask, operands.lengths, operands.offsets), (operands.kept, operands.reduced))

@@ -8,7 +8,7 @@ Consumers hold the sums of 64 reduced rows each, the producer streams the kept r
 import torch
 
 from ...hopper import (
-    Descriptor,
+    Geometry,
     Matrix,
     copy_out,
     fence_async_shared,
@@ -20,7 +20,7 @@ from ...hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ...launching import launch
+from ...launching import Launch
 from ...pipeline import copy_hidden_tile, init_barriers, matrix_of, stage_of
 from ...tuning import CONSUMER_ROWS, OneHotPipeline
 
@@ -144,22 +144,22 @@ def takes_one_hot(kept: torch.Tensor, config: OneHotPipeline | None) -> Matrix |
     return None if found is None else found.padded(config.width)
 
 
-def one_hot_product(
-    kept: Matrix, indices: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, config: OneHotPipeline
-) -> None:
-    """Fills out ``[Z, R, K]`` of kept's dtype; indices int32 and weights float32 ``[Z, P]``; all contiguous."""
-    (batch, P), (_, reduced, width) = indices.shape, out.shape
+def prepare_one_hot(kept: Matrix, shape: tuple[int, int, int], P: int, config: OneHotPipeline) -> Launch:
+    """A launch that fills out, contiguous of this shape ``[Z, R, K]`` and of kept's dtype.
+
+    Its pointers are the indices, int32, and the weights, float32, both contiguous ``[Z, P]``; its bases kept and out.
+    """
+    batch, reduced, width = shape
     row_tiles = -(-reduced // (CONSUMER_ROWS * config.consumers))
     tiles = batch * row_tiles
-    launch(
+    return Launch(
         _pipelined_one_hot_kernel,
         min(tiles, config.programs),
-        (indices, weights),
         (),
         (kept.step, P, reduced, tiles, row_tiles),
         (config.width, config.block, config.consumers, config.stages, CONSUMER_ROWS, kept.transposed),
-        descriptors=(
-            kept.descriptor(config.block, config.width),
-            Descriptor(out, [batch, reduced, width], [reduced * width, width, 1], [1, CONSUMER_ROWS, config.width]),
+        geometries=(
+            kept.geometry(config.block, config.width),
+            Geometry([batch, reduced, width], [reduced * width, width, 1], [1, CONSUMER_ROWS, config.width]),
         ),
-    )  # fmt: skip
+    )
