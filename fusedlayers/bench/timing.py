@@ -143,11 +143,17 @@ def measure(
         entrants[contender.name, "launched"] = Entrant(launch, contender.switches)
         if replay is not None:
             entrants[contender.name, "replayed"] = Entrant(replay, {})
+        del replay  # The entrant alone keeps the graph and its memory.
     with alone():
-        measured = _rounds(entrants, clock, seconds)
+        *measured, lost = _rounds(entrants, clock, seconds)
     times, host_times = (
         {name: [time / work.count for time in found] for name, found in kind.items()} for kind in measured
     )
+    for (name, way), reason in lost.items():
+        if way == "launched":
+            failures[name] = NotTimed(reason)
+        else:
+            replay_reasons[name] = reason
     timings: dict[str, Timing | NotTimed] = {}
     for contender in contenders:
         name = contender.name
@@ -174,27 +180,43 @@ def _host_bound(launched: Spread, replayed: Spread | None, host_seconds: float) 
     return host_seconds > _HOST_BOUND_SHARE * launched.median
 
 
-def _rounds(entrants: Mapping[tuple[str, str], Entrant], clock: Clock, seconds: float) -> tuple[Times, Times]:
-    """Seconds on the device and seconds of the host, per entrant and round."""
-    names = list(entrants)
-    device_times: Times = {name: [] for name in names}
-    host_times: Times = {name: [] for name in names}
+def _rounds(
+    entrants: dict[tuple[str, str], Entrant], clock: Clock, seconds: float
+) -> tuple[Times, Times, dict[tuple[str, str], str]]:
+    """Seconds on the device and seconds of the host, per entrant and round; and why entrants were given up.
+
+    Where memory does not suffice to launch a contender, its graph goes first, as a graph keeps all that it works in.
+    """
+    device_times: Times = {name: [] for name in entrants}
+    host_times: Times = {name: [] for name in entrants}
+    lost: dict[tuple[str, str], str] = {}
     deadline = None
     for round_number in range(DISCARDED_ROUNDS + MOST_ROUNDS):
         if round_number == DISCARDED_ROUNDS:
             deadline = time.perf_counter() + seconds
+        names = list(entrants)
         first = round_number % len(names) if names else 0
         for name in names[first:] + names[:first]:
+            if name in lost:
+                continue
             # Setting the switches is no part of the work.
-            with switched(entrants[name].switches):
-                measured = clock.visit(entrants[name].run)
+            try:
+                with switched(entrants[name].switches):
+                    measured = clock.visit(entrants[name].run)
+            except torch.OutOfMemoryError as error:
+                graph = (name[0], "replayed")
+                given_up = graph if graph in entrants else name
+                lost[given_up] = f"{type(error).__name__}: {error}".splitlines()[0]
+                for kind in (entrants, device_times, host_times):
+                    del kind[given_up]
+                continue
             if round_number >= DISCARDED_ROUNDS:
                 device_times[name] += [device for device, _ in measured]
                 host_times[name] += [host for _, host in measured]
         enough = round_number + 1 >= DISCARDED_ROUNDS + FEWEST_ROUNDS
         if enough and deadline is not None and time.perf_counter() > deadline:
             break
-    return device_times, host_times
+    return device_times, host_times, lost
 
 
 class Clock:

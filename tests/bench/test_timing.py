@@ -168,3 +168,57 @@ def test_rotating_work_is_timed_as_if_done_once(monkeypatch: pytest.MonkeyPatch)
     rotating = dataclasses.replace(one, rotation=(two, three))
     assert (rotating.count, median(rotating)) == (3, pytest.approx(alone / 3))
     assert seen == [1.0, 2.0, 3.0] * (len(seen) // 3)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_contender_for_which_memory_does_not_suffice(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graph is given up first, and then itself; the others are timed."""
+    monkeypatch.setattr(timing, "MOST_ROUNDS", 3)
+    graphs: set[str] = set()
+
+    class SmallClock(_RecordingClock):
+        def warm_up(self, launch: Callable[[], object]) -> None:
+            pass
+
+        def visit(self, run: Callable[[], object]) -> list[tuple[float, float]]:
+            run()
+            return super().visit(run)
+
+        def capture(self, launch: Callable[[], object]) -> tuple[Callable[[], object] | None, str]:
+            name = launch.args[0].__name__  # type: ignore[attr-defined]
+            graph = _Graph(name, graphs)
+            return graph.replay, ""
+
+    def small(**inputs: Tensor) -> Tensor:
+        return inputs["x"] * 1
+
+    def large(**inputs: Tensor) -> Tensor:
+        if "large" in graphs or not fits:
+            raise torch.OutOfMemoryError("too little")
+        return inputs["x"] * 1
+
+    work = contenders.Work({"x": torch.ones(2)}, (torch.ones(2),), backward=False)
+    entrants = [contenders.Contender(call.__name__, call) for call in (small, large)]
+    found = timing.measure(entrants, work, seconds=1e-9, clock=SmallClock())
+    assert isinstance(found["small"], timing.Timing)
+    assert found["small"].replayed is not None
+    if fits:
+        assert isinstance(found["large"], timing.Timing)
+        assert found["large"].replayed is None
+        assert found["large"].replay_reason == "OutOfMemoryError: too little"
+    else:
+        assert found["large"] == timing.NotTimed("OutOfMemoryError: too little")
+
+
+class _Graph:
+    """Takes up memory until nobody refers to it."""
+
+    def __init__(self, name: str, graphs: set[str]) -> None:
+        self.name, self.graphs = name, graphs
+        graphs.add(name)
+
+    def replay(self) -> None:
+        pass
+
+    def __del__(self) -> None:
+        self.graphs.discard(self.name)
