@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ from torch import Tensor
 from fusedlayers import functional, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.devices import describe
-from fusedlayers.kernels.gemm_reduce import pipelined
 from tests.gpu.exact import assert_says_something, exact
 from tests.gpu.graphs import assert_replays_like_launched
+from tests.gpu.reductions import watch_reductions
 from tests.maxsim_operands import LAYOUTS, double, laid_out, results, sequences, upstream_for
 from tests.operands import DEVICE, INTEGERS, Tensors, assert_equal, in_float64, on_path
 
@@ -85,14 +84,7 @@ def test_exact_integers_in_every_layout(
     queries: str, documents: str, width: int, monkeypatch: pytest.MonkeyPatch, poisoned_memory: None
 ) -> None:
     """In the warp-specialised kernel where there is one, but for rows that are no multiple of 16 bytes."""
-    launched: list[int] = []
-    run = pipelined.reduce
-
-    def counted(*arguments: Any) -> None:
-        launched.append(arguments[-1].consumers)
-        run(*arguments)
-
-    monkeypatch.setattr(pipelined, "reduce", counted)
+    launched = watch_reductions(monkeypatch)
     draw = INTEGERS[BFLOAT16]
     arguments = laid_out(sequences(*LENGTHS, width, FLOAT16, draw), queries, documents)
     upstream = draw(len(LENGTHS[0]), len(LENGTHS[1]), dtype=torch.float64).to(DEVICE, FLOAT16)
@@ -112,21 +104,14 @@ def test_exact_scores_for_every_number_of_consumers(
     tokens: int, document_tokens: int, monkeypatch: pytest.MonkeyPatch, poisoned_memory: None
 ) -> None:
     """Without gradients, so that no indices are found: one, two and four consumers."""
-    launched: list[int] = []
-    run = pipelined.reduce
-
-    def counted(*arguments: Any) -> None:
-        launched.append(arguments[-1].consumers)
-        run(*arguments)
-
-    monkeypatch.setattr(pipelined, "reduce", counted)
+    launched = watch_reductions(monkeypatch)
     inputs, _ = drawn((20, 37, tokens, document_tokens, 96), FLOAT16, INTEGERS[BFLOAT16])
     truth = reference.maxsim(**{name: tensor.double() for name, tensor in inputs.items()})
     with on_path("kernels"):
         for _ in range(20):
             assert_equal({"y": functional.maxsim(**inputs).double()}, {"y": truth})
     consumers = {3: 1, 4: 2, 30: 4}[tokens]
-    assert launched == ([consumers] * 20 if describe(DEVICE).pipelined else [])
+    assert [each.config.consumers for each in launched] == ([consumers] * 20 if describe(DEVICE).pipelined else [])
 
 
 @pytest.mark.parametrize(("queries", "documents"), LAYOUTS)

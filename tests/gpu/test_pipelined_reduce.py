@@ -13,8 +13,9 @@ from fusedlayers import functional, planning, reference
 from fusedlayers.devices import describe
 from fusedlayers.functional.gemm_reduce import GEMM_REDUCE
 from fusedlayers.kernels.gemm_reduce import ReduceArithmetic, ReduceOperands, pipelined
-from fusedlayers.kernels.tuning import PipelinedReduceConfig, pipelined_reduce_config
+from fusedlayers.kernels.tuning import pipelined_reduce_config
 from tests.gpu.exact import exact_reduction
+from tests.gpu.reductions import Reduction, watch_reductions
 from tests.operands import DEVICE, Tensors, assert_equal, integers, on_path, results
 from tests.reduce_operands import DIFFERENTIABLE, INDEXED, assert_reduce_close
 
@@ -42,21 +43,11 @@ BAND = 256  # elements before and behind an output
 
 pytestmark = pytest.mark.skipif(not describe(DEVICE).pipelined, reason="no Hopper GPU with Gluon")
 Size = tuple[int, int, int, int]
-Launch = tuple[PipelinedReduceConfig, int, tuple[bool, bool]]
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Of each launch: its configuration, its splits, and whether kept and reduced lie transposed in memory."""
-    found: list[Launch] = []
-    run = pipelined.reduce
-
-    def noting(operands: ReduceOperands, matrices: Any, *arguments: Any) -> None:
-        found.append((arguments[-1], arguments[-2], (matrices[0].transposed, matrices[1].transposed)))
-        run(operands, matrices, *arguments)
-
-    monkeypatch.setattr(pipelined, "reduce", noting)
-    return found
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Reduction]:
+    return watch_reductions(monkeypatch)
 
 
 def of_product(size: Size, dim: int) -> Size:
@@ -107,7 +98,7 @@ def test_cases_have_every_tile() -> None:
 @pytest.mark.parametrize("size", CASES, ids=str)
 @pytest.mark.parametrize("op", EXACT)
 def test_exact_integers_again_and_again(
-    op: str, size: Size, dim: int, launched: list[Launch], poisoned_memory: None
+    op: str, size: Size, dim: int, launched: list[Reduction], poisoned_memory: None
 ) -> None:
     """With and without gradients (which need indices), for 16-bit formats in turn."""
     dtype = BFLOAT16 if dim == -2 else FLOAT16
@@ -128,7 +119,7 @@ def test_exact_integers_again_and_again(
 @pytest.mark.parametrize("taking", ["mask", "lengths", "both"])
 @pytest.mark.parametrize("size", [size for size in CASES if size[0] > 1], ids=str)
 @pytest.mark.parametrize("op", EXACT)
-def test_masks_and_lengths(op: str, size: Size, taking: str, launched: list[Launch], poisoned_memory: None) -> None:
+def test_masks_and_lengths(op: str, size: Size, taking: str, launched: list[Reduction], poisoned_memory: None) -> None:
     """Entries without any row, whole ones, and more rows than there are."""
     batch, _, rows, _ = size
     mask = (torch.rand(batch, rows) < 0.6).to(DEVICE)
@@ -159,7 +150,7 @@ def test_masks_and_lengths(op: str, size: Size, taking: str, launched: list[Laun
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("op", ["sumsq", "max"])
-def test_transposed_operands(op: str, size: Size, transposed: tuple[bool, bool], launched: list[Launch]) -> None:
+def test_transposed_operands(op: str, size: Size, transposed: tuple[bool, bool], launched: list[Reduction]) -> None:
     for dim in (-2, -1):
         inputs, dy, expected = exact_reduction(op, dim, of_product(size, dim), BFLOAT16)
         laid = rows_in_memory(inputs, dim, transposed)
@@ -174,7 +165,7 @@ def test_transposed_operands(op: str, size: Size, transposed: tuple[bool, bool],
 @pytest.mark.parametrize("size", [(3, 40, 504, 72), (3, 136, 16, 80), (3, 504, 304, 120)], ids=str)
 @pytest.mark.parametrize("op", ["logsumexp", "max"])
 def test_padding_is_not_read_from_the_next_entry(
-    op: str, size: Size, transposed: tuple[bool, bool], launched: list[Launch]
+    op: str, size: Size, transposed: tuple[bool, bool], launched: list[Reduction]
 ) -> None:
     """NaN of an entry, on either side, is in its own results and gradients alone."""
     batch, kept, reduced, width = size
@@ -191,7 +182,7 @@ def test_padding_is_not_read_from_the_next_entry(
     assert bool(found["y"][1].isnan().all())  # type: ignore[index]
 
 
-def test_one_matrix_for_every_entry(launched: list[Launch]) -> None:
+def test_one_matrix_for_every_entry(launched: list[Reduction]) -> None:
     draw = integers(0.2)
     a, b = (draw(*shape, dtype=torch.float64).to(DEVICE) for shape in ((200, 64), (3, 64, 96)))
     for dim in (-2, -1):
@@ -203,7 +194,7 @@ def test_one_matrix_for_every_entry(launched: list[Launch]) -> None:
 
 @pytest.mark.parametrize("size", CASES, ids=str)
 @pytest.mark.parametrize("op", INDEXED)
-def test_the_first_of_many_ties(op: str, size: Size, launched: list[Launch], poisoned_memory: None) -> None:
+def test_the_first_of_many_ties(op: str, size: Size, launched: list[Reduction], poisoned_memory: None) -> None:
     batch, kept, reduced, width = size
     a, b = (torch.randint(-1, 2, (batch, rows, width)).to(DEVICE, torch.float64) for rows in (kept, reduced))
     # Sums of few: many of them are alike.
@@ -225,7 +216,7 @@ def test_the_first_of_many_ties(op: str, size: Size, launched: list[Launch], poi
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("size", [(3, 40, 16, 64), (5, 33, 500, 72), (3, 104, 128, 64), (2, 500, 300, 72)], ids=str)
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
-def test_nan_and_infinity(op: str, size: Size, value: float, launched: list[Launch], poisoned_memory: None) -> None:
+def test_nan_and_infinity(op: str, size: Size, value: float, launched: list[Reduction], poisoned_memory: None) -> None:
     """Rows of either side that hold them, the last one too; and the index of the first NaN."""
     batch, kept, reduced, width = size
     for side in ("a", "b"):
@@ -249,7 +240,7 @@ def test_nan_and_infinity(op: str, size: Size, value: float, launched: list[Laun
 
 @pytest.mark.parametrize("size", CASES, ids=str)
 @pytest.mark.parametrize("op", ["mean", "logsumexp"])
-def test_means_and_logarithms(op: str, size: Size, launched: list[Launch]) -> None:
+def test_means_and_logarithms(op: str, size: Size, launched: list[Reduction]) -> None:
     batch, kept, reduced, width = size
     a, b = (torch.randn(batch, rows, width, device=DEVICE, dtype=BFLOAT16) for rows in (kept, reduced))
     inputs = {"a": a, "b": b.mT / width**0.5}

@@ -171,7 +171,9 @@ class _GemmReduce(Operation):
     def finished(self, call: Prepared, tensors: Tensors, results: Any) -> Any:
         op, dim, _, return_indices, return_product, _ = call.options
         batch = leading_dims(*tensors[:2])
-        d, index, product = (None if found is None else found.reshape(*batch, *found.shape[1:]) for found in results)
+        d, index, product = results
+        if len(batch) != 1:
+            d, index, product = (None if each is None else each.reshape(*batch, *each.shape[1:]) for each in results)
         if product is not None and dim == -2:
             product = product.mT
         first = (index,) if op.startswith("arg") else (d, index) if return_indices else (d,)
