@@ -44,11 +44,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "gemm_reduce": (
         *("gemm_reduce", "gemm_reduce_kernels", "gemm_reduce_calls", "reference_reduce", "planning_reduce"),
-        "reduce_code_generation",
+        *("reduce_code_generation", "prepared_reductions"),
     ),
     "cross_entropy": _CROSS_ENTROPY,
     "grouped_gemm": _EXPERTS,
-    "maxsim": ("maxsim", "maxsim_arguments", "maxsim_planning", "code_generation_maxsim"),
+    "maxsim": ("maxsim", "maxsim_arguments", "maxsim_planning", "code_generation_maxsim", "prepared_reductions"),
     "split_k": (*_LINEAR, "prepared_launches"),
     "weight_gradient": (
         *("weight_gradient", "planning_weight_gradient", "code_generation_gradients", "prepared_launches"),
@@ -77,7 +77,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("planning_weight_gradient", "maxsim_planning", "code_generation"),
     ),
     # How kernels are launched.
-    "launching": ("prepared_launches", "relaunching", "capturing"),
+    "launching": ("prepared_launches", "prepared_reductions", "relaunching", "capturing"),
     "relaunching": ("relaunching", "prepared_launches"),
     "capturing": ("capturing", "planning_captures"),
     "device": ("compilation_record", "dispatch", "quick_interpreter"),
