@@ -13,16 +13,13 @@ from ..planning import HiddenGradientProblem
 from .call import call_facts, wants_gradient
 from .custom_ops import Result, Results
 from .operands import (
-    autocast,
     check_bias,
     check_given,
     check_shape,
     check_tensors,
-    compute_dtype,
     rows,
     said,
     with_leading_dims,
-    without_autocast,
 )
 from .operation import Operation, Tensors, formula
 from .prepared import Prepared
@@ -91,6 +88,7 @@ class _HiddenGradient(Operation):
     operands = "dy w_down z z_gate?"
     row_operands = ("dy", "z", "z_gate")
     has_backward = False
+    torch_takes_cast = True
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         activation, bias = options
@@ -117,9 +115,7 @@ class _HiddenGradient(Operation):
         return f"hidden_gradient: {gate}, dH = dy W_down, act = {formula(problem.activation)}"
 
     def through_torch(self, call: Prepared, tensors: Tensors) -> _Gradients:
-        operands = autocast(tuple(tensors), compute_dtype(tensors[0]))
-        with without_autocast(operands[0].device):
-            return self.expression(call, operands)
+        return self.expression(call, tensors)
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         dy, w_down, z, z_gate = operands

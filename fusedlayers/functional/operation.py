@@ -54,6 +54,9 @@ class Operation:
     added: ClassVar[int | None] = None
     # Paths that run torch's own expression.
     torch_paths: ClassVar[tuple[str, ...]] = ("torch",)
+    # Whether that expression gets the tensors that kernels would get under autocast, and casts nothing again. Elsewhere
+    # autocast casts for each of its operations.
+    torch_takes_cast: ClassVar[bool] = False
     # :meth:`backward` where nobody reads ``made`` again, so that it may be overwritten; None: there is nothing to gain.
     last_backward: Callable[..., Tensors] | None = None
     # Whether kernels compute the backward pass, which is a custom operation of its own then; else torch does.
@@ -236,10 +239,10 @@ class Operation:
         if dispatch._counted is not None:
             dispatch.count(call.plan)
         if call.sees_through:
-            if not call.problem.subclass:
-                return self.through_torch(call, tensors)
-            with naming_layouts(self.tensor_names, tensors):
-                return self.through_torch(call, tensors)
+            if call.dtype is not None and self.torch_takes_cast:
+                with torch.autocast(tensors[0].device.type, enabled=False):
+                    return self._through_torch(call, self.cast(call, tensors))
+            return self._through_torch(call, tensors)
         operands = self.flattened(call, tensors if call.dtype is None else self.cast(call, tensors))
         if call.observed:
             results = self.kernel_operation(operands, call)
@@ -249,6 +252,12 @@ class Operation:
             found, _ = self._forward(call, operands, ())
             results = found[0] if len(found) == 1 else found
         return self.finished(call, tensors, results)
+
+    def _through_torch(self, call: Prepared, tensors: Tensors) -> Any:
+        if not call.problem.subclass:
+            return self.through_torch(call, tensors)
+        with naming_layouts(self.tensor_names, tensors):
+            return self.through_torch(call, tensors)
 
     def sees_through(self, call: Prepared) -> bool:
         """Whether torch's own expression runs, which autograd, dispatch modes and compilers see through."""

@@ -15,11 +15,9 @@ from ..planning import WeightGradientPlan, WeightGradientProblem
 from .call import call_facts, wants_gradient
 from .custom_ops import Result, Results
 from .operands import (
-    autocast,
     check_bias,
     check_given,
     check_tensors,
-    compute_dtype,
     rows,
     said,
     without_autocast,
@@ -84,6 +82,7 @@ class _WeightGradient(Operation):
     operands = "dy x"
     row_operands = ("dy", "x")
     has_backward = False
+    torch_takes_cast = True
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         check_weight_gradient(*tensors, *options)
@@ -108,9 +107,8 @@ class _WeightGradient(Operation):
         return super().sees_through(call) or (call.observed and call.plan.path == "sums")
 
     def through_torch(self, call: Prepared, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
-        dy, x = autocast(tuple(tensors), compute_dtype(tensors[0]))
-        with without_autocast(dy.device):
-            return reference.weight_gradient(dy, x, bias=call.problem.bias)
+        dy, x = tensors
+        return reference.weight_gradient(dy, x, bias=call.problem.bias)
 
     def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
         return [rows(tensor) for tensor in tensors]

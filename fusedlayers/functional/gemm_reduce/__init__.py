@@ -15,7 +15,7 @@ from ...kernels.gemm_reduce import ReduceArithmetic, ReduceOperands
 from ...planning import ReducePlan, ReduceProblem
 from ..call import call_facts, wants_gradient
 from ..custom_ops import Result, Results
-from ..operands import autocast, compute_dtype, flat_batch, leading_dims, without_autocast
+from ..operands import flat_batch, leading_dims
 from ..operation import Operation, Tensors, formula
 from ..prepared import Prepared
 from .arguments import INDEXED, OPERATIONS, check_gemm_reduce
@@ -104,6 +104,7 @@ class _GemmReduce(Operation):
     problem_type = ReduceProblem
     operands = "kept reduced bias? mask? lengths?"
     torch_paths = ("torch", "algebraic")
+    torch_takes_cast = True
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         op, dim, activation, *rest = options
@@ -151,15 +152,13 @@ class _GemmReduce(Operation):
     def through_torch(self, call: Prepared, tensors: Tensors) -> Any:
         a, b, mask, lengths, bias = tensors
         op, dim, activation, return_indices, return_product, _ = call.options
-        a, b, bias = autocast((a, b, bias), compute_dtype(a))
-        taking: dict[str, Any] = {"mask": mask, "lengths": lengths}
-        with without_autocast(a.device):
-            if call.plan.path == "algebraic":
-                return reference.gemm_sum(a, b, op=op, dim=dim, **taking, bias=bias)
-            return reference.gemm_reduce(
-                a, b, op=op, dim=dim, **taking, bias=bias, activation=activation, return_indices=return_indices,
-                return_product=return_product, without_index=not (call.problem.training or call.problem.subclass),
-            )  # fmt: skip
+        if call.plan.path == "algebraic":
+            return reference.gemm_sum(a, b, op=op, dim=dim, mask=mask, lengths=lengths, bias=bias)
+        return reference.gemm_reduce(
+            a, b, op=op, dim=dim, mask=mask, lengths=lengths, bias=bias, activation=activation,
+            return_indices=return_indices, return_product=return_product,
+            without_index=not (call.problem.training or call.problem.subclass),
+        )  # fmt: skip
 
     def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
         a, b, mask, lengths, bias = tensors
