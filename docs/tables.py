@@ -146,12 +146,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "host": lambda: host_tables.markdown(_read("host", "h200-bf16.json")),
     "layers": lambda: tables.markdown(_read("h200-bf16.json")),
     "loss head": lambda: tables.markdown(_read("loss_head", "h200-bf16.json")),
+    "loss head, many tokens": lambda: tables.markdown(_read("loss_head", "h200-bf16-many-tokens.json")),
+    "loss head, other libraries": lambda: tables.markdown(_read("loss_head", "h200-bf16-others.json")),
     "experts": lambda: tables.markdown(_read("experts", "h200-bf16.json")),
     "adapters": lambda: tables.markdown(_read("lora", "h200-bf16.json")),
     "autotune": lambda: tables.markdown(_read("autotune", "h200-bf16.json")),
-    "random sizes": lambda: _random_sizes(
-        _read("drawn", "h200-bf16-gemm_reduce.json"), _read("drawn", "h200-bf16.json")
-    ),
+    "random sizes": lambda: _random_sizes(_read("drawn", "h200-bf16-batched.json"), _read("drawn", "h200-bf16.json")),
     "recompute": lambda: tables.markdown(_read("recompute", "h200-bf16.json")),
 }
 
