@@ -77,7 +77,7 @@ ifeq ($(GPU),yes)
 endif
 
 test-triton: $(TRITON_FOLDERS) ## Compile every kernel with the oldest and the newest Triton that README names
-	FUSEDLAYERS_TRITONS='$^' $(PYTEST) tests/test_triton_releases.py
+	FUSEDLAYERS_TRITONS='$^' $(PYTEST) tests/kernels/test_triton_releases.py
 
 $(TRITON_FOLDERS): build/triton-%: | $(INSTALLED)
 	rm -rf $@.unfinished

@@ -28,14 +28,14 @@ if HAS_TRITON and not HAS_CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 if INTERPRETING:
-    from tests.quick_interpreter import hurry
+    from tests.support.quick_interpreter import hurry
 
     hurry()
 
 # The tests say themselves which backend they mean.
 from fusedlayers.functional.switches import SWITCHES  # noqa: E402  not before the interpreter is on
 from fusedlayers.planning.measured import FIGURES  # noqa: E402
-from tests import selection  # noqa: E402
+from tests.support import selection  # noqa: E402
 
 for _switch in SWITCHES:
     os.environ.pop(_switch, None)
@@ -166,7 +166,7 @@ def run_python(tmp_path: Path) -> RunPython:
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """One pair of processes for all tests, joined by NCCL on two GPUs where tests run on a GPU, else by gloo."""
     # Imported here, because the interpreter has to be switched on first.
-    from tests.processes import Processes
+    from tests.support.processes import Processes
 
     device = "cuda" if HAS_CUDA and not INTERPRETING else "cpu"
     pair = Processes(device, tmp_path_factory.mktemp("processes"))

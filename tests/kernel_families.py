@@ -8,79 +8,132 @@ from __future__ import annotations
 
 import argparse
 
-_LINEAR = ("linear", "linear_autograd", "linear_module", "planning_linear", "code_generation_split_k")
+_LINEAR = (
+    "functional/linear",
+    "functional/linear_autograd",
+    "modules/linear_module",
+    "planning/linear",
+    "kernels/code_generation_split_k",
+)
 _GEMM_GEMM = (
-    *("gemm_gemm", "ffn", "ffn_layouts", "autograd", "planning", "planning_pipelined", "code_generation"),
-    "prepared_launches",
+    *(
+        "functional/gemm_gemm",
+        "functional/ffn",
+        "functional/ffn_layouts",
+        "functional/autograd",
+        "planning/paths",
+        "planning/pipelined",
+        "kernels/code_generation",
+    ),
+    "kernels/prepared_launches",
 )
 _GPU_GEMM_GEMM = ("gemm_gemm_gpu", "ffn_gpu", "pipelined", "exact_integers")
-_EPILOGUE = ("ffn_epilogue", "ffn_chunked", "planning_epilogue", "planning_chunks", "layouts")
+_EPILOGUE = (
+    "functional/ffn_epilogue",
+    "functional/ffn_chunked",
+    "planning/epilogue",
+    "planning/chunks",
+    "functional/layouts",
+)
 _GPU_CROSS_ENTROPY = tuple(f"linear_cross_entropy_{kind}gpu" for kind in ("", "fused_", "recomputed_"))
 _GPU_EPILOGUE = ("ffn_epilogue_gpu", "data_gradient_gpu")
-_HIDDEN_GRADIENT = ("hidden_gradient", "planning_hidden_gradient", "code_generation_gradients")
+_HIDDEN_GRADIENT = ("functional/hidden_gradient", "planning/hidden_gradient", "kernels/code_generation_gradients")
 _CROSS_ENTROPY = (
-    *("linear_cross_entropy", "linear_cross_entropy_calls", "linear_cross_entropy_module"),
-    *("linear_cross_entropy_fused", "linear_cross_entropy_memory"),
-    *("planning_linear_cross_entropy", "code_generation_cross_entropy"),
+    *(
+        "functional/linear_cross_entropy",
+        "functional/linear_cross_entropy_calls",
+        "modules/linear_cross_entropy_module",
+    ),
+    *("functional/linear_cross_entropy_fused", "functional/linear_cross_entropy_memory"),
+    *("planning/linear_cross_entropy", "kernels/code_generation_cross_entropy"),
 )
 _EXPERTS = (
-    "moe_ffn",
-    "moe_ffn_by_torch",
-    "moe_sorting",
-    "moe_arguments",
-    "moe_module",
-    "planning_moe",
-    "code_generation_moe",
+    "functional/moe_ffn",
+    "functional/moe_ffn_by_torch",
+    "kernels/moe_sorting",
+    "functional/moe_arguments",
+    "modules/moe_module",
+    "planning/moe",
+    "kernels/code_generation_moe",
 )
-_DROPOUT = ("dropout", "dropping", "lora_ffn_dropout", "replacing_adapter_dropout")
+_DROPOUT = ("kernels/dropout", "functional/dropping", "functional/lora_ffn_dropout", "replacing/adapter_dropout")
 
-# Files of tests/, without test_ and .py.
+# Files of tests/: their folder, and their name without test_ and .py.
 TESTS: dict[str, tuple[str, ...]] = {
     # The kernels of operations.
-    "gemm_gemm": (*_GEMM_GEMM, "dropout", "hopper"),
+    "gemm_gemm": (*_GEMM_GEMM, "kernels/dropout", "kernels/hopper"),
     "gemm_epilogue": (
-        *(*_EPILOGUE, *_HIDDEN_GRADIENT, "lora_ffn", "lora_ffn_dropout"),
-        *("code_generation_epilogue", "prepared_launches", "dropout"),
+        *(*_EPILOGUE, *_HIDDEN_GRADIENT, "functional/lora_ffn", "functional/lora_ffn_dropout"),
+        *("kernels/code_generation_epilogue", "kernels/prepared_launches", "kernels/dropout"),
     ),
     "gemm_reduce": (
-        *("gemm_reduce", "gemm_reduce_kernels", "gemm_reduce_calls", "reference_reduce", "planning_reduce"),
-        *("reduce_code_generation", "prepared_reductions"),
+        *(
+            "functional/gemm_reduce",
+            "kernels/gemm_reduce_kernels",
+            "functional/gemm_reduce_calls",
+            "verifying/reference_reduce",
+            "planning/reduce",
+        ),
+        *("kernels/reduce_code_generation", "kernels/prepared_reductions"),
     ),
     "cross_entropy": _CROSS_ENTROPY,
     "grouped_gemm": _EXPERTS,
-    "maxsim": ("maxsim", "maxsim_arguments", "maxsim_planning", "code_generation_maxsim", "prepared_reductions"),
-    "split_k": (*_LINEAR, "prepared_launches"),
+    "maxsim": (
+        "functional/maxsim",
+        "functional/maxsim_arguments",
+        "planning/maxsim",
+        "kernels/code_generation_maxsim",
+        "kernels/prepared_reductions",
+    ),
+    "split_k": (*_LINEAR, "kernels/prepared_launches"),
     "weight_gradient": (
-        *("weight_gradient", "planning_weight_gradient", "code_generation_gradients", "prepared_launches"),
+        *(
+            "functional/weight_gradient",
+            "planning/weight_gradient",
+            "kernels/code_generation_gradients",
+            "kernels/prepared_launches",
+        ),
     ),
     # Operations that are named otherwise than their kernels.
-    "ffn": ("ffn", "ffn_layouts", "autograd", "planning_costs", "dropping", *_EPILOGUE),
+    "ffn": (
+        "functional/ffn",
+        "functional/ffn_layouts",
+        "functional/autograd",
+        "planning/costs",
+        "functional/dropping",
+        *_EPILOGUE,
+    ),
     "hidden_gradient": _HIDDEN_GRADIENT,
     "linear": _LINEAR,
     "lora_ffn": (
-        *("lora_ffn", "lora_ffn_dropout", "replacing_adapters", "replacing_adapter_dropout"),
-        "code_generation_epilogue",
+        *("functional/lora_ffn", "functional/lora_ffn_dropout", "replacing/adapters", "replacing/adapter_dropout"),
+        "kernels/code_generation_epilogue",
     ),
     "linear_cross_entropy": _CROSS_ENTROPY,
     "linear_log_probs": _CROSS_ENTROPY,
     "moe_ffn": _EXPERTS,
     # What kernels share.
-    "activations": ("activations", "replacing_activations", "ffn", "gemm_gemm"),
-    "column_sums": ("column_sums", "weight_gradient", "prepared_launches"),
+    "activations": ("kernels/activations", "replacing/activations", "functional/ffn", "functional/gemm_gemm"),
+    "column_sums": ("kernels/column_sums", "functional/weight_gradient", "kernels/prepared_launches"),
     "dropout": _DROPOUT,
-    "partials": ("ffn", "linear", "weight_gradient"),
-    "tiles": ("ffn", "gemm_gemm", "linear", "weight_gradient"),
-    "pipeline": ("hopper", "planning_pipelined", "code_generation"),
-    "hopper": ("hopper", "layouts", "planning_pipelined"),
+    "partials": ("functional/ffn", "functional/linear", "functional/weight_gradient"),
+    "tiles": ("functional/ffn", "functional/gemm_gemm", "functional/linear", "functional/weight_gradient"),
+    "pipeline": ("kernels/hopper", "planning/pipelined", "kernels/code_generation"),
+    "hopper": ("kernels/hopper", "functional/layouts", "planning/pipelined"),
     "tuning": (
-        *("planning", "planning_pipelined", "planning_epilogue", "planning_linear", "planning_reduce"),
-        *("planning_weight_gradient", "maxsim_planning", "code_generation"),
+        *("planning/paths", "planning/pipelined", "planning/epilogue", "planning/linear", "planning/reduce"),
+        *("planning/weight_gradient", "planning/maxsim", "kernels/code_generation"),
     ),
     # How kernels are launched.
-    "launching": ("prepared_launches", "prepared_reductions", "relaunching", "capturing"),
-    "relaunching": ("relaunching", "prepared_launches"),
-    "capturing": ("capturing", "planning_captures"),
-    "device": ("compilation_record", "dispatch", "quick_interpreter"),
+    "launching": (
+        "kernels/prepared_launches",
+        "kernels/prepared_reductions",
+        "kernels/relaunching",
+        "kernels/capturing",
+    ),
+    "relaunching": ("kernels/relaunching", "kernels/prepared_launches"),
+    "capturing": ("kernels/capturing", "planning/captures"),
+    "device": ("kernels/compilation_record", "functional/dispatch", "support/quick_interpreter"),
 }
 
 # The same of tests/gpu.
@@ -123,11 +176,9 @@ def files(name: str, gpu: bool) -> list[str]:
     """
     if name not in TESTS:
         raise ValueError(f"NAME is {name!r}; expected one of {', '.join(sorted(TESTS))}")
-    return (
-        [f"tests/gpu/test_{each}.py" for each in GPU_TESTS[name]]
-        if gpu
-        else [f"tests/test_{each}.py" for each in TESTS[name]]
-    )
+    paths = [f"gpu/{each}" for each in GPU_TESTS[name]] if gpu else TESTS[name]
+    folders_and_names = [path.rpartition("/") for path in paths]
+    return [f"tests/{folder}/test_{each}.py" for folder, _, each in folders_and_names]
 
 
 def main() -> None:

@@ -176,7 +176,7 @@ def test_the_benchmark_verifies_it(clone: Path) -> None:
 @pytest.mark.interpreter
 def test_what_every_operation_is_tested_for_includes_it(clone: Path) -> None:
     """The tests of the copy that walk through all operations, trials and cases, none of them edited."""
-    files = ("tests/test_verifying.py", "tests/bench/test_selftest.py")
+    files = ("tests/verifying/test_verifying.py", "tests/bench/test_selftest.py")
     chosen = "row_sums or with_a_benchmark_case"
     said = run(clone, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen, TRITON_INTERPRET="1")
     assert said.splitlines()[-1].startswith("3 passed")

@@ -19,8 +19,8 @@ FAMILIES = {path.name for path in (ROOT / "kernels").iterdir() if (path / "__ini
 # What goes through all kernels alike, or takes one as an example.
 OF_ALL = {
     "tests/test_adding_an_operation.py",
-    "tests/test_verifying.py",
-    "tests/test_verifying_dropout.py",
+    "tests/verifying/test_verifying.py",
+    "tests/verifying/test_verifying_dropout.py",
     "tests/bench/test_selftest.py",
     "tests/bench/test_calibrate.py",
     *(f"tests/gpu/test_{name}.py" for name in ("compiled_gpu", "large", "sanitizer", "selftest_gpu", "parallel_gpu")),

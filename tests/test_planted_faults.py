@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import planting
-from tests.operands import needs_kernels
-from tests.planted_faults import FAULTS
-from tests.planting import ROOT, Fault, copied, noticed, place, planted
+from tests.support import planting
+from tests.support.operands import needs_kernels
+from tests.support.planted_faults import FAULTS
+from tests.support.planting import ROOT, Fault, copied, noticed, place, planted
 
 BAND = next(fault for fault in FAULTS if fault.file == "kernels/column_sums.py")
 

@@ -25,7 +25,7 @@ from fusedlayers.bench.timing import NotTimed, Spread, Timing
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.planning import Device
 from fusedlayers.planning.calibration import features
-from tests.operands import forget_calls
+from tests.support.operands import forget_calls
 
 CPU = torch.device("cpu")
 CARD = Device("cuda", "Some Card", "sm_86", sms=4, triton=True)

@@ -15,7 +15,7 @@ from fusedlayers.bench.calibrate import candidates
 from fusedlayers.bench.cases import CASES, Options
 from fusedlayers.bench.cases.trial import Trial
 from fusedlayers.planning.calibration import features
-from tests.operands import forget_calls
+from tests.support.operands import forget_calls
 
 
 def test_published_sizes_come_one_of_each_grid_after_the_other() -> None:

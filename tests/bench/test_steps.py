@@ -25,7 +25,7 @@ from fusedlayers.bench.published.step_models import (
     STEP_MODELS,
     TORCH,
 )
-from tests.operands import patch_ffn
+from tests.support.operands import patch_ffn
 
 pytest.importorskip("transformers", reason="the models are of it")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedlayers import reference
 from fusedlayers.bench.exactness import ExactnessWatch
-from tests.operands import DEVICE, Tensors, ffn_inputs, in_float64, integers, like_result, results
+from tests.support.operands import DEVICE, Tensors, ffn_inputs, in_float64, integers, like_result, results
 
 DENSITIES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.2, 0.16, 0.13, 0.11, 0.09, 0.075, 0.06, 0.05, 0.04, 0.03, 0.02)
 # Of one operand where sums are long and the other tensors stay as dense as they are.
@@ -27,7 +27,8 @@ def exact(
     """Inputs, upstream gradient, and the results that must come out, bit for bit.
 
     The densest integers are taken that keep every intermediate result of the float64 reference at or below the integer
-    up to which ``dtype`` counts. ``draw_inputs`` makes inputs and gradient from a ``draw`` of ``tests.operands``.
+    up to which ``dtype`` counts. ``draw_inputs`` makes inputs and gradient from a ``draw`` of
+    ``tests.support.operands``.
     """
     for density in densities:
         inputs, dy = draw_inputs(integers(density))

@@ -8,7 +8,7 @@ import pytest
 
 from fusedlayers.kernels.gemm_reduce import ReduceOperands, pipelined
 from fusedlayers.kernels.tuning import PipelinedReduceConfig
-from tests.operands import forget_calls
+from tests.support.operands import forget_calls
 
 
 class Reduction(NamedTuple):

@@ -19,7 +19,7 @@ from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.gemm_gemm import stored
 from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES, epilogue_tiles
 from fusedlayers.kernels.tuning.cross_entropy import gradient_tiles, logit_tiles, row_tiles
-from tests.operands import ffn_inputs, leaves, like_result
+from tests.support.operands import ffn_inputs, leaves, like_result
 
 # Widths of pipelined and of portable kernels; rows and hidden units that no tile divides.
 FFNS = [

@@ -15,7 +15,7 @@ from fusedlayers.bench import __main__ as command
 from fusedlayers.functional import dispatch
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.planning.measured import FIGURES
-from tests.operands import forget_calls
+from tests.support.operands import forget_calls
 
 # The compiler of torch, which is timed here, warns of things of its own.
 pytestmark = [

@@ -14,8 +14,8 @@ import fusedlayers as fl
 from fusedlayers import functional
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.functional.operation import OPERATIONS
-from tests.compiled_cases import outcome
-from tests.operands import assert_equal, in_float64
+from tests.support.compiled_cases import outcome
+from tests.support.operands import assert_equal, in_float64
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

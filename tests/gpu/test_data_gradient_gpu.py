@@ -13,9 +13,9 @@ from fusedlayers import functional
 from fusedlayers.devices import describe
 from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES
+from tests.functional.test_ffn_chunked import GATED, cut, force_kernels
 from tests.gpu.graphs import assert_replays_like_launched
-from tests.operands import DEVICE, Tensors, assert_ffn_close, ffn_inputs, leaves, like_result
-from tests.test_ffn_chunked import GATED, cut, force_kernels
+from tests.support.operands import DEVICE, Tensors, assert_ffn_close, ffn_inputs, leaves, like_result
 
 NAN = float("nan")
 BFLOAT16 = torch.bfloat16

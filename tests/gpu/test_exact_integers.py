@@ -19,7 +19,7 @@ from fusedlayers.bench.cases.ffn import supported, widths_of_rows
 from fusedlayers.bench.cases.trial import MACHINES, RAGGED, WHOLE
 from fusedlayers.devices import describe
 from tests.gpu.exact import assert_says_something, exact, exact_ffn
-from tests.operands import DEVICE, SIZES, Tensors, assert_equal, on_path, results, seed_after
+from tests.support.operands import DEVICE, SIZES, Tensors, assert_equal, on_path, results, seed_after
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 SPLITS = (1, 2, 3, 5, 8)

@@ -15,9 +15,10 @@ from fusedlayers.functional import dispatch
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.kernels.dropout import draw_seed, keep_mask
 from fusedlayers.kernels.gemm_epilogue import pipelined
+from tests.functional.test_ffn_chunked import cut
 from tests.gpu.exact import DENSITIES, exact, exact_ffn
 from tests.gpu.graphs import assert_replays_like_launched
-from tests.operands import (
+from tests.support.operands import (
     DEVICE,
     Tensors,
     assert_equal,
@@ -29,7 +30,6 @@ from tests.operands import (
     on_path,
     results,
 )
-from tests.test_ffn_chunked import cut
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])

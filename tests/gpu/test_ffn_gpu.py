@@ -13,7 +13,7 @@ from fusedlayers import functional, reference
 from fusedlayers.closeness import assert_all_close, assert_close
 from fusedlayers.kernels.activations import ACTIVATIONS
 from tests.gpu.exact import exact_ffn
-from tests.operands import (
+from tests.support.operands import (
     DEVICE,
     Tensors,
     assert_equal,

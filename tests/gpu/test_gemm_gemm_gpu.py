@@ -12,7 +12,7 @@ from fusedlayers import functional, reference
 from fusedlayers.closeness import assert_all_close
 from tests.gpu.exact import exact
 from tests.gpu.graphs import assert_replays_like_launched
-from tests.operands import DEVICE, Tensors, assert_equal, in_float64, leaves, on_path, results
+from tests.support.operands import DEVICE, Tensors, assert_equal, in_float64, leaves, on_path, results
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 # (batch, M, K, N, O)

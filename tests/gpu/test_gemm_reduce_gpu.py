@@ -11,8 +11,8 @@ from torch import Tensor
 from fusedlayers import functional, planning, reference
 from tests.gpu.exact import exact, exact_reduction
 from tests.gpu.graphs import assert_replays_like_launched
-from tests.operands import DEVICE, Tensors, assert_equal, leaves, on_path, results
-from tests.reduce_operands import DIFFERENTIABLE, INDEXED, assert_reduce_close, reduce_inputs, reduce_results
+from tests.support.operands import DEVICE, Tensors, assert_equal, leaves, on_path, results
+from tests.support.reduce_operands import DIFFERENTIABLE, INDEXED, assert_reduce_close, reduce_inputs, reduce_results
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 # (batch, M, N, K): whole tiles, ragged ones, and an inner dimension of several steps.

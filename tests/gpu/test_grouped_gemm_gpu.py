@@ -10,7 +10,7 @@ from fusedlayers.devices import describe
 from fusedlayers.kernels.grouped_gemm import Arithmetic, SortedRows, pipelined, sort
 from fusedlayers.kernels.grouped_gemm import rows_of as sorted_rows
 from fusedlayers.kernels.tuning.grouped_gemm_pipelines import BLOCK, GROUPED_PIPELINES
-from tests.operands import DEVICE
+from tests.support.operands import DEVICE
 
 pytestmark = pytest.mark.skipif(not describe(DEVICE).pipelined, reason="no Hopper GPU with Gluon")
 

@@ -12,7 +12,7 @@ from fusedlayers import functional, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.kernels.activations import ACTIVATIONS
 from tests.gpu.graphs import assert_replays_like_launched
-from tests.operands import DEVICE, Tensors, assert_equal, in_float64, on_path
+from tests.support.operands import DEVICE, Tensors, assert_equal, in_float64, on_path
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 # Rows, hidden columns, columns of dy. Without a gate, programs stay in a column in the first two alone.

@@ -1,4 +1,4 @@
-"""The tests of ``tests/test_language_model_parallel.py`` once more: over NCCL, on two GPUs.
+"""The tests of ``tests/train_examples/test_language_model_parallel.py`` once more: over NCCL, on two GPUs.
 
 Not those that a GPU changes nothing about, nor bit-equal resume: torch's attention does not sum in a fixed order there.
 """
@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("hydra")
 
 # Imported to be collected here, too.
-from tests.test_language_model_parallel import (  # noqa: F401
+from tests.train_examples.test_language_model_parallel import (  # noqa: F401
     band,
     test_mixed_precision_learns,
     test_other_layers,

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fusedlayers import functional, planning, reference
 from fusedlayers.kernels.dropout import draw_seed, keep_mask
-from tests.operands import DEVICE, on_path, results
-from tests.uninitialised import allocate_by
+from tests.support.operands import DEVICE, on_path, results
+from tests.support.uninitialised import allocate_by
 
 BFLOAT16 = torch.bfloat16
 BORDER = 2**31

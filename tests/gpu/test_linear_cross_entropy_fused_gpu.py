@@ -12,8 +12,8 @@ from fusedlayers import functional, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.devices import assumed
 from tests.gpu.graphs import assert_replays_like_launched
-from tests.loss_operands import FLOATING, in_float64, loss_inputs, on_path, results
-from tests.operands import DEVICE
+from tests.support.loss_operands import FLOATING, in_float64, loss_inputs, on_path, results
+from tests.support.operands import DEVICE
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 MIB = 2**20

@@ -13,7 +13,7 @@ from torch import Tensor
 from fusedlayers import functional
 from fusedlayers.functional.dispatch import decisions
 from tests.gpu.graphs import assert_replays_like_launched
-from tests.loss_operands import (
+from tests.support.loss_operands import (
     CHUNK_ROWS,
     FLOATING,
     IGNORED,
@@ -23,7 +23,7 @@ from tests.loss_operands import (
     on_path,
     results,
 )
-from tests.operands import DEVICE
+from tests.support.operands import DEVICE
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 # One chunk, chunks whose sum of dW is float32, and parts of the vocabulary.

@@ -12,8 +12,8 @@ from fusedlayers.closeness import assert_close
 from fusedlayers.devices import assumed
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.planning import linear_cross_entropy_chunks as cutting
-from tests.loss_operands import assert_loss_close, in_float64, loss_inputs, on_path, results
-from tests.operands import DEVICE
+from tests.support.loss_operands import assert_loss_close, in_float64, loss_inputs, on_path, results
+from tests.support.operands import DEVICE
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 MIB = 2**20

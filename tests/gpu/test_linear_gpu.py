@@ -13,9 +13,9 @@ from fusedlayers import SplitKLinear, functional, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.kernels.split_k import product
 from fusedlayers.kernels.tuning import SplitTiles, split_k
+from tests.functional.test_linear import inputs, upstream
 from tests.gpu.graphs import assert_replays_like_launched
-from tests.operands import DEVICE, Tensors, assert_equal, in_float64, leaves, on_path, results
-from tests.test_linear import inputs, upstream
+from tests.support.operands import DEVICE, Tensors, assert_equal, in_float64, leaves, on_path, results
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 SHIPPED = sorted({tiles for _, _, tiles in split_k.TABLE["sm_90", 16]}, key=str)

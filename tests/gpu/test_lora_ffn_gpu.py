@@ -12,9 +12,9 @@ from torch import Tensor
 from fusedlayers import functional
 from fusedlayers.devices import describe
 from fusedlayers.kernels.gemm_epilogue import pipelined
+from tests.functional.test_lora_ffn import ADAPTERS, SCALES, assert_close_to_torch, inputs, outcome
 from tests.gpu.graphs import assert_replays_like_launched
-from tests.operands import DEVICE
-from tests.test_lora_ffn import ADAPTERS, SCALES, assert_close_to_torch, inputs, outcome
+from tests.support.operands import DEVICE
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])

@@ -13,7 +13,7 @@ import fusedlayers as fl
 from fusedlayers.replacing.logits import Logits, NoLogits
 from tests.models.device_table import changed
 from tests.models.loss_heads import FAMILIES, IGNORED, Inputs, build, in_kernels, losses, replaced, results, truth
-from tests.operands import DEVICE, ON_GPU, assert_draws_close
+from tests.support.operands import DEVICE, ON_GPU, assert_draws_close
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'fusedlayers[models]'")
 # Logits are by far the largest tensors.

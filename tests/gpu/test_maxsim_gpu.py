@@ -14,8 +14,8 @@ from fusedlayers.devices import describe
 from tests.gpu.exact import assert_says_something, exact
 from tests.gpu.graphs import assert_replays_like_launched
 from tests.gpu.reductions import watch_reductions
-from tests.maxsim_operands import LAYOUTS, double, laid_out, results, sequences, upstream_for
-from tests.operands import DEVICE, INTEGERS, Tensors, assert_equal, in_float64, on_path
+from tests.support.maxsim_operands import LAYOUTS, double, laid_out, results, sequences, upstream_for
+from tests.support.operands import DEVICE, INTEGERS, Tensors, assert_equal, in_float64, on_path
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 # (queries, documents, query tokens, document tokens, width)

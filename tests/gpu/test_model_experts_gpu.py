@@ -14,7 +14,7 @@ from fusedlayers.closeness import assert_close
 from fusedlayers.functional.dispatch import decisions
 from tests.models.expert_families import FAMILIES, LAYERS, TOP_K, build, experts, replaced, text
 from tests.models.small import InFloat64
-from tests.operands import DEVICE, ON_GPU
+from tests.support.operands import DEVICE, ON_GPU
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[models]'")
 

@@ -13,8 +13,18 @@ from fusedlayers import functional, reference
 from fusedlayers.devices import describe
 from tests.gpu.exact import assert_says_something
 from tests.gpu.graphs import recorded
-from tests.moe_operands import CLAMPED, LAYOUTS, ROUTINGS, assert_moe_close, how, like_x, moe_inputs, results, wide
-from tests.operands import DEVICE, assert_equal, integers, on_path
+from tests.support.moe_operands import (
+    CLAMPED,
+    LAYOUTS,
+    ROUTINGS,
+    assert_moe_close,
+    how,
+    like_x,
+    moe_inputs,
+    results,
+    wide,
+)
+from tests.support.operands import DEVICE, assert_equal, integers, on_path
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 MIB = 2**20

@@ -15,11 +15,11 @@ from fusedlayers.closeness import assert_all_close
 from fusedlayers.replacing.known_rules import KNOWN_RULES
 from fusedlayers.replacing.norms import FusedNorm
 from fusedlayers.replacing.recognising_norms import Norm, recognise_norm
-from tests.ffn_blocks import results
 from tests.models.loss_heads import build, truth
 from tests.models.loss_heads import results as model_results
-from tests.norm_modules import NORMS, WIDTH, Gemma, Llama, in_float64
-from tests.operands import DEVICE, assert_draws_close
+from tests.support.ffn_blocks import results
+from tests.support.norm_modules import NORMS, WIDTH, Gemma, Llama, in_float64
+from tests.support.operands import DEVICE, assert_draws_close
 
 # Triton 3.9 says this of kernels that do not name what 3.10 will change; ours do, Liger's do not.
 _of_liger = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
@@ -63,7 +63,7 @@ def test_in_float32_the_fused_kernels_run_under_autocast() -> None:
 
 @pytest.mark.parametrize("width", [64, 128, 1000, 1001, 8192])
 def test_any_width_and_layout(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.norm_modules.WIDTH", width)
+    monkeypatch.setattr("tests.support.norm_modules.WIDTH", width)
     norm = Llama().to(DEVICE, torch.bfloat16)
     whole = torch.randn(3, 40, 6, width, device=DEVICE, dtype=torch.bfloat16)
     layouts = [whole.transpose(1, 2), whole[:, ::2], whole.to(memory_format=torch.channels_last), whole[0, 0, 0]]
@@ -75,7 +75,7 @@ def test_any_width_and_layout(width: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("kind", [Llama, Gemma])
 def test_it_keeps_what_the_report_says(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.norm_modules.WIDTH", 1024)
+    monkeypatch.setattr("tests.support.norm_modules.WIDTH", 1024)
     norm = kind().to(DEVICE, torch.bfloat16)
     x = torch.randn(4096, 1024, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
 

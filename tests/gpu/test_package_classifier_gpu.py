@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from tests.training_runs import train_classifier
+from tests.support.training_runs import train_classifier
 from train_examples import split_factor
 
 pytestmark = pytest.mark.gpu

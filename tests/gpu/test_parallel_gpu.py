@@ -12,7 +12,7 @@ from tests.models.test_distributed import (  # noqa: F401
     test_experts,
     test_two_steps_are_the_same,
 )
-from tests.test_parallel import (  # noqa: F401
+from tests.parallel.test_parallel import (  # noqa: F401
     test_data_parallel,
     test_dropout_differs_between_processes_and_is_replayed,
     test_fsdp_in_mixed_precision,
@@ -23,7 +23,7 @@ from tests.test_parallel import (  # noqa: F401
     test_tensor_parallel_modules,
     test_tensor_parallel_under_autocast,
 )
-from tests.test_parallel_experts import (  # noqa: F401
+from tests.parallel.test_parallel_experts import (  # noqa: F401
     test_a_mixture_in_parts,
     test_a_mixture_in_parts_in_kernels,
     test_expert_parallelism,
@@ -32,7 +32,7 @@ from tests.test_parallel_experts import (  # noqa: F401
     test_replaced_experts_in_parts,
     test_shards_of_experts,
 )
-from tests.test_parallel_loss import (  # noqa: F401
+from tests.parallel.test_parallel_loss import (  # noqa: F401
     test_autocast,
     test_classes_in_parts,
     test_classes_in_parts_in_other_dtypes,

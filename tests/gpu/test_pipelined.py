@@ -15,7 +15,7 @@ from fusedlayers.devices import describe
 from fusedlayers.kernels import gemm_gemm as kernels
 from fusedlayers.kernels.gemm_gemm import pipelined
 from tests.gpu.exact import exact_ffn
-from tests.operands import (
+from tests.support.operands import (
     DEVICE,
     Tensors,
     assert_equal,

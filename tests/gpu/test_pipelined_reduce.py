@@ -16,8 +16,8 @@ from fusedlayers.kernels.gemm_reduce import ReduceArithmetic, ReduceOperands, pi
 from fusedlayers.kernels.tuning import pipelined_reduce_config
 from tests.gpu.exact import exact_reduction
 from tests.gpu.reductions import Reduction, watch_reductions
-from tests.operands import DEVICE, Tensors, assert_equal, integers, on_path, results
-from tests.reduce_operands import DIFFERENTIABLE, INDEXED, assert_reduce_close
+from tests.support.operands import DEVICE, Tensors, assert_equal, integers, on_path, results
+from tests.support.reduce_operands import DIFFERENTIABLE, INDEXED, assert_reduce_close
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 EXACT = ["sum", "max", "min", "absmax", "sumsq"]

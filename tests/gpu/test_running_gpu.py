@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusedlayers import FusedFFN, functional
 from tests.gpu.graphs import assert_replays_like_launched, recorded
-from tests.operands import (
+from tests.support.operands import (
     DEVICE,
     Allocations,
     assert_equal,

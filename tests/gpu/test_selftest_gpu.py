@@ -12,7 +12,7 @@ from fusedlayers.bench.selftest import running
 from fusedlayers.bench.selftest.trials import all_trials, launched
 from fusedlayers.devices import describe
 from fusedlayers.kernels.gemm_gemm import pipelined
-from tests.operands import DEVICE
+from tests.support.operands import DEVICE
 
 FACTS = describe(DEVICE)
 

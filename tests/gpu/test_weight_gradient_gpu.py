@@ -17,7 +17,7 @@ from fusedlayers.kernels import weight_gradient as kernels
 from fusedlayers.kernels.tuning import PIPELINES, WeightGradientPipeline, weight_gradient_tiles
 from fusedlayers.kernels.weight_gradient import launcher, pipelined
 from tests.gpu.graphs import assert_replays_like_launched
-from tests.operands import DEVICE, Tensors, assert_equal, leaves, on_path
+from tests.support.operands import DEVICE, Tensors, assert_equal, leaves, on_path
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 # Rows, columns of dy, columns of x.

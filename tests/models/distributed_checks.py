@@ -19,7 +19,7 @@ from fusedlayers.replacing.logits import Logits
 from tests.models import expert_families
 from tests.models.loss_heads import losses
 from tests.models.small import FAMILIES, HIDDEN, LAYERS, Family, InFloat64, Inputs, Results, blocks
-from tests.parallel_checks import counted, device, full, gathered, mesh, mine
+from tests.support.parallel_checks import counted, device, full, gathered, mesh, mine
 
 STEPS = 2
 # Checkpointing is for training, and the masks of a whole batch are not those of its two halves.

@@ -13,9 +13,9 @@ import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.replacing import LinearRule
-from tests.ffn_blocks import assert_same, count_fused_calls
 from tests.models.small import Family, blocks
 from tests.models.test_families import installed
+from tests.support.ffn_blocks import assert_same, count_fused_calls
 
 # (family, linears with adapters): those of the attention leave the FFN as it is, those of the FFN are fused with it.
 ADAPTERS = {

@@ -6,13 +6,13 @@ import pytest
 
 from tests.models import distributed_checks as checks
 from tests.models.test_families import installed
-from tests.operands import ON_GPU, needs_kernels
-from tests.parallel_checks import compiled_kernels
-from tests.processes import Processes
+from tests.support.operands import ON_GPU, needs_kernels
+from tests.support.parallel_checks import compiled_kernels
+from tests.support.processes import Processes
 
-# They share the processes of tests/test_parallel.py.
+# They share the processes of tests/parallel/test_parallel.py.
 pytestmark = [
-    # Two processes that import transformers; tests/test_parallel.py has replaced blocks under both engines.
+    # Two processes that import transformers; tests/parallel/test_parallel.py has replaced blocks under both engines.
     pytest.mark.full,
     pytest.mark.xdist_group("two processes"),
     pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_parallel_gpu.py runs the same checks on two GPUs"),

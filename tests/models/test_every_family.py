@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from tests.ffn_blocks import assert_same, seeded_dropout
 from tests.models.device_table import changed, judged, stacked
 from tests.models.every_family import FAMILIES, Family, Inputs, Results
 from tests.models.family_data import NO_TRUTH
 from tests.models.small import blocks
+from tests.support.ffn_blocks import assert_same, seeded_dropout
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'fusedlayers[models]'")
 

@@ -16,7 +16,6 @@ import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.replacing.experts import FusedExperts
-from tests.ffn_blocks import assert_same
 from tests.models.expert_families import (
     EXPERTS,
     FAMILIES,
@@ -31,6 +30,7 @@ from tests.models.expert_families import (
     text,
     truth,
 )
+from tests.support.ffn_blocks import assert_same
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[models]'")
 

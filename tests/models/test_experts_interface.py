@@ -17,8 +17,8 @@ import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.replacing.experts_interface import IMPLEMENTATION
-from tests.ffn_blocks import assert_same
 from tests.models.expert_families import LAYERS, build, experts, results, routed, text, truth
+from tests.support.ffn_blocks import assert_same
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[models]'")
 

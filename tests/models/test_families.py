@@ -13,8 +13,8 @@ import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.replacing import torch_module_activation
-from tests.ffn_blocks import assert_same, count_fused_calls, seeded_dropout
 from tests.models.small import FAMILIES, TORCH_GELU_TANH, Family, blocks
+from tests.support.ffn_blocks import assert_same, count_fused_calls, seeded_dropout
 
 each_family = pytest.mark.parametrize("name", FAMILIES)
 # What families share, as their blocks and the steps of a training are, every third shows; `make test-full` runs all.

@@ -21,7 +21,7 @@ from torch._dynamo.testing import CompileCounter
 from fusedlayers import FusedFFN, SplitKLinear, replace, restore
 from fusedlayers.replacing.blocks import FusedBlock
 from fusedlayers.replacing.heads import FusedLossHead
-from tests.ffn_blocks import mlp
+from tests.support.ffn_blocks import mlp
 
 transformers = pytest.importorskip("transformers")
 

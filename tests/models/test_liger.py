@@ -16,9 +16,9 @@ import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.replacing.known_rules import KNOWN_RULES
-from tests.ffn_blocks import assert_same, pickled, results
 from tests.models.small import LAYERS, WIDTH
 from tests.models.test_families import installed
+from tests.support.ffn_blocks import assert_same, pickled, results
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:liger_kernel")
 liger: Any = pytest.importorskip("liger_kernel.transformers", reason="Liger-Kernel is not installed")

@@ -16,9 +16,9 @@ import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.replacing.heads import FusedLossHead
 from fusedlayers.replacing.logits import Logits
-from tests.ffn_blocks import assert_same
 from tests.models.loss_heads import FAMILIES, WIDTH, WORDS, build, in_kernels, losses, replaced, results, text, truth
-from tests.operands import needs_kernels
+from tests.support.ffn_blocks import assert_same
+from tests.support.operands import needs_kernels
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'fusedlayers[models]'")
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.replacing.logits import Logits, LogitsOnDemand
-from tests.ffn_blocks import assert_same
 from tests.models.loss_heads import (
     FAMILIES,
     IGNORED,
@@ -30,6 +29,7 @@ from tests.models.loss_heads import (
     truth,
 )
 from tests.models.small import InFloat64
+from tests.support.ffn_blocks import assert_same
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'fusedlayers[models]'")
 pytestmark = pytest.mark.interpreter

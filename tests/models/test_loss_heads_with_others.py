@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.replacing.logits import Logits, NoLogits
-from tests.ffn_blocks import assert_same
 from tests.models.loss_heads import IGNORED, WORDS, build, in_kernels, losses, replaced, results, text, truth
 from tests.models.small import InFloat64
+from tests.support.ffn_blocks import assert_same
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install 'fusedlayers[models]'"

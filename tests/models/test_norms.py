@@ -13,9 +13,9 @@ from torch import nn
 import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.replacing.norms import FusedNorm
-from tests.ffn_blocks import assert_same, pickled
 from tests.models.small import FAMILIES, LAYERS, Family
 from tests.models.test_families import installed
+from tests.support.ffn_blocks import assert_same, pickled
 
 _PER_LAYER = {"Llama": 2, "Qwen3": 4, "Gemma 2": 4, "OLMo": 2, "Cohere": 1}
 # In an encoder layer two, in a decoder layer three, and one behind each stack.

@@ -15,7 +15,7 @@ from tests.models import device_table, family_table, step_table
 from tests.models.every_family import FAMILIES as EVERY_FAMILY
 from tests.models.small import FAMILIES, PUBLISHED_WORDS, Results
 from tests.models.test_families import installed
-from tests.operands import patch_ffn
+from tests.support.operands import patch_ffn
 
 SMALL = ("--device", "cpu", "--small", "--seconds", "0", "--output", "unused")
 

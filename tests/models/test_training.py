@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from fusedlayers.modules import FFNPieces, linear_weight
 from fusedlayers.replacing.blocks import FusedBlock
-from tests.ffn_blocks import count_fused_calls
 from tests.models.small import TORCH_GELU_TANH, Family, Inputs
 from tests.models.test_families import installed, some_families
-from tests.selection import draws
-from tests.training_runs import band_width, distance
+from tests.support.ffn_blocks import count_fused_calls
+from tests.support.selection import draws
+from tests.support.training_runs import band_width, distance
 
 # Bit for bit the same from the first step on, or not.
 STEPS = draws(10, 50)

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.functional.dispatch import decisions
-from tests.compiled_cases import nothing_compiled  # noqa: F401
-from tests.ffn_blocks import assert_same, count_fused_calls
 from tests.models.small import TORCH_GELU_TANH, Family, Inputs
 from tests.models.test_families import installed
+from tests.support.compiled_cases import nothing_compiled  # noqa: F401
+from tests.support.ffn_blocks import assert_same, count_fused_calls
 
 # What torch says of itself while it compiles and exports.
 pytestmark = [

@@ -1,0 +1,378 @@
+"""The FFN under autograd is as torch's: frozen inputs, saved tensors, autocast, repetition, second derivatives."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedlayers import functional, reference
+from fusedlayers.closeness import assert_all_close
+from fusedlayers.kernels import gemm_gemm as kernels
+from fusedlayers.kernels.activations import ACTIVATIONS
+from fusedlayers.kernels.gemm_gemm import Operands, WeightGradients
+from tests.support.operands import (
+    DEVICE,
+    EPILOGUE,
+    INTEGERS,
+    ON_GPU,
+    PATHS,
+    Tensors,
+    assert_equal,
+    assert_ffn_close,
+    ffn_inputs,
+    in_float64,
+    leaves,
+    like_result,
+    on_path,
+    results,
+)
+
+# A subset of needed gradients is another compiled variant of the kernels: on a GPU every third subset must do.
+STEP = 3 if ON_GPU else 1
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The gradients that the backward kernels are asked for, in the order of the calls."""
+    names: list[str] = []
+    data_gradient, weight_gradients = kernels.data_gradient, kernels.weight_gradients
+
+    def recorded_data(*args: Any, **options: Any) -> Any:
+        names.append("x")
+        return data_gradient(*args, **options)
+
+    def recorded_weights(operands: Operands, dy: Tensor, wanted: WeightGradients, *args: Any) -> WeightGradients:
+        roles = ("w_up", "w_gate", "w_down", "b_up", "b_gate")
+        asked = [role for role, want in zip(roles, wanted, strict=True) if want]
+        assert asked, "a launch for nothing"
+        names.extend(asked)
+        return weight_gradients(operands, dy, wanted, *args)
+
+    monkeypatch.setattr(kernels, "data_gradient", recorded_data)
+    monkeypatch.setattr(kernels, "weight_gradients", recorded_weights)
+    return names
+
+
+@pytest.mark.parametrize("frozen_count", range(9))
+@pytest.mark.parametrize("path", PATHS)
+def test_every_subset_of_frozen_inputs(path: str, frozen_count: int, launched: list[str]) -> None:
+    """The same gradients as with nothing frozen, None for the frozen ones, no kernel for a gradient nobody wants."""
+    inputs = ffn_inputs(5, 4, 6, 4, gated=True, residual=True, draw=INTEGERS[torch.float32])
+    dy = like_result(inputs, INTEGERS[torch.float32])
+    with on_path(path) as options:
+        everything = results(functional.ffn, inputs, dy, activation="relu", **options)
+        for frozen in list(itertools.combinations(inputs, frozen_count))[::STEP]:
+            launched.clear()
+            if frozen_count == len(inputs):
+                y = functional.ffn(**leaves(inputs, frozen), activation="relu", **options)
+                assert not y.requires_grad
+                assert torch.equal(y, everything["y"])
+                continue
+            ours = results(functional.ffn, inputs, dy, frozen, activation="relu", **options)
+            assert_equal(ours, everything | {f"d{name}": None for name in frozen})
+            needed = [name for name in inputs if name not in {*frozen, "b_down", "residual"}]
+            assert sorted(launched) == (sorted(needed) if path == "kernels" else [])
+
+
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
+def test_each_gradient_alone_is_right(path: str) -> None:
+    inputs = ffn_inputs(19, 7, 21, 5, gated=True, residual=True)
+    for name in inputs:
+        frozen = tuple(other for other in inputs if other != name)
+        with on_path(path) as options:
+            assert_ffn_close(functional.ffn, inputs, options=options, frozen=frozen, activation="gelu")
+
+
+def saved(call: Callable[[], object]) -> list[Tensor]:
+    """The tensors that autograd keeps for the backward pass of a call."""
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        call()
+    return kept
+
+
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
+def test_nothing_is_saved_that_nobody_needs(path: str) -> None:
+    inputs = ffn_inputs(15, 4, 6, 4, gated=True, residual=True)
+    named = leaves(inputs)
+    with on_path(path) as options:
+
+        def call(tensors: Tensors) -> list[Tensor]:
+            return saved(lambda: functional.ffn(**tensors, dropout_p=0.5, **options))
+
+        with torch.no_grad():
+            assert call(named) == []
+        with torch.inference_mode():
+            assert call(named) == []
+        assert call(inputs) == []
+        assert call(named)
+        for alone in ("b_down", "residual"):
+            frozen = tuple(name for name in inputs if name != alone)
+            assert call(leaves(inputs, frozen)) == []
+
+
+@pytest.mark.parametrize("path", PATHS[:2])
+def test_the_hidden_is_not_saved(path: str) -> None:
+    """What is kept is inputs (no new memory) and the seed."""
+    inputs = leaves(ffn_inputs(15, 4, 6, 4, gated=True, residual=True))
+    known = {tensor.untyped_storage().data_ptr() for tensor in inputs.values() if tensor is not None}
+    with on_path(path) as options:
+        kept = saved(lambda: functional.ffn(**inputs, dropout_p=0.5, **options))
+    new = [tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in known]
+    assert [(tensor.shape, tensor.dtype) for tensor in new] == [((1,), torch.int64)]
+
+
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
+def test_nothing_is_written(path: str) -> None:
+    """Inputs and dy have the same bytes and version afterwards, also where a gradient is dy itself and is added to."""
+    inputs = ffn_inputs((3, 7), 9, 21, 9, gated=True, residual=True)
+    dy = like_result(inputs)
+    before, dy_before = copy.deepcopy(inputs), dy.clone()
+    named = leaves(inputs)
+    versions = {name: tensor._version for name, tensor in named.items() if tensor is not None}
+    with on_path(path) as options:
+        for _ in range(3):
+            functional.ffn(**named, dropout_p=0.25, **options).backward(dy)
+    assert_equal(inputs, before)
+    assert torch.equal(dy, dy_before)
+    assert {name: tensor._version for name, tensor in named.items() if tensor is not None} == versions
+    residual = named["residual"]
+    assert residual is not None
+    assert torch.equal(residual.grad, dy + dy + dy)
+
+
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
+def test_backward_twice_gives_the_same_gradients(path: str) -> None:
+    inputs = leaves(ffn_inputs(20, 9, 21, 7, gated=True, residual=True))
+    tensors = [tensor for tensor in inputs.values() if tensor is not None]
+    with on_path(path) as options:
+        y = functional.ffn(**inputs, dropout_p=0.25, **options)
+        dy = torch.randn_like(y)
+        first, second = (torch.autograd.grad(y, tensors, dy, retain_graph=True) for _ in range(2))
+        torch.autograd.grad(y, tensors, dy)
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            torch.autograd.grad(y, tensors, dy)
+    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
+def test_two_consumers_of_the_result(path: str) -> None:
+    """Their gradients add up before they come in: exact integers, so that the sum has one value."""
+    draw = INTEGERS[torch.float32]
+    inputs = ffn_inputs(20, 5, 21, 7, gated=True, residual=True, draw=draw)
+    one, two = like_result(inputs, draw), like_result(inputs, draw)
+    named = leaves(inputs)
+    with on_path(path) as options:
+        y = functional.ffn(**named, activation="relu", **options)
+        ((y * one).sum() + (y * two).sum()).backward()
+        expected = results(functional.ffn, inputs, one + two, activation="relu", **options)
+    for name, tensor in named.items():
+        assert tensor is not None
+        assert torch.equal(tensor.grad, expected[f"d{name}"]), name
+
+
+@pytest.mark.parametrize("leading", [(5,), (2, 3), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
+def test_the_result_may_be_changed_in_place(path: str, leading: tuple[int, ...]) -> None:
+    """As a residual that is added, or an activation or a dropout that writes over its input."""
+    inputs = ffn_inputs(leading, 4, 6, 4)
+    dy = like_result(inputs)
+
+    def call(change: Callable[..., Tensor], **tensors: Tensor | None) -> Tensor:
+        return change(functional.ffn(**tensors, activation="silu", **options), tensors["x"])
+
+    with on_path(path) as options:
+        [ours, theirs] = (
+            results(functools.partial(call, change), inputs, dy)
+            for change in (lambda y, x: y.add_(x).relu_(), lambda y, x: torch.relu(y + x))
+        )
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
+def test_changing_a_saved_input_in_place_is_noticed(path: str) -> None:
+    inputs = leaves(ffn_inputs(20, 9, 21, 7))
+    with on_path(path) as options:
+        y = functional.ffn(**inputs, **options)
+        with torch.no_grad():
+            inputs["w_down"].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+AUTOCAST = [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", AUTOCAST, ids=str)
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
+def test_autocast(path: str, dtype: torch.dtype) -> None:
+    """Forward inside autocast, backward outside: y in autocast's dtype, gradients in the parameters' float32."""
+    if path in ("kernels", "epilogue") and dtype == torch.bfloat16 and not ON_GPU:
+        pytest.skip("the interpreter is wrong for bfloat16")
+    inputs = ffn_inputs(40, 16, 48, 12, gated=True)
+    dy = like_result(inputs).to(dtype)
+
+    def run(call: Callable[..., Tensor], **options: Any) -> dict[str, Tensor | None]:
+        named = leaves(inputs)
+        with torch.autocast(DEVICE.type, dtype):
+            y = call(**named, activation="silu", **options)
+        assert y.dtype == dtype
+        y.backward(dy)
+        return {"y": y.detach()} | {f"d{name}": tensor.grad for name, tensor in named.items() if tensor is not None}
+
+    with on_path(path) as options:
+        ours = run(functional.ffn, **options)
+    assert {tensor.dtype for name, tensor in ours.items() if name != "y" and tensor is not None} == {torch.float32}
+    truth = results(reference.ffn, in_float64(inputs), dy.double(), activation="silu")
+    assert_all_close(ours, run(reference.ffn), truth, computed_in=dtype, independent=40 * 48)
+
+
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
+def test_autocast_leaves_a_residual_as_it_is(path: str) -> None:
+    """As in torch, an addition is not cast: a float32 residual stream stays float32, whatever path runs."""
+    inputs = ffn_inputs(20, 9, 21, 7, residual=True)
+    with torch.autocast(DEVICE.type, torch.float16):
+        expected = reference.ffn(**inputs)
+        with on_path(path) as options:
+            y = functional.ffn(**inputs, **options)
+            half = functional.ffn(**inputs | {"residual": inputs["residual"].half()}, **options)
+    assert expected.dtype == y.dtype == torch.float32
+    assert half.dtype == torch.float16
+    assert y.sub(expected).abs().max() <= torch.finfo(torch.float16).eps * expected.abs().max()
+
+
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
+def test_autocast_casts_mixed_parameters_and_never_float64(path: str) -> None:
+    inputs = ffn_inputs(20, 9, 21, 7)
+    mixed = inputs | {"w_up": inputs["w_up"].half(), "b_down": inputs["b_down"].bfloat16()}
+    named = leaves(mixed)
+    with on_path(path) as options, torch.autocast(DEVICE.type, torch.float16):
+        y = functional.ffn(**named, **options)
+    y.sum().backward()
+    for name, tensor in named.items():
+        assert tensor is None or (tensor.grad.dtype, tensor.grad.shape) == (tensor.dtype, tensor.shape), name
+    double = in_float64(inputs)
+    # float64 runs through torch, whatever the switch says of the kernels.
+    with on_path("chunked" if path == "chunked" else "torch") as options, torch.autocast(DEVICE.type, torch.float16):
+        assert functional.ffn(**double, **options).dtype == torch.float64
+
+
+@pytest.mark.parametrize("path", [*PATHS, EPILOGUE])
+def test_backward_inside_autocast_is_not_cast_again(path: str) -> None:
+    inputs = ffn_inputs(20, 9, 21, 7)
+    dy = like_result(inputs)
+    named = leaves(inputs)
+    with on_path(path) as options:
+        y = functional.ffn(**named, **options)
+        expected = results(functional.ffn, inputs, dy, **options)
+        if path == "torch":
+            pytest.skip("torch itself casts a backward pass that runs inside autocast")
+        with torch.autocast(DEVICE.type, torch.float16):
+            y.backward(dy)
+    assert_equal({f"d{name}": tensor.grad for name, tensor in named.items() if tensor is not None}, {
+        name: tensor for name, tensor in expected.items() if name != "y"
+    })  # fmt: skip
+
+
+def second_derivatives(call: Callable[..., Tensor], tensors: Tensors, **options: Any) -> dict[str, Tensor | None]:
+    """Of a scalar made from all first gradients, to every input and to the gradient of y."""
+    named = leaves(tensors)
+    dy = named.pop("dy")
+    inputs = [tensor for tensor in named.values() if tensor is not None]
+    first = torch.autograd.grad(call(**named, **options), inputs, dy, create_graph=True)
+    total = sum(gradient.square().sum() for gradient in first)
+    found = torch.autograd.grad(total, [*inputs, dy], allow_unused=True)
+    return dict(zip([name for name, tensor in tensors.items() if tensor is not None], found, strict=True))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("path", [*PATHS[:2], EPILOGUE])
+def test_second_derivatives(path: str, dropout_p: float, gated: bool) -> None:
+    inputs = ffn_inputs((2, 7), 5, 9, 4, gated=gated, residual=True)
+    inputs["dy"] = like_result(inputs)
+    arithmetic = {"activation": "gelu_tanh", "dropout_p": dropout_p}
+    torch.manual_seed(6)
+    seed = torch.randint(2**63 - 1, (1,), device=DEVICE)
+    torch.manual_seed(6)
+    with on_path(path) as options:
+        ours = second_derivatives(functional.ffn, inputs, **arithmetic, **options)
+    theirs = second_derivatives(reference.ffn, inputs, seed=seed, **arithmetic)
+    truth = second_derivatives(reference.ffn, in_float64(inputs), seed=seed, **arithmetic)
+    assert_all_close(ours, theirs, truth, independent=14 * 9)
+
+
+@pytest.mark.parametrize("path", [PATHS[0], EPILOGUE])
+def test_first_derivatives_with_a_graph_are_those_without(path: str) -> None:
+    """``create_graph=True`` goes through torch, so that both ways are held against each other and against float64."""
+    inputs = ffn_inputs(20, 9, 21, 7, gated=True)
+    dy = like_result(inputs)
+
+    def run(call: Callable[..., Tensor], tensors: Tensors, upstream: Tensor, **options: Any) -> dict[str, Tensor]:
+        named = {name: tensor for name, tensor in leaves(tensors).items() if tensor is not None}
+        found = torch.autograd.grad(call(**named, **options), list(named.values()), upstream, create_graph=True)
+        return dict(zip(named, (gradient.detach() for gradient in found), strict=True))
+
+    with on_path(path) as options:
+        ours = run(functional.ffn, inputs, dy, **options)
+    truth = run(reference.ffn, in_float64(inputs), dy.double())
+    assert_all_close(ours, run(reference.ffn, inputs, dy), truth, independent=20 * 21)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("path", PATHS[1:])
+def test_gradcheck_in_float64(path: str, activation: str, gated: bool) -> None:
+    """First and second derivatives against finite differences, of the torch path and of the chunked one."""
+    inputs = ffn_inputs((3, 3), 3, 4, 2, torch.float64, gated=gated, residual=True, device=torch.device("cpu"))
+    names = [name for name, tensor in inputs.items() if tensor is not None]
+    tensors = [leaf for leaf in leaves(inputs).values() if leaf is not None]
+    with on_path(path) as options:
+
+        def call(*values: Tensor) -> Tensor:
+            return functional.ffn(**dict(zip(names, values, strict=True)), activation=activation, **options)
+
+        assert torch.autograd.gradcheck(call, tensors)
+        assert torch.autograd.gradgradcheck(call, tensors, fast_mode=True)
+
+
+# torch's own forward-mode rules are scripted.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_transforms_of_torch_func_go_through_torch(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
+    x, w_up, w_down = (torch.randn(*shape, device=DEVICE) for shape in ((3, 5, 16), (24, 16), (16, 24)))
+
+    def ours(x: Tensor) -> Tensor:
+        return functional.ffn(x, w_up, w_down)
+
+    def theirs(x: Tensor) -> Tensor:
+        return reference.ffn(x, w_up, w_down)
+
+    for _ in range(2):
+        torch.testing.assert_close(torch.func.vmap(ours)(x), theirs(x))
+        for transform in (torch.func.grad, torch.func.jacrev, torch.func.jacfwd):
+            found, expected = (transform(lambda x, f=f: f(x).square().sum())(x) for f in (ours, theirs))
+            torch.testing.assert_close(found, expected)
+        ours(x)
+    products = torch.func.vmap(lambda a: functional.gemm_gemm(a, w_up.T, w_down.T))(x)
+    torch.testing.assert_close(products, reference.gemm_gemm(x, w_up.T, w_down.T))
+
+
+def test_a_transform_that_must_run_in_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    x, w_up, w_down = (torch.randn(*shape, device=DEVICE) for shape in ((3, 5, 16), (24, 16), (16, 24)))
+    with pytest.raises(RuntimeError, match="Triton"):
+        torch.func.vmap(lambda x: functional.ffn(x, w_up, w_down))(x)

@@ -1,0 +1,365 @@
+"""What is particular to the epilogue path of the FFN: its kernels, what they are asked for, and what is kept."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies
+from torch import Tensor
+
+from fusedlayers import functional, planning, reference
+from fusedlayers.devices import describe
+from fusedlayers.functional import dispatch
+from fusedlayers.functional.ffn.arguments import ffn_problem
+from fusedlayers.kernels import gemm_epilogue as kernels
+from fusedlayers.kernels.activations import ACTIVATIONS
+from fusedlayers.kernels.dropout import draw_seed
+from fusedlayers.kernels.tuning import EpilogueTiles
+from tests.functional.test_autograd import saved
+from tests.functional.test_ffn import GATED, exact_case
+from tests.support.operands import (
+    BIASES,
+    DEVICE,
+    DTYPES,
+    INTEGERS,
+    ON_GPU,
+    Tensors,
+    assert_equal,
+    assert_ffn_close,
+    ffn_inputs,
+    in_float64,
+    leaves,
+    like_result,
+    needs_kernels,
+    on_path,
+    results,
+)
+from tests.support.selection import draws
+from tests.support.uninitialised import allocate_by
+
+path = import_module("fusedlayers.functional.ffn.epilogue")
+function = import_module("fusedlayers.functional.ffn")
+# A subset of wanted gradients is another compiled variant of the kernels: on a GPU every third subset must do.
+STEP = 3 if ON_GPU else 1
+# Too wide for the fused kernels in float32, and wide enough for no padding to be of use.
+WIDE = (20, 144, 40, 144)
+
+pytestmark = needs_kernels
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is computed, in order: the two kernels with what they are asked for, and the products around them."""
+    names: list[str] = []
+
+    def spy(module: Any, name: str, words: Callable[..., str]) -> None:
+        function = getattr(module, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            names.append(words(*arguments, **options))
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    def hidden(x: Any, w_up: Any, b_up: Any, w_gate: Any, b_gate: Any, keep: bool, *rest: Any, **options: Any) -> str:
+        return "hidden and pre-activations" if keep else "hidden"
+
+    def gradient(
+        dy: Any, w_down: Any, z: Any, z_gate: Any, bias: bool, *rest: Any, keep_hidden: bool = False, **options: Any
+    ) -> str:
+        summed = options.get("column_sums") is not None
+        return "gradient" + " and sums" * bias + " and hidden" * keep_hidden + " and db" * summed
+
+    spy(kernels, "hidden", hidden)
+    spy(kernels, "hidden_gradient", gradient)
+    spy(path, "_data_gradient", lambda *arguments: "dx")
+    spy(path, "_weight_gradient", lambda dy, x: "dw")
+    spy(function, "column_sums", lambda dy, tiles, ready: "db")
+    return names
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize("gated", GATED)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_without_biases(activation: str, dtype: torch.dtype, gated: bool) -> None:
+    """With all of them: in test_ffn.py."""
+    inputs = ffn_inputs(70, 24, 50, 40, dtype, gated=gated, biases=())
+    with on_path("epilogue") as options:
+        assert_ffn_close(functional.ffn, inputs, options=options, activation=activation)
+
+
+@pytest.mark.parametrize("gated", GATED)
+@pytest.mark.parametrize("dropout_p", [0.1, 0.99])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_with_dropout(activation: str, dropout_p: float, gated: bool) -> None:
+    """The mask is that of torch's path with the same seed, and replayed for all gradients."""
+    inputs = ffn_inputs(70, 24, 50, 40, DTYPES[-1], gated=gated, residual=True)
+    with on_path("epilogue") as options:
+        assert_ffn_close(
+            functional.ffn, inputs, options=options, manual_seed=4, activation=activation, dropout_p=dropout_p
+        )
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+@pytest.mark.parametrize("gated", GATED)
+def test_widths_that_no_fused_kernel_holds(
+    gated: bool, dropout_p: float, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the planner as it is."""
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    inputs = ffn_inputs(*WIDE, gated=gated, residual=True)
+    assert_ffn_close(functional.ffn, inputs, options={}, manual_seed=8, activation="silu", dropout_p=dropout_p)
+    products = ["dw", "dx", "dw", *["dw"] * gated]
+    assert launched == ["hidden and pre-activations", "gradient and sums and hidden and db", *products]
+
+
+def test_a_width_on_either_side_is_enough(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    for K, O in ((144, 5), (5, 144)):
+        with torch.no_grad():
+            functional.ffn(**ffn_inputs(20, K, 24, O))
+    assert launched == ["hidden"] * 2
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("gated", GATED)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tiles", [EpilogueTiles(16, 32, 16, 4, 1), EpilogueTiles(32, 16, 32, 4, 1)], ids=str)
+def test_the_hidden_in_exact_integers(tiles: EpilogueTiles, dtype: torch.dtype, gated: bool) -> None:
+    """More tiles below one another than a group has, ragged last ones on all axes; kept or not, the same hidden."""
+    inputs = ffn_inputs(170, 37, 70, 6, dtype, gated=gated, draw=INTEGERS[dtype])
+    x, w_up, b_up, w_gate, b_gate = (inputs[name] for name in ("x", "w_up", "b_up", "w_gate", "b_gate"))
+    assert x is not None
+    assert w_up is not None
+    truth = in_float64(inputs)
+    z = truth["x"] @ truth["w_up"].T + truth["b_up"]
+    z_gate = truth["x"] @ truth["w_gate"].T + truth["b_gate"] if gated else None
+    hidden = reference.hidden(z, z_gate, activation="relu")
+    for keep in (True, False):
+        found = kernels.hidden(x, w_up, b_up, w_gate, b_gate, keep, "relu", "exact", "ieee", tiles)
+        expected = {"hidden": hidden, "z": z if keep else None, "z_gate": z_gate if keep else None}
+        # The hidden of a gate may be larger than what float16 counts to: it is rounded once.
+        expected["hidden"] = hidden.to(dtype).double()
+        assert_equal(in_float64(dict(zip(expected, found, strict=True))), expected)
+
+
+@hypothesis.settings(max_examples=60 if ON_GPU else draws(6, 15))
+@hypothesis.given(
+    leading=strategies.lists(strategies.integers(0, 6), max_size=4),
+    sizes=strategies.tuples(*[strategies.integers(0, 40)] * 3),
+    activation=strategies.sampled_from(list(ACTIVATIONS)),
+    gated=strategies.booleans(),
+    biases=strategies.sets(strategies.sampled_from(BIASES)),
+    residual=strategies.booleans(),
+    dtype=strategies.sampled_from(DTYPES[:2]),
+)
+def test_sizes_in_random_combinations(
+    leading: list[int],
+    sizes: tuple[int, int, int],
+    activation: str,
+    gated: bool,
+    biases: set[str],
+    residual: bool,
+    dtype: torch.dtype,
+) -> None:
+    draws = [
+        ffn_inputs(tuple(leading), *sizes, dtype, gated=gated, biases=tuple(biases), residual=residual)
+        for _ in range(3)
+    ]
+    with on_path("epilogue") as options:
+        assert_ffn_close(functional.ffn, *draws, options=options, activation=activation)
+
+
+@pytest.mark.parametrize("rows", [21, 20])
+def test_both_ways_to_the_data_gradient(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more rows than both weights together have, the gated gradient is one product; else a sum of two."""
+    ways: list[str] = []
+    for name in ("cat", "addmm"):
+        function = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *args, n=name, f=function: (ways.append(n), f(*args))[1])
+    draw = INTEGERS[torch.float32]
+    inputs = ffn_inputs(rows, 6, 10, 5, gated=True, draw=draw)
+    dy = like_result(inputs, draw)
+    with on_path("epilogue") as options:
+        ours = results(functional.ffn, inputs, dy, activation="relu", **options)
+    assert_equal(in_float64(ours), results(reference.ffn, in_float64(inputs), dy.double(), activation="relu"))
+    assert ways == ["cat" if rows > 20 else "addmm"]
+
+
+@pytest.mark.parametrize("gated", GATED)
+def test_the_hidden_is_gone_before_the_other_products(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+    gradient, product = kernels.hidden_gradient, path._data_gradient
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        found = gradient(*arguments, **options)
+        hidden.append(weakref.ref(found.hidden))
+        return found
+
+    monkeypatch.setattr(kernels, "hidden_gradient", watched)
+    monkeypatch.setattr(
+        path, "_data_gradient", lambda *tensors: (alive.append(hidden[0]() is not None), product(*tensors))[1]
+    )
+    inputs = leaves(ffn_inputs(33, 17, 40, 9, torch.float32, gated=gated))
+    with on_path("epilogue") as options:
+        functional.ffn(**inputs, **options).sum().backward()
+    assert alive == [False]
+    assert all(tensor is None or tensor.grad is not None for tensor in inputs.values())
+
+
+@pytest.mark.parametrize("gated", GATED)
+def test_nothing_outside_of_the_outputs_is_touched(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and workspace lie between bands of a known value, and every element of theirs is written."""
+    buffers: list[Tensor] = []
+    band = 4096
+
+    def guarded(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        buffer = torch.full((shape.numel() + 2 * band,), -7.0, dtype=dtype, device=device)
+        buffer[band:-band] = math.nan
+        buffers.append(buffer)
+        return buffer[band:-band].view(shape)
+
+    inputs, dy = exact_case(gated, torch.float32, 49)
+    x, w_up, b_up, w_gate, b_gate = (inputs[name] for name in ("x", "w_up", "b_up", "w_gate", "b_gate"))
+    rest = ("gelu", "exact", "ieee", EpilogueTiles(32, 16, 16, 4, 1))
+    allocate_by(monkeypatch, guarded)
+    _, z, z_gate = kernels.hidden(x, w_up, b_up, w_gate, b_gate, True, *rest)
+    kernels.hidden_gradient(dy, inputs["w_down"], z, z_gate, True, 1, *rest, keep_hidden=True, side_by_side=True)
+    # The hidden twice, pre-activations, their gradients (both in one buffer), sums with their partials.
+    assert len(buffers) == (8 if gated else 6)
+    for buffer in buffers:
+        assert (buffer[:band] == -7).all()
+        assert (buffer[-band:] == -7).all()
+        assert buffer[band:-band].isfinite().all()
+
+
+# What is computed and kept.
+
+
+@pytest.mark.parametrize(("gated", "dropout_p"), [(False, 0.5), (True, 0.0)])
+def test_every_subset_of_frozen_inputs(gated: bool, dropout_p: float, launched: list[str]) -> None:
+    """The same gradients as with nothing frozen, None for the frozen ones, nothing computed that nobody wants."""
+    draw = INTEGERS[torch.float32]
+    inputs = ffn_inputs(5, 4, 6, 4, gated=gated, residual=True, draw=draw)
+    dy = like_result(inputs, draw)
+    present = [name for name, tensor in inputs.items() if tensor is not None]
+    arithmetic = {"activation": "relu", "dropout_p": dropout_p, "dropout_seed": draw_seed(DEVICE)}
+    with on_path("epilogue") as options:
+        everything = results(functional.ffn, inputs, dy, **arithmetic, **options)
+        subsets = [frozen for count in range(len(present)) for frozen in itertools.combinations(present, count)]
+        for frozen in subsets[::STEP]:
+            launched.clear()
+            ours = results(functional.ffn, inputs, dy, frozen, **arithmetic, **options)
+            assert_equal(ours, everything | {f"d{name}": None for name in frozen})
+            assert launched == wanted_launches(set(present) - set(frozen)), frozen
+        launched.clear()
+        y = functional.ffn(**leaves(inputs, tuple(present)), **arithmetic, **options)
+        assert not y.requires_grad
+        assert torch.equal(y, everything["y"])
+        assert launched == ["hidden"]
+
+
+def wanted_launches(wanted: set[str]) -> list[str]:
+    through = wanted & {"x", "w_up", "b_up", "w_gate", "b_gate"}
+    if not through | (wanted & {"w_down"}):
+        return ["hidden"]
+    found = ["hidden and pre-activations"]
+    if through:
+        sums = " and sums" if wanted & {"b_up", "b_gate"} else ""
+        hidden, summed = "w_down" in wanted, "b_down" in wanted
+        found.append("gradient" + sums + " and hidden" * hidden + " and db" * summed)
+    if "w_down" in wanted:
+        found.append("dw")
+    weights = len(wanted & {"w_up", "w_gate"})
+    found += ["dx"] * ("x" in wanted) + (["dw", "dw"] if weights == 2 else ["dw"] * weights)
+    return found + ["db"] * ("b_down" in wanted and not through)
+
+
+@pytest.mark.parametrize("gated", GATED)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_saved_bytes_are_those_of_the_plan(dtype: torch.dtype, gated: bool) -> None:
+    """Beside parameters: x, and the pre-activations. At most half of what torch keeps for a smooth activation."""
+    inputs = leaves(ffn_inputs((3, 5), 16, 64, 8, dtype, gated=gated))
+    parameters = {tensor.data_ptr() for name, tensor in inputs.items() if tensor is not None and name != "x"}
+
+    def kept_bytes(call: Callable[..., Tensor], **options: Any) -> int:
+        tensors = saved(lambda: call(**inputs, activation="gelu_tanh", **options))
+        return sum({t.data_ptr(): t.nbytes for t in tensors if t.data_ptr() not in parameters}.values())
+
+    with on_path("epilogue") as options:
+        problem = ffn_problem(**inputs, activation="gelu_tanh", dropout_p=0.0, recompute="auto")
+        made = planning.plan(problem, describe(DEVICE), "triton")
+        assert made.path == "epilogue"
+        ours = kept_bytes(functional.ffn, **options)
+    x_bytes = 15 * 16 * dtype.itemsize
+    assert ours == made.saved_bytes == x_bytes + (2 if gated else 1) * 15 * 64 * dtype.itemsize
+    assert ours - x_bytes <= (kept_bytes(reference.ffn) - x_bytes) / 2
+
+
+def test_results_of_a_call_without_gradients_are_the_same(launched: list[str]) -> None:
+    inputs = ffn_inputs(20, 9, 21, 7, gated=True, residual=True)
+    with on_path("epilogue") as options:
+        y = functional.ffn(**leaves(inputs), **options).detach()
+        with torch.no_grad():
+            assert torch.equal(functional.ffn(**leaves(inputs), **options), y)
+        assert torch.equal(functional.ffn(**inputs, **options), y)
+    assert launched == ["hidden and pre-activations", "hidden", "hidden"]
+
+
+# Who comes here.
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_what_the_path_cannot_do_it_is_not_asked_for(
+    dropout_p: float, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The promise that no hidden is kept: where kernels are a must, they compute chunks of it."""
+    inputs = leaves(ffn_inputs(*WIDE))
+    for backend, launches in (("auto", 0), ("triton", 2 + 2 + 1)):
+        monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
+        with dispatch.decisions() as counted:
+            functional.ffn(**inputs, recompute=True, dropout_p=dropout_p).sum().backward()
+        assert counted == {"ffn chunked": 1}
+        assert len(launched) == launches, "forward and backward, of two chunks each; db_down"
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_others_do_not_come_here_unasked(backend: str, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the interpreter stands in for was never measured."""
+    if ON_GPU:
+        pytest.skip("a GPU of the measured kind would take it")
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
+    functional.ffn(**ffn_inputs(*WIDE))
+    assert not launched
+
+
+def test_a_narrow_layer_stays_with_the_fused_kernels(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    functional.ffn(**ffn_inputs(20, 128, 40, 128))
+    assert not launched
+
+
+def test_mixed_dtypes_are_refused_as_everywhere(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    inputs: Tensors = ffn_inputs(*WIDE)
+    for name in ("w_up", "w_down", "b_up"):
+        tensor = inputs[name]
+        assert tensor is not None
+        with pytest.raises(TypeError, match=f"^{name} of .*float16.*: expected the dtype of x"):
+            functional.ffn(**{**inputs, name: tensor.half()})
+    with pytest.raises(RuntimeError, match="the kernels take float16, bfloat16, float32, not float64"):
+        functional.ffn(**in_float64(inputs))
+    assert not launched

@@ -1,0 +1,357 @@
+"""Batched GEMM-GEMM: the kernels against torch in the same dtype and in float64, and against exact integers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies
+from torch import Tensor
+
+from fusedlayers import functional, reference
+from fusedlayers.closeness import assert_all_close
+from fusedlayers.kernels import gemm_gemm as kernels
+from fusedlayers.kernels.activations import ACTIVATIONS
+from fusedlayers.kernels.gemm_gemm import Arithmetic, Operands, WeightGradients
+from fusedlayers.kernels.tuning import TileConfig
+from tests.support.operands import (
+    DEVICE,
+    DTYPES,
+    INTEGERS,
+    ON_GPU,
+    PATHS,
+    SIZES,
+    Tensors,
+    assert_equal,
+    in_float64,
+    infinities,
+    leaves,
+    needs_kernels,
+    on_path,
+    results,
+)
+from tests.support.selection import draws
+
+BATCHES = [
+    pytest.param((), (), (), id="none"),
+    pytest.param((3,), (3,), (3,), id="one"),
+    pytest.param((2, 3), (2, 3), (2, 3), id="two"),
+    pytest.param((2, 1, 3), (2, 1, 3), (2, 1, 3), id="three"),
+    pytest.param((2, 1, 2, 2), (2, 1, 2, 2), (2, 1, 2, 2), id="four"),
+    pytest.param((2, 3), (3,), (2, 1), id="broadcast"),
+    pytest.param((), (3,), (1,), id="a and c shared"),
+    pytest.param((4,), (), (), id="b and c shared"),
+]
+
+
+def inputs(
+    M: int,
+    K: int,
+    N: int,
+    O: int,
+    dtype: torch.dtype = torch.float32,
+    batches: tuple[tuple[int, ...], ...] = ((2,), (2,), (2,)),
+    draw: Callable[..., Tensor] = torch.randn,
+) -> dict[str, Tensor | None]:
+    """a ~ N(0, 1), b and c / √fan_in, or integers."""
+    scales = [1, max(K, 1), max(N, 1)] if draw is torch.randn else [1, 1, 1]
+    shapes = [(M, K), (K, N), (N, O)]
+    return {
+        name: (draw(*batch, *shape, dtype=torch.float64) / scale**0.5).to(DEVICE, dtype)
+        for name, batch, shape, scale in zip("abc", batches, shapes, scales, strict=True)
+    }
+
+
+def gradient_for(operands: Tensors, draw: Callable[..., Tensor] = torch.randn) -> Tensor:
+    result = reference.gemm_gemm(**operands)
+    return draw(*result.shape, dtype=torch.float64).to(result)
+
+
+def assert_close_to_torch(operands: Tensors, activation: str | None, frozen: tuple[str, ...] = ()) -> None:
+    dy = gradient_for(operands)
+    with on_path("kernels"):
+        ours = results(plain(functional.gemm_gemm), operands, dy, frozen, activation=activation)
+    theirs = results(reference.gemm_gemm, operands, dy, frozen, activation=activation)
+    truth = results(reference.gemm_gemm, in_float64(operands), dy.double(), frozen, activation=activation)
+    b = operands["b"]
+    assert b is not None
+    assert_all_close(ours, theirs, truth, independent=max(1, dy.shape[:-1].numel() * b.shape[-1]))
+
+
+def plain(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda a, b, c, **options: call(a, b, c, **options)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_activations(activation: str | None, dtype: torch.dtype) -> None:
+    assert_close_to_torch(inputs(70, 24, 50, 40, dtype), activation)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("a", "b", "c"), BATCHES)
+def test_leading_dimensions(a: tuple[int, ...], b: tuple[int, ...], c: tuple[int, ...]) -> None:
+    assert_close_to_torch(inputs(17, 5, 19, 6, batches=(a, b, c)), "silu")
+
+
+@pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_exact_integers(activation: str | None, dtype: torch.dtype, path: str) -> None:
+    draw = INTEGERS[dtype]
+    operands = inputs(49, 5, 37, 6, dtype, draw=draw)
+    dy = gradient_for(operands, draw)
+    with on_path(path):
+        ours = results(functional.gemm_gemm, operands, dy, activation=activation)
+    truth = results(reference.gemm_gemm, in_float64(operands), dy.double(), activation=activation)
+    assert_equal(in_float64(ours), truth)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("splits", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tiles", [TileConfig(32, 16, 4, 1), TileConfig(16, 32, 4, 1, 2)], ids=str)
+def test_exact_integers_for_any_number_of_splits(tiles: TileConfig, dtype: torch.dtype, splits: int) -> None:
+    """Ragged last blocks, empty splits (70 rows are three tiles of 32), and both layouts of the gradients."""
+    draw = INTEGERS[dtype]
+    operands = inputs(70, 5, 37, 6, dtype, draw=draw)
+    dy = gradient_for(operands, draw)
+    truth = results(reference.gemm_gemm, in_float64(operands), dy.double(), activation="relu")
+    a, b, c = operands.values()
+    assert a is not None
+    assert b is not None
+    assert c is not None
+    kernel_operands = Operands(a, b.mT, c.mT, None, None, None, None, Arithmetic("relu", 0.0, "ieee", "exact"))
+    for transposed in (False, True):
+        found = kernels.weight_gradients(
+            kernel_operands, dy, WeightGradients(up=True, down=True), splits, tiles, transposed
+        )
+        db, dc = (found.up, found.down) if transposed else (found.up.mT, found.down.mT)
+        assert_equal(in_float64({"db": db, "dc": dc}), {"db": truth["db"], "dc": truth["dc"]})
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("letter", ["M", "K", "N", "O"])
+def test_sizes_one_at_a_time(letter: str, size: int) -> None:
+    dtype = torch.float32 if size <= 65 else DTYPES[-1]
+    if letter in "KO" and size > 256:
+        pytest.skip("wider than the chip: no kernel takes it")
+    sizes = {"M": 20, "K": 12, "N": 24, "O": 10} | {letter: size}
+    assert_close_to_torch(inputs(**sizes, dtype=dtype), "gelu")
+
+
+@needs_kernels
+@hypothesis.settings(max_examples=40 if ON_GPU else draws(6, 12))
+@hypothesis.given(
+    sizes=strategies.tuples(*[strategies.integers(0, 40)] * 4),
+    batch=strategies.lists(strategies.integers(0, 3), max_size=3),
+    activation=strategies.sampled_from([None, *ACTIVATIONS]),
+    dtype=strategies.sampled_from(DTYPES[:2]),
+)
+def test_sizes_in_random_combinations(
+    sizes: tuple[int, int, int, int], batch: list[int], activation: str | None, dtype: torch.dtype
+) -> None:
+    assert_close_to_torch(inputs(*sizes, dtype, batches=(tuple(batch),) * 3), activation)
+
+
+@pytest.mark.gpu
+def test_seventy_thousand_tiny_products() -> None:
+    """More batch entries than the second and third axis of a grid can count."""
+    assert_close_to_torch(inputs(3, 4, 5, 2, torch.float16, batches=((70_000,),) * 3), "relu")
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sliced columns": lambda t: torch.cat((t, torch.full_like(t[..., :3], math.nan)), -1)[..., : t.shape[-1]],
+    "every other row": lambda t: torch.stack((t, torch.full_like(t, math.nan)), -2).flatten(-3, -2)[..., ::2, :],
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "batch last": lambda t: t.movedim(0, -1).contiguous().movedim(-1, 0),
+    "one element off": lambda t: torch.cat((t.new_full((1,), math.nan), t.flatten()))[1:].view(t.shape),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_change_nothing(layout: str) -> None:
+    draw = INTEGERS[torch.float32]
+    operands = inputs(35, 9, 21, 7, draw=draw)
+    dy = gradient_for(operands, draw)
+    lay = LAYOUTS[layout]
+    strided = {name: lay(tensor) for name, tensor in operands.items() if tensor is not None}
+    assert all(torch.equal(strided[name], operands[name]) for name in strided)
+    with on_path("kernels"):
+        expected = results(functional.gemm_gemm, operands, dy, activation="relu")
+        assert_equal(results(functional.gemm_gemm, strided, lay(dy), activation="relu"), expected)
+
+
+@needs_kernels
+def test_gradients_of_stride_zero_and_of_shared_matrices() -> None:
+    """``.sum()`` sends back one expanded number; a matrix in three roles gets the sum of three gradients."""
+    square = inputs(6, 6, 6, 6)["a"]
+    assert square is not None
+
+    def gradient(call: Callable[..., Tensor], a: Tensor, **options: Any) -> Tensor:
+        a = a.detach().requires_grad_()
+        (found,) = torch.autograd.grad(call(a, a.mT, a, activation="tanh").sum(), a, **options)
+        return found.detach()
+
+    theirs, truth = (gradient(reference.gemm_gemm, matrix) for matrix in (square, square.double()))
+    with on_path("kernels"):
+        for create_graph in (False, True):
+            ours = gradient(functional.gemm_gemm, square, create_graph=create_graph)
+            assert_all_close({"da": ours}, {"da": theirs}, {"da": truth}, independent=36)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("poisoned_memory")
+def test_runs_give_the_same_bits() -> None:
+    operands = inputs(150, 9, 13, 7, batches=((), (), ()))
+    dy = gradient_for(operands)
+    with on_path("kernels"):
+        first = results(functional.gemm_gemm, operands, dy, activation="gelu")
+        for _ in range(draws(2, 9)):
+            assert_equal(results(functional.gemm_gemm, operands, dy, activation="gelu"), first)
+
+
+@needs_kernels
+@infinities
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("role", ["a", "b", "c", "dy"])
+@pytest.mark.parametrize("activation", [None, "relu", "relu2", "gelu", "silu"])
+def test_special_values_spread_as_in_torch(activation: str | None, role: str, value: float) -> None:
+    operands = inputs(18, 5, 20, 6)
+    dy = gradient_for(operands)
+    tensor = dy if role == "dy" else operands[role]
+    assert tensor is not None
+    tensor[-1, -1, -2] = value
+    with on_path("kernels"):
+        ours = results(functional.gemm_gemm, operands, dy, activation=activation)
+    truth = results(reference.gemm_gemm, in_float64(operands), dy.double(), activation=activation)
+    for name, tensor in ours.items():
+        other = truth[name]
+        assert tensor is not None
+        assert other is not None
+        assert torch.equal(tensor.isnan(), other.isnan()), name
+        infinite = tensor.isinf() | other.isinf()
+        assert torch.equal(tensor[infinite].double(), other[infinite]), name
+
+
+@pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
+def test_every_subset_of_frozen_operands(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right gradients, None elsewhere, and no kernel for a gradient that nobody wants."""
+    launched: list[object] = []
+    data_gradient, weight_gradients = kernels.data_gradient, kernels.weight_gradients
+
+    def counted_data(*args: Any, **options: Any) -> Any:
+        launched.append("a")
+        return data_gradient(*args, **options)
+
+    def counted_weights(operands: Operands, dy: Tensor, wanted: WeightGradients, *args: Any, **named: Any) -> Any:
+        launched.extend(name for name, want in (("b", wanted.up), ("c", wanted.down)) if want)
+        return weight_gradients(operands, dy, wanted, *args, **named)
+
+    monkeypatch.setattr(kernels, "data_gradient", counted_data)
+    monkeypatch.setattr(kernels, "weight_gradients", counted_weights)
+    operands = inputs(5, 4, 6, 3)
+    dy = gradient_for(operands)
+    with on_path(path):
+        everything = results(functional.gemm_gemm, operands, dy, activation="silu")
+        for frozen in ((), ("a",), ("b",), ("c",), ("a", "b"), ("a", "c"), ("b", "c")):
+            launched.clear()
+            ours = results(functional.gemm_gemm, operands, dy, frozen, activation="silu")
+            dropped = {f"d{name}": None for name in frozen}
+            assert_equal(ours, everything | dropped)
+            assert launched == ([name for name in "abc" if name not in frozen] if path == "kernels" else [])
+
+
+@pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
+def test_nothing_is_written_and_backward_can_run_twice(path: str) -> None:
+    operands = inputs(20, 9, 21, 7)
+    dy = gradient_for(operands)
+    before = copy.deepcopy((operands, dy))
+    inputs_ = leaves(operands)
+    with on_path(path):
+        e = functional.gemm_gemm(*inputs_.values(), activation="gelu")
+        first, second = (torch.autograd.grad(e, list(inputs_.values()), dy, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
+    assert_equal(operands, before[0])
+    assert torch.equal(dy, before[1])
+
+
+@pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
+def test_nothing_is_saved_without_a_gradient(path: str) -> None:
+    saved: list[None] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(None)
+        return tensor
+
+    operands = list(leaves(inputs(5, 4, 6, 3)).values())
+    with on_path(path), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.no_grad():
+            functional.gemm_gemm(*operands, activation="gelu")
+        functional.gemm_gemm(*(tensor.detach() for tensor in operands), activation="gelu")
+        assert not saved
+        functional.gemm_gemm(*operands, activation="gelu")
+        assert saved
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_float64_and_its_derivatives(activation: str | None) -> None:
+    """float64 runs through torch, whatever the kernels could do, and is right to the second order."""
+    operands = [torch.randn(2, *shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 2), (2, 4), (4, 2))]
+
+    def call(*tensors: Tensor) -> Tensor:
+        return functional.gemm_gemm(*tensors, activation=activation)
+
+    assert call(*operands).dtype == torch.float64
+    assert torch.autograd.gradcheck(call, operands)
+    assert torch.autograd.gradgradcheck(call, operands)
+
+
+@needs_kernels
+def test_second_derivatives_of_the_kernels_result() -> None:
+    operands = inputs(7, 4, 9, 5)
+    dy = gradient_for(operands)
+
+    def second(call: Callable[..., Tensor], tensors: Tensors, upstream: Tensor) -> dict[str, Tensor | None]:
+        inputs_ = leaves({**tensors, "dy": upstream})
+        a, b, c, out = inputs_.values()
+        first = torch.autograd.grad(call(a, b, c, activation="gelu"), [a, b, c], out, create_graph=True)
+        total = sum(gradient.square().sum() for gradient in first)
+        return dict(zip(inputs_, torch.autograd.grad(total, list(inputs_.values())), strict=True))
+
+    with on_path("kernels"):
+        ours = second(functional.gemm_gemm, operands, dy)
+    theirs = second(reference.gemm_gemm, operands, dy)
+    truth = second(reference.gemm_gemm, in_float64(operands), dy.double())
+    assert_all_close(ours, theirs, truth, independent=63)
+
+
+@pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
+def test_autocast(path: str) -> None:
+    """Forward inside, backward outside; float32 operands keep float32 gradients."""
+    operands = inputs(20, 9, 21, 7)
+    dy = gradient_for(operands).half()
+
+    def call(function: Callable[..., Tensor]) -> dict[str, Tensor | None]:
+        inputs_ = leaves(operands)
+        with torch.autocast(DEVICE.type, torch.float16):
+            e = function(*inputs_.values(), activation="silu")
+        assert e.dtype == torch.float16
+        e.backward(dy)
+        return {"e": e.detach()} | {name: tensor.grad for name, tensor in inputs_.items() if tensor is not None}
+
+    with on_path(path):
+        ours = call(functional.gemm_gemm)
+    assert all(ours[name].dtype == torch.float32 for name in "abc")
+    truth = results(reference.gemm_gemm, in_float64(operands), dy.double(), activation="silu")
+    renamed = dict(zip(ours, truth.values(), strict=True))
+    assert_all_close(ours, call(reference.gemm_gemm), renamed, computed_in=torch.float16, independent=420)

@@ -1,0 +1,385 @@
+"""GEMM-reduce as a function of torch: bad input, plans, derivatives, autocast, what is saved, launched and written."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedlayers import explain, functional, planning, reference
+from fusedlayers.closeness import assert_all_close
+from fusedlayers.kernels import gemm_reduce as kernels
+from fusedlayers.planning import Device, ReduceProblem
+from tests.support.operands import DEVICE, PATHS, Tensors, assert_equal, in_float64, leaves, needs_kernels, on_path
+from tests.support.reduce_operands import DIFFERENTIABLE, reduce_inputs, reduce_results, upstream
+from tests.support.selection import draws
+
+TWO_PATHS = [PATHS[0], PATHS[2]]
+H200 = Device("cuda", "NVIDIA H200", "sm_90", 132, triton=True, pipelined=True)
+A, B = torch.zeros(2, 5, 3), torch.zeros(2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"a": None}, TypeError, "a must be a torch.Tensor, got None"),
+        ({"b": [1.0]}, TypeError, "b must be a torch.Tensor, got list"),
+        ({"a": A.int()}, TypeError, "a of shape [2, 5, 3] and dtype torch.int32 on cpu: expected a real floating"),
+        ({"b": B.half()}, TypeError, "b of shape [2, 3, 4] and dtype torch.float16 on cpu: expected the dtype of a"),
+        ({"b": B.to("meta")}, ValueError, "on meta: expected the device of a, cpu"),
+        ({"a": A[0, 0]}, ValueError, "a of shape [3]"),
+        ({"b": B.mT}, ValueError, "b of shape [2, 4, 3] and dtype torch.float32 on cpu: expected [*B, K, N] with K"),
+        ({"b": B.repeat(2, 1, 1)}, ValueError, "expected leading dimensions *B that broadcast, got [2] and [4]"),
+        ({"op": "median"}, ValueError, "op must be one of sum, mean, max"),
+        ({"dim": 0}, ValueError, "dim must be -2 (over M) or -1 (over N), got 0"),
+        ({"dim": True}, ValueError, "dim must be"),
+        ({"bias": torch.zeros(5)}, ValueError, "bias of shape [5] and dtype torch.float32 on cpu: expected [N] = [4]"),
+        ({"mask": torch.ones(5)}, TypeError, "mask of shape [5] and dtype torch.float32 on cpu: expected bool"),
+        ({"mask": [True]}, TypeError, "mask must be a torch.Tensor, got list"),
+        ({"mask": torch.ones(4, dtype=torch.bool)}, ValueError, "mask of shape [4]"),
+        ({"mask": torch.ones(3, 5, dtype=torch.bool)}, ValueError, "a shape that broadcasts to [*B, M] = [2, 5]"),
+        ({"mask": torch.ones(1, 2, 5, dtype=torch.bool)}, ValueError, "mask of shape [1, 2, 5]"),
+        ({"mask": torch.ones(5, dtype=torch.bool, device="meta")}, ValueError, "expected the device of a, cpu"),
+        ({"lengths": torch.ones(2)}, TypeError, "lengths of shape [2] and dtype torch.float32 on cpu: expected an"),
+        ({"lengths": torch.ones(3, dtype=torch.int32)}, ValueError, "broadcasts to [*B] = [2]"),
+        ({"activation": "swoosh"}, ValueError, "activation 'swoosh' is not known"),
+        ({"return_indices": True}, ValueError, "expected op to be one of max, min, absmax, got 'sum'"),
+        ({"op": "argmax", "return_indices": True}, ValueError, "argmax and argmin return indices alone"),
+        ({"return_product": 1}, TypeError, "return_product must be True or False, got 1"),
+        ({"atomic": True, "op": "max"}, ValueError, "atomic=True: expected op to be one of sum, mean, sumsq"),
+        ({"a": A[:, :0], "op": "max"}, ValueError, "expected M > 0, as the max of no elements does not exist"),
+        ({"b": B[:, :, :0], "op": "argmin", "dim": -1}, ValueError, "expected N > 0, as the argmin of no elements"),
+    ],
+)  # fmt: skip
+def test_bad_input(change: dict[str, Any], error: type[Exception], words: str) -> None:
+    for call in (functional.gemm_reduce, lambda **given: explain(functional.gemm_reduce, **given)):
+        with pytest.raises(error) as raised:
+            call(**({"a": A, "b": B} | change))
+        assert words in str(raised.value)
+
+
+def test_atomic_is_refused_under_deterministic_algorithms() -> None:
+    torch.use_deterministic_algorithms(True)
+    with pytest.raises(RuntimeError, match="atomic=True adds in no fixed order"):
+        functional.gemm_reduce(A, B, atomic=True)
+
+
+@pytest.mark.parametrize("path", TWO_PATHS)
+@pytest.mark.parametrize("dim", [-2, -1])
+def test_empty_axes(dim: int, path: str) -> None:
+    """Nothing to reduce, nothing to keep, no batch entry, and an inner dimension of 0."""
+    with on_path(path):
+        none = {"a": A[:, :0], "b": B} if dim == -2 else {"a": A, "b": B[..., :0]}
+        for op, value in (("sum", 0.0), ("sumsq", 0.0), ("mean", torch.nan), ("logsumexp", -torch.inf)):
+            d = functional.gemm_reduce(**none, op=op, dim=dim)
+            expected = torch.full((2, 4 if dim == -2 else 5), value)
+            assert torch.equal(d.nan_to_num(nan=7.0, neginf=8.0), expected.nan_to_num(nan=7.0, neginf=8.0)), op
+        kept = {"a": A, "b": B[..., :0]} if dim == -2 else {"a": A[:, :0], "b": B}
+        for op in DIFFERENTIABLE:
+            assert functional.gemm_reduce(**kept, op=op, dim=dim).shape == (2, 0)
+            assert functional.gemm_reduce(A[:0], B[:0], op=op, dim=dim).shape[0] == 0
+        inner = reduce_results(functional.gemm_reduce, {"a": A[..., :0], "b": B[:, :0], "bias": torch.ones(4)}, dim=dim)
+        assert torch.equal(inner["d"], torch.full((2, 4), 5.0) if dim == -2 else torch.full((2, 5), 4.0))
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+@pytest.mark.parametrize("dim", [-2, -1])
+def test_float64_and_its_derivatives(op: str, dim: int) -> None:
+    """float64 runs through torch and is right to the second order."""
+    tensors = [torch.randn(2, *shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 3), (3, 5))]
+    bias = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([True, False, True, True, True])[: 4 if dim == -2 else 5]
+
+    def call(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+        return functional.gemm_reduce(a, b, bias=bias, op=op, dim=dim, mask=mask)
+
+    assert call(*tensors, bias).dtype == torch.float64
+    assert torch.autograd.gradcheck(call, (*tensors, bias))
+    assert torch.autograd.gradgradcheck(call, (*tensors, bias))
+
+
+@needs_kernels
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_second_derivatives_of_the_kernels_result(op: str) -> None:
+    inputs = reduce_inputs(7, 9, 4, bias=True)
+    dy = upstream(torch.empty(2, 9, device=DEVICE))
+    lengths = torch.tensor([5, 7], device=DEVICE)
+
+    def second(call: Any, tensors: Tensors, dy: Tensor) -> dict[str, Tensor | None]:
+        inputs_ = leaves({**tensors, "dy": dy})
+        a, b, bias, out = inputs_.values()
+        d = call(a, b, bias=bias, op=op, lengths=lengths, activation="silu")
+        first = torch.autograd.grad(d, [a, b, bias], out, create_graph=True)
+        total = sum(gradient.square().sum() for gradient in first)
+        return dict(zip(inputs_, torch.autograd.grad(total, list(inputs_.values())), strict=True))
+
+    with on_path("kernels"):
+        ours = second(functional.gemm_reduce, inputs, dy)
+    theirs = second(reference.gemm_reduce, inputs, dy)
+    assert_all_close(ours, theirs, second(reference.gemm_reduce, in_float64(inputs), dy.double()), independent=63)
+
+
+@pytest.mark.parametrize("path", TWO_PATHS)
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_every_subset_of_frozen_operands(op: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right gradients, None elsewhere, and no kernel for a gradient that nobody wants."""
+    launched: set[str] = set()
+
+    def counted(name: str) -> Any:
+        launcher = getattr(kernels, name)
+
+        def count(*args: Any, **options: Any) -> Any:
+            asked = {"matrix", "bias", "kept_gradient"} & options.keys()
+            launched.update(f"{name} {what}" for what in asked if options[what])
+            return launcher(*args, **options)
+
+        return count
+
+    for name in ("route", "kept_gradient", "reduced_gradient"):
+        monkeypatch.setattr(kernels, name, counted(name))
+    inputs = reduce_inputs(5, 6, 4, bias=True)
+    # a is what is reduced over M, and the bias belongs to the columns that are kept.
+    kept = "route kept_gradient" if op in ("max", "min", "absmax") else "kept_gradient matrix"
+    matrices = {"a": "reduced_gradient matrix", "b": kept, "bias": "kept_gradient bias"}
+    with on_path(path):
+        everything = reduce_results(functional.gemm_reduce, inputs, op=op, activation="silu")
+        for frozen in (("a",), ("b",), ("bias",), ("a", "b"), ("a", "bias"), ("b", "bias")):
+            launched.clear()
+            ours = reduce_results(functional.gemm_reduce, inputs, None, frozen, op=op, activation="silu")
+            assert_equal(ours, everything | {f"d{name}": None for name in frozen})
+            if path == "kernels":
+                wanted = {matrices[name] for name in matrices if name not in frozen}
+                assert launched == wanted - ({"kept_gradient bias"} if op in ("max", "min", "absmax") else set())
+
+
+@pytest.mark.parametrize("path", TWO_PATHS)
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_nothing_is_written_and_backward_can_run_twice(op: str, path: str) -> None:
+    inputs = reduce_inputs(20, 21, 9, bias=True)
+    mask = torch.rand(2, 20, device=DEVICE) < 0.5
+    lengths = torch.tensor([20, 12], device=DEVICE)
+    before = copy.deepcopy((inputs, mask, lengths))
+    inputs_ = leaves(inputs)
+    with on_path(path):
+        d = functional.gemm_reduce(**inputs_, op=op, mask=mask, lengths=lengths)
+        dy = upstream(d)
+        kept_dy = dy.clone()
+        first, second = (torch.autograd.grad(d, list(inputs_.values()), dy, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
+    assert_equal(inputs, before[0])
+    assert torch.equal(mask, before[1])
+    assert torch.equal(lengths, before[2])
+    assert torch.equal(dy, kept_dy)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_runs_give_the_same_bits(op: str) -> None:
+    inputs = reduce_inputs(300, 13, 9, batches=((), ()), bias=True)
+    with on_path("kernels", sms=16):
+        first = reduce_results(functional.gemm_reduce, inputs, op=op, activation="gelu")
+        for _ in range(draws(2, 9)):
+            assert_equal(reduce_results(functional.gemm_reduce, inputs, op=op, activation="gelu"), first)
+
+
+@pytest.mark.parametrize("dim", [-2, -1])
+@pytest.mark.parametrize("path", TWO_PATHS)
+def test_the_results_may_be_changed_in_place(path: str, dim: int) -> None:
+    tensors = leaves(reduce_inputs(5, 6, 4, batches=((2, 3), (2, 3))))
+    with on_path(path):
+        d, product = functional.gemm_reduce(**tensors, op="sumsq", dim=dim, return_product=True)
+    for result in (d, product):
+        result.mul_(2).sum().backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("path", TWO_PATHS)
+def test_nothing_is_saved_without_a_gradient(path: str) -> None:
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    inputs = leaves(reduce_inputs(50, 60, 3))
+    with on_path(path), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.no_grad():
+            functional.gemm_reduce(**inputs, op="max")
+        functional.gemm_reduce(**{name: tensor.detach() for name, tensor in inputs.items()}, op="max")
+        assert not saved
+        functional.gemm_reduce(**inputs, op="max")
+        assert saved
+        if path == "kernels":
+            assert max(tensor.numel() for tensor in saved) < 50 * 60
+
+
+@pytest.mark.parametrize("path", TWO_PATHS)
+@pytest.mark.parametrize("op", ["max", "logsumexp"])
+def test_autocast(op: str, path: str) -> None:
+    """Forward inside, backward outside; float32 operands keep float32 gradients."""
+    inputs = reduce_inputs(20, 21, 9, bias=True)
+
+    def call(function: Any, tensors: Tensors) -> dict[str, Tensor | None]:
+        inputs_ = leaves(tensors)
+        with torch.autocast(DEVICE.type, torch.float16):
+            d = function(**inputs_, op=op)
+        d = d.half()  # torch's own logsumexp is one of those that autocast runs in float32
+        d.backward(upstream(d))
+        return {"d": d.detach()} | {name: t.grad for name, t in inputs_.items() if t is not None}
+
+    with on_path(path):
+        ours = call(functional.gemm_reduce, inputs)
+    assert all(ours[name].dtype == torch.float32 for name in inputs)  # type: ignore[union-attr]
+    theirs = call(reference.gemm_reduce, inputs)
+    exact = reduce_results(reference.gemm_reduce, in_float64(inputs), op=op)
+    truth = dict(zip(ours, exact.values(), strict=True))
+    assert_all_close(ours, theirs, truth, computed_in=torch.float16, independent=42)
+
+
+def problem(**change: Any) -> ReduceProblem:
+    facts: dict[str, Any] = {"batch": 64, "kept": 1024, "reduced": 1024, "K": 128, "dtype": "bfloat16", "op": "max"}
+    return ReduceProblem(**facts | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "backend", "path", "words"),
+    [
+        ({}, "triton", "fused", "never write the product"),
+        ({}, "torch", "torch", "no other path"),
+        ({"op": "sum"}, "auto", "algebraic", "the sum of a product is the product of a sum"),
+        ({"op": "mean"}, "auto", "algebraic", "the mean of a product"),
+        ({"op": "sum"}, "torch", "torch", "no other path"),
+        ({"op": "sum"}, "triton", "fused", "the kernels never write the product"),
+        ({"op": "sum", "activation": "relu"}, "auto", "torch", "no other path"),
+        ({"op": "sum", "product": True}, "auto", "torch", "no other path"),
+        ({"op": "sum", "atomic": True}, "auto", "fused", "the kernels never write the product"),
+        ({"op": "sum", "dtype": "float64"}, "auto", "algebraic", "no product of matrices"),
+        ({"op": "sum", "dtype": "float64"}, "triton", "algebraic", "no product of matrices"),
+        ({"dtype": "float64"}, "auto", "torch", "no other path"),
+        ({"K": 0}, "auto", "torch", "no other path"),
+        ({"subclass": "DTensor", "op": "sum"}, "auto", "torch", "no other path"),
+    ],
+)  # fmt: skip
+def test_plans(change: dict[str, Any], backend: str, path: str, words: str) -> None:
+    made = planning.plan(problem(**change), H200, backend)
+    assert made.path == path
+    assert words in made.reason
+    assert {name for name, _ in made.rejected} == {"fused", "algebraic", "torch"} - {path}
+
+
+def test_auto_mode_takes_the_kernels_where_they_were_measured_faster(measured: Callable[..., None]) -> None:
+    measured("gemm_reduce", faster_from={("max", False): ((128, (2**26, 2**25)),)})
+    assert planning.plan(problem(), H200).path == "fused"
+    for change, words in (
+        ({"batch": 32}, "too small"),
+        ({"K": 256}, "as fast or faster at inner width 256"),
+        ({"op": "min"}, "not measured in inference"),
+        ({"needs_kept_gradient": True}, "not measured in training"),
+        ({"dtype": "float32"}, "float32 products"),
+    ):
+        made = planning.plan(problem(**change), H200)
+        assert made.path == "torch"
+        assert words in dict(made.rejected)["fused"]
+    assert planning.plan(problem(batch=32, captured=True), H200).path == "fused"
+    elsewhere = planning.plan(problem(), Device("cuda", "A100", "sm_80", 108, triton=True))
+    assert "not measured on sm_80" in dict(elsewhere.rejected)["fused"]
+
+
+def test_activations_are_exact_where_their_errors_would_choose_the_minimum() -> None:
+    """The least of many values around the minimum of a gelu: the slope there depends on which one it is."""
+    for change, accuracy in (
+        ({"op": "min", "activation": "gelu"}, "exact"),
+        ({"op": "min", "activation": "silu"}, "exact"),
+        ({"op": "min", "activation": "relu"}, "half"),
+        ({"op": "max", "activation": "gelu"}, "half"),
+        ({"op": "max", "activation": "gelu", "dtype": "float32"}, "exact"),
+    ):
+        assert planning.plan(problem(**change), H200, "triton").accuracy == accuracy
+
+
+def test_splits_fill_the_device_within_bounds() -> None:
+    def splits(**change: Any) -> planning.ReducePlan:
+        return planning.plan(problem(**change), H200, "triton")
+
+    assert splits().splits == 1
+    few = splits(batch=1, kept=128, reduced=65536)
+    assert few.splits > 32
+    assert few.workspace_bytes == few.splits * 8 * 128 <= planning.devices.PARTIALS_LIMIT
+    assert splits(batch=1, kept=128, reduced=250).splits == 1
+    assert splits(batch=1, kept=128, reduced=65536, product=True).splits == 1
+
+
+def test_explain() -> None:
+    text = explain(functional.gemm_reduce, A, B)
+    assert "gemm_reduce: sum of a @ b over M" in text
+    assert "algebraic: the sum of a product is the product of a sum" in text
+    assert "not torch" in text
+    text = explain(functional.gemm_reduce, A.double(), B.double(), op="absmax", dim=-1, activation="relu")
+    assert "absmax of act(a @ b) over N, act = relu" in text
+    assert "B=2 kept 5 reduced 4 K=3, float64, forward" in text
+    assert (
+        "the kernels take" in text or "the kernels need a CUDA or ROCm GPU" in text or "Triton is not installed" in text
+    )
+
+
+@needs_kernels
+def test_explain_names_tiles_and_splits() -> None:
+    with on_path("kernels", sms=64):
+        text = explain(functional.gemm_reduce, torch.zeros(3000, 8, device=DEVICE), torch.zeros(8, 5, device=DEVICE))
+    assert "64 kept × 64 reduced × 16 inner" in text
+    assert "12 ranges of the reduced axis, combined in a fixed order" in text
+
+
+GRADIENTS_OF = [(), ("a",), ("b",), ("bias",), ("a", "b", "bias")]
+RESULTS = [
+    *({"op": op, "return_product": product} for op in ("argmax", "argmin", "sum") for product in (False, True)),
+    *({"op": "max", "return_indices": True, "return_product": product} for product in (False, True)),
+]
+
+
+def differentiated(call: Any, inputs: Tensors, wanted: tuple[str, ...], options: dict[str, Any]) -> list[Any]:
+    """Which results require a gradient, and the gradients of all that do, as their sum of squares has them."""
+    given = leaves(inputs, tuple(name for name in inputs if name not in wanted))
+    found = call(**given, **options)
+    found = found if isinstance(found, tuple) else (found,)
+    flags = [tensor.requires_grad for tensor in found]
+    if any(flags):
+        sum(tensor.square().sum() for tensor in found if tensor.requires_grad).backward()
+    return [flags, *(given[name].grad for name in wanted)]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dim", [-2, -1])
+@pytest.mark.parametrize("options", RESULTS, ids=lambda options: "-".join(map(str, options.values())))
+@needs_kernels
+def test_what_can_be_differentiated_is(
+    options: dict[str, Any], dim: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The product beside indices has its gradient, on every path; the indices have none."""
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    call: Any = functional.gemm_reduce
+    if compiled:
+        torch.compiler.reset()
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    inputs = reduce_inputs(7, 6, 5, bias=True)
+    for wanted in GRADIENTS_OF if not compiled else GRADIENTS_OF[-1:]:
+        options = options | {"dim": dim}
+        flags, *gradients = differentiated(call, inputs, wanted, options)
+        expected, *theirs = differentiated(reference.gemm_reduce, inputs, wanted, options)
+        assert flags == expected
+        for one, other in zip(gradients, theirs, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("op", ["max", "min", "absmax"])
+def test_torch_looks_for_no_index_that_nobody_wants(op: str) -> None:
+    a, b = torch.randn(2, 5, 3, device=DEVICE), torch.randn(2, 3, 4, device=DEVICE)
+    a[0, 1], a[1, 2, 0] = torch.nan, torch.inf
+    with on_path("torch"), torch.profiler.profile() as profile:
+        found = functional.gemm_reduce(a, b, op=op)
+    assert f"aten::{'amin' if op == 'min' else 'amax'}" in {event.name for event in profile.events()}
+    torch.testing.assert_close(found, reference.gemm_reduce(a, b, op=op), rtol=0, atol=0, equal_nan=True)

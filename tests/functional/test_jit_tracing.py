@@ -1,0 +1,173 @@
+"""torch.jit.trace: the graph of every function and module is torch's own operations, and right for other data."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedlayers as fl
+from fusedlayers import functional
+from fusedlayers.replacing import LinearRule
+from tests.support.ffn_blocks import mlp
+from tests.support.operands import DEVICE, needs_kernels
+
+
+def normal(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(*shape, device=DEVICE)
+
+
+def mask(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.rand(*shape, device=DEVICE) < 0.7
+
+
+def lengths(limit: int, count: int) -> Callable[[], Tensor]:
+    return lambda: torch.randint(1, limit, (count,), device=DEVICE)
+
+
+PRODUCT = normal(2, 9, 7), normal(2, 7, 5)
+FFN = normal(2, 9, 7), normal(12, 7), normal(7, 12)
+
+Call = tuple[Callable[..., Any], tuple[Callable[[], Tensor], ...]]
+CALLS: dict[str, Call] = {
+    "ffn": (functional.ffn, FFN),
+    "ffn, one row": (lambda x, up, down: functional.ffn(x, up, down, activation="relu"), (normal(7), *FFN[1:])),
+    "gated ffn": (
+        lambda x, up, down, b, gate, residual: functional.ffn(
+            x, up, down, b, w_gate=gate, activation="silu", recompute=True, residual=residual
+        ),
+        (*FFN, normal(12), normal(12, 7), normal(2, 9, 7)),
+    ),
+    "ffn, dropout": (
+        lambda x, up, down, seed: functional.ffn(x, up, down, dropout_p=0.5, dropout_seed=seed),
+        (*FFN, lambda: torch.randint(2**40, (1,), device=DEVICE)),
+    ),
+    "lora_ffn": (
+        lambda x, up, down, a, b, seed: functional.lora_ffn(
+            x, up, down, up_a=a, up_b=b, up_scale=2.0, adapter_dropout_p=0.5, dropout_seed=seed
+        ),
+        (*FFN, normal(3, 7), normal(12, 3), lambda: torch.randint(2**40, (1,), device=DEVICE)),
+    ),
+    "gemm_gemm": (lambda a, b, c: functional.gemm_gemm(a, b, c, activation="gelu"), (*PRODUCT, normal(2, 5, 4))),
+    "gemm_gemm, broadcast": (functional.gemm_gemm, (normal(2, 9, 7), normal(7, 5), normal(5, 4))),
+    "maxsim": (functional.maxsim, (normal(3, 4, 7), normal(5, 6, 7))),
+    "maxsim, masks": (functional.maxsim, (normal(3, 4, 7), normal(5, 6, 7), mask(3, 4), mask(5, 6))),
+    "weight_gradient": (functional.weight_gradient, (normal(2, 9, 7), normal(2, 9, 5))),
+    "hidden_gradient": (
+        lambda dy, down, z: functional.hidden_gradient(dy, down, z, activation="gelu")[::2],
+        (normal(9, 7), normal(7, 12), normal(9, 12)),
+    ),
+    "hidden_gradient, gated": (
+        lambda dy, down, z, gate: functional.hidden_gradient(dy, down, z, gate, activation="silu"),
+        (normal(9, 7), normal(7, 12), normal(9, 12), normal(9, 12)),
+    ),
+    "linear": (functional.linear, (normal(2, 9, 7), normal(5, 7), normal(5))),
+    "linear, split": (lambda x, w: functional.linear(x, w, activation="relu", split_k=2), (normal(9, 7), normal(5, 7))),
+    "linear_cross_entropy": (
+        lambda x, w, b, target: functional.linear_cross_entropy(x, w, target, linear_bias=b, label_smoothing=0.1),
+        (normal(2, 9, 7), normal(5, 7), normal(5), lambda: torch.randint(5, (2, 9), device=DEVICE)),
+    ),
+    "losses of tokens": (
+        lambda x, w, target: functional.linear_cross_entropy(x, w, target, reduction="none", z_loss=0.1),
+        (normal(2, 9, 7), normal(5, 7), lambda: torch.randint(5, (2, 9), device=DEVICE)),
+    ),
+    "linear_log_probs": (
+        lambda x, w, target: functional.linear_log_probs(x, w, target, return_entropy=True, softcap=5.0),
+        (normal(2, 9, 7), normal(5, 7), lambda: torch.randint(5, (2, 9), device=DEVICE)),
+    ),
+    "SplitKLinear": (fl.SplitKLinear(7, 5, device=DEVICE), (normal(2, 9, 7),)),
+    "MaxSim": (fl.MaxSim(), (normal(3, 4, 7), normal(5, 6, 7))),
+    "FusedFFN": (fl.FusedFFN(7, 12, gated=True, device=DEVICE), (normal(2, 9, 7), normal(2, 9, 7))),
+}
+for _op in ("sum", "mean", "max", "min", "absmax", "sumsq", "logsumexp", "argmax", "argmin"):
+    CALLS[f"gemm_reduce {_op}"] = lambda a, b, op=_op: functional.gemm_reduce(a, b, op=op), PRODUCT
+    CALLS[f"gemm_reduce {_op}, masked"] = (
+        lambda a, b, taking, rows, op=_op: functional.gemm_reduce(a, b, op=op, mask=taking, lengths=rows),
+        (*PRODUCT, mask(2, 9), lengths(9, 2)),
+    )
+CALLS["gemm_reduce, all results"] = (
+    lambda a, b: functional.gemm_reduce(a, b, op="max", dim=-1, return_indices=True, return_product=True),
+    PRODUCT,
+)
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_errors() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # torch.jit is deprecated as a whole.
+        warnings.filterwarnings("ignore", r"`torch\.jit\.trace", (DeprecationWarning, FutureWarning)[0])
+        warnings.filterwarnings("ignore", r"`torch\.jit\.trace")
+        yield
+
+
+def drawn(makers: tuple[Callable[[], Tensor], ...], seed: int) -> tuple[Tensor, ...]:
+    torch.manual_seed(seed)
+    return tuple(make() for make in makers)
+
+
+@needs_kernels
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_traced_call_is_right_for_other_data(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, makers = CALLS[name]
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
+    others = drawn(makers, 2)
+    expected = function(*others)
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
+    traced = torch.jit.trace(function, drawn(makers, 1), check_trace=False)
+    graph = str(traced.inlined_graph if isinstance(function, nn.Module) else traced.graph)
+    assert "PythonOp" not in graph
+    assert "fusedlayers::" not in graph
+    torch.testing.assert_close(traced(*others), expected, equal_nan=True)
+
+
+def offsets(*ends: int) -> Tensor:
+    return torch.tensor([0, *ends], device=DEVICE)
+
+
+@needs_kernels
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_sizes_may_be_others_than_those_of_the_example(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def packed(queries: Tensor, ends: Tensor, documents: Tensor, document_ends: Tensor) -> Tensor:
+        return functional.maxsim(queries, documents, cu_seqlens_queries=ends, cu_seqlens_documents=document_ends)
+
+    dropout, makers = CALLS["ffn, dropout"]
+    masked, _ = CALLS["gemm_reduce mean, masked"]
+    weights, seed = drawn(makers, 1)[1:3], torch.tensor([3], device=DEVICE)
+    x, a, b = (normal(3, 90, 7)() for _ in range(3))
+    calls: list[tuple[Callable[..., Any], tuple[Tensor, ...], tuple[Tensor, ...]]] = [
+        (dropout, (x[:2, :9], *weights, seed), (x, *weights, seed + 1)),
+        (packed, (a[0, :9], offsets(4, 9), b[0, :5], offsets(5)), (a[1], offsets(1, 1, 90), b[1], offsets(30, 88, 90))),
+        (
+            masked,
+            (a[:, :9], b[:, :7], a[:, :9, 0] > -1, offsets(7, 9)),
+            (a, b[:, 7:14], a[..., 0] > -1, offsets(60, 90)),
+        ),
+        (functional.linear, (a, b[0, :4]), (a[0], b[0, :9])),
+    ]
+    for function, example, others in calls:
+        monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
+        traced = torch.jit.trace(function, example, check_trace=False)
+        monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
+        torch.testing.assert_close(traced(*others), function(*others), equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_a_traced_model_is_right_for_other_sizes_and_in_training(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*mlp(), fl.SplitKLinear(6, 4), nn.Linear(4, 3)).to(DEVICE)
+    fl.replace(model, rules=[LinearRule()])
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
+    traced = torch.jit.trace(model, torch.randn(5, 6, device=DEVICE))
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
+    x = torch.randn(2, 8, 6, device=DEVICE)
+    torch.testing.assert_close(traced(x), model(x))
+    traced(x).square().sum().backward()
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model(x).square().sum().backward()
+    torch.testing.assert_close(found, [parameter.grad for parameter in model.parameters()])

@@ -1,0 +1,158 @@
+"""The linear layer under autograd: frozen operands, what is kept, autocast, second derivatives, torch.func, purity."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedlayers import functional, reference
+from fusedlayers.closeness import assert_all_close
+from tests.functional.test_linear import KERNELS_AND_TORCH, inputs, upstream
+from tests.support.operands import DEVICE, INTEGERS, assert_equal, in_float64, leaves, needs_kernels, on_path, results
+
+NAMES = ("x", "weight", "bias")
+SUBSETS = [frozen for count in range(4) for frozen in itertools.combinations(NAMES, count)]
+
+
+@pytest.mark.parametrize("path", KERNELS_AND_TORCH)
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("frozen", SUBSETS, ids=lambda frozen: "-".join(frozen) or "none")
+def test_frozen_operands(
+    frozen: tuple[str, ...], activation: str | None, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right gradients for the others, no kernel for what nobody asked for, and nothing kept that no gradient needs."""
+    tensors = inputs(9, 7, 40, draw=INTEGERS[torch.float32])
+    dy = upstream(tensors, INTEGERS[torch.float32])
+    wanted = leaves(tensors, frozen)
+    kept: list[tuple[int, ...]] = []
+    products: list[str] = []
+    for module, name in (("split_k", "product"), ("weight_gradient", "weight_gradient")):
+        target = f"fusedlayers.kernels.{module}.{name}"
+        run = getattr(__import__(f"fusedlayers.kernels.{module}", fromlist=[name]), name)
+        monkeypatch.setattr(target, lambda *a, name=name, run=run, **k: products.append(name) or run(*a, **k))
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    with on_path(path):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = functional.linear(**wanted, activation=activation)
+        forward = len(products)
+        if len(frozen) < 3:
+            y.backward(dy)
+    assert y.requires_grad == (len(frozen) < 3)
+    if path == "kernels":
+        asked = ["product"] * ("x" not in frozen) + ["weight_gradient"] * ("weight" not in frozen)
+        assert products[forward:] == asked
+        shapes = [(9, 40)] * ("weight" not in frozen) + [(7, 40)] * ("x" not in frozen)
+        shapes += [(9, 7)] * (activation is not None and len(frozen) < 3)
+        assert sorted(kept) == sorted(shapes)
+    truth = results(reference.linear, in_float64(tensors), dy.double(), activation=activation)
+    for name, tensor in wanted.items():
+        assert tensor is not None
+        expected = None if name in frozen else truth[f"d{name}"]
+        assert_equal({name: None if tensor.grad is None else tensor.grad.double()}, {name: expected})
+
+
+@pytest.mark.parametrize("path", KERNELS_AND_TORCH)
+def test_without_gradients_nothing_is_kept(path: str) -> None:
+    kept: list[Tensor] = []
+    with on_path(path), torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor), torch.no_grad():
+        functional.linear(**leaves(inputs(9, 7, 40)), activation="gelu")
+    assert not kept
+
+
+@pytest.mark.parametrize("path", KERNELS_AND_TORCH)
+@pytest.mark.parametrize("split_k", ["auto", 3])
+def test_nothing_is_written_and_the_graph_can_be_retained(split_k: int | str, path: str) -> None:
+    tensors = leaves(inputs(9, 7, 40))
+    dy = upstream(tensors)
+    before = {name: None if t is None else t.detach().clone() for name, t in {**tensors, "dy": dy}.items()}
+    with on_path(path):
+        y = functional.linear(**tensors, activation="silu", split_k=split_k)
+        # Two consumers of one y.
+        total = y * 2 + y
+        first, second = (
+            dict(zip(NAMES, torch.autograd.grad(total, list(tensors.values()), dy, retain_graph=True), strict=True))
+            for _ in range(2)
+        )
+        # And one without anything between it and the gradient that is sent.
+        torch.autograd.grad(functional.linear(**tensors, split_k=split_k), list(tensors.values()), dy)
+    assert_equal(first, second)
+    assert_equal({name: None if t is None else t.detach() for name, t in {**tensors, "dy": dy}.items()}, before)
+
+
+@pytest.mark.parametrize("activation", [None, "tanh"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_float64_and_its_derivatives(bias: bool, activation: str | None) -> None:
+    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3, 4), (5, 4), (5,))]
+
+    def call(*operands: Tensor) -> Tensor:
+        return functional.linear(*operands, activation=activation)
+
+    assert torch.autograd.gradcheck(call, tensors[: 2 + bias])
+    assert torch.autograd.gradgradcheck(call, tensors[: 2 + bias])
+
+
+@needs_kernels
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_second_derivatives_of_the_kernels_result(activation: str | None) -> None:
+    tensors = inputs(9, 7, 40)
+
+    def second(call: Any, operands: Any) -> dict[str, Tensor | None]:
+        wanted = leaves(operands)
+        total = call(**wanted, activation=activation).pow(2).sum()
+        first = torch.autograd.grad(total, list(wanted.values()), create_graph=True)
+        again = torch.autograd.grad(sum(g.square().sum() for g in first), list(wanted.values()))
+        return dict(zip(wanted, again, strict=True))
+
+    with on_path("kernels"):
+        ours = second(functional.linear, tensors)
+    theirs, truth = (second(reference.linear, t) for t in (tensors, in_float64(tensors)))
+    assert_all_close(ours, theirs, truth)
+
+
+@needs_kernels
+def test_transforms_of_torch_func_take_torch() -> None:
+    tensors = inputs(9, 7, 40)
+    x, weight, bias = tensors.values()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSEDLAYERS_BACKEND", "auto")
+        mapped = torch.func.vmap(lambda row: functional.linear(row, weight, bias))(x)
+        gradient = torch.func.grad(lambda w: functional.linear(x, w, bias).square().sum())(weight)
+    y = reference.linear(x, weight, bias)
+    torch.testing.assert_close(mapped, y)
+    torch.testing.assert_close(gradient, 2 * y.T @ x)
+
+
+@pytest.mark.parametrize("path", KERNELS_AND_TORCH)
+@pytest.mark.parametrize(
+    "dtypes", [("float32",) * 3, ("float16", "float32", "float32"), ("float32", "float16", "float16")]
+)
+def test_autocast(dtypes: tuple[str, ...], path: str) -> None:
+    """Backward runs outside of it; every gradient has the dtype of its tensor."""
+    tensors = {
+        name: None if tensor is None else tensor.to(getattr(torch, dtype))
+        for (name, tensor), dtype in zip(inputs(9, 7, 40).items(), dtypes, strict=True)
+    }
+    dy = upstream(tensors).half()
+
+    def call(function: Any, operands: Any, gradient: Tensor, enabled: bool) -> dict[str, Tensor | None]:
+        wanted = leaves(operands)
+        with torch.autocast(DEVICE.type, torch.float16, enabled=enabled):
+            y = function(**wanted, activation="relu")
+        y.backward(gradient)
+        return {"y": y.detach()} | {f"d{name}": t.grad for name, t in wanted.items()}
+
+    with on_path(path):
+        ours = call(functional.linear, tensors, dy, True)
+    theirs = call(reference.linear, tensors, dy, True)
+    half = {name: t.half().double() for name, t in tensors.items()}
+    truth = call(reference.linear, half, dy.double(), False)
+    assert {name: t.dtype for name, t in ours.items()} == {name: t.dtype for name, t in theirs.items()}
+    assert_all_close(ours, theirs, truth, computed_in=torch.float16)

@@ -1,0 +1,349 @@
+"""The loss head as a function of torch: bad input, special values, derivatives, autocast, compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedlayers import explain, functional, reference
+from fusedlayers.closeness import assert_all_close
+from fusedlayers.functional.dispatch import decisions
+from tests.support.compiled_cases import nothing_compiled  # noqa: F401
+from tests.support.loss_operands import (
+    IGNORED,
+    KERNELS,
+    PATHS,
+    in_float64,
+    loss_inputs,
+    on_path,
+    results,
+)
+from tests.support.operands import DEVICE, DTYPES, ON_GPU, infinities, needs_kernels
+
+pytestmark = [
+    infinities,
+    # The interpreter's maximum of a row of NaN.
+    pytest.mark.filterwarnings("ignore:All-NaN (slice|axis) encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
+]
+X, W, T = torch.zeros(2, 5, 3), torch.zeros(4, 3), torch.zeros(2, 5, dtype=torch.int64)
+BOTH = [
+    ({"recompute": "auto"}, TypeError, "recompute must be True or False, got 'auto' (str)"),
+    ({"input": None}, TypeError, "input must be a torch.Tensor, got None"),
+    ({"linear_weight": [1.0]}, TypeError, "linear_weight must be a torch.Tensor, got list"),
+    ({"target": None}, TypeError, "target must be a torch.Tensor, got None"),
+    ({"target": 3}, TypeError, "target must be a torch.Tensor, got int"),
+    ({"input": X.int()}, TypeError, "input of shape [2, 5, 3] and dtype torch.int32 on cpu: expected a real floating"),
+    ({"linear_weight": W.half()}, TypeError, "dtype torch.float16 on cpu: expected the dtype of input"),
+    ({"linear_weight": W.to("meta")}, ValueError, "on meta: expected the device of input, cpu"),
+    ({"input": X[0, 0, 0]}, ValueError, "input of shape [] and dtype torch.float32 on cpu: expected [*B, K]"),
+    ({"linear_weight": W.T}, ValueError, "[V, K] with K = 3, the last dimension of input [2, 5, 3] (it looks transp"),
+    ({"linear_weight": W[0]}, ValueError, "linear_weight of shape [3]"),
+    (
+        {"linear_bias": torch.zeros(5)},
+        ValueError,
+        "linear_bias of shape [5] and dtype torch.float32 on cpu: expected [V]",
+    ),
+    ({"target": T.int()}, TypeError, "target of shape [2, 5] and dtype torch.int32 on cpu: expected torch.int64"),
+    ({"target": T.to("meta")}, ValueError, "on meta: expected the device of input, cpu"),
+    ({"target": T[0]}, ValueError, "target of shape [5] and dtype torch.int64 on cpu: expected [*B] = [2, 5] as input"),
+    ({"target": T.to_sparse()}, TypeError, "has the layout torch.sparse_coo: expected torch.strided"),
+    ({"ignore_index": 1.0}, TypeError, "ignore_index must be an int, got 1.0 (float)"),
+    ({"ignore_index": 2**63}, ValueError, "ignore_index must be an int of 64 bits, got 9223372036854775808"),
+    ({"softcap": 0.0}, ValueError, "softcap must be a positive number or None, got 0.0"),
+    ({"softcap": -1}, ValueError, "softcap must be a positive number or None, got -1"),
+    ({"softcap": "30"}, TypeError, "softcap must be a positive number or None, got '30' (str)"),
+    ({"logit_scale": float("nan")}, ValueError, "logit_scale must be a finite number, got nan"),
+    ({"logit_scale": True}, TypeError, "logit_scale must be a finite number, got True (bool)"),
+]
+LOSSES = [
+    ({"target": T.float()}, ValueError, "expected int64 classes [*B] = [2, 5], or probabilities [*B, V] = [2, 5, 4]"),
+    ({"reduction": "average"}, ValueError, "reduction must be one of none, mean, sum, got 'average'"),
+    ({"reduction": None}, ValueError, "reduction must be one of none, mean, sum, got None"),
+    ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be a number from 0 to 1, got 1.5"),
+    ({"label_smoothing": None}, TypeError, "label_smoothing must be a number from 0 to 1, got None"),
+    ({"z_loss": -1e-4}, ValueError, "z_loss must be a number from 0 on, got -0.0001"),
+    ({"weight": [1.0]}, TypeError, "weight must be a torch.Tensor or None, got list"),
+    ({"weight": torch.ones(3)}, ValueError, "weight of shape [3] and dtype torch.float32 on cpu: expected [V] = [4]"),
+    ({"weight": torch.ones(4).int()}, TypeError, "weight of shape [4] and dtype torch.int32 on cpu: expected a real"),
+    ({"weight": torch.ones(4, device="meta")}, ValueError, "expected the device of linear_weight, cpu"),
+    ({"weight": torch.ones(4, requires_grad=True)}, ValueError, "requires a gradient, and class weights have none"),
+]
+LOG_PROBS = [
+    ({"target": T.float()}, TypeError, "target of shape [2, 5] and dtype torch.float32 on cpu: expected torch.int64"),
+    ({"return_entropy": 1}, TypeError, "return_entropy must be True or False, got 1"),
+]
+CALLS: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = [
+    *((functional.linear_cross_entropy, *row) for row in (*BOTH, *LOSSES)),
+    *((functional.linear_log_probs, *row) for row in (*BOTH, *LOG_PROBS)),
+]
+
+
+@pytest.mark.parametrize(("function", "change", "error", "words"), CALLS)
+def test_bad_input(function: Callable[..., Any], change: dict[str, Any], error: type[Exception], words: str) -> None:
+    for call in (function, lambda **given: explain(function, **given)):
+        with pytest.raises(error) as raised:
+            call(**({"input": X, "linear_weight": W, "target": T} | change))
+        assert words in str(raised.value)
+
+
+# Rows of logits by what is special in them, and one that is not.
+ROWS = {
+    "a column of -inf": [-torch.inf, 0.0, 1.0, 2.0],
+    "one column alone": [-torch.inf, -torch.inf, 3.0, -torch.inf],
+    "nothing but -inf": [-torch.inf] * 4,
+    "inf": [1.0, torch.inf, 0.0, -1.0],
+    "two of inf": [torch.inf, torch.inf, 0.0, -torch.inf],
+    "NaN": [torch.nan, 0.0, 1.0, 2.0],
+    "large": [3e38, -3e38, 1.0, 3e38],
+    "plain": [0.5, 1.5, -1.0, 2.0],
+}
+
+
+@pytest.mark.parametrize("path", KERNELS)
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.25}, {"weight": 1}, {"softcap": 2.0}, {"z_loss": 0.5}], ids=str
+)
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_special_values(row: list[float], reduction: str, options: dict[str, Any], path: str) -> None:
+    """Losses and gradients of logits are infinite or NaN where torch's are, for every target and an ignored one."""
+    if "z_loss" in options and max(row) > 1e38:
+        pytest.skip(
+            "twice the logsumexp is infinite in torch's gradient of the square, before the z-loss makes it small"
+        )
+    V = len(row)
+    target = torch.tensor([*range(V), IGNORED], device=DEVICE)
+    # Logits are the bias; the gradient of the input sees each token's own.
+    bias, upstream = torch.tensor(row, device=DEVICE), torch.tensor([1.0, 0.5, -1.0, 2.0, 1.0], device=DEVICE)
+    inputs = {"input": torch.zeros(V + 1, V), "linear_weight": torch.eye(V), "linear_bias": bias, "target": target}
+    inputs |= {name: inputs[name].to(DEVICE) for name in ("input", "linear_weight")}
+    if "weight" in options:
+        options = {"weight": torch.tensor([1.0, 0.0, 2.0, 0.5], device=DEVICE)}
+    given = {"reduction": reduction, "upstream": [upstream if reduction == "none" else upstream[0]], **options}
+    with on_path(path):
+        ours = results(functional.linear_cross_entropy, inputs, **given)
+    theirs = results(reference.linear_cross_entropy, inputs, **given)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+# Products of a large logit with an upstream gradient overflow in torch's gradient of the entropy.
+@pytest.mark.parametrize("path", KERNELS)
+@pytest.mark.parametrize("row", [row for name, row in ROWS.items() if name != "large"], ids=str)
+def test_special_values_of_log_probabilities(row: list[float], path: str) -> None:
+    V = len(row)
+    target = torch.tensor([*range(V), IGNORED], device=DEVICE)
+    inputs = {
+        "input": torch.zeros(V + 1, V, device=DEVICE), "linear_weight": torch.eye(V, device=DEVICE),
+        "linear_bias": torch.tensor(row, device=DEVICE), "target": target,
+    }  # fmt: skip
+    with on_path(path):
+        ours = results(functional.linear_log_probs, inputs, return_entropy=True)
+    theirs = results(reference.linear_log_probs, inputs, return_entropy=True)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("path", KERNELS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_class_weights_that_add_up_to_zero(recompute: bool, path: str) -> None:
+    """A mean over no weight is NaN with gradients that are NaN, but for tokens that do not count, as torch's."""
+    inputs = loss_inputs((9,), 24, 70, ignored=2)
+    inputs["weight"] = torch.zeros(70, device=DEVICE)
+    with on_path(path):
+        ours = results(functional.linear_cross_entropy, inputs, recompute=recompute)
+    theirs = results(reference.linear_cross_entropy, inputs)
+    torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("path", KERNELS)
+@pytest.mark.parametrize("target", [-1, 70, 2**40])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("weight", [False, True])
+def test_a_target_that_is_no_class_shows(target: int, reduction: str, weight: bool, path: str) -> None:
+    """Without a copy to the host nobody can raise; other tokens keep their losses."""
+    inputs = loss_inputs((9,), 24, 70, weight=weight, ignored=0)
+    given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+    with on_path(path):
+        right = results(functional.linear_cross_entropy, given, reduction=reduction)["result 0"]
+        wrong = given["target"].clone()
+        wrong[4] = target
+        found = results(functional.linear_cross_entropy, given | {"target": wrong}, reduction=reduction)
+    loss, gradient = found["result 0"], found["dinput"]
+    assert gradient is not None
+    assert loss is not None
+    assert right is not None
+    if reduction == "mean":
+        assert loss.isnan()
+    else:
+        assert loss.isnan().nonzero().tolist() == [[4]]
+        others = torch.arange(9, device=DEVICE) != 4
+        assert torch.equal(loss[others], right[others])
+        assert not gradient[others].isnan().any()
+    assert gradient[4].isnan().all()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", ["input", "linear_weight", "linear_bias"])
+def test_special_values_of_operands(name: str, path: str) -> None:
+    """NaN and infinities planted in an operand spread as in torch."""
+    for value in (torch.nan, torch.inf, -torch.inf):
+        inputs = loss_inputs((2, 9), 24, 70, bias=True)
+        planted = inputs[name]
+        assert planted is not None
+        planted.view(-1)[7] = value
+        with on_path(path):
+            ours = results(functional.linear_cross_entropy, inputs, reduction="none")
+        theirs = results(reference.linear_cross_entropy, inputs, reduction="none")
+        for key, mine in ours.items():
+            other = theirs[key]
+            assert mine is not None
+            assert other is not None
+            assert torch.equal(mine.isnan(), other.isnan()), key
+            assert torch.equal(mine.isinf(), other.isinf()), key
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("tokens", [(0,), (2, 0, 3)])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_no_tokens(tokens: tuple[int, ...], reduction: str, path: str) -> None:
+    inputs = loss_inputs(tokens, 24, 70, ignored=0)
+    with on_path(path):
+        found = results(functional.linear_cross_entropy, inputs, reduction=reduction)
+    expected = {"mean": torch.tensor(torch.nan), "sum": torch.tensor(0.0), "none": torch.zeros(tokens)}[reduction]
+    loss, gradient = found["result 0"], found["dlinear_weight"]
+    assert gradient is not None
+    assert not gradient.any()
+    torch.testing.assert_close(loss, expected.to(DEVICE), equal_nan=True)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if ON_GPU else [])], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_autocast(dtype: torch.dtype, reduction: str, path: str) -> None:
+    """Products in the dtype of autocast, class weights and losses in float32, gradients in that of the parameters."""
+    inputs = loss_inputs((2, 9), 24, 70, bias=True, weight=True)
+
+    def inside(call: Callable[..., Any]) -> Callable[..., Any]:
+        def cast(**given: Any) -> Any:
+            with torch.autocast(DEVICE.type, dtype):
+                return call(**given)
+
+        return cast
+
+    def by_torch(*, input: Tensor, linear_weight: Tensor, linear_bias: Tensor, target: Tensor, **options: Any) -> Any:
+        logits = torch.nn.functional.linear(input, linear_weight, linear_bias)
+        return torch.nn.functional.cross_entropy(logits.movedim(-1, 1), target, **options)
+
+    options = {"reduction": reduction, "upstream": [torch.ones(2, 9, device=DEVICE)] if reduction == "none" else None}
+    with on_path(path):
+        ours = results(inside(functional.linear_cross_entropy), inputs, **options)
+    theirs = results(inside(by_torch), inputs, **options)
+    truth = results(reference.linear_cross_entropy, in_float64(inputs), **options)
+    assert {key: t.dtype for key, t in ours.items() if t is not None} == dict.fromkeys(ours, torch.float32)
+    assert_all_close(ours, theirs, truth, computed_in=dtype, independent=18)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "softcap": 2.0, "z_loss": 0.1}], ids=["plain", "all"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradcheck(reduction: str, options: dict[str, Any]) -> None:
+    inputs = in_float64(loss_inputs((3,), 3, 5, bias=True, weight=True))
+    leaves = [inputs[name].requires_grad_() for name in ("input", "linear_weight", "linear_bias")]  # type: ignore[union-attr]
+
+    def call(input: Tensor, linear_weight: Tensor, linear_bias: Tensor) -> Tensor:
+        return functional.linear_cross_entropy(
+            input, linear_weight, inputs["target"], linear_bias=linear_bias, weight=inputs["weight"],  # type: ignore[arg-type]
+            reduction=reduction, **options,
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(call, leaves)
+    assert torch.autograd.gradgradcheck(call, leaves)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_create_graph(reduction: str, path: str) -> None:
+    inputs = loss_inputs((2, 9), 24, 70, bias=True)
+
+    def twice(call: Callable[..., Any], tensors: dict[str, Any]) -> dict[str, Tensor]:
+        names = ("input", "linear_weight", "linear_bias")
+        leaves = {name: tensors[name].detach().requires_grad_() for name in names}
+        loss = call(**leaves, target=tensors["target"], reduction=reduction, z_loss=0.1)
+        first = torch.autograd.grad(loss.square().sum(), list(leaves.values()), create_graph=True)
+        second = torch.autograd.grad(sum(each.square().sum() for each in first), list(leaves.values()))
+        return dict(zip([*names, *(f"{name} again" for name in names)], (*first, *second), strict=True))
+
+    with on_path(path):
+        ours = twice(functional.linear_cross_entropy, inputs)
+    theirs, truth = (twice(reference.linear_cross_entropy, each) for each in (inputs, in_float64(inputs)))
+    assert_all_close(ours, theirs, truth, independent=18)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_graph_that_is_kept_gives_the_same_gradients_again(reduction: str, dtype: torch.dtype, path: str) -> None:
+    """And changes nothing: neither operands nor what was saved."""
+    inputs = loss_inputs((2, 9), 24, 70, dtype, bias=True, weight=True)
+    given = {name: tensor.clone() for name, tensor in inputs.items() if tensor is not None}
+    leaves = {name: t.requires_grad_() for name, t in given.items() if t.is_floating_point() and name != "weight"}
+    with on_path(path):
+        loss = functional.linear_cross_entropy(**given, reduction=reduction)
+        upstream = torch.full_like(loss, 0.75)
+        saved = [t.clone() for t in getattr(loss.grad_fn, "saved_tensors", ()) if t is not None]
+        first, again = (torch.autograd.grad(loss, list(leaves.values()), upstream, retain_graph=True) for _ in range(2))
+        assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+        kept = [t for t in getattr(loss.grad_fn, "saved_tensors", ()) if t is not None]
+    assert all(torch.equal(*pair) for pair in zip(saved, kept, strict=True))
+    assert all(torch.equal(given[name], tensor) for name, tensor in inputs.items() if tensor is not None)
+    assert upstream.eq(0.75).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(
+            ("linear_cross_entropy", options | recompute)
+            for options in ({}, {"reduction": "none"}, {"softcap": 30, "logit_scale": 2})
+            for recompute in ({}, {"recompute": True})
+        ),
+        ("linear_log_probs", {"return_entropy": True}),
+        ("linear_log_probs", {"return_entropy": True, "recompute": True}),
+        ("linear_log_probs", {"return_entropy": True, "softcap": 30, "logit_scale": 2}),
+    ],
+    ids=str,
+)
+def test_compiled(name: str, options: dict[str, Any]) -> None:
+    """fullgraph, forward and backward, and several lengths: no break, and what eager calls give."""
+    path = "fused" if "recompute" in options else "chunked"
+    function = getattr(functional, name)
+    with on_path("recomputed" if path == "fused" else path):
+        compiled = torch.compile(
+            lambda **given: function(**given, **options), backend="aot_eager", fullgraph=True, dynamic=True
+        )
+        for tokens in (9, 17, 33):
+            inputs = loss_inputs((tokens,), 24, 70, bias=True)
+            with decisions() as paths:
+                ours = results(compiled, inputs)
+            assert set(paths) <= {f"{name} {path}"}
+            torch.testing.assert_close(ours, results(function, inputs, **options))
+
+
+@pytest.mark.parametrize("path", KERNELS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradients_of_some_operands_alone_are_asked_for(reduction: str, path: str) -> None:
+    inputs = loss_inputs((17,), 24, 70, bias=True)
+    names = ("input", "linear_weight", "linear_bias")
+    leaves = {name: inputs[name].requires_grad_() for name in names}  # type: ignore[union-attr]
+    with on_path(path):
+        loss = functional.linear_cross_entropy(**leaves, target=inputs["target"], reduction=reduction).sum()  # type: ignore[arg-type]
+        everything = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
+        for leaf, expected in zip(leaves.values(), everything, strict=True):
+            (alone,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+            assert torch.equal(alone, expected)

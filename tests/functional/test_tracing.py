@@ -1,0 +1,102 @@
+"""What a traced call knows: sizes without guards, and whether a CUDA graph will record it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor import config as inductor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils.flop_counter import FlopCounterMode
+
+from fusedlayers import functional
+from fusedlayers.functional import dispatch
+from fusedlayers.functional.call import observed, traced, with_known_sizes
+from fusedlayers.functional.ffn import FFN
+from fusedlayers.planning import Device, Problem
+from tests.support.operands import Allocations
+
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every tensor lies on an H200, of which there is none."""
+    monkeypatch.setattr(dispatch, "describe", lambda device: H200)
+    dispatch._cached_plan.cache_clear()
+    yield
+    dispatch._cached_plan.cache_clear()
+
+
+def operations(rows: int, units: int = 256, **options: Any) -> set[str]:
+    """Which of our operations a call on a GPU would be written down as."""
+
+    def call() -> Tensor:
+        x, w_up, w_down = (
+            torch.empty(*s, device="cuda", dtype=torch.bfloat16) for s in ((rows, 64), (units, 64), (64, units))
+        )
+        return functional.ffn(x, w_up, w_down, **options)
+
+    with FakeTensorMode():
+        graph = make_fx(call)().graph
+    found = (node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload))
+    return {target._opname for target in found if target.namespace == "fusedlayers"}
+
+
+def test_who_observes_operations() -> None:
+    assert not observed()
+    assert not traced()
+    for mode, without_numbers in (
+        (Allocations(), False),
+        (FlopCounterMode(display=False), False),
+        (FakeTensorMode(), True),
+    ):
+        with mode:
+            assert observed()
+            assert traced() == without_numbers
+
+
+@pytest.mark.usefixtures("h200")
+def test_small_problems_run_as_kernels_where_a_graph_will_be_recorded() -> None:
+    """Without a call before, as torch.compile makes one itself before it records."""
+    assert operations(2**19, 252) == {"ffn_forward"}, "large enough anyway"
+    assert operations(2**15, 252) == set()
+    with inductor.patch({"triton.cudagraphs": True}):
+        assert operations(2**15, 252) == {"ffn_forward"}
+        assert operations(2**4, 252) == set()
+
+
+@pytest.mark.usefixtures("h200")
+def test_few_rows_are_torchs_where_a_compiler_saves_the_host_its_launches() -> None:
+    x, w_up, w_down = (torch.empty(*s, dtype=torch.bfloat16) for s in ((64, 64), (256, 64), (64, 256)))
+    problem = FFN.problem_of(x=x, w_up=w_up, w_down=w_down)
+    assert dispatch.dispatch(problem, torch.device("cuda")).path == "fused"
+    assert operations(64) == set()
+
+
+@pytest.mark.usefixtures("h200")
+def test_chunks_are_one_operation() -> None:
+    assert operations(2**14, recompute=True) == {"ffn_forward"}
+
+
+def test_sizes_are_those_of_the_example() -> None:
+    symbols = ShapeEnv()
+    context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    x = FakeTensorMode(shape_env=symbols).from_tensor(torch.empty(100, 8), symbolic_context=context)
+    problem = Problem(operation="ffn", batch=1, M=x.shape[0] * 3, K=x.shape[1], N=16, O=8, dtype="float32")
+    known = with_known_sizes(problem)
+    assert (type(problem.M), type(known.M)) == (torch.SymInt, int)
+    assert known == Problem(operation="ffn", batch=1, M=300, K=8, N=16, O=8, dtype="float32")
+    assert hash(known)
+    assert not symbols.guards
+
+
+def test_a_size_that_depends_on_data_is_for_torch() -> None:
+    unknown = ShapeEnv().create_unbacked_symint()
+    problem = Problem(operation="ffn", batch=1, M=unknown, K=8, N=16, O=8, dtype="float32")
+    assert "depends on data" in with_known_sizes(problem).subclass

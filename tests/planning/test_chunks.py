@@ -1,0 +1,85 @@
+"""The chunked path's plans: a few groups of hidden units, and temporary memory of four times x."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fusedlayers.planning import plan
+from fusedlayers.planning.ffn_chunked import LEAST_WORKSPACE, MOST_ROWS
+from tests.planning.test_paths import DEVICES, H200, NO_TRITON, PIPELINED, TRAINING
+
+GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+
+
+@GATED
+@pytest.mark.parametrize(
+    "size",
+    [
+        *((16_384, 1024, 4096), (8192, 4096, 14_336), (131_072, 4096, 14_336), (64, 8192, 28_672)),
+        *((4096, 32_768, 1024), (4096, 65_536, 1024), (8, 262_144, 512), (2**20, 8, 2**16)),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_chunks_take_at_most_four_times_x(size: tuple[int, int, int], gated: bool, dtype: str) -> None:
+    M, K, N = size
+    problem = replace(TRAINING, M=M, K=K, N=N, O=K, dtype=dtype, gated=gated, recompute=True, needs_bias_gradient=True)
+    x = problem.element_bytes * M * K
+    for device in DEVICES:
+        for wish in ("auto", "triton"):
+            made = plan(problem, device, wish)
+            if made.path == "fused":
+                continue
+            assert made.path == "chunked"
+            assert 0 < made.workspace_bytes <= max(4 * x, LEAST_WORKSPACE)
+            assert made.saved_bytes == x
+            assert made.chunks.rows <= min(M // 2, MOST_ROWS)
+            assert made.chunks.columns <= N // 2 + 128
+            assert made.chunks.columns < N
+            # The kernels of the epilogue path compute the chunks: the measured ones, or forced, all that there are.
+            if K >= 1024:
+                measured = device.pipelined and dtype == "bfloat16"
+                assert (made.epilogue is not None) == (device.triton if wish == "triton" else measured)
+
+
+@GATED
+@pytest.mark.parametrize("size", [(16_384, 1024, 4096), (8192, 2048, 8192), (8192, 4096, 14_336), (65_536, 768, 3072)])
+def test_groups_have_about_as_many_hidden_units_as_x_has_columns(size: tuple[int, int, int], gated: bool) -> None:
+    """In the kernels: the sum of dx takes twice x, pre-activations once, gated twice; the hidden lies in dx."""
+    M, K, N = size
+    problem = replace(TRAINING, M=M, K=K, N=N, O=K, dtype="bfloat16", gated=gated, recompute=True)
+    made = plan(problem, PIPELINED)
+    assert -(-N // made.chunks.columns) == -(-N // K)
+    assert made.chunks.hidden_in_dx
+    assert made.backward_units == (8 if gated else 5), "the pre-activations are computed once more"
+    # With sums of both biases a gate leaves no room for all of them.
+    biased = plan(replace(problem, needs_bias_gradient=True), PIPELINED)
+    assert -(-N // biased.chunks.columns) <= -(-N // K) + gated
+
+
+def test_the_hidden_lies_in_dx_where_that_is_free() -> None:
+    problem = replace(TRAINING, M=8192, K=2048, N=8192, O=2048, dtype="bfloat16", recompute=True)
+    assert plan(problem, PIPELINED).chunks.hidden_in_dx
+    for other in (
+        replace(problem, dtype="float32"),  # dx is its own sum
+        replace(problem, needs_data_gradient=False),
+        replace(problem, needs_weight_gradient=False),  # there is no hidden
+        replace(problem, M=512),  # 64 MiB are more than four times x
+    ):
+        chunks = plan(other, PIPELINED, "triton").chunks
+        assert (chunks.columns, chunks.hidden_in_dx) == (4096, False), other
+
+
+@GATED
+def test_a_kernel_sums_dx_where_it_runs(gated: bool) -> None:
+    problem = replace(TRAINING, M=8192, K=4096, N=14_336, O=4096, dtype="bfloat16", gated=gated, recompute=True)
+    assert plan(problem, PIPELINED).epilogue.data_gradient_pipeline is not None
+    for other in (
+        plan(problem, H200, "triton"),
+        plan(replace(problem, dtype="float32"), PIPELINED, "triton"),
+        plan(replace(problem, needs_data_gradient=False), PIPELINED),
+    ):
+        assert other.epilogue is not None
+        assert other.epilogue.data_gradient_pipeline is None
+    assert plan(problem, NO_TRITON).epilogue is None

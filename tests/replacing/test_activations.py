@@ -1,0 +1,143 @@
+"""Which activations `replace` knows: torch's own, by name, and others by their values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fusedlayers as fl
+from fusedlayers.kernels.activations import ACTIVATIONS
+from fusedlayers.replacing import FFNRule, torch_module_activation
+from tests.support.ffn_blocks import GatedBlock
+from tests.support.recognised_blocks import GLU, K, TanhGELU, Torchtune
+
+
+@pytest.mark.parametrize(
+    ("activation", "name"),
+    [
+        (nn.GELU(), "gelu"),
+        (nn.GELU(approximate="tanh"), "gelu_tanh"),
+        (nn.ReLU(inplace=True), "relu"),
+        (nn.SiLU(), "silu"),
+        (nn.Tanh(), "tanh"),
+        (nn.Sigmoid(), "sigmoid"),
+        (nn.Identity(), "identity"),
+        (nn.LeakyReLU(), "leaky_relu"),
+        (nn.LeakyReLU(0.02), None),
+        (nn.PReLU(), None),
+        (nn.Sequential(nn.ReLU()), None),
+        (F.relu, "relu"),
+        (torch.relu, "relu"),
+        (F.gelu, "gelu"),
+        (functools.partial(F.gelu, approximate="tanh"), "gelu_tanh"),
+        (functools.partial(F.gelu), "gelu"),
+        (functools.partial(F.leaky_relu, negative_slope=0.3), None),
+        (F.silu, "silu"),
+        (F.tanh, "tanh"),
+        (torch.tanh, "tanh"),
+        (F.sigmoid, "sigmoid"),
+        (torch.sigmoid, "sigmoid"),
+        (F.leaky_relu, "leaky_relu"),
+        (F.mish, None),
+        ("gelu_new", "gelu_tanh"),
+        ("mish", None),
+        (None, None),
+    ],
+)
+def test_activations_are_recognised(activation: object, name: str | None) -> None:
+    found = torch_module_activation(activation)
+    assert found == name
+    if name is not None and callable(activation):
+        z = torch.linspace(-6, 6, 101)
+        assert torch.equal(activation(z.clone()), ACTIVATIONS[name].torch(z))
+
+
+def test_a_rule_may_name_the_activation() -> None:
+    block = GatedBlock(F.silu)
+    del block.act
+    rule = FFNRule(
+        GatedBlock, up="fc", down="proj", gate="gate", activation="swish", dropout="p", output_dropout="drop"
+    )
+    [entry] = fl.replace(block, rules=[rule]).replaced
+    assert entry.reason == "fc, gate, proj: gated silu, 6 -> 10 -> 6"
+
+
+class Swish(nn.Module):
+    def __init__(self, beta: float = 1.0, cut: float | None = None) -> None:
+        super().__init__()
+        self.beta, self.cut = beta, cut
+
+    def forward(self, z: Tensor) -> Tensor:
+        y = z * torch.sigmoid(self.beta * z)
+        return y if self.cut is None else y.clamp(-self.cut, self.cut)
+
+
+class LearntSlope(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.tensor(0.01))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return torch.where(z > 0, z, self.slope * z)
+
+
+@pytest.mark.parametrize(
+    ("activation", "name"),
+    [
+        (TanhGELU(), "gelu_tanh"),
+        (Swish(), "silu"),
+        (Swish(1.702), "quick_gelu"),
+        (Swish(1.5), None),
+        (Swish(cut=100.0), None),
+        (LearntSlope(), None),
+        (nn.Softplus(), None),
+        (nn.ReLU6(), None),
+        (nn.Dropout(0.0), None),
+        (nn.RReLU(), None),
+        (nn.Softmax(-1), None),
+        (lambda z: z.clamp(min=0) ** 2, "relu2"),
+        (lambda z: z.relu().detach(), None),
+        (torch.erf, None),
+        (GLU(), None),
+        (print, None),
+    ],
+)
+def test_activations_are_known_by_their_values(activation: Callable[..., Tensor], name: str | None) -> None:
+    assert torch_module_activation(activation) == name
+    assert torch_module_activation(activation) == name
+
+
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+def test_activations_are_known_where_no_gradients_are_made(without_gradients: Callable[[], Any]) -> None:
+    class Swish(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.sigmoid(x)
+
+    class Unknown(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.sigmoid(3 * x)
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    with without_gradients():
+        assert torch_module_activation(Swish()) == "silu"
+        assert len(fl.replace(model).replaced) == 1
+        model[1] = Unknown()
+        x = torch.randn(3, 4)
+        torch.testing.assert_close(model(x), model[2](model[1](model[0](x))))
+
+
+def test_an_activation_that_is_exchanged_later_is_noticed() -> None:
+    block, x = Torchtune(), torch.randn(2, K)
+    block.activation = Swish()
+    fl.replace(block)
+    for _ in range(3):
+        block(x)
+    block.activation = Swish(1.5)
+    hidden = Swish(1.5)(block.w1(x)) * block.w3(x)
+    assert torch.equal(block(x), block.w2(hidden))

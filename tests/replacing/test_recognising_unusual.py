@@ -1,0 +1,341 @@
+"""Blocks that compute an FFN most of the time: `replace` keeps what they do besides."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fusedlayers as fl
+from fusedlayers.replacing import torch_module_activation
+from tests.support.ffn_blocks import count_fused_calls
+from tests.support.recognised_blocks import InTwoChildren, K, N, NanoGPT
+
+
+class Config:
+    scale = 1.0
+
+    def __init__(self) -> None:
+        self.flag, self.calls = False, [0]
+
+
+class Block(nn.Module):
+    def __init__(self, act: nn.Module | None = None) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.act = nn.Linear(K, N), nn.Linear(N, K), act or nn.SiLU()
+        self.limit: float | None = None
+        self.config, self.seen, self.rate = Config(), [], 0.0
+
+    def ffn(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc2(self.act(self.fc1(x)))
+        return y
+
+    def forward(self, x: Tensor) -> Any:
+        return self.fc2(self.act(self.fc1(x)))
+
+
+def block_with(forward: Callable[[Any, Tensor], Any]) -> Block:
+    return type("Written", (Block,), {"forward": forward})()  # type: ignore[no-any-return]
+
+
+def replaced(block: nn.Module) -> fl.replacing.Report:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return fl.replace(block)
+
+
+def double(y: Tensor, when: bool) -> Tensor:
+    return y * 2 if when else y
+
+
+def clamped(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = self.fc2(self.act(self.fc1(x)))
+    return y.clamp(-0.01, 0.01) if y.dtype is torch.float16 else y
+
+
+def widened(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = self.fc2(self.act(self.fc1(x)))
+    return y.float()
+
+
+BLOCKS: dict[str, tuple[Callable[[Any, Tensor], Any], Tensor]] = {
+    "rank": (lambda self, x: double(self.fc2(self.act(self.fc1(x))), x.dim() == 2), torch.randn(3, K)),
+    "rows": (lambda self, x: double(self.fc2(self.act(self.fc1(x))), x.shape[0] > 3), torch.randn(4, 1, K)),
+    "value": (lambda self, x: double(self.fc2(self.act(self.fc1(x))), bool(x.max() > 1e5)), torch.full((2, K), 1e6)),
+    "limit": (lambda self, x: self.fc2(self.act(self.fc1(x))).clamp(-1e6, 1e6), torch.full((2, K), 1e9)),
+    "half": (clamped, torch.randn(2, K).half()),
+    "dtype": (widened, torch.randn(2, K).half()),
+    "gradient": (lambda self, x: double(self.fc2(self.act(self.fc1(x))), x.requires_grad), torch.randn(2, 3, K)),
+    "modes": (lambda self, x: double(self.fc2(self.act(self.fc1(x))), torch.is_grad_enabled()), torch.randn(2, 3, K)),
+    "tuple": (lambda self, x: (self.fc2(self.act(self.fc1(x))),), torch.randn(2, 3, K)),
+    "nothing": (lambda self, x: (self.fc2(self.act(self.fc1(x))), None), torch.randn(2, 3, K)),
+    "dict": (lambda self, x: {"y": self.fc2(self.act(self.fc1(x)))}, torch.randn(2, 3, K)),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_what_a_forward_does_with_other_inputs_is_done(name: str) -> None:
+    forward, x = BLOCKS[name]
+    block = block_with(forward).to(x.dtype)
+    twin = copy.deepcopy(block)
+    replaced(block)
+    for given in (x, x.clone().requires_grad_()):
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                torch.testing.assert_close(block(given), twin(given))
+
+
+def limited(self: Any, x: Tensor) -> Tensor:
+    z = self.fc1(x)
+    return self.fc2(self.act(z if self.limit is None else z.clamp(max=self.limit)))  # type: ignore[no-any-return]
+
+
+def flagged(self: Any, x: Tensor) -> Tensor:
+    return double(self.fc2(self.act(self.fc1(x))), self.config.flag)
+
+
+def with_rate(self: Any, x: Tensor) -> Tensor:
+    return self.fc2(F.dropout(self.act(self.fc1(x)), self.rate, self.training))  # type: ignore[no-any-return]
+
+
+class Scaled(nn.Module):
+    """A child that holds the up linear, and writes out its activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.slope = nn.Linear(K, N), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.dense(x)
+        return z * torch.sigmoid(self.slope * z)
+
+
+class Holding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = Scaled(), nn.Linear(N, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.into(x))
+
+
+class Swish(nn.Module):
+    def __init__(self, slope: float = 1.0) -> None:
+        super().__init__()
+        self._slope = slope
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z * torch.sigmoid(self._slope * z)
+
+
+def set_to(path: str, value: object) -> Callable[[nn.Module], None]:
+    holder, _, name = path.rpartition(".")
+
+    def change(block: nn.Module) -> None:
+        part: Any = block
+        for each in holder.split(".") if holder else ():
+            part = getattr(part, each)
+        setattr(part, name, value)
+
+    return change
+
+
+CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], None]]] = {
+    "option": (lambda: block_with(limited), set_to("limit", 0.01)),
+    "option of a configuration": (lambda: block_with(flagged), set_to("config.flag", True)),
+    "rate": (lambda: block_with(with_rate), set_to("rate", 1.0)),
+    "option of a child": (Holding, set_to("into.slope", 1.5)),
+    "option of an activation": (lambda: Block(Swish()), set_to("act._slope", 1.5)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_option_that_changes_later_is_noticed(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, change = CHANGES[name]
+    block, x = build(), torch.randn(2, 3, K)
+    twin = copy.deepcopy(block)
+    calls = count_fused_calls(monkeypatch)
+    fl.replace(block)
+    torch._dynamo.reset()
+    run = torch.compile(block, backend="eager") if compiled else block
+    for _ in range(3):
+        torch.testing.assert_close(run(x), twin(x))
+    assert calls
+    for each in (block, twin):
+        change(each)
+    for _ in range(3):
+        torch.testing.assert_close(run(x), twin(x))
+
+
+def test_blocks_that_differ_in_a_private_option_are_told_apart() -> None:
+    model = nn.ModuleList([Block(Swish()), Block(Swish(1.5)), Block(Swish(1.702))])
+    assert [entry.path for entry in fl.replace(model).replaced] == ["0", "2"]
+    assert [torch_module_activation(block.act) for block in model] == ["silu", None, "quick_gelu"]
+
+
+class Counting(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.config.calls[0] += 1
+        self.config.flag = not self.config.flag
+        return self.ffn(x)
+
+
+def test_a_trial_changes_nothing_that_lies_deeper_in_the_block() -> None:
+    block = Counting()
+    replaced(block)
+    assert (block.config.calls, block.config.flag) == ([0], False)
+    for _ in range(4):
+        block(torch.randn(2, K))
+    assert block.config.calls == [4]
+
+
+def switching(self: Any, x: Tensor) -> Tensor:
+    self.eval()
+    return self.fc2(self.act(self.fc1(x)))  # type: ignore[no-any-return]
+
+
+def test_a_forward_that_switches_its_modes_does_so() -> None:
+    block = block_with(switching).train()
+    replaced(block)
+    block(torch.randn(2, K))
+    assert not block.training
+
+
+@dataclasses.dataclass
+class Output:
+    y: Tensor
+    hidden: Tensor
+
+
+def shown(self: Any, x: Tensor) -> Output:
+    hidden = self.act(self.fc1(x))
+    return Output(self.fc2(hidden), hidden)
+
+
+def test_a_result_into_which_nobody_can_look_leaves_the_block() -> None:
+    model = nn.ModuleList([block_with(shown), NanoGPT()])
+    [entry] = fl.replace(model).skipped
+    assert "a result of type Output, into which nobody can look" in entry.reason
+    assert isinstance(model[0](torch.randn(2, K)).hidden, Tensor)
+
+
+def test_a_dropout_that_drops_in_evaluation_is_left() -> None:
+    class Sampling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2, self.p = nn.Linear(K, N), nn.Linear(N, K), 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc2(F.dropout(F.relu(self.fc1(x)), self.p))  # type: ignore[no-any-return]
+
+    block = Sampling().eval()
+    assert "its dropout 'p' drops in evaluation, too" in replaced(block).skipped[0].reason
+    block.p = 1.0
+    assert torch.equal(block(torch.randn(K)), block.fc2.bias)
+
+
+def test_a_block_with_a_dropout_that_it_does_not_call_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    block, x = Block(), torch.randn(2, K)
+    block.dropout = nn.Dropout(0.5)
+    expected = block(x)
+    calls = count_fused_calls(monkeypatch)
+    fl.replace(block)
+    torch.testing.assert_close(block(x), expected)
+    assert len(calls) == 1
+
+
+def test_blocks_whose_sizes_are_not_known_yet_are_left() -> None:
+    block = Block()
+    block.fc1, block.fc2 = nn.LazyLinear(N), nn.LazyLinear(K)
+    replaced(nn.ModuleList([block, nn.Sequential(nn.LazyLinear(N), nn.ReLU(), nn.LazyLinear(K))]))
+    assert block(torch.randn(2, K)).shape == (2, K)
+    assert len(fl.replace(block).replaced) == 1
+
+
+def in_float32(self: Any, x: Tensor) -> Tensor:
+    return self.fc2(self.act(self.fc1(x).float()).to(x.dtype))  # type: ignore[no-any-return]
+
+
+def test_casts_to_float32_and_back_are_a_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    block, x = block_with(in_float32).bfloat16(), torch.randn(2, K, dtype=torch.bfloat16)
+    expected = block(x)
+    calls = count_fused_calls(monkeypatch)
+    assert len(fl.replace(block).replaced) == 1
+    torch.testing.assert_close(block(x), expected)
+    assert len(calls) == 1
+
+
+def test_a_hook_on_all_modules_sees_the_children_that_hold_parts() -> None:
+    block, x = InTwoChildren(), torch.randn(2, K)
+    seen: list[list[str]] = []
+
+    def see(module: nn.Module, *_: object) -> None:
+        seen[-1].append(type(module).__name__)
+
+    for change in (lambda: None, lambda: fl.replace(block)):
+        change()
+        seen.append([])
+        handle = nn.modules.module.register_module_forward_hook(see)
+        block(x)
+        handle.remove()
+    assert [name.removeprefix("Fused") for name in seen[1]] == seen[0]
+
+
+def without_autocast(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return self.fc2(self.act(self.fc1(x)))  # type: ignore[no-any-return]
+
+
+@torch.enable_grad()
+def with_gradients(self: Any, x: Tensor) -> Tensor:
+    return self.fc2(self.act(self.fc1(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("forward", [without_autocast, with_gradients])
+def test_a_mode_that_a_forward_enters_is_entered(forward: Callable[[Any, Tensor], Tensor]) -> None:
+    block, x = block_with(forward), torch.randn(2, K)
+    twin = copy.deepcopy(block)
+    replaced(block)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        y, expected = block(x), twin(x)
+    torch.testing.assert_close(y, expected)
+    assert y.requires_grad is expected.requires_grad
+
+
+def test_scripted_modules_are_left() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        block = torch.jit.script(NanoGPT().eval())
+        linear = torch.jit.script(nn.Linear(K, N))
+    model = nn.ModuleList([block, nn.Sequential(linear, nn.GELU(), nn.Linear(N, K)), NanoGPT()])
+    report = fl.replace(model)
+    assert [entry.path for entry in report.replaced] == ["2"]
+    assert not any("no class can be derived" in entry.reason for entry in report.skipped)
+
+
+class CastsToItsWeights(nn.Module):
+    """As in T5: the hidden gets the dtype of the linear that takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wi, self.wo, self.act = nn.Linear(6, 10), nn.Linear(10, 6), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act(self.wi(x))
+        if hidden.dtype != self.wo.weight.dtype and self.wo.weight.dtype != torch.int8:
+            hidden = hidden.to(self.wo.weight.dtype)
+        return self.wo(hidden)
+
+
+def test_a_cast_to_the_dtype_of_the_weights_is_part_of_a_formula() -> None:
+    block = CastsToItsWeights()
+    fl.replace(block)
+    assert type(block).fused_rule.inside is None
