@@ -174,7 +174,9 @@ def _time(row: Row, settings: Settings, direction: str, entry: Record) -> Record
             try:
                 entrants.append(contender(name, row.case, row.options))
             except ImportError as error:
-                entries[name] = records.untimed_entry("not timed", f"not installed here: {error}", (None, None))
+                entries[name] = records.untimed_entry(
+                    "not timed", f"not usable here: {error}".splitlines()[0], (None, None)
+                )
             except KeyError:
                 reason = f"{row.case.name} has no such contender"
                 entries[name] = records.untimed_entry("not timed", reason, (None, None))

@@ -190,10 +190,24 @@ def test_versions_of_others_are_timed_where_they_are_installed(
             if name == "gemm_gemm" or options:
                 assert entries["Liger"]["reason"] == f"{name} has no such contender"
                 continue
-            assert entries["Liger"]["reason"].startswith("not installed here: ")
+            assert entries["Liger"]["reason"].startswith("not usable here: ")
             if name == "linear_cross_entropy" and hasattr(torch.nn, "LinearCrossEntropyOptions"):
                 assert entries["torch function"]["launched"]["median"] > 0
     assert "torch function" in capsys.readouterr().out
+
+
+def test_a_version_of_others_that_fails_when_it_is_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "quack").mkdir()
+    (tmp_path / "quack" / "linear_cross_entropy.py").write_text("raise TypeError('an unknown release\\nand more')")
+    monkeypatch.syspath_prepend(tmp_path)
+    chosen = ("--time", "--device", "cpu", "--seconds", 0.01, "--contenders", "quack,auto", "--output", tmp_path)
+    assert bench("linear_cross_entropy", "--shape", "17x16x129", *chosen) == 0
+    for row in record.read(tmp_path / "linear_cross_entropy-fp32-cpu.json")["rows"]:
+        said = "not usable here: quack fails when it is imported: TypeError: an unknown release"
+        assert row["contenders"]["quack"]["reason"] == said
+        assert row["contenders"]["auto"]["status"] == "timed"
 
 
 def test_without_time_nothing_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,12 +131,19 @@ class Case:
         """Another library's version, which knows no other options than those of the published grids.
 
         Raises:
-            ImportError: it is not installed, or has not what the case needs.
+            ImportError: it is not installed, has not what the case needs, or fails when it is imported.
             KeyError: the case has none by this name with these options.
         """
         if all(replace(options, recompute=grid.options.recompute) != grid.options for grid in self.grids):
             raise KeyError(name)
-        return self.peers[name]()
+        make = self.peers[name]
+        try:
+            return make()
+        except ImportError:
+            raise
+        except Exception as error:
+            # One beside releases of its libraries that it does not know may raise anything.
+            raise ImportError(f"{name} fails when it is imported: {type(error).__name__}: {error}") from error
 
     def problem(self, inputs: Inputs, options: Options) -> Call:
         """The planning problem of a call with these inputs."""
