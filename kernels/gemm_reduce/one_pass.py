@@ -7,7 +7,7 @@ goes through a range of reduced rows, and computes each tile of W, transposed, o
     d_kept    = W reduced   summed over the range; float32 partials of the ranges are added up in a fixed order
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -85,24 +85,19 @@ def both_gradients(
     batch, kept, reduced, width = operands.sizes()
     d_reduced = operands.kept.new_empty(batch, reduced, width)
     shapes = [(batch, kept, width)]
-    made = prepared(operands.ready, "both gradients", _prepare, operands, tiles, splits, split_size(shapes, splits))
+    size = split_size(shapes, splits)
+    launch = prepared(operands.ready, "both gradients", _prepare, operands, tiles, splits, size)
+    sums: dict[Any, Any] = prepared(operands.ready, "sums of both gradients", dict)
 
     def fill(targets: list[torch.Tensor | None], _: int) -> None:
-        made.launch((*operands.pointers(), g, result, targets[0], d_reduced))
+        launch((*operands.pointers(), g, result, targets[0], d_reduced))
 
-    [d_kept] = summed_over_splits(operands.kept, shapes, splits, fill, made.ready)
+    [d_kept] = summed_over_splits(operands.kept, shapes, splits, fill, sums)
     assert d_kept is not None
     return d_kept, d_reduced
 
 
-class _Prepared(NamedTuple):
-    """What all executions of one prepared call share."""
-
-    launch: Launch
-    ready: dict[Any, Any]
-
-
-def _prepare(operands: ReduceOperands, tiles: ReduceConfig, splits: int, split_elements: int) -> _Prepared:
+def _prepare(operands: ReduceOperands, tiles: ReduceConfig, splits: int, split_elements: int) -> Launch:
     batch, kept, reduced, width = operands.sizes()
     arithmetic = operands.arithmetic
     units = operands.units()
@@ -112,7 +107,7 @@ def _prepare(operands: ReduceOperands, tiles: ReduceConfig, splits: int, split_e
     crowded = tiles.block_p * tiles.block_k >= 64 * 32 * tiles.num_warps
     if crowded and (operands.mask is not None or not transposed):
         stages = min(stages, 2)
-    launch = Launch(
+    return Launch(
         _one_pass_kernel,
         batch * splits,
         operands.strides(),
@@ -125,4 +120,3 @@ def _prepare(operands: ReduceOperands, tiles: ReduceConfig, splits: int, split_e
         tiles.num_warps,
         stages,
     )  # fmt: skip
-    return _Prepared(launch, {})

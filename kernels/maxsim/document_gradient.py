@@ -141,7 +141,7 @@ def document_gradient(
             )  # fmt: skip
             _one_hot_product(part, queries, chosen[first : first + count], weights, out, split_size, splits, tiles)
 
-    sums: dict[Any, Any] | None = prepared(operands.ready, "document sums", dict)
+    sums: dict[Any, Any] = prepared(operands.ready, "document sums", dict)
     (found,) = summed_over_splits(operands.documents, [tuple(operands.documents.shape)], splits, fill, sums)
     assert found is not None
     return found

@@ -1,6 +1,6 @@
 """The gradient of the queries: for each token a sum over all documents of the token that was chosen there."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -58,31 +58,25 @@ def query_gradient(
 ) -> torch.Tensor:
     """``[P, d]``, contiguous, from the chosen tokens ``[D, P]`` and the gradient ``[Q, D]`` of the scores."""
     shapes = [operands.queries.shape]
-    made = prepared(operands.ready, "query gradient", _prepare, operands, upstream, splits, tiles)
+    launch = prepared(operands.ready, "query gradient", _prepare, operands, upstream, splits, tiles)
+    sums: dict[Any, Any] = prepared(operands.ready, "query sums", dict)
 
     def fill(targets: list[torch.Tensor | None], _: int) -> None:
-        made.launch(
+        launch(
             (
                 operands.documents, chosen, upstream, operands.token_queries(), as_bytes(operands.query_mask),
                 operands.document_offsets, operands.answering(), *targets,
             )
         )  # fmt: skip
 
-    (found,) = summed_over_splits(operands.queries, shapes, splits, fill, made.ready)
+    (found,) = summed_over_splits(operands.queries, shapes, splits, fill, sums)
     assert found is not None
     return found
 
 
-class _Prepared(NamedTuple):
-    """What all executions of one prepared call share."""
-
-    launch: Launch
-    ready: dict[Any, Any]
-
-
-def _prepare(operands: MaxSimOperands, upstream: torch.Tensor, splits: int, tiles: GatherConfig) -> _Prepared:
+def _prepare(operands: MaxSimOperands, upstream: torch.Tensor, splits: int, tiles: GatherConfig) -> Launch:
     tokens, width = operands.queries.shape
-    launch = Launch(
+    return Launch(
         _query_gradient_kernel,
         ceil_div(tokens, tiles.block_p) * ceil_div(width, tiles.block_k) * splits,
         (*operands.document_strides(), stride(operands.query_mask), stride(operands.document_offsets)),
@@ -93,4 +87,3 @@ def _prepare(operands: MaxSimOperands, upstream: torch.Tensor, splits: int, tile
         (width, tiles.block_p, tiles.block_k, tiles.documents),
         tiles.num_warps,
     )  # fmt: skip
-    return _Prepared(launch, {})
