@@ -39,6 +39,11 @@ REDUCTIONS: tuple[Fault, ...] = (
         "kernels/test_hopper padded_columns",
     ),
     _fault(
+        "one prepared launch for the gradients of both sides", "kernels/gemm_reduce/backward.py",
+        '("weighted", of_kept, matrix, bias)', '("weighted", matrix, bias)',
+        "kernels/test_prepared_reductions reductions",
+    ),
+    _fault(
         "tokens of the next query counted", "kernels/maxsim/scores.py",
         "taking = tokens < length", "taking = tokens < length + 1",
         "functional/test_maxsim ragged_lengths",
