@@ -249,6 +249,15 @@ def test_autocast(dtype: torch.dtype, reduction: str, path: str) -> None:
     assert_all_close(ours, theirs, truth, computed_in=dtype, independent=18)
 
 
+def test_autocast_leaves_probabilities_as_they_are() -> None:
+    inputs = loss_inputs((2, 9), 24, 70)
+    inputs["target"] = torch.rand(2, 9, 70).softmax(-1).to(DEVICE)
+    low = {name: inputs[name].to(torch.bfloat16) for name in ("input", "linear_weight")}  # type: ignore[union-attr]
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        ours = functional.linear_cross_entropy(**inputs)
+    assert torch.equal(ours, reference.linear_cross_entropy(**low, target=inputs["target"]))
+
+
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "softcap": 2.0, "z_loss": 0.1}], ids=["plain", "all"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradcheck(reduction: str, options: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from ...kernels.cross_entropy import LossArithmetic
 from ...planning.linear_cross_entropy import LossPlan, LossProblem
 from ...planning.linear_cross_entropy_chunks import wide_gradients
 from ..custom_ops import Result, Results
-from ..operands import autocast, checked_flag, compute_dtype, rows, said, without_autocast
+from ..operands import checked_flag, rows, said
 from ..operation import Operation, Tensors
 from ..prepared import Prepared
 from . import chunked, fused
@@ -94,6 +94,7 @@ class LossHead(Operation):
     problem_type = LossProblem
     operands = "input linear_weight target linear_bias? weight?"
     row_operands = ("input",)
+    torch_takes_cast = True
     # Of ``reference``; with all arguments of the public function.
     oracle: ClassVar[Callable[..., Any]]
 
@@ -101,18 +102,17 @@ class LossHead(Operation):
         return LossArithmetic(accuracy=plan.accuracy, **extras)
 
     def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
-        # Class weights are no operand of the product.
-        return [*super().cast(call, tensors[:4]), *tensors[4:]]
+        input, linear_weight, target, linear_bias, *rest = tensors
+        # Neither targets, which may be probabilities, nor class weights are operands of the product.
+        input, linear_weight, linear_bias = super().cast(call, (input, linear_weight, linear_bias))
+        return [input, linear_weight, target, linear_bias, *rest]
 
     def through_torch(self, call: Prepared, tensors: Tensors) -> Any:
         input, linear_weight, target, linear_bias, *rest = tensors
-        # Class weights are no operand of the product.
-        input, linear_weight, linear_bias = autocast((input, linear_weight, linear_bias), compute_dtype(input))
         names, values = (*self.tensor_names[3:], *self.option_names), (linear_bias, *rest, *call.options)
         options = dict(zip(names, values, strict=True))
         options.pop("recompute", None)
-        with without_autocast(input.device):
-            return self.oracle(input, linear_weight, target, **options)
+        return self.oracle(input, linear_weight, target, **options)
 
     def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
         input, linear_weight, target, linear_bias, *rest = tensors

@@ -12,7 +12,7 @@ from ...kernels.grouped_gemm import Arithmetic, sizes
 from ...planning.moe_ffn import MoePlan, MoeProblem
 from ..call import call_facts, wants_gradient
 from ..custom_ops import Result, Results
-from ..operands import autocast, check_given, check_tensors, compute_dtype, rows, said, without_autocast
+from ..operands import check_given, check_tensors, rows, said
 from ..operation import Operation, Tensors, formula
 from ..prepared import Prepared
 from . import epilogue
@@ -87,6 +87,7 @@ class _MoeFFN(Operation):
     problem_type = MoeProblem
     operands = "x top_k_index top_k_weights w_up w_down w_gate? b_up? b_down? b_gate?"
     row_operands = ("x",)
+    torch_takes_cast = True
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         x, _, _, w_up, w_down, *others = tensors
@@ -150,9 +151,7 @@ class _MoeFFN(Operation):
 
     def through_torch(self, call: Prepared, tensors: Tensors) -> Tensor:
         x, index, scores, *experts = tensors
-        x, *experts = autocast((x, *experts), compute_dtype(x))
-        with without_autocast(x.device):
-            return experts_by_torch(x, index, scores, *experts, activation=call.problem.activation, **call.extras)
+        return experts_by_torch(x, index, scores, *experts, activation=call.problem.activation, **call.extras)
 
     def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
         x, index, scores, *experts = tensors
