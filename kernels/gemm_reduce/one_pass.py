@@ -84,20 +84,18 @@ def both_gradients(
     """
     batch, kept, reduced, width = operands.sizes()
     d_reduced = operands.kept.new_empty(batch, reduced, width)
-    shapes = [(batch, kept, width)]
-    size = split_size(shapes, splits)
-    launch = prepared(operands.ready, "both gradients", _prepare, operands, tiles, splits, size)
+    launch = prepared(operands.ready, "both gradients", _prepare, operands, tiles, splits)
     sums: dict[Any, Any] = prepared(operands.ready, "sums of both gradients", dict)
 
     def fill(targets: list[torch.Tensor | None], _: int) -> None:
         launch((*operands.pointers(), g, result, targets[0], d_reduced))
 
-    [d_kept] = summed_over_splits(operands.kept, shapes, splits, fill, sums)
+    [d_kept] = summed_over_splits(operands.kept, [(batch, kept, width)], splits, fill, sums)
     assert d_kept is not None
     return d_kept, d_reduced
 
 
-def _prepare(operands: ReduceOperands, tiles: ReduceConfig, splits: int, split_elements: int) -> Launch:
+def _prepare(operands: ReduceOperands, tiles: ReduceConfig, splits: int) -> Launch:
     batch, kept, reduced, width = operands.sizes()
     arithmetic = operands.arithmetic
     units = operands.units()
@@ -111,7 +109,7 @@ def _prepare(operands: ReduceOperands, tiles: ReduceConfig, splits: int, split_e
         _one_pass_kernel,
         batch * splits,
         operands.strides(),
-        (kept, reduced, splits, split_elements, 0.0),
+        (kept, reduced, splits, split_size([(batch, kept, width)], splits), 0.0),
         (
             arithmetic.op, width, tiles.block_p, tiles.block_r, tiles.block_k,
             operands.whole and reduced % tiles.block_r == 0, *units, arithmetic.activation, arithmetic.accuracy,

@@ -183,13 +183,12 @@ def _one_hot_product(
     tiles: OneHotConfig,
 ) -> None:
     """Fills ``out``, or the partials of the splits, of which ``out`` is the first."""
-    documents, width = operands.document_count, queries.shape[1]
-    length, offsets, ends = operands.documents.shape[-2], operands.document_offsets, None
+    offsets, ends = operands.document_offsets, None
     launch, is_pipelined = prepared(
         operands.ready, "one-hot product", _prepare_one_hot_product, operands, queries, split_size, splits, tiles
     )
     if is_pipelined:
-        launch((chosen, weights), (queries, out[: documents * length * width]))
+        launch((chosen, weights), (queries, out))
         return
     if offsets is not None:
         ends = ((offsets.diff() + (tiles.block_l - 1)) // tiles.block_l).cumsum(0)

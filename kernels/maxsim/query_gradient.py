@@ -57,7 +57,6 @@ def query_gradient(
     operands: MaxSimOperands, chosen: torch.Tensor, upstream: torch.Tensor, splits: int, tiles: GatherConfig
 ) -> torch.Tensor:
     """``[P, d]``, contiguous, from the chosen tokens ``[D, P]`` and the gradient ``[Q, D]`` of the scores."""
-    shapes = [operands.queries.shape]
     launch = prepared(operands.ready, "query gradient", _prepare, operands, upstream, splits, tiles)
     sums: dict[Any, Any] = prepared(operands.ready, "query sums", dict)
 
@@ -69,7 +68,7 @@ def query_gradient(
             )
         )  # fmt: skip
 
-    (found,) = summed_over_splits(operands.queries, shapes, splits, fill, sums)
+    (found,) = summed_over_splits(operands.queries, [operands.queries.shape], splits, fill, sums)
     assert found is not None
     return found
 
