@@ -18,15 +18,16 @@ def _columns(width: int) -> int:
     return min(_COLUMNS, 1 << max(width - 1, 1).bit_length())
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["tiles"])
 def _spread_kernel(
-    x_ptr, scores_ptr, slots_ptr, rows_ptr, tile_expert_ptr, xs_ptr, weights_ptr, stride_m, stride_k, K, M,
+    x_ptr, scores_ptr, slots_ptr, rows_ptr, tile_expert_ptr, xs_ptr, weights_ptr, stride_m, stride_k, K, tiles,
     BLOCK: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, PADDING_ROWS: tl.constexpr,
 ):  # fmt: skip
-    # The first programs copy one token to all of its rows, those behind them fill the padding of a tile.
+    # The first programs fill the padding of a tile: they take longest, and would be left for the end. Those behind
+    # them copy one token to all of its rows.
     program = tl.program_id(0)
-    if program < M:
-        token = program.to(tl.int64)
+    if program >= tiles:
+        token = (program - tiles).to(tl.int64)
         for first in tl.range(0, K, COLUMNS):
             cols = first + tl.arange(0, COLUMNS)
             values = tl.load(x_ptr + token * stride_m + cols.to(tl.int64) * stride_k, mask=cols < K)
@@ -38,22 +39,20 @@ def _spread_kernel(
                 row = tl.load(rows_ptr + token * TOP_K + j)
                 score = tl.load(scores_ptr + token * TOP_K + j).to(tl.float32)
                 tl.store(weights_ptr + row, score, mask=row >= 0)
-    else:
-        tile = program - M
-        if tl.load(tile_expert_ptr + tile) >= 0:
-            last = tile.to(tl.int64) * BLOCK + BLOCK - 1
-            # Padding is behind an expert's rows: a tile whose last row is used has none.
-            if tl.load(slots_ptr + last) < 0:
-                for start in tl.range(0, BLOCK, PADDING_ROWS):
-                    rows = tile.to(tl.int64) * BLOCK + start + tl.arange(0, PADDING_ROWS)
-                    empty = tl.load(slots_ptr + rows) < 0
-                    if weights_ptr is not None:
-                        tl.store(weights_ptr + rows, tl.zeros([PADDING_ROWS], tl.float32), mask=empty)
-                    for first in tl.range(0, K, 128):
-                        cols = first + tl.arange(0, 128)
-                        zeros = tl.zeros([PADDING_ROWS, 128], xs_ptr.dtype.element_ty)
-                        target = xs_ptr + rows[:, None] * K + cols[None, :]
-                        tl.store(target, zeros, mask=empty[:, None] & (cols < K)[None, :])
+    elif tl.load(tile_expert_ptr + program) >= 0:
+        last = program.to(tl.int64) * BLOCK + BLOCK - 1
+        # Padding is behind an expert's rows: a tile whose last row is used has none.
+        if tl.load(slots_ptr + last) < 0:
+            for start in tl.range(0, BLOCK, PADDING_ROWS):
+                rows = program.to(tl.int64) * BLOCK + start + tl.arange(0, PADDING_ROWS)
+                empty = tl.load(slots_ptr + rows) < 0
+                if weights_ptr is not None:
+                    tl.store(weights_ptr + rows, tl.zeros([PADDING_ROWS], tl.float32), mask=empty)
+                for first in tl.range(0, K, 128):
+                    cols = first + tl.arange(0, 128)
+                    zeros = tl.zeros([PADDING_ROWS, 128], xs_ptr.dtype.element_ty)
+                    target = xs_ptr + rows[:, None] * K + cols[None, :]
+                    tl.store(target, zeros, mask=empty[:, None] & (cols < K)[None, :])
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -109,11 +108,12 @@ def spread(
     tokens, width = x.shape
 
     def make() -> Launch:
+        tiles = rows.tile_expert.shape[0]
         return Launch(
             _spread_kernel,
-            tokens + rows.tile_expert.shape[0],
+            tokens + tiles,
             (*x.stride(), width),
-            (tokens,),
+            (tiles,),
             (rows.block, rows.k, _columns(width), _PADDING_ROWS),
         )
 

@@ -161,5 +161,6 @@ def _prepare(slots: int, experts: int, block: int, chunks: int, width: int) -> t
     return (
         Launch(_count_kernel, chunks, (experts,), (slots,), (_SLOTS, width)),
         Launch(_scan_kernel, experts, (experts,), (chunks,), (_CHUNKS_AT_ONCE,)),
-        Launch(_place_kernel, chunks + tiles, (experts,), (slots, chunks), (_SLOTS, width, block)),
+        # More warps only ask one another longer for the sums of a row.
+        Launch(_place_kernel, chunks + tiles, (experts,), (slots, chunks), (_SLOTS, width, block), num_warps=2),
     )
