@@ -79,3 +79,52 @@ def init_barriers(full, empty, COUNT: gl.constexpr, CONSUMERS: gl.constexpr):
     for index in gl.static_range(COUNT):
         mbarrier.init(full.index(index), count=1)
         mbarrier.init(empty.index(index), count=CONSUMERS)
+
+
+@gluon.jit
+def _consumer(number: gl.constexpr, consume: gl.constexpr, consumed):
+    consume(number, *consumed)
+
+
+@gluon.jit
+def _warp(function: gl.constexpr, arguments):
+    function(*arguments)
+
+
+@gluon.jit
+def specialize(
+    CONSUMERS: gl.constexpr, consume: gl.constexpr, consumed, produce: gl.constexpr, produced,
+    copy: gl.constexpr = None, copied=None,
+):  # fmt: skip
+    """Four warps for each consumer run ``consume``, whose first argument is the consumer's number, and one ``produce``.
+
+    With two consumers another warp may run ``copy``. ``consumed``, ``produced`` and ``copied`` are the tuples of their
+    (other) arguments. Copies need few registers: consumers get the others.
+    """
+    if CONSUMERS == 1:
+        gl.warp_specialize([
+            (_consumer, (gl.constexpr(0), consume, consumed)),
+            (_warp, (produce, produced)),
+        ], [1], [24])  # fmt: skip
+    elif CONSUMERS == 2 and copy is None:
+        gl.warp_specialize([
+            (_consumer, (gl.constexpr(0), consume, consumed)),
+            (_consumer, (gl.constexpr(1), consume, consumed)),
+            (_warp, (produce, produced)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    elif CONSUMERS == 2:
+        gl.warp_specialize([
+            (_consumer, (gl.constexpr(0), consume, consumed)),
+            (_consumer, (gl.constexpr(1), consume, consumed)),
+            (_warp, (produce, produced)),
+            (_warp, (copy, copied)),
+        ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+    else:
+        gl.static_assert(CONSUMERS == 4, "registers are shared out among one, two or four consumers")
+        gl.warp_specialize([
+            (_consumer, (gl.constexpr(0), consume, consumed)),
+            (_consumer, (gl.constexpr(1), consume, consumed)),
+            (_consumer, (gl.constexpr(2), consume, consumed)),
+            (_consumer, (gl.constexpr(3), consume, consumed)),
+            (_warp, (produce, produced)),
+        ], [4, 4, 4, 1], [120, 120, 120, 24])  # fmt: skip

@@ -13,7 +13,8 @@ import pytest
 SANITIZER = shutil.which("compute-sanitizer")
 ROOT = Path(__file__).resolve().parents[2]
 # Several operations have a file, and even a kernel, of the same name.
-SOURCES = [(path.name, path.read_text()) for path in (ROOT / "kernels").glob("*/pipelined/*.py")]
+KERNEL_FILES = (ROOT / "kernels" / "pipeline.py", *(ROOT / "kernels").glob("*/pipelined/*.py"))
+SOURCES = [(path.name, path.read_text()) for path in KERNEL_FILES]
 # Parts of the kernels' names (torch's own are not under test), and the groups of steps that launch them.
 KERNELS = {
     "_forward_kernel": ("products",),
@@ -41,7 +42,13 @@ KERNELS = {
     "_weights_kernel": ("reductions",),
 }
 
-FORKS = ("if CONSUMERS == 1:", "elif CONSUMERS == 2:", "if db_ptr is None:", "gl.warp_specialize([")
+# Where a pipelined kernel starts, and where it forks.
+STARTS = r"^def (_(?:pipelined|stored)\w+_kernel)\("
+FORKS = (
+    r"^def specialize\(|^ +(?:el)?if CONSUMERS == .*:$|^ +if db_ptr is None:$|^ +gl\.warp_specialize\(\[$"
+    r"|^ +specialize\([^#]*"
+)
+STARTED = {symbol for _, source in SOURCES for symbol in re.findall(STARTS, source, re.MULTILINE)}
 
 pytestmark = pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer is not installed")
 
@@ -68,12 +75,13 @@ def of_the_compiler(kernel: str, file: str, line: int) -> bool:
     It meets at named barriers, which the tool does not follow.
     """
     for name, source in SOURCES:
-        started = re.findall(r"^def (_(?:pipelined|stored)\w+_kernel)\(", source, re.MULTILINE)
-        lines = source.splitlines()
-        if name == file and line <= len(lines) and any(symbol in kernel for symbol in started):
-            text = lines[line - 1].strip()
-            if text in FORKS or any(text.startswith(f"def {symbol}(") for symbol in started):
-                return True
+        # What the kernels share is any kernel's.
+        own = re.findall(STARTS, source, re.MULTILINE) or STARTED
+        if name == file and any(symbol in kernel for symbol in own):
+            for found in re.finditer(f"{STARTS}|{FORKS}", source, re.MULTILINE):
+                first = source.count("\n", 0, found.start()) + 1
+                if first <= line <= first + found[0].count("\n"):
+                    return True
     return False
 
 

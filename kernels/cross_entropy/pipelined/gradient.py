@@ -7,6 +7,7 @@ import torch
 from ...gemm_epilogue.pipelined.products import send
 from ...hopper import Descriptor, Matrix, dense, fence_async_shared, gl, gluon, tma
 from ...launching import launch
+from ...pipeline import specialize
 from ...tiles import grouped_tile
 from ...tuning import CONSUMER_ROWS
 from ...tuning.cross_entropy import GradientPipeline
@@ -119,21 +120,13 @@ def _pipelined_logit_gradient_kernel(
     places = gl.allocate_shared_memory(out_desc.dtype, [2 * PLACES, ROWS, PART], out_desc.layout)
     fence_async_shared()
     steps = gl.cdiv(inner, STEP)
-    gl.warp_specialize([
-        (_consume, (
-            gl.constexpr(0), out_desc, target_ptr, bias_ptr, weight_ptr, top_ptr, by_share_ptr, by_target_ptr,
-            by_weight_ptr, by_logarithm_ptr, x_ring, w_ring, places, full, empty, lead, bands, tile_columns, steps, M,
-            V, start, scale, softcap, inverse_cap, COLUMNS, STAGES, LEAD, PLACES, GROUP, SCALED, SOFTCAP, ACCURACY,
-        )),
-        (_consume, (
-            gl.constexpr(1), out_desc, target_ptr, bias_ptr, weight_ptr, top_ptr, by_share_ptr, by_target_ptr,
-            by_weight_ptr, by_logarithm_ptr, x_ring, w_ring, places, full, empty, lead, bands, tile_columns, steps, M,
-            V, start, scale, softcap, inverse_cap, COLUMNS, STAGES, LEAD, PLACES, GROUP, SCALED, SOFTCAP, ACCURACY,
-        )),
-        (_produce, (
-            x_desc, w_desc, x_ring, w_ring, full, empty, bands, tile_columns, inner, COLUMNS, STEP, STAGES, GROUP,
-        )),
-    ], [4, 1], [240, 24])  # fmt: skip
+    specialize(2, _consume, (
+        out_desc, target_ptr, bias_ptr, weight_ptr, top_ptr, by_share_ptr, by_target_ptr, by_weight_ptr,
+        by_logarithm_ptr, x_ring, w_ring, places, full, empty, lead, bands, tile_columns, steps, M, V, start, scale,
+        softcap, inverse_cap, COLUMNS, STAGES, LEAD, PLACES, GROUP, SCALED, SOFTCAP, ACCURACY,
+    ), _produce, (
+        x_desc, w_desc, x_ring, w_ring, full, empty, bands, tile_columns, inner, COLUMNS, STEP, STAGES, GROUP,
+    ))  # fmt: skip
 
 
 def gradient(

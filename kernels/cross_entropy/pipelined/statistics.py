@@ -6,6 +6,7 @@ import torch
 
 from ...hopper import Matrix, fence_async_shared, gl, gluon
 from ...launching import launch
+from ...pipeline import specialize
 from ...tuning import CONSUMER_ROWS
 from ...tuning.cross_entropy import LogitPipeline, Shares
 from ..elements import LOWEST, logits_of
@@ -130,21 +131,13 @@ def _pipelined_statistics_kernel(
     x_ring, w_ring, full, empty, lead = make_ring(x_desc, w_desc, COLUMNS, STEP, STAGES)
     fence_async_shared()
     steps = gl.cdiv(inner, STEP)
-    gl.warp_specialize([
-        (_consume, (
-            gl.constexpr(0), target_ptr, bias_ptr, top_ptr, total_ptr, spread_ptr, weighted_ptr, chosen_ptr,
-            x_ring, w_ring, full, empty, lead, bands, tile_columns, group, steps, M, V, scale, softcap, inverse_cap,
-            COLUMNS, LEVELS, STAGES, LEAD, SCALED, SOFTCAP, ACCURACY,
-        )),
-        (_consume, (
-            gl.constexpr(1), target_ptr, bias_ptr, top_ptr, total_ptr, spread_ptr, weighted_ptr, chosen_ptr,
-            x_ring, w_ring, full, empty, lead, bands, tile_columns, group, steps, M, V, scale, softcap, inverse_cap,
-            COLUMNS, LEVELS, STAGES, LEAD, SCALED, SOFTCAP, ACCURACY,
-        )),
-        (_produce, (
-            x_desc, w_desc, x_ring, w_ring, full, empty, bands, tile_columns, group, inner, COLUMNS, STEP, STAGES,
-        )),
-    ], [4, 1], [240, 24])  # fmt: skip
+    specialize(2, _consume, (
+        target_ptr, bias_ptr, top_ptr, total_ptr, spread_ptr, weighted_ptr, chosen_ptr, x_ring, w_ring, full, empty,
+        lead, bands, tile_columns, group, steps, M, V, scale, softcap, inverse_cap, COLUMNS, LEVELS, STAGES, LEAD,
+        SCALED, SOFTCAP, ACCURACY,
+    ), _produce, (
+        x_desc, w_desc, x_ring, w_ring, full, empty, bands, tile_columns, group, inner, COLUMNS, STEP, STAGES,
+    ))  # fmt: skip
 
 
 def statistics(

@@ -11,6 +11,7 @@ import torch
 
 from ...hopper import Matrix, fence_async_shared, gl, gluon, matrix, tma, untransposed
 from ...launching import launch
+from ...pipeline import specialize
 from ...tiles import grouped_tile
 from ...tuning import EpiloguePipeline
 from .products import HALF, TILE, column_halves, columns_at_once, copy_tile, make_ring, multiply, send
@@ -98,20 +99,13 @@ def _pipelined_data_gradient_kernel(
     left_ring, right_ring, full, empty, turns = make_ring(dz_desc, up_desc, RIGHT_TRANSPOSED, STEP, STAGES)
     places = gl.allocate_shared_memory(dz_desc.dtype, [2 * PLACES, HALF, HALF], dx_desc.layout)
     fence_async_shared()
-    gl.warp_specialize([
-        (_consume, (
-            gl.constexpr(0), dx_desc, total_ptr, left_ring, right_ring, places, full, empty, turns, tile_rows,
-            tile_columns, steps, rows, columns, RIGHT_TRANSPOSED, STAGES, PLACES, GROUP, FIRST, LAST,
-        )),
-        (_consume, (
-            gl.constexpr(1), dx_desc, total_ptr, left_ring, right_ring, places, full, empty, turns, tile_rows,
-            tile_columns, steps, rows, columns, RIGHT_TRANSPOSED, STAGES, PLACES, GROUP, FIRST, LAST,
-        )),
-        (_copy_terms, (
-            dz_desc, up_desc, d_gate_desc, w_gate_desc, left_ring, right_ring, full, empty, tile_rows, tile_columns,
-            inner, RIGHT_TRANSPOSED, STEP, STAGES, GROUP,
-        )),
-    ], [4, 1], [240, 24])  # fmt: skip
+    specialize(2, _consume, (
+        dx_desc, total_ptr, left_ring, right_ring, places, full, empty, turns, tile_rows, tile_columns, steps, rows,
+        columns, RIGHT_TRANSPOSED, STAGES, PLACES, GROUP, FIRST, LAST,
+    ), _copy_terms, (
+        dz_desc, up_desc, d_gate_desc, w_gate_desc, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
+        RIGHT_TRANSPOSED, STEP, STAGES, GROUP,
+    ))  # fmt: skip
 
 
 def data_gradient(

@@ -6,6 +6,7 @@ from ...activations import activation_unit, limited_hidden_and_slopes
 from ...dropout import Dropout
 from ...hopper import Matrix, dense, fence_async_shared, gl, gluon, tma
 from ...launching import Launch
+from ...pipeline import specialize
 from ...tuning import EpiloguePipeline
 from ..low_rank import LowRank, low_rank_copies
 from .products import (
@@ -133,22 +134,14 @@ def _pipelined_hidden_kernel(
     left_ring, right_ring, full, empty, turns = make_ring(x_desc, up_desc, RIGHT_TRANSPOSED, STEP, STAGES)
     places = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, HALF], hidden_desc.layout)
     fence_async_shared()
-    gl.warp_specialize([
-        (_consume, (
-            gl.constexpr(0), hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, dropout, left_ring, right_ring,
-            places, full, empty, turns, tile_rows, tile_columns, whole, N, experts, limits, RIGHT_TRANSPOSED, STEP,
-            STAGES, PLACES, GROUP, GATED, LIMITED, ACTIVATION, ACCURACY,
-        )),
-        (_consume, (
-            gl.constexpr(1), hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, dropout, left_ring, right_ring,
-            places, full, empty, turns, tile_rows, tile_columns, whole, N, experts, limits, RIGHT_TRANSPOSED, STEP,
-            STAGES, PLACES, GROUP, GATED, LIMITED, ACTIVATION, ACCURACY,
-        )),
-        (copy_operands, (
-            x_desc, up_desc, w_gate_desc, low_rank, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
-            experts, RIGHT_TRANSPOSED, STEP, STAGES, GROUP,
-        )),
-    ], [4, 1], [240, 24])  # fmt: skip
+    specialize(2, _consume, (
+        hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, dropout, left_ring, right_ring, places, full, empty,
+        turns, tile_rows, tile_columns, whole, N, experts, limits, RIGHT_TRANSPOSED, STEP, STAGES, PLACES, GROUP, GATED,
+        LIMITED, ACTIVATION, ACCURACY,
+    ), copy_operands, (
+        x_desc, up_desc, w_gate_desc, low_rank, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
+        experts, RIGHT_TRANSPOSED, STEP, STAGES, GROUP,
+    ))  # fmt: skip
 
 
 def prepare_hidden(

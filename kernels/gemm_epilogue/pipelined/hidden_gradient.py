@@ -10,7 +10,7 @@ from ...activations import activation_unit, limited_hidden_and_slopes, through_a
 from ...dropout import Dropout
 from ...hopper import Matrix, copy_in, dense, fence_async_shared, gl, gluon, mbarrier, tma
 from ...launching import Launch
-from ...pipeline import init_barriers, stage_of
+from ...pipeline import init_barriers, specialize, stage_of
 from ...tuning import EpiloguePipeline
 from ..low_rank import LowRank, low_rank_copies
 from .products import (
@@ -291,27 +291,17 @@ def _pipelined_epilogue_gradient_kernel(
     tile_empty = gl.allocate_shared_memory(gl.int64, [2 * Z_STAGES, 1], barrier)
     init_barriers(tile_full, tile_empty, 2 * Z_STAGES, 1)
     fence_async_shared()
-    gl.warp_specialize([
-        (_consume, (
-            gl.constexpr(0), dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, added_ptr, left_ring, right_ring,
-            tiles, places, full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, whole, N, M, experts,
-            weights_ptr, weight_sums_ptr, limits, RIGHT_TRANSPOSED, STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED,
-            LIMITED, ACTIVATION, ACCURACY,
-        )),
-        (_consume, (
-            gl.constexpr(1), dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, added_ptr, left_ring, right_ring,
-            tiles, places, full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, whole, N, M, experts,
-            weights_ptr, weight_sums_ptr, limits, RIGHT_TRANSPOSED, STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED,
-            LIMITED, ACTIVATION, ACCURACY,
-        )),
-        (copy_operands, (
-            dy_desc, down_desc, None, low_rank, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
-            experts, RIGHT_TRANSPOSED, STEP, STAGES, GROUP,
-        )),
-        (_copy_pre_activations, (
-            z_desc, gate_desc, tiles, tile_full, tile_empty, tile_rows, tile_columns, experts, Z_STAGES, GROUP,
-        )),
-    ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+    specialize(2, _consume, (
+        dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, added_ptr, left_ring, right_ring, tiles, places, full,
+        empty, tile_full, tile_empty, turns, tile_rows, tile_columns, whole, N, M, experts, weights_ptr,
+        weight_sums_ptr, limits, RIGHT_TRANSPOSED, STEP, STAGES, Z_STAGES, PLACES, GROUP, STAYS, GATED, LIMITED,
+        ACTIVATION, ACCURACY,
+    ), copy_operands, (
+        dy_desc, down_desc, None, low_rank, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner, experts,
+        RIGHT_TRANSPOSED, STEP, STAGES, GROUP,
+    ), _copy_pre_activations, (
+        z_desc, gate_desc, tiles, tile_full, tile_empty, tile_rows, tile_columns, experts, Z_STAGES, GROUP,
+    ))  # fmt: skip
 
 
 def prepare_hidden_gradient(

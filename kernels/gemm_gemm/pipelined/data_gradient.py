@@ -27,6 +27,7 @@ from ...pipeline import (
     copy_hidden_tile,
     hidden_first,
     init_barriers,
+    specialize,
     stage_of,
     start_product,
 )
@@ -214,40 +215,15 @@ def _pipelined_data_gradient_kernel(
     init_barriers(row_full, row_empty, TURNS, 1)
     init_barriers(weight_full, weight_empty, STAGES, CONSUMERS)
     fence_async_shared()
-    if CONSUMERS == 1:
-        gl.warp_specialize([
-            (_consume, (
-                gl.constexpr(0), dx_desc, up_bias_ptr, gate_bias_ptr, dy_sums_ptr, x_ring, dy_ring, up_ring,
-                gate_ring, down_ring, row_full, row_empty, weight_full, weight_empty, N, M, tiles, row_tiles, K, O,
-                BLOCK_N, CONSUMERS, STAGES, ROW_STAGES, ROWS, EVEN_N, UP_TRANSPOSED, DOWN_TRANSPOSED, GATED, ACTIVATION,
-                ACCURACY,
-            )),
-            (_produce, (
-                x_desc, dy_desc, up_desc, gate_desc, down_desc, x_ring, dy_ring, up_ring, gate_ring, down_ring,
-                row_full, row_empty, weight_full, weight_empty, up_step, down_step, N, M, tiles, row_tiles,
-                BLOCK_N, CONSUMERS, STAGES, ROW_STAGES, ROWS, UP_TRANSPOSED, DOWN_TRANSPOSED,
-            )),
-        ], [1], [24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consume, (
-                gl.constexpr(0), dx_desc, up_bias_ptr, gate_bias_ptr, dy_sums_ptr, x_ring, dy_ring, up_ring,
-                gate_ring, down_ring, row_full, row_empty, weight_full, weight_empty, N, M, tiles, row_tiles, K, O,
-                BLOCK_N, CONSUMERS, STAGES, ROW_STAGES, ROWS, EVEN_N, UP_TRANSPOSED, DOWN_TRANSPOSED, GATED, ACTIVATION,
-                ACCURACY,
-            )),
-            (_consume, (
-                gl.constexpr(1), dx_desc, up_bias_ptr, gate_bias_ptr, dy_sums_ptr, x_ring, dy_ring, up_ring,
-                gate_ring, down_ring, row_full, row_empty, weight_full, weight_empty, N, M, tiles, row_tiles, K, O,
-                BLOCK_N, CONSUMERS, STAGES, ROW_STAGES, ROWS, EVEN_N, UP_TRANSPOSED, DOWN_TRANSPOSED, GATED, ACTIVATION,
-                ACCURACY,
-            )),
-            (_produce, (
-                x_desc, dy_desc, up_desc, gate_desc, down_desc, x_ring, dy_ring, up_ring, gate_ring, down_ring,
-                row_full, row_empty, weight_full, weight_empty, up_step, down_step, N, M, tiles, row_tiles,
-                BLOCK_N, CONSUMERS, STAGES, ROW_STAGES, ROWS, UP_TRANSPOSED, DOWN_TRANSPOSED,
-            )),
-        ], [4, 1], [240, 24])  # fmt: skip
+    specialize(CONSUMERS, _consume, (
+        dx_desc, up_bias_ptr, gate_bias_ptr, dy_sums_ptr, x_ring, dy_ring, up_ring, gate_ring, down_ring, row_full,
+        row_empty, weight_full, weight_empty, N, M, tiles, row_tiles, K, O, BLOCK_N, CONSUMERS, STAGES, ROW_STAGES,
+        ROWS, EVEN_N, UP_TRANSPOSED, DOWN_TRANSPOSED, GATED, ACTIVATION, ACCURACY,
+    ), _produce, (
+        x_desc, dy_desc, up_desc, gate_desc, down_desc, x_ring, dy_ring, up_ring, gate_ring, down_ring, row_full,
+        row_empty, weight_full, weight_empty, up_step, down_step, N, M, tiles, row_tiles, BLOCK_N, CONSUMERS, STAGES,
+        ROW_STAGES, ROWS, UP_TRANSPOSED, DOWN_TRANSPOSED,
+    ))  # fmt: skip
 
 
 class Prepared(NamedTuple):

@@ -17,7 +17,15 @@ from ...hopper import (
     warpgroup_mma_wait,
 )
 from ...launching import Launch
-from ...pipeline import copy_hidden_tile, hidden_first, init_barriers, release_after_load, stage_of, start_product
+from ...pipeline import (
+    copy_hidden_tile,
+    hidden_first,
+    init_barriers,
+    release_after_load,
+    specialize,
+    stage_of,
+    start_product,
+)
 from ...tuning import CONSUMER_ROWS, WIDEST_X_IN_REGISTERS, PipelinedConfig
 from ..operands import Matrices, Operands
 
@@ -195,40 +203,16 @@ def _pipelined_forward_kernel(
     init_barriers(up_full, up_empty, STAGES, CONSUMERS)
     init_barriers(down_full, down_empty, STAGES, CONSUMERS)
     fence_async_shared()
-    if CONSUMERS == 1:
-        gl.warp_specialize([
-            (_consume, (
-                gl.constexpr(0), y_desc, up_bias_ptr, gate_bias_ptr, down_bias_ptr, residual_ptr, x_tiles,
-                y_tiles, up_ring, gate_ring, down_ring, x_full, x_empty, up_full, up_empty, down_full,
-                down_empty, stride_rm, N, M, tiles, row_tiles, K, O, BLOCK_N, CONSUMERS, STAGES, ROWS, EVEN_N,
-                UP_TRANSPOSED, DOWN_TRANSPOSED, GATED, X_IN_REGISTERS, ACTIVATION, ACCURACY,
-            )),
-            (_produce, (
-                x_desc, up_desc, gate_desc, down_desc, x_tiles, up_ring, gate_ring, down_ring, x_full, x_empty,
-                up_full, up_empty, down_full, down_empty, up_step, down_step, N, M, tiles, row_tiles, BLOCK_N,
-                CONSUMERS, STAGES, ROWS, UP_TRANSPOSED, DOWN_TRANSPOSED,
-            )),
-        ], [1], [24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consume, (
-                gl.constexpr(0), y_desc, up_bias_ptr, gate_bias_ptr, down_bias_ptr, residual_ptr, x_tiles,
-                y_tiles, up_ring, gate_ring, down_ring, x_full, x_empty, up_full, up_empty, down_full,
-                down_empty, stride_rm, N, M, tiles, row_tiles, K, O, BLOCK_N, CONSUMERS, STAGES, ROWS, EVEN_N,
-                UP_TRANSPOSED, DOWN_TRANSPOSED, GATED, X_IN_REGISTERS, ACTIVATION, ACCURACY,
-            )),
-            (_consume, (
-                gl.constexpr(1), y_desc, up_bias_ptr, gate_bias_ptr, down_bias_ptr, residual_ptr, x_tiles,
-                y_tiles, up_ring, gate_ring, down_ring, x_full, x_empty, up_full, up_empty, down_full,
-                down_empty, stride_rm, N, M, tiles, row_tiles, K, O, BLOCK_N, CONSUMERS, STAGES, ROWS, EVEN_N,
-                UP_TRANSPOSED, DOWN_TRANSPOSED, GATED, X_IN_REGISTERS, ACTIVATION, ACCURACY,
-            )),
-            (_produce, (
-                x_desc, up_desc, gate_desc, down_desc, x_tiles, up_ring, gate_ring, down_ring, x_full, x_empty,
-                up_full, up_empty, down_full, down_empty, up_step, down_step, N, M, tiles, row_tiles, BLOCK_N,
-                CONSUMERS, STAGES, ROWS, UP_TRANSPOSED, DOWN_TRANSPOSED,
-            )),
-        ], [4, 1], [240, 24])  # fmt: skip
+    specialize(CONSUMERS, _consume, (
+        y_desc, up_bias_ptr, gate_bias_ptr, down_bias_ptr, residual_ptr, x_tiles, y_tiles, up_ring, gate_ring,
+        down_ring, x_full, x_empty, up_full, up_empty, down_full, down_empty, stride_rm, N, M, tiles, row_tiles, K, O,
+        BLOCK_N, CONSUMERS, STAGES, ROWS, EVEN_N, UP_TRANSPOSED, DOWN_TRANSPOSED, GATED, X_IN_REGISTERS, ACTIVATION,
+        ACCURACY,
+    ), _produce, (
+        x_desc, up_desc, gate_desc, down_desc, x_tiles, up_ring, gate_ring, down_ring, x_full, x_empty, up_full,
+        up_empty, down_full, down_empty, up_step, down_step, N, M, tiles, row_tiles, BLOCK_N, CONSUMERS, STAGES, ROWS,
+        UP_TRANSPOSED, DOWN_TRANSPOSED,
+    ))  # fmt: skip
 
 
 def prepare_forward(operands: Operands, matrices: Matrices, residual: Matrix | None, config: PipelinedConfig) -> Launch:

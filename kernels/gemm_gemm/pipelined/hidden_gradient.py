@@ -21,7 +21,7 @@ from ...hopper import (
     warpgroup_mma_wait,
 )
 from ...launching import Launch
-from ...pipeline import init_barriers, release_after_load, stage_of
+from ...pipeline import init_barriers, release_after_load, specialize, stage_of
 from ...tuning import CONSUMER_ROWS, StoredConfig
 from ..operands import Matrices, Operands
 
@@ -212,23 +212,14 @@ def _pipelined_hidden_gradient_kernel(
     init_barriers(up_full, up_empty, UP_STAGES, CONSUMERS)
     init_barriers(down_full, down_empty, DOWN_STAGES, CONSUMERS)
     fence_async_shared()
-    gl.warp_specialize([
-        (_consume, (
-            gl.constexpr(0), stored_desc, up_bias_ptr, gate_bias_ptr, dy_tiles, out_tiles, up_ring, down_ring, row_full,
-            row_empty, up_full, up_empty, down_full, down_empty, N, tiles, K, O, BLOCK_N, CONSUMERS, UP_STAGES,
-            DOWN_STAGES, OUT_TILES, ROWS, PIECE, GATED, ACTIVATION, ACCURACY,
-        )),
-        (_consume, (
-            gl.constexpr(1), stored_desc, up_bias_ptr, gate_bias_ptr, dy_tiles, out_tiles, up_ring, down_ring, row_full,
-            row_empty, up_full, up_empty, down_full, down_empty, N, tiles, K, O, BLOCK_N, CONSUMERS, UP_STAGES,
-            DOWN_STAGES, OUT_TILES, ROWS, PIECE, GATED, ACTIVATION, ACCURACY,
-        )),
-        (_produce, (
-            x_desc, dy_desc, up_desc, gate_desc, down_desc, dy_tiles, up_ring, down_ring, row_full, row_empty,
-            up_full, up_empty, down_full, down_empty, N, tiles, K, O, BLOCK_N, CONSUMERS, UP_STAGES, DOWN_STAGES, ROWS,
-            PIECE,
-        )),
-    ], [4, 1], [240, 24])  # fmt: skip
+    specialize(2, _consume, (
+        stored_desc, up_bias_ptr, gate_bias_ptr, dy_tiles, out_tiles, up_ring, down_ring, row_full, row_empty, up_full,
+        up_empty, down_full, down_empty, N, tiles, K, O, BLOCK_N, CONSUMERS, UP_STAGES, DOWN_STAGES, OUT_TILES, ROWS,
+        PIECE, GATED, ACTIVATION, ACCURACY,
+    ), _produce, (
+        x_desc, dy_desc, up_desc, gate_desc, down_desc, dy_tiles, up_ring, down_ring, row_full, row_empty, up_full,
+        up_empty, down_full, down_empty, N, tiles, K, O, BLOCK_N, CONSUMERS, UP_STAGES, DOWN_STAGES, ROWS, PIECE,
+    ))  # fmt: skip
 
 
 def prepare_hidden_gradient(

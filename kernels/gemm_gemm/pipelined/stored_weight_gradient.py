@@ -20,7 +20,7 @@ from ...hopper import (
     warpgroup_mma_wait,
 )
 from ...launching import Launch
-from ...pipeline import init_barriers, stage_of
+from ...pipeline import init_barriers, specialize, stage_of
 from ...tuning import CONSUMER_ROWS, StoredConfig
 from ..operands import Matrices, Operands
 
@@ -151,22 +151,14 @@ def _stored_weight_gradient_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     init_barriers(full, empty, STAGES, CONSUMERS)
     fence_async_shared()
-    gl.warp_specialize([
-        (_consume, (
-            gl.constexpr(0), up_ptr, gate_ptr, down_ptr, up_sums_ptr, gate_sums_ptr, dy_sums_ptr, left_ring, right_ring,
-            ones, full, empty, is_down, part, unit, column, first_row, end_row, N, K, O, COLUMNS, ROWS, UNITS,
-            CONSUMERS, STAGES, ACTIVATION, ACCURACY,
-        )),
-        (_consume, (
-            gl.constexpr(1), up_ptr, gate_ptr, down_ptr, up_sums_ptr, gate_sums_ptr, dy_sums_ptr, left_ring, right_ring,
-            ones, full, empty, is_down, part, unit, column, first_row, end_row, N, K, O, COLUMNS, ROWS, UNITS,
-            CONSUMERS, STAGES, ACTIVATION, ACCURACY,
-        )),
-        (_produce, (
-            stored_desc, x_desc, dy_desc, hidden_desc, left_ring, right_ring, full, empty, is_down, part, unit,
-            column, part_columns, first_row, end_row, PROJECTIONS, ROWS, UNITS, CONSUMERS, STAGES,
-        )),
-    ], [4, 1], [240, 24])  # fmt: skip
+    specialize(2, _consume, (
+        up_ptr, gate_ptr, down_ptr, up_sums_ptr, gate_sums_ptr, dy_sums_ptr, left_ring, right_ring, ones, full, empty,
+        is_down, part, unit, column, first_row, end_row, N, K, O, COLUMNS, ROWS, UNITS, CONSUMERS, STAGES, ACTIVATION,
+        ACCURACY,
+    ), _produce, (
+        stored_desc, x_desc, dy_desc, hidden_desc, left_ring, right_ring, full, empty, is_down, part, unit, column,
+        part_columns, first_row, end_row, PROJECTIONS, ROWS, UNITS, CONSUMERS, STAGES,
+    ))  # fmt: skip
 
 
 def prepare_stored_weight_gradients(

@@ -10,7 +10,7 @@ import torch
 from ...activations import activation_unit, hidden_and_slopes, through_activation
 from ...hopper import Matrix, copy_in, fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from ...launching import Launch
-from ...pipeline import copy_hidden_tile, hidden_first, init_barriers, stage_of
+from ...pipeline import copy_hidden_tile, hidden_first, init_barriers, specialize, stage_of
 from ...tuning import CONSUMER_ROWS, PipelinedConfig
 from ..operands import Matrices, Operands
 
@@ -227,40 +227,16 @@ def _pipelined_weight_gradient_kernel(
     for consumer in gl.static_range(CONSUMERS):
         mbarrier.init(weight_full.index(consumer), count=1)
     fence_async_shared()
-    if CONSUMERS == 1:
-        gl.warp_specialize([
-            (_consume, (
-                gl.constexpr(0), up_bias_ptr, gate_bias_ptr, d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr,
-                d_gate_bias_ptr, x_ring, dy_ring, up_tiles, gate_tiles, down_tiles, row_full, row_empty, weight_full,
-                first_unit, first_row, end_row, N, M, K, O, BLOCK_M, STAGES, UNITS, EVEN_M, UP_TRANSPOSED,
-                DOWN_TRANSPOSED, GRADIENTS_TRANSPOSED, GATED, ACTIVATION, ACCURACY,
-            )),
-            (_produce, (
-                x_desc, dy_desc, up_desc, gate_desc, down_desc, x_ring, dy_ring, up_tiles, gate_tiles, down_tiles,
-                row_full, row_empty, weight_full, batch, first_unit, first_row, end_row, up_step, down_step, M, BLOCK_M,
-                CONSUMERS, STAGES, UNITS, UP_TRANSPOSED, DOWN_TRANSPOSED,
-            )),
-        ], [1], [24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consume, (
-                gl.constexpr(0), up_bias_ptr, gate_bias_ptr, d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr,
-                d_gate_bias_ptr, x_ring, dy_ring, up_tiles, gate_tiles, down_tiles, row_full, row_empty, weight_full,
-                first_unit, first_row, end_row, N, M, K, O, BLOCK_M, STAGES, UNITS, EVEN_M, UP_TRANSPOSED,
-                DOWN_TRANSPOSED, GRADIENTS_TRANSPOSED, GATED, ACTIVATION, ACCURACY,
-            )),
-            (_consume, (
-                gl.constexpr(1), up_bias_ptr, gate_bias_ptr, d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr,
-                d_gate_bias_ptr, x_ring, dy_ring, up_tiles, gate_tiles, down_tiles, row_full, row_empty, weight_full,
-                first_unit, first_row, end_row, N, M, K, O, BLOCK_M, STAGES, UNITS, EVEN_M, UP_TRANSPOSED,
-                DOWN_TRANSPOSED, GRADIENTS_TRANSPOSED, GATED, ACTIVATION, ACCURACY,
-            )),
-            (_produce, (
-                x_desc, dy_desc, up_desc, gate_desc, down_desc, x_ring, dy_ring, up_tiles, gate_tiles, down_tiles,
-                row_full, row_empty, weight_full, batch, first_unit, first_row, end_row, up_step, down_step, M, BLOCK_M,
-                CONSUMERS, STAGES, UNITS, UP_TRANSPOSED, DOWN_TRANSPOSED,
-            )),
-        ], [4, 1], [240, 24])  # fmt: skip
+    specialize(CONSUMERS, _consume, (
+        up_bias_ptr, gate_bias_ptr, d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr, d_gate_bias_ptr, x_ring, dy_ring,
+        up_tiles, gate_tiles, down_tiles, row_full, row_empty, weight_full, first_unit, first_row, end_row, N, M, K, O,
+        BLOCK_M, STAGES, UNITS, EVEN_M, UP_TRANSPOSED, DOWN_TRANSPOSED, GRADIENTS_TRANSPOSED, GATED, ACTIVATION,
+        ACCURACY,
+    ), _produce, (
+        x_desc, dy_desc, up_desc, gate_desc, down_desc, x_ring, dy_ring, up_tiles, gate_tiles, down_tiles, row_full,
+        row_empty, weight_full, batch, first_unit, first_row, end_row, up_step, down_step, M, BLOCK_M, CONSUMERS,
+        STAGES, UNITS, UP_TRANSPOSED, DOWN_TRANSPOSED,
+    ))  # fmt: skip
 
 
 def prepare_weight_gradient(

@@ -14,7 +14,7 @@ from ...hopper import (
     warpgroup_mma_wait,
 )
 from ...launching import Launch
-from ...pipeline import copy_hidden_tile, init_barriers, matrix_of, release_after_load, stage_of
+from ...pipeline import copy_hidden_tile, init_barriers, matrix_of, release_after_load, specialize, stage_of
 from ...tuning import CONSUMER_ROWS, PipelinedReduceConfig
 from ..operands import ReduceOperands
 
@@ -229,72 +229,16 @@ def _pipelined_reduce_kernel(
     init_barriers(kept_full, kept_empty, KEPT_STAGES, CONSUMERS)
     init_barriers(full, empty, STAGES, CONSUMERS)
     fence_async_shared()
-    if CONSUMERS == 1:
-        gl.warp_specialize([
-            (_consume, (
-                gl.constexpr(0), counts_ptr, values_ptr, sums_ptr, indices_ptr, mask_ptr, lengths_ptr, offsets_ptr,
-                kept_ring, reduced_ring, kept_full, kept_empty, full, empty, stride_mask_z, stride_mask_r,
-                stride_split, reduced_step, P, R, tiles, row_tiles, splits, BLOCK, CONSUMERS, KEPT_STAGES, STAGES,
-                ROWS, KEPT_TRANSPOSED, REDUCED_TRANSPOSED, OP, PARTIAL, IN_REGISTERS,
-            )),
-            (_produce, (
-                kept_desc, reduced_desc, lengths_ptr, offsets_ptr, kept_ring, reduced_ring, kept_full, kept_empty,
-                full, empty, kept_step, reduced_step, R, tiles, row_tiles, splits, BLOCK, CONSUMERS, KEPT_STAGES,
-                STAGES, ROWS, KEPT_TRANSPOSED, REDUCED_TRANSPOSED,
-            )),
-        ], [1], [24])  # fmt: skip
-    elif CONSUMERS == 2:
-        gl.warp_specialize([
-            (_consume, (
-                gl.constexpr(0), counts_ptr, values_ptr, sums_ptr, indices_ptr, mask_ptr, lengths_ptr, offsets_ptr,
-                kept_ring, reduced_ring, kept_full, kept_empty, full, empty, stride_mask_z, stride_mask_r,
-                stride_split, reduced_step, P, R, tiles, row_tiles, splits, BLOCK, CONSUMERS, KEPT_STAGES, STAGES,
-                ROWS, KEPT_TRANSPOSED, REDUCED_TRANSPOSED, OP, PARTIAL, IN_REGISTERS,
-            )),
-            (_consume, (
-                gl.constexpr(1), counts_ptr, values_ptr, sums_ptr, indices_ptr, mask_ptr, lengths_ptr, offsets_ptr,
-                kept_ring, reduced_ring, kept_full, kept_empty, full, empty, stride_mask_z, stride_mask_r,
-                stride_split, reduced_step, P, R, tiles, row_tiles, splits, BLOCK, CONSUMERS, KEPT_STAGES, STAGES,
-                ROWS, KEPT_TRANSPOSED, REDUCED_TRANSPOSED, OP, PARTIAL, IN_REGISTERS,
-            )),
-            (_produce, (
-                kept_desc, reduced_desc, lengths_ptr, offsets_ptr, kept_ring, reduced_ring, kept_full, kept_empty,
-                full, empty, kept_step, reduced_step, R, tiles, row_tiles, splits, BLOCK, CONSUMERS, KEPT_STAGES,
-                STAGES, ROWS, KEPT_TRANSPOSED, REDUCED_TRANSPOSED,
-            )),
-        ], [4, 1], [240, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consume, (
-                gl.constexpr(0), counts_ptr, values_ptr, sums_ptr, indices_ptr, mask_ptr, lengths_ptr, offsets_ptr,
-                kept_ring, reduced_ring, kept_full, kept_empty, full, empty, stride_mask_z, stride_mask_r,
-                stride_split, reduced_step, P, R, tiles, row_tiles, splits, BLOCK, CONSUMERS, KEPT_STAGES, STAGES,
-                ROWS, KEPT_TRANSPOSED, REDUCED_TRANSPOSED, OP, PARTIAL, IN_REGISTERS,
-            )),
-            (_consume, (
-                gl.constexpr(1), counts_ptr, values_ptr, sums_ptr, indices_ptr, mask_ptr, lengths_ptr, offsets_ptr,
-                kept_ring, reduced_ring, kept_full, kept_empty, full, empty, stride_mask_z, stride_mask_r,
-                stride_split, reduced_step, P, R, tiles, row_tiles, splits, BLOCK, CONSUMERS, KEPT_STAGES, STAGES,
-                ROWS, KEPT_TRANSPOSED, REDUCED_TRANSPOSED, OP, PARTIAL, IN_REGISTERS,
-            )),
-            (_consume, (
-                gl.constexpr(2), counts_ptr, values_ptr, sums_ptr, indices_ptr, mask_ptr, lengths_ptr, offsets_ptr,
-                kept_ring, reduced_ring, kept_full, kept_empty, full, empty, stride_mask_z, stride_mask_r,
-                stride_split, reduced_step, P, R, tiles, row_tiles, splits, BLOCK, CONSUMERS, KEPT_STAGES, STAGES,
-                ROWS, KEPT_TRANSPOSED, REDUCED_TRANSPOSED, OP, PARTIAL, IN_REGISTERS,
-            )),
-            (_consume, (
-                gl.constexpr(3), counts_ptr, values_ptr, sums_ptr, indices_ptr, mask_ptr, lengths_ptr, offsets_ptr,
-                kept_ring, reduced_ring, kept_full, kept_empty, full, empty, stride_mask_z, stride_mask_r,
-                stride_split, reduced_step, P, R, tiles, row_tiles, splits, BLOCK, CONSUMERS, KEPT_STAGES, STAGES,
-                ROWS, KEPT_TRANSPOSED, REDUCED_TRANSPOSED, OP, PARTIAL, IN_REGISTERS,
-            )),
-            (_produce, (
-                kept_desc, reduced_desc, lengths_ptr, offsets_ptr, kept_ring, reduced_ring, kept_full, kept_empty,
-                full, empty, kept_step, reduced_step, R, tiles, row_tiles, splits, BLOCK, CONSUMERS, KEPT_STAGES,
-                STAGES, ROWS, KEPT_TRANSPOSED, REDUCED_TRANSPOSED,
-            )),
-        ], [4, 4, 4, 1], [120, 120, 120, 24])  # fmt: skip
+    specialize(CONSUMERS, _consume, (
+        counts_ptr, values_ptr, sums_ptr, indices_ptr, mask_ptr, lengths_ptr, offsets_ptr, kept_ring, reduced_ring,
+        kept_full, kept_empty, full, empty, stride_mask_z, stride_mask_r, stride_split, reduced_step, P, R, tiles,
+        row_tiles, splits, BLOCK, CONSUMERS, KEPT_STAGES, STAGES, ROWS, KEPT_TRANSPOSED, REDUCED_TRANSPOSED, OP,
+        PARTIAL, IN_REGISTERS,
+    ), _produce, (
+        kept_desc, reduced_desc, lengths_ptr, offsets_ptr, kept_ring, reduced_ring, kept_full, kept_empty, full, empty,
+        kept_step, reduced_step, R, tiles, row_tiles, splits, BLOCK, CONSUMERS, KEPT_STAGES, STAGES, ROWS,
+        KEPT_TRANSPOSED, REDUCED_TRANSPOSED,
+    ))  # fmt: skip
 
 
 def takes(operands: ReduceOperands, config: PipelinedReduceConfig) -> tuple[Matrix, Matrix] | None:

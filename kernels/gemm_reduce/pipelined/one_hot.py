@@ -21,7 +21,7 @@ from ...hopper import (
     warpgroup_mma_wait,
 )
 from ...launching import Launch
-from ...pipeline import copy_hidden_tile, init_barriers, matrix_of, stage_of
+from ...pipeline import copy_hidden_tile, init_barriers, matrix_of, specialize, stage_of
 from ...tuning import CONSUMER_ROWS, OneHotPipeline
 
 
@@ -114,26 +114,12 @@ def _pipelined_one_hot_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     init_barriers(full, empty, STAGES, CONSUMERS)
     fence_async_shared()
-    if CONSUMERS == 1:
-        gl.warp_specialize([
-            (_consume, (
-                gl.constexpr(0), out_desc, indices_ptr, weights_ptr, ring, out_tiles, full, empty, P, R, tiles,
-                row_tiles, WIDTH, BLOCK, CONSUMERS, STAGES, ROWS, TRANSPOSED,
-            )),
-            (_produce, (kept_desc, ring, full, empty, kept_step, P, tiles, row_tiles, BLOCK, STAGES, TRANSPOSED)),
-        ], [1], [24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consume, (
-                gl.constexpr(0), out_desc, indices_ptr, weights_ptr, ring, out_tiles, full, empty, P, R, tiles,
-                row_tiles, WIDTH, BLOCK, CONSUMERS, STAGES, ROWS, TRANSPOSED,
-            )),
-            (_consume, (
-                gl.constexpr(1), out_desc, indices_ptr, weights_ptr, ring, out_tiles, full, empty, P, R, tiles,
-                row_tiles, WIDTH, BLOCK, CONSUMERS, STAGES, ROWS, TRANSPOSED,
-            )),
-            (_produce, (kept_desc, ring, full, empty, kept_step, P, tiles, row_tiles, BLOCK, STAGES, TRANSPOSED)),
-        ], [4, 1], [240, 24])  # fmt: skip
+    specialize(CONSUMERS, _consume, (
+        out_desc, indices_ptr, weights_ptr, ring, out_tiles, full, empty, P, R, tiles, row_tiles, WIDTH, BLOCK,
+        CONSUMERS, STAGES, ROWS, TRANSPOSED,
+    ), _produce, (
+        kept_desc, ring, full, empty, kept_step, P, tiles, row_tiles, BLOCK, STAGES, TRANSPOSED,
+    ))  # fmt: skip
 
 
 def takes_one_hot(kept: torch.Tensor, config: OneHotPipeline | None) -> Matrix | None:

@@ -14,6 +14,7 @@ from ...gemm_epilogue.pipelined.products import (
 )
 from ...hopper import Matrix, dense, fence_async_shared, gl, gluon, tma
 from ...launching import Launch, ceil_div
+from ...pipeline import specialize
 from ...tuning.grouped_gemm_pipelines import GroupedPipeline
 
 
@@ -87,20 +88,13 @@ def _pipelined_grouped_product_kernel(
     left_ring, right_ring, full, empty, turns = make_ring(a_desc, w_desc, RIGHT_TRANSPOSED, STEP, STAGES)
     places = gl.allocate_shared_memory(a_desc.dtype, [2 * PLACES, HALF, HALF], out_desc.layout)
     fence_async_shared()
-    gl.warp_specialize([
-        (_consume, (
-            gl.constexpr(0), out_desc, bias_ptr, left_ring, right_ring, places, full, empty, turns, tile_rows,
-            tile_columns, steps, columns, experts, RIGHT_TRANSPOSED, STAGES, PLACES, GROUP,
-        )),
-        (_consume, (
-            gl.constexpr(1), out_desc, bias_ptr, left_ring, right_ring, places, full, empty, turns, tile_rows,
-            tile_columns, steps, columns, experts, RIGHT_TRANSPOSED, STAGES, PLACES, GROUP,
-        )),
-        (_copy_terms, (
-            a_desc, w_desc, other_desc, other_w_desc, left_ring, right_ring, full, empty, tile_rows, tile_columns,
-            inner, experts, RIGHT_TRANSPOSED, STEP, STAGES, GROUP,
-        )),
-    ], [4, 1], [240, 24])  # fmt: skip
+    specialize(2, _consume, (
+        out_desc, bias_ptr, left_ring, right_ring, places, full, empty, turns, tile_rows, tile_columns, steps, columns,
+        experts, RIGHT_TRANSPOSED, STAGES, PLACES, GROUP,
+    ), _copy_terms, (
+        a_desc, w_desc, other_desc, other_w_desc, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
+        experts, RIGHT_TRANSPOSED, STEP, STAGES, GROUP,
+    ))  # fmt: skip
 
 
 def prepare_product(a: Matrix, weights: list[Matrix], columns: int, experts: int, config: GroupedPipeline) -> Launch:

@@ -7,7 +7,7 @@ and backwards, so that none of them always gets the longer ones.
 from ...gemm_epilogue.pipelined.products import HALF, TILE, column_halves, multiply_from, send
 from ...hopper import Matrix, copy_in, fence_async_shared, gl, gluon, mbarrier, tma
 from ...launching import Launch, ceil_div
-from ...pipeline import init_barriers, stage_of
+from ...pipeline import init_barriers, specialize, stage_of
 from ...tiles import grouped_tile
 from ...tuning.grouped_gemm_pipelines import GroupedPipeline
 
@@ -146,20 +146,13 @@ def _pipelined_grouped_weight_gradient_kernel(
     for consumer in gl.static_range(2):
         mbarrier.init(turns.index(consumer), count=1)
     fence_async_shared()
-    gl.warp_specialize([
-        (_consume, (
-            gl.constexpr(0), out_desc, left_ring, right_ring, places, full, empty, turns, starts_ptr, order_ptr,
-            tile_rows, tile_columns, work, units, out_rows, end, STEP, STAGES, PLACES, GROUP,
-        )),
-        (_consume, (
-            gl.constexpr(1), out_desc, left_ring, right_ring, places, full, empty, turns, starts_ptr, order_ptr,
-            tile_rows, tile_columns, work, units, out_rows, end, STEP, STAGES, PLACES, GROUP,
-        )),
-        (_produce, (
-            left_desc, right_desc, left_ring, right_ring, full, empty, starts_ptr, order_ptr, tile_rows, tile_columns,
-            work, end, STEP, STAGES, GROUP,
-        )),
-    ], [4, 1], [240, 24])  # fmt: skip
+    specialize(2, _consume, (
+        out_desc, left_ring, right_ring, places, full, empty, turns, starts_ptr, order_ptr, tile_rows, tile_columns,
+        work, units, out_rows, end, STEP, STAGES, PLACES, GROUP,
+    ), _produce, (
+        left_desc, right_desc, left_ring, right_ring, full, empty, starts_ptr, order_ptr, tile_rows, tile_columns, work,
+        end, STEP, STAGES, GROUP,
+    ))  # fmt: skip
 
 
 def prepare_weight_gradient(
