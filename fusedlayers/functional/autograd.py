@@ -22,9 +22,16 @@ def contiguous(gradient: Tensor | None) -> Tensor | None:
     return gradient.clone() if gradient.data_ptr() & ALIGNMENT_MASK else gradient
 
 
-def _layouts(saved: Sequence[Tensor | None]) -> list[object]:
-    """How all of them lie, as far as kernels mind; in one step, as every backward pass asks."""
-    return [None if each is None else (each.stride(), each.data_ptr() & ALIGNMENT_MASK) for each in saved]
+def _layouts(saved: Sequence[Tensor | None]) -> list[Any]:
+    """What all of them are and how they lie, as far as kernels mind; in one step, as every backward pass asks."""
+    return [
+        None if each is None else (each.dtype, each.shape, each.stride(), each.data_ptr() & ALIGNMENT_MASK)
+        for each in saved
+    ]
+
+
+def _said(layout: Any) -> str:
+    return "nothing" if layout is None else f"{layout[0]} {list(layout[1])}"
 
 
 class _Function(torch.autograd.Function):
@@ -33,12 +40,13 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Any, *operands: Any) -> Any:
         ctx.call = call
-        if not call.wanted:
-            # All follow from what the call was recognised by.
-            call.wanted = ctx.needs_input_grad[1:]
-            call.kept = call.operation.kept(call.wanted)
-            call.constant = call.operation.constant(call.problem, call.wanted)
         wanted = call.wanted
+        if not wanted:
+            # All follow from what the call was recognised by. The last is what other threads look for.
+            wanted = ctx.needs_input_grad[1:]
+            call.kept = call.operation.kept(wanted)
+            call.constant = call.operation.constant(call.problem, wanted)
+            call.wanted = wanted
         results, made = call.operation._forward(call, operands, wanted)
         saved = [operand if keep else None for operand, keep in zip(operands, call.kept, strict=True)]
         ctx.save_for_backward(*saved, *made)
@@ -54,7 +62,13 @@ class _Function(torch.autograd.Function):
         call, saved = ctx.call, ctx.saved_tensors
         # Hooks of saved tensors may have brought back tensors that lie otherwise, and so may an assignment to .data.
         # What kernels made for themselves they read as they made it.
-        if _layouts(saved) != call.layouts:
+        if (layouts := _layouts(saved)) != call.layouts:
+            for found, kept in zip(layouts, call.layouts, strict=True):
+                if found[:2] != kept[:2] if found and kept else found is not kept:
+                    raise RuntimeError(
+                        f"{call.operation.name} saved {_said(kept)} for its backward pass, and got {_said(found)} "
+                        "back: expected the same dtype and shape"
+                    )
             call, count = call.apart(), len(call.kept)
             saved = *saved[:count], *[each if each is None else each.contiguous() for each in saved[count:]]
         return None, *call.operation.gradients(call, saved, ctx.needs_input_grad[1:], upstream)

@@ -217,12 +217,15 @@ class KernelOperation:
         problem, path, extras, wanted = described
         return self.operation.results(operands, problem, path, extras, any(wanted))
 
-    def _prepared(self, tensors: Sequence[Tensor | None], sizes: Sequence[int], call: str) -> _Ready:
+    def _prepared(
+        self, operands: Sequence[Tensor | None], sizes: Sequence[int], call: str, made: Sequence[Tensor] = ()
+    ) -> _Ready:
         """Remembered, unless a size is a symbol: then a graph is traced, and this is no call that runs."""
         if any(type(size) is not int for size in sizes):
-            return self._prepare(tensors, sizes, call)
-        device = _device_of(tensors)
-        layouts = [None if tensor is None else layout_of(tensor) for tensor in tensors]
+            return self._prepare(operands, sizes, call)
+        device = _device_of(operands)
+        # The dtypes, too: the problem names one, and indices or weights of rows may have others.
+        layouts = [None if each is None else (each.dtype, *layout_of(each)) for each in (*operands, *made)]
         # The switches as they are now, which may differ from what they were when the graph was compiled.
         key = (call, *sizes, *layouts, device, *switches())
         known = self._ready.get(key)
@@ -230,7 +233,7 @@ class KernelOperation:
         if known is None or known.call.facts is not dispatch.describe(device):
             if len(self._ready) >= _READY_LIMIT:
                 self._ready.clear()
-            known = self._ready[key] = self._prepare(tensors, sizes, call)
+            known = self._ready[key] = self._prepare(operands, sizes, call)
         return known
 
     def _prepare(self, tensors: Sequence[Tensor | None], sizes: Sequence[int], call: str) -> _Ready:
@@ -293,7 +296,7 @@ class KernelOperation:
 
     def _backward(self, *given: Any) -> list[Tensor]:
         upstream, operands, made, sizes, call = given
-        ready = self._prepared(operands, sizes, call)
+        ready = self._prepared(operands, sizes, call, made)
         # Chunks are differentiated by autograd, which is out of reach below a custom operation.
         include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
         with torch._C._ForceDispatchKeyGuard(include, exclude - _AUTOGRAD), torch.no_grad():

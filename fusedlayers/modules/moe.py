@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..functional.operands import check_tensors, checked_flag, said
+from ..functional.operands import check_given, check_tensors, checked_flag, said
 from ..kernels.activations import canonical_activation
 from .ffn import FusedFFN, _positive
 
@@ -149,6 +149,7 @@ class FusedMoE(nn.Module):
         # The router comes first, and torch's error would name neither the argument nor the module.
         first = getattr(self.experts, self.experts.first)
         if not isinstance(x, Tensor) or x.dtype != first.dtype:
+            check_given(x=x)
             check_tensors({f"experts.{self.experts.first}": first, "x": x})
         if x.shape[-1:] != (self.d_model,):
             raise ValueError(f"{said('x', x)}: expected [*B, M, K] with K = d_model = {self.d_model}")

@@ -20,6 +20,7 @@ from fusedlayers import SplitKLinear, functional, planning
 from fusedlayers.functional import call, dispatch, operation, switches
 from fusedlayers.functional.call import signature
 from fusedlayers.functional.dispatch import decisions
+from fusedlayers.functional.ffn import FFN
 from tests.support.operands import forget_calls
 
 H200 = planning.Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
@@ -333,3 +334,32 @@ def test_threads_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> N
         thread.join()
     assert wrong == []
     assert len(operation._prepared) <= 3 + len(threads)
+
+
+def test_a_thread_never_meets_a_call_that_another_one_has_half_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first thread waits where it has found out what is kept, and has not noted it yet."""
+    inside, go_on = threading.Event(), threading.Event()
+    find_out = FFN.kept
+    ended: list[str] = []
+
+    def kept(wanted: Any) -> Any:
+        if threading.current_thread().name == "first":
+            inside.set()
+            assert go_on.wait(30)
+        return find_out(wanted)
+
+    monkeypatch.setattr(FFN, "kept", kept)
+    x, w_up, w_down = (torch.randn(*sizes, requires_grad=True) for sizes in ((6, 4), (8, 4), (4, 8)))
+
+    def work() -> None:
+        functional.ffn(x, w_up, w_down, activation="relu", recompute=True).sum().backward()
+        ended.append(threading.current_thread().name)
+
+    threads = [threading.Thread(target=work, name=name) for name in ("first", "second")]
+    threads[0].start()
+    assert inside.wait(30)
+    threads[1].start()
+    threads[1].join()
+    go_on.set()
+    threads[0].join()
+    assert sorted(ended) == ["first", "second"]

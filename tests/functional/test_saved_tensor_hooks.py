@@ -46,3 +46,19 @@ def test_hooks_on_what_autograd_saves(path: str, activation: str, gated: bool, w
     with on_path(path):
         for one, other in zip(everything(hooked), everything(call), strict=True):
             torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("change", ["dtype", "shape"])
+def test_what_comes_back_is_what_was_saved(change: str) -> None:
+    """The launches of a backward pass are those of the call before, and read tensors of the same kind."""
+
+    def change_it(tensor: Tensor) -> Tensor:
+        return tensor.half() if change == "dtype" else tensor[:-1]
+
+    queries, documents = torch.randn(2, 5, 8, requires_grad=True), torch.randn(3, 4, 8, requires_grad=True)
+    with on_path("kernels"):
+        functional.maxsim(queries, documents).sum().backward()
+        with torch.autograd.graph.saved_tensors_hooks(change_it, lambda tensor: tensor):
+            scores = functional.maxsim(queries, documents)
+        with pytest.raises(RuntimeError, match=r"maxsim saved torch.float32 \[2, 5, 8\] .* and got .* back"):
+            scores.sum().backward()

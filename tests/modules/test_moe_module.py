@@ -69,6 +69,7 @@ def test_it_is_the_mixture_of_transformers(path: str, normalize: bool) -> None:
         ),
         (torch.zeros(3, 24).long(), TypeError, "x of shape .*: expected a real floating-point dtype"),
         ([0.0] * 24, TypeError, "x must be a torch.Tensor, got list"),
+        (None, TypeError, "x must be a torch.Tensor, got None"),
     ],
 )
 def test_an_error_of_the_input_names_it(x: Any, error: type[Exception], message: str) -> None:
