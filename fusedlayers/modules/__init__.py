@@ -2,6 +2,7 @@
 
 from .adapters import ffn_pieces
 from .children import (
+    class_attributes,
     class_name,
     class_path,
     is_plain_now,
@@ -34,6 +35,7 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "MaxSim",
     "SplitKLinear",
+    "class_attributes",
     "class_name",
     "class_path",
     "ffn_pieces",

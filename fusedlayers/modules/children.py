@@ -220,3 +220,17 @@ def say_once(module: nn.Module, reason: str, instead: str = "calls its children"
     if line not in _said:
         _said.add(line)
         _log.info(line)
+
+
+def class_attributes(kind: type[nn.Module]) -> dict[str, Any]:
+    """What instances of a class of modules read where they have no attribute of that name; methods are none of it."""
+    found: dict[str, Any] = {}
+    for base in reversed(kind.__mro__[: kind.__mro__.index(nn.Module)]):
+        found |= {name: value for name, value in vars(base).items() if not name.startswith("__")}
+    static = {name: getattr(value, "__func__", value) for name, value in found.items() if not _is_method(value)}
+    return {name: value for name, value in static.items() if not isinstance(value, type)}
+
+
+def _is_method(value: Any) -> bool:
+    """Whether an instance reads something else than what its class has."""
+    return hasattr(type(value), "__get__") and not isinstance(value, staticmethod)

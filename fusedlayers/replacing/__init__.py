@@ -116,7 +116,7 @@ def replace(
 
     Args:
         model: any module; it may be a block itself.
-        rules: what the classes of other blocks compute, instead of a row of the table where both know a class; and
+        rules: what the classes of other blocks compute, believed without a trial; and
             which linears outside of FFNs become :class:`SplitKLinear` (none without a rule).
         recompute: as in ``functional.ffn``, for every block: True never allocates a hidden, forward or backward.
         loss: whether to take the loss of a language model, too.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..kernels.activations import ACTIVATIONS, ALIASES, LEAKY_SLOPE, canonical_activation
+from ..modules import class_attributes
 from .formulas import PLAIN, is_formula
 from .trials import quietly
 
@@ -74,7 +75,7 @@ def _of_unknown_module(module: nn.Module) -> str | None:
     # is no activation.
     if module._parameters or module._buffers or module._modules or isinstance(module, _DropoutNd):
         return None
-    options = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+    options = _options(module)
     fixed = (
         type(value) in PLAIN or inspect.isroutine(value) or type(value) is functools.partial
         for value in options.values()
@@ -82,6 +83,12 @@ def _of_unknown_module(module: nn.Module) -> str | None:
     if not all(fixed):
         return None
     return _compared((type(module), type(module).forward, *sorted(options.items(), key=str)), module)
+
+
+def _options(module: nn.Module) -> dict[str, Any]:
+    """What a module reads besides what every module has: attributes of its own, and of its class."""
+    every = {**class_attributes(type(module)), **vars(module)}
+    return {name: value for name, value in every.items() if name not in _OF_MODULES}
 
 
 # What every module has, and what a replaced one keeps.
@@ -131,8 +138,7 @@ def watched_options(activation: object) -> list[str]:
     """The names of options by which a module of the user's may become another activation."""
     if not isinstance(activation, nn.Module) or _is_of_torch(activation):
         return []
-    own = vars(activation).items()
-    return [name for name, value in own if name not in _OF_MODULES and type(value) is not functools.partial]
+    return [name for name, value in _options(activation).items() if type(value) is not functools.partial]
 
 
 def _is_of_torch(activation: object) -> bool:

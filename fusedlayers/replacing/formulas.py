@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..modules import class_attributes
 from .small_copies import linears, sizes_of_linear
 
 # Operations without cases, by the names of functions and methods of torch. What cuts large numbers off is none.
@@ -35,6 +36,8 @@ _OPERATORS = ("add", "radd", "mul", "rmul", "sub", "rsub", "truediv", "rtruediv"
 _WRITING = ("iadd", "isub", "imul", "itruediv", "ipow")
 _COMPARING = ("eq", "ne", "lt", "le", "gt", "ge", "bool", "hash", "len", "iter", "float", "int")
 PLAIN = (bool, int, float, str, type(None))
+# What a class may have besides, for its instances to call.
+_FIXED = (types.FunctionType, types.BuiltinFunctionType)
 
 
 class NoFormula(Exception):
@@ -246,10 +249,10 @@ def options_read(block: nn.Module, method: str, parts: Sequence[str]) -> tuple[t
         names: set[str] = set()
         if not all(map(_is_fixed, _functions(type(module), method if module is block else "forward", names))):
             return None
-        for name, value in vars(module).items():
+        for name, value in {**class_attributes(type(module)), **vars(module)}.items():
             if name not in names or name in ("training", "_modules", "_parameters") or prefix + name in parts:
                 continue
-            if not _is_plain(value):
+            if not _is_plain(value) and (name in vars(module) or not isinstance(value, _FIXED)):
                 return None
             found[prefix + name] = value
     return tuple(found.items())

@@ -57,9 +57,8 @@ class FusedNorm(ReplacedModule):
             if tensor.dtype is not dtype or tensor.shape != x.shape[-1:]:
                 size = "another width" if tensor.shape != x.shape[-1:] else str(dtype)
                 return f"its {name} is of {tensor.dtype} and {list(tensor.shape)}, its input of {size}"
-        kept = self.__dict__
         for name, value in norm.options:
-            if kept.get(name, _MISSING) != value:
+            if getattr(self, name, _MISSING) != value:
                 return f"its {name} was {value!r} when it was replaced"
         return None
 

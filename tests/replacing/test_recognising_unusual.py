@@ -135,6 +135,28 @@ class Swish(nn.Module):
         return z * torch.sigmoid(self._slope * z)
 
 
+class OfItsClass(nn.Module):
+    """What a block of this kind does is written in its class, until an instance says something else."""
+
+    after = False
+    act = staticmethod(F.silu)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(K, N), nn.Linear(N, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc2(self.act(self.fc1(x)))
+        return torch.relu(y) if self.after else y
+
+
+class SwishOfItsClass(nn.Module):
+    slope = 1.0
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z * torch.sigmoid(self.slope * z)
+
+
 def set_to(path: str, value: object) -> Callable[[nn.Module], None]:
     holder, _, name = path.rpartition(".")
 
@@ -153,6 +175,9 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], None]]] 
     "rate": (lambda: block_with(with_rate), set_to("rate", 1.0)),
     "option of a child": (Holding, set_to("into.slope", 1.5)),
     "option of an activation": (lambda: Block(Swish()), set_to("act._slope", 1.5)),
+    "option of the class": (OfItsClass, set_to("after", True)),
+    "activation of the class": (OfItsClass, set_to("act", torch.relu)),
+    "option of an activation's class": (lambda: Block(SwishOfItsClass()), set_to("act.slope", 1.5)),
 }
 
 
@@ -339,3 +364,24 @@ def test_a_cast_to_the_dtype_of_the_weights_is_part_of_a_formula() -> None:
     block = CastsToItsWeights()
     fl.replace(block)
     assert type(block).fused_rule.inside is None
+
+
+class NormOfItsClass(nn.Module):
+    eps = 1e-6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def test_an_option_of_a_norms_class_is_noticed() -> None:
+    model, own, x = nn.Sequential(NormOfItsClass()), NormOfItsClass(), torch.randn(3, 8)
+    assert fl.replace(model, norm=True).replaced
+    for norm in (model[0], own):
+        norm.eps = 1.0
+    torch.testing.assert_close(model(x), own(x))

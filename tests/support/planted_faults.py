@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from tests.support.planted_in_calls import CALLS
 from tests.support.planted_in_experts import EXPERTS
 from tests.support.planted_in_reductions import REDUCTIONS
 from tests.support.planting import Fault, copied, noticed
@@ -349,6 +350,7 @@ FAULTS: tuple[Fault, ...] = (
         "bias = added if bias is None else bias + added", "bias = bias",
         "replacing/test_adapters kinds_of_adapters",
     ),
+    *CALLS,
     *EXPERTS,
     *REDUCTIONS,
 )  # fmt: skip

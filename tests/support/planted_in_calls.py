@@ -1,0 +1,31 @@
+"""Planted faults of what calls and blocks keep for the next one: see ``planted_faults.py``."""
+
+from __future__ import annotations
+
+from tests.support.planting import Fault
+from tests.support.planting import fault as _fault
+
+_AUTOGRAD, _OBSERVED = "fusedlayers/functional/autograd.py", "fusedlayers/functional/custom_ops.py"
+
+CALLS: tuple[Fault, ...] = (
+    _fault(
+        "dtypes of an observed call forgotten", _OBSERVED,
+        "(each.dtype, *layout_of(each))", "layout_of(each)",
+        "functional/test_observed_calls always_given_the_same_dtypes",
+    ),
+    _fault(
+        "a call that another thread has half noted", _AUTOGRAD,
+        "wanted = ctx.needs_input_grad[1:]\n", "wanted = call.wanted = ctx.needs_input_grad[1:]\n",
+        "functional/test_recalled_calls half_noted",
+    ),
+    _fault(
+        "kind of what was saved not looked at", _AUTOGRAD,
+        "if found[:2] != kept[:2] if found and kept else found is not kept:", "if found is None:",
+        "functional/test_saved_tensor_hooks what_comes_back",
+    ),
+    _fault(
+        "attributes of a class not watched", "fusedlayers/modules/children.py",
+        "return {name: value for name, value in static.items() if not isinstance(value, type)}", "return {}",
+        "replacing/test_recognising_unusual changes_later",
+    ),
+)  # fmt: skip
