@@ -17,8 +17,8 @@ def explain(target: nn.Module | Callable[..., Any], /, *inputs: Tensor, **option
     """What ``target(*inputs)`` would do on this machine, as text; nothing is computed.
 
     Args:
-        target: a :class:`FusedFFN`, :class:`SplitKLinear`, :class:`MaxSim` or :class:`LinearCrossEntropyLoss`, a module
-            that :func:`replace` has fused, or a function of ``functional``.
+        target: a :class:`FusedFFN`, :class:`FusedMoE`, :class:`SplitKLinear`, :class:`MaxSim` or
+            :class:`LinearCrossEntropyLoss`, a module that :func:`replace` has fused, or a function of ``functional``.
         inputs: the tensors of the call; ``requires_grad`` of inputs and parameters and the grad mode count.
         options: the keyword arguments of the call.
 

@@ -96,8 +96,8 @@ def verify(target: nn.Module | Callable[..., Any], /, *inputs: Any, **options: A
     module that insists on float32 (norms, rotary embeddings) does so in the reference, too.
 
     Args:
-        target: a module that `replace` has fused, in whole or in part, a :class:`FusedFFN`, a :class:`MaxSim`, or a
-            function of ``functional``. The module is copied three times, one after the other, once in float64.
+        target: a module that `replace` has fused, in whole or in part, a module of this library, or a function of
+            ``functional``. The module is copied three times, one after the other, once in float64.
         inputs: of the call; tensors may lie in lists, tuples and dicts.
         options: keyword arguments of the call.
 

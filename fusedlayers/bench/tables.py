@@ -108,8 +108,9 @@ def conditions(record: Record) -> str:
         f"Measured on {', '.join(parts)}. Medians in µs, *launched / replayed in a CUDA graph*, {cold}random data, "
         "contenders interleaved; `*` marks a launched time that shows the host rather than the device. "
         "*Speed-up* is the best of torch's over fusedlayers in auto mode: above 1 fusedlayers "
-        "is faster. *Of floor* is the least time that arithmetic and memory traffic allow, over ours. Memory in MiB, "
-        "*eager / compile / fusedlayers*: saved for backward without parameters, and allocated at most."
+        "is faster. *Of floor* is the time that arithmetic and memory traffic take at peak rates as they were "
+        "measured, over ours. Memory in MiB, *eager / compile / fusedlayers*: saved for backward without parameters, "
+        "and allocated at most."
     )
 
 
