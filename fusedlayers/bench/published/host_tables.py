@@ -52,8 +52,8 @@ def markdown(record: Record) -> str:
     device, versions = record["device"], record["versions"]
     return (
         f"Measured on {device['name']}, torch {versions['torch']}, {day_and_commit(record)}: medians, launched "
-        "one by one, all contenders interleaved; *host* is the host's part, *device* the loop inside a CUDA graph.\n\n"
-        + table(record).markdown()
+        "one by one, all contenders interleaved, and of ratios within a round; *host* is the host's part, *device* the "
+        "loop inside a CUDA graph.\n\n" + table(record).markdown()
     )
 
 

@@ -56,7 +56,8 @@ def markdown(record: Record) -> str:
         f"Measured on {device['name']}, torch {versions['torch']}, Triton {versions['triton']}, "
         f"{day_and_commit(record)}: models of Hugging Face's with random weights and without dropout, a fused "
         "AdamW included; medians, all contenders of a model interleaved. In parentheses the time over torch's in the "
-        "same mode. The most in memory counts weights, the optimizer's state and, where graphs are recorded, what they "
+        "same mode, the median of all rounds. The most in memory counts weights, the optimizer's state and, where "
+        "graphs are recorded, what they "
         "hold.\n\n" + table(record).markdown()
     )
 
