@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES
 from fusedlayers.kernels.tuning.grouped_gemm import BLOCKS, GROUPED_TILES, padded_rows, row_block
-from fusedlayers.kernels.tuning.grouped_gemm_pipelines import BLOCK
+from fusedlayers.kernels.tuning.grouped_gemm_pipelines import BLOCK, GROUPED_PIPELINES
 from fusedlayers.planning import Device, plan
 from fusedlayers.planning.moe_ffn import MOST_ROWS, MoeProblem
 
@@ -79,6 +80,13 @@ def test_which_kernels_run(dtype: str, training: bool, tokens: int) -> None:
 def test_every_row_of_the_table_divides_the_block_of_a_backward_pass() -> None:
     for tiles in GROUPED_TILES.values():
         assert BLOCKS[-1] % tiles.block_m == 0
+
+
+def test_both_pre_activations_of_a_quarter_have_a_place() -> None:
+    """With one place the gate's would wait for the other's to be given back, which waits for the gate's."""
+    for pipelines in (EPILOGUE_PIPELINES, GROUPED_PIPELINES):
+        for gated in (False, True):
+            assert pipelines["hidden_gradient", gated].z_stages >= 1 + gated
 
 
 def test_why_torch_runs() -> None:
