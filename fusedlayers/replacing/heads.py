@@ -206,7 +206,10 @@ class HeadInside:
         if logits._values is not None:
             return logits._values
         if is_dynamo_compiling():
-            return NO_LOGITS
+            # Where Dynamo gave up on the model's call, it was asked there as if nothing was compiled.
+            model = cast(Any, self.model)
+            left = model.training and torch.is_grad_enabled() and model.may_leave_logits_in_traces()
+            return NO_LOGITS if left else logits._tensor("in a compiled model")
         if torch._C._current_graph_task_id() != -1:
             # A checkpoint runs the model again in its backward pass, and takes tensors alone for outputs.
             return logits._tensor("in a backward pass")

@@ -69,6 +69,18 @@ def test_it_compiles(name: str, case: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert "computes the loss alone" in repr(logits)
 
 
+def test_where_dynamo_gives_up_on_the_call_evaluation_has_logits() -> None:
+    """transformers warns of a loss that it does not know, which Dynamo does not trace: the call runs as Python."""
+    model, inputs = build("GPT-2").eval(), text()
+    with torch.no_grad():
+        expected = model(**inputs)
+        replaced(model)
+        torch._dynamo.reset()
+        found = torch.compile(model, backend="eager")(**inputs)
+    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(found.logits, expected.logits)
+
+
 def test_in_evaluation_it_compiles_with_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = build("Llama").eval(), text()
     with torch.no_grad():
