@@ -12,15 +12,7 @@ from ..kernels.activations import canonical_activation
 from ..planning import HiddenGradientProblem
 from .call import call_facts, wants_gradient
 from .custom_ops import Result, Results
-from .operands import (
-    check_bias,
-    check_given,
-    check_shape,
-    check_tensors,
-    rows,
-    said,
-    with_leading_dims,
-)
+from .operands import check_bias, check_given, check_shape, check_tensors, rows, said, with_leading_dims
 from .operation import Operation, Tensors, formula
 from .prepared import Prepared
 

@@ -14,14 +14,7 @@ from ..kernels.tuning import COLUMN_SUM_TILES
 from ..planning import WeightGradientPlan, WeightGradientProblem
 from .call import call_facts, wants_gradient
 from .custom_ops import Result, Results
-from .operands import (
-    check_bias,
-    check_given,
-    check_tensors,
-    rows,
-    said,
-    without_autocast,
-)
+from .operands import check_bias, check_given, check_tensors, rows, said, without_autocast
 from .operation import Operation, Tensors
 from .prepared import Prepared
 

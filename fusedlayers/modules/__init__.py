@@ -2,7 +2,7 @@
 
 from .adapters import ffn_pieces
 from .children import (
-    class_attributes,
+    attributes_of,
     class_name,
     class_path,
     is_plain_now,
@@ -35,7 +35,7 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "MaxSim",
     "SplitKLinear",
-    "class_attributes",
+    "attributes_of",
     "class_name",
     "class_path",
     "ffn_pieces",

@@ -222,13 +222,17 @@ def say_once(module: nn.Module, reason: str, instead: str = "calls its children"
         _log.info(line)
 
 
-def class_attributes(kind: type[nn.Module]) -> dict[str, Any]:
-    """What instances of a class of modules read where they have no attribute of that name; methods are none of it."""
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """What a module has, and what it reads of its class where it has no attribute of that name; methods are none of it.
+
+    Children and parameters are not in it, but an attribute of one of these names hides them.
+    """
     found: dict[str, Any] = {}
-    for base in reversed(kind.__mro__[: kind.__mro__.index(nn.Module)]):
+    kinds = type(module).__mro__
+    for base in reversed(kinds[: kinds.index(nn.Module)]):
         found |= {name: value for name, value in vars(base).items() if not name.startswith("__")}
     static = {name: getattr(value, "__func__", value) for name, value in found.items() if not _is_method(value)}
-    return {name: value for name, value in static.items() if not isinstance(value, type)}
+    return {name: value for name, value in static.items() if not isinstance(value, type)} | vars(module)
 
 
 def _is_method(value: Any) -> bool:

@@ -18,15 +18,7 @@ from torch import Tensor, nn
 
 from ..functional.ffn import FFN
 from ..functional.lora_ffn import LORA_FFN
-from .children import (
-    active_adapter,
-    base_linear,
-    class_attributes,
-    is_adapted,
-    is_transposed,
-    split_gate,
-    why_not_now,
-)
+from .children import active_adapter, attributes_of, base_linear, is_adapted, is_transposed, split_gate, why_not_now
 from .pieces import FFNPieces
 
 _operation = FFN.composite.operation
@@ -71,7 +63,7 @@ def _options_of(part: object) -> tuple[tuple[str, Any], ...]:
     """The options of a module that is an activation: of torch's those that matter, of others all numbers and names."""
     if not isinstance(part, nn.Module):
         return ()
-    own = {**class_attributes(type(part)), **vars(part)}
+    own = attributes_of(part)
     if type(part).__module__.startswith("torch.nn."):
         return tuple((name, own[name]) for name in _OPTIONS if name in own)
     plain = (bool, int, float, str)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..kernels.activations import ACTIVATIONS, ALIASES, LEAKY_SLOPE, canonical_activation
-from ..modules import class_attributes
+from ..modules import attributes_of
 from .formulas import PLAIN, is_formula
 from .trials import quietly
 
@@ -87,8 +87,7 @@ def _of_unknown_module(module: nn.Module) -> str | None:
 
 def _options(module: nn.Module) -> dict[str, Any]:
     """What a module reads besides what every module has: attributes of its own, and of its class."""
-    every = {**class_attributes(type(module)), **vars(module)}
-    return {name: value for name, value in every.items() if name not in _OF_MODULES}
+    return {name: value for name, value in attributes_of(module).items() if name not in _OF_MODULES}
 
 
 # What every module has, and what a replaced one keeps.

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import reference
 from ..kernels.activations import ACTIVATIONS
-from ..modules import class_attributes, class_name, why_not_plain_tensor, why_not_read_past
+from ..modules import attributes_of, class_name, why_not_plain_tensor, why_not_read_past
 from .activations import torch_module_activation
 from .formulas import PLAIN, codes_in
 from .small_copies import divisor, small_copy
@@ -228,7 +228,7 @@ def _options(module: nn.Module, method: Callable[..., Any]) -> tuple[str | None,
     }
     activation: str | None = None
     options: dict[str, Any] = {}
-    for name, value in {**class_attributes(type(module)), **vars(module), **module._modules}.items():
+    for name, value in {**module._modules, **attributes_of(module)}.items():
         if name not in read or name in _NOT_OPTIONS:
             continue
         if type(value) in PLAIN:

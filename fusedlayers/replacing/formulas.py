@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..modules import class_attributes
+from ..modules import attributes_of
 from .small_copies import linears, sizes_of_linear
 
 # Operations without cases, by the names of functions and methods of torch. What cuts large numbers off is none.
@@ -249,7 +249,7 @@ def options_read(block: nn.Module, method: str, parts: Sequence[str]) -> tuple[t
         names: set[str] = set()
         if not all(map(_is_fixed, _functions(type(module), method if module is block else "forward", names))):
             return None
-        for name, value in {**class_attributes(type(module)), **vars(module)}.items():
+        for name, value in attributes_of(module).items():
             if name not in names or name in ("training", "_modules", "_parameters") or prefix + name in parts:
                 continue
             if not _is_plain(value) and (name in vars(module) or not isinstance(value, _FIXED)):

@@ -90,7 +90,7 @@ class FusedLossHead(ReplacedModule):
         head, function = getattr(self, self.fused_head), cast(Any, self).loss_function
         if is_dynamo_compiling():
             # In evaluation results are logits, and a compiled model computes its results.
-            if not (self.training and torch.is_grad_enabled()) or not self.may_leave_logits_in_traces():
+            if not self.leaves_logits_in_traces():
                 return method(self, *args, **kwargs)
             # Dynamo guards what is read here.
             if head.forward is None or function is None:
@@ -105,6 +105,10 @@ class FusedLossHead(ReplacedModule):
                 return method(self, *args, **kwargs)
         inside = HeadInside(self, self.fused_head, head, function)
         return inside.handed_out(method(inside.stand_in(method), *args, **kwargs))
+
+    def leaves_logits_in_traces(self) -> bool:
+        """Whether a traced call goes without logits, for Dynamo to trace."""
+        return self.training and torch.is_grad_enabled() and self.may_leave_logits_in_traces()
 
     @outside_of_traces
     def may_leave_logits_in_traces(self) -> bool:
@@ -207,8 +211,7 @@ class HeadInside:
             return logits._values
         if is_dynamo_compiling():
             # Where Dynamo gave up on the model's call, it was asked there as if nothing was compiled.
-            model = cast(Any, self.model)
-            left = model.training and torch.is_grad_enabled() and model.may_leave_logits_in_traces()
+            left = cast(FusedLossHead, self.model).leaves_logits_in_traces()
             return NO_LOGITS if left else logits._tensor("in a compiled model")
         if torch._C._current_graph_task_id() != -1:
             # A checkpoint runs the model again in its backward pass, and takes tensors alone for outputs.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..kernels.activations import ACTIVATIONS
-from ..modules import class_attributes, class_path, split_gate
+from ..modules import attributes_of, class_path, split_gate
 from .activations import torch_module_activation
 from .finding import attribute
 from .formulas import is_formula_of_linears, options_read
@@ -323,7 +323,7 @@ def _activation_path(block: nn.Module, chain: Chain) -> str:
     holders = dict.fromkeys(["", *(path.rpartition(".")[0] for path in (chain.gate or chain.up, chain.up, chain.down))])
     for holder in holders:
         owner = attribute(block, holder) if holder else block
-        own = {**class_attributes(type(owner)), **owner._modules, **vars(owner)}
+        own = {**owner._modules, **attributes_of(owner)}
         for name, part in own.items():
             if name.startswith("_") or isinstance(part, _DropoutNd) or not (callable(part) or isinstance(part, str)):
                 continue

@@ -25,7 +25,7 @@ CALLS: tuple[Fault, ...] = (
     ),
     _fault(
         "attributes of a class not watched", "fusedlayers/modules/children.py",
-        "return {name: value for name, value in static.items() if not isinstance(value, type)}", "return {}",
+        "return {name: value for name, value in static.items() if not isinstance(value, type)} | ", "return ",
         "replacing/test_recognising_unusual changes_later",
     ),
 )  # fmt: skip

@@ -221,14 +221,8 @@ def markdown(record: Record) -> str:
     if (processes := method.get("processes", 1)) > 1:
         caption += f" {processes} processes compiled while one of them had the GPU for itself: the host is slowed down."
     slower = [f"- {line}" for line in slower_than_torch(record)]
-    details = [
-        "<details>",
-        "<summary>Every size that is slower by more than the noise</summary>",
-        "",
-        *slower,
-        "",
-        "</details>",
-    ]
+    summary = "<summary>Every size that is slower by more than the noise</summary>"
+    details = ["<details>", summary, "", *slower, "", "</details>"]
     return "\n".join([caption, "", table(record).markdown(), *(["", *details] if slower else [])])
 
 

@@ -57,8 +57,7 @@ def markdown(record: Record) -> str:
         f"{day_and_commit(record)}: models of Hugging Face's with random weights and without dropout, a fused "
         "AdamW included; medians, all contenders of a model interleaved. In parentheses the time over torch's in the "
         "same mode, the median of all rounds. The most in memory counts weights, the optimizer's state and, where "
-        "graphs are recorded, what they "
-        "hold.\n\n" + table(record).markdown()
+        "graphs are recorded, what they hold.\n\n" + table(record).markdown()
     )
 
 
