@@ -68,7 +68,8 @@ class VocabularyParallelLoss(LinearCrossEntropyLoss):
     """What `LinearCrossEntropyLossParallel` makes of a `LinearCrossEntropyLoss`: parameters and keys stay.
 
     A linear layer that holds something else than its shards (LoRA, hooks, ...) is called with DTensors, and its logits
-    are gathered. Second derivatives, and probabilities as targets, are not for this module.
+    are gathered. Second derivatives, and probabilities as targets, are not for this module, and ``torch.compile``
+    breaks the graph at its call.
     """
 
     style: LinearCrossEntropyLossParallel
@@ -79,19 +80,21 @@ class VocabularyParallelLoss(LinearCrossEntropyLoss):
             return f"linear {reason}"
         return why_not_now(*(tensor for tensor in tensors if not isinstance(tensor, DTensor)))
 
+    # Dynamo would break the graph behind the rows of the input. AOTAutograd makes a result that is a view of an input
+    # anew from that input, and the sum of its gradient over the processes, which was on the way, would be lost.
+    @torch.compiler.disable(reason="the loss of a vocabulary in parts runs in eager mode")
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """The loss of input ``[*B, K]``, as the style says it lies, and of classes ``[*B]``.
 
         Raises:
             TypeError, ValueError: input or target does not fit the linear layer; the message names it.
         """
-        whole = self._replicated(input)
         target = target.full_tensor() if isinstance(target, DTensor) else target
         if (reason := self.why_called(input, target)) is not None:
             say_once(self, reason)
-            logits: Any = self.linear(whole)
+            logits: Any = self.linear(self._replicated(input))
             return self.loss_of(logits.full_tensor(), target)
-        arguments = self.call_arguments(whole, target)
+        arguments = self.call_arguments(input, target)
         x, weight, bias = (arguments[name] for name in ("input", "linear_weight", "linear_bias"))
         check_layer(x, weight, target, bias)
         check_classes(x, target, self.ignore_index)

@@ -54,6 +54,12 @@ def test_tensor_parallel_under_autocast(processes: Processes) -> None:
     processes.run(checks.check_tensor_parallel, "torch", True, True, False, checks.D_FF, True, "kept")
 
 
+@pytest.mark.parametrize("d_ff", [checks.D_FF, checks.D_FF + 1], ids=["even", "uneven"])
+@pytest.mark.parametrize("tokens_split", [False, True], ids=["replicated", "sequence parallel"])
+def test_tensor_parallel_in_one_compiled_graph(processes: Processes, d_ff: int, tokens_split: bool) -> None:
+    processes.run(checks.check_compiled, d_ff, tokens_split)
+
+
 @PATHS
 @pytest.mark.parametrize("way", ["kept", "non-reentrant"])
 def test_dropout_differs_between_processes_and_is_replayed(processes: Processes, path: str, way: str) -> None:

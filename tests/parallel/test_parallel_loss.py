@@ -53,6 +53,11 @@ def test_autocast(processes: Processes) -> None:
     processes.run(checks.check_autocast)
 
 
+@pytest.mark.parametrize("tokens_split", [False, True], ids=["replicated", "tokens in parts"])
+def test_compiled(processes: Processes, tokens_split: bool) -> None:
+    processes.run(checks.check_compiled, tokens_split)
+
+
 @PATHS
 def test_targets_that_are_no_classes(processes: Processes, path: str) -> None:
     processes.run(checks.check_targets_that_are_no_classes, path)

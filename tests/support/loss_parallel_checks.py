@@ -115,6 +115,20 @@ def check_autocast() -> None:
     assert_all_close(ours, theirs, truth, computed_in=torch.bfloat16)
 
 
+def check_compiled(tokens_split: bool) -> None:
+    """Around a compiled loss the gradient of the input is still the sum over the processes."""
+    whole = head(CLASSES[0], torch.float32, bias=True)
+    x, target = batch(CLASSES[0], torch.float32)
+    theirs, truth = found(deepcopy(whole), x, target), found(deepcopy(whole).double(), x.double(), target)
+    loss = split(whole, input_layouts=Shard(1) if tokens_split else Replicate())
+    loss.compile(backend="aot_eager")
+    ours = found(loss, mine(x, 1) if tokens_split else x, target)
+    if tokens_split:
+        assert ours["dx"] is not None
+        ours["dx"] = gathered(ours["dx"], 1)
+    assert_all_close(ours, theirs, truth)
+
+
 def check_targets_that_are_no_classes(path: str) -> None:
     """A target that no process knows makes its loss NaN; the others stay."""
     classes = CLASSES[0]

@@ -210,6 +210,25 @@ def check_tensor_parallel(
     assert_all_close(ours, theirs, truth, computed_in=computed_in, independent=BATCH * tokens * d_ff)
 
 
+def check_compiled(d_ff: int, tokens_split: bool) -> None:
+    """One graph holds the block with its collectives, forward and backward."""
+    ffn = FusedFFN(D_MODEL, d_ff, "silu", True, device=device())
+    x, dy = (tensor[:, : TOKENS // 2 * 2] for tensor in batch(torch.float32))
+    theirs, truth = expected(ffn, x, dy, torch.float32)
+    layout = Shard(1) if tokens_split else Replicate()
+    model = split(ffn, input_layouts=layout, output_layouts=layout)
+    model.compile(fullgraph=True, backend="aot_eager")
+    part = (mine(x, 1) if tokens_split else x.clone()).requires_grad_()
+    y = model(part, torch.zeros_like(part))
+    y.backward(mine(dy, 1) if tokens_split else dy)
+    assert part.grad is not None
+    ours = {"y": y.detach(), "dx": part.grad}
+    if tokens_split:
+        ours = {name: gathered(tensor, 1) for name, tensor in ours.items()}
+    ours |= {f"d{name}": full(parameter.grad) for name, parameter in weights(model).items()}
+    assert_all_close(ours, theirs, truth, independent=BATCH * TOKENS * d_ff)
+
+
 def check_dropout(path: str, way: str) -> None:
     """Every process drops other columns of the hidden, and the same ones in the backward pass."""
     eye = torch.eye(D_MODEL, device=device(), dtype=KERNELS_DTYPE)

@@ -28,4 +28,9 @@ CALLS: tuple[Fault, ...] = (
         "return {name: value for name, value in static.items() if not isinstance(value, type)} | ", "return ",
         "replacing/test_recognising_unusual changes_later",
     ),
+    _fault(
+        "graph that ends inside of a parallel loss", "fusedlayers/parallel/loss.py",
+        '@torch.compiler.disable(reason="the loss of a vocabulary in parts runs in eager mode")', "",
+        "parallel/test_parallel_loss compiled",
+    ),
 )  # fmt: skip
