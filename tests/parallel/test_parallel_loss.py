@@ -45,6 +45,11 @@ def test_classes_in_parts_with_tokens_in_parts(processes: Processes, path: str) 
 
 
 @PATHS
+def test_no_tokens(processes: Processes, path: str) -> None:
+    processes.run(checks.check_no_tokens, path)
+
+
+@PATHS
 def test_frozen_classes(processes: Processes, path: str) -> None:
     processes.run(checks.check_frozen_classes, path)
 

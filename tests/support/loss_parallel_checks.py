@@ -19,6 +19,7 @@ from fusedlayers.parallel import LinearCrossEntropyLossParallel, VocabularyParal
 from tests.support.loss_operands import on_path
 from tests.support.operands import ON_GPU
 from tests.support.parallel_checks import device, full, gathered, mesh, mine
+from tests.support.uninitialised import allocate_by
 
 # Of the odd number of classes one process has one more; the even one leaves no column to spare.
 TOKENS, K, CLASSES = 40, 12, (67, 128)
@@ -87,6 +88,20 @@ def check_classes_in_parts(path: str, options: dict[str, Any], dtype: torch.dtyp
             assert ours["dx"] is not None
             ours["dx"] = gathered(ours["dx"], 1)
         assert_all_close(ours, theirs, truth, computed_in=dtype)
+
+
+def check_no_tokens(path: str) -> None:
+    """The gradients of the parameters are zeros, whatever memory they get."""
+    for reduction in ("mean", "sum", "none"):
+        loss = split(head(CLASSES[0], torch.float32, bias=True, reduction=reduction))
+        x, target = batch(CLASSES[0], torch.float32)
+        with on_path(path), pytest.MonkeyPatch.context() as patch:
+            allocate_by(patch, lambda shape, dtype, device: torch.full(shape, 7, dtype=dtype, device=device))
+            ours = found(loss, x[:, :0], target[:, :0])
+        for name, gradient in ours.items():
+            if name != "y":
+                assert gradient is not None, name
+                assert not gradient.any(), name
 
 
 def check_frozen_classes(path: str) -> None:

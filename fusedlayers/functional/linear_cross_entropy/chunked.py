@@ -99,7 +99,9 @@ class Sums:
             self.of_input = torch.empty(input.shape, dtype=dtype, device=input.device)
         if wanted[1]:
             dtype = torch.float32 if plan.wide_sum else weight.dtype
-            self.of_weight = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+            # The first chunk begins the sum, where there is one.
+            made = torch.empty if len(input) else torch.zeros
+            self.of_weight = made(weight.shape, dtype=dtype, device=weight.device)
         if wanted[3] and bias is not None:
             self.of_bias = torch.zeros(bias.shape, dtype=accumulated(bias.dtype), device=bias.device)
 
