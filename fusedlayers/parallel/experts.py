@@ -137,12 +137,13 @@ def _through_all(holder: nn.Module, x: Tensor, index: Tensor, weights: Tensor, r
         y = run(rows, chosen, scores)
         if not rows.shape[0]:
             # All processes take part in the exchanges of the backward pass, and have a gradient of every parameter.
-            y = rows * 1 + sum(each.flatten()[:0].sum() for each in parameters) + scores.sum()
-    found = _Exchange.apply(y.to(x.dtype), sent, received, group)
-    wide = torch.promote_types(x.dtype, torch.float32)
+            used = rows * 1 + sum(each.flatten()[:0].sum() for each in parameters) + scores.sum()
+            y = used.to(y.dtype)
+    found = _Exchange.apply(y, sent, received, group)
+    wide = torch.promote_types(y.dtype, torch.float32)
     # Added up in the order of the processes.
     sums = torch.zeros_like(flat, dtype=wide).index_put((token,), found.to(wide), accumulate=True)
-    return sums.to(x.dtype).view(x.shape)
+    return sums.to(y.dtype).view(x.shape)
 
 
 def _sizes(needed: Tensor, mesh: DeviceMesh) -> tuple[list[int], list[int], Tensor]:

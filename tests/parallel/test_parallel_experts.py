@@ -56,6 +56,17 @@ def test_other_dtypes(processes: Processes, dtype: torch.dtype) -> None:
     processes.run(checks.check_experts_in_parts, "FusedMoE", "torch", dtype, HALVES, {})
 
 
+@pytest.mark.parametrize("mine", [HALVES, (0, checks.TOKENS)], ids=str)
+@pytest.mark.parametrize("case", ["plain", "with biases and a shared expert"])
+def test_autocast(processes: Processes, case: str, mine: tuple[int, int]) -> None:
+    processes.run(checks.check_autocast, "FusedMoE", mine, OPTIONS[case])
+
+
+def test_replaced_experts_under_autocast(processes: Processes) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[models]'")
+    processes.run(checks.check_autocast, "Mixtral", HALVES, {})
+
+
 @pytest.mark.parametrize(
     "check",
     [

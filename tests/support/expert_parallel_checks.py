@@ -122,6 +122,21 @@ def check_experts_in_parts(
     assert_all_close(ours, theirs, truth, computed_in=dtype)
 
 
+def check_autocast(kind: str, mine: tuple[int, int], options: dict[str, Any]) -> None:
+    """The result has the dtype that it has in one process, where a process has no tokens, too."""
+    whole = mixture(kind, torch.float32, **options)
+    x, dy = batch(torch.float32)
+    begin = sum(mine[: dist.get_rank()])
+    place = slice(begin, begin + mine[dist.get_rank()])
+    with torch.autocast(device().type, torch.bfloat16):
+        theirs, ours = found(deepcopy(whole), x, dy), found(split(whole), x[place], dy[place])
+    for name in ("y", "dx"):
+        # Of two roundings one may differ.
+        torch.testing.assert_close(ours[name], theirs[name][place], rtol=0.05, atol=0.05)  # type: ignore[index]
+    assert ours["y"] is not None
+    assert ours["y"].dtype == (torch.bfloat16 if kind == "FusedMoE" else torch.float32)
+
+
 def check_no_tokens_anywhere() -> None:
     """Both take part, and every parameter has a gradient: nothing waits for a process that has none."""
     made = split(mixture("FusedMoE", torch.float32))
