@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -98,6 +99,26 @@ class ExpertParallelMoE(_InParts, FusedMoE):
         return y if self.shared_expert is None else cast(Tensor, self.shared_expert(x, residual=y))
 
 
+class _ExpertsInParts(_InParts):
+    """Mixin of the classes that nobody can import, as :func:`_class_for` makes them."""
+
+    whole: ClassVar[type[nn.Module]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy as the original class does, and give the copy this class."""
+        reduced: Any = super().__reduce_ex__(max(protocol, 2))
+        new, arguments, *state = reduced
+        if new is copyreg.__newobj__:  # type: ignore[attr-defined]
+            arguments = (self.whole, *arguments[1:])
+        return _new_in_parts, (new, *arguments), *state
+
+
+def _new_in_parts(new: Callable[..., nn.Module], *arguments: Any) -> nn.Module:
+    made = new(*arguments)
+    made.__class__ = _class_for(type(made))  # type: ignore[arg-type]
+    return made
+
+
 @functools.cache
 def _class_for(original: type[nn.Module]) -> type[nn.Module]:
     """A class for modules of this one, whose forward runs on the local experts."""
@@ -107,7 +128,8 @@ def _class_for(original: type[nn.Module]) -> type[nn.Module]:
         x, index, weights = (*args, *kwargs.values())
         return _through_all(self, x, index, weights, functools.partial(original.forward, self))
 
-    return type(f"ExpertParallel{original.__name__}", (_InParts, original), {"forward": forward})
+    attributes = {"forward": forward, "whole": original}
+    return type(f"ExpertParallel{original.__name__}", (_ExpertsInParts, original), attributes)
 
 
 def _through_all(holder: nn.Module, x: Tensor, index: Tensor, weights: Tensor, run: _Run) -> Tensor:

@@ -82,5 +82,12 @@ def test_expert_parallelism(processes: Processes, check: Callable[[], None]) -> 
     processes.run(check)
 
 
+@pytest.mark.parametrize("kind", ["FusedMoE", "Mixtral", "own"])
+def test_copies(processes: Processes, kind: str) -> None:
+    if kind == "Mixtral":
+        pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[models]'")
+    processes.run(checks.check_copies, kind)
+
+
 def test_shards_of_experts(processes: Processes, tmp_path: Path) -> None:
     processes.run(checks.check_checkpoint, str(tmp_path / "shards"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from copy import deepcopy
 from typing import Any
 
@@ -197,6 +198,43 @@ def check_checkpoint(folder: str) -> None:
     dcp.load(state, checkpoint_id=folder)
     for name, tensor in state.items():
         assert torch.equal(tensor, expected[name]), name
+
+
+class Doubling(nn.Module):
+    """Experts that nobody has fused: each multiplies with a vector of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = nn.Parameter(torch.arange(1.0, EXPERTS + 1).outer(torch.ones(WIDTH)))
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        known = index < len(self.factors)
+        factors = self.factors[index.where(known, 0)] * (weights * known).unsqueeze(-1)
+        return (factors * x.unsqueeze(1)).sum(1)
+
+
+def routed() -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, their experts and the weights of these, of the dtype and in the order in which transformers has them."""
+    x, _ = batch(torch.float32)
+    weights, index = x[:, :EXPERTS].softmax(-1).topk(TOP_K, -1)
+    return x, index, weights
+
+
+def check_copies(kind: str) -> None:
+    """A copy and a saved module have their part of the experts, and take part in the exchange."""
+    if kind == "own":
+        made: Any = parallelize_module(Doubling().to(device()), mesh(), ExpertParallel())
+    else:
+        made = split(mixture(kind, torch.float32))
+        made = getattr(made, "experts", made) if isinstance(made, Mixture) else made
+    given = routed() if kind != "FusedMoE" else routed()[:1]
+    expected = made(*given)
+    file = io.BytesIO()
+    torch.save(made, file)
+    file.seek(0)
+    for copy in (deepcopy(made), torch.load(file, weights_only=False)):
+        assert type(copy) is type(made)
+        assert torch.equal(copy(*given), expected)
 
 
 def check_refusals() -> None:
