@@ -88,6 +88,11 @@ class _InParts(nn.Module):
 class ExpertParallelMoE(_InParts, FusedMoE):
     """What `ExpertParallel` makes of a `FusedMoE`: parameters and keys stay, its forward runs the local experts."""
 
+    def call_arguments(self, x: Tensor) -> dict[str, Any]:
+        """What this process computes with, as if as many tokens came as are in x."""
+        with _local_parameters(self.experts):
+            return super().call_arguments(x)
+
     def forward(self, x: Tensor) -> Tensor:
         """The mixture of x ``[*B, M, K]``, the tokens of this process."""
         options: dict[str, Any] = {"activation": self.activation, "recompute": self.recompute}
@@ -113,6 +118,18 @@ class _ExpertsInParts(_InParts):
         return _new_in_parts, (new, *arguments), *state
 
 
+_ASKED = ("why_called", "call_arguments")
+
+
+def _on_local_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _local_parameters(self):
+            return method(self, *args, **kwargs)
+
+    return run
+
+
 def _new_in_parts(new: Callable[..., nn.Module], *arguments: Any) -> nn.Module:
     made = new(*arguments)
     made.__class__ = _class_for(type(made))  # type: ignore[arg-type]
@@ -128,7 +145,9 @@ def _class_for(original: type[nn.Module]) -> type[nn.Module]:
         x, index, weights = (*args, *kwargs.values())
         return _through_all(self, x, index, weights, functools.partial(original.forward, self))
 
-    attributes = {"forward": forward, "whole": original}
+    # What `explain` asks of experts that are fused.
+    asked = {name: _on_local_parameters(getattr(original, name)) for name in _ASKED if hasattr(original, name)}
+    attributes = {"forward": forward, "whole": original} | asked
     return type(f"ExpertParallel{original.__name__}", (_ExpertsInParts, original), attributes)
 
 

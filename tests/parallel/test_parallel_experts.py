@@ -89,5 +89,12 @@ def test_copies(processes: Processes, kind: str) -> None:
     processes.run(checks.check_copies, kind)
 
 
+@pytest.mark.parametrize("kind", ["FusedMoE", "Mixtral"])
+def test_explanations(processes: Processes, kind: str) -> None:
+    if kind == "Mixtral":
+        pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[models]'")
+    processes.run(checks.check_explanation, kind)
+
+
 def test_shards_of_experts(processes: Processes, tmp_path: Path) -> None:
     processes.run(checks.check_checkpoint, str(tmp_path / "shards"))

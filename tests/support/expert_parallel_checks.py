@@ -237,6 +237,19 @@ def check_copies(kind: str) -> None:
         assert torch.equal(copy(*given), expected)
 
 
+def check_explanation(kind: str) -> None:
+    """``explain`` speaks of the experts here, and leaves all as it was."""
+    made: Any = split(mixture(kind, torch.float32))
+    if kind == "FusedMoE":
+        text = fusedlayers.explain(made, *routed()[:1])
+    else:
+        text = fusedlayers.explain(made.experts, *routed())
+    assert f"M={TOKENS} (tokens)" in text
+    assert f"E={EXPERTS // 2} (experts)" in text
+    assert "DTensor" not in text
+    assert all(isinstance(each, DTensor) for each in made.experts.parameters())
+
+
 def check_refusals() -> None:
     """What cannot be split is refused, and stays as it is."""
     cases: list[tuple[nn.Module, type[Exception], str]] = [
