@@ -139,10 +139,11 @@ def _new_in_parts(new: Callable[..., nn.Module], *arguments: Any) -> nn.Module:
 @functools.cache
 def _class_for(original: type[nn.Module]) -> type[nn.Module]:
     """A class for modules of this one, whose forward runs on the local experts."""
+    signature = inspect.signature(original.forward)
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        x, index, weights = (*args, *kwargs.values())
+        _, x, index, weights = signature.bind(self, *args, **kwargs).arguments.values()
         return _through_all(self, x, index, weights, functools.partial(original.forward, self))
 
     # What `explain` asks of experts that are fused.

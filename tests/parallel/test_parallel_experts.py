@@ -96,5 +96,10 @@ def test_explanations(processes: Processes, kind: str) -> None:
     processes.run(checks.check_explanation, kind)
 
 
+def test_arguments_by_name(processes: Processes) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[models]'")
+    processes.run(checks.check_keywords)
+
+
 def test_shards_of_experts(processes: Processes, tmp_path: Path) -> None:
     processes.run(checks.check_checkpoint, str(tmp_path / "shards"))

@@ -250,6 +250,19 @@ def check_explanation(kind: str) -> None:
     assert all(isinstance(each, DTensor) for each in made.experts.parameters())
 
 
+def check_keywords() -> None:
+    """Arguments are told apart by their names, in any order; the names are those of the module's own forward."""
+    made: Any = split(mixture("Mixtral", torch.float32)).experts
+    x, index, weights = routed()
+    expected = made(x, index, weights)
+    assert torch.equal(made(x, top_k_weights=weights, top_k_index=index), expected)
+    assert torch.equal(made(top_k_weights=weights, top_k_index=index, hidden_states=x), expected)
+    with pytest.raises(TypeError, match="missing a required argument: 'top_k_weights'"):
+        made(x, index)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'scores'"):
+        made(x, index, weights, scores=weights)
+
+
 def check_refusals() -> None:
     """What cannot be split is refused, and stays as it is."""
     cases: list[tuple[nn.Module, type[Exception], str]] = [
