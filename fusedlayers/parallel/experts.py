@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from .. import functional
+from ..functional.moe_ffn import MOE_FFN
 from ..modules import FusedMoE, class_name
 from .shards import check_mesh, distribute, local_part
 
@@ -94,13 +95,19 @@ class ExpertParallelMoE(_InParts, FusedMoE):
             return super().call_arguments(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The mixture of x ``[*B, M, K]``, the tokens of this process."""
+        """The mixture of x ``[*B, M, K]``, the tokens of this process.
+
+        Raises:
+            TypeError, ValueError: x does not fit the weights; the message names it.
+        """
+        index, weights = self.routing(x)
+        MOE_FFN.check(*MOE_FFN.bound(**self._arguments(x, index, weights)))
         options: dict[str, Any] = {"activation": self.activation, "recompute": self.recompute}
 
         def run(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
             return functional.moe_ffn(rows, index, weights, **self.experts.arguments(), **options)
 
-        y = _through_all(self.experts, x, *self.routing(x), run)
+        y = _through_all(self.experts, x, index, weights, run)
         return y if self.shared_expert is None else cast(Tensor, self.shared_expert(x, residual=y))
 
 

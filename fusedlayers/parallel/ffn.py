@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from .. import functional
+from ..functional.operands import check_given, check_shape, check_tensors
 from ..modules import FusedFFN, class_name, say_once, why_not_now
 from .shards import check_mesh, checked_placement, distribute, local_part, why_not_local
 
@@ -101,9 +102,11 @@ class TensorParallelFFN(FusedFFN):
         """The FFN of x ``[*B, M, K]``, plus ``residual`` ``[*B, M, K]`` if given, as the style lays them out.
 
         Raises:
-            TypeError, ValueError: x does not fit the weights; the message names it.
+            TypeError, ValueError: x or residual does not fit the weights; the message names it.
         """
         layout = self.style.output_layouts
+        check_given(x=x)
+        check_tensors({"x": x, "residual": residual})
         if (reason := self.why_called(x, residual)) is None:
             arguments = self.call_arguments(x)
             if arguments["dropout_p"]:
@@ -115,6 +118,7 @@ class TensorParallelFFN(FusedFFN):
         y = y.redistribute(placements=[layout])
         if residual is not None:
             added = residual if isinstance(residual, DTensor) else self._laid_out(residual, layout)
+            check_shape("residual", added, tuple(y.shape), "[*B, M, O]", "as the result")
             y = cast(DTensor, y + added.redistribute(placements=[layout]))
         return y.to_local() if self.style.use_local_output else y
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..functional.linear_cross_entropy.arguments import check_classes, check_layer
 from ..functional.linear_cross_entropy.parts import Part, losses_of_part
+from ..functional.operands import check_given, check_tensors
 from ..modules import LinearCrossEntropyLoss, class_name, say_once, why_not_now, why_not_plain
 from .shards import check_mesh, checked_placement, distribute, local_part, why_not_local
 
@@ -89,6 +90,8 @@ class VocabularyParallelLoss(LinearCrossEntropyLoss):
         Raises:
             TypeError, ValueError: input or target does not fit the linear layer; the message names it.
         """
+        check_given(input=input, target=target)
+        check_tensors({"input": input})
         target = target.full_tensor() if isinstance(target, DTensor) else target
         if (reason := self.why_called(input, target)) is not None:
             say_once(self, reason)

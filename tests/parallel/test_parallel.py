@@ -77,6 +77,7 @@ def test_sharded_checkpoints(processes: Processes, tmp_path: Path) -> None:
         checks.check_two_dimensions,
         checks.check_distributed_inputs_and_results,
         checks.check_explanation,
+        checks.check_wrong_arguments,
         checks.check_what_cannot_be_split,
     ],
 )

@@ -74,6 +74,7 @@ def test_replaced_experts_under_autocast(processes: Processes) -> None:
         checks.check_one_process_has_all_the_work,
         checks.check_the_same_bits_every_time,
         checks.check_frozen_experts,
+        checks.check_wrong_arguments,
         checks.check_refusals,
     ],
     ids=lambda check: check.__name__.removeprefix("check_"),

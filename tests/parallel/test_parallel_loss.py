@@ -68,7 +68,11 @@ def test_targets_that_are_no_classes(processes: Processes, path: str) -> None:
     processes.run(checks.check_targets_that_are_no_classes, path)
 
 
-@pytest.mark.parametrize("check", [checks.check_called_linears, checks.check_refusals], ids=["called", "refused"])
+@pytest.mark.parametrize(
+    "check",
+    [checks.check_called_linears, checks.check_wrong_arguments, checks.check_refusals],
+    ids=["called", "wrong arguments", "refused"],
+)
 def test_what_is_not_split(processes: Processes, check: Any) -> None:
     processes.run(check)
 

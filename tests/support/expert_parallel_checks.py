@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from copy import deepcopy
 from typing import Any
 
@@ -261,6 +262,18 @@ def check_keywords() -> None:
         made(x, index)
     with pytest.raises(TypeError, match="unexpected keyword argument 'scores'"):
         made(x, index, weights, scores=weights)
+
+
+def check_wrong_arguments() -> None:
+    """Tokens get the errors that they get in one process."""
+    whole = mixture("FusedMoE", torch.float32)
+    made = split(deepcopy(whole))
+    x, _ = batch(torch.float32)
+    for given in (None, x[0], x[:, 1:], x.double(), x.long()):
+        with pytest.raises((TypeError, ValueError)) as theirs:
+            whole(given)
+        with pytest.raises(theirs.type, match=f"^{re.escape(str(theirs.value))}$"):
+            made(given)
 
 
 def check_refusals() -> None:

@@ -158,6 +158,20 @@ def check_targets_that_are_no_classes(path: str) -> None:
     assert torch.equal(after[0], before[0])
 
 
+def check_wrong_arguments() -> None:
+    """What is no tensor gets the error that it gets in one process."""
+    loss = split(head(CLASSES[0], torch.float32))
+    x, target = batch(CLASSES[0], torch.float32)
+    for given, message in (
+        ((None, target), "input must be a torch.Tensor, got None"),
+        ((x, None), "target must be a torch.Tensor, got None"),
+        (([1.0], target), "input must be a torch.Tensor, got list"),
+    ):
+        for module in (head(CLASSES[0], torch.float32), loss):
+            with pytest.raises(TypeError, match=message):
+                module(*given)
+
+
 def check_called_linears() -> None:
     """A hook on the linear layer is not passed by: it is called with DTensors, and its logits are gathered."""
     whole = head(CLASSES[0], torch.float32)

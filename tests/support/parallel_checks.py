@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
@@ -354,6 +355,22 @@ def check_explanation() -> None:
     share = D_FF // dist.get_world_size()
     assert f"N={share} (d_ff)" in str(fusedlayers.explain(model, x))
     assert "style=FusedFFNParallel(input_layouts=" in repr(model)
+
+
+def check_wrong_arguments() -> None:
+    """Each error is that of the same block in one process."""
+    whole = FusedFFN(D_MODEL, D_FF, device=device())
+    model = split(deepcopy(whole))
+    x = torch.randn(3, D_MODEL, device=device())
+    calls: tuple[tuple[Any, ...], ...] = (
+        (None,), ([1.0],), (x.long(),), (x, x[:, 1:]), (x, x[:1]), (x, x.expand(4, -1, -1)), (x, x.double()),
+        (x, [1.0]),
+    )  # fmt: skip
+    for given in calls:
+        with pytest.raises((TypeError, ValueError)) as theirs:
+            whole(*given)
+        with pytest.raises(theirs.type, match=f"^{re.escape(str(theirs.value))}$"):
+            model(*given)
 
 
 def check_what_cannot_be_split() -> None:
