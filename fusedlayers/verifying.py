@@ -23,11 +23,13 @@ from .closeness import MAX_ERROR_LIMIT, RMS_LIMIT, TILE, Closeness, Evidence, co
 from .functional.dispatch import decisions
 from .functional.operation import OPERATIONS, Operation, operation_of
 from .functional.switches import switched
-from .modules import FusedFFN
+from .modules import FusedFFN, class_path
 from .replacing import restore
 from .replacing.expert_ffns import run_eagerly
 from .replacing.uncomputed import computed
 
+# By name: its import takes seconds.
+_DISTRIBUTED = "torch.distributed.tensor.DTensor"
 _TORCH_ALONE = {"FUSEDLAYERS_BACKEND": "torch", "FUSEDLAYERS_STRICT": "0"}
 
 
@@ -107,7 +109,8 @@ def verify(target: nn.Module | Callable[..., Any], /, *inputs: Any, **options: A
         that each draws for itself: then nothing could be judged.
 
     Raises:
-        TypeError: ``target`` is none of these, cannot be copied, or returns no floating-point tensor.
+        TypeError: ``target`` is none of these, is distributed over processes, cannot be copied, or returns no
+            floating-point tensor.
         ValueError: the call draws random numbers (dropout in training), so that no two runs compute the same, or a
             tensor is on the meta device.
     """
@@ -140,6 +143,8 @@ def verify(target: nn.Module | Callable[..., Any], /, *inputs: Any, **options: A
     tensors = [*call.tensors(), *(module.parameters() if isinstance(target, nn.Module) else ())]
     if any(tensor.is_meta for tensor in tensors):
         raise ValueError(f"target: {name} or an input is on the meta device; expected tensors that hold numbers")
+    if any(class_path(type(tensor)) == _DISTRIBUTED for tensor in tensors):
+        raise TypeError(f"target: {name} or an input is a DTensor; expected plain tensors: verify it before sharding")
     devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
     with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
         before = _random_states(devices)

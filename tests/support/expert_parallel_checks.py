@@ -13,13 +13,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 import fusedlayers
 from fusedlayers import FusedMoE
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.functional.dispatch import decisions
-from fusedlayers.parallel import ExpertParallel, ExpertParallelMoE
+from fusedlayers.parallel import ExpertParallel, ExpertParallelMoE, FusedFFNParallel, LinearCrossEntropyLossParallel
 from tests.support.parallel_checks import device, full, gathered, mesh
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 12, 6, 3
@@ -274,6 +274,21 @@ def check_wrong_arguments() -> None:
             whole(given)
         with pytest.raises(theirs.type, match=f"^{re.escape(str(theirs.value))}$"):
             made(given)
+
+
+def check_verify() -> None:
+    """What lies in several processes has no twin in float64 here: an error says when to verify."""
+    x = torch.randn(4, WIDTH, device=device())
+    target = torch.zeros(4, dtype=torch.int64, device=device())
+    cases: list[tuple[nn.Module, ParallelStyle, tuple[Tensor, ...]]] = [
+        (mixture("FusedMoE", torch.float32), ExpertParallel(), (x,)),
+        (fusedlayers.FusedFFN(WIDTH, HIDDEN, device=device()), FusedFFNParallel(), (x,)),
+        (fusedlayers.LinearCrossEntropyLoss(WIDTH, 8, device=device()), LinearCrossEntropyLossParallel(), (x, target)),
+    ]
+    for module, style, given in cases:
+        made = parallelize_module(module, mesh(), style)
+        with pytest.raises(TypeError, match=f"target: {type(made).__name__} .* is a DTensor.*verify it before sharding"):
+            fusedlayers.verify(made, *given)
 
 
 def check_refusals() -> None:
