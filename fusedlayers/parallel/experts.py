@@ -39,9 +39,10 @@ class ExpertParallel(ParallelStyle):
 
     The module is a `FusedMoE`, or one that is called with tokens ``[M, K]``, their experts ``[M, k]`` and the weights
     of these, whose parameters have the experts in their first dimension, and in which an index behind all experts adds
-    nothing: experts of transformers that `replace` has fused. Tokens differ in number from process to process. The
-    gradient of an expert is the sum over the tokens of all processes; where DDP or FSDP average the other gradients
-    over P processes, divide that of the experts by P, too.
+    nothing: experts of transformers that `replace` has fused. Tokens may differ in number from process to process, and
+    require a gradient in all of them or in none. The gradient of an expert is the sum over the tokens of all processes;
+    where DDP or FSDP average the other gradients over P processes, divide that of the experts by P, too. DDP has to be
+    told to ignore the experts' parameters.
 
     Raises:
         TypeError: the module is none of these.

@@ -30,6 +30,9 @@ class LinearCrossEntropyLossParallel(ParallelStyle):
 
         parallelize_module(model, mesh, {"loss": LinearCrossEntropyLossParallel()})
 
+    The parameters are new ones: a weight that an embedding shares is shared no longer, and nothing warns, because the
+    module does not see who else has it.
+
     Args:
         input_layouts: how the input ``[*B, K]`` lies on the mesh, if it is no DTensor. Default: ``Replicate()``. Plain
             tensors that are sharded have one shape in all processes. Targets are whole in every process.

@@ -75,6 +75,7 @@ def test_replaced_experts_under_autocast(processes: Processes) -> None:
         checks.check_the_same_bits_every_time,
         checks.check_frozen_experts,
         checks.check_wrong_arguments,
+        checks.check_data_parallel,
         checks.check_verify,
         checks.check_refusals,
     ],

@@ -14,12 +14,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import fusedlayers
 from fusedlayers import FusedMoE
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.parallel import ExpertParallel, ExpertParallelMoE, FusedFFNParallel, LinearCrossEntropyLossParallel
+from tests.support.operands import ON_GPU
 from tests.support.parallel_checks import device, full, gathered, mesh
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 12, 6, 3
@@ -276,6 +278,23 @@ def check_wrong_arguments() -> None:
             made(given)
 
 
+def check_data_parallel() -> None:
+    """DDP of a mixture: it averages the gradients of the router, and leaves experts alone that it is told to ignore."""
+    made: Any = mixture("FusedMoE", torch.float32)
+    x, dy = batch(torch.float32)
+    expected = found(deepcopy(made), x, dy)
+    made = split(made)
+    ignored = [name for name, each in made.named_parameters() if isinstance(each, DTensor)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(made, ignored)
+    model = DistributedDataParallel(made, device_ids=[device().index] if ON_GPU else None)
+    half = slice(0, TOKENS // 2) if dist.get_rank() == 0 else slice(TOKENS // 2, TOKENS)
+    ours = {name.removeprefix("module."): each for name, each in found(model, x[half], dy[half]).items()}
+    ours["gate.weight"] *= 2  # type: ignore[operator]
+    for name in ("gate.weight", *ignored):
+        # The sums are right whatever the order of their terms.
+        torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-4)
+
+
 def check_verify() -> None:
     """What lies in several processes has no twin in float64 here: an error says when to verify."""
     x = torch.randn(4, WIDTH, device=device())
@@ -287,7 +306,8 @@ def check_verify() -> None:
     ]
     for module, style, given in cases:
         made = parallelize_module(module, mesh(), style)
-        with pytest.raises(TypeError, match=f"target: {type(made).__name__} .* is a DTensor.*verify it before sharding"):
+        message = f"target: {type(made).__name__} .* is a DTensor.*verify it before sharding"
+        with pytest.raises(TypeError, match=message):
             fusedlayers.verify(made, *given)
 
 
