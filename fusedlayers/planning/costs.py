@@ -34,17 +34,35 @@ def gemm_units(problem: Any, path: str, passes: int = 1, stored: bool = False) -
 
 
 def saved_bytes(problem: Any, path: str, device: Device) -> int:
-    """What a path keeps for the backward pass beside the weights: x, and what is hidden."""
-    if not problem.training:
+    """What a path keeps for the backward pass beside the weights of an FFN: x or all operands, and what is hidden.
+
+    Where only some weights are frozen, torch may keep less.
+    """
+    p = problem
+    if not p.training:
         return 0
-    x: int = problem.element_bytes * problem.batch * problem.M * problem.K
-    copies = {"torch": 3 if problem.gated else 1, "epilogue": 2 if problem.gated else 1}.get(path, 0)
-    if path == "torch":
-        copies += SAVED_FOR_SLOPE.get(problem.activation, 0)
-        if problem.dropout:
-            copies += problem.activation in SLOPE_FROM_VALUE and not problem.gated
-            copies += keeps_mask(problem, device)
-    return x + copies * problem.hidden_bytes
+    batched = p.operation == "gemm_gemm"  # whose B and C are no weights of a layer
+    if path != "torch":
+        copies = (2 if p.gated else 1) if path == "epilogue" else 0
+        elements = p.batch * p.M * p.K + p.weight_elements * batched
+    else:
+        reads_x, reads_hidden = p.read_by_torch
+        copies = hidden_copies(p, reads_hidden, p.dropout) + (p.dropout and keeps_mask(p, device))
+        elements = p.batch * (p.M * p.K * reads_x + p.N * (p.K * p.needs_data_gradient + p.O) * batched)
+    kept: int = p.element_bytes * elements + copies * p.hidden_bytes
+    return kept
+
+
+def hidden_copies(problem: Any, reads_hidden: bool, dropout: bool = False) -> int:
+    """The hidden-sized tensors that torch keeps between the products of an FFN, masks of a dropout aside.
+
+    ``reads_hidden``: the backward pass reads what the last product takes, which is no other tensor than the value of
+    the activation unless a gate or a dropout comes between.
+    """
+    value = problem.activation in SLOPE_FROM_VALUE and not problem.gated
+    # Both factors of a gate.
+    copies = SAVED_FOR_SLOPE.get(problem.activation, 0) + (2 if problem.gated else value)
+    return copies + (reads_hidden and (dropout or not value))
 
 
 def kept_by_torch(problem: Any, device: Device) -> int:

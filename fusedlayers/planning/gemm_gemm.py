@@ -115,6 +115,11 @@ class Problem(Call):
     def tokens(self) -> int:
         return self.M if self.operation == "ffn" else 0
 
+    @property
+    def read_by_torch(self) -> tuple[bool, bool]:
+        """Whether its backward pass reads x and the hidden again, for the gradients of what multiplies them."""
+        return self.needs_weight_gradient, self.needs_weight_gradient
+
     def kept_by_torch(self, device: Device) -> int:
         return kept_by_torch(self, device)
 
@@ -327,11 +332,9 @@ def plan_on(
     stored = _stored(problem, device) if path == "fused" else None
     forward_units, backward_units = gemm_units(problem, path, passes, stored is not None)
     flops = int(2 * rows * problem.K * problem.N * (forward_units + backward_units))
-    io_bytes = element * (rows * (problem.K + problem.O) + problem.weight_elements)
-    if problem.training:
-        io_bytes += element * (rows * (problem.K + problem.O) + problem.weight_elements)
-        io_bytes += element * rows * problem.K * problem.needs_data_gradient
-        io_bytes += element * problem.weight_elements * problem.needs_weight_gradient
+    io_bytes = element * (rows * (problem.K + problem.O) + problem.weight_elements) * (2 if problem.training else 1)
+    io_bytes += element * rows * problem.K * problem.needs_data_gradient
+    io_bytes += element * problem.weight_elements * problem.needs_weight_gradient
     parts = 2 if problem.gated else 1
     options: dict[str, Any] = {}
     if path == "fused":

@@ -17,6 +17,7 @@ from ..kernels.tuning import (
     reduce_gradient_config,
 )
 from .call import NO_OTHER_PATH, Call, Decision, Facts, Yields, direction, no_kernels, too_small, why_not_kernels
+from .costs import SAVED_FOR_SLOPE, SLOPE_FROM_VALUE
 from .devices import PARTIALS_LIMIT, Device, floor_seconds
 from .measured import GemmReduce
 
@@ -110,6 +111,10 @@ class ReducePlan(Decision):
     one_pass_splits: int = 1
     splits: int = 1
     accuracy: str = "exact"  # of activations in kernels: one of kernels.activations.ACCURACIES
+
+    def gain(self, device: Device) -> str:
+        # A product that is not computed is worth more than what is not kept for it.
+        return self.reason if self.path == "algebraic" else super().gain(device)
 
     def kernel_facts(self) -> Facts:
         if self.forward_tiles is None:
@@ -274,13 +279,7 @@ def _costed(
     result = element * problem.batch * problem.kept
     product = element * problem.batch * problem.kept * problem.reduced
     moved = operands + result + product * problem.product
-    saved = 0
-    if problem.training:
-        moved += 2 * operands + result
-        # An index or a logarithm; of a float32 logsumexp the two numbers that it is made of.
-        number = 8 if problem.op == "logsumexp" and problem.dtype == "float32" else 4
-        saved = operands + (number * problem.batch * problem.kept if path == "fused" and not problem.linear else 0)
-        saved += product * (path == "torch" and (not problem.linear or problem.masked))
+    moved += (2 * operands + result) * problem.training
     one_pass, one_pass_splits = choose_one_pass(problem, device) if path == "fused" else (None, 1)
     flops = _flops(problem, path, one_pass is not None)
     options: dict[str, Any] = {}
@@ -312,11 +311,33 @@ def _costed(
         rejected=rejected,
         flops=flops,
         bytes=moved,
-        saved_bytes=saved,
+        saved_bytes=saved_bytes(problem, path),
         floor_seconds=floor_seconds(flops, moved, problem.dtype, device),
         unsupported=unsupported,
         **options,
     )
+
+
+def saved_bytes(problem: ReduceProblem, path: str) -> int:
+    """What a path keeps for the backward pass: operands, sums or products, what belongs to a result, and the mask."""
+    p = problem
+    if not p.training:
+        return 0
+    element, mask = p.element_bytes, p.reduced * p.masked
+    if path == "fused":
+        # An index or a logarithm; of a float32 logsumexp the two numbers that it is made of.
+        number = 4 if p.indexed else (8 if p.dtype == "float32" else 4) if p.op == "logsumexp" else 0
+        return p.batch * (element * (p.kept + p.reduced) * p.K + number * p.kept + mask)
+    # Each operand for the gradient of the other.
+    if path == "algebraic":
+        rows = p.kept * p.needs_reduced_gradient + p.needs_kept_gradient
+        return p.batch * (element * rows * p.K + mask * p.needs_reduced_gradient)
+    rows = p.kept * p.needs_reduced_gradient + p.reduced * p.needs_kept_gradient
+    filled = p.op == "logsumexp" and p.masked  # a copy of the product, in which the mask has left its mark
+    value = p.activation in SLOPE_FROM_VALUE or p.op in ("absmax", "sumsq") or (p.op == "logsumexp" and not p.masked)
+    copies = SAVED_FOR_SLOPE.get(p.activation, 0) + value + filled
+    number = 8 if p.indexed else element * (p.op == "logsumexp")
+    return p.batch * (element * (rows * p.K + copies * p.kept * p.reduced) + number * p.kept + mask)
 
 
 def reduce_text(tiles: ReduceConfig, kept: str, reduced: str) -> str:

@@ -17,6 +17,7 @@ from .call import (
     too_small,
     why_not_kernels,
 )
+from .costs import SAVED_FOR_SLOPE, SLOPE_FROM_VALUE
 from .devices import PARTIALS_LIMIT, Device, floor_seconds
 from .measured import Linear
 from .weight_gradient import WeightGradientPlan, WeightGradientProblem
@@ -190,7 +191,7 @@ def plan(problem: LinearProblem, device: Device, backend: str = "auto") -> Linea
         if chosen.tiles is not None and (chosen.splits > 1 or p.atomic)
     ]
     kept = p.M * p.K * p.needs_weight_gradient + p.N * p.K * p.needs_data_gradient
-    kept += p.M * p.N * (p.training and p.activation != "identity")
+    kept += p.M * p.N * p.training * (SAVED_FOR_SLOPE.get(p.activation, 0) + (p.activation in SLOPE_FROM_VALUE))
     options: dict[str, Any] = {
         "flops": flops,
         "bytes": moved,

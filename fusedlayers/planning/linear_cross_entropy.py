@@ -276,17 +276,21 @@ def why_slower(problem: LossProblem, device: Device, figures: LinearCrossEntropy
 
 
 def saved_bytes(problem: LossProblem, chunked: bool) -> int:
-    """What is kept for the backward pass beside the weights: the input, and gradients or what they are made of."""
+    """What is kept for the backward pass beside the weights: input and target, and gradients or what makes them."""
     p = problem
     if not p.training:
         return 0
-    kept = p.element_bytes * p.M * p.K
+    input, classes = p.element_bytes * p.M * p.K, 8 * p.M
     if not chunked:
-        # The logarithms of the probabilities; what the softcap and the square of the logsumexp need, each as large.
-        return kept + max(4, p.element_bytes) * p.M * p.V * (1 + p.capped + p.squared)
+        # The logarithms of the probabilities; what the softcap, the square of the logsumexp, targets that are
+        # probabilities and the entropy need, each as large; and where an entropy has terms, in a byte for each.
+        copies, size = 1 + p.capped + p.squared + p.probabilities + 2 * p.entropy, max(4, p.element_bytes)
+        kept = p.M * p.V * (size * copies + p.entropy)
+        return kept + input * p.needs_weight_gradient + classes * (not p.probabilities)
     if not p.early:
-        return kept + (12 if p.entropy else 8) * p.M
+        return input + classes + (12 if p.entropy else 8) * p.M
     of_input, of_weight, _ = cutting.wide_gradients(p)
-    kept += (4 if of_input else p.element_bytes) * p.M * p.K * p.needs_data_gradient
-    kept += (4 if of_weight else p.element_bytes) * p.V * p.K * p.needs_weight_gradient
-    return kept
+    rows = p.padded_columns if p.pads_weight else p.V
+    kept = input + classes + (4 if of_input else p.element_bytes) * p.M * p.K * p.needs_data_gradient
+    kept += (4 if of_weight else p.element_bytes) * rows * p.K * p.needs_weight_gradient
+    return kept + 4 * rows * p.needs_bias_gradient

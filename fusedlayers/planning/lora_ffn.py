@@ -42,12 +42,25 @@ class LoRAProblem(Problem):
         return self.rank_up + self.rank_gate + self.rank_down
 
     @property
-    def dropped_bytes(self) -> tuple[int, int]:
-        """What adapters take after dropout, in bytes: of the largest one, and of all together."""
+    def read_by_torch(self) -> tuple[bool, bool]:
+        # Behind a dropout an adapter reads a tensor of its own.
+        adapters = self.needs_adapter_gradient and not self.adapter_dropout
+        of_x, of_hidden = self.rank_up + self.rank_gate > 0, self.rank_down > 0
+        return self.needs_weight_gradient or (adapters and of_x), self.needs_weight_gradient or (adapters and of_hidden)
+
+    @property
+    def dropped_bytes(self) -> tuple[int, int, int]:
+        """What the adapters of up, gate and down projection take after dropout, in bytes."""
         x, hidden = self.element_bytes * self.M * self.K, self.hidden_bytes
         of_gate = self.rank_gate and not (self.shared_dropout and self.rank_up)
-        found = [x * bool(self.rank_up), x * bool(of_gate), hidden * bool(self.rank_down)]
-        return (max(found), sum(found)) if self.adapter_dropout else (0, 0)
+        drops = self.adapter_dropout
+        return x * (drops and self.rank_up > 0), x * (drops and of_gate > 0), hidden * (drops and self.rank_down > 0)
+
+    @property
+    def masked_bytes(self) -> int:
+        """What torch's backward pass reads masks for, x only where its gradient is wanted."""
+        up, gate, down = self.dropped_bytes
+        return (up + gate) * self.needs_data_gradient + down * self.training
 
     @property
     def adapter_flops(self) -> tuple[int, int]:
@@ -73,8 +86,7 @@ class LoRAProblem(Problem):
     def kept_by_torch(self, device: Device) -> int:
         # With the masks of nn.Dropout.
         masks = mask_bytes(self, device) - self.element_bytes * keeps_mask(self, device)
-        elements = self.dropped_bytes[1] // self.element_bytes * self.training
-        return self.plan(device, "torch").saved_bytes + masks * elements
+        return self.plan(device, "torch").saved_bytes + masks * (self.masked_bytes // self.element_bytes)
 
     def plan(self, device: Device, backend: str) -> Plan:
         return plan(self, device, backend)
@@ -89,15 +101,15 @@ def plan(problem: LoRAProblem, device: Device, backend: str = "auto") -> Plan:
     rejected = ("epilogue", reason) if reason is not None else ("torch", "the kernels cover the problem")
     made = gemm_gemm.plan_on(problem, device, path, (rejected,), unsupported)
     flops = made.flops + sum(problem.adapter_flops)
-    largest, together = problem.dropped_bytes
-    # Kernels drop anew what torch keeps for the gradients of the adapters.
     kept = problem.element_bytes * problem.M * problem.ranks
     if path == "torch":
-        kept += together * (problem.needs_adapter_gradient + keeps_mask(problem, device))
+        # What adapters take and give is kept for their gradients; kernels drop anew.
+        kept = (kept + sum(problem.dropped_bytes)) * problem.needs_adapter_gradient
+        kept += problem.masked_bytes * keeps_mask(problem, device)
     return replace(
         made,
         flops=flops,
         saved_bytes=made.saved_bytes + kept * problem.training,
-        workspace_bytes=made.workspace_bytes + (0 if path == "torch" else largest),
+        workspace_bytes=made.workspace_bytes + (0 if path == "torch" else max(problem.dropped_bytes)),
         floor_seconds=floor_seconds(flops, made.bytes, problem.dtype, device),
     )

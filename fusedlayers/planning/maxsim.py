@@ -116,12 +116,16 @@ def plan(problem: MaxSimProblem, device: Device, backend: str = "auto") -> MaxSi
     query_flops = 2 * choices * p.K if by_kernels else product
     flops = product + query_flops * p.needs_query_gradient + product * p.needs_document_gradient
     operand_elements = (p.query_tokens + p.document_tokens) * p.K
+    read = operand_elements
+    if not by_kernels:
+        # Each operand for the gradient of the other.
+        read = (p.query_tokens * p.needs_document_gradient + p.document_tokens * p.needs_query_gradient) * p.K
     io_bytes = element * (operand_elements + p.queries * p.documents) * (2 if p.training else 1)
     io_bytes += element * p.K * p.query_tokens * p.needs_query_gradient
     io_bytes += element * p.K * p.document_tokens * p.needs_document_gradient
     return MaxSimPlan.of(
         problem, device, "fused", fused, reason="the kernels keep no similarities", flops=flops, bytes=io_bytes,
-        saved_bytes=(element * operand_elements + (4 if by_kernels else 8) * choices) if p.training else 0,
+        saved_bytes=(element * read + (4 if by_kernels else 8) * choices) if p.training else 0,
         unsupported=unsupported, **(_kernels(problem, device) if by_kernels else {}),
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ from .call import (
     uneven,
     why_not_kernels,
 )
+from .costs import hidden_copies
 from .devices import Device
 from .measured import MoeFFN
 
@@ -41,6 +42,7 @@ class MoeProblem(Call):
     clamped: bool = False
     recompute: bool = False
     training: bool = False
+    frozen: bool = False  # whether no gradient of an expert's weight is wanted
     operation: str = "moe_ffn"
 
     __hash__ = Call.__hash__
@@ -207,8 +209,11 @@ def saved_bytes(problem: MoeProblem, kernels: bool) -> int:
     if not p.training:
         return 0
     if not kernels:
-        # The rows of x, both projections, what the activation gives, the hidden, and the experts' results.
-        return p.element_bytes * p.slots * (2 * p.K + p.N * (4 if p.gated else 2))
-    routing = 4 * (p.capacity + p.slots + p.capacity // p.block + p.E + 1)
+        # The rows of x, what is hidden with what a limit was applied to, the experts' results and their weights; and
+        # the order of the rows three times, in 64 bits, with which of them have an expert.
+        hidden = hidden_copies(p, not p.frozen) + 2 * p.clamped
+        return p.slots * (p.element_bytes * (p.K * (2 - p.frozen) + p.N * hidden + 1) + 25)
+    # The routing as it was given, and the rows sorted by it.
+    routing = (8 + p.element_bytes) * p.slots + 4 * (p.capacity + p.slots + p.capacity // p.block + p.E + 1)
     kept = 0 if p.recompute else p.capacity * p.N * (2 if p.gated else 1)
     return p.element_bytes * (p.M * p.K + kept) + routing

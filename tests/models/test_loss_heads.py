@@ -127,7 +127,7 @@ def test_the_report() -> None:
     # The kernels may run nowhere on a CPU, and keep what torch keeps there.
     assert entry.why_no_kernels is not None
     assert entry.saved_bytes is not None
-    assert entry.saved_bytes[0] == entry.saved_bytes[1] == 4 * (WIDTH + WORDS)
+    assert entry.saved_bytes[0] == entry.saved_bytes[1] == 4 * (WIDTH + WORDS) + 8
 
 
 @needs_kernels
@@ -136,8 +136,8 @@ def test_the_report_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         entry = replaced(build("Llama"))
     assert (entry.plan, entry.why_no_kernels) == ("chunked", None)
     assert entry.saved_bytes is not None
-    # Of the logits nothing; the gradients of the input and, shared by many tokens, of the weight.
-    assert entry.saved_bytes == (4 * (WIDTH + WORDS), 4 * 2 * WIDTH)
+    # Of the logits nothing; the gradients of the input and, shared by many tokens, of the weight. And the targets.
+    assert entry.saved_bytes == (4 * (WIDTH + WORDS) + 8, 4 * 2 * WIDTH + 8)
 
 
 def test_it_is_found_once() -> None:

@@ -118,6 +118,7 @@ class _MoeFFN(Operation):
             clamped=limit is not None or up_offset != 0,
             recompute=recompute,
             training=wants_gradient(x, *tensors[2:]),
+            frozen=not wants_gradient(w_up, w_down, w_gate),
             **call_facts(*tensors),
         )
 
