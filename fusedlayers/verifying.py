@@ -50,7 +50,7 @@ class Verification:
 
         What it proves holds for these inputs on this device, and for the paths that ``paths`` counts: where these are
         all torch's own, no kernel of this library ran, and torch was compared with torch. Tensors too small to judge
-        do not count, but where nothing else is left nothing was found right.
+        do not count, and empty and zero ones only beside others: where nothing else is left nothing was found right.
         """
         judged = [verdict.ok for verdict in self.verdicts if verdict.judged]
         return bool(judged) and all(judged)
@@ -60,8 +60,9 @@ class Verification:
         small = sum(not verdict.judged for verdict in self.verdicts)
         judged = f"{faulty} of {len(self.verdicts)} tensors are NOT close" if faulty else "every tensor is close"
         if small and not faulty:
-            judged = f"{small} of {len(self.verdicts)} tensors are too small to judge"
-            judged += ", and the others are close" if small < len(self.verdicts) else ""
+            judged = f"{small} of {len(self.verdicts)} tensors are too small to judge, and the others are close"
+        if small == len(self.verdicts):
+            judged = "nothing could be judged"
         taken = ", ".join(f"{path} x {count}" for path, count in sorted(self.paths.items()))
         head = f"max error / torch's (limit {MAX_ERROR_LIMIT})", f"RMS error / torch's (limit {RMS_LIMIT})"
         rows: list[tuple[str, ...]] = [("tensor", *head, "share of limit", "")]
@@ -182,7 +183,7 @@ def verify(target: nn.Module | Callable[..., Any], /, *inputs: Any, **options: A
                 for key, evidence in (again if draw else first).items():
                     evidence.add(*(each[key] for each in (ours, theirs, truth)))  # type: ignore[arg-type]
             judged |= {key: evidence.verdict(again=again[key]) for key, evidence in first.items()}
-            verdicts = list(judged.values())
+            verdicts = list(_beside_others(judged, truth).values())
     return Verification(f"{name} on {_where(tensors)}", tuple(verdicts), Counter(paths))
 
 
@@ -221,6 +222,23 @@ def _judged(verdict: Closeness, theirs: Tensor | None, truth: Tensor | None, dty
         return verdict
     text = f"{verdict.name}: not judged; {theirs.numel()} elements in {theirs.dtype} are too few: zeros would pass, too"
     return replace(verdict, message=text, judged=False)
+
+
+def _beside_others(verdicts: Mapping[str, Closeness], truth: Mapping[str, Tensor | None]) -> dict[str, Closeness]:
+    """The verdicts; those of empty and zero tensors are not judged where no other one was.
+
+    Beside others zeros tell that nothing was added to them; alone, a call that computes nothing would pass, too.
+    """
+    numbers = {key: each is not None and bool(each.any()) for key, each in truth.items()}
+    if any(verdict.judged and (numbers[key] or not verdict.ok) for key, verdict in verdicts.items()):
+        return dict(verdicts)
+    found = {}
+    for key, verdict in verdicts.items():
+        tensor = truth[key]
+        kind = "it is empty" if tensor is not None and not tensor.numel() else "it is zero, and nothing else was judged"
+        text = f"{verdict.name}: not judged; {kind}"
+        found[key] = replace(verdict, message=text, judged=False) if verdict.judged else verdict
+    return found
 
 
 _FEW = 16
