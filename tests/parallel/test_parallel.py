@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from tests.support import parallel_checks as checks
 from tests.support.operands import ON_GPU, needs_kernels
@@ -54,7 +56,23 @@ def test_tensor_parallel_under_autocast(processes: Processes) -> None:
     processes.run(checks.check_tensor_parallel, "torch", True, True, False, checks.D_FF, True, "kept")
 
 
-@pytest.mark.parametrize("d_ff", [checks.D_FF, checks.D_FF + 1], ids=["even", "uneven"])
+even_or_not = pytest.mark.parametrize(
+    "d_ff",
+    [
+        pytest.param(checks.D_FF, id="even"),
+        pytest.param(
+            checks.D_FF + 1,
+            id="uneven",
+            marks=pytest.mark.skipif(
+                TorchVersion(torch.__version__) < "2.13",
+                reason="in compiled graphs torch 2.11 expects gradients of process 0's shape in all processes",
+            ),
+        ),
+    ],
+)
+
+
+@even_or_not
 @pytest.mark.parametrize("tokens_split", [False, True], ids=["replicated", "sequence parallel"])
 def test_tensor_parallel_in_one_compiled_graph(processes: Processes, d_ff: int, tokens_split: bool) -> None:
     processes.run(checks.check_compiled, d_ff, tokens_split)
