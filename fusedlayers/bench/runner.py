@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,9 @@ def run(
 ) -> tuple[Record, bool]:
     """(the record, whether everything verified is right). The record is on disk at ``path`` after every row.
 
-    No row of an operation is timed unless all of them are right.
+    No row of an operation is timed unless all of them are right; those of one operation follow one another.
     """
     started = time.perf_counter()
-    dtype = DTYPES[settings.dtype]
     clock = clock_for(settings.device)
     method: dict[str, object] = {
         "seconds_per_row": settings.seconds,
@@ -83,42 +83,49 @@ def run(
         "seed": settings.seed,
     }
     record = records.new_record(arguments, settings.device, method, settings.commit)
-    verifications: list[list[Verification]] = []
-    for row in rows:
-        with settings.shared(), warnings.catch_warnings():
-            # torch says so once about its own backward thread, and goes on.
-            warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
-            found = verify(
-                row.case, row.options, row.shape,
-                init=settings.init, dtype=dtype, device=settings.device, seed=settings.seed,
-            )  # fmt: skip
-        verifications.append(found)
-        say(f"verify {row.label} {settings.dtype}")
-        for verification in found:
-            say(f"  {verification.summary()}")
-    red = {row.case.name for row, found in zip(rows, verifications, strict=True) if any(each.red for each in found)}
-    for row, found in zip(rows, verifications, strict=True):
-        timing = settings.timed and row.case.name not in red
+    right = True
+    # One operation after the other, so that a run that is cut off has the times of the first ones.
+    for _, group in groupby(rows, lambda row: row.case.name):
+        verified = [(row, _verify(row, settings, say)) for row in group]
+        red = any(verification.red for _, found in verified for verification in found)
+        right = right and not red
+        timing = settings.timed and not red
         directions = settings.directions if timing else (FORWARD_BACKWARD,)
-        for direction in directions if row.case.backward else (FORWARD,):
-            entry = _row_entry(row, settings, direction, found)
-            if timing:
-                late = settings.budget is not None and time.perf_counter() - started > settings.budget
-                if late:
-                    reason = f"the budget of {settings.budget:g} s was spent"
-                    entry["contenders"] = {
-                        name: records.untimed_entry("not timed", reason, (None, None)) for name in settings.contenders
-                    }
-                    say(f"skip   {row.label} {direction}: {reason}")
-                else:
-                    say(f"time   {row.label} {direction}")
-                    entry["contenders"] = _time(row, settings, direction, entry)
-                    entry["clocks"] = records.clocks(settings.device)
-            record["rows"].append(entry)
-            records.write(record, path)
+        for row, found in verified:
+            for direction in directions if row.case.backward else (FORWARD,):
+                entry = _row_entry(row, settings, direction, found)
+                if timing:
+                    late = settings.budget is not None and time.perf_counter() - started > settings.budget
+                    if late:
+                        reason = f"the budget of {settings.budget:g} s was spent"
+                        entry["contenders"] = {
+                            name: records.untimed_entry("not timed", reason, (None, None))
+                            for name in settings.contenders
+                        }
+                        say(f"skip   {row.label} {direction}: {reason}")
+                    else:
+                        say(f"time   {row.label} {direction}")
+                        entry["contenders"] = _time(row, settings, direction, entry)
+                        entry["clocks"] = records.clocks(settings.device)
+                record["rows"].append(entry)
+                records.write(record, path)
     records.finish(record)
     records.write(record, path)
-    return record, not red
+    return record, right
+
+
+def _verify(row: Row, settings: Settings, say: Callable[[str], None]) -> list[Verification]:
+    with settings.shared(), warnings.catch_warnings():
+        # torch says so once about its own backward thread, and goes on.
+        warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
+        found = verify(
+            row.case, row.options, row.shape,
+            init=settings.init, dtype=DTYPES[settings.dtype], device=settings.device, seed=settings.seed,
+        )  # fmt: skip
+    say(f"verify {row.label} {settings.dtype}")
+    for verification in found:
+        say(f"  {verification.summary()}")
+    return found
 
 
 def _row_entry(row: Row, settings: Settings, direction: str, found: list[Verification]) -> Record:

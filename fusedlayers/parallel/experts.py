@@ -126,6 +126,7 @@ class _ExpertsInParts(_InParts):
         return _new_in_parts, (new, *arguments), *state
 
 
+# What `explain` asks of experts that are fused.
 _ASKED = ("why_called", "call_arguments")
 
 
@@ -154,7 +155,6 @@ def _class_for(original: type[nn.Module]) -> type[nn.Module]:
         _, x, index, weights = signature.bind(self, *args, **kwargs).arguments.values()
         return _through_all(self, x, index, weights, functools.partial(original.forward, self))
 
-    # What `explain` asks of experts that are fused.
     asked = {name: _on_local_parameters(getattr(original, name)) for name in _ASKED if hasattr(original, name)}
     attributes = {"forward": forward, "whole": original} | asked
     return type(f"ExpertParallel{original.__name__}", (_ExpertsInParts, original), attributes)

@@ -45,6 +45,21 @@ def test_verify_time_record_plot_and_table(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().out == tables.markdown(found)
 
 
+def test_one_operation_is_timed_before_the_next_is_verified(tmp_path: Path) -> None:
+    """So a run that is cut off has the times of the first ones."""
+    grids = [(case, case.grids[0]) for case in (WEIGHT_GRADIENT, GEMM_GEMM)]
+    rows = [runner.Row(case, grid, grid.options, grid.shapes_without_gpu[0]) for case, grid in grids]
+    settings = runner.Settings(
+        "fp32", torch.device("cpu"), timed=True, directions=("forward",), contenders=("auto",), seconds=0.01
+    )
+    said: list[str] = []
+    found, right = runner.run(rows, settings, [], tmp_path / "record.json", said.append)
+    assert right
+    steps = [line.split()[:2] for line in said if not line.startswith(" ")]
+    assert steps == [[verb, row.grid.name] for row in rows for verb in ("verify", "time")]
+    assert [row["contenders"]["auto"]["status"] for row in found["rows"]] == ["timed", "timed"]
+
+
 def test_a_case_without_a_backward_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = bench("weight_gradient", "--device", "cpu", "--shape", "70x24x40", "--output", tmp_path, "--time",
                    "--seconds", 0.01)  # fmt: skip
