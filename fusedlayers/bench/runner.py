@@ -95,18 +95,7 @@ def run(
             for direction in directions if row.case.backward else (FORWARD,):
                 entry = _row_entry(row, settings, direction, found)
                 if timing:
-                    late = settings.budget is not None and time.perf_counter() - started > settings.budget
-                    if late:
-                        reason = f"the budget of {settings.budget:g} s was spent"
-                        entry["contenders"] = {
-                            name: records.untimed_entry("not timed", reason, (None, None))
-                            for name in settings.contenders
-                        }
-                        say(f"skip   {row.label} {direction}: {reason}")
-                    else:
-                        say(f"time   {row.label} {direction}")
-                        entry["contenders"] = _time(row, settings, direction, entry)
-                        entry["clocks"] = records.clocks(settings.device)
+                    entry |= _timed(row, settings, direction, entry, started, say)
                 record["rows"].append(entry)
                 records.write(record, path)
     records.finish(record)
@@ -149,6 +138,19 @@ def _row_entry(row: Row, settings: Settings, direction: str, found: list[Verific
         "clocks": None,
         "contenders": {},
     }
+
+
+def _timed(
+    row: Row, settings: Settings, direction: str, entry: Record, started: float, say: Callable[[str], None]
+) -> Record:
+    """What timing adds to an entry: no times once the budget is spent."""
+    if settings.budget is not None and time.perf_counter() - started > settings.budget:
+        reason = f"the budget of {settings.budget:g} s was spent"
+        say(f"skip   {row.label} {direction}: {reason}")
+        untimed = {name: records.untimed_entry("not timed", reason, (None, None)) for name in settings.contenders}
+        return {"contenders": untimed}
+    say(f"time   {row.label} {direction}")
+    return {"contenders": _time(row, settings, direction, entry), "clocks": records.clocks(settings.device)}
 
 
 def _time(row: Row, settings: Settings, direction: str, entry: Record) -> Record:
