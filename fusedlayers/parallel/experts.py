@@ -103,10 +103,9 @@ class ExpertParallelMoE(_InParts, FusedMoE):
         """
         index, weights = self.routing(x)
         MOE_FFN.check(*MOE_FFN.bound(**self._arguments(x, index, weights)))
-        options: dict[str, Any] = {"activation": self.activation, "recompute": self.recompute}
 
         def run(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            return functional.moe_ffn(rows, index, weights, **self.experts.arguments(), **options)
+            return functional.moe_ffn(**self._arguments(rows, index, weights))
 
         y = _through_all(self.experts, x, index, weights, run)
         return y if self.shared_expert is None else cast(Tensor, self.shared_expert(x, residual=y))
