@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ pytestmark = [
     pytest.mark.xdist_group("two processes"),
     pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_parallel_gpu.py runs the same checks on two GPUs"),
 ]
+needs_transformers = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed: pip install '.[models]'"
+)
+MIXTRAL = pytest.param("Mixtral", marks=needs_transformers)
 PATHS = pytest.mark.parametrize("path", [pytest.param("triton", marks=needs_kernels), "torch"])
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -39,10 +44,10 @@ def test_a_mixture_in_parts_in_kernels(processes: Processes, case: str) -> None:
     processes.run(checks.check_experts_in_parts, "FusedMoE", "triton", torch.float32, HALVES, OPTIONS[case])
 
 
+@needs_transformers
 @PATHS
 @pytest.mark.parametrize("kind", ["Mixtral", "gpt-oss"])
 def test_replaced_experts_in_parts(processes: Processes, kind: str, path: str) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[models]'")
     processes.run(checks.check_experts_in_parts, kind, path, torch.float32, HALVES, {})
 
 
@@ -62,8 +67,8 @@ def test_autocast(processes: Processes, case: str, mine: tuple[int, int]) -> Non
     processes.run(checks.check_autocast, "FusedMoE", mine, OPTIONS[case])
 
 
+@needs_transformers
 def test_replaced_experts_under_autocast(processes: Processes) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[models]'")
     processes.run(checks.check_autocast, "Mixtral", HALVES, {})
 
 
@@ -85,22 +90,18 @@ def test_expert_parallelism(processes: Processes, check: Callable[[], None]) -> 
     processes.run(check)
 
 
-@pytest.mark.parametrize("kind", ["FusedMoE", "Mixtral", "own"])
+@pytest.mark.parametrize("kind", ["FusedMoE", MIXTRAL, "own"])
 def test_copies(processes: Processes, kind: str) -> None:
-    if kind == "Mixtral":
-        pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[models]'")
     processes.run(checks.check_copies, kind)
 
 
-@pytest.mark.parametrize("kind", ["FusedMoE", "Mixtral"])
+@pytest.mark.parametrize("kind", ["FusedMoE", MIXTRAL])
 def test_explanations(processes: Processes, kind: str) -> None:
-    if kind == "Mixtral":
-        pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[models]'")
     processes.run(checks.check_explanation, kind)
 
 
+@needs_transformers
 def test_arguments_by_name(processes: Processes) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[models]'")
     processes.run(checks.check_keywords)
 
 

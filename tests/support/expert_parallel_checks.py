@@ -84,6 +84,12 @@ def batch(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.to(device(), dtype), dy.to(device(), dtype)
 
 
+def own(mine: tuple[int, int]) -> slice:
+    """The tokens of this process; ``mine`` says how many each one has."""
+    begin = sum(mine[: dist.get_rank()])
+    return slice(begin, begin + mine[dist.get_rank()])
+
+
 def check_experts_in_parts(
     kind: str, path: str, dtype: torch.dtype, mine: tuple[int, int], options: dict[str, Any]
 ) -> None:
@@ -102,8 +108,7 @@ def check_experts_in_parts(
             assert isinstance(parameter, DTensor), name
             assert parameter.to_local().shape[0] == EXPERTS // 2
         patch.setenv("FUSEDLAYERS_BACKEND", path)
-        begin = sum(mine[: dist.get_rank()])
-        place = slice(begin, begin + mine[dist.get_rank()])
+        place = own(mine)
         with decisions() as paths:
             ours = found(made, x[place], dy[place])
     assert ("moe_ffn torch" in paths) == (path == "torch"), paths
@@ -128,15 +133,13 @@ def check_experts_in_parts(
 
 def check_autocast(kind: str, mine: tuple[int, int], options: dict[str, Any]) -> None:
     """The result has the dtype that it has in one process, where a process has no tokens, too."""
-    whole = mixture(kind, torch.float32, **options)
+    whole, place = mixture(kind, torch.float32, **options), own(mine)
     x, dy = batch(torch.float32)
-    begin = sum(mine[: dist.get_rank()])
-    place = slice(begin, begin + mine[dist.get_rank()])
+    truth = found(deepcopy(whole).double(), x.double(), dy)
     with torch.autocast(device().type, torch.bfloat16):
         theirs, ours = found(deepcopy(whole), x, dy), found(split(whole), x[place], dy[place])
-    for name in ("y", "dx"):
-        # Of two roundings one may differ.
-        torch.testing.assert_close(ours[name], theirs[name][place], rtol=0.05, atol=0.05)  # type: ignore[index]
+    parts = [{name: each[name][place] for name in ("y", "dx")} for each in (theirs, truth)]  # type: ignore[index]
+    assert_all_close({name: ours[name] for name in ("y", "dx")}, *parts, computed_in=torch.bfloat16)
     assert ours["y"] is not None
     assert ours["y"].dtype == (torch.bfloat16 if kind == "FusedMoE" else torch.float32)
 
@@ -186,7 +189,7 @@ def check_frozen_experts() -> None:
     made.experts.requires_grad_(False)  # type: ignore[union-attr, operator]
     x, dy = batch(torch.float32)
     expected = found(deepcopy(made), x, dy)
-    half = slice(0, TOKENS // 2) if dist.get_rank() == 0 else slice(TOKENS // 2, TOKENS)
+    half = own((TOKENS // 2, TOKENS // 2))
     ours = found(split(made), x[half], dy[half])
     assert ours["experts.down_proj"] is None
     torch.testing.assert_close(ours["dx"], expected["dx"][half])  # type: ignore[index]
@@ -282,17 +285,15 @@ def check_data_parallel() -> None:
     """DDP of a mixture: it averages the gradients of the router, and leaves experts alone that it is told to ignore."""
     made: Any = mixture("FusedMoE", torch.float32)
     x, dy = batch(torch.float32)
-    expected = found(deepcopy(made), x, dy)
+    theirs, truth = found(deepcopy(made), x, dy), found(deepcopy(made).double(), x.double(), dy)
     made = split(made)
     ignored = [name for name, each in made.named_parameters() if isinstance(each, DTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(made, ignored)
     model = DistributedDataParallel(made, device_ids=[device().index] if ON_GPU else None)
-    half = slice(0, TOKENS // 2) if dist.get_rank() == 0 else slice(TOKENS // 2, TOKENS)
+    half = own((TOKENS // 2, TOKENS // 2))
     ours = {name.removeprefix("module."): each for name, each in found(model, x[half], dy[half]).items()}
     ours["gate.weight"] *= 2  # type: ignore[operator]
-    for name in ("gate.weight", *ignored):
-        # The sums are right whatever the order of their terms.
-        torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-4)
+    assert_all_close(*[{name: each[name] for name in ("gate.weight", *ignored)} for each in (ours, theirs, truth)])
 
 
 def check_verify() -> None:
