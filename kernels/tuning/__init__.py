@@ -28,7 +28,7 @@ from .gemm_reduce import (
     reduce_config,
     reduce_gradient_config,
 )
-from .limits import CONSUMER_ROWS, SHARED_MEMORY, has_tanh, padded_width, starts_early
+from .limits import CONSUMER_ROWS, SHARED_MEMORY, has_tanh, padded_width, pipelined_width, starts_early
 from .maxsim import GatherConfig, OneHotConfig, gather_config, one_hot_config
 from .split_k import SplitTiles, reduce_blocks, split_tiles
 from .weight_gradient import PIPELINES, WeightGradientPipeline, WeightGradientTiles, weight_gradient_tiles
@@ -67,6 +67,7 @@ __all__ = [
     "padded_widths",
     "pipelined_config",
     "pipelined_reduce_config",
+    "pipelined_width",
     "reduce_blocks",
     "reduce_config",
     "reduce_gradient_config",

@@ -7,7 +7,7 @@ H200; rows of other architectures are conservative ones.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .limits import BARRIER_BYTES, CONSUMER_ROWS, MOST_STAGES, SHARED_MEMORY, padded_width
+from .limits import BARRIER_BYTES, CONSUMER_ROWS, MOST_STAGES, SHARED_MEMORY, padded_width, pipelined_width
 
 # In the forward pass 64 rows of x take 32 registers up to here, and y has a place of its own in shared memory; wider
 # ones stay there, and y takes their place.
@@ -227,30 +227,34 @@ def pipelined_config(
 ) -> PipelinedConfig | None:
     """The warp-specialised configuration of ``kernel`` on Hopper, or None where it does not take these sizes.
 
-    K and O are not padded, so they must be 64 or 128, or both 256. Copies of a batch's last tile must not reach into
-    the next entry: with a batch, tiles of rows and of hidden units must be whole.
+    Tiles of x and y have 64 or 128 columns, padded with zeros, or both 256 without: the path for wider layers was as
+    fast there. Copies of a batch's last tile must not reach into the next entry: with a batch, tiles must be whole.
     """
-    if not ((K in (64, 128) and O in (64, 128)) or K == O == 256) or N % 8:
+    widest = max(K, O)
+    wide = widest > 128
+    padded = not (wide or (K in (64, 128) and O in (64, 128)))
+    if N % 8 or K % 8 or O % 8 or (wide and not K == O == 256) or (padded and batch > 1):
         return None
-    row = next(row for row in _PIPELINED[(kernel, gated)] if max(K, O) <= row.width)
+    width, out_width = pipelined_width(K), pipelined_width(O)
+    row = next(row for row in _PIPELINED[(kernel, gated)] if widest <= row.width)
     consumers, row_stages, projections = row.consumers, 1, 2 if gated else 1
     if kernel == "weight_gradient":
         # Few rows take the ragged block whatever their number, which is one variant less to compile.
         whole = M % row.block == 0 and (batch > 1 or M > SHORTEST_SPLIT * row.block)
         block = row.block if whole else row.ragged_block
         inside = M % block == 0
-        kept = consumers * CONSUMER_ROWS * (projections * K + O)
-        stage = block * (K + O)
+        kept = consumers * CONSUMER_ROWS * (projections * width + out_width)
+        stage = block * (width + out_width)
     else:
         block = row.block if N % row.block == 0 else row.ragged_block
         if batch * -(-M // (2 * CONSUMER_ROWS)) < sms:
             consumers = 1  # tiles of half the height, so that twice as many SMs have work
         inside = M % (consumers * CONSUMER_ROWS) == 0 and N % block == 0
-        if kernel == "data_gradient" and max(K, O) <= 128:
+        if kernel == "data_gradient" and not wide:
             row_stages = 2
-        in_place = kernel == "forward" and K > WIDEST_X_IN_REGISTERS
-        kept = consumers * CONSUMER_ROWS * (K if in_place else (K + O) * row_stages)
-        stage = block * (projections * K + O)
+        in_place = kernel == "forward" and width > WIDEST_X_IN_REGISTERS
+        kept = consumers * CONSUMER_ROWS * (width if in_place else (width + out_width) * row_stages)
+        stage = block * (projections * width + out_width)
     if batch > 1 and not inside:
         return None
     stages = min(MOST_STAGES, (SHARED_MEMORY - BARRIER_BYTES - 2 * kept) // (2 * stage))

@@ -5,7 +5,7 @@ Rows of every architecture are conservative ones that were compiled for it.
 
 from dataclasses import dataclass, replace
 
-from .limits import BARRIER_BYTES, CONSUMER_ROWS, SHARED_MEMORY, padded_width
+from .limits import BARRIER_BYTES, CONSUMER_ROWS, SHARED_MEMORY, padded_width, pipelined_width
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def pipelined_reduce_config(P: int, R: int, K: int, sms: int, costly: bool = Fal
     """
     if not 0 < K <= 128 or K % 8:
         return None
-    width = max(64, padded_width(K))
+    width = pipelined_width(K)
     block = 64 if R < _LONG else 128
     if P <= 2 * CONSUMER_ROWS or (costly and block == 128):
         consumers = 1 if P <= CONSUMER_ROWS and block == 64 else 2
@@ -179,7 +179,7 @@ def one_hot_pipeline(P: int, R: int, K: int, sms: int) -> OneHotPipeline | None:
     """
     if not 0 < K <= 128 or K % 8:
         return None
-    width = max(64, padded_width(K))
+    width = pipelined_width(K)
     block = 64 if P > 32 else 32
     consumers = 1 if R <= CONSUMER_ROWS else 2
     stages = min(6, (SHARED_MEMORY - BARRIER_BYTES - 2 * consumers * CONSUMER_ROWS * width) // (2 * block * width))

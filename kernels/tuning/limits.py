@@ -21,3 +21,8 @@ def starts_early(architecture: str) -> bool:
 def padded_width(width: int) -> int:
     """The width a kernel works with on chip: the next power of two, at least 16."""
     return max(MINIMUM_WIDTH, 1 << (width - 1).bit_length())
+
+
+def pipelined_width(width: int) -> int:
+    """The same for the warp-specialised kernels, which hold up to 256 columns, and 128 bytes at least."""
+    return 64 if width <= 64 else 128 if width <= 128 else 256

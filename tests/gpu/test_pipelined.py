@@ -33,6 +33,7 @@ RECOMPUTING = ("forward", "data_gradient", "launch_weight_gradient")
 STORING = ("forward", "hidden_gradient", "launch_stored_weight_gradients")
 STORES_GATED = describe(DEVICE).triton_release < (3, 9)
 PAIRS = [(64, 64), (64, 128), (128, 64), (128, 128), (256, 256)]
+PADDED = [(8, 8), (40, 40), (96, 96), (120, 24), (16, 104)]
 
 pytestmark = pytest.mark.skipif(not describe(DEVICE).pipelined, reason="no Hopper GPU with Gluon")
 
@@ -52,7 +53,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize(("K", "O"), PAIRS)
+@pytest.mark.parametrize(("K", "O"), [*PAIRS, *PADDED])
 def test_ragged_sizes(K: int, O: int, gated: bool, dtype: torch.dtype, launched: list[str]) -> None:
     activation = "silu" if gated else "gelu"
     for M, N in ((1, 8), (63, 64), (65, 136), (1000, 512), (4099, 328)):
@@ -119,15 +120,16 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 }
 
 
+@pytest.mark.parametrize("width", [64, 104])
 @pytest.mark.parametrize("role", ["x", "w_up", "w_down", "w_gate", "residual", "dy"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout: str, role: str, launched: list[str]) -> None:
+def test_layouts(layout: str, role: str, width: int, launched: list[str]) -> None:
     """TMA takes rows at multiples of 16 bytes; the portable kernels take the rest, with the same result.
 
     An upstream gradient decides nothing: it is copied once.
     """
     lay, taken = LAYOUTS[layout]
-    inputs, dy, expected = exact_ffn(200, 64, 192, 64, BFLOAT16, gated=True, residual=True, activation="relu")
+    inputs, dy, expected = exact_ffn(200, width, 192, width, BFLOAT16, gated=True, residual=True, activation="relu")
     if role == "dy":
         dy = lay(dy)
     else:
@@ -139,8 +141,9 @@ def test_layouts(layout: str, role: str, launched: list[str]) -> None:
     assert set(launched) == (everything if taken else everything - left)
 
 
-def test_transposed_weights(launched: list[str]) -> None:
-    inputs, dy, expected = exact_ffn(200, 64, 192, 64, BFLOAT16, activation="relu")
+@pytest.mark.parametrize("width", [64, 24, 104])
+def test_transposed_weights(width: int, launched: list[str]) -> None:
+    inputs, dy, expected = exact_ffn(200, width, 192, width, BFLOAT16, activation="relu")
     for role in ("w_up", "w_down"):
         weight = inputs[role]
         assert weight is not None
@@ -150,9 +153,10 @@ def test_transposed_weights(launched: list[str]) -> None:
     assert launched == ["forward", "data_gradient", "launch_weight_gradient"] * 2
 
 
+@pytest.mark.parametrize("width", [64, 72])
 @pytest.mark.parametrize("frozen", [("x",), ("w_up", "b_up"), ("w_down",), ("w_up", "b_up", "w_gate", "b_gate")])
-def test_frozen_inputs(frozen: tuple[str, ...], launched: list[str]) -> None:
-    inputs, dy, expected = exact_ffn(300, 64, 136, 64, BFLOAT16, gated=True, activation="relu")
+def test_frozen_inputs(frozen: tuple[str, ...], width: int, launched: list[str]) -> None:
+    inputs, dy, expected = exact_ffn(300, width, 136, width, BFLOAT16, gated=True, activation="relu")
     with on_path("kernels") as options:
         found = results(functional.ffn, inputs, dy, frozen, activation="relu", **options)
     assert_equal(found, {name: None if name[1:] in frozen else value for name, value in expected.items()})
@@ -166,7 +170,25 @@ def test_dropout_takes_the_portable_kernels(launched: list[str]) -> None:
     assert not launched
 
 
-@pytest.mark.parametrize("width", [64, 128, 256])
+def test_what_lies_beside_the_columns_of_x_does_not_count() -> None:
+    """Tiles are wider than the layer: what they would read from a wider tensor is not a number."""
+    inputs, dy, expected = exact_ffn(200, 40, 192, 40, BFLOAT16, gated=True, residual=True, activation="relu")
+
+    def surrounded(tensor: Tensor) -> Tensor:
+        wide = tensor.new_full((tensor.shape[0] + 64, tensor.shape[1] + 96), float("nan"))
+        wide[: tensor.shape[0], : tensor.shape[1]] = tensor
+        return wide[: tensor.shape[0], : tensor.shape[1]]
+
+    around = {
+        name: surrounded(tensor) if tensor is not None and tensor.dim() == 2 else tensor
+        for name, tensor in inputs.items()
+    }
+    with on_path("kernels") as options:
+        found = results(functional.ffn, around, surrounded(dy), activation="relu", **options)
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("width", [64, 96, 128, 256])
 def test_the_same_numbers_as_the_portable_kernels(width: int) -> None:
     """Both round where the other does, but add up in another order."""
     inputs = ffn_inputs(5000, width, 4 * width, width, BFLOAT16)

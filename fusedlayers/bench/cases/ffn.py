@@ -16,7 +16,7 @@ from ...planning import Device
 from .case import DTYPES, Case, Grid, Operand, Options, Shape
 from .trial import MACHINES, RAGGED, WHOLE, Trial
 
-_PIPELINED_WIDTHS = (64, 128, 256)
+_PIPELINED_WIDTHS = (64, 104, 128, 256)
 # Widths of a block that no fused kernel holds: whole tiles, and tails.
 _WIDE = (512, 520)
 # The same of one that takes groups of hidden units.

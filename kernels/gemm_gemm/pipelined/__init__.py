@@ -1,6 +1,6 @@
 """The kernels of GEMM-GEMM and the narrow FFN for Hopper: warp-specialised, in Gluon, beside the portable ones.
 
-They take what ``tuning.pipelined_config`` admits (16 bits; K and O of 64, 128 or both 256; no dropout) where the
+They take what ``tuning.pipelined_config`` admits (16 bits; K and O up to 128, or both 256; no dropout) where the
 tensors lie as TMA wants them; anything else runs in the portable kernels, which compute the same.
 """
 

@@ -31,7 +31,7 @@ from ...pipeline import (
     stage_of,
     start_product,
 )
-from ...tuning import CONSUMER_ROWS, PipelinedConfig
+from ...tuning import CONSUMER_ROWS, PipelinedConfig, pipelined_width
 from ..operands import Matrices, Operands
 
 
@@ -104,21 +104,22 @@ def _consume(
     consumer: gl.constexpr, dx_desc, up_bias_ptr, gate_bias_ptr, dy_sums_ptr,
     x_ring, dy_ring, up_ring, gate_ring, down_ring, row_full, row_empty, weight_full, weight_empty,
     N, M, tiles, row_tiles,
-    K: gl.constexpr, O: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    ROW_STAGES: gl.constexpr, ROWS: gl.constexpr, EVEN_N: gl.constexpr, UP_TRANSPOSED: gl.constexpr,
-    DOWN_TRANSPOSED: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+    O: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_O: gl.constexpr, CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, ROWS: gl.constexpr, EVEN_N: gl.constexpr,
+    UP_TRANSPOSED: gl.constexpr, DOWN_TRANSPOSED: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
+    ACCURACY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_ring.dtype
     z_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    dx_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    dx_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     dz_layout: gl.constexpr = gl.DotOperandLayout(0, dx_layout, 2)
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, z_layout))
     # Each warp adds up a quarter of the columns, each thread eight of them, so that no sum crosses a warp; a read of
     # shared memory takes at least the 8 rows of its swizzling pattern.
-    LANES: gl.constexpr = O // 32
+    LANES: gl.constexpr = BLOCK_O // 32
     READ_ROWS: gl.constexpr = max(8, 32 // LANES)
     read_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [1, 4], [1, 0])
-    dy_sums = gl.zeros([READ_ROWS, O], gl.float32, read_layout)
+    dy_sums = gl.zeros([READ_ROWS, BLOCK_O], gl.float32, read_layout)
     position = 0
     turn = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -128,7 +129,7 @@ def _consume(
         mbarrier.wait(row_full.index(index), phase)
         x_tile = x_ring.index(index)
         dy_tile = dy_ring.index(index)
-        acc = gl.zeros([ROWS, K], gl.float32, dx_layout)
+        acc = gl.zeros([ROWS, BLOCK_K], gl.float32, dx_layout)
         stage, phase = stage_of(position, STAGES)
         mbarrier.wait(weight_full.index(stage), phase)
         up = hidden_first(up_ring.index(stage), UP_TRANSPOSED).permute((1, 0))
@@ -184,24 +185,24 @@ def _consume(
         mbarrier.arrive(row_empty.index(index))
     if dy_sums_ptr is not None:
         part = gl.program_id(0) * CONSUMERS + consumer
-        outer = gl.arange(0, O, gl.SliceLayout(0, read_layout))
-        gl.store(dy_sums_ptr + part * O + outer, gl.sum(dy_sums, 0))
+        outer = gl.arange(0, BLOCK_O, gl.SliceLayout(0, read_layout))
+        gl.store(dy_sums_ptr + part * O + outer, gl.sum(dy_sums, 0), mask=outer < O)
 
 
 @gluon.jit(do_not_specialize=["up_step", "down_step", "N", "M", "tiles", "row_tiles"])
 def _pipelined_data_gradient_kernel(
     x_desc, dy_desc, up_desc, gate_desc, down_desc, dx_desc, up_bias_ptr, gate_bias_ptr, dy_sums_ptr,
     up_step, down_step, N, M, tiles, row_tiles,
-    K: gl.constexpr, O: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    ROW_STAGES: gl.constexpr, ROWS: gl.constexpr, EVEN_N: gl.constexpr, UP_TRANSPOSED: gl.constexpr,
-    DOWN_TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+    O: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_O: gl.constexpr, CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, ROWS: gl.constexpr, EVEN_N: gl.constexpr,
+    UP_TRANSPOSED: gl.constexpr, DOWN_TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     GATED: gl.constexpr = gate_desc is not None
     TURNS: gl.constexpr = CONSUMERS * ROW_STAGES
-    x_ring = gl.allocate_shared_memory(dtype, [TURNS, ROWS, K], x_desc.layout)
-    dy_ring = gl.allocate_shared_memory(dtype, [TURNS, ROWS, O], dy_desc.layout)
+    x_ring = gl.allocate_shared_memory(dtype, [TURNS, ROWS, BLOCK_K], x_desc.layout)
+    dy_ring = gl.allocate_shared_memory(dtype, [TURNS, ROWS, BLOCK_O], dy_desc.layout)
     up_ring = gl.allocate_shared_memory(dtype, [STAGES] + up_desc.block_type.shape, up_desc.layout)
     if GATED:
         gate_ring = gl.allocate_shared_memory(dtype, [STAGES] + up_desc.block_type.shape, up_desc.layout)
@@ -217,8 +218,8 @@ def _pipelined_data_gradient_kernel(
     fence_async_shared()
     specialize(CONSUMERS, _consume, (
         dx_desc, up_bias_ptr, gate_bias_ptr, dy_sums_ptr, x_ring, dy_ring, up_ring, gate_ring, down_ring, row_full,
-        row_empty, weight_full, weight_empty, N, M, tiles, row_tiles, K, O, BLOCK_N, CONSUMERS, STAGES, ROW_STAGES,
-        ROWS, EVEN_N, UP_TRANSPOSED, DOWN_TRANSPOSED, GATED, ACTIVATION, ACCURACY,
+        row_empty, weight_full, weight_empty, N, M, tiles, row_tiles, O, BLOCK_N, BLOCK_K, BLOCK_O, CONSUMERS, STAGES,
+        ROW_STAGES, ROWS, EVEN_N, UP_TRANSPOSED, DOWN_TRANSPOSED, GATED, ACTIVATION, ACCURACY,
     ), _produce, (
         x_desc, dy_desc, up_desc, gate_desc, down_desc, x_ring, dy_ring, up_ring, gate_ring, down_ring, row_full,
         row_empty, weight_full, weight_empty, up_step, down_step, N, M, tiles, row_tiles, BLOCK_N, CONSUMERS, STAGES,
@@ -240,7 +241,7 @@ def prepare_data_gradient(
 ) -> Prepared:
     """The launch for operands that fit: see ``Operands.matrices``."""
     batch, rows, width, hidden, out_width = operands.sizes()
-    block = config.block
+    block, block_k, block_o = config.block, pipelined_width(width), pipelined_width(out_width)
     row_tiles = -(-rows // (CONSUMER_ROWS * config.consumers))
     tiles = batch * row_tiles
     programs = min(tiles, config.programs)
@@ -254,17 +255,17 @@ def prepare_data_gradient(
         (),
         (matrices.up.step, matrices.down.step, hidden, rows, tiles, row_tiles),
         (
-            width, out_width, block, config.consumers, config.stages, config.row_stages, CONSUMER_ROWS,
+            out_width, block, block_k, block_o, config.consumers, config.stages, config.row_stages, CONSUMER_ROWS,
             hidden % block == 0, matrices.up.transposed, not matrices.down.transposed,
             operands.arithmetic.activation, operands.arithmetic.accuracy,
         ),
         geometries=(
-            matrices.x.geometry(CONSUMER_ROWS, width),
-            dy.geometry(CONSUMER_ROWS, out_width),
-            matrices.up.geometry(block, width),
-            None if matrices.gate is None else matrices.gate.geometry(block, width),
-            matrices.down.geometry(out_width, block),
-            dense(batch * rows, width, CONSUMER_ROWS, width),
+            matrices.x.geometry(CONSUMER_ROWS, block_k),
+            dy.geometry(CONSUMER_ROWS, block_o),
+            matrices.up.geometry(block, block_k),
+            None if matrices.gate is None else matrices.gate.geometry(block, block_k),
+            matrices.down.geometry(block_o, block),
+            dense(batch * rows, width, CONSUMER_ROWS, block_k),
         ),
     )  # fmt: skip
     return Prepared(tuple(operands.x.shape), partials, prepared, {})

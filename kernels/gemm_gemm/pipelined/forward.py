@@ -26,7 +26,7 @@ from ...pipeline import (
     stage_of,
     start_product,
 )
-from ...tuning import CONSUMER_ROWS, WIDEST_X_IN_REGISTERS, PipelinedConfig
+from ...tuning import CONSUMER_ROWS, WIDEST_X_IN_REGISTERS, PipelinedConfig, pipelined_width
 from ..operands import Matrices, Operands
 
 
@@ -81,17 +81,17 @@ def _consume(
     consumer: gl.constexpr, y_desc, up_bias_ptr, gate_bias_ptr, down_bias_ptr, residual_ptr,
     x_tiles, y_tiles, up_ring, gate_ring, down_ring, x_full, x_empty, up_full, up_empty, down_full, down_empty,
     stride_rm, N, M, tiles, row_tiles,
-    K: gl.constexpr, O: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    O: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_O: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     ROWS: gl.constexpr, EVEN_N: gl.constexpr, UP_TRANSPOSED: gl.constexpr, DOWN_TRANSPOSED: gl.constexpr,
     GATED: gl.constexpr, X_IN_REGISTERS: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_tiles.dtype
     z_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    y_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O, 16])
+    y_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_O, 16])
     x_layout: gl.constexpr = gl.DotOperandLayout(0, z_layout, 2)
     hidden_layout: gl.constexpr = gl.DotOperandLayout(0, y_layout, 2)
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, z_layout))
-    outer = gl.arange(0, O, gl.SliceLayout(0, y_layout))
+    outer = gl.arange(0, BLOCK_O, gl.SliceLayout(0, y_layout))
     position = 0
     turn = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -103,7 +103,7 @@ def _consume(
             release_after_load(x_empty.index(consumer))
         else:
             x_tile = x_tiles.index(consumer)
-        acc = gl.zeros([ROWS, O], gl.float32, y_layout)
+        acc = gl.zeros([ROWS, BLOCK_O], gl.float32, y_layout)
         stage, phase = stage_of(position, STAGES)
         mbarrier.wait(up_full.index(stage), phase)
         up = hidden_first(up_ring.index(stage), UP_TRANSPOSED).permute((1, 0))
@@ -150,7 +150,7 @@ def _consume(
 
         y = acc * activation_unit(ACTIVATION, ACCURACY)
         if down_bias_ptr is not None:
-            y += gl.expand_dims(gl.load(down_bias_ptr + outer).to(gl.float32), 0)
+            y += gl.expand_dims(gl.load(down_bias_ptr + outer, mask=outer < O, other=0.0).to(gl.float32), 0)
         if residual_ptr is not None:
             rows = row_in_batch + gl.arange(0, ROWS, gl.SliceLayout(1, y_layout))
             offsets = gl.expand_dims((batch * M + rows).to(gl.int64) * stride_rm, 1) + gl.expand_dims(outer, 0)
@@ -175,16 +175,16 @@ def _consume(
 def _pipelined_forward_kernel(
     x_desc, up_desc, gate_desc, down_desc, y_desc, up_bias_ptr, gate_bias_ptr, down_bias_ptr, residual_ptr,
     stride_rm, up_step, down_step, N, M, tiles, row_tiles,
-    K: gl.constexpr, O: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    ROWS: gl.constexpr, EVEN_N: gl.constexpr, UP_TRANSPOSED: gl.constexpr, DOWN_TRANSPOSED: gl.constexpr,
-    X_IN_REGISTERS: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+    O: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_O: gl.constexpr, CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr, ROWS: gl.constexpr, EVEN_N: gl.constexpr, UP_TRANSPOSED: gl.constexpr,
+    DOWN_TRANSPOSED: gl.constexpr, X_IN_REGISTERS: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     GATED: gl.constexpr = gate_desc is not None
-    x_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, K], x_desc.layout)
+    x_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BLOCK_K], x_desc.layout)
     if X_IN_REGISTERS:
-        y_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, O], y_desc.layout)
+        y_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BLOCK_O], y_desc.layout)
     else:
         y_tiles = x_tiles
     up_ring = gl.allocate_shared_memory(dtype, [STAGES] + up_desc.block_type.shape, up_desc.layout)
@@ -205,9 +205,9 @@ def _pipelined_forward_kernel(
     fence_async_shared()
     specialize(CONSUMERS, _consume, (
         y_desc, up_bias_ptr, gate_bias_ptr, down_bias_ptr, residual_ptr, x_tiles, y_tiles, up_ring, gate_ring,
-        down_ring, x_full, x_empty, up_full, up_empty, down_full, down_empty, stride_rm, N, M, tiles, row_tiles, K, O,
-        BLOCK_N, CONSUMERS, STAGES, ROWS, EVEN_N, UP_TRANSPOSED, DOWN_TRANSPOSED, GATED, X_IN_REGISTERS, ACTIVATION,
-        ACCURACY,
+        down_ring, x_full, x_empty, up_full, up_empty, down_full, down_empty, stride_rm, N, M, tiles, row_tiles, O,
+        BLOCK_N, BLOCK_O, CONSUMERS, STAGES, ROWS, EVEN_N, UP_TRANSPOSED, DOWN_TRANSPOSED, GATED, X_IN_REGISTERS,
+        ACTIVATION, ACCURACY,
     ), _produce, (
         x_desc, up_desc, gate_desc, down_desc, x_tiles, up_ring, gate_ring, down_ring, x_full, x_empty, up_full,
         up_empty, down_full, down_empty, up_step, down_step, N, M, tiles, row_tiles, BLOCK_N, CONSUMERS, STAGES, ROWS,
@@ -218,7 +218,7 @@ def _pipelined_forward_kernel(
 def prepare_forward(operands: Operands, matrices: Matrices, residual: Matrix | None, config: PipelinedConfig) -> Launch:
     """The launch for operands that fit: see ``Operands.matrices``."""
     batch, rows, width, hidden, out_width = operands.sizes()
-    block = config.block
+    block, block_k, block_o = config.block, pipelined_width(width), pipelined_width(out_width)
     row_tiles = -(-rows // (CONSUMER_ROWS * config.consumers))
     tiles = batch * row_tiles
     return Launch(
@@ -227,16 +227,16 @@ def prepare_forward(operands: Operands, matrices: Matrices, residual: Matrix | N
         (0 if residual is None else residual.row_stride,),
         (matrices.up.step, matrices.down.step, hidden, rows, tiles, row_tiles),
         (
-            width, out_width, block, config.consumers, config.stages, CONSUMER_ROWS, hidden % block == 0,
+            out_width, block, block_k, block_o, config.consumers, config.stages, CONSUMER_ROWS, hidden % block == 0,
             matrices.up.transposed, not matrices.down.transposed, width <= WIDEST_X_IN_REGISTERS,
             operands.arithmetic.activation, operands.arithmetic.accuracy,
         ),
         geometries=(
-            matrices.x.geometry(CONSUMER_ROWS, width),
-            matrices.up.geometry(block, width),
-            None if matrices.gate is None else matrices.gate.geometry(block, width),
-            matrices.down.geometry(out_width, block),
-            dense(batch * rows, out_width, CONSUMER_ROWS, out_width),
+            matrices.x.geometry(CONSUMER_ROWS, block_k),
+            matrices.up.geometry(block, block_k),
+            None if matrices.gate is None else matrices.gate.geometry(block, block_k),
+            matrices.down.geometry(block_o, block),
+            dense(batch * rows, out_width, CONSUMER_ROWS, block_o),
         ),
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from ...activations import activation_unit, hidden_and_slopes, through_activatio
 from ...hopper import Matrix, copy_in, fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from ...launching import Launch
 from ...pipeline import copy_hidden_tile, hidden_first, init_barriers, specialize, stage_of
-from ...tuning import CONSUMER_ROWS, PipelinedConfig
+from ...tuning import CONSUMER_ROWS, PipelinedConfig, pipelined_width
 from ..operands import Matrices, Operands
 
 
@@ -52,13 +52,13 @@ def _unit_bias(bias_ptr, units, N):
 
 @gluon.jit
 def _store_matrix(ptr, sums, units, inner, WIDTH: gl.constexpr, N, UNITS_FIRST: gl.constexpr):
-    """Stores ``[units, WIDTH]`` sums into a dense ``[N, WIDTH]`` matrix, or a ``[WIDTH, N]`` one."""
+    """Stores sums, the hidden units first, into a dense ``[N, WIDTH]`` matrix, or a ``[WIDTH, N]`` one."""
     rows, columns = gl.expand_dims(units.to(gl.int64), 1), gl.expand_dims(inner.to(gl.int64), 0)
     if UNITS_FIRST:
         offsets = rows * WIDTH + columns
     else:
         offsets = rows + columns * N
-    inside = gl.expand_dims(units < N, 1) & gl.expand_dims(inner >= 0, 0)
+    inside = gl.expand_dims(units < N, 1) & gl.expand_dims(inner < WIDTH, 0)
     gl.store(ptr + offsets, sums.to(ptr.dtype.element_ty), mask=inside)
 
 
@@ -67,14 +67,15 @@ def _consume(
     consumer: gl.constexpr, up_bias_ptr, gate_bias_ptr, d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr,
     d_gate_bias_ptr, x_ring, dy_ring, up_tiles, gate_tiles, down_tiles, row_full, row_empty, weight_full,
     first_unit, first_row, end_row, N, M,
-    K: gl.constexpr, O: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, UNITS: gl.constexpr,
-    EVEN_M: gl.constexpr, UP_TRANSPOSED: gl.constexpr, DOWN_TRANSPOSED: gl.constexpr,
-    GRADIENTS_TRANSPOSED: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+    K: gl.constexpr, O: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_O: gl.constexpr,
+    STAGES: gl.constexpr, UNITS: gl.constexpr, EVEN_M: gl.constexpr, UP_TRANSPOSED: gl.constexpr,
+    DOWN_TRANSPOSED: gl.constexpr, GRADIENTS_TRANSPOSED: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
+    ACCURACY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_ring.dtype
     z_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    up_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    down_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O, 16])
+    up_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    down_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_O, 16])
     dz_layout: gl.constexpr = gl.DotOperandLayout(0, up_layout, 2)
     hidden_layout: gl.constexpr = gl.DotOperandLayout(0, down_layout, 2)
     UP: gl.constexpr = (d_up_ptr is not None) or (d_up_bias_ptr is not None)
@@ -89,9 +90,9 @@ def _consume(
         up_bias = _unit_bias(up_bias_ptr, units, N)
     if gate_bias_ptr is not None:
         gate_bias = _unit_bias(gate_bias_ptr, units, N)
-    d_up = gl.zeros([UNITS, K], gl.float32, up_layout)
-    d_gate = gl.zeros([UNITS, K], gl.float32, up_layout)
-    d_down = gl.zeros([UNITS, O], gl.float32, down_layout)
+    d_up = gl.zeros([UNITS, BLOCK_K], gl.float32, up_layout)
+    d_gate = gl.zeros([UNITS, BLOCK_K], gl.float32, up_layout)
+    d_down = gl.zeros([UNITS, BLOCK_O], gl.float32, down_layout)
     d_up_bias = gl.zeros([UNITS], gl.float32, gl.SliceLayout(1, z_layout))
     d_gate_bias = gl.zeros([UNITS], gl.float32, gl.SliceLayout(1, z_layout))
     position = 0
@@ -165,8 +166,8 @@ def _consume(
     scale = activation_unit(ACTIVATION, ACCURACY)
     up_units = first_unit + consumer * UNITS + gl.arange(0, UNITS, gl.SliceLayout(1, up_layout))
     down_units = first_unit + consumer * UNITS + gl.arange(0, UNITS, gl.SliceLayout(1, down_layout))
-    inner = gl.arange(0, K, gl.SliceLayout(0, up_layout))
-    outer = gl.arange(0, O, gl.SliceLayout(0, down_layout))
+    inner = gl.arange(0, BLOCK_K, gl.SliceLayout(0, up_layout))
+    outer = gl.arange(0, BLOCK_O, gl.SliceLayout(0, down_layout))
     if d_up_ptr is not None:
         _store_matrix(d_up_ptr, d_up * scale, up_units, inner, K, N, not GRADIENTS_TRANSPOSED)
     if d_gate_ptr is not None:
@@ -184,9 +185,10 @@ def _pipelined_weight_gradient_kernel(
     x_desc, dy_desc, up_desc, gate_desc, down_desc, up_bias_ptr, gate_bias_ptr,
     d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr, d_gate_bias_ptr,
     stride_split, up_step, down_step, N, M, splits,
-    K: gl.constexpr, O: gl.constexpr, BLOCK_M: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    UNITS: gl.constexpr, EVEN_M: gl.constexpr, UP_TRANSPOSED: gl.constexpr, DOWN_TRANSPOSED: gl.constexpr,
-    GRADIENTS_TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+    K: gl.constexpr, O: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_O: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, UNITS: gl.constexpr, EVEN_M: gl.constexpr,
+    UP_TRANSPOSED: gl.constexpr, DOWN_TRANSPOSED: gl.constexpr, GRADIENTS_TRANSPOSED: gl.constexpr,
+    ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     # Gradients are dense, one batch entry behind the other, and there once per split.
     dtype: gl.constexpr = x_desc.dtype
@@ -212,8 +214,8 @@ def _pipelined_weight_gradient_kernel(
         d_up_bias_ptr += partial + entry
     if d_gate_bias_ptr is not None:
         d_gate_bias_ptr += partial + entry
-    x_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, K], x_desc.layout)
-    dy_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, O], dy_desc.layout)
+    x_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
+    dy_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_O], dy_desc.layout)
     up_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS] + up_desc.block_type.shape, up_desc.layout)
     if GATED:
         gate_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS] + up_desc.block_type.shape, up_desc.layout)
@@ -230,8 +232,8 @@ def _pipelined_weight_gradient_kernel(
     specialize(CONSUMERS, _consume, (
         up_bias_ptr, gate_bias_ptr, d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr, d_gate_bias_ptr, x_ring, dy_ring,
         up_tiles, gate_tiles, down_tiles, row_full, row_empty, weight_full, first_unit, first_row, end_row, N, M, K, O,
-        BLOCK_M, STAGES, UNITS, EVEN_M, UP_TRANSPOSED, DOWN_TRANSPOSED, GRADIENTS_TRANSPOSED, GATED, ACTIVATION,
-        ACCURACY,
+        BLOCK_M, BLOCK_K, BLOCK_O, STAGES, UNITS, EVEN_M, UP_TRANSPOSED, DOWN_TRANSPOSED, GRADIENTS_TRANSPOSED, GATED,
+        ACTIVATION, ACCURACY,
     ), _produce, (
         x_desc, dy_desc, up_desc, gate_desc, down_desc, x_ring, dy_ring, up_tiles, gate_tiles, down_tiles, row_full,
         row_empty, weight_full, batch, first_unit, first_row, end_row, up_step, down_step, M, BLOCK_M, CONSUMERS,
@@ -253,9 +255,10 @@ def prepare_weight_gradient(
     ``transposed`` gradients have the layout of a batched GEMM-GEMM's operands.
     """
     batch, rows, width, hidden, out_width = operands.sizes()
+    block_k, block_o = pipelined_width(width), pipelined_width(out_width)
     even = rows % config.block == 0 and (splits > 1 or batch > 1)
     constants: tuple[Any, ...] = (
-        width, out_width, config.block, config.consumers, config.stages, CONSUMER_ROWS, even,
+        width, out_width, config.block, block_k, block_o, config.consumers, config.stages, CONSUMER_ROWS, even,
         matrices.up.transposed, not matrices.down.transposed, transposed,
         operands.arithmetic.activation, operands.arithmetic.accuracy,
     )  # fmt: skip
@@ -266,11 +269,11 @@ def prepare_weight_gradient(
         (split_size, matrices.up.step, matrices.down.step, hidden, rows, splits),
         constants,
         geometries=(
-            matrices.x.geometry(config.block, width),
-            dy.geometry(config.block, out_width),
-            matrices.up.geometry(CONSUMER_ROWS, width),
-            None if matrices.gate is None else matrices.gate.geometry(CONSUMER_ROWS, width),
-            matrices.down.geometry(out_width, CONSUMER_ROWS),
+            matrices.x.geometry(config.block, block_k),
+            dy.geometry(config.block, block_o),
+            matrices.up.geometry(CONSUMER_ROWS, block_k),
+            None if matrices.gate is None else matrices.gate.geometry(CONSUMER_ROWS, block_k),
+            matrices.down.geometry(block_o, CONSUMER_ROWS),
         ),
     )
 
