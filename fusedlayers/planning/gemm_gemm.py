@@ -15,6 +15,7 @@ from ..kernels.tuning import (
     TileConfig,
     padded_width,
     pipelined_config,
+    pipelined_width,
     stored_config,
     tile_config,
 )
@@ -231,8 +232,8 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
     if problem.recompute is True:
         return None  # the alternative is to recompute in chunks, many launches for each
     kind = problem.operation if problem.operation == "gemm_gemm" else "gated ffn" if problem.gated else "ffn"
-    width = padded_width(max(problem.K, problem.O))
     pipelined = _all_pipelined(problem, device)
+    width = (pipelined_width if pipelined else padded_width)(max(problem.K, problem.O))
     if not pipelined and padded_width(problem.O) != problem.O:
         return f"width {problem.O} is padded to {padded_width(problem.O)}: torch was as fast or faster"
     if pipelined and width > 128 and problem.needs_data_gradient and problem.needs_weight_gradient:
@@ -247,9 +248,10 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
     units = problem.N
     if problem.operation == "ffn":
         units = min(units, 4 * width)
-        if pipelined and problem.waits_for_host and problem.weight_elements <= figures.fewest_launches:
+        if pipelined and problem.waits_for_host and figures.units_of_one_launch >= problem.N:
             return None
-    reason = too_small(problem.batch * problem.M * units, "hidden elements", thresholds, problem.captured)
+    captured = problem.captured and not (pipelined and units < problem.N)
+    reason = too_small(problem.batch * problem.M * units, "hidden elements", thresholds, captured)
     many = problem.gated and problem.training and units < problem.N
     if reason is None and many and width > figures.widest_of_many:
         return f"{problem.N:,} hidden units at width {width}: the path for wider layers was faster"

@@ -20,6 +20,7 @@ from .measured import TileCosts, WeightGradient
 # A split shorter than this many row blocks spends more on its partial than on its products.
 SHORTEST_SPLIT = 4
 MOST_SPLITS = 256
+NARROWEST_TILE = 128  # rows and columns of dW at least
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,11 @@ def why_slower_sums(problem: WeightGradientProblem, device: Device, figures: Wei
     return too_small(problem.M * problem.O, "elements of dy", figures.summed_from, problem.captured)
 
 
+def _filled(width: int) -> float:
+    """The share of whole tiles that so many rows or columns of dW fill."""
+    return width / (-(-width // NARROWEST_TILE) * NARROWEST_TILE)
+
+
 def why_slower(problem: WeightGradientProblem, device: Device, figures: WeightGradient) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
     least = figures.faster_from[problem.bias] if device.pipelined else None
@@ -142,7 +148,10 @@ def why_slower(problem: WeightGradientProblem, device: Device, figures: WeightGr
         return "torch was as fast or faster" + ("" if problem.bias else " where only dW is wanted")
     weights, most = problem.O * problem.K, figures.most_weights
     if not problem.layer:
-        least, most = figures.alone_faster_from, figures.most_weights_alone
+        least, most = figures.alone_faster_from, figures.most_weights_alone[figures.many_rows <= problem.M]
+        filled = _filled(problem.O) * _filled(problem.K)
+        if filled < figures.least_filled:
+            return f"tiles of {NARROWEST_TILE} × {NARROWEST_TILE} hold weights in {filled:.0%} of their elements"
     if most < weights and (problem.layer or figures.narrow < problem.K):
         return f"{weights:,} weights: torch was as fast or faster from {most:,} on"
     return too_small(problem.flops, "FLOPs", least, problem.captured)

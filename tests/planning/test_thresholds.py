@@ -61,7 +61,7 @@ def test_many_gated_hidden_units_take_the_path_of_wider_layers() -> None:
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_one_launch_saves_the_host_more_than_a_few_tiles_take(gated: bool) -> None:
     assert FIGURES is not None
-    units = FIGURES.fewest_launches // (256 * (3 if gated else 2)) // 8 * 8
+    units = FIGURES.units_of_one_launch
     problem = Problem("ffn", batch=1, M=1, K=256, N=units, O=256, dtype="bfloat16", gated=gated)
     assert plan(problem, PIPELINED).path == "fused"
     for change in ({"N": units + 8}, {"captured": True}, {"needs_data_gradient": True}, {"dtype": "float32"}):
@@ -81,3 +81,22 @@ def test_hidden_units_do_not_make_up_for_rows(training: bool, captured: bool) ->
     assert made.path == "torch"
     assert "131,072 hidden elements" in dict(made.rejected)["fused"]
     assert plan(replace(problem, M=2**13), PIPELINED).path == "fused"
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("width", [24, 40, 64, 96, 128])
+def test_a_graph_takes_kernels_earlier_unless_units_outnumber_rows(width: int, training: bool, gated: bool) -> None:
+    """The launches are recorded, so that the device alone decides; but one tile of rows computes all hidden units."""
+    assert FIGURES is not None
+    launched, replayed = FIGURES.pipelined_faster_from["gated ffn" if gated else "ffn", training][width > 64][1]
+    assert replayed < launched
+    units = 4 * (128 if width > 64 else 64)
+    problem = Problem(
+        "ffn", batch=1, M=replayed // units, K=width, N=units, O=width, dtype="bfloat16", captured=True, gated=gated,
+        needs_data_gradient=training, needs_weight_gradient=training,
+    )  # fmt: skip
+    assert plan(problem, PIPELINED).path == "fused"
+    for change in ({"M": problem.M - 1}, {"N": 4 * units}):
+        assert plan(replace(problem, **change), PIPELINED).path != "fused", change
+    assert plan(replace(problem, M=launched // units, N=4 * units), PIPELINED).path == "fused"

@@ -22,13 +22,14 @@ class GemmGemm:
     """The fused kernels of a GEMM-GEMM or an FFN: hidden elements (batch × M × N) by padded width.
 
     By (kind, whether gradients are wanted); the kinds are "ffn", "gated ffn" and "gemm_gemm". Of an FFN at most four
-    times the width count as hidden units: more of them do not keep more SMs busy.
+    times the width count as hidden units: more of them do not keep more SMs busy, and with more of them a pipelined
+    call that is replayed needs as many rows as one that is launched.
     """
 
     faster_from: Mapping[tuple[str, bool], Rows]
     pipelined_faster_from: Mapping[tuple[str, bool], Rows]  # where every kernel of the problem is a pipelined one
-    # Elements of weights below which a pipelined forward pass that is launched one by one needs no more rows.
-    fewest_launches: int
+    # Hidden units up to which a pipelined forward pass of an FFN that is launched one by one is faster with any rows.
+    units_of_one_launch: int
     # Wider than this, a gated training step with more than four times the width of hidden units was slower.
     widest_of_many: int
 
@@ -91,7 +92,9 @@ class WeightGradient:
     faster_from: Mapping[bool, Threshold | None]
     most_weights: int
     alone_faster_from: Threshold
-    most_weights_alone: int
+    many_rows: int
+    most_weights_alone: tuple[int, int]  # of fewer rows, and from these on
+    least_filled: float  # the share of the tiles that holds weights, below which torch was faster
     narrow: int  # columns of x up to which any number of weights was faster: dy is read once
     summed_from: Threshold  # elements of dy from which a kernel summed them up faster, beside torch's product
     summed_columns: int  # of dy, from which torch's sums were as fast

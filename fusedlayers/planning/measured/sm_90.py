@@ -33,18 +33,19 @@ FIGURES = Figures(
         },
         # An FFN costs the host as much as torch's launches or less, so that the device alone decides.
         pipelined_faster_from={
-            ("ffn", False): ((64, (2**20, 2**20)), (128, (2**21, 2**21)), (256, (2**23, 2**22))),
-            ("ffn", True): ((64, (2**21, 2**21)), (128, (2**23, 2**23)), (256, (2**23, 2**22))),
-            ("gated ffn", False): ((64, (2**19, 2**19)), (128, (2**20, 2**20)), (256, (2**22, 2**22))),
-            ("gated ffn", True): ((64, (2**19, 2**19)), (128, (2**23, 2**23)), (256, (3 * 2**21, 3 * 2**21))),
+            # Replayed, 1.0 to 1.4 times the best of torch's speed from these up to eight times as many elements.
+            ("ffn", False): ((64, (2**20, 2**16)), (128, (2**21, 3 * 2**18)), (256, (2**23, 3 * 2**21))),
+            ("ffn", True): ((64, (2**21, 2**17)), (128, (2**23, 3 * 2**19)), (256, (2**23, 7 * 2**20))),
+            ("gated ffn", False): ((64, (2**19, 2**16)), (128, (2**20, 2**18)), (256, (2**22, 2**22))),
+            ("gated ffn", True): ((64, (2**19, 2**16)), (128, (2**23, 2**22)), (256, (3 * 2**21, 3 * 2**21))),
             # Launched, the host needs 45 to 70 µs for a forward pass, as long as the device needs for torch's at 2^25,
             # and 350 to 500 with backward, eager torch 300 to 450.
             ("gemm_gemm", False): ((128, (2**25, 2**22)),),
             ("gemm_gemm", True): ((64, (2**27, 2**24)), (128, (2**28, 2**26))),
         },
-        # Few rows wait for the host: one launch costs it two thirds of what torch's cost, about 50 µs. One tile of rows
-        # takes as long at twice these elements of weights.
-        fewest_launches=2**20,
+        # Few rows wait for the host, which needs 20 to 55 µs for torch's launches, and 9 to 35 for a kernel's. One tile
+        # of rows keeps the device busy for 9 to 20 µs up to these, for 29 at twice as many.
+        units_of_one_launch=1024,
         # 37,712 × 256 × 2208 had 0.71 of torch.compile's speed, 65,536 × 256 × 768 has 1.22.
         widest_of_many=128,
     ),
@@ -107,15 +108,17 @@ FIGURES = Figures(
         # Launched, a layer's forward and backward pass took the host 210 to 440 µs, torch's device 264 µs at 2**35.
         faster_from={True: (2**36, 2**31), False: None},
         most_weights=2**18,
-        # At 60 random sizes: 0.94 to 1.97 of the best of torch's speed up to these, 0.53 to 1.3 beyond. A kernel for
-        # the sums beside cuBLAS had 0.93 to 1.14 of the speed of what torch.compile makes of both, eager torch 0.26 to
-        # 1.
+        # At 60 random sizes: 0.94 to 1.97 of the best of torch's speed up to these, 0.53 to 1.3 beyond; 1.05 to 1.24
+        # with many rows. A kernel for the sums beside cuBLAS had 0.93 to 1.14 of the speed of what torch.compile makes
+        # of both, eager torch 0.26 to 1.
         alone_faster_from=(2**31, 2**29),
-        most_weights_alone=2**17,
+        many_rows=2**15,
+        most_weights_alone=(2**17, 2**18),
+        least_filled=0.6,  # 0.83 at 148,800 × 136 × 768, where tiles of 128 rows hold 136
         narrow=256,
         summed_from=(2**20, 2**20),
         # 0.97 to 1.05 of the speed of torch.compile at 2,128 to 3,360 columns, torch's own sums 0.88 to 0.94.
-        summed_columns=4096,
+        summed_columns=8192,
     ),
     # From random products with up to 512 rows, against torch in a CUDA graph.
     linear=Linear(
