@@ -250,8 +250,13 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
         units = min(units, 4 * width)
         if pipelined and problem.waits_for_host and figures.units_of_one_launch >= problem.N:
             return None
-    captured = problem.captured and not (pipelined and units < problem.N)
-    reason = too_small(problem.batch * problem.M * units, "hidden elements", thresholds, captured)
+    elements = problem.batch * problem.M * units
+    reason = too_small(elements, "hidden elements", thresholds, False)
+    if reason is not None and problem.captured:
+        if pipelined and units < problem.N:
+            # Each tile takes longer, while other SMs are idle: that counts where no host is waited for.
+            elements = elements * units // problem.N
+        reason = too_small(elements, "hidden elements", thresholds, True)
     many = problem.gated and problem.training and units < problem.N
     if reason is None and many and width > figures.widest_of_many:
         return f"{problem.N:,} hidden units at width {width}: the path for wider layers was faster"

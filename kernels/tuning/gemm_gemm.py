@@ -247,8 +247,9 @@ def pipelined_config(
         stage = block * (width + out_width)
     else:
         block = row.block if N % row.block == 0 else row.ragged_block
-        if batch * -(-M // (2 * CONSUMER_ROWS)) < sms:
-            consumers = 1  # tiles of half the height, so that twice as many SMs have work
+        whole_tiles, half_tiles = batch * -(-M // (2 * CONSUMER_ROWS)), batch * -(-M // CONSUMER_ROWS)
+        if half_tiles <= sms or (batch > 1 and M % (2 * CONSUMER_ROWS) and whole_tiles < sms):
+            consumers = 1  # tiles of half the height, so that twice as many SMs have work, at once
         inside = M % (consumers * CONSUMER_ROWS) == 0 and N % block == 0
         if kernel == "data_gradient" and not wide:
             row_stages = 2

@@ -63,7 +63,7 @@ def test_copies_of_a_batch_stay_inside_an_entry() -> None:
 def test_few_rows_are_shared_by_more_processors() -> None:
     consumers = [
         tuning.pipelined_config("forward", False, 1, rows, 64, 256, 64, sms=132).consumers
-        for rows in (128 * 131, 128 * 131 + 1)
+        for rows in (64 * 132, 64 * 132 + 1)
     ]
     assert consumers == [1, 2]
 

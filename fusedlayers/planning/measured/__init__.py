@@ -22,8 +22,8 @@ class GemmGemm:
     """The fused kernels of a GEMM-GEMM or an FFN: hidden elements (batch × M × N) by padded width.
 
     By (kind, whether gradients are wanted); the kinds are "ffn", "gated ffn" and "gemm_gemm". Of an FFN at most four
-    times the width count as hidden units: more of them do not keep more SMs busy, and with more of them a pipelined
-    call that is replayed needs as many rows as one that is launched.
+    times the width count as hidden units: more of them do not keep more SMs busy. Where a pipelined call is replayed,
+    they count for less: beyond four times the width, twice as many units for half of that.
     """
 
     faster_from: Mapping[tuple[str, bool], Rows]
