@@ -151,7 +151,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "experts": lambda: tables.markdown(_read("experts", "h200-bf16.json")),
     "adapters": lambda: tables.markdown(_read("lora", "h200-bf16.json")),
     "autotune": lambda: tables.markdown(_read("autotune", "h200-bf16.json")),
-    "random sizes": lambda: _random_sizes(_read("drawn", "h200-bf16-batched.json"), _read("drawn", "h200-bf16.json")),
+    "random sizes": lambda: _random_sizes(
+        *(_read("drawn", f"h200-bf16{named}.json") for named in ("-ffn", "-batched", ""))
+    ),
     "recompute": lambda: tables.markdown(_read("recompute", "h200-bf16.json")),
 }
 
