@@ -145,6 +145,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "every family": lambda: family_table.markdown(json.loads(family_table.RECORD.read_text())),
     "host": lambda: host_tables.markdown(_read("host", "h200-bf16.json")),
     "layers": lambda: tables.markdown(_read("h200-bf16.json")),
+    "narrow": lambda: tables.markdown(_read("narrow", "h200-bf16.json")),
     "loss head": lambda: tables.markdown(_read("loss_head", "h200-bf16.json")),
     "loss head, many tokens": lambda: tables.markdown(_read("loss_head", "h200-bf16-many-tokens.json")),
     "loss head, other libraries": lambda: tables.markdown(_read("loss_head", "h200-bf16-others.json")),

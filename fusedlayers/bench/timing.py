@@ -1,18 +1,19 @@
 """How long each contender takes, all interleaved in one run: medians and quartiles of launched and replayed work.
 
-One round visits every entrant once, in an order that rotates from round to round, so that clocks and temperature drift
-over all of them alike. A visit starts on an idle device and runs the entrant a few times in a row, as a training loop
-would: the host launches ahead of the device as far as it can. The first of these runs is not counted. The L2 cache is
-overwritten before each run, so that it reads its inputs from memory; that takes tens of microseconds, in which the host
-may already launch. Work of a few microseconds is rotated besides: one run does it many times, on as many inputs. So a
-*launched* time shows the host only where the host falls further behind. *Replayed* is the same work inside a CUDA
-graph: device time alone.
+One round visits every entrant once, in an order that is drawn for each round, so that clocks and temperature drift over
+all of them alike, and none always follows the same other one, whose code the host's caches hold. A visit starts on an
+idle device and runs the entrant a few times in a row, as a training loop would: the host launches ahead of the device
+as far as it can. The first of these runs is not counted. The L2 cache is overwritten before each run, so that it reads
+its inputs from memory; that takes tens of microseconds, in which the host may already launch. Work of a few
+microseconds is rotated besides: one run does it many times, on as many inputs. So a *launched* time shows the host only
+where the host falls further behind. *Replayed* is the same work inside a CUDA graph: device time alone.
 
 What the host costs is another question, with a clock of its own: :class:`LoopClock`.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -191,12 +192,11 @@ def _rounds(
     host_times: Times = {name: [] for name in entrants}
     lost: dict[tuple[str, str], str] = {}
     deadline = None
+    order = random.Random(0)
     for round_number in range(DISCARDED_ROUNDS + MOST_ROUNDS):
         if round_number == DISCARDED_ROUNDS:
             deadline = time.perf_counter() + seconds
-        names = list(entrants)
-        first = round_number % len(names) if names else 0
-        for name in names[first:] + names[:first]:
+        for name in order.sample(list(entrants), len(entrants)):
             if name in lost:
                 continue
             # Setting the switches is no part of the work.

@@ -29,10 +29,9 @@ class _Record(NamedTuple):
     call: Any
     absent: tuple[int, ...]  # places of the tensors that are None
     compared: _Picker  # the tensors that are compared
-    same: Callable[..., bool]
+    same: Callable[..., bool]  # whether they are alike, and so is all around them
     read: _Picker  # those that kernels read, at addresses of the same alignment
     aligned: Callable[..., bool] | None
-    facts: tuple[object, ...]
     options: tuple[Any, ...]
 
 
@@ -62,10 +61,9 @@ class LastCall:
     def again(self, tensors: Sequence[Any], options: tuple[Any, ...]) -> Any:
         """The prepared call, if this one is like it; else None."""
         record = self._record
-        # A dual tensor looks like a plain one, and not every dispatch mode shows in the keys (checkpoints' do not).
-        if record is None or forward_ad._current_level >= 0 or _len_torch_dispatch_stack():
+        if record is None:
             return None
-        call, absent, compared, same, read, aligned, facts, known = record
+        call, absent, compared, same, read, aligned, known = record
         for place in absent:
             if tensors[place] is not None:
                 return None
@@ -74,7 +72,7 @@ class LastCall:
             return None
         if not same(*compared(tensors)) or (aligned is not None and not aligned(*read(tensors))):
             return None
-        return call if surroundings(tensors[0]) == facts else None
+        return call
 
     def note(self, call: Any, tensors: Sequence[Any], options: tuple[Any, ...]) -> None:
         """A call that :meth:`again` did not know: remembered when it comes twice in a row, and may be repeated."""
@@ -83,48 +81,50 @@ class LastCall:
         self._seen = call if call.repeatable else None
 
     def _keep(self, call: Any, tensors: Sequence[Any], options: tuple[Any, ...]) -> None:
-        goes_to_torch = self._inputs == (0,) and call.sees_through and not call.problem.subclass
-        self.by_torch = (_comes_again(tensors[0], call.facts), options) if goes_to_torch else None
         absent = tuple(place for place, tensor in enumerate(tensors) if tensor is None)
         given = [place for place, tensor in enumerate(tensors) if tensor is not None]
         alone = self._inputs is not None and (self._guarded or call.sees_through)
         compared = at_places([place for place in given if not alone or place in (self._inputs or ())])
-        read = at_places(given)
+        same, read = _comes_again(call.facts, *compared(tensors)), at_places(given)
         aligned = None if call.sees_through else _aligned_as(*read(tensors))
-        self._record = _Record(
-            call, absent, compared, same_as(*compared(tensors)), read, aligned, surroundings(tensors[0]), options
-        )
+        self.by_torch = (same, options) if self._inputs == (0,) and call.through_torch else None
+        self._record = _Record(call, absent, compared, same, read, aligned, options)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
 
-def _comes_again(x: Tensor, device: Any) -> Callable[[Any], bool]:
-    """Whether an input is like ``x``, and everything around it as it is now; ``device``: what is known of the device.
+def _comes_again(device: Any, *tensors: Tensor) -> Callable[..., bool]:
+    """Whether other tensors are like these, and everything around them as it is now; ``device``: what is known of it.
 
     All in one function, as small calls wait for this one.
     """
-    check = _comparison(x)
+    check = _comparison(*tensors)
     if check is None:
-        return lambda x: False
+        return lambda *others: False
+    x = tensors[0]
     place, facts = x.device, surroundings(x)
     grad, _, precision, recording, known = facts
     on_gpu = x.is_cuda
     # The rest of the surroundings takes longer to read.
     plain = precision is None and not _is_any_autocast_enabled()
 
-    def again(x: Any) -> bool:
+    def again(*others: Any) -> bool:
         try:
-            # torch's comparison asks for strides first, and ends the process where there are none.
-            alike = not x.is_nested and check(x)
+            for other in others:
+                # torch's comparison asks for strides first, and ends the process where there are none.
+                if other.is_nested:
+                    return False
         except AttributeError:
+            # No tensor at all.
             return False
         return (
-            alike
+            check(*others)
             and is_grad_enabled() is grad
             and switches() == known
             and (not on_gpu or _is_capturing() is recording)
-            and (not _is_any_autocast_enabled() if plain else surroundings(x) == facts)
+            and (not _is_any_autocast_enabled() if plain else surroundings(others[0]) == facts)
+            # A dual tensor looks like a plain one, and not every dispatch mode shows in the keys (checkpoints' do not).
             and forward_ad._current_level < 0
             and not _len_torch_dispatch_stack()
             and _get_tracing_state() is None
@@ -165,36 +165,32 @@ def _aligned_as(*tensors: Tensor) -> Callable[..., bool]:
 def same_as(*tensors: Tensor) -> Callable[..., bool]:
     """Whether other tensors are like these: of their classes, dtypes, devices and shapes, under the same modes."""
     check = _comparison(*tensors)
-    if check is not None:
-        return _safe(check)
-    if not all(map(_has_strides, tensors)):
-        return lambda *others: False
-    local, facts = _local_keys(), [_facts(tensor) for tensor in tensors]
-    # The tensors of a transform, which the thread's keys tell, have no address to ask for.
-    return lambda *others: _local_keys() == local and facts == [_facts(other) for other in others]
+    return (lambda *others: False) if check is None else _safe(check)
 
 
 def _comparison(*tensors: Tensor) -> Callable[..., bool] | None:
-    """torch's own, for tensors with strides."""
+    """The same for tensors that are known to have strides, as these must have; else None."""
     if not all(map(_has_strides, tensors)):
         return None
     try:
         check: Callable[..., bool] = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        return check if check(*tensors) else None
+        if check(*tensors):
+            return check
     except Exception:
         # Another release of torch: the comparison in Python needs nothing of it.
-        return None
+        pass
+    local, facts = _local_keys(), [_facts(tensor) for tensor in tensors]
+    # The tensors of a transform, which the thread's keys tell, have no address to ask for.
+    return lambda *others: _local_keys() == local and facts == [_facts(other) for other in others]
 
 
 def _safe(check: Callable[..., bool]) -> Callable[..., bool]:
     def same(*tensors: Any) -> bool:
         try:
             for tensor in tensors:
-                # torch's comparison asks for strides first, and ends the process where there are none.
                 if tensor.is_nested:
                     return False
         except AttributeError:
-            # No tensor at all.
             return False
         return check(*tensors)
 

@@ -174,11 +174,13 @@ class Operation:
             names = (*self.tensor_names, *self.option_names)
             return self.reference(**dict(zip(names, (*tensors, *options), strict=True)))
         call = last.again(tensors, options)
-        if call is None or dispatch.describe(tensors[0].device) is not call.facts:
+        if call is None:
             call = self.prepared(tensors, options)
             last.note(call, tensors, options)
         if in_kernels and call.sees_through:
             return None
+        if call.through_torch and dispatch._counted is None:
+            return self.through_torch(call, tensors)
         return self.run(call, tensors)
 
     def prepared(self, tensors: Tensors, options: tuple[Any, ...]) -> Prepared:
@@ -238,6 +240,8 @@ class Operation:
         """The public result of a prepared call."""
         if dispatch._counted is not None:
             dispatch.count(call.plan)
+        if call.through_torch:
+            return self.through_torch(call, tensors)
         if call.sees_through:
             if call.dtype is not None and self.torch_takes_cast:
                 with torch.autocast(tensors[0].device.type, enabled=False):

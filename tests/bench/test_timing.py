@@ -87,7 +87,7 @@ class _RecordingClock(timing.Clock):
         return [(float(len(self.order)), 0.0)]
 
 
-def test_rounds_interleave_and_rotate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_interleave_in_an_order_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "MOST_ROUNDS", 10)
 
     def first(**inputs: Tensor) -> Tensor:
@@ -103,8 +103,9 @@ def test_rounds_interleave_and_rotate(monkeypatch: pytest.MonkeyPatch) -> None:
     # Three entrants: a launched, a replayed, b launched.
     rounds = [clock.order[i : i + 3] for i in range(0, len(clock.order), 3)]
     assert len(rounds) == timing.DISCARDED_ROUNDS + 10
-    assert [run.args[0].__name__ for run in rounds[0]] == ["first", "first", "broken_second"]
-    assert [run.args[0].__name__ for run in rounds[2]] == ["broken_second", "first", "first"]
+    names = [[run.args[0].__name__ for run in each] for each in rounds]
+    assert all(sorted(each) == ["broken_second", "first", "first"] for each in names)
+    assert len(set(map(tuple, names))) > 1, "nobody follows the same other one each time"
     a, b = found["a"], found["b"]
     assert isinstance(a, timing.Timing)
     assert isinstance(b, timing.Timing)
@@ -182,7 +183,7 @@ def test_a_contender_for_which_memory_does_not_suffice(fits: bool, monkeypatch: 
 
         def visit(self, run: Callable[[], object]) -> list[tuple[float, float]]:
             run()
-            return super().visit(run)
+            return [(1.0, 0.0)]  # without keeping the run, and with it the graph
 
         def capture(self, launch: Callable[[], object]) -> tuple[Callable[[], object] | None, str]:
             name = launch.args[0].__name__  # type: ignore[attr-defined]
