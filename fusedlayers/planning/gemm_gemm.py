@@ -241,6 +241,8 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
         stored = stored_config(problem.gated, problem.K, problem.N, problem.O, device.sms, device.triton_release)
         pipelined = stored is not None
     rows = (figures.pipelined_faster_from if pipelined else figures.faster_from)[kind, problem.training]
+    if pipelined and problem.training and not (problem.captured or problem.compiled):
+        rows = figures.trained_from.get(kind, rows)
     thresholds = next((limits for largest, limits in rows if width <= largest), None)
     if thresholds is None:
         use = "training" if problem.training else "inference"
@@ -251,12 +253,9 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
         if pipelined and problem.waits_for_host and figures.units_of_one_launch >= problem.N:
             return None
     elements = problem.batch * problem.M * units
-    reason = too_small(elements, "hidden elements", thresholds, False)
-    if reason is not None and problem.captured:
-        if pipelined and units < problem.N:
-            # Each tile takes longer, while other SMs are idle: that counts where no host is waited for.
-            elements = elements * units // problem.N
-        reason = too_small(elements, "hidden elements", thresholds, True)
+    if pipelined and units < problem.N and figures.busy_rows > problem.M:
+        elements = elements * units // problem.N  # each tile takes longer, while other SMs are idle
+    reason = too_small(elements, "hidden elements", thresholds, problem.captured)
     many = problem.gated and problem.training and units < problem.N
     if reason is None and many and width > figures.widest_of_many:
         return f"{problem.N:,} hidden units at width {width}: the path for wider layers was faster"

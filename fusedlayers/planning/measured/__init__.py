@@ -22,12 +22,15 @@ class GemmGemm:
     """The fused kernels of a GEMM-GEMM or an FFN: hidden elements (batch × M × N) by padded width.
 
     By (kind, whether gradients are wanted); the kinds are "ffn", "gated ffn" and "gemm_gemm". Of an FFN at most four
-    times the width count as hidden units: more of them do not keep more SMs busy. Where a pipelined call is replayed,
-    they count for less: beyond four times the width, twice as many units for half of that.
+    times the width count as hidden units: more of them do not keep more SMs busy. Of a pipelined call with too few rows
+    for all SMs, more of them count for less: beyond four times the width, twice as many units for half of that.
     """
 
     faster_from: Mapping[tuple[str, bool], Rows]
     pipelined_faster_from: Mapping[tuple[str, bool], Rows]  # where every kernel of the problem is a pipelined one
+    # The same of a training step that is launched one by one and was not compiled.
+    trained_from: Mapping[str, Rows]
+    busy_rows: int
     # Hidden units up to which a pipelined forward pass of an FFN that is launched one by one is faster with any rows.
     units_of_one_launch: int
     # Wider than this, a gated training step with more than four times the width of hidden units was slower.
