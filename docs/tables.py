@@ -153,7 +153,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "adapters": lambda: tables.markdown(_read("lora", "h200-bf16.json")),
     "autotune": lambda: tables.markdown(_read("autotune", "h200-bf16.json")),
     "random sizes": lambda: _random_sizes(
-        *(_read("drawn", f"h200-bf16{named}.json") for named in ("-ffn", "-batched", ""))
+        _read("drawn", "h200-bf16-ffn.json"),
+        _read("drawn", "h200-bf16-batched.json"),
+        _read("drawn", "h200-bf16.json"),
     ),
     "recompute": lambda: tables.markdown(_read("recompute", "h200-bf16.json")),
 }

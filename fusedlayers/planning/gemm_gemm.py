@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..kernels.tuning import (
-    CONSUMER_ROWS,
-    SHORTEST_SPLIT,
     PipelinedConfig,
     StoredConfig,
     TileConfig,
@@ -32,9 +30,10 @@ from .call import (
     why_not_kernels,
 )
 from .costs import gemm_units, kept_by_torch, saved_bytes
-from .devices import PARTIALS_LIMIT, Device, floor_seconds
+from .devices import Device, floor_seconds
 from .ffn_chunked import ChunkPlan
 from .ffn_epilogue import EpiloguePlan
+from .gemm_gemm_splits import choose_splits, choose_stored_splits
 from .measured import GemmGemm
 
 
@@ -290,33 +289,6 @@ def _stored(problem: Problem, device: Device) -> StoredConfig | None:
     if problem.operation != "ffn" or problem.recompute is True or not everything or not _all_pipelined(problem, device):
         return None
     return stored_config(problem.gated, problem.K, problem.N, problem.O, device.sms, device.triton_release)
-
-
-def choose_splits(problem: Problem, device: Device, tiles: TileConfig) -> int:
-    """Token ranges the weight gradient is split into: enough programs for every SM, bounded partials."""
-    if tiles.pipelined is not None:
-        columns, row_tile, resident = tiles.pipelined.consumers * CONSUMER_ROWS, tiles.pipelined.block, 1
-    else:
-        # The accumulators take most of the registers: one program of 8 warps, or two of 4, fit on an SM.
-        columns, row_tile, resident = tiles.block_n, tiles.block_m, 8 // tiles.num_warps
-    programs = -(-problem.N // columns) * problem.batch
-    return _bounded_splits(problem, device.sms * resident // programs, row_tile)
-
-
-def choose_stored_splits(problem: Problem, device: Device, config: StoredConfig) -> int:
-    """The same where what is hidden is stored: the programs of all splits run at once."""
-    tiles = config.weight_tiles(2 if problem.gated else 1, problem.K, problem.N, problem.O)
-    return _bounded_splits(problem, device.sms // tiles, config.rows)
-
-
-def _bounded_splits(problem: Problem, wanted: int, row_tile: int) -> int:
-    """At least one, none shorter than pays, and partials within their limit."""
-    most = -(-problem.M // (row_tile * SHORTEST_SPLIT))
-    limit = PARTIALS_LIMIT
-    if problem.recompute is True:
-        # Partials of few units and many splits could be larger than the hidden itself.
-        limit = min(limit, ffn_chunked.workspace_limit(problem), 4 * problem.batch * problem.M * problem.N - 1)
-    return max(1, min(wanted, most, limit // problem.partial_bytes))
 
 
 def plan_on(
