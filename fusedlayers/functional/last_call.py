@@ -95,13 +95,8 @@ class LastCall:
 
 
 def _comes_again(device: Any, *tensors: Tensor) -> Callable[..., bool]:
-    """Whether other tensors are like these, and everything around them as it is now; ``device``: what is known of it.
-
-    All in one function, as small calls wait for this one.
-    """
-    check = _comparison(*tensors)
-    if check is None:
-        return lambda *others: False
+    """Whether other tensors are like these, and all around them as it is now; ``device``: what is known of it."""
+    same = same_as(*tensors)
     x = tensors[0]
     place, facts = x.device, surroundings(x)
     grad, _, precision, recording, known = facts
@@ -109,21 +104,12 @@ def _comes_again(device: Any, *tensors: Tensor) -> Callable[..., bool]:
     # The rest of the surroundings takes longer to read.
     plain = precision is None and not _is_any_autocast_enabled()
 
-    def again(*others: Any) -> bool:
-        try:
-            for other in others:
-                # torch's comparison asks for strides first, and ends the process where there are none.
-                if other.is_nested:
-                    return False
-        except AttributeError:
-            # No tensor at all.
-            return False
+    def around(x: Tensor) -> bool:
         return (
-            check(*others)
-            and is_grad_enabled() is grad
+            is_grad_enabled() is grad
             and switches() == known
             and (not on_gpu or _is_capturing() is recording)
-            and (not _is_any_autocast_enabled() if plain else surroundings(others[0]) == facts)
+            and (not _is_any_autocast_enabled() if plain else surroundings(x) == facts)
             # A dual tensor looks like a plain one, and not every dispatch mode shows in the keys (checkpoints' do not).
             and forward_ad._current_level < 0
             and not _len_torch_dispatch_stack()
@@ -132,7 +118,9 @@ def _comes_again(device: Any, *tensors: Tensor) -> Callable[..., bool]:
             and dispatch.describe(place) is device
         )
 
-    return again
+    if len(tensors) == 1:
+        return lambda x: same(x) and around(x)
+    return lambda x, *others: same(x, *others) and around(x)
 
 
 def at_places(places: Sequence[int]) -> _Picker:
@@ -165,7 +153,7 @@ def _aligned_as(*tensors: Tensor) -> Callable[..., bool]:
 def same_as(*tensors: Tensor) -> Callable[..., bool]:
     """Whether other tensors are like these: of their classes, dtypes, devices and shapes, under the same modes."""
     check = _comparison(*tensors)
-    return (lambda *others: False) if check is None else _safe(check)
+    return (lambda *others: False) if check is None else _safe(check, len(tensors))
 
 
 def _comparison(*tensors: Tensor) -> Callable[..., bool] | None:
@@ -184,7 +172,18 @@ def _comparison(*tensors: Tensor) -> Callable[..., bool] | None:
     return lambda *others: _local_keys() == local and facts == [_facts(other) for other in others]
 
 
-def _safe(check: Callable[..., bool]) -> Callable[..., bool]:
+def _safe(check: Callable[..., bool], count: int) -> Callable[..., bool]:
+    """The comparison of ``count`` tensors that asks whatever is given.
+
+    torch's asks for strides first, and ends the process where there are none.
+    """
+
+    def same_one(tensor: Any) -> bool:
+        try:
+            return not tensor.is_nested and check(tensor)
+        except AttributeError:
+            return False  # no tensor at all
+
     def same(*tensors: Any) -> bool:
         try:
             for tensor in tensors:
@@ -194,7 +193,7 @@ def _safe(check: Callable[..., bool]) -> Callable[..., bool]:
             return False
         return check(*tensors)
 
-    return same
+    return same_one if count == 1 else same
 
 
 def _has_strides(tensor: Any) -> bool:
