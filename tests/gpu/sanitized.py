@@ -25,6 +25,8 @@ from tests.support.operands import ffn_inputs, leaves, like_result
 FFNS = [
     (130, 64, 136, False, False),
     (200, 64, 192, True, False),
+    (130, 104, 136, False, False),
+    (200, 24, 192, True, False),
     (130, 128, 72, False, False),
     (70, 256, 40, False, True),
     (150, 256, 136, False, False),

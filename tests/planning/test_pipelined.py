@@ -141,3 +141,14 @@ def test_splits_of_pipelined_kernels_leave_one_program_to_a_processor() -> None:
     for N, expected in ((256, 66), (512, 33), (8, 132), (128 * 200, 1)):
         made = plan(replace(TRAINING, N=N), PIPELINED, "triton")
         assert made.splits == expected
+
+
+def test_half_tiles_where_whole_ones_do_not_fit_into_a_batch() -> None:
+    """Whole ones are one wave, but would reach into the next entry; the portable kernels take longer still."""
+    sizes = {"gated": False, "K": 64, "N": 256, "O": 64, "sms": 132}
+    consumers = {
+        rows: tuning.pipelined_config("forward", batch=2, M=rows, **sizes).consumers
+        for rows in (64 * 65, 64 * 67, 128 * 34)
+    }
+    assert consumers == {64 * 65: 1, 64 * 67: 1, 128 * 34: 2}
+    assert tuning.pipelined_config("forward", batch=2, M=64 * 133, **sizes) is None
