@@ -87,7 +87,7 @@ class LastCall:
         compared = at_places([place for place in given if not alone or place in (self._inputs or ())])
         same, read = _comes_again(call.facts, *compared(tensors)), at_places(given)
         aligned = None if call.sees_through else _aligned_as(*read(tensors))
-        self.by_torch = (same, options) if self._inputs == (0,) and call.through_torch else None
+        self.by_torch = (same, options) if self._inputs == (0,) and call.direct else None
         self._record = _Record(call, absent, compared, same, read, aligned, options)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:

@@ -179,7 +179,7 @@ class Operation:
             last.note(call, tensors, options)
         if in_kernels and call.sees_through:
             return None
-        if call.through_torch and dispatch._counted is None:
+        if call.direct and dispatch._counted is None:
             return self.through_torch(call, tensors)
         return self.run(call, tensors)
 
@@ -240,8 +240,6 @@ class Operation:
         """The public result of a prepared call."""
         if dispatch._counted is not None:
             dispatch.count(call.plan)
-        if call.through_torch:
-            return self.through_torch(call, tensors)
         if call.sees_through:
             if call.dtype is not None and self.torch_takes_cast:
                 with torch.autocast(tensors[0].device.type, enabled=False):

@@ -42,7 +42,7 @@ class Prepared:
         self.details = operation.details(plan, extras)
         self.sees_through: bool = operation.sees_through(self)
         # Nothing stands between the call and torch's expression: no cast of autocast's, no subclass to be named.
-        self.through_torch = self.sees_through and self.dtype is None and not problem.subclass
+        self.direct: bool = self.sees_through and self.dtype is None and not problem.subclass
         self.wanted: tuple[bool, ...] = ()
         self.kept: tuple[bool, ...] = ()
         self.constant: Sequence[int] = ()

@@ -148,7 +148,8 @@ def why_slower(problem: WeightGradientProblem, device: Device, figures: WeightGr
         return "torch was as fast or faster" + ("" if problem.bias else " where only dW is wanted")
     weights, most = problem.O * problem.K, figures.most_weights
     if not problem.layer:
-        least, most = figures.alone_faster_from, figures.most_weights_alone[figures.many_rows <= problem.M]
+        least, (of_few, of_many) = figures.alone_faster_from, figures.most_weights_alone
+        most = of_many if figures.many_rows <= problem.M else of_few
         filled = _filled(problem.O) * _filled(problem.K)
         if filled < figures.least_filled:
             return f"tiles of {NARROWEST_TILE} × {NARROWEST_TILE} hold weights in {filled:.0%} of their elements"
