@@ -117,7 +117,12 @@ def build_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(case.name, help=f"benchmark {case.name}: shapes {case.meaning}")
         _add_case_options(command, case)
         _add_run_options(command)
-    _add_run_options(commands.add_parser("all", help="benchmark every published grid"))
+    command = commands.add_parser("all", help="benchmark every published grid")
+    command.add_argument(
+        "--families", type=lambda text: several(text, tuple(CASES)), default=tuple(CASES), metavar="NAME,…",
+        help="of those above; default: all",
+    )  # fmt: skip
+    _add_run_options(command)
     for name, other in _OTHERS.items():
         other.add_options(commands.add_parser(name, help=other.HELP))
     for name, what in (("table", "print the markdown tables of a record"), ("plot", "draw the pictures of a record")):
@@ -210,7 +215,7 @@ def _settings(chosen: argparse.Namespace) -> Settings:
 
 
 def _rows(chosen: argparse.Namespace, settings: Settings) -> list[Row]:
-    cases = CASES.values() if chosen.name == "all" else [CASES[chosen.name]]
+    cases = [CASES[name] for name in (chosen.families if chosen.name == "all" else [chosen.name])]
     rows = []
     for case in cases:
         if chosen.name == "all":

@@ -289,6 +289,8 @@ def test_a_contender_that_fails_is_named_and_the_others_are_timed(
         (["gemm_reduce", "--op", "mean", "--init", "integer"], "argument --op: mean: --init integer takes"),
         (["weight_gradient", "--activation", "relu"], "unrecognized arguments: --activation relu"),
         (["all", "--shape", "1x2x3"], "unrecognized arguments: --shape"),
+        (["all", "--families", "ffn,softmax"], "argument --families: 'softmax': expected names out of gemm_gemm,"),
+        (["ffn", "--families", "ffn"], "unrecognized arguments: --families"),
         (["softmax"], "argument NAME: invalid choice: 'softmax'"),
         ([], "the following arguments are required: NAME"),
     ],
@@ -357,6 +359,8 @@ def test_without_a_shape_the_grid_is_run() -> None:
         *CASES["lora_ffn"].grids,
         *WEIGHT_GRADIENT.grids,
     }
+    some = rows_of("all", "--families", "ffn,gemm_gemm", "--device", "cpu")
+    assert {row.grid for row in some} == {plain, exact, gated, *GEMM_GEMM.grids}
     integer = rows_of("ffn", "--init", "integer", "--device", "cpu")[0]
     assert (integer.options.activation, integer.grid.title) == ("relu", "ffn, relu, bias")
     other = rows_of("ffn", "--gated", "--bias", "--recompute", "--activation", "swish", "--device", "cpu")[0]
