@@ -33,7 +33,7 @@ FIGURES = Figures(
         },
         # An FFN costs the host as much as torch's launches or less, so that the device alone decides.
         pipelined_faster_from={
-            # Replayed, 1.0 to 1.4 times the best of torch's speed from these up to eight times as many elements.
+            # Replayed, 0.97 to 2.0 times the best of torch's speed from these up to eight times as many elements.
             ("ffn", False): ((64, (2**20, 2**16)), (128, (2**21, 3 * 2**18)), (256, (2**23, 3 * 2**21))),
             ("ffn", True): ((64, (2**21, 2**16)), (128, (2**23, 5 * 2**18)), (256, (2**23, 7 * 2**20))),
             ("gated ffn", False): ((64, (2**19, 2**15)), (128, (2**20, 2**18)), (256, (2**22, 2**22))),
