@@ -44,8 +44,9 @@ def cases() -> list[tuple[torch.dtype, int, bool, str, tuple[int, int]]]:
 
 
 def machines(dtype: torch.dtype, width: int) -> list[str]:
-    """Those that differ for this width; float32 and widths in between have portable kernels alone."""
-    if dtype == FLOAT32 or width not in (64, 128, 256) or not FACTS.pipelined:
+    """Those that differ for this width; float32, odd widths and those from 129 to 255 have portable kernels alone."""
+    portable = dtype == FLOAT32 or width % 8 or (width > 128 and width != 256)
+    if portable or not FACTS.pipelined:
         return ["all"]
     fused = {name: facts for name, facts in MACHINES.items() if not facts.keys() & {"workspace", "transposed"}}
     return [name for name, facts in fused.items() if "recompute" not in facts or width == 256]

@@ -224,13 +224,16 @@ def pattern(tensor: Tensor) -> Tensor:
 
 @PLAIN_OR_GATED
 # tanh is left out: torch rounds it to 1 in 16 bits, so that its slope is 0 where the float32 slope in a kernel is not.
+@pytest.mark.parametrize("facts", [{}, {"pipelined": False}], ids=str)
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=dtype_name)
-def test_nan_and_infinity_come_out_where_torch_has_them(dtype: torch.dtype, activation: str, gated: bool) -> None:
+def test_nan_and_infinity_come_out_where_torch_has_them(
+    dtype: torch.dtype, activation: str, facts: dict[str, Any], gated: bool
+) -> None:
     clean = ffn_inputs(150, 32, 72, 32, dtype, gated=gated, residual=True)
     clean_dy = like_result(clean)
     names = [name for name, tensor in clean.items() if tensor is not None]
-    with on_path("kernels") as options:
+    with on_path("kernels", **facts) as options:
         for where in (*names, "dy"):
             for value in (float("nan"), float("inf"), -float("inf")):
                 planted = {name: None if t is None else t.clone() for name, t in clean.items()} | {
