@@ -29,7 +29,7 @@ class _Record(NamedTuple):
     call: Any
     absent: tuple[int, ...]  # places of the tensors that are None
     compared: _Picker  # the tensors that are compared
-    same: Callable[..., bool]  # whether they are alike, and so is all around them
+    same: Callable[[Sequence[Any]], bool]  # whether they are alike, and so is all around them
     read: _Picker  # those that kernels read, at addresses of the same alignment
     aligned: Callable[..., bool] | None
     options: tuple[Any, ...]
@@ -45,8 +45,8 @@ class LastCall:
             whatever parameters have become. None: no module calls.
         guarded: the module has compared its parameters itself, but for addresses.
 
-    ``by_torch(x)`` tells of a module with one input whether torch runs the call, as it ran the last one, which had the
-    same ``options``: it asks less than :meth:`again`. None: nothing is known.
+    ``by_torch((x,))`` tells of a module with one input whether torch runs the call, as it ran the last one, which had
+    the same ``options``: it asks less than :meth:`again`. None: nothing is known.
     """
 
     __slots__ = ("_guarded", "_inputs", "_record", "_seen", "by_torch")
@@ -56,7 +56,7 @@ class LastCall:
         self._seen: Any = None
         # One object that is never changed, so that threads do not mix what belongs to several calls.
         self._record: _Record | None = None
-        self.by_torch: tuple[Callable[[Any], bool], tuple[Any, ...]] | None = None
+        self.by_torch: tuple[Callable[[Sequence[Any]], bool], tuple[Any, ...]] | None = None
 
     def again(self, tensors: Sequence[Any], options: tuple[Any, ...]) -> Any:
         """The prepared call, if this one is like it; else None."""
@@ -70,7 +70,7 @@ class LastCall:
         # By identity: True equals 1, but not all that equals is right.
         if options is not known and not all(map(is_, options, known)):
             return None
-        if not same(*compared(tensors)) or (aligned is not None and not aligned(*read(tensors))):
+        if not same(compared(tensors)) or (aligned is not None and not aligned(*read(tensors))):
             return None
         return call
 
@@ -85,7 +85,7 @@ class LastCall:
         given = [place for place, tensor in enumerate(tensors) if tensor is not None]
         alone = self._inputs is not None and (self._guarded or call.sees_through)
         compared = at_places([place for place in given if not alone or place in (self._inputs or ())])
-        same, read = _comes_again(call.facts, *compared(tensors)), at_places(given)
+        same, read = _comes_again(call.facts, compared(tensors)), at_places(given)
         aligned = None if call.sees_through else _aligned_as(*read(tensors))
         self.by_torch = (same, options) if self._inputs == (0,) and call.direct else None
         self._record = _Record(call, absent, compared, same, read, aligned, options)
@@ -94,22 +94,35 @@ class LastCall:
         return type(None), ()
 
 
-def _comes_again(device: Any, *tensors: Tensor) -> Callable[..., bool]:
-    """Whether other tensors are like these, and all around them as it is now; ``device``: what is known of it."""
-    same = same_as(*tensors)
-    x = tensors[0]
-    place, facts = x.device, surroundings(x)
+def _comes_again(device: Any, tensors: Sequence[Tensor]) -> Callable[[Sequence[Any]], bool]:
+    """Whether other tensors are like these, and all around them as it is now; ``device``: what is known of it.
+
+    All in one function, as small calls wait for this one.
+    """
+    check = _comparison(*tensors)
+    if check is None:
+        return lambda others: False
+    first = tensors[0]
+    place, facts = first.device, surroundings(first)
     grad, _, precision, recording, known = facts
-    on_gpu = x.is_cuda
+    on_gpu = first.is_cuda
     # The rest of the surroundings takes longer to read.
     plain = precision is None and not _is_any_autocast_enabled()
 
-    def around(x: Tensor) -> bool:
+    def again(others: Sequence[Any]) -> bool:
+        try:
+            for other in others:
+                # torch's comparison asks for strides first, and ends the process where there are none.
+                if other.is_nested:
+                    return False
+        except AttributeError:
+            return False  # no tensor at all
         return (
-            is_grad_enabled() is grad
+            check(*others)
+            and is_grad_enabled() is grad
             and switches() == known
             and (not on_gpu or _is_capturing() is recording)
-            and (not _is_any_autocast_enabled() if plain else surroundings(x) == facts)
+            and (not _is_any_autocast_enabled() if plain else surroundings(others[0]) == facts)
             # A dual tensor looks like a plain one, and not every dispatch mode shows in the keys (checkpoints' do not).
             and forward_ad._current_level < 0
             and not _len_torch_dispatch_stack()
@@ -118,9 +131,7 @@ def _comes_again(device: Any, *tensors: Tensor) -> Callable[..., bool]:
             and dispatch.describe(place) is device
         )
 
-    if len(tensors) == 1:
-        return lambda x: same(x) and around(x)
-    return lambda x, *others: same(x, *others) and around(x)
+    return again
 
 
 def at_places(places: Sequence[int]) -> _Picker:
@@ -153,7 +164,19 @@ def _aligned_as(*tensors: Tensor) -> Callable[..., bool]:
 def same_as(*tensors: Tensor) -> Callable[..., bool]:
     """Whether other tensors are like these: of their classes, dtypes, devices and shapes, under the same modes."""
     check = _comparison(*tensors)
-    return (lambda *others: False) if check is None else _safe(check, len(tensors))
+    if check is None:
+        return lambda *others: False
+
+    def same(*others: Any) -> bool:
+        try:
+            for other in others:
+                if other.is_nested:
+                    return False
+        except AttributeError:
+            return False
+        return check(*others)
+
+    return same
 
 
 def _comparison(*tensors: Tensor) -> Callable[..., bool] | None:
@@ -170,30 +193,6 @@ def _comparison(*tensors: Tensor) -> Callable[..., bool] | None:
     local, facts = _local_keys(), [_facts(tensor) for tensor in tensors]
     # The tensors of a transform, which the thread's keys tell, have no address to ask for.
     return lambda *others: _local_keys() == local and facts == [_facts(other) for other in others]
-
-
-def _safe(check: Callable[..., bool], count: int) -> Callable[..., bool]:
-    """The comparison of ``count`` tensors that asks whatever is given.
-
-    torch's asks for strides first, and ends the process where there are none.
-    """
-
-    def same_one(tensor: Any) -> bool:
-        try:
-            return not tensor.is_nested and check(tensor)
-        except AttributeError:
-            return False  # no tensor at all
-
-    def same(*tensors: Any) -> bool:
-        try:
-            for tensor in tensors:
-                if tensor.is_nested:
-                    return False
-        except AttributeError:
-            return False
-        return check(*tensors)
-
-    return same_one if count == 1 else same
 
 
 def _has_strides(tensor: Any) -> bool:

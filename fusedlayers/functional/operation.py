@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._C import _get_tracing_state
 
 from .. import reference
 from ..kernels.activations import ACTIVATIONS
@@ -169,7 +170,7 @@ class Operation:
 
         ``in_kernels``: give None where torch would run the call, as the module knows a faster way to do that.
         """
-        if torch._C._get_tracing_state() is not None:
+        if _get_tracing_state() is not None:
             # The graph of torch.jit holds nothing but torch's own operations, and its sizes are tensors.
             names = (*self.tensor_names, *self.option_names)
             return self.reference(**dict(zip(names, (*tensors, *options), strict=True)))

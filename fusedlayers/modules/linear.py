@@ -82,7 +82,7 @@ class SplitKLinear(nn.Linear):
             last = own[KEPT] = LastCall(inputs=(0,))
         elif last.by_torch is not None:
             again, (_, split_k, reduction) = last.by_torch
-            if own.get("split_k") is split_k and own.get("reduction") is reduction and again(x):
+            if own.get("split_k") is split_k and own.get("reduction") is reduction and again((x,)):
                 return F.linear(x, weight, bias)
         # Nested tensors, and the stand-ins of torch.fx, which answer every question with another one.
         if getattr(x, "is_nested", False) is not False:
