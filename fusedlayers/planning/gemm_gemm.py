@@ -241,7 +241,7 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
         pipelined = stored is not None
     rows = (figures.pipelined_faster_from if pipelined else figures.faster_from)[kind, problem.training]
     if pipelined and problem.training and not (problem.captured or problem.compiled):
-        rows = figures.trained_from.get(kind, rows)
+        rows = (*figures.trained_from.get(kind, ()), *rows)
     thresholds = next((limits for largest, limits in rows if width <= largest), None)
     if thresholds is None:
         use = "training" if problem.training else "inference"

@@ -20,7 +20,7 @@ from .measured import TileCosts, WeightGradient
 # A split shorter than this many row blocks spends more on its partial than on its products.
 SHORTEST_SPLIT = 4
 MOST_SPLITS = 256
-NARROWEST_TILE = 128  # rows and columns of dW at least
+NARROWEST_TILE = min(side for pipeline in PIPELINES for side in pipeline.tile)  # rows or columns of dW
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from fusedlayers import functional, planning, reference
 from fusedlayers.bench.cases.ffn import supported, widths_of_rows
 from fusedlayers.bench.cases.trial import MACHINES, RAGGED, WHOLE
 from fusedlayers.devices import describe
+from fusedlayers.kernels import tuning
 from tests.gpu.exact import assert_says_something, exact, exact_ffn
 from tests.support.operands import DEVICE, SIZES, Tensors, assert_equal, on_path, results, seed_after
 
@@ -45,8 +46,8 @@ def cases() -> list[tuple[torch.dtype, int, bool, str, tuple[int, int]]]:
 
 def machines(dtype: torch.dtype, width: int) -> list[str]:
     """Those that differ for this width; float32, odd widths and those from 129 to 255 have portable kernels alone."""
-    portable = dtype == FLOAT32 or width % 8 or (width > 128 and width != 256)
-    if portable or not FACTS.pipelined:
+    takes = tuning.pipelined_config("forward", False, 1, WHOLE[0], width, WHOLE[1], width, FACTS.sms) is not None
+    if dtype == FLOAT32 or not (takes and FACTS.pipelined):
         return ["all"]
     fused = {name: facts for name, facts in MACHINES.items() if not facts.keys() & {"workspace", "transposed"}}
     return [name for name, facts in fused.items() if "recompute" not in facts or width == 256]

@@ -28,7 +28,7 @@ class GemmGemm:
 
     faster_from: Mapping[tuple[str, bool], Rows]
     pipelined_faster_from: Mapping[tuple[str, bool], Rows]  # where every kernel of the problem is a pipelined one
-    # The same of a training step that is launched one by one and was not compiled.
+    # The same of a training step that is launched one by one and was not compiled; wider ones as all others.
     trained_from: Mapping[str, Rows]
     busy_rows: int
     # Hidden units up to which a pipelined forward pass of an FFN that is launched one by one is faster with any rows.
