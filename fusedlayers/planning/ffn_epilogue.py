@@ -1,12 +1,14 @@
 """The epilogue path of an FFN: activations, gate and bias gradients in the epilogues of products, of any width.
 
-Its forward pass keeps the pre-activations, where torch keeps them, the activated ones and, gated, their product.
+Where torch's product was measured faster, a kernel for what follows it takes the place of an epilogue. The forward pass
+keeps the pre-activations, where torch keeps them, the activated ones and, gated, their product.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..kernels.tuning import EpiloguePipeline, EpilogueTiles, epilogue_tiles
+from ..kernels.tuning import CONSUMER_ROWS, EPILOGUE_ELEMENTS, EpiloguePipeline, EpilogueTiles, epilogue_tiles
 from . import hidden_gradient
 from .call import no_kernels, too_small, uneven
 from .devices import Device
@@ -37,14 +39,33 @@ def plan(problem: Any, device: Device, columns: int, summed: bool = False) -> Ep
     ``summed``: dx is summed over such groups of hidden units.
     """
     p = problem
+    in_hidden, in_gradient = (False, False) if summed else torch_multiplies(p, device)
     gradient = data = None
     if p.training:
-        gradient = hidden_gradient.plan(_gradient_problem(p, columns), device, "triton")
+        gradient = hidden_gradient.plan(_gradient_problem(p, columns), device, "triton", torch_multiplies=in_gradient)
         if summed and p.needs_data_gradient:
             data = hidden_gradient.epilogue_pipeline("data_gradient", p, device)
+    if in_hidden:
+        return EpiloguePlan(EPILOGUE_ELEMENTS[p.gated], None, gradient, data)
     pipeline = hidden_gradient.epilogue_pipeline("hidden", p, device)
     tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
     return EpiloguePlan(tiles, pipeline, gradient, data)
+
+
+def torch_multiplies(problem: Any, device: Device) -> tuple[bool, bool]:
+    """Whether torch computes the product of the hidden, and that of its gradient, and kernels what follows.
+
+    Measured of layers without adapters, beside the warp-specialised kernels.
+    """
+    p, figures = problem, device.figures.epilogue
+    if figures is None or p.family != "gemm_gemm" or hidden_gradient.epilogue_pipeline("hidden", p, device) is None:
+        return False, False
+    few_units = not p.gated and figures.few_units_width <= p.K and 2 * p.N <= p.K
+    uneven_x = figures.uneven_from <= p.K and p.K % figures.row_elements > 0
+    uneven_dy = figures.uneven_gradient_from <= p.O and p.O % figures.row_elements > 0
+    tile = 2 * CONSUMER_ROWS
+    few_tiles = math.ceil(p.M / tile) * math.ceil(p.N / tile) <= figures.few_tiles * device.sms
+    return few_units or uneven_x, few_tiles or uneven_dy
 
 
 def _gradient_problem(p: Any, columns: int) -> HiddenGradientProblem:
@@ -70,12 +91,14 @@ def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
     if (reason := _why_portable(problem, device, figures.least_width)) is not None:
         return reason
-    aligned = [width for width in (problem.K, problem.O) if width >= figures.aligned_from[problem.training]]
-    if (reason := uneven(aligned, figures.row_elements)) is not None:
-        return reason
-    wide = min(problem.K, problem.O) >= figures.few_units_width
-    if wide and figures.few_units > problem.N and not (problem.gated or problem.training):
-        return f"{problem.N} hidden units over rows of {problem.K} elements: torch was as fast or faster"
+    in_hidden, in_gradient = torch_multiplies(problem, device)
+    if in_hidden and not (problem.gated or problem.training):
+        return f"{problem.N} hidden units over rows of {problem.K} elements: torch's product was as fast or faster"
+    if problem.family != "gemm_gemm":
+        # Adapters have their products within one kernel alone.
+        widths = [width for width in (problem.K, problem.O) if width >= figures.uneven_from]
+        if (reason := uneven(widths, figures.row_elements)) is not None:
+            return reason
     few = problem.gated and problem.waits_for_host
     least_rows = figures.least_launched_rows if few else figures.least_rows
     if least_rows > problem.M:
@@ -83,7 +106,9 @@ def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:
     flops = 2 * problem.M * problem.K * problem.N * (2 if problem.gated else 1)
     if small := too_small(flops, "FLOPs", figures.faster_from[problem.gated, problem.training], problem.captured):
         return small
-    if problem.training and hidden_gradient.choose_pipeline(_gradient_problem(problem, problem.N), device) is None:
+    if not problem.training or in_gradient:
+        return None
+    if hidden_gradient.choose_pipeline(_gradient_problem(problem, problem.N), device) is None:
         return "the sums of so many rows pass their limit in the kernel that was measured faster than torch"
     return None
 

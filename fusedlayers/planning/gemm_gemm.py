@@ -339,7 +339,8 @@ def plan_on(
             }
     elif path == "epilogue":
         epilogue = ffn_epilogue.plan(problem, device, problem.N)
-        workspace = problem.hidden_bytes
+        # Pre-activations that torch computed are replaced by the hidden.
+        workspace = problem.hidden_bytes * (1 if epilogue.hidden_tiles.block_inner else parts)
         if epilogue.gradient is not None:
             # The gradients of the pre-activations, the hidden for that of w_down, and sums over rows.
             workspace = (parts + 1) * problem.hidden_bytes + epilogue.gradient.workspace_bytes

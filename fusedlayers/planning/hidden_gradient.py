@@ -5,7 +5,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
 
-from ..kernels.tuning import CONSUMER_ROWS, EPILOGUE_PIPELINES, EpiloguePipeline, EpilogueTiles, epilogue_tiles
+from ..kernels.tuning import (
+    CONSUMER_ROWS,
+    EPILOGUE_ELEMENTS,
+    EPILOGUE_PIPELINES,
+    EpiloguePipeline,
+    EpilogueTiles,
+    epilogue_tiles,
+)
 from .call import Call, Decision, Facts, activation_accuracy, no_kernels, too_small, why_not_kernels
 from .devices import PARTIALS_LIMIT, SIXTEEN_BITS, Device
 from .measured import HiddenGradient
@@ -66,8 +73,13 @@ class HiddenGradientPlan(Decision):
         return [] if self.tiles is None else [("tiles", epilogue_text(self.tiles, self.pipeline))]
 
 
-def plan(problem: HiddenGradientProblem, device: Device, backend: str = "auto") -> HiddenGradientPlan:
-    """The path that runs ``problem`` on ``device``."""
+def plan(
+    problem: HiddenGradientProblem, device: Device, backend: str = "auto", *, torch_multiplies: bool = False
+) -> HiddenGradientPlan:
+    """The path that runs ``problem`` on ``device``.
+
+    ``torch_multiplies``: where kernels run, their tiles are those of what follows torch's product.
+    """
     unsupported = no_kernels(problem, device)
     fused = why_not_kernels(problem, device, backend, unsupported, device.figures.hidden_gradient, why_slower)
     p = problem
@@ -77,7 +89,10 @@ def plan(problem: HiddenGradientProblem, device: Device, backend: str = "auto") 
     options: dict[str, Any] = {}
     if fused is None:
         tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
-        row_tiles, pipeline = choose_row_tiles(problem, tiles), choose_pipeline(problem, device)
+        pipeline = choose_pipeline(problem, device)
+        if torch_multiplies:
+            tiles, pipeline = EPILOGUE_ELEMENTS[p.gated], None
+        row_tiles = choose_row_tiles(problem, tiles, device)
         options = {
             "tiles": tiles,
             "pipeline": pipeline,
@@ -104,12 +119,19 @@ def why_slower(problem: HiddenGradientProblem, device: Device, figures: HiddenGr
     return too_small(problem.flops, "FLOPs", figures.faster_from[problem.gated], problem.captured)
 
 
-def choose_row_tiles(problem: HiddenGradientProblem, tiles: EpilogueTiles) -> int:
-    """Tiles below one another that one program computes: one, unless that gives too many partial sums."""
-    if not problem.bias:
-        return 1
-    bands = max(1, min(MOST_BANDS, 2 * PARTIALS_LIMIT // max(1, _partial_bytes(problem, 2))))
-    return math.ceil(math.ceil(problem.M / tiles.block_m) / bands)
+def choose_row_tiles(problem: HiddenGradientProblem, tiles: EpilogueTiles, device: Device) -> int:
+    """Tiles below one another that one program computes: one, unless that gives too many partial sums.
+
+    Where torch computes the product, as many as keep a few programs busy on each SM.
+    """
+    tile_rows = math.ceil(problem.M / tiles.block_m)
+    bands = tile_rows
+    if problem.bias:
+        bands = max(1, min(MOST_BANDS, 2 * PARTIALS_LIMIT // max(1, _partial_bytes(problem, 2))))
+    if not tiles.block_inner:
+        tile_columns = math.ceil(problem.N / tiles.block_n)
+        bands = max(1, min(bands, tiles.programs * device.sms // max(1, tile_columns)))
+    return math.ceil(tile_rows / max(1, bands))
 
 
 def choose_pipeline(problem: HiddenGradientProblem, device: Device) -> EpiloguePipeline | None:
@@ -161,5 +183,7 @@ def epilogue_text(tiles: EpilogueTiles, pipeline: EpiloguePipeline | None) -> st
         size = f"{2 * CONSUMER_ROWS} × {2 * CONSUMER_ROWS} of the product"
         order = ", each program in one column of them" if pipeline.stays else ""
         return f"pipelined: {size}, {pipeline.step} inner, consumers 2 in turn, stages {pipeline.stages}{order}"
+    if not tiles.block_inner:
+        return f"torch's product, then {tiles.block_m} × {tiles.block_n} of its elements, {tiles.num_warps} warps"
     size = f"{tiles.block_m} × {tiles.block_n} of the product, {tiles.block_inner} inner"
     return f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages"

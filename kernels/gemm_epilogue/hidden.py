@@ -3,13 +3,14 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ..activations import activation_unit, hidden_and_slopes
 from ..device import tl, triton
 from ..dropout import NO_DROPOUT, Dropout, keep_factor
 from ..hopper import ALIGNMENT, Matrix, matrix, untransposed
-from ..launching import Launch, ceil_div, prepared
-from ..tiles import add_product, grouped_tile, load_tile, load_vector, store_tile
+from ..launching import Launch, ceil_div, prepared, vector_unit
+from ..tiles import add_product, grouped_tile, in_units, load_tile, load_vector, store_tile
 from ..tuning import EpiloguePipeline, EpilogueTiles
 from . import pipelined
 from .low_rank import LowRank
@@ -23,33 +24,40 @@ def _hidden_kernel(
     stride_xm, stride_xk, stride_un, stride_uk, stride_gn, stride_gk, stride_ub, stride_gb, K, N,
     M, zero, drop_limit, keep_scale, mask_row, mask_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, GROUP: tl.constexpr,
-    ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    VECTOR: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # Results are dense. ``zero`` is 0, which only the caller knows.
-    GATED: tl.constexpr = w_gate_ptr is not None
+    # Results are dense. ``zero`` is 0, which only the caller knows. With a BLOCK_INNER of 0 the pre-activations are
+    # there, and no operand of theirs is given.
+    GATED: tl.constexpr = w_gate_ptr is not None or gate_ptr is not None
     UNIT: tl.constexpr = activation_unit(ACTIVATION, ACCURACY)
+    N = in_units(N, VECTOR)
     row, column = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
     rows = row * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    z_gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for k in tl.range(0, K, BLOCK_INNER):
-        inner = k + tl.arange(0, BLOCK_INNER)
-        x_tile = load_tile(x_ptr, rows, inner, stride_xm, stride_xk, M, K)
-        up_tile = load_tile(up_ptr, inner, cols, stride_uk, stride_un, K, N)
-        z = add_product(z, x_tile, up_tile, zero, INPUT_PRECISION)
+    if BLOCK_INNER == 0:
+        z = load_tile(z_ptr, rows, cols, N, 1, M, N).to(tl.float32)
         if GATED:
-            gate_tile = load_tile(w_gate_ptr, inner, cols, stride_gk, stride_gn, K, N)
-            z_gate = add_product(z_gate, x_tile, gate_tile, zero, INPUT_PRECISION)
-    if up_bias_ptr is not None:
-        z += load_vector(up_bias_ptr, cols, stride_ub, N)[None, :]
-    if GATED:
-        if gate_bias_ptr is not None:
-            z_gate += load_vector(gate_bias_ptr, cols, stride_gb, N)[None, :]
-    if z_ptr is not None:
-        store_tile(z_ptr, z, rows, cols, N, 1, M, N)
+            z_gate = load_tile(gate_ptr, rows, cols, N, 1, M, N).to(tl.float32)
+    else:
+        z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        z_gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k in tl.range(0, K, BLOCK_INNER):
+            inner = k + tl.arange(0, BLOCK_INNER)
+            x_tile = load_tile(x_ptr, rows, inner, stride_xm, stride_xk, M, K)
+            up_tile = load_tile(up_ptr, inner, cols, stride_uk, stride_un, K, N)
+            z = add_product(z, x_tile, up_tile, zero, INPUT_PRECISION)
+            if GATED:
+                gate_tile = load_tile(w_gate_ptr, inner, cols, stride_gk, stride_gn, K, N)
+                z_gate = add_product(z_gate, x_tile, gate_tile, zero, INPUT_PRECISION)
+        if up_bias_ptr is not None:
+            z += load_vector(up_bias_ptr, cols, stride_ub, N)[None, :]
         if GATED:
-            store_tile(gate_ptr, z_gate, rows, cols, N, 1, M, N)
+            if gate_bias_ptr is not None:
+                z_gate += load_vector(gate_bias_ptr, cols, stride_gb, N)[None, :]
+        if z_ptr is not None:
+            store_tile(z_ptr, z, rows, cols, N, 1, M, N)
+            if GATED:
+                store_tile(gate_ptr, z_gate, rows, cols, N, 1, M, N)
     if GATED:
         hidden, _, _ = hidden_and_slopes(z, z_gate, True, ACTIVATION, ACCURACY)
     else:
@@ -77,13 +85,23 @@ def hidden(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(H, Z, Zg) ``[M, N]``, contiguous; Z, and Zg with a gate, only to ``keep``. Operands of any strides.
 
-    With ``low_rank`` its products are part of Z and Zg; the pipelined kernel adds them on chip.
+    With ``low_rank`` its products are part of Z and Zg; the pipelined kernel adds them on chip. Where ``tiles`` have no
+    inner axis, torch computes Z and Zg, and one kernel H from them.
     ``ready`` belongs to one prepared call: see ``gemm_gemm.Operands``. The place of the dropout is one of its options.
     """
     shape, launch, is_pipelined = prepared(
         ready, ("hidden", keep), _prepare, x, w_up, b_up, w_gate, b_gate, keep, activation, accuracy, input_precision,
         tiles, pipeline, dropout, low_rank,
     )  # fmt: skip
+    if not tiles.block_inner:
+        if low_rank is not None:
+            x, w_up, w_gate = low_rank.joined(x, w_up, w_gate, 1)
+        z = F.linear(x, w_up, b_up)
+        z_gate = None if w_gate is None else F.linear(x, w_gate, b_gate)
+        # What is not kept is replaced.
+        found = torch.empty_like(z) if keep else z
+        launch((x, None, None, None, None, dropout.seed, found, z, z_gate))
+        return (found, z, z_gate) if keep else (found, None, None)
     found = x.new_empty(shape)
     z = torch.empty_like(found) if keep else None
     z_gate = torch.empty_like(found) if keep and w_gate is not None else None
@@ -131,7 +149,10 @@ def _prepare(
             columns,
         ),
         (rows, 0.0, *dropout.numbers()),
-        (tiles.block_m, tiles.block_n, tiles.block_inner, _GROUP, activation, accuracy, input_precision),
+        (
+            tiles.block_m, tiles.block_n, tiles.block_inner, _GROUP, vector_unit(x, columns), activation, accuracy,
+            input_precision,
+        ),
         tiles.num_warps,
         tiles.num_stages,
     )  # fmt: skip

@@ -10,9 +10,9 @@ from ..column_sums import column_partials
 from ..device import tl, triton
 from ..dropout import NO_DROPOUT, Dropout, keep_factor
 from ..hopper import ALIGNMENT, Matrix, matrix, untransposed
-from ..launching import Launch, ceil_div, layout_of, prepared
+from ..launching import Launch, ceil_div, layout_of, prepared, vector_unit
 from ..partials import ReduceBlocks, reduce_partials
-from ..tiles import add_product, grouped_tile, load_tile, store_tile
+from ..tiles import add_product, grouped_tile, in_units, load_tile, store_tile
 from ..tuning import BAND_BLOCKS, ColumnSumTiles, EpiloguePipeline, EpilogueTiles
 from . import pipelined
 from .low_rank import LowRank
@@ -22,12 +22,15 @@ _BAND_BLOCKS = ReduceBlocks(*BAND_BLOCKS)
 
 
 @triton.jit
-def _stored_and_summed(ptr, gradient, rows, cols, stride_m, M, N, UNIT: tl.constexpr):
-    """Stores a tile of an ``[M, N]`` gradient, and returns its sum over the rows."""
+def _stored_and_summed(ptr, gradient, rows, cols, stride_m, M, N, UNIT: tl.constexpr, SUMMED: tl.constexpr):
+    """Stores a tile of an ``[M, N]`` gradient, and returns it or, ``SUMMED``, its sum over the rows."""
     # Past M the product is 0, but 0 times an infinite weight is NaN.
     gradient = tl.where((rows < M)[:, None], gradient * UNIT, 0.0)
     store_tile(ptr, gradient, rows, cols, stride_m, 1, M, N)
-    return tl.sum(gradient, 0)
+    if SUMMED:
+        return tl.sum(gradient, 0)
+    else:
+        return gradient
 
 
 @triton.jit(do_not_specialize=["M", "row_tiles", "zero", "drop_limit", "keep_scale", "mask_row", "mask_column"])
@@ -36,16 +39,24 @@ def _hidden_gradient_kernel(
     stride_dym, stride_dyo, stride_do, stride_dn, stride_zm, stride_zn, stride_gm, stride_gn, stride_out, O, N,
     M, row_tiles, zero, drop_limit, keep_scale, mask_row, mask_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, GROUP: tl.constexpr,
-    ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    VECTOR: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # A program has ``row_tiles`` tiles below one another. ``zero`` is 0, which only the caller knows.
+    # A program has ``row_tiles`` tiles below one another. ``zero`` is 0, which only the caller knows. With a
+    # BLOCK_INNER of 0 the product lies where dz will, and is summed up by element before it is by column.
+    MULTIPLIES: tl.constexpr = BLOCK_INNER != 0
     GATED: tl.constexpr = gate_ptr is not None
     UNIT: tl.constexpr = activation_unit(ACTIVATION, ACCURACY)
     bands = tl.cdiv(tl.cdiv(M, BLOCK_M), row_tiles)
     band, column = grouped_tile(tl.program_id(0), bands, tl.cdiv(N, BLOCK_N), GROUP)
     cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    sums = tl.zeros([BLOCK_N], tl.float32)
-    gate_sums = tl.zeros([BLOCK_N], tl.float32)
+    N, stride_out = in_units(N, VECTOR), in_units(stride_out, VECTOR)
+    stride_zm, stride_gm = in_units(stride_zm, VECTOR), in_units(stride_gm, VECTOR)
+    if MULTIPLIES:
+        sums = tl.zeros([BLOCK_N], tl.float32)
+        gate_sums = tl.zeros([BLOCK_N], tl.float32)
+    else:
+        sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        gate_sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     first_row = (band.to(tl.int64) * row_tiles * BLOCK_M).to(tl.int32)
     for index in range(tl.minimum(row_tiles, tl.cdiv(M - first_row, BLOCK_M))):
         rows = first_row + index * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -53,11 +64,14 @@ def _hidden_gradient_kernel(
             d_hidden = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         else:
             d_hidden = load_tile(added_ptr, rows, cols, N, 1, M, N).to(tl.float32)
-        for o in tl.range(0, O, BLOCK_INNER):
-            outer = o + tl.arange(0, BLOCK_INNER)
-            dy_tile = load_tile(dy_ptr, rows, outer, stride_dym, stride_dyo, M, O)
-            down_tile = load_tile(down_ptr, outer, cols, stride_do, stride_dn, O, N)
-            d_hidden = add_product(d_hidden, dy_tile, down_tile, zero, INPUT_PRECISION)
+        if MULTIPLIES:
+            for o in tl.range(0, O, BLOCK_INNER):
+                outer = o + tl.arange(0, BLOCK_INNER)
+                dy_tile = load_tile(dy_ptr, rows, outer, stride_dym, stride_dyo, M, O)
+                down_tile = load_tile(down_ptr, outer, cols, stride_do, stride_dn, O, N)
+                d_hidden = add_product(d_hidden, dy_tile, down_tile, zero, INPUT_PRECISION)
+        else:
+            d_hidden += load_tile(dz_ptr, rows, cols, stride_out, 1, M, N).to(tl.float32)
         if seed_ptr is not None:
             factor = keep_factor((seed_ptr, drop_limit, keep_scale, mask_row, mask_column), rows, cols)
             d_hidden *= factor
@@ -65,18 +79,20 @@ def _hidden_gradient_kernel(
         if GATED:
             z_gate = load_tile(gate_ptr, rows, cols, stride_gm, stride_gn, M, N).to(tl.float32)
             hidden, slope, gate_slope = hidden_and_slopes(z, z_gate, True, ACTIVATION, ACCURACY)
-            sums += _stored_and_summed(dz_ptr, d_hidden * slope, rows, cols, stride_out, M, N, UNIT)
+            sums += _stored_and_summed(dz_ptr, d_hidden * slope, rows, cols, stride_out, M, N, UNIT, MULTIPLIES)
             d_gate = through_activation(d_hidden, gate_slope, z_gate, ACTIVATION)
-            gate_sums += _stored_and_summed(d_gate_ptr, d_gate, rows, cols, stride_out, M, N, UNIT)
+            gate_sums += _stored_and_summed(d_gate_ptr, d_gate, rows, cols, stride_out, M, N, UNIT, MULTIPLIES)
         else:
             hidden, slope, _ = hidden_and_slopes(z, z, False, ACTIVATION, ACCURACY)
             dz = through_activation(d_hidden, slope, z, ACTIVATION)
-            sums += _stored_and_summed(dz_ptr, dz, rows, cols, stride_out, M, N, UNIT)
+            sums += _stored_and_summed(dz_ptr, dz, rows, cols, stride_out, M, N, UNIT, MULTIPLIES)
         if hidden_ptr is not None:
             if seed_ptr is not None:
                 hidden *= factor
             store_tile(hidden_ptr, hidden * UNIT, rows, cols, N, 1, M, N)
     if sums_ptr is not None:
+        if not MULTIPLIES:
+            sums, gate_sums = tl.sum(sums, 0), tl.sum(gate_sums, 0)
         if GATED:
             partial = sums_ptr + band.to(tl.int64) * 2 * N
             tl.store(partial + N + cols, gate_sums, mask=cols < N)
@@ -123,7 +139,8 @@ def hidden_gradient(
     """The gradients of the pre-activations, with ``bias`` their sums, and the hidden if it is to be kept.
 
     With ``column_sums`` the sums of dy, too, by these tiles; with ``low_rank`` its product is part of dH, and so is
-    ``added``, which is like dH and contiguous.
+    ``added``, which is like dH and contiguous. Where ``tiles`` have no inner axis, torch computes dH where dz will be,
+    which is not in place.
 
     Operands ``[M, *]`` of any strides. Results are contiguous; ``side_by_side``, dz and dz_gate are the halves of one
     ``[M, 2 N]``; ``in_place``, they replace z and z_gate, whose rows are contiguous and start alike then.
@@ -146,6 +163,7 @@ def hidden_gradient(
     columns = shape[1]
     d_gate: torch.Tensor | None = None
     if in_place:
+        assert tiles.block_inner, "dH needs memory of its own"
         dz, d_gate = z, z_gate
     elif made.side_by_side:
         dz, d_gate = dy.new_empty(shape[0], 2 * columns).split(columns, 1)
@@ -168,6 +186,8 @@ def hidden_gradient(
     else:
         if low_rank is not None:
             dy, w_down, _ = low_rank.joined(dy, w_down, None, 0)
+        if not tiles.block_inner:
+            torch.mm(dy, w_down, out=dz)
         made.launch((dy, w_down, z, z_gate, dz, d_gate, hidden, sums, dropout.seed, added))
     other: tuple[torch.Tensor, torch.Tensor] | None = None
     db_down = dy_sums
@@ -239,15 +259,18 @@ def _prepare(
         dy, w_down, _ = low_rank.joined(dy, w_down, None, 0)
     bands = ceil_div(ceil_div(rows, tiles.block_m), row_tiles)
     gate_strides = (0, 0) if z_gate is None else z_gate.stride()
+    vector = vector_unit(z, columns, row_stride, z.stride(0), gate_strides[0])
     launch = Launch(
         _hidden_gradient_kernel,
         bands * ceil_div(columns, tiles.block_n),
         (*dy.stride(), *w_down.stride(), *z.stride(), *gate_strides, row_stride, dy.shape[1], columns),
         (rows, row_tiles, 0.0, *dropout.numbers()),
-        (tiles.block_m, tiles.block_n, tiles.block_inner, _GROUP, activation, accuracy, input_precision),
+        (
+            tiles.block_m, tiles.block_n, tiles.block_inner, _GROUP, vector, activation, accuracy, input_precision,
+        ),
         tiles.num_warps,
         tiles.num_stages,
-    )
+    )  # fmt: skip
     sums = _sums(bands, columns, parts, given_sums) if bias else None
     return _Prepared(shape, sums, copied, side_by_side, False, launch, {})
 

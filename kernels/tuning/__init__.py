@@ -5,7 +5,13 @@ other architectures were compiled only. ``python -m fusedlayers.bench selftest``
 """
 
 from .column_sums import BAND_BLOCKS, COLUMN_SUM_TILES, MOST_SUMMED_BANDS, ColumnSumTiles
-from .gemm_epilogue import EPILOGUE_PIPELINES, EpiloguePipeline, EpilogueTiles, epilogue_tiles
+from .gemm_epilogue import (
+    EPILOGUE_ELEMENTS,
+    EPILOGUE_PIPELINES,
+    EpiloguePipeline,
+    EpilogueTiles,
+    epilogue_tiles,
+)
 from .gemm_gemm import (
     SHORTEST_SPLIT,
     WIDEST_X_IN_REGISTERS,
@@ -37,6 +43,7 @@ __all__ = [
     "BAND_BLOCKS",
     "COLUMN_SUM_TILES",
     "CONSUMER_ROWS",
+    "EPILOGUE_ELEMENTS",
     "EPILOGUE_PIPELINES",
     "MOST_SUMMED_BANDS",
     "PIPELINES",

@@ -49,6 +49,9 @@ path = import_module("fusedlayers.functional.ffn.epilogue")
 function = import_module("fusedlayers.functional.ffn")
 # A subset of wanted gradients is another compiled variant of the kernels: on a GPU every third subset must do.
 STEP = 3 if ON_GPU else 1
+# The last ones are those of what follows a product of torch.
+TILES = [EpilogueTiles(16, 32, 16, 4, 1), EpilogueTiles(32, 16, 32, 4, 1), EpilogueTiles(16, 32, 0, 4, 1)]
+TORCH_MULTIPLIES = pytest.mark.parametrize("torch_multiplies", [False, True], ids=["one kernel", "torch multiplies"])
 # Too wide for the fused kernels in float32, and wide enough for no padding to be of use.
 WIDE = (20, 144, 40, 144)
 
@@ -92,20 +95,22 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("gated", GATED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations_without_biases(activation: str, dtype: torch.dtype, gated: bool) -> None:
+@TORCH_MULTIPLIES
+def test_activations_without_biases(torch_multiplies: bool, activation: str, dtype: torch.dtype, gated: bool) -> None:
     """With all of them: in test_ffn.py."""
     inputs = ffn_inputs(70, 24, 50, 40, dtype, gated=gated, biases=())
-    with on_path("epilogue") as options:
+    with on_path("epilogue", torch_multiplies=torch_multiplies) as options:
         assert_ffn_close(functional.ffn, inputs, options=options, activation=activation)
 
 
 @pytest.mark.parametrize("gated", GATED)
 @pytest.mark.parametrize("dropout_p", [0.1, 0.99])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations_with_dropout(activation: str, dropout_p: float, gated: bool) -> None:
+@TORCH_MULTIPLIES
+def test_activations_with_dropout(torch_multiplies: bool, activation: str, dropout_p: float, gated: bool) -> None:
     """The mask is that of torch's path with the same seed, and replayed for all gradients."""
     inputs = ffn_inputs(70, 24, 50, 40, DTYPES[-1], gated=gated, residual=True)
-    with on_path("epilogue") as options:
+    with on_path("epilogue", torch_multiplies=torch_multiplies) as options:
         assert_ffn_close(
             functional.ffn, inputs, options=options, manual_seed=4, activation=activation, dropout_p=dropout_p
         )
@@ -136,7 +141,7 @@ def test_a_width_on_either_side_is_enough(launched: list[str], monkeypatch: pyte
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("gated", GATED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tiles", [EpilogueTiles(16, 32, 16, 4, 1), EpilogueTiles(32, 16, 32, 4, 1)], ids=str)
+@pytest.mark.parametrize("tiles", TILES, ids=str)
 def test_the_hidden_in_exact_integers(tiles: EpilogueTiles, dtype: torch.dtype, gated: bool) -> None:
     """More tiles below one another than a group has, ragged last ones on all axes; kept or not, the same hidden."""
     inputs = ffn_inputs(170, 37, 70, 6, dtype, gated=gated, draw=INTEGERS[dtype])
@@ -164,6 +169,7 @@ def test_the_hidden_in_exact_integers(tiles: EpilogueTiles, dtype: torch.dtype, 
     biases=strategies.sets(strategies.sampled_from(BIASES)),
     residual=strategies.booleans(),
     dtype=strategies.sampled_from(DTYPES[:2]),
+    torch_multiplies=strategies.booleans(),
 )
 def test_sizes_in_random_combinations(
     leading: list[int],
@@ -173,12 +179,13 @@ def test_sizes_in_random_combinations(
     biases: set[str],
     residual: bool,
     dtype: torch.dtype,
+    torch_multiplies: bool,
 ) -> None:
     draws = [
         ffn_inputs(tuple(leading), *sizes, dtype, gated=gated, biases=tuple(biases), residual=residual)
         for _ in range(3)
     ]
-    with on_path("epilogue") as options:
+    with on_path("epilogue", torch_multiplies=torch_multiplies) as options:
         assert_ffn_close(functional.ffn, *draws, options=options, activation=activation)
 
 
@@ -221,7 +228,8 @@ def test_the_hidden_is_gone_before_the_other_products(gated: bool, monkeypatch: 
 
 
 @pytest.mark.parametrize("gated", GATED)
-def test_nothing_outside_of_the_outputs_is_touched(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("inner", [16, 0], ids=["one kernel", "torch multiplies"])
+def test_nothing_outside_of_the_outputs_is_touched(inner: int, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and workspace lie between bands of a known value, and every element of theirs is written."""
     buffers: list[Tensor] = []
     band = 4096
@@ -234,12 +242,13 @@ def test_nothing_outside_of_the_outputs_is_touched(gated: bool, monkeypatch: pyt
 
     inputs, dy = exact_case(gated, torch.float32, 49)
     x, w_up, b_up, w_gate, b_gate = (inputs[name] for name in ("x", "w_up", "b_up", "w_gate", "b_gate"))
-    rest = ("gelu", "exact", "ieee", EpilogueTiles(32, 16, 16, 4, 1))
+    rest = ("gelu", "exact", "ieee", EpilogueTiles(32, 16, inner, 4, 1))
     allocate_by(monkeypatch, guarded)
     _, z, z_gate = kernels.hidden(x, w_up, b_up, w_gate, b_gate, True, *rest)
     kernels.hidden_gradient(dy, inputs["w_down"], z, z_gate, True, 1, *rest, keep_hidden=True, side_by_side=True)
-    # The hidden twice, pre-activations, their gradients (both in one buffer), sums with their partials.
-    assert len(buffers) == (8 if gated else 6)
+    # The hidden twice, pre-activations, their gradients (both in one buffer), sums with their partials. Torch allocates
+    # the pre-activations that it computes.
+    assert len(buffers) == (8 if gated else 6) - (0 if inner else 1 + gated)
     for buffer in buffers:
         assert (buffer[:band] == -7).all()
         assert (buffer[-band:] == -7).all()
@@ -290,7 +299,8 @@ def wanted_launches(wanted: set[str]) -> list[str]:
 
 @pytest.mark.parametrize("gated", GATED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_saved_bytes_are_those_of_the_plan(dtype: torch.dtype, gated: bool) -> None:
+@TORCH_MULTIPLIES
+def test_saved_bytes_are_those_of_the_plan(torch_multiplies: bool, dtype: torch.dtype, gated: bool) -> None:
     """Beside parameters: x, and the pre-activations. At most half of what torch keeps for a smooth activation."""
     inputs = leaves(ffn_inputs((3, 5), 16, 64, 8, dtype, gated=gated))
     parameters = {tensor.data_ptr() for name, tensor in inputs.items() if tensor is not None and name != "x"}
@@ -299,7 +309,7 @@ def test_saved_bytes_are_those_of_the_plan(dtype: torch.dtype, gated: bool) -> N
         tensors = saved(lambda: call(**inputs, activation="gelu_tanh", **options))
         return sum({t.data_ptr(): t.nbytes for t in tensors if t.data_ptr() not in parameters}.values())
 
-    with on_path("epilogue") as options:
+    with on_path("epilogue", torch_multiplies=torch_multiplies) as options:
         problem = ffn_problem(**inputs, activation="gelu_tanh", dropout_p=0.0, recompute="auto")
         made = planning.plan(problem, describe(DEVICE), "triton")
         assert made.path == "epilogue"
@@ -309,9 +319,10 @@ def test_saved_bytes_are_those_of_the_plan(dtype: torch.dtype, gated: bool) -> N
     assert ours - x_bytes <= (kept_bytes(reference.ffn) - x_bytes) / 2
 
 
-def test_results_of_a_call_without_gradients_are_the_same(launched: list[str]) -> None:
+@TORCH_MULTIPLIES
+def test_results_of_a_call_without_gradients_are_the_same(torch_multiplies: bool, launched: list[str]) -> None:
     inputs = ffn_inputs(20, 9, 21, 7, gated=True, residual=True)
-    with on_path("epilogue") as options:
+    with on_path("epilogue", torch_multiplies=torch_multiplies) as options:
         y = functional.ffn(**leaves(inputs), **options).detach()
         with torch.no_grad():
             assert torch.equal(functional.ffn(**leaves(inputs), **options), y)

@@ -120,7 +120,10 @@ def test_exact_integers(activation: str | None, gated: bool, dtype: torch.dtype,
 @pytest.mark.parametrize("row_tiles", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_exact_integers_for_any_number_of_row_tiles(gated: bool, dtype: torch.dtype, row_tiles: int) -> None:
+@pytest.mark.parametrize("inner", [16, 0], ids=["one kernel", "torch multiplies"])
+def test_exact_integers_for_any_number_of_row_tiles(
+    inner: int, gated: bool, dtype: torch.dtype, row_tiles: int
+) -> None:
     """Ragged last tiles on all axes, and a last program with fewer tiles than the others."""
     tensors = inputs(70, 37, 21, dtype, gated=gated, draw=INTEGERS[dtype])
     dy, w_down, z, z_gate = tensors.values()
@@ -130,7 +133,7 @@ def test_exact_integers_for_any_number_of_row_tiles(gated: bool, dtype: torch.dt
     truth = in_float64(tensors)
     expected = found(reference.hidden_gradient, truth, activation="relu")
     expected["hidden"] = reference.hidden(truth["z"], truth["z_gate"], activation="relu")
-    tiles = EpilogueTiles(16, 32, 16, 4, 1)
+    tiles = EpilogueTiles(16, 32, inner, 4, 1)
     summed: dict[str, Any] = {"column_sums": ColumnSumTiles(16, 16, 5)}
     for more in ({}, {"side_by_side": True}, {"keep_hidden": True}, summed):
         ours = kernels.hidden_gradient(

@@ -17,7 +17,7 @@ from fusedlayers import functional
 from fusedlayers.kernels import cross_entropy
 from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.gemm_gemm import stored
-from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES, epilogue_tiles
+from fusedlayers.kernels.tuning import EPILOGUE_ELEMENTS, EPILOGUE_PIPELINES, epilogue_tiles
 from fusedlayers.kernels.tuning.cross_entropy import gradient_tiles, logit_tiles, row_tiles
 from tests.support.operands import ffn_inputs, leaves, like_result
 
@@ -105,7 +105,7 @@ def products() -> None:
 
 
 def wide() -> None:
-    """The hidden of wide FFNs, and its gradient, with weights as they are and transposed; without torch's products."""
+    """The hidden of wide FFNs, and its gradient, with weights either way, and after products of torch."""
     rest = "silu", "coarse", "ieee"
     for rows, width, hidden in WIDE:
         for gated in (False, True):
@@ -119,6 +119,10 @@ def wide() -> None:
                 kernels.hidden(x, w_up, bias, w_up if gated else None, b_gate, True, *rest, tiles, first)
                 z_gate = z.clone() if gated else None
                 kernels.hidden_gradient(dy, w_down, z, z_gate, True, 1, *rest, tiles, second, keep_hidden=transposed)
+            # Torch's products, and a kernel for what follows them.
+            elements = EPILOGUE_ELEMENTS[gated]
+            kernels.hidden(x, w_up, bias, w_up if gated else None, b_gate, gated, *rest, elements)
+            kernels.hidden_gradient(dy, w_down, z, z_gate, True, 3, *rest, elements, keep_hidden=gated)
 
 
 def reductions() -> None:

@@ -108,6 +108,31 @@ def test_biases(biases: tuple[str, ...], gated: bool) -> None:
         assert_ffn_close(functional.ffn, inputs, options=options, activation="silu")
 
 
+@GATED
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize("size", [*SIZES, (1061, 616, 1032), (9000, 2312, 776), (777, 101, 333)], ids=str)
+def test_close_to_torch_after_products_of_torch(
+    size: tuple[int, int, int], dtype: torch.dtype, gated: bool, launched: list[str]
+) -> None:
+    tokens, d_model, d_ff = size
+    inputs = ffn_inputs(tokens, d_model, d_ff, d_model, dtype, gated=gated, residual=True)
+    arithmetic = {"activation": "silu" if gated else "gelu_tanh"}
+    with on_path("epilogue", torch_multiplies=True) as options:
+        for more in ({}, {"dropout_p": 0.1, "manual_seed": 7}):
+            assert_ffn_close(functional.ffn, inputs, options=options, **arithmetic, **more)
+    assert not launched
+
+
+@on_hopper
+@GATED
+def test_the_planner_lets_torch_multiply(gated: bool, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that start at no multiple of 16 elements, and few tiles."""
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    inputs, dy, expected = exact_ffn(1061, 616, 1032, 616, BFLOAT16, gated=gated, activation="relu")
+    assert_equal(results(functional.ffn, inputs, dy, activation="relu"), expected)
+    assert not launched
+
+
 def long_exact_ffn(
     size: tuple[int, int, int], dtype: torch.dtype, gated: bool, **dropout: Any
 ) -> tuple[Tensors, Tensor, Tensors]:
@@ -135,6 +160,9 @@ def long_exact_ffn(
         ((129, 512, 8), {}),
         ((1061, 520, 1032), {"pipelined": False}),
         ((777, 101, 333), {}),
+        ((33_000, 512, 256), {"torch_multiplies": True}),
+        ((1061, 616, 1032), {"torch_multiplies": True}),
+        ((777, 101, 333), {"torch_multiplies": True}),
     ],
     ids=str,
 )
@@ -250,12 +278,15 @@ def test_chunks_have_the_mask_of_the_whole_hidden(
 @GATED
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("size", [(33_000, 512, 256), (4097, 768, 3072)], ids=str)
-def test_the_same_bits_every_time(size: tuple[int, int, int], dropout_p: float, gated: bool) -> None:
+@pytest.mark.parametrize("torch_multiplies", [False, True], ids=["one kernel", "torch multiplies"])
+def test_the_same_bits_every_time(
+    torch_multiplies: bool, size: tuple[int, int, int], dropout_p: float, gated: bool
+) -> None:
     tokens, d_model, d_ff = size
     inputs = ffn_inputs(tokens, d_model, d_ff, d_model, BFLOAT16, gated=gated, residual=True)
     dy = like_result(inputs)
     arithmetic = {"activation": "gelu", "dropout_p": dropout_p, "dropout_seed": draw_seed(DEVICE)}
-    with on_path("epilogue") as options:
+    with on_path("epilogue", torch_multiplies=torch_multiplies) as options:
         runs = [results(functional.ffn, inputs, dy, **arithmetic, **options) for _ in range(10)]
     for found in runs:
         assert all(tensor is None or bool(tensor.isfinite().all()) for tensor in found.values())
@@ -303,13 +334,14 @@ def test_a_bias_with_gaps_and_hidden_units_that_fill_no_16_bytes(launched: list[
 
 @GATED
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
-def test_a_cuda_graph_replays(dropout_p: float, gated: bool) -> None:
+@pytest.mark.parametrize("torch_multiplies", [False, True], ids=["one kernel", "torch multiplies"])
+def test_a_cuda_graph_replays(torch_multiplies: bool, dropout_p: float, gated: bool) -> None:
     inputs = leaves(ffn_inputs(1000, 576, 1032, 576, BFLOAT16, gated=gated, residual=True))
     dy = like_result(inputs)
     wanted = [tensor for tensor in inputs.values() if tensor is not None]
     arithmetic = {"activation": "silu", "dropout_p": dropout_p, "dropout_seed": draw_seed(DEVICE)}
 
-    with on_path("epilogue") as options:
+    with on_path("epilogue", torch_multiplies=torch_multiplies) as options:
 
         def step() -> tuple[Tensor, ...]:
             y = functional.ffn(**inputs, **arithmetic, **options)

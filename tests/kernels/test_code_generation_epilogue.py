@@ -35,7 +35,7 @@ from code_generation import compiling_for
 from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.dropout import NO_DROPOUT, Dropout
 from fusedlayers.kernels.gemm_epilogue import LowRank
-from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES, epilogue_tiles
+from fusedlayers.kernels.tuning import EPILOGUE_ELEMENTS, EPILOGUE_PIPELINES, epilogue_tiles
 
 
 def matrix(rows, columns, dtype, transposed):
@@ -44,7 +44,7 @@ def matrix(rows, columns, dtype, transposed):
 
 def compile_all(
     target, dtype, sizes, pipelined, variants, activation, accuracy, dropping=False, stays=False, transposed=False,
-    rank=0, adding=False,
+    rank=0, adding=False, torch_multiplies=False,
 ):
     M, K, N, O = sizes
     dropout = Dropout(torch.zeros(1, dtype=torch.int64), 0.1) if dropping else NO_DROPOUT
@@ -53,6 +53,8 @@ def compile_all(
             return replace(EPILOGUE_PIPELINES[kernel, gated], stays=stays) if pipelined else None
 
         tiles = epilogue_tiles(target, 8 * dtype.itemsize, gated, dropping)
+        if torch_multiplies:
+            tiles = EPILOGUE_ELEMENTS[gated]
         x, dy, z = (torch.empty(s, dtype=dtype) for s in ((M, K), (M, O), (M, N)))
         w, w_down = (matrix(*s, dtype, transposed) for s in ((N, K), (O, N)))
         b = torch.empty(N, dtype=dtype) if bias else None
@@ -107,6 +109,13 @@ compile_all("sm_90", torch.bfloat16, (4096, 512, 2048, 512), True, COSTLIEST, "g
 compile_all("sm_90", torch.bfloat16, (4096, 512, 2048, 512), True, COSTLIEST, "gelu_tanh", "coarse", rank=16)
 compile_all("sm_90", torch.float16, (4099, 520, 1032, 776), True, COSTLIEST, "gelu", "half", transposed=True, rank=12)
 compile_all("sm_90", torch.bfloat16, (4096, 512, 2048, 512), True, COSTLIEST, "gelu_tanh", "coarse", adding=True)
+"""
+
+TORCH_MULTIPLIES = """
+for options in ({}, {"dropping": True}):
+    arguments = {"torch_multiplies": True, **options}
+    compile_all("sm_90", torch.bfloat16, (4096, 616, 2136, 616), False, EVERYTHING, "gelu_tanh", "coarse", **arguments)
+    compile_all("sm_90", torch.float16, (4099, 616, 1032, 616), False, COSTLIEST, "gelu", "half", **arguments)
 """
 
 PORTABLE = """
@@ -169,6 +178,16 @@ def test_portable_kernels(tmp_path: Path) -> None:
     assert not red(found), "\n".join(red(found))
     kinds = {(report["target"], report["kernel"], report["gated"]) for report in found}
     assert kinds == {(target, kernel, gated) for target in TARGETS for kernel in PORTABLES for gated in (0, 1)}
+
+
+def test_what_follows_products_of_torch(tmp_path: Path) -> None:
+    """Elements and sums alone: no product, and no register spilled."""
+    (tmp_path / "elements.py").write_text(STEP + TORCH_MULTIPLIES)
+    found = [report for report in compiled(tmp_path, "elements.py") if report["kernel"] != "reduce_partials"]
+    assert not red(found), "\n".join(red(found))
+    assert {report["kernel"] for report in found} == set(PORTABLES)
+    for report in found:
+        assert (report["products"], report["spill_bytes"]) == (0, 0), report
 
 
 SUMS = """

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import fusedlayers as fl
-from fusedlayers import explaining, functional
+from fusedlayers import explaining, functional, planning
 from fusedlayers.functional import dispatch
 from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES, epilogue_tiles
 from fusedlayers.planning import Device, Problem, plan
+from fusedlayers.planning.lora_ffn import LoRAProblem
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
 PIPELINED = replace(H200, pipelined=True)
@@ -63,8 +64,6 @@ def test_sums_that_nobody_wants_limit_nothing() -> None:
         ({"M": 1023, "N": 2**20}, "1023 tokens: torch was as fast or faster below 1,024"),
         ({"K": 56}, "not measured on this path below width 64"),
         ({"O": 56}, "not measured on this path below width 64"),
-        ({"K": 1608}, "rows of 1608 elements: torch was as fast or faster at no multiple of 16"),
-        ({"O": 2872}, "rows of 2872 elements: torch was as fast or faster at no multiple of 16"),
         ({"K": 516}, "only the warp-specialised kernels were measured faster; their widths are multiples of 8"),
         ({"N": 4097}, "only the warp-specialised kernels were measured faster; their widths are multiples of 8"),
         ({"M": 2**20, "N": 2**13}, "the sums of so many rows pass their limit"),
@@ -93,20 +92,65 @@ def test_who_is_taken_at_the_limits(change: dict[str, object]) -> None:
     assert plan(replace(TRAINING, **change), PIPELINED).path == "epilogue"
 
 
-@pytest.mark.parametrize(("training", "widest"), [(False, 760), (True, 1592)])
-def test_narrow_rows_need_not_be_aligned(training: bool, widest: int) -> None:
-    problem = replace(TRAINING if training else INFERENCE, K=widest, O=widest)
-    assert plan(problem, PIPELINED).path == "epilogue"
-    assert plan(replace(problem, K=widest + 16), PIPELINED).path == "torch"
+def multiplied_by_torch(problem: Problem) -> tuple[bool, bool]:
+    """Whether torch computes the product of the hidden, and that of its gradient, on the epilogue path."""
+    made = plan(problem, PIPELINED)
+    assert made.path == "epilogue", made.rejected
+    epilogue = made.epilogue
+    assert epilogue is not None
+    assert epilogue.gradient is not None
+    found = []
+    for tiles, pipeline in (
+        (epilogue.hidden_tiles, epilogue.hidden_pipeline), (epilogue.gradient.tiles, epilogue.gradient.pipeline),
+    ):  # fmt: skip
+        assert tiles is not None
+        assert (tiles.block_inner == 0) == (pipeline is None)
+        found.append(pipeline is None)
+    return found[0], found[1]
 
 
-def test_few_hidden_units_over_wide_rows() -> None:
-    few = replace(INFERENCE, M=65_536, N=504)
+@pytest.mark.parametrize("gated", [False, True])
+def test_torch_multiplies_rows_that_start_anywhere(gated: bool) -> None:
+    problem = replace(TRAINING, gated=gated, K=592, O=2032)
+    assert multiplied_by_torch(problem) == (False, False)
+    assert multiplied_by_torch(replace(problem, K=584)) == (False, False)
+    assert multiplied_by_torch(replace(problem, K=600)) == (True, False)
+    assert multiplied_by_torch(replace(problem, O=2056)) == (False, True)
+
+
+def test_torch_multiplies_for_few_tiles() -> None:
+    # 132 SMs, with four tiles of 128 × 128 each: 66 rows of eight tiles.
+    problem = replace(TRAINING, N=1024, captured=True)
+    assert multiplied_by_torch(replace(problem, M=66 * 128)) == (False, True)
+    assert multiplied_by_torch(replace(problem, M=66 * 128 + 1)) == (False, False)
+
+
+def test_torch_multiplies_for_few_hidden_units_over_wide_rows() -> None:
+    few = replace(TRAINING, M=65_536, K=1024, O=1024, N=512)
+    assert multiplied_by_torch(few) == (True, False)
+    for change in ({"N": 520}, {"gated": True}, {"K": 880, "N": 440}):
+        assert multiplied_by_torch(replace(few, **change)) == (False, False), change
+
+
+def test_torch_has_no_epilogue_for_few_hidden_units_over_wide_rows() -> None:
+    few = replace(INFERENCE, M=65_536, N=512)
     made = plan(few, PIPELINED)
     assert made.path == "torch"
-    assert dict(made.rejected)["epilogue"].startswith("504 hidden units over rows of 1024 elements")
-    for change in ({"N": 512}, {"gated": True}, {"K": 1008}, {"O": 1008}, {"needs_data_gradient": True}):
+    assert dict(made.rejected)["epilogue"].startswith("512 hidden units over rows of 1024 elements")
+    for change in ({"N": 520}, {"gated": True}, {"K": 1008}, {"needs_data_gradient": True}):
         assert plan(replace(few, **change), PIPELINED).path == "epilogue", change
+
+
+def test_adapters_have_their_products_within_one_kernel() -> None:
+    wanted = {"needs_data_gradient": True, "needs_adapter_gradient": True}
+    problem = LoRAProblem("lora_ffn", 1, 16_384, 1024, 4096, 1024, "bfloat16", rank_up=8, **wanted)
+    made = planning.plan(problem, PIPELINED)
+    assert made.path == "epilogue"
+    assert made.epilogue.hidden_pipeline is not None
+    uneven = planning.plan(replace(problem, K=1032), PIPELINED)
+    assert uneven.path == "torch"
+    reason = "rows of 1032 elements: torch was as fast or faster at no multiple of 16"
+    assert dict(uneven.rejected)["epilogue"] == reason
 
 
 @pytest.mark.parametrize("device", [H200, A100], ids=["portable", "sm_80"])

@@ -43,11 +43,16 @@ Tensors = Mapping[str, Tensor | None]
 
 @contextmanager
 def on_path(
-    path: str, chunk_rows: int | None = CHUNK_ROWS, recompute: bool = False, **facts: Any
+    path: str,
+    chunk_rows: int | None = CHUNK_ROWS,
+    recompute: bool = False,
+    torch_multiplies: bool = False,
+    **facts: Any,
 ) -> Iterator[dict[str, Any]]:
     """Sends every call to one path, and yields the options of ``ffn`` that this takes. A call elsewhere fails.
 
-    The epilogue path takes what no fused kernel can hold: here everything, so that small tensors reach it, too.
+    The epilogue path takes what no fused kernel can hold: here everything, so that small tensors reach it, too; its
+    products are those of its kernels, or where ``torch_multiplies`` those of torch.
     ``recompute`` keeps the kernels from storing what is hidden in their backward pass. ``facts`` change what the
     planner knows of the device: its SMs, whether pipelined kernels run on it.
     """
@@ -66,6 +71,8 @@ def on_path(
         patch.setenv("FUSEDLAYERS_BACKEND", "triton" if in_triton else "torch")
         if path == "epilogue":
             patch.setattr(planning.gemm_gemm, "why_unsupported", lambda problem, device: "too wide")
+            multiplies = (torch_multiplies, torch_multiplies)
+            patch.setattr(planning.ffn_epilogue, "torch_multiplies", lambda problem, device: multiplies)
         # Without the caches: no plan made here outlives the test, and none made before or under another patch is used.
         patch.setattr(dispatch, "_cached_plan", plan)
         patch.setattr(operation, "_prepared", _Forgetful())

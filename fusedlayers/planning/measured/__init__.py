@@ -46,13 +46,15 @@ class Epilogue:
     least_launched_rows: int  # of a gated forward pass that is launched one by one
     least_width: int
     least_chunk_width: int  # in chunks, which are measured against torch's operations in chunks
-    # Rows of x and w_down that start at no multiple of these were slower than in torch's products from a width on, by
-    # whether gradients are wanted.
+    # Torch's products, and a kernel for what follows them, were faster than one kernel: of rows of x that start at no
+    # multiple of so many elements, and of such rows of dy, from these widths on;
     row_elements: int
-    aligned_from: Mapping[bool, int]
-    # Without a gate and a backward pass: fewer hidden units than these over rows as wide as these were slower.
-    few_units: int
+    uneven_from: int
+    uneven_gradient_from: int
+    # without a gate, of rows of at least this width for twice as many elements as there are hidden units, or more;
     few_units_width: int
+    # and of the hidden's gradient where each SM has up to so many tiles.
+    few_tiles: int
 
 
 @dataclass(frozen=True, kw_only=True)

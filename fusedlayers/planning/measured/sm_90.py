@@ -76,14 +76,16 @@ FIGURES = Figures(
         # ones 4.0, 4.6 and 2.4 ms, and 10.4, 9.2 and 3.7 (49,152 × 384 × 1536, 65,536 × 320 × 1280, gated 8192 × 320 ×
         # 864).
         least_chunk_width=320,
-        # Rows of 16 bytes, and no more, cost the copies of tiles a fifth to a tenth. Narrow ones have little to copy:
-        # 1.0 to 1.5 times the best of torch's speed up to 656 columns, 0.83 to 0.95 at 872 to 1576, where a training
-        # step was still as fast as in eager torch, or faster.
+        # At 254 sizes on an H100, replayed. Rows of 16 bytes, and no more, cost the copies of tiles up to a third of
+        # the time: a kernel had 0.68 to 1.0 of the speed of torch's products and what follows them, at 200 and 264
+        # columns 1.0 to 1.4. That of dy and w_down waits longer for the pre-activations that its epilogue reads.
         row_elements=16,
-        aligned_from={False: 768, True: 1600},
-        # 0.90 to 0.95 of torch's speed at 18,080 × 1056 × 256, 15,856 × 1792 × 280 and 14,400 × 3072 × 320.
-        few_units=512,
-        few_units_width=1024,
+        uneven_from=600,
+        uneven_gradient_from=2048,
+        # 0.83 to 1.05, on an H200 0.90 to 0.95 at 18,080 × 1056 × 256, 15,856 × 1792 × 280 and 14,400 × 3072 × 320.
+        few_units_width=896,
+        # A training step of up to so many tiles was 1.0 to 1.3 times as fast, one of five to twenty 0.86 to 1.0.
+        few_tiles=4,
     ),
     hidden_gradient=HiddenGradient(
         faster_from={False: (2**37, 2**36), True: (2**39, 2**36)},  # launching it costs the host 0.3 ms
