@@ -141,6 +141,7 @@ def _prepare(
     if low_rank is not None:
         x, w_up, w_gate = low_rank.joined(x, w_up, w_gate, 1)
     bias_strides = [0 if bias is None else bias.stride(0) for bias in (b_up, b_gate)]
+    vector = 1 if tiles.block_inner else vector_unit(x, columns)
     launch = Launch(
         _hidden_kernel,
         ceil_div(rows, tiles.block_m) * ceil_div(columns, tiles.block_n),
@@ -149,10 +150,7 @@ def _prepare(
             columns,
         ),
         (rows, 0.0, *dropout.numbers()),
-        (
-            tiles.block_m, tiles.block_n, tiles.block_inner, _GROUP, vector_unit(x, columns), activation, accuracy,
-            input_precision,
-        ),
+        (tiles.block_m, tiles.block_n, tiles.block_inner, _GROUP, vector, activation, accuracy, input_precision),
         tiles.num_warps,
         tiles.num_stages,
     )  # fmt: skip

@@ -259,7 +259,8 @@ def _prepare(
         dy, w_down, _ = low_rank.joined(dy, w_down, None, 0)
     bands = ceil_div(ceil_div(rows, tiles.block_m), row_tiles)
     gate_strides = (0, 0) if z_gate is None else z_gate.stride()
-    vector = vector_unit(z, columns, row_stride, z.stride(0), gate_strides[0])
+    # Beside a product's tiles there are no registers for more than one piece of a row at a time.
+    vector = 1 if tiles.block_inner else vector_unit(z, columns, row_stride, z.stride(0), gate_strides[0])
     launch = Launch(
         _hidden_gradient_kernel,
         bands * ceil_div(columns, tiles.block_n),
