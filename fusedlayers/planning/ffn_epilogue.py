@@ -91,24 +91,30 @@ def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
     if (reason := _why_portable(problem, device, figures.least_width)) is not None:
         return reason
-    in_hidden, in_gradient = torch_multiplies(problem, device)
-    if in_hidden and not (problem.gated or problem.training):
-        return f"{problem.N} hidden units over rows of {problem.K} elements: torch's product was as fast or faster"
-    if problem.family != "gemm_gemm":
+    p = problem
+    in_hidden, in_gradient = torch_multiplies(p, device)
+    if in_hidden and not (p.gated or p.training):
+        return f"{p.N} hidden units over rows of {p.K} elements: torch's product was as fast or faster"
+    if p.family != "gemm_gemm":
         # Adapters have their products within one kernel alone.
-        widths = [width for width in (problem.K, problem.O) if width >= figures.uneven_from]
+        widths = [width for width in (p.K, p.O) if width >= figures.uneven_from]
         if (reason := uneven(widths, figures.row_elements)) is not None:
             return reason
-    few = problem.gated and problem.waits_for_host
-    least_rows = figures.least_launched_rows if few else figures.least_rows
-    if least_rows > problem.M:
-        return f"{problem.M} tokens: torch was as fast or faster below {least_rows:,}"
-    flops = 2 * problem.M * problem.K * problem.N * (2 if problem.gated else 1)
-    if small := too_small(flops, "FLOPs", figures.faster_from[problem.gated, problem.training], problem.captured):
+    thresholds, least_rows = figures.faster_from[p.gated, p.training], figures.least_rows
+    if p.gated and p.waits_for_host:
+        least_rows = figures.few_rows
+    elif p.captured and (in_gradient if p.training else p.gated and p.family == "gemm_gemm"):
+        thresholds = thresholds[0], figures.recorded_from
+        if max(p.K, p.O) <= figures.few_rows_width:
+            least_rows = figures.few_rows
+    if least_rows > p.M:
+        return f"{p.M} tokens: torch was as fast or faster below {least_rows:,}"
+    flops = 2 * p.M * p.K * p.N * (2 if p.gated else 1)
+    if small := too_small(flops, "FLOPs", thresholds, p.captured):
         return small
-    if not problem.training or in_gradient:
+    if not p.training or in_gradient:
         return None
-    if hidden_gradient.choose_pipeline(_gradient_problem(problem, problem.N), device) is None:
+    if hidden_gradient.choose_pipeline(_gradient_problem(p, p.N), device) is None:
         return "the sums of so many rows pass their limit in the kernel that was measured faster than torch"
     return None
 

@@ -235,10 +235,15 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
     width = (pipelined_width if pipelined else padded_width)(max(problem.K, problem.O))
     if not pipelined and padded_width(problem.O) != problem.O:
         return f"width {problem.O} is padded to {padded_width(problem.O)}: torch was as fast or faster"
+    one_launch = pipelined and problem.operation == "ffn" and problem.waits_for_host
+    if one_launch and width * problem.N <= figures.weights_of_one_launch[problem.gated]:
+        return None
+    ends_within_tile = False
     if pipelined and width > 128 and problem.needs_data_gradient and problem.needs_weight_gradient:
         # Such a pass was measured faster than torch's only where it stores what is hidden.
         stored = stored_config(problem.gated, problem.K, problem.N, problem.O, device.sms, device.triton_release)
         pipelined = stored is not None
+        ends_within_tile = stored is not None and problem.N % stored.block > 0
     rows = (figures.pipelined_faster_from if pipelined else figures.faster_from)[kind, problem.training]
     if pipelined and problem.training and not (problem.captured or problem.compiled):
         rows = (*figures.trained_from.get(kind, ()), *rows)
@@ -249,13 +254,11 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
     units = problem.N
     if problem.operation == "ffn":
         units = min(units, 4 * width)
-        if pipelined and problem.waits_for_host and figures.units_of_one_launch >= problem.N:
-            return None
     elements = problem.batch * problem.M * units
     if pipelined and units < problem.N and figures.busy_rows > problem.M:
         elements = elements * units // problem.N  # each tile takes longer, while other SMs are idle
     reason = too_small(elements, "hidden elements", thresholds, problem.captured)
-    many = problem.gated and problem.training and units < problem.N
+    many = problem.gated and problem.training and (units < problem.N or ends_within_tile)
     if reason is None and many and width > figures.widest_of_many:
         return f"{problem.N:,} hidden units at width {width}: the path for wider layers was faster"
     return reason

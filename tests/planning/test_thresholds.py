@@ -21,10 +21,9 @@ def test_thresholds_decide_at_the_element(device: Device) -> None:
         assert [width for width, _ in rows] == sorted(width for width, _ in rows)
         for width, thresholds in rows:
             for captured, least in zip((False, True), thresholds, strict=True):
-                # Pipelined kernels take multiples of eight hidden units alone. A training step that is launched one by
-                # one has thresholds of its own.
+                # Whole tiles of hidden units. A training step that is launched one by one has thresholds of its own.
                 problem = Problem(
-                    "gemm_gemm" if kind == "gemm_gemm" else "ffn", batch=1, M=least // 8, K=width, N=8, O=width,
+                    "gemm_gemm" if kind == "gemm_gemm" else "ffn", batch=1, M=least // 64, K=width, N=64, O=width,
                     dtype="bfloat16", gated=kind == "gated ffn", captured=captured, compiled=training and not captured,
                     needs_data_gradient=training, needs_weight_gradient=training,
                 )  # fmt: skip
@@ -34,7 +33,7 @@ def test_thresholds_decide_at_the_element(device: Device) -> None:
                 by_host = device.pipelined and kind != "gemm_gemm" and not training and not captured
                 # Where it is not the fused path, the one of wider layers may be next.
                 others = ("torch",) if kind == "gemm_gemm" or not device.pipelined else ("torch", "epilogue")
-                assert plan(replace(problem, M=least // 8 - 1), device).path in (("fused",) if by_host else others)
+                assert plan(replace(problem, M=least // 64 - 1), device).path in (("fused",) if by_host else others)
                 if not device.pipelined:
                     # The wider of both sides counts, padded to a power of two; a padded y was slower.
                     assert plan(replace(problem, O=16), device).path == "fused"
@@ -51,18 +50,26 @@ def test_many_gated_hidden_units_take_the_path_of_wider_layers() -> None:
     assert plan(problem, PIPELINED).path == "fused"
     many = replace(problem, N=1032)
     assert plan(many, PIPELINED).path == "epilogue"
-    for change in (
-        {"gated": False},
-        {"K": 128, "O": 128},
-        {"needs_data_gradient": False, "needs_weight_gradient": False},
-    ):
+    # And those that end within a tile.
+    assert plan(replace(problem, N=960), PIPELINED).path == "fused"
+    assert plan(replace(problem, N=968), PIPELINED).path == "epilogue"
+    for change in ({"gated": False}, {"K": 128, "O": 128}):
         assert plan(replace(many, **change), PIPELINED).path == "fused", change
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_gated_forward_pass_of_width_256_takes_the_path_of_wider_layers(captured: bool) -> None:
+    problem = Problem(
+        "ffn", batch=1, M=2**14, K=256, N=1032, O=256, dtype="bfloat16", gated=True, captured=captured
+    )  # fmt: skip
+    assert plan(problem, PIPELINED).path == "epilogue"
+    assert plan(replace(problem, K=128, O=128), PIPELINED).path == "fused"
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_one_launch_saves_the_host_more_than_a_few_tiles_take(gated: bool) -> None:
     assert FIGURES is not None
-    units = FIGURES.units_of_one_launch
+    units = FIGURES.weights_of_one_launch[gated] // 256
     problem = Problem("ffn", batch=1, M=1, K=256, N=units, O=256, dtype="bfloat16", gated=gated)
     assert plan(problem, PIPELINED).path == "fused"
     for change in ({"N": units + 8}, {"captured": True}, {"needs_data_gradient": True}, {"dtype": "float32"}):
@@ -79,7 +86,7 @@ def test_hidden_units_do_not_make_up_for_rows(training: bool, captured: bool) ->
         needs_weight_gradient=training,
     )  # fmt: skip
     made = plan(problem, PIPELINED)
-    assert made.path == "torch"
+    assert made.path == ("epilogue" if training and captured else "torch")
     assert "2,048 hidden elements" in dict(made.rejected)["fused"]
     assert plan(replace(problem, M=2**13), PIPELINED).path == "fused"
 

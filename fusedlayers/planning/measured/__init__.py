@@ -31,9 +31,11 @@ class GemmGemm:
     # The same of a training step that is launched one by one and was not compiled; wider ones as all others.
     trained_from: Mapping[str, Rows]
     busy_rows: int
-    # Hidden units up to which a pipelined forward pass of an FFN that is launched one by one is faster with any rows.
-    units_of_one_launch: int
-    # Wider than this, a gated training step with more than four times the width of hidden units was slower.
+    # By gated, elements of one projection's weights (padded width × N) up to which a pipelined forward pass of an FFN
+    # that is launched one by one is faster with any rows.
+    weights_of_one_launch: Mapping[bool, int]
+    # Wider than this, a gated training step was slower with more than four times the width of hidden units, and where
+    # they fill no whole number of tiles.
     widest_of_many: int
 
 
@@ -43,7 +45,11 @@ class Epilogue:
 
     faster_from: Mapping[tuple[bool, bool], Threshold]
     least_rows: int
-    least_launched_rows: int  # of a gated forward pass that is launched one by one
+    # In a CUDA graph, where torch computes the product of the hidden's gradient, and of gated forward passes.
+    recorded_from: int
+    # The fewest rows of those, up to this width, and of a gated forward pass that is launched one by one.
+    few_rows: int
+    few_rows_width: int
     least_width: int
     least_chunk_width: int  # in chunks, which are measured against torch's operations in chunks
     # Torch's products, and a kernel for what follows them, were faster than one kernel: of rows of x that start at no

@@ -34,9 +34,10 @@ FIGURES = Figures(
         # An FFN costs the host as much as torch's launches or less, so that the device alone decides.
         pipelined_faster_from={
             # Replayed, 0.97 to 2.0 times the best of torch's speed from these up to eight times as many elements.
-            ("ffn", False): ((64, (2**20, 2**16)), (128, (2**21, 3 * 2**18)), (256, (2**23, 3 * 2**21))),
+            ("ffn", False): ((64, (2**20, 2**16)), (128, (2**21, 2**20)), (256, (2**23, 3 * 2**21))),
             ("ffn", True): ((64, (2**21, 2**16)), (128, (2**23, 5 * 2**18)), (256, (2**23, 7 * 2**20))),
-            ("gated ffn", False): ((64, (2**19, 2**15)), (128, (2**20, 2**18)), (256, (2**22, 2**22))),
+            # At width 256 the path for wider layers, whose two launches took 0.53 to 1.03 of the time.
+            ("gated ffn", False): ((64, (2**19, 2**15)), (128, (2**20, 2**18))),
             ("gated ffn", True): ((64, (2**19, 3 * 2**14)), (128, (2**23, 2**22)), (256, (3 * 2**21, 3 * 2**21))),
             # Launched, the host needs 45 to 70 µs for a forward pass, as long as the device needs for torch's at 2^25,
             # and 350 to 500 with backward, eager torch 300 to 450.
@@ -50,24 +51,29 @@ FIGURES = Figures(
             "gated ffn": ((64, (3 * 2**14, 3 * 2**14)), (128, (2**18, 2**18))),
         },
         busy_rows=2**13,
-        # Few rows wait for the host, which needs 20 to 55 µs for torch's launches, and 9 to 35 for a kernel's. One tile
-        # of rows keeps the device busy for 9 to 20 µs up to these, for 29 at twice as many.
-        units_of_one_launch=1024,
-        # 37,712 × 256 × 2208 had 0.71 of torch.compile's speed, 65,536 × 256 × 768 has 1.22.
+        # Few rows wait for the host, which needs 15 to 55 µs for torch's launches, gated 20 to 110, and 9 to 35 for a
+        # kernel's. One tile of rows keeps the device busy for 14 to 18 µs up to these, gated for 27 to 42.
+        weights_of_one_launch={False: 5 * 2**14, True: 2**18},
+        # 37,712 × 256 × 2208 had 0.71 of torch.compile's speed, 65,536 × 256 × 768 has 1.22; with 720 units, which end
+        # within a tile, a step took 1.12 to 1.96 of the time of the path for wider layers, with 1024 0.85 to 1.03.
         widest_of_many=128,
     ),
     epilogue=Epilogue(
         # Launched one by one, the host needs 0.4 to 0.5 ms for a forward and backward pass, eager torch 0.3 to 0.4.
         faster_from={
-            (False, False): (3 * 2**31, 2**30),
+            (False, False): (3 * 2**31, 2**29),
             (False, True): (9 * 2**32, 2**30),
             (True, False): (2**29, 2**30),
             (True, True): (11 * 2**32, 2**30),
         },
-        # With 256 tokens the device was as fast or faster with torch at every width: too few tiles of 128 rows. Without
-        # a backward pass a gated FFN is two launches, torch's are five: launched one by one, the host decides.
+        # With 256 tokens one kernel for the gradient was slower than torch at every width: too few tiles of 128 rows.
         least_rows=1024,
-        least_launched_rows=64,
+        # From 72 rows on, on an H100: torch's product and a kernel for what follows it took 0.60 to 0.95 of eager
+        # torch's time for a training step, and a gated forward pass 0.38 to 0.91. Launched one by one a gated forward
+        # pass is two launches, torch's are five: the host decides.
+        recorded_from=2**18,
+        few_rows=64,
+        few_rows_width=1536,
         # From here to 328 columns at random sizes in a graph: 1.1 to 2.4 times the best of torch's speed forward; with
         # the backward pass 1.0 to 1.3 times, and of the smallest 0.88, where eager torch had 0.62 to 0.75.
         least_width=64,
