@@ -153,6 +153,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "adapters": lambda: tables.markdown(_read("lora", "h200-bf16.json")),
     "autotune": lambda: tables.markdown(_read("autotune", "h200-bf16.json")),
     "random sizes": lambda: _random_sizes(
+        _read("drawn", "h100-bf16-ffn.json"),
         _read("drawn", "h200-bf16-ffn.json"),
         _read("drawn", "h200-bf16-batched.json"),
         _read("drawn", "h200-bf16.json"),
