@@ -8,7 +8,9 @@
 
 Shapes: x [M, K], w_up and w_gate [N, K], dy [M, O], w_down [O, N], Z, Zg, H and their gradients [M, N], db_up and
 db_gate [N]. ``hidden`` computes H, with Z and Zg where a backward pass will read them; ``hidden_gradient`` the
-gradients with their sums, and H once more where the gradient of w_down needs it. dH stays on chip.
+gradients with their sums, and H once more where the gradient of w_down needs it. dH stays on chip. Where the tiles
+have no inner axis, torch computes those products as well: ``hidden`` reads Z and Zg then, and ``hidden_gradient`` finds
+dH where it stores dZ.
 
 The products that remain, y = H W_downᵀ, dx = dZ W_up and the weight gradients, are matrices in and matrices out:
 cuBLAS, which shares what it copies in clusters of SMs, was faster there, and nothing is left to fuse. But where

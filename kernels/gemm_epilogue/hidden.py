@@ -93,6 +93,7 @@ def hidden(
         ready, ("hidden", keep), _prepare, x, w_up, b_up, w_gate, b_gate, keep, activation, accuracy, input_precision,
         tiles, pipeline, dropout, low_rank,
     )  # fmt: skip
+    z_gate: torch.Tensor | None = None
     if not tiles.block_inner:
         if low_rank is not None:
             x, w_up, w_gate = low_rank.joined(x, w_up, w_gate, 1)
@@ -103,16 +104,17 @@ def hidden(
         launch((x, None, None, None, None, dropout.seed, found, z, z_gate))
         return (found, z, z_gate) if keep else (found, None, None)
     found = x.new_empty(shape)
-    z = torch.empty_like(found) if keep else None
-    z_gate = torch.empty_like(found) if keep and w_gate is not None else None
+    kept = torch.empty_like(found) if keep else None
+    if keep and w_gate is not None:
+        z_gate = torch.empty_like(found)
     if is_pipelined:
         more = (None,) * 3 if low_rank is None else low_rank.copied(w_up.stride(1) != 1)[:3]
-        pipelined.launch_hidden(launch, (x, w_up, w_gate, found, z, z_gate, *more), (b_up, b_gate, dropout.seed))
+        pipelined.launch_hidden(launch, (x, w_up, w_gate, found, kept, z_gate, *more), (b_up, b_gate, dropout.seed))
     else:
         if low_rank is not None:
             x, w_up, w_gate = low_rank.joined(x, w_up, w_gate, 1)
-        launch((x, w_up, w_gate, b_up, b_gate, dropout.seed, found, z, z_gate))
-    return found, z, z_gate
+        launch((x, w_up, w_gate, b_up, b_gate, dropout.seed, found, kept, z_gate))
+    return found, kept, z_gate
 
 
 def _prepare(
