@@ -97,7 +97,7 @@ def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:
         return f"{p.N} hidden units over rows of {p.K} elements: torch's product was as fast or faster"
     if p.family != "gemm_gemm":
         # Adapters have their products within one kernel alone.
-        widths = [width for width in (p.K, p.O) if width >= figures.uneven_from]
+        widths = [width for width in (p.K, p.O) if width >= figures.uneven_adapted_from[p.training]]
         if (reason := uneven(widths, figures.row_elements)) is not None:
             return reason
     thresholds, least_rows = figures.faster_from[p.gated, p.training], figures.least_rows

@@ -61,6 +61,9 @@ class Epilogue:
     few_units_width: int
     # and of the hidden's gradient where each SM has up to so many tiles.
     few_tiles: int
+    # With adapters, whose products join that kernel alone, torch's path was faster for such rows of x or dy from these
+    # widths on, by whether gradients are wanted.
+    uneven_adapted_from: Mapping[bool, int]
 
 
 @dataclass(frozen=True, kw_only=True)
