@@ -103,7 +103,7 @@ def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:
     thresholds, least_rows = figures.faster_from[p.gated, p.training], figures.least_rows
     if p.gated and p.waits_for_host:
         least_rows = figures.few_rows
-    elif p.captured and (in_gradient if p.training else p.gated and p.family == "gemm_gemm"):
+    elif p.captured and (in_gradient and not p.compiled if p.training else p.gated and p.family == "gemm_gemm"):
         thresholds = thresholds[0], figures.recorded_from
         if max(p.K, p.O) <= figures.few_rows_width:
             least_rows = figures.few_rows

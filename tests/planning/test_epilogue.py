@@ -59,6 +59,8 @@ def test_a_graph_takes_small_layers_of_few_rows(change: dict[str, object]) -> No
     assert dict(plan(replace(wide, K=widest + 64), PIPELINED).rejected)["epilogue"] == few
     fewer = f"{rows - 1} tokens: torch was as fast or faster below {rows}"
     assert dict(plan(replace(wide, M=rows - 1), PIPELINED).rejected)["epilogue"] == fewer
+    compiled = plan(replace(wide, compiled=True), PIPELINED)
+    assert compiled.path == ("epilogue" if "gated" in change else "torch"), "the compiler fuses what follows a product"
     adapted = LoRAProblem(**{field.name: getattr(wide, field.name) for field in fields(wide)}, rank_up=8)
     assert planning.plan(adapted, PIPELINED).path == "torch"
 

@@ -45,7 +45,8 @@ class Epilogue:
 
     faster_from: Mapping[tuple[bool, bool], Threshold]
     least_rows: int
-    # In a CUDA graph, where torch computes the product of the hidden's gradient, and of gated forward passes.
+    # In a CUDA graph: of gated forward passes, and of training steps in which torch computes the product of the
+    # hidden's gradient, unless torch.compile would fuse what follows it, and more.
     recorded_from: int
     # The fewest rows of those, up to this width, and of a gated forward pass that is launched one by one.
     few_rows: int

@@ -92,8 +92,8 @@ FIGURES = Figures(
         few_units_width=896,
         # A training step of up to so many tiles was 1.0 to 1.3 times as fast, one of five to twenty 0.86 to 1.0.
         few_tiles=4,
-        # Without adapters one kernel had 1.0 to 1.5 times the best of torch's speed up to 656 columns, 0.83 to 0.95 at 872 to
-        # 1576, where a training step was still as fast as in eager torch, or faster.
+        # Without adapters one kernel had 1.0 to 1.5 times the best of torch's speed up to 656 columns, 0.83 to 0.95 at
+        # 872 to 1576, where a training step was still as fast as in eager torch, or faster.
         uneven_adapted_from={False: 768, True: 1600},
     ),
     hidden_gradient=HiddenGradient(
