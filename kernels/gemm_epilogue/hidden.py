@@ -99,7 +99,7 @@ def hidden(
             x, w_up, w_gate = low_rank.joined(x, w_up, w_gate, 1)
         z = F.linear(x, w_up, b_up)
         z_gate = None if w_gate is None else F.linear(x, w_gate, b_gate)
-        # What is not kept is replaced.
+        # What is not kept is replaced. x says on which device.
         found = torch.empty_like(z) if keep else z
         launch((x, None, None, None, None, dropout.seed, found, z, z_gate))
         return (found, z, z_gate) if keep else (found, None, None)
