@@ -105,7 +105,7 @@ def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:
         least_rows = figures.few_rows
     elif p.captured and (in_gradient and not p.compiled if p.training else p.gated and p.family == "gemm_gemm"):
         thresholds = thresholds[0], figures.recorded_from
-        if max(p.K, p.O) <= figures.few_rows_width:
+        if figures.few_rows_weights >= p.N * max(p.K, p.O):
             least_rows = figures.few_rows
     if least_rows > p.M:
         return f"{p.M} tokens: torch was as fast or faster below {least_rows:,}"

@@ -48,15 +48,15 @@ def test_thresholds_decide_at_the_operation(gated: bool, training: bool, capture
 @pytest.mark.parametrize("change", [{"gated": True}, {"needs_weight_gradient": True}], ids=str)
 def test_a_graph_takes_small_layers_of_few_rows(change: dict[str, object]) -> None:
     """A gated forward pass, and a training step whose gradient is torch's product and a kernel for what follows it."""
-    least, widest, rows = FIGURES.recorded_from, FIGURES.few_rows_width, FIGURES.few_rows
+    least, weights, rows = FIGURES.recorded_from, FIGURES.few_rows_weights, FIGURES.few_rows
     units = least // (2 * rows * 64 * (2 if "gated" in change else 1))
     problem = replace(INFERENCE, M=rows, K=64, O=64, N=units, captured=True, dtype="float16", dropout=True, **change)
     assert plan(problem, PIPELINED).path == "epilogue"
     assert "too small" in dict(plan(replace(problem, N=units - 8), PIPELINED).rejected)["epilogue"]
-    wide = replace(problem, K=widest, O=widest)
+    wide = replace(problem, K=1024, O=1024, N=weights // 1024)
     assert plan(wide, PIPELINED).path == "epilogue"
     few = f"{rows} tokens: torch was as fast or faster below {FIGURES.least_rows:,}"
-    assert dict(plan(replace(wide, K=widest + 64), PIPELINED).rejected)["epilogue"] == few
+    assert dict(plan(replace(wide, N=wide.N + 8), PIPELINED).rejected)["epilogue"] == few
     fewer = f"{rows - 1} tokens: torch was as fast or faster below {rows}"
     assert dict(plan(replace(wide, M=rows - 1), PIPELINED).rejected)["epilogue"] == fewer
     compiled = plan(replace(wide, compiled=True), PIPELINED)

@@ -48,9 +48,10 @@ class Epilogue:
     # In a CUDA graph: of gated forward passes, and of training steps in which torch computes the product of the
     # hidden's gradient, unless torch.compile would fuse what follows it, and more.
     recorded_from: int
-    # The fewest rows of those, up to this width, and of a gated forward pass that is launched one by one.
+    # The fewest rows of those, with a projection of up to so many weights, and of a gated forward pass that is launched
+    # one by one.
     few_rows: int
-    few_rows_width: int
+    few_rows_weights: int
     least_width: int
     least_chunk_width: int  # in chunks, which are measured against torch's operations in chunks
     # Torch's products, and a kernel for what follows them, were faster than one kernel: of rows of x that start at no

@@ -73,7 +73,7 @@ FIGURES = Figures(
         # pass is two launches, torch's are five: the host decides.
         recorded_from=2**18,
         few_rows=64,
-        few_rows_width=1536,
+        few_rows_weights=2**22,
         # From here to 328 columns at random sizes in a graph: 1.1 to 2.4 times the best of torch's speed forward; with
         # the backward pass 1.0 to 1.3 times, and of the smallest 0.88, where eager torch had 0.62 to 0.75.
         least_width=64,
