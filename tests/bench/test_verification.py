@@ -13,6 +13,7 @@ from torch import Tensor
 from fusedlayers import reference
 from fusedlayers.bench import cases, exactness, verification
 from fusedlayers.bench.cases import CASES, Options
+from fusedlayers.bench.contenders import Contender, Work
 
 CPU = torch.device("cpu")
 FFN, GEMM_GEMM, GEMM_REDUCE = CASES["ffn"], CASES["gemm_gemm"], CASES["gemm_reduce"]
@@ -67,18 +68,28 @@ def test_what_is_not_close_is_judged_over_more_draws(
     monkeypatch: pytest.MonkeyPatch, lucky: int, fault: float, draws: int
 ) -> None:
     """A right result becomes green where torch was lucky in the first of them, and a wrong one stays red."""
-    theirs, given = verification.torch_results, []
+    errors, drawing, run = [], torch.Generator().manual_seed(0), Work.run
 
-    def lucky_at_first(case: cases.Case, options: Options, work: Any) -> tuple[Tensor, ...]:
-        given.append(work)
-        exact = exactness.reference_results(case, options, work)
-        return tuple(map(Tensor.float, exact)) if len(given) <= lucky else theirs(case, options, work)
+    def rounded(work: Work, size: float) -> tuple[Tensor, ...]:
+        """The right results and errors of this size: those of real products depend on the processor."""
+        exact = exactness.reference_results(FFN, PLAIN, work)
+        noise = (torch.randn(each.shape, generator=drawing, dtype=each.dtype) for each in exact)
+        return tuple((each + size * each.std() * more).float() for each, more in zip(exact, noise, strict=True))
 
-    monkeypatch.setattr(verification, "torch_results", lucky_at_first)
-    case = dataclasses.replace(FFN, ours=lambda **inputs: fault * FFN.ours(**inputs))
-    found = verification.verify(case, PLAIN, (200, 300, 64), init="normal", dtype=torch.float32, device=CPU)
-    assert found[0].status == ("green" if fault == 1.0 else "red")
-    assert len(given) == draws
+    def theirs(case: cases.Case, options: Options, work: Work) -> tuple[Tensor, ...]:
+        errors.append(4e-6 if len(errors) < lucky else 1e-5)
+        return rounded(work, errors[-1])
+
+    ours = Contender("auto", lambda **inputs: pytest.fail("its results are made up"))
+    monkeypatch.setattr(verification, "contender", lambda *arguments: ours)
+    monkeypatch.setattr(verification, "torch_results", theirs)
+    monkeypatch.setattr(
+        Work, "run", lambda work, call: [fault * each for each in rounded(work, 1e-5)] if call is ours.call
+        else run(work, call)
+    )  # fmt: skip
+    found = verification.verify(FFN, PLAIN, (200, 300, 64), init="normal", dtype=torch.float32, device=CPU)
+    assert found[0].status == ("green" if fault == 1.0 else "red"), found[0].summary()
+    assert len(errors) == draws
 
 
 def test_an_integer_result_that_is_off_by_one_is_red() -> None:
