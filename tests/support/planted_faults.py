@@ -104,6 +104,16 @@ FAULTS: tuple[Fault, ...] = (
         "partial = sums_ptr + band.to(tl.int64) * N", "partial = sums_ptr + (band // 2).to(tl.int64) * N",
         "functional/test_hidden_gradient exact_integers_for_any_number_of_row_tiles",
     ),
+    _fault(
+        "sums of what follows a product of torch end with the last tile", _HIDDEN_GRADIENT,
+        "            sums += _stored_and_summed(dz_ptr, dz,", "            sums = _stored_and_summed(dz_ptr, dz,",
+        "functional/test_hidden_gradient exact_integers_for_any_number_of_row_tiles",
+    ),
+    _fault(
+        "kept pre-activations replaced after a product of torch", _HIDDEN,
+        "found = torch.empty_like(z) if keep else z", "found = z",
+        "functional/test_ffn_epilogue activations_without_biases",
+    ),
     # Which gradient is whose.
     _fault(
         "weight gradients transposed", _FFN_WEIGHT,
