@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..kernels.tuning import CONSUMER_ROWS, EPILOGUE_ELEMENTS, EpiloguePipeline, EpilogueTiles, epilogue_tiles
+from ..kernels.tuning import EPILOGUE_ELEMENTS, EpiloguePipeline, EpilogueTiles, epilogue_tiles
 from . import hidden_gradient
 from .call import no_kernels, too_small, uneven
 from .devices import Device
@@ -58,14 +58,19 @@ def torch_multiplies(problem: Any, device: Device) -> tuple[bool, bool]:
     Measured of layers without adapters, beside the warp-specialised kernels.
     """
     p, figures = problem, device.figures.epilogue
-    if figures is None or p.family != "gemm_gemm" or hidden_gradient.epilogue_pipeline("hidden", p, device) is None:
+    pipeline = hidden_gradient.epilogue_pipeline("hidden_gradient", p, device)
+    if figures is None or pipeline is None or _adapted(p):
         return False, False
     few_units = not p.gated and figures.few_units_width <= p.K and 2 * p.N <= p.K
     uneven_x = figures.uneven_from <= p.K and p.K % figures.row_elements > 0
     uneven_dy = figures.uneven_gradient_from <= p.O and p.O % figures.row_elements > 0
-    tile = 2 * CONSUMER_ROWS
-    few_tiles = math.ceil(p.M / tile) * math.ceil(p.N / tile) <= figures.few_tiles * device.sms
+    few_tiles = math.prod(pipeline.tiles(p.M, p.N)) <= figures.few_tiles * device.sms
     return few_units or uneven_x, few_tiles or uneven_dy
+
+
+def _adapted(problem: Any) -> bool:
+    """Whether products of adapters are to join those of an FFN, which happens within one kernel alone."""
+    return problem.family != "gemm_gemm"
 
 
 def _gradient_problem(p: Any, columns: int) -> HiddenGradientProblem:
@@ -95,15 +100,14 @@ def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:
     in_hidden, in_gradient = torch_multiplies(p, device)
     if in_hidden and not (p.gated or p.training):
         return f"{p.N} hidden units over rows of {p.K} elements: torch's product was as fast or faster"
-    if p.family != "gemm_gemm":
-        # Adapters have their products within one kernel alone.
+    if _adapted(p):
         widths = [width for width in (p.K, p.O) if width >= figures.uneven_adapted_from[p.training]]
         if (reason := uneven(widths, figures.row_elements)) is not None:
             return reason
     thresholds, least_rows = figures.faster_from[p.gated, p.training], figures.least_rows
     if p.gated and p.waits_for_host:
         least_rows = figures.few_rows
-    elif p.captured and (in_gradient and not p.compiled if p.training else p.gated and p.family == "gemm_gemm"):
+    elif p.captured and (in_gradient and not p.compiled if p.training else p.gated and not _adapted(p)):
         thresholds = thresholds[0], figures.recorded_from
         if figures.few_rows_weights >= p.N * max(p.K, p.O):
             least_rows = figures.few_rows

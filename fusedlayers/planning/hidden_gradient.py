@@ -88,10 +88,11 @@ def plan(
     io_bytes = p.element_bytes * (read + parts * p.M * p.N + parts * p.N * p.bias)
     options: dict[str, Any] = {}
     if fused is None:
-        tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
-        pipeline = choose_pipeline(problem, device)
         if torch_multiplies:
             tiles, pipeline = EPILOGUE_ELEMENTS[p.gated], None
+        else:
+            tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
+            pipeline = choose_pipeline(problem, device)
         row_tiles = choose_row_tiles(problem, tiles, device)
         options = {
             "tiles": tiles,
@@ -150,7 +151,8 @@ def _programs_stay(problem: HiddenGradientProblem, pipeline: EpiloguePipeline, f
         return False
     if figures.widest_staying[0] < problem.O or figures.widest_staying[1] < problem.N:
         return False
-    busy = pipeline.programs_for_columns(math.ceil(problem.N / (2 * CONSUMER_ROWS)))
+    _, tile_columns = pipeline.tiles(problem.M, problem.N)
+    busy = pipeline.programs_for_columns(tile_columns)
     return busy >= figures.least_staying * pipeline.programs
 
 

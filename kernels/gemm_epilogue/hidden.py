@@ -93,10 +93,10 @@ def hidden(
         ready, ("hidden", keep), _prepare, x, w_up, b_up, w_gate, b_gate, keep, activation, accuracy, input_precision,
         tiles, pipeline, dropout, low_rank,
     )  # fmt: skip
+    if low_rank is not None and not is_pipelined:
+        x, w_up, w_gate = low_rank.joined(x, w_up, w_gate, 1)
     z_gate: torch.Tensor | None = None
     if not tiles.block_inner:
-        if low_rank is not None:
-            x, w_up, w_gate = low_rank.joined(x, w_up, w_gate, 1)
         z = F.linear(x, w_up, b_up)
         z_gate = None if w_gate is None else F.linear(x, w_gate, b_gate)
         # What is not kept is replaced. x says on which device.
@@ -111,8 +111,6 @@ def hidden(
         more = (None,) * 3 if low_rank is None else low_rank.copied(w_up.stride(1) != 1)[:3]
         pipelined.launch_hidden(launch, (x, w_up, w_gate, found, kept, z_gate, *more), (b_up, b_gate, dropout.seed))
     else:
-        if low_rank is not None:
-            x, w_up, w_gate = low_rank.joined(x, w_up, w_gate, 1)
         launch((x, w_up, w_gate, b_up, b_gate, dropout.seed, found, kept, z_gate))
     return found, kept, z_gate
 

@@ -41,6 +41,12 @@ class EpiloguePipeline:
     programs: int = 132
     stays: bool = False
 
+    @staticmethod
+    def tiles(rows: int, columns: int) -> tuple[int, int]:
+        """Rows and columns of tiles that a result of this size has."""
+        tile = 2 * CONSUMER_ROWS
+        return math.ceil(rows / tile), math.ceil(columns / tile)
+
     def programs_for_columns(self, tile_columns: int) -> int:
         """As many programs as stay in columns of tiles: the same number in each."""
         return self.programs // tile_columns * tile_columns
@@ -50,8 +56,7 @@ class EpiloguePipeline:
 
         Where programs stay, which takes more than one row of tiles, those of each consumer.
         """
-        tile = 2 * CONSUMER_ROWS
-        tile_rows, tile_columns = math.ceil(rows / tile), math.ceil(columns / tile)
+        tile_rows, tile_columns = self.tiles(rows, columns)
         if gated:
             return 2 * tile_rows
         return 2 * min(tile_rows, self.programs // tile_columns) if self.stays and tile_rows > 1 else tile_rows

@@ -19,10 +19,10 @@ from .trial import MACHINES, RAGGED, WHOLE, Trial
 _PIPELINED_WIDTHS = (64, 104, 128, 256)
 # Widths of a block that no fused kernel holds: whole tiles, and tails.
 _WIDE = (512, 520)
-# One whose products are torch's.
-_UNEVEN = 616
 # The same of one that takes groups of hidden units.
 _GROUPED = ((2048, 512, 1024), (2077, 544, 1000))
+# One whose products torch computes, beside kernels for what follows them.
+_UNEVEN = 616
 
 
 def _ffn_operands(shape: Shape, options: Options) -> dict[str, Operand]:
@@ -114,8 +114,6 @@ def _wide_trials(relu: Options, plain: Options, device: Device) -> Iterator[Tria
             if (M, N) == RAGGED:
                 yield Trial("ffn", relu, (M, width, N), "bf16", "few, transposed")
                 yield Trial("ffn", plain, (M, width, N), "fp16", "few, transposed")
-                yield Trial("ffn", relu, (M, _UNEVEN, N), "bf16", "all")
-                yield Trial("ffn", plain, (M, _UNEVEN, N), "fp16", "all")
         for dtype in DTYPES:
             yield Trial("ffn", relu, (M, width, N), dtype, "portable")
             yield Trial("ffn", plain, (M, width, N), dtype, "portable")
@@ -125,7 +123,8 @@ def _wide_trials(relu: Options, plain: Options, device: Device) -> Iterator[Tria
         for dtype in ("bf16", "fp16") if machine == "few" else DTYPES:
             yield Trial("ffn", dropping, (RAGGED[0], _WIDE[1], RAGGED[1]), dtype, machine)
     if device.pipelined:
-        yield Trial("ffn", dropping, (RAGGED[0], _UNEVEN, RAGGED[1]), "bf16", "all")
+        for options, dtype in ((relu, "bf16"), (plain, "fp16"), (dropping, "bf16")):
+            yield Trial("ffn", options, (RAGGED[0], _UNEVEN, RAGGED[1]), dtype, "all")
 
 
 def _grouped_trials(relu: Options, plain: Options, device: Device) -> Iterator[Trial]:
