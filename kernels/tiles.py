@@ -23,13 +23,13 @@ def batch_and_tile(M, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def grouped_tile(tile, tile_rows, tile_columns, GROUP: tl.constexpr):
-    """(tile row, tile column) of the ``tile``-th tile, ``GROUP`` rows of tiles at a time, each group by columns.
+def grouped_tile(tile, tile_rows, tile_columns, group):
+    """(tile row, tile column) of the ``tile``-th tile, ``group`` rows of tiles at a time, each group by columns.
 
     Tiles that are computed at the same time lie close together, so that they find their operands in the cache.
     """
-    first = tile // (GROUP * tile_columns) * GROUP
-    height = tl.minimum(GROUP, tile_rows - first)
+    first = tile // (group * tile_columns) * group
+    height = tl.minimum(group, tile_rows - first)
     inside = tile - first * tile_columns
     return first + inside % height, inside // height
 

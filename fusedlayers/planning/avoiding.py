@@ -8,8 +8,8 @@ from ..kernels import tuning
 from .call import Decision
 from .devices import Device
 
-# Of a pipelined configuration: the number of SMs, which changes nothing that is compiled.
-_UNNAMED = ("pipelined", "programs")
+# Of a pipelined configuration: the number of SMs and the order of tiles, which change nothing that is compiled.
+_UNNAMED = ("pipelined", "programs", "group")
 WHY_AVOIDED = "gave wrong numbers here in the self-test"
 
 

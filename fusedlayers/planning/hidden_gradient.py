@@ -9,6 +9,8 @@ from ..kernels.tuning import (
     CONSUMER_ROWS,
     EPILOGUE_ELEMENTS,
     EPILOGUE_PIPELINES,
+    FEW_WEIGHTS,
+    FEW_WEIGHTS_GROUP,
     EpiloguePipeline,
     EpilogueTiles,
     epilogue_tiles,
@@ -160,7 +162,10 @@ def epilogue_pipeline(kernel: str, problem: Any, device: Device) -> EpiloguePipe
     """The warp-specialised ``kernel`` of the epilogue path, where it runs: 16-bit operands on Hopper."""
     if not device.pipelined or problem.dtype not in SIXTEEN_BITS:
         return None
-    return _pipeline_on(kernel, problem.gated, device.sms)
+    pipeline = _pipeline_on(kernel, problem.gated, device.sms)
+    weights = problem.N * (problem.K if kernel == "hidden" else problem.O)
+    few = kernel != "data_gradient" and not problem.gated and problem.element_bytes * weights <= FEW_WEIGHTS
+    return replace(pipeline, group=FEW_WEIGHTS_GROUP) if few else pipeline
 
 
 @cache

@@ -8,6 +8,8 @@ from .column_sums import BAND_BLOCKS, COLUMN_SUM_TILES, MOST_SUMMED_BANDS, Colum
 from .gemm_epilogue import (
     EPILOGUE_ELEMENTS,
     EPILOGUE_PIPELINES,
+    FEW_WEIGHTS,
+    FEW_WEIGHTS_GROUP,
     EpiloguePipeline,
     EpilogueTiles,
     epilogue_tiles,
@@ -45,6 +47,8 @@ __all__ = [
     "CONSUMER_ROWS",
     "EPILOGUE_ELEMENTS",
     "EPILOGUE_PIPELINES",
+    "FEW_WEIGHTS",
+    "FEW_WEIGHTS_GROUP",
     "MOST_SUMMED_BANDS",
     "PIPELINES",
     "SHARED_MEMORY",

@@ -64,7 +64,9 @@ def test_programs_stay_in_a_column_where_that_was_faster(N: int, O: int, stays: 
         assert (made.pipeline is None) == (rows == 2**24 and not stays)
         if made.pipeline is not None:
             tile_rows, tile_columns = math.ceil(rows / 128), math.ceil(N / 128)
-            assert made.pipeline == replace(EPILOGUE_PIPELINES["hidden_gradient", False], stays=stays)
+            # Weights of up to 10 MiB are in the cache, whatever the order of tiles.
+            group = 2 if not stays and N * O <= 5 * 2**20 else 8
+            assert made.pipeline == replace(EPILOGUE_PIPELINES["hidden_gradient", False], stays=stays, group=group)
             bands = 2 * min(tile_rows, 132 // tile_columns) if stays and tile_rows > 1 else tile_rows
             assert made.workspace_bytes == (4 * bands * N if bands > 1 else 0)
             assert made.pipeline.bands(rows, N, False) == bands

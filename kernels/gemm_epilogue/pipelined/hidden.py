@@ -69,8 +69,9 @@ def _finish(
 @gluon.jit
 def _consume(
     consumer: gl.constexpr, hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, dropout, left_ring, right_ring,
-    places, full, empty, turns, tile_rows, tile_columns, inner, N, experts, limits,
-    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
+    places, full, empty, turns, tile_rows, tile_columns, inner, N, experts, group,
+    limits,
+    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
     GATED: gl.constexpr, LIMITED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
@@ -81,18 +82,16 @@ def _consume(
     sent = 0
     first = gl.program_id(0) + consumer * gl.num_programs(0)
     for index in range(first, tile_rows * tile_columns, 2 * gl.num_programs(0)):
-        tile_row, tile_column, expert = tile_of(index, tile_rows, tile_columns, experts, GROUP)
+        tile_row, tile_column, expert = tile_of(index, tile_rows, tile_columns, experts, group)
         column = tile_column * SPAN
         start = _start(up_bias_ptr, gate_bias_ptr, expert * N, column, N, layout, GATED)
         top, bottom = multiply(
             consumer, start, start, left_ring, right_ring, full, empty, turns, turn, steps, RIGHT_TRANSPOSED, STAGES
         )
         turn += 1
-        for half in gl.static_range(2):
-            if half == 0:
-                left, right = column_halves(top, half_layout)
-            else:
-                left, right = column_halves(bottom, half_layout)
+        # One copy of the code for all quarters: see the hidden's gradient.
+        for half in range(2):
+            left, right = column_halves(top, half_layout)
             row = tile_row * TILE + half * HALF
             if GATED:
                 sent = _finish(
@@ -100,28 +99,27 @@ def _consume(
                     PLACES, GATED, LIMITED, ACTIVATION, ACCURACY,
                 )  # fmt: skip
             else:
-                sent = _finish(
-                    consumer, left, left, row, column, hidden_desc, z_desc, gate_desc, dropout, limits, places, sent,
-                    PLACES, GATED, LIMITED, ACTIVATION, ACCURACY,
-                )  # fmt: skip
-                sent = _finish(
-                    consumer, right, right, row, column + HALF, hidden_desc, z_desc, gate_desc, dropout, limits, places,
-                    sent, PLACES, GATED, LIMITED, ACTIVATION, ACCURACY,
-                )  # fmt: skip
+                for side in range(2):
+                    sent = _finish(
+                        consumer, left, left, row, column + side * HALF, hidden_desc, z_desc, gate_desc, dropout,
+                        limits, places, sent, PLACES, GATED, LIMITED, ACTIVATION, ACCURACY,
+                    )  # fmt: skip
+                    left = right
+            top = bottom
     tma.store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "expert_count", "weight_rows", "tile_rows", "drop_limit", "keep_scale", "mask_row", "mask_column",
+        "expert_count", "weight_rows", "tile_rows", "group", "drop_limit", "keep_scale", "mask_row", "mask_column",
         "limit", "offset",
     ]
 )  # fmt: skip
 def _pipelined_hidden_kernel(
     x_desc, up_desc, w_gate_desc, hidden_desc, z_desc, gate_desc, u_desc, b_desc, b_gate_desc, up_bias_ptr,
     gate_bias_ptr, seed_ptr, tile_expert_ptr, starts_ptr, inner, N, tile_columns, whole, rank, gate_first, expert_count,
-    weight_rows, tile_rows, drop_limit, keep_scale, mask_row, mask_column, limit, offset,
-    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
+    weight_rows, tile_rows, group, drop_limit, keep_scale, mask_row, mask_column, limit, offset,
+    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
     LIMITED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_desc.dtype
@@ -136,11 +134,11 @@ def _pipelined_hidden_kernel(
     fence_async_shared()
     specialize(2, _consume, (
         hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, dropout, left_ring, right_ring, places, full, empty,
-        turns, tile_rows, tile_columns, whole, N, experts, limits, RIGHT_TRANSPOSED, STEP, STAGES, PLACES, GROUP, GATED,
+        turns, tile_rows, tile_columns, whole, N, experts, group, limits, RIGHT_TRANSPOSED, STEP, STAGES, PLACES, GATED,
         LIMITED, ACTIVATION, ACCURACY,
     ), copy_operands, (
         x_desc, up_desc, w_gate_desc, low_rank, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
-        experts, RIGHT_TRANSPOSED, STEP, STAGES, GROUP,
+        experts, group, RIGHT_TRANSPOSED, STEP, STAGES,
     ))  # fmt: skip
 
 
@@ -179,10 +177,9 @@ def prepare_hidden(
             x.columns, columns, tile_columns, copies.whole(x.columns, pipeline.step), copies.columns, copies.first,
             experts, up.step,
         ),
-        (tile_rows, *dropout.numbers(), *(limits or (0.0, 0.0))),
+        (tile_rows, pipeline.group, *dropout.numbers(), *(limits or (0.0, 0.0))),
         (
-            right_transposed, pipeline.step, pipeline.stages, pipeline.places, pipeline.group, limits is not None,
-            activation, accuracy,
+            right_transposed, pipeline.step, pipeline.stages, pipeline.places, limits is not None, activation, accuracy,
         ),
         geometries=(
             x.geometry(half, pipeline.step),

@@ -68,26 +68,26 @@ def rows_in_use(tile_rows, experts):
 
 
 @gluon.jit
-def tile_of(index, tile_rows, tile_columns, experts, GROUP: gl.constexpr):
+def tile_of(index, tile_rows, tile_columns, experts, group):
     """(tile row, tile column, expert) of the ``index``-th tile.
 
     ``experts`` are, where rows are sorted by them, the expert of each row of tiles, where the rows of each begin, which
     is the start of a tile, how many they are, and how many rows of the weights each has. Tiles of one expert follow
-    one another, in groups of about ``GROUP`` rows of tiles: they share the expert's weights in the cache.
+    one another, in groups of about ``group`` rows of tiles: they share the expert's weights in the cache.
     """
     tile_expert_ptr, starts_ptr, _, _ = experts
     if tile_expert_ptr is None:
-        tile_row, tile_column = grouped_tile(index, tile_rows, tile_columns, GROUP)
+        tile_row, tile_column = grouped_tile(index, tile_rows, tile_columns, group)
         return tile_row, tile_column, 0
     else:
         expert = gl.load(tile_expert_ptr + index // tile_columns)
         begin = gl.load(starts_ptr + expert) // TILE
         count = gl.load(starts_ptr + expert + 1) // TILE - begin
         # Groups are alike: a last one of few rows would read all weights of the expert for them.
-        group = gl.cdiv(count, gl.cdiv(count, GROUP))
+        rows = gl.cdiv(count, gl.cdiv(count, group))
         inside = index - begin * tile_columns
-        first = inside // (group * tile_columns) * group
-        height = gl.minimum(group, count - first)
+        first = inside // (rows * tile_columns) * rows
+        height = gl.minimum(rows, count - first)
         inside -= first * tile_columns
         return begin + first + inside % height, inside // height, expert
 
@@ -95,8 +95,8 @@ def tile_of(index, tile_rows, tile_columns, experts, GROUP: gl.constexpr):
 @gluon.jit
 def copy_operands(
     left_desc, right_desc, other_desc, low_rank, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
-    experts,
-    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    experts, group,
+    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer: fills the ring with ``STEP`` of the inner axis of both operands at a time.
 
@@ -107,7 +107,7 @@ def copy_operands(
     SPAN: gl.constexpr = TILE if other_desc is None else HALF
     position = 0
     for index in range(gl.program_id(0), tile_rows * tile_columns, gl.num_programs(0)):
-        tile_row, tile_column, expert = tile_of(index, tile_rows, tile_columns, experts, GROUP)
+        tile_row, tile_column, expert = tile_of(index, tile_rows, tile_columns, experts, group)
         position = copy_tile(
             left_desc, right_desc, other_desc, left_ring, right_ring, full, empty, tile_row * TILE, tile_column * SPAN,
             inner, position, expert * experts[3], RIGHT_TRANSPOSED, STEP, STAGES,
