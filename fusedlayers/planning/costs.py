@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from . import ffn_epilogue
 from .devices import Device
 
 # Hidden-sized tensors that torch keeps for the slope of an activation, besides its value.
@@ -43,13 +44,15 @@ def saved_bytes(problem: Any, path: str, device: Device) -> int:
         return 0
     batched = p.operation == "gemm_gemm"  # whose B and C are no weights of a layer
     if path != "torch":
-        copies = (2 if p.gated else 1) if path == "epilogue" else 0
         elements = p.batch * p.M * p.K + p.weight_elements * batched
+        if path == "epilogue":
+            elements += (2 if p.gated else 1) * p.M * ffn_epilogue.kept_columns(p, device)
     else:
         reads_x, reads_hidden = p.read_by_torch
         copies = hidden_copies(p, reads_hidden, p.dropout) + (p.dropout and keeps_mask(p, device))
-        elements = p.batch * (p.M * p.K * reads_x + p.N * (p.K * p.needs_data_gradient + p.O) * batched)
-    kept: int = p.element_bytes * elements + copies * p.hidden_bytes
+        operands = p.M * p.K * reads_x + p.N * (p.K * p.needs_data_gradient + p.O) * batched
+        elements = p.batch * (operands + copies * p.M * p.N)
+    kept: int = p.element_bytes * elements
     return kept
 
 

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..kernels.tuning import EPILOGUE_ELEMENTS, EpiloguePipeline, EpilogueTiles, epilogue_tiles
+from ..kernels.tuning import EPILOGUE_ELEMENTS, EpiloguePipeline, EpilogueTiles, epilogue_tiles, hidden_stride
 from . import hidden_gradient
 from .call import no_kernels, too_small, uneven
 from .devices import Device
@@ -39,33 +39,47 @@ def plan(problem: Any, device: Device, columns: int, summed: bool = False) -> Ep
     ``summed``: dx is summed over such groups of hidden units.
     """
     p = problem
-    in_hidden, in_gradient = (False, False) if summed else torch_multiplies(p, device)
     gradient = data = None
     if p.training:
-        gradient = hidden_gradient.plan(_gradient_problem(p, columns), device, "triton", torch_multiplies=in_gradient)
+        multiplies = not summed and torch_multiplies_gradient(p, device)
+        gradient = hidden_gradient.plan(_gradient_problem(p, columns), device, "triton", torch_multiplies=multiplies)
         if summed and p.needs_data_gradient:
             data = hidden_gradient.epilogue_pipeline("data_gradient", p, device)
-    if in_hidden:
+    if not summed and torch_multiplies_hidden(p, device):
         return EpiloguePlan(EPILOGUE_ELEMENTS[p.gated], None, gradient, data)
     pipeline = hidden_gradient.epilogue_pipeline("hidden", p, device)
     tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
     return EpiloguePlan(tiles, pipeline, gradient, data)
 
 
-def torch_multiplies(problem: Any, device: Device) -> tuple[bool, bool]:
-    """Whether torch computes the product of the hidden, and that of its gradient, and kernels what follows.
+def torch_multiplies_hidden(problem: Any, device: Device) -> bool:
+    """Whether torch computes the product of the hidden, and a kernel what follows.
 
-    Measured of layers without adapters, beside the warp-specialised kernels.
+    Measured of layers without adapters, beside the warp-specialised kernel.
     """
+    p, figures = problem, device.figures.epilogue
+    if figures is None or _adapted(p) or hidden_gradient.epilogue_pipeline("hidden", p, device) is None:
+        return False
+    few_units = not p.gated and figures.few_units_width <= p.K and 2 * p.N <= p.K
+    return few_units or (figures.uneven_from <= p.K and p.K % figures.row_elements > 0)
+
+
+def torch_multiplies_gradient(problem: Any, device: Device) -> bool:
+    """The same of the hidden's gradient."""
     p, figures = problem, device.figures.epilogue
     pipeline = hidden_gradient.epilogue_pipeline("hidden_gradient", p, device)
     if figures is None or pipeline is None or _adapted(p):
-        return False, False
-    few_units = not p.gated and figures.few_units_width <= p.K and 2 * p.N <= p.K
-    uneven_x = figures.uneven_from <= p.K and p.K % figures.row_elements > 0
-    uneven_dy = figures.uneven_gradient_from <= p.O and p.O % figures.row_elements > 0
+        return False
     few_tiles = math.prod(pipeline.tiles(p.M, p.N)) <= figures.few_tiles * device.sms
-    return few_units or uneven_x, few_tiles or uneven_dy
+    return few_tiles or (figures.uneven_gradient_from <= p.O and p.O % figures.row_elements > 0)
+
+
+def kept_columns(problem: Any, device: Device) -> Any:
+    """Elements from one row of kept pre-activations to the next: those of torch's products lie as torch lays them."""
+    p = problem
+    if _adapted(p) or torch_multiplies_hidden(p, device):
+        return p.N
+    return hidden_stride(p.N, p.element_bytes)
 
 
 def _adapted(problem: Any) -> bool:
@@ -97,13 +111,13 @@ def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:
     if (reason := _why_portable(problem, device, figures.least_width)) is not None:
         return reason
     p = problem
-    in_hidden, in_gradient = torch_multiplies(p, device)
-    if in_hidden and not (p.gated or p.training):
+    if not (p.gated or p.training) and torch_multiplies_hidden(p, device):
         return f"{p.N} hidden units over rows of {p.K} elements: torch's product was as fast or faster"
     if _adapted(p):
         widths = [width for width in (p.K, p.O) if width >= figures.uneven_adapted_from[p.training]]
         if (reason := uneven(widths, figures.row_elements)) is not None:
             return reason
+    in_gradient = torch_multiplies_gradient(p, device)
     thresholds, least_rows = figures.faster_from[p.gated, p.training], figures.least_rows
     if p.gated and p.waits_for_host:
         least_rows = figures.few_rows

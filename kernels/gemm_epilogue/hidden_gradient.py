@@ -13,7 +13,7 @@ from ..hopper import ALIGNMENT, Matrix, matrix, untransposed
 from ..launching import Launch, ceil_div, layout_of, prepared, vector_unit
 from ..partials import ReduceBlocks, reduce_partials
 from ..tiles import add_product, grouped_tile, in_units, load_tile, store_tile
-from ..tuning import BAND_BLOCKS, ColumnSumTiles, EpiloguePipeline, EpilogueTiles
+from ..tuning import BAND_BLOCKS, ColumnSumTiles, EpiloguePipeline, EpilogueTiles, hidden_stride
 from . import pipelined
 from .low_rank import LowRank
 
@@ -36,7 +36,8 @@ def _stored_and_summed(ptr, gradient, rows, cols, stride_m, M, N, UNIT: tl.const
 @triton.jit(do_not_specialize=["M", "row_tiles", "zero", "drop_limit", "keep_scale", "mask_row", "mask_column"])
 def _hidden_gradient_kernel(
     dy_ptr, down_ptr, z_ptr, gate_ptr, dz_ptr, d_gate_ptr, hidden_ptr, sums_ptr, seed_ptr, added_ptr,
-    stride_dym, stride_dyo, stride_do, stride_dn, stride_zm, stride_zn, stride_gm, stride_gn, stride_out, O, N,
+    stride_dym, stride_dyo, stride_do, stride_dn, stride_zm, stride_zn, stride_gm, stride_gn, stride_out,
+    stride_hidden, O, N,
     M, row_tiles, zero, drop_limit, keep_scale, mask_row, mask_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, GROUP: tl.constexpr,
     VECTOR: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
@@ -51,6 +52,7 @@ def _hidden_gradient_kernel(
     cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
     N, stride_out = in_units(N, VECTOR), in_units(stride_out, VECTOR)
     stride_zm, stride_gm = in_units(stride_zm, VECTOR), in_units(stride_gm, VECTOR)
+    stride_hidden = in_units(stride_hidden, VECTOR)
     if MULTIPLIES:
         sums = tl.zeros([BLOCK_N], tl.float32)
         gate_sums = tl.zeros([BLOCK_N], tl.float32)
@@ -89,7 +91,7 @@ def _hidden_gradient_kernel(
         if hidden_ptr is not None:
             if seed_ptr is not None:
                 hidden *= factor
-            store_tile(hidden_ptr, hidden * UNIT, rows, cols, N, 1, M, N)
+            store_tile(hidden_ptr, hidden * UNIT, rows, cols, stride_hidden, 1, M, N)
     if sums_ptr is not None:
         if not MULTIPLIES:
             sums, gate_sums = tl.sum(sums, 0), tl.sum(gate_sums, 0)
@@ -126,7 +128,7 @@ def hidden_gradient(
     tiles: EpilogueTiles,
     pipeline: EpiloguePipeline | None = None,
     keep_hidden: bool = False,
-    side_by_side: bool = False,
+    for_products: bool = False,
     in_place: bool = False,
     sums_into: Sequence[torch.Tensor] = (),
     hidden_into: torch.Tensor | None = None,
@@ -142,8 +144,9 @@ def hidden_gradient(
     ``added``, which is like dH and contiguous. Where ``tiles`` have no inner axis, torch computes dH where dz will be,
     which is not in place.
 
-    Operands ``[M, *]`` of any strides. Results are contiguous; ``side_by_side``, dz and dz_gate are the halves of one
-    ``[M, 2 N]``; ``in_place``, they replace z and z_gate, whose rows are contiguous and start alike then.
+    Operands ``[M, *]`` of any strides. Results are contiguous, unless they are ``for_products`` alone: then rows begin
+    with a sector of memory, and where N is that, dz and dz_gate are the halves of one ``[M, 2 N]``. ``in_place``, they
+    replace z and z_gate, whose rows are contiguous and start alike then.
     The sums fill ``sums_into``, of up and of the gate, or new tensors of dy's dtype; the hidden, if it is to be kept, a
     new tensor or ``hidden_into``, which is contiguous. A program of the portable kernel computes ``row_tiles`` tiles.
 
@@ -154,23 +157,22 @@ def hidden_gradient(
     name = ("hidden gradient", bias, keep_hidden, column_sums is not None, bool(sums_into), *layout_of(dy))
     made = prepared(
         ready, name, _prepare, dy, w_down, z, z_gate, bias, row_tiles, activation, accuracy, input_precision, tiles,
-        pipeline, keep_hidden, side_by_side, in_place, bool(sums_into), dropout, low_rank,
+        pipeline, keep_hidden, for_products, in_place, bool(sums_into), dropout, low_rank,
     )  # fmt: skip
     if made.copied:
         # What autograd gives may be expanded, or transposed: a copy costs less than the portable kernel does.
         dy = dy.contiguous()
-    shape = made.shape
-    columns = shape[1]
+    rows, columns, _ = made.shape
     d_gate: torch.Tensor | None = None
     if in_place:
         assert tiles.block_inner, "dH needs memory of its own"
         dz, d_gate = z, z_gate
     elif made.side_by_side:
-        dz, d_gate = dy.new_empty(shape[0], 2 * columns).split(columns, 1)
+        dz, d_gate = dy.new_empty(rows, 2 * columns).split(columns, 1)
     else:
-        dz = dy.new_empty(shape)
-        d_gate = None if z_gate is None else dy.new_empty(shape)
-    hidden = dy.new_empty(shape) if keep_hidden and hidden_into is None else hidden_into
+        dz = _rows_of(dy, *made.shape)
+        d_gate = None if z_gate is None else _rows_of(dy, *made.shape)
+    hidden = _rows_of(dy, *made.shape) if keep_hidden and hidden_into is None else hidden_into
     # Of few rows the kernel's sums are the result.
     complete = made.sums is not None and len(made.sums) == 1
     sums = None
@@ -204,13 +206,18 @@ def hidden_gradient(
     return HiddenGradients(dz, d_gate, found[0], found[1] if parts == 2 else None, hidden, db_down)
 
 
+def _rows_of(like: torch.Tensor, rows: int, columns: int, stride: int) -> torch.Tensor:
+    found = like.new_empty(rows, stride)
+    return found if stride == columns else found[:, :columns]
+
+
 class _Prepared(NamedTuple):
-    """What all executions of one prepared call share: the shapes of the gradients and of the sums.
+    """What all executions of one prepared call share: rows, columns and row stride of the hidden, the sums' shape.
 
     ``sums`` are partial ones of bands, or, where there is a single one, complete.
     """
 
-    shape: tuple[int, int]
+    shape: tuple[int, int, int]
     sums: tuple[int, ...] | None
     copied: bool
     side_by_side: bool
@@ -232,7 +239,7 @@ def _prepare(
     tiles: EpilogueTiles,
     pipeline: EpiloguePipeline | None,
     keep_hidden: bool,
-    side_by_side: bool,
+    for_products: bool,
     in_place: bool,
     given_sums: bool,
     dropout: Dropout,
@@ -241,17 +248,19 @@ def _prepare(
     copied = pipeline is not None and dropout.in_whole_draws and untransposed(dy) is None
     if copied:
         dy = dy.contiguous()
-    side_by_side = side_by_side and not in_place and z_gate is not None
-    rows, columns = shape = dy.shape[0], w_down.shape[1]
+    rows, columns = dy.shape[0], w_down.shape[1]
+    stride = hidden_stride(columns, dy.element_size()) if for_products else columns
+    shape = rows, columns, stride
+    side_by_side = for_products and stride == columns and not in_place and z_gate is not None
     parts = 1 if z_gate is None else 2
-    row_stride = z.stride(0) if in_place else columns * (2 if side_by_side else 1)
+    row_stride = z.stride(0) if in_place else stride * (2 if side_by_side else 1)
     pipeline = pipeline if dropout.in_whole_draws else None
     matrices = None if pipeline is None else _matrices(dy, w_down, z, z_gate)
     if pipeline is not None and matrices is not None:
         bands = pipeline.bands(rows, columns, z_gate is not None)
         sums = _sums(bands, columns, parts, given_sums) if bias else None
         made = pipelined.prepare_hidden_gradient(
-            *matrices, row_stride, keep_hidden, bias, activation, accuracy, pipeline, dropout, low_rank
+            *matrices, (row_stride, stride), keep_hidden, bias, activation, accuracy, pipeline, dropout, low_rank
         )
         if made is not None:
             return _Prepared(shape, sums, copied, side_by_side, True, made, {})
@@ -260,11 +269,11 @@ def _prepare(
     bands = ceil_div(ceil_div(rows, tiles.block_m), row_tiles)
     gate_strides = (0, 0) if z_gate is None else z_gate.stride()
     # Beside a product's tiles there are no registers for more than one piece of a row at a time.
-    vector = 1 if tiles.block_inner else vector_unit(z, columns, row_stride, z.stride(0), gate_strides[0])
+    vector = 1 if tiles.block_inner else vector_unit(z, columns, row_stride, stride, z.stride(0), gate_strides[0])
     launch = Launch(
         _hidden_gradient_kernel,
         bands * ceil_div(columns, tiles.block_n),
-        (*dy.stride(), *w_down.stride(), *z.stride(), *gate_strides, row_stride, dy.shape[1], columns),
+        (*dy.stride(), *w_down.stride(), *z.stride(), *gate_strides, row_stride, stride, dy.shape[1], columns),
         (rows, row_tiles, 0.0, *dropout.numbers()),
         (
             tiles.block_m, tiles.block_n, tiles.block_inner, _GROUP, vector, activation, accuracy, input_precision,

@@ -13,6 +13,7 @@ from .gemm_epilogue import (
     EpiloguePipeline,
     EpilogueTiles,
     epilogue_tiles,
+    hidden_stride,
 )
 from .gemm_gemm import (
     SHORTEST_SPLIT,
@@ -71,6 +72,7 @@ __all__ = [
     "epilogue_tiles",
     "gather_config",
     "has_tanh",
+    "hidden_stride",
     "one_hot_config",
     "one_hot_pipeline",
     "one_pass_config",

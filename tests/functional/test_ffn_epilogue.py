@@ -189,20 +189,23 @@ def test_sizes_in_random_combinations(
         assert_ffn_close(functional.ffn, *draws, options=options, activation=activation)
 
 
-@pytest.mark.parametrize("rows", [21, 20])
-def test_both_ways_to_the_data_gradient(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of more rows than both weights together have, the gated gradient is one product; else a sum of two."""
+@pytest.mark.parametrize(("rows", "units", "way"), [(33, 16, "cat"), (32, 16, "addmm"), (33, 10, "addmm")])
+def test_both_ways_to_the_data_gradient(rows: int, units: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more rows than both weights together have, the gated gradient is one product; else a sum of two.
+
+    So it is where rows of hidden units would end within a sector of memory.
+    """
     ways: list[str] = []
     for name in ("cat", "addmm"):
         function = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *args, n=name, f=function: (ways.append(n), f(*args))[1])
     draw = INTEGERS[torch.float32]
-    inputs = ffn_inputs(rows, 6, 10, 5, gated=True, draw=draw)
+    inputs = ffn_inputs(rows, 6, units, 5, gated=True, draw=draw)
     dy = like_result(inputs, draw)
     with on_path("epilogue") as options:
         ours = results(functional.ffn, inputs, dy, activation="relu", **options)
     assert_equal(in_float64(ours), results(reference.ffn, in_float64(inputs), dy.double(), activation="relu"))
-    assert ways == ["cat" if rows > 20 else "addmm"]
+    assert ways == [way]
 
 
 @pytest.mark.parametrize("gated", GATED)
@@ -245,14 +248,42 @@ def test_nothing_outside_of_the_outputs_is_touched(inner: int, gated: bool, monk
     rest = ("gelu", "exact", "ieee", EpilogueTiles(32, 16, inner, 4, 1))
     allocate_by(monkeypatch, guarded)
     _, z, z_gate = kernels.hidden(x, w_up, b_up, w_gate, b_gate, True, *rest)
-    kernels.hidden_gradient(dy, inputs["w_down"], z, z_gate, True, 1, *rest, keep_hidden=True, side_by_side=True)
-    # The hidden twice, pre-activations, their gradients (both in one buffer), sums with their partials. Torch allocates
-    # the pre-activations that it computes.
-    assert len(buffers) == (8 if gated else 6) - (0 if inner else 1 + gated)
+    kernels.hidden_gradient(dy, inputs["w_down"], z, z_gate, True, 1, *rest, keep_hidden=True)
+    # The hidden twice, pre-activations, their gradients, sums with their partials. Torch allocates the pre-activations
+    # that it computes.
+    assert len(buffers) == (9 if gated else 6) - (0 if inner else 1 + gated)
     for buffer in buffers:
         assert (buffer[:band] == -7).all()
         assert (buffer[-band:] == -7).all()
         assert buffer[band:-band].isfinite().all()
+
+
+@pytest.mark.parametrize("gated", GATED)
+@pytest.mark.parametrize("inner", [16, 0], ids=["one kernel", "torch multiplies"])
+@pytest.mark.parametrize(("units", "row"), [(37, 40), (40, 40)])
+def test_rows_for_products_begin_with_a_sector(units: int, row: int, inner: int, gated: bool) -> None:
+    """Of 32 bytes; where rows of hidden units end with one, the gradients of a gate are halves of one matrix."""
+    inputs = ffn_inputs(49, 5, units, 6, gated=gated, draw=INTEGERS[torch.float32])
+    dy = like_result(inputs, INTEGERS[torch.float32])
+    x, w_up, b_up, w_gate, b_gate = (inputs[name] for name in ("x", "w_up", "b_up", "w_gate", "b_gate"))
+    rest = ("relu", "exact", "ieee", EpilogueTiles(32, 16, inner, 4, 1))
+    plain = kernels.hidden(x, w_up, b_up, w_gate, b_gate, True, *rest)
+    hidden, z, z_gate = kernels.hidden(x, w_up, b_up, w_gate, b_gate, True, *rest, for_products=True)
+    kept = [z] if z_gate is None else [z, z_gate]
+    # Torch's products lie as torch lays them.
+    assert {(tuple(each.shape), each.is_contiguous()) for each in kept} == {((49, row if inner else units), True)}
+    assert (tuple(hidden.shape), hidden.stride()) == ((49, units), (row if inner else units, 1))
+    pre_activations = [each if each is None else each[:, :units] for each in (z, z_gate)]
+    assert_equal(dict(enumerate((hidden, *pre_activations))), dict(enumerate(plain)))
+    gradient = (dy, inputs["w_down"], *pre_activations, True, 1, *rest)
+    expected = kernels.hidden_gradient(*gradient, keep_hidden=True)
+    found = kernels.hidden_gradient(*gradient, keep_hidden=True, for_products=True)
+    assert_equal(found._asdict(), expected._asdict())
+    assert found.hidden.stride() == (row, 1)
+    together = gated and units == row
+    assert found.dz.stride() == (2 * row if together else row, 1)
+    if gated:
+        assert (found.dz_gate.storage_offset() == found.dz.storage_offset() + units) == together
 
 
 # What is computed and kept.
@@ -299,10 +330,14 @@ def wanted_launches(wanted: set[str]) -> list[str]:
 
 @pytest.mark.parametrize("gated", GATED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("units", [64, 59])
 @TORCH_MULTIPLIES
-def test_saved_bytes_are_those_of_the_plan(torch_multiplies: bool, dtype: torch.dtype, gated: bool) -> None:
-    """Beside parameters: x, and the pre-activations. At most half of what torch keeps for a smooth activation."""
-    inputs = leaves(ffn_inputs((3, 5), 16, 64, 8, dtype, gated=gated))
+def test_saved_bytes_are_those_of_the_plan(torch_multiplies: bool, units: int, dtype: torch.dtype, gated: bool) -> None:
+    """Beside parameters: x, and the pre-activations. At most half of what torch keeps for a smooth activation.
+
+    Each row of pre-activations begins with a sector of memory, where a kernel writes it.
+    """
+    inputs = leaves(ffn_inputs((3, 5), 16, units, 8, dtype, gated=gated))
     parameters = {tensor.data_ptr() for name, tensor in inputs.items() if tensor is not None and name != "x"}
 
     def kept_bytes(call: Callable[..., Tensor], **options: Any) -> int:
@@ -315,8 +350,10 @@ def test_saved_bytes_are_those_of_the_plan(torch_multiplies: bool, dtype: torch.
         assert made.path == "epilogue"
         ours = kept_bytes(functional.ffn, **options)
     x_bytes = 15 * 16 * dtype.itemsize
-    assert ours == made.saved_bytes == x_bytes + (2 if gated else 1) * 15 * 64 * dtype.itemsize
-    assert ours - x_bytes <= (kept_bytes(reference.ffn) - x_bytes) / 2
+    row_bytes = units * dtype.itemsize if torch_multiplies else 64 * dtype.itemsize
+    assert ours == made.saved_bytes == x_bytes + (2 if gated else 1) * 15 * row_bytes
+    if units == 64:
+        assert ours - x_bytes <= (kept_bytes(reference.ffn) - x_bytes) / 2
 
 
 @TORCH_MULTIPLIES

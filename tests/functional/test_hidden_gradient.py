@@ -135,7 +135,7 @@ def test_exact_integers_for_any_number_of_row_tiles(
     expected["hidden"] = reference.hidden(truth["z"], truth["z_gate"], activation="relu")
     tiles = EpilogueTiles(16, 32, inner, 4, 1)
     summed: dict[str, Any] = {"column_sums": ColumnSumTiles(16, 16, 5)}
-    for more in ({}, {"side_by_side": True}, {"keep_hidden": True}, summed):
+    for more in ({}, {"for_products": True}, {"keep_hidden": True}, summed):
         ours = kernels.hidden_gradient(
             dy, w_down, z, z_gate, True, row_tiles, "relu", "exact", "ieee", tiles, **more
         )._asdict()

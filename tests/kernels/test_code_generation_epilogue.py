@@ -70,7 +70,7 @@ def compile_all(
             )
             kernels.hidden_gradient(
                 dy, w_down, z, z if gated else None, bias, 1, *rest, pipeline("hidden_gradient"),
-                keep_hidden=more, side_by_side=True, dropout=dropout, low_rank=joining[1],
+                keep_hidden=more, for_products=True, dropout=dropout, low_rank=joining[1],
                 added=z if adding else None,
             )
         for report in reports:

@@ -101,7 +101,7 @@ def test_the_wide_ffn(gated: bool) -> None:
             if z is not None:
                 gradients = gemm_epilogue.hidden_gradient(
                     dy, w_down, z, z_gate, turn != 3, 2, "silu", "exact", "ieee", tiles, keep_hidden=turn != 3,
-                    side_by_side=True, dropout=dropout, column_sums=ColumnSumTiles(16, 16, 5), ready=given,
+                    for_products=True, dropout=dropout, column_sums=ColumnSumTiles(16, 16, 5), ready=given,
                 )  # fmt: skip
             found.append((h, z, z_gate, gradients))
         assert_same(*found)
@@ -186,7 +186,7 @@ def both_passes(width: int, gated: bool) -> Callable[[dict[Any, Any] | None], No
         assert gradient.tiles is not None
         gemm_epilogue.hidden_gradient(
             dy, down, z, z_gate, True, gradient.row_tiles, "silu", "coarse", "ieee", gradient.tiles, gradient.pipeline,
-            keep_hidden=True, side_by_side=True, column_sums=COLUMN_SUM_TILES, ready=ready,
+            keep_hidden=True, for_products=True, column_sums=COLUMN_SUM_TILES, ready=ready,
         )  # fmt: skip
 
     return narrow if plan.path == "fused" else wide

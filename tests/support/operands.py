@@ -71,8 +71,8 @@ def on_path(
         patch.setenv("FUSEDLAYERS_BACKEND", "triton" if in_triton else "torch")
         if path == "epilogue":
             patch.setattr(planning.gemm_gemm, "why_unsupported", lambda problem, device: "too wide")
-            multiplies = (torch_multiplies, torch_multiplies)
-            patch.setattr(planning.ffn_epilogue, "torch_multiplies", lambda problem, device: multiplies)
+            for name in ("torch_multiplies_hidden", "torch_multiplies_gradient"):
+                patch.setattr(planning.ffn_epilogue, name, lambda problem, device: torch_multiplies)
         # Without the caches: no plan made here outlives the test, and none made before or under another patch is used.
         patch.setattr(dispatch, "_cached_plan", plan)
         patch.setattr(operation, "_prepared", _Forgetful())

@@ -11,7 +11,8 @@ from ...kernels.activations import ACTIVATIONS, canonical_activation
 from ...kernels.column_sums import column_sums
 from ...kernels.gemm_gemm import Arithmetic
 from ...kernels.tuning import COLUMN_SUM_TILES
-from ...planning import KERNEL_PATHS, Device, Plan, Problem, recomputing
+from ...planning import KERNEL_PATHS, Device, Plan, Problem, ffn_epilogue, recomputing
+from .. import dispatch
 from ..custom_ops import Result, Results
 from ..operands import rows, with_leading_dims, without_autocast
 from ..operation import Operation, Tensors, formula
@@ -237,7 +238,10 @@ class _FFN(Operation):
         # Of a backward pass for b_down alone it is all there is.
         first = next(operand for operand in operands if operand is not None)
         leading = (problem.M,) if operands[0] is None else operands[0].shape[:-1]
-        kept = Result((problem.M, problem.N), first.dtype) if path == "epilogue" and problem.training else None
+        kept = None
+        if path == "epilogue" and problem.training:
+            columns = ffn_epilogue.kept_columns(problem, dispatch.describe(first.device))
+            kept = Result((problem.M, columns), first.dtype)
         return [Result((*leading, problem.O), first.dtype)], [kept, kept if problem.gated else None]
 
 

@@ -23,14 +23,14 @@ Gradients = list[Tensor | None]
 
 
 def forward(call: Prepared, operands: Tensors, keep: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """y ``[M, O]``, and the pre-activations z and z_gate ``[M, N]`` to ``keep``."""
+    """y ``[M, O]``, and the pre-activations z and z_gate to ``keep``: ``[M, N]``, or a few columns more."""
     x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual, seed = operands
     plan, arithmetic = call.plan, call.details
     tiles = plan.epilogue
     hidden, z, z_gate = kernels.hidden(
         rows(x), w_up, b_up, w_gate, b_gate, keep, arithmetic.activation, arithmetic.accuracy,
         arithmetic.input_precision, tiles.hidden_tiles, tiles.hidden_pipeline, Dropout(seed, arithmetic.dropout_p),
-        ready=call.ready,
+        ready=call.ready, for_products=True,
     )  # fmt: skip
     y = F.linear(hidden, w_down, b_down)
     return y if residual is None else y.add_(rows(residual)), z, z_gate
@@ -44,19 +44,20 @@ def gradients(
     ``pre_activations`` are z and z_gate.
     """
     x, w_up, w_down, _, _, w_gate, _, _, seed = operands
-    x = rows(x)
+    x, units = rows(x), w_down.shape[1]
+    # Behind these columns of what was kept lies nothing.
+    z, z_gate = (each if each is None or each.shape[1] == units else each[:, :units] for each in pre_activations)
     dx, dw_up, db_up, dw_gate, db_gate = (wanted[position] for position in (0, 1, 3, 5, 6))
     plan, arithmetic = call.plan, call.details
     dropout = Dropout(seed, arithmetic.dropout_p)
     if not (dx or dw_up or db_up or dw_gate or db_gate):
-        again = reference.hidden(*pre_activations, activation=arithmetic.activation)
+        again = reference.hidden(z, z_gate, activation=arithmetic.activation)
         again = reference.dropped(again, dropout.p, dropout.seed, dropout.place)
         return [None, None, _weight_gradient(dy, again), None, None, None, None]
     tiles = plan.epilogue.gradient
-    z, z_gate = pre_activations
     dz, dz_gate, up_sums, gate_sums, hidden, db_down = kernels.hidden_gradient(
         dy, w_down, z, z_gate, db_up or db_gate, tiles.row_tiles, arithmetic.activation, arithmetic.accuracy,
-        arithmetic.input_precision, tiles.tiles, tiles.pipeline, keep_hidden=wanted[2], side_by_side=True,
+        arithmetic.input_precision, tiles.tiles, tiles.pipeline, keep_hidden=wanted[2], for_products=True,
         dropout=dropout, column_sums=COLUMN_SUM_TILES if wanted[4] else None, ready=call.ready,
     )  # fmt: skip
     results: Gradients = [None] * 7
@@ -74,16 +75,17 @@ def gradients(
     return results
 
 
-def _side_by_side(dz: Tensor) -> Tensor | None:
+def _side_by_side(dz: Tensor, dz_gate: Tensor) -> Tensor | None:
     """dz and dz_gate as one matrix ``[M, 2 N]``, where they are halves of it."""
-    (rows, columns), width = dz.shape, dz.stride(0)
-    return dz.as_strided((rows, width), (width, 1)) if width == 2 * columns else None
+    rows, columns = dz.shape
+    adjacent = dz_gate.storage_offset() == dz.storage_offset() + columns
+    return dz.as_strided((rows, 2 * columns), (2 * columns, 1)) if adjacent else None
 
 
 def _data_gradient(dz: Tensor, dz_gate: Tensor | None, w_up: Tensor, w_gate: Tensor | None) -> Tensor:
     if dz_gate is None or w_gate is None:
         return torch.mm(dz, w_up)
-    if 2 * dz.shape[1] < dz.shape[0] and (both := _side_by_side(dz)) is not None:
+    if 2 * dz.shape[1] < dz.shape[0] and (both := _side_by_side(dz, dz_gate)) is not None:
         # One product of both, so that dx is rounded once and not read again. The weights are copied for it, which takes
         # less than reading dx where they have fewer rows.
         return torch.mm(both, torch.cat((w_up, w_gate)))

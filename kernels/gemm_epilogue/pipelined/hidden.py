@@ -155,11 +155,12 @@ def prepare_hidden(
     low_rank: LowRank | None,
     experts: int = 0,
     limits: tuple[float, float] | None = None,
+    row_stride: int = 0,
 ) -> Launch | None:
     """The launch for operands of these layouts, with results of so many columns; None: TMA cannot read ``low_rank``.
 
     With ``experts``, rows are sorted by them, and both weights are those of all, behind one another. ``limits``
-    are those of :func:`limited_hidden_and_slopes`.
+    are those of :func:`limited_hidden_and_slopes`. Rows of the results are contiguous, or ``row_stride`` apart.
     """
     tile, half = TILE.value, HALF.value
     rows = x.rows
@@ -169,7 +170,7 @@ def prepare_hidden(
     copies = low_rank_copies(low_rank, up.transposed, (half, pipeline.step), (units, pipeline.step))
     if copies is None:
         return None
-    out = dense(rows, columns, half, half)
+    out = dense(rows, columns, half, half, row_stride)
     return Launch(
         _pipelined_hidden_kernel,
         min(tile_rows * tile_columns, pipeline.programs),
@@ -199,7 +200,7 @@ def launch_hidden(
     vectors: tuple[torch.Tensor | None, ...],
     sorting: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> None:
-    """Fills the last three of (x, up, gate, hidden, z, z_gate), where they are given: contiguous ``[M, N]``.
+    """Fills the last three of (x, up, gate, hidden, z, z_gate), where they are given: ``[M, N]``.
 
     Behind them come the three of a ``LowRank`` as TMA copies them. ``vectors`` are the biases of up and of the gate,
     and the seed; ``sorting`` the expert of each row of tiles, and where the rows of each expert begin.

@@ -305,7 +305,7 @@ def prepare_hidden_gradient(
     down: Matrix,
     z: Matrix,
     z_gate: Matrix | None,
-    row_stride: int,
+    row_strides: tuple[int, int],
     keep_hidden: bool,
     bias: bool,
     activation: str,
@@ -316,7 +316,7 @@ def prepare_hidden_gradient(
     experts: int = 0,
     limits: tuple[float, float] | None = None,
 ) -> Launch | None:
-    """The launch for operands of these layouts, whose gradients have rows ``row_stride`` apart.
+    """The launch for operands of these layouts; rows of the gradients and of the hidden are ``row_strides`` apart.
 
     None where TMA cannot read ``low_rank``. With ``experts``, rows are sorted by them, and have weights; w_down is
     those of all, behind one another. ``limits`` are those of :func:`limited_hidden_and_slopes`.
@@ -331,7 +331,8 @@ def prepare_hidden_gradient(
     copies = low_rank_copies(low_rank, down.transposed, (half, pipeline.step), right_block)
     if copies is None:
         return None
-    out = dense(rows, columns, half, half, row_stride)
+    gradient_stride, hidden_stride = row_strides
+    out = dense(rows, columns, half, half, gradient_stride)
     return Launch(
         _pipelined_epilogue_gradient_kernel,
         min(tile_rows * tile_columns, programs),
@@ -351,7 +352,7 @@ def prepare_hidden_gradient(
             None if z_gate is None else z_gate.geometry(half, half),
             out,
             None if z_gate is None else out,
-            dense(rows, columns, half, half) if keep_hidden else None,
+            dense(rows, columns, half, half, hidden_stride) if keep_hidden else None,
             *copies.geometries[:2],
         ),
     )  # fmt: skip

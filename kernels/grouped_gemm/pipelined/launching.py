@@ -146,8 +146,8 @@ def hidden_gradient(
         if rows.block != TILE.value:
             return None
         return prepare_hidden_gradient(
-            left, down, first, gate, units, keep_hidden, False, arithmetic.activation, arithmetic.accuracy, config,
-            NO_DROPOUT, None, experts, _limits(arithmetic),
+            left, down, first, gate, (units, units), keep_hidden, False, arithmetic.activation, arithmetic.accuracy,
+            config, NO_DROPOUT, None, experts, _limits(arithmetic),
         )  # fmt: skip
 
     launch = prepared(ready, ("pipelined hidden gradient", keep_hidden, want_weights), prepare)
