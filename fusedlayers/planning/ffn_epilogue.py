@@ -70,8 +70,9 @@ def torch_multiplies_gradient(problem: Any, device: Device) -> bool:
     pipeline = hidden_gradient.epilogue_pipeline("hidden_gradient", p, device)
     if figures is None or pipeline is None or _adapted(p):
         return False
-    few_tiles = math.prod(pipeline.tiles(p.M, p.N)) <= figures.few_tiles * device.sms
-    return few_tiles or (figures.uneven_gradient_from <= p.O and p.O % figures.row_elements > 0)
+    wide = figures.wide_gradient_from <= p.O
+    few_tiles = math.prod(pipeline.tiles(p.M, p.N)) <= figures.few_tiles[wide] * device.sms
+    return few_tiles or (wide and p.O % figures.row_elements > 0)
 
 
 def kept_columns(problem: Any, device: Device) -> Any:
@@ -117,11 +118,10 @@ def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:
         widths = [width for width in (p.K, p.O) if width >= figures.uneven_adapted_from[p.training]]
         if (reason := uneven(widths, figures.row_elements)) is not None:
             return reason
-    in_gradient = torch_multiplies_gradient(p, device)
     thresholds, least_rows = figures.faster_from[p.gated, p.training], figures.least_rows
     if p.gated and p.waits_for_host:
         least_rows = figures.few_rows
-    elif p.captured and (in_gradient and not p.compiled if p.training else p.gated and not _adapted(p)):
+    elif p.captured and not _adapted(p) and (not p.compiled if p.training else p.gated):
         thresholds = thresholds[0], figures.recorded_from
         if figures.few_rows_weights >= p.N * max(p.K, p.O):
             least_rows = figures.few_rows
@@ -130,7 +130,7 @@ def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:
     flops = 2 * p.M * p.K * p.N * (2 if p.gated else 1)
     if small := too_small(flops, "FLOPs", thresholds, p.captured):
         return small
-    if not p.training or in_gradient:
+    if not p.training or torch_multiplies_gradient(p, device):
         return None
     if hidden_gradient.choose_pipeline(_gradient_problem(p, p.N), device) is None:
         return "the sums of so many rows pass their limit in the kernel that was measured faster than torch"

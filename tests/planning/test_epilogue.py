@@ -38,7 +38,7 @@ def test_thresholds_decide_at_the_operation(gated: bool, training: bool, capture
     )  # fmt: skip
     assert plan(problem, PIPELINED).path == "epilogue"
     if captured and (gated or training):
-        return  # where torch multiplies, and with a gate, much smaller ones are faster: below
+        return  # where much smaller ones are faster: below
     made = plan(replace(problem, N=units - 8), PIPELINED)
     assert made.path == "torch"
     assert "too small" in dict(made.rejected)["epilogue"]
@@ -47,7 +47,7 @@ def test_thresholds_decide_at_the_operation(gated: bool, training: bool, capture
 
 @pytest.mark.parametrize("change", [{"gated": True}, {"needs_weight_gradient": True}], ids=str)
 def test_a_graph_takes_small_layers_of_few_rows(change: dict[str, object]) -> None:
-    """A gated forward pass, and a training step whose gradient is torch's product and a kernel for what follows it."""
+    """A gated forward pass, and a training step."""
     least, weights, rows = FIGURES.recorded_from, FIGURES.few_rows_weights, FIGURES.few_rows
     units = least // (2 * rows * 64 * (2 if "gated" in change else 1))
     problem = replace(INFERENCE, M=rows, K=64, O=64, N=units, captured=True, dtype="float16", dropout=True, **change)
@@ -136,17 +136,23 @@ def multiplied_by_torch(problem: Problem) -> tuple[bool, bool]:
 @pytest.mark.parametrize("gated", [False, True])
 def test_torch_multiplies_rows_that_start_anywhere(gated: bool) -> None:
     problem = replace(TRAINING, gated=gated, K=592, O=2032)
+    assert multiplied_by_torch(replace(problem, O=1656)) == (False, False)
+    assert multiplied_by_torch(replace(problem, O=1672)) == (False, True)
     assert multiplied_by_torch(problem) == (False, False)
     assert multiplied_by_torch(replace(problem, K=584)) == (False, False)
     assert multiplied_by_torch(replace(problem, K=600)) == (True, False)
-    assert multiplied_by_torch(replace(problem, O=2056)) == (False, True)
 
 
 def test_torch_multiplies_for_few_tiles() -> None:
-    # 132 SMs, with four tiles of 128 × 128 each: 66 rows of eight tiles.
+    # Of 132 SMs two in five have one of 128 × 128: six rows of eight tiles, and half of one.
     problem = replace(TRAINING, N=1024, captured=True)
-    assert multiplied_by_torch(replace(problem, M=66 * 128)) == (False, True)
-    assert multiplied_by_torch(replace(problem, M=66 * 128 + 1)) == (False, False)
+    assert multiplied_by_torch(replace(problem, M=6 * 128)) == (False, True)
+    assert multiplied_by_torch(replace(problem, M=6 * 128 + 1)) == (False, False)
+    # All have three: 49 rows, and half of one.
+    problem = replace(TRAINING, N=1024, O=1664, captured=True)
+    assert multiplied_by_torch(replace(problem, M=49 * 128)) == (False, True)
+    assert multiplied_by_torch(replace(problem, M=49 * 128 + 1)) == (False, False)
+    assert multiplied_by_torch(replace(problem, M=49 * 128, O=1648)) == (False, False)
 
 
 def test_torch_multiplies_for_few_hidden_units_over_wide_rows() -> None:

@@ -45,8 +45,7 @@ class Epilogue:
 
     faster_from: Mapping[tuple[bool, bool], Threshold]
     least_rows: int
-    # In a CUDA graph: of gated forward passes, and of training steps in which torch computes the product of the
-    # hidden's gradient, unless torch.compile would fuse what follows it, and more.
+    # In a CUDA graph: of gated forward passes, and of training steps unless torch.compile would fuse them, too.
     recorded_from: int
     # The fewest rows of those, with a projection of up to so many weights, and of a gated forward pass that is launched
     # one by one.
@@ -54,15 +53,16 @@ class Epilogue:
     few_rows_weights: int
     least_width: int
     least_chunk_width: int  # in chunks, which are measured against torch's operations in chunks
-    # Torch's products, and a kernel for what follows them, were faster than one kernel: of rows of x that start at no
-    # multiple of so many elements, and of such rows of dy, from these widths on;
+    # Torch's product of the hidden, and a kernel for what follows it, were faster than one kernel: for rows of x from
+    # this width on that start at no multiple of so many elements;
     row_elements: int
     uneven_from: int
-    uneven_gradient_from: int
-    # without a gate, of rows of at least this width for twice as many elements as there are hidden units, or more;
+    # and without a gate, for rows of at least this width for twice as many elements as there are hidden units, or more.
     few_units_width: int
-    # and of the hidden's gradient where each SM has up to so many tiles.
-    few_tiles: int
+    # Of its gradient: where each SM has up to so many tiles, of rows of dy narrower than this width and of others, and
+    # where these others start so.
+    few_tiles: tuple[float, float]
+    wide_gradient_from: int
     # With adapters, whose products join that kernel alone, torch's path was faster for such rows of x or dy from these
     # widths on, by whether gradients are wanted.
     uneven_adapted_from: Mapping[bool, int]

@@ -84,14 +84,15 @@ FIGURES = Figures(
         least_chunk_width=320,
         # At 254 sizes on an H100, replayed. Rows of 16 bytes, and no more, cost the copies of tiles up to a third of
         # the time: a kernel had 0.68 to 1.0 of the speed of torch's products and what follows them, at 200 and 264
-        # columns 1.0 to 1.4. That of dy and w_down waits longer for the pre-activations that its epilogue reads.
+        # columns 1.0 to 1.4.
         row_elements=16,
         uneven_from=600,
-        uneven_gradient_from=2048,
         # 0.83 to 1.05, on an H200 0.90 to 0.95 at 18,080 × 1056 × 256, 15,856 × 1792 × 280 and 14,400 × 3072 × 320.
         few_units_width=896,
-        # A training step of up to so many tiles was 1.0 to 1.3 times as fast, one of five to twenty 0.86 to 1.0.
-        few_tiles=4,
+        # At 816 sizes on an H100, replayed: of up to 48 tiles a training step took 0.91 to 1.03 of the time of one
+        # kernel's, of more 1.0 to 1.16, but of wide rows 0.92 to 1.02.
+        few_tiles=(0.4, 3),
+        wide_gradient_from=1664,
         # Without adapters one kernel had 1.0 to 1.5 times the best of torch's speed up to 656 columns, 0.83 to 0.95 at
         # 872 to 1576, where a training step was still as fast as in eager torch, or faster.
         uneven_adapted_from={False: 768, True: 1600},
