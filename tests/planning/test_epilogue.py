@@ -136,8 +136,8 @@ def multiplied_by_torch(problem: Problem) -> tuple[bool, bool]:
 @pytest.mark.parametrize("gated", [False, True])
 def test_torch_multiplies_rows_that_start_anywhere(gated: bool) -> None:
     problem = replace(TRAINING, gated=gated, K=592, O=2032)
-    assert multiplied_by_torch(replace(problem, O=1656)) == (False, False)
-    assert multiplied_by_torch(replace(problem, O=1672)) == (False, True)
+    assert multiplied_by_torch(replace(problem, O=1528)) == (False, False)
+    assert multiplied_by_torch(replace(problem, O=1544)) == (False, True)
     assert multiplied_by_torch(problem) == (False, False)
     assert multiplied_by_torch(replace(problem, K=584)) == (False, False)
     assert multiplied_by_torch(replace(problem, K=600)) == (True, False)
@@ -149,10 +149,10 @@ def test_torch_multiplies_for_few_tiles() -> None:
     assert multiplied_by_torch(replace(problem, M=6 * 128)) == (False, True)
     assert multiplied_by_torch(replace(problem, M=6 * 128 + 1)) == (False, False)
     # All have three: 49 rows, and half of one.
-    problem = replace(TRAINING, N=1024, O=1664, captured=True)
+    problem = replace(TRAINING, N=1024, O=1536, captured=True)
     assert multiplied_by_torch(replace(problem, M=49 * 128)) == (False, True)
     assert multiplied_by_torch(replace(problem, M=49 * 128 + 1)) == (False, False)
-    assert multiplied_by_torch(replace(problem, M=49 * 128, O=1648)) == (False, False)
+    assert multiplied_by_torch(replace(problem, M=49 * 128, O=1520)) == (False, False)
 
 
 def test_torch_multiplies_for_few_hidden_units_over_wide_rows() -> None:

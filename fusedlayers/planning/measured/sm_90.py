@@ -92,7 +92,7 @@ FIGURES = Figures(
         # At 816 sizes on an H100, replayed: of up to 48 tiles a training step took 0.91 to 1.03 of the time of one
         # kernel's, of more 1.0 to 1.16, but of wide rows 0.92 to 1.02.
         few_tiles=(0.4, 3),
-        wide_gradient_from=1664,
+        wide_gradient_from=1536,
         # Without adapters one kernel had 1.0 to 1.5 times the best of torch's speed up to 656 columns, 0.83 to 0.95 at
         # 872 to 1576, where a training step was still as fast as in eager torch, or faster.
         uneven_adapted_from={False: 768, True: 1600},
