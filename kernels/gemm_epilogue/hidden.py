@@ -21,23 +21,23 @@ _GROUP = 8  # programs below one another, before those to their right: they shar
 @triton.jit(do_not_specialize=["M", "zero", "drop_limit", "keep_scale", "mask_row", "mask_column"])
 def _hidden_kernel(
     x_ptr, up_ptr, w_gate_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, hidden_ptr, z_ptr, gate_ptr,
-    stride_xm, stride_xk, stride_un, stride_uk, stride_gn, stride_gk, stride_ub, stride_gb, stride_out, K, N,
+    stride_xm, stride_xk, stride_un, stride_uk, stride_gn, stride_gk, stride_ub, stride_gb, width, K, N,
     M, zero, drop_limit, keep_scale, mask_row, mask_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, GROUP: tl.constexpr,
     VECTOR: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # Rows of the results are ``stride_out`` apart. ``zero`` is 0, which only the caller knows. With a BLOCK_INNER of 0
-    # the pre-activations are there, and no operand of theirs is given.
+    # Results have ``width`` columns, N or a few more. ``zero`` is 0, which only the caller knows. With a BLOCK_INNER of
+    # 0 the pre-activations are there, and no operand of theirs is given.
     GATED: tl.constexpr = w_gate_ptr is not None or gate_ptr is not None
     UNIT: tl.constexpr = activation_unit(ACTIVATION, ACCURACY)
-    N, stride_out = in_units(N, VECTOR), in_units(stride_out, VECTOR)
+    N, width = in_units(N, VECTOR), in_units(width, VECTOR)
     row, column = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
     rows = row * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
     if BLOCK_INNER == 0:
-        z = load_tile(z_ptr, rows, cols, stride_out, 1, M, N).to(tl.float32)
+        z = load_tile(z_ptr, rows, cols, width, 1, M, N).to(tl.float32)
         if GATED:
-            z_gate = load_tile(gate_ptr, rows, cols, stride_out, 1, M, N).to(tl.float32)
+            z_gate = load_tile(gate_ptr, rows, cols, width, 1, M, N).to(tl.float32)
     else:
         z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         z_gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -55,16 +55,16 @@ def _hidden_kernel(
             if gate_bias_ptr is not None:
                 z_gate += load_vector(gate_bias_ptr, cols, stride_gb, N)[None, :]
         if z_ptr is not None:
-            store_tile(z_ptr, z, rows, cols, stride_out, 1, M, N)
+            store_tile(z_ptr, z, rows, cols, width, 1, M, width)
             if GATED:
-                store_tile(gate_ptr, z_gate, rows, cols, stride_out, 1, M, N)
+                store_tile(gate_ptr, z_gate, rows, cols, width, 1, M, width)
     if GATED:
         hidden, _, _ = hidden_and_slopes(z, z_gate, True, ACTIVATION, ACCURACY)
     else:
         hidden, _, _ = hidden_and_slopes(z, z, False, ACTIVATION, ACCURACY)
     if seed_ptr is not None:
         hidden *= keep_factor((seed_ptr, drop_limit, keep_scale, mask_row, mask_column), rows, cols)
-    store_tile(hidden_ptr, hidden * UNIT, rows, cols, stride_out, 1, M, N)
+    store_tile(hidden_ptr, hidden * UNIT, rows, cols, width, 1, M, width)
 
 
 def hidden(
@@ -88,10 +88,10 @@ def hidden(
 
     With ``low_rank`` its products are part of Z and Zg; the pipelined kernel adds them on chip. Where ``tiles`` have no
     inner axis, torch computes Z and Zg, and one kernel H from them. Otherwise, if H is ``for_products`` alone, all rows
-    begin with a sector of memory: Z and Zg may have a few more columns then, which nobody fills.
+    begin with a sector of memory: Z and Zg may have a few more columns then, which say nothing.
     ``ready`` belongs to one prepared call: see ``gemm_gemm.Operands``. The place of the dropout is one of its options.
     """
-    columns, stride, launch, is_pipelined = prepared(
+    columns, width, launch, is_pipelined = prepared(
         ready, ("hidden", keep), _prepare, x, w_up, b_up, w_gate, b_gate, keep, activation, accuracy, input_precision,
         tiles, pipeline, dropout, low_rank, for_products,
     )  # fmt: skip
@@ -105,7 +105,7 @@ def hidden(
         found = torch.empty_like(z) if keep else z
         launch((x, None, None, None, None, dropout.seed, found, z, z_gate))
         return (found, z, z_gate) if keep else (found, None, None)
-    found = x.new_empty(x.shape[0], stride)
+    found = x.new_empty(x.shape[0], width)
     kept = torch.empty_like(found) if keep else None
     if keep and w_gate is not None:
         z_gate = torch.empty_like(found)
@@ -114,7 +114,7 @@ def hidden(
         pipelined.launch_hidden(launch, (x, w_up, w_gate, found, kept, z_gate, *more), (b_up, b_gate, dropout.seed))
     else:
         launch((x, w_up, w_gate, b_up, b_gate, dropout.seed, found, kept, z_gate))
-    return found if stride == columns else found[:, :columns], kept, z_gate
+    return found if width == columns else found[:, :columns], kept, z_gate
 
 
 def _prepare(
@@ -133,19 +133,19 @@ def _prepare(
     low_rank: LowRank | None,
     for_products: bool,
 ) -> tuple[int, int, Launch, bool]:
-    """What all executions of one prepared call share: the results' columns and row stride, the launch, whether it is
-    the pipelined one.
+    """What all executions of one prepared call share: the results' columns and those in memory, the launch, whether
+    it is the pipelined one.
     """
     rows, columns = x.shape[0], w_up.shape[0]
-    stride = hidden_stride(columns, x.element_size()) if for_products and tiles.block_inner else columns
+    width = hidden_stride(columns, x.element_size()) if for_products and tiles.block_inner else columns
     pipeline = pipeline if dropout.in_whole_draws else None
     matrices = None if pipeline is None else _matrices(x, w_up, w_gate, b_up, b_gate)
     if pipeline is not None and matrices is not None:
         made = pipelined.prepare_hidden(
-            *matrices, columns, keep, activation, accuracy, pipeline, dropout, low_rank, row_stride=stride
+            *matrices, columns, keep, activation, accuracy, pipeline, dropout, low_rank, width=width
         )
         if made is not None:
-            return columns, stride, made, True
+            return columns, width, made, True
     if low_rank is not None:
         x, w_up, w_gate = low_rank.joined(x, w_up, w_gate, 1)
     bias_strides = [0 if bias is None else bias.stride(0) for bias in (b_up, b_gate)]
@@ -154,7 +154,7 @@ def _prepare(
         _hidden_kernel,
         ceil_div(rows, tiles.block_m) * ceil_div(columns, tiles.block_n),
         (
-            *x.stride(), *w_up.stride(), *((0, 0) if w_gate is None else w_gate.stride()), *bias_strides, stride,
+            *x.stride(), *w_up.stride(), *((0, 0) if w_gate is None else w_gate.stride()), *bias_strides, width,
             x.shape[1], columns,
         ),
         (rows, 0.0, *dropout.numbers()),
@@ -162,7 +162,7 @@ def _prepare(
         tiles.num_warps,
         tiles.num_stages,
     )  # fmt: skip
-    return columns, stride, launch, False
+    return columns, width, launch, False
 
 
 def _matrices(

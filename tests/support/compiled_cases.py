@@ -30,9 +30,9 @@ def _leaf(*shape: int) -> Tensor:
     return torch.randn(*shape, device=DEVICE, requires_grad=True)
 
 
-def ffn(rows: int, gated: bool = False, width: int = 16, **options: Any) -> Call:
-    x, w_up, w_down, b_up = _leaf(2, rows, width), _leaf(24, width), _leaf(width, 24), _leaf(24)
-    more = {"w_gate": _leaf(24, width)} if gated else {"b_down": _leaf(width), "residual": _leaf(2, rows, width)}
+def ffn(rows: int, gated: bool = False, width: int = 16, units: int = 24, **options: Any) -> Call:
+    x, w_up, w_down, b_up = _leaf(2, rows, width), _leaf(units, width), _leaf(width, units), _leaf(units)
+    more = {"w_gate": _leaf(units, width)} if gated else {"b_down": _leaf(width), "residual": _leaf(2, rows, width)}
     return functional.ffn, {"x": x, "w_up": w_up, "w_down": w_down, "b_up": b_up} | more | options
 
 
@@ -112,7 +112,8 @@ CALLS: dict[str, Callable[[int], Call]] = {
     "recomputed ffn": lambda rows: ffn(rows, recompute=True, dropout_p=0.25),
     # No fused kernel holds this width in float32.
     "wide ffn": lambda rows: ffn(rows, width=144),
-    "wide gated ffn": lambda rows: ffn(rows, gated=True, width=144, activation="silu"),
+    # Rows of 21 hidden units end within a sector of memory.
+    "wide gated ffn": lambda rows: ffn(rows, gated=True, width=144, units=21, activation="silu"),
     "lora_ffn": lora_ffn,
     "gemm_gemm": gemm_gemm,
     "gemm_reduce": ragged,

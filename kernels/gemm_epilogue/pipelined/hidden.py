@@ -155,12 +155,12 @@ def prepare_hidden(
     low_rank: LowRank | None,
     experts: int = 0,
     limits: tuple[float, float] | None = None,
-    row_stride: int = 0,
+    width: int = 0,
 ) -> Launch | None:
     """The launch for operands of these layouts, with results of so many columns; None: TMA cannot read ``low_rank``.
 
     With ``experts``, rows are sorted by them, and both weights are those of all, behind one another. ``limits``
-    are those of :func:`limited_hidden_and_slopes`. Rows of the results are contiguous, or ``row_stride`` apart.
+    are those of :func:`limited_hidden_and_slopes`. Results may be of more columns, ``width``.
     """
     tile, half = TILE.value, HALF.value
     rows = x.rows
@@ -170,7 +170,7 @@ def prepare_hidden(
     copies = low_rank_copies(low_rank, up.transposed, (half, pipeline.step), (units, pipeline.step))
     if copies is None:
         return None
-    out = dense(rows, columns, half, half, row_stride)
+    out = dense(rows, width or columns, half, half)
     return Launch(
         _pipelined_hidden_kernel,
         min(tile_rows * tile_columns, pipeline.programs),
