@@ -10,15 +10,15 @@ _SAME_VALUE = ("tt.splat", "tt.broadcast", "tt.expand_dims", "arith.extsi", "ari
 def int32_products(ttir: str) -> list[str]:
     """The 32-bit products in ``ttir`` that overflow where a tensor has more than 2^31 elements, one line each.
 
-    Sizes and strides are the integer arguments of a kernel, but for counts of tiles (``tile_rows``, ``tile_columns``).
-    A 32-bit product is at fault if a size or stride is one of its factors, and, where it is part of an address, if it
-    has a tensor of factors or a constant factor that is no power of two: tile numbers times tile sizes are the only
-    products that stay below the number of rows or columns.
+    Sizes and strides are the integer arguments of a kernel, but for counts of tiles: ``tile_rows``, ``tile_columns``,
+    and the few rows of a ``group``. A 32-bit product is at fault if a size or stride is one of its factors, and, where
+    it is part of an address, if it has a tensor of factors or a constant factor that is no power of two: tile numbers
+    times tile sizes are the only products that stay below the number of rows or columns.
     TMA's coordinates are rows and columns, 32 bits wide by nature: a launcher hands it no larger matrix.
     """
     lines = [line for line in ttir.splitlines() if not line.startswith("#")]
     named = re.findall(r"(%[\w$.-]+): i(?:32|64)\b", next(line for line in lines if "tt.func public" in line))
-    arguments = set(named) - {"%tile_rows", "%tile_columns"}
+    arguments = set(named) - {"%tile_rows", "%tile_columns", "%group"}
     inputs, operation, constants, products = _data_flow(lines)
 
     def is_argument(value: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from ..kernels.tuning import EPILOGUE_ELEMENTS, EpiloguePipeline, EpilogueTiles, epilogue_tiles, hidden_stride
 from . import hidden_gradient
 from .call import no_kernels, too_small, uneven
-from .devices import Device
+from .devices import SIXTEEN_BITS, Device
 from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem
 from .measured import Epilogue
 
@@ -55,10 +55,11 @@ def plan(problem: Any, device: Device, columns: int, summed: bool = False) -> Ep
 def torch_multiplies_hidden(problem: Any, device: Device) -> bool:
     """Whether torch computes the product of the hidden, and a kernel what follows.
 
-    Measured of layers without adapters, beside the warp-specialised kernel.
+    Measured of layers without adapters in 16 bits. It depends on the layer alone: a compiler that does not know the
+    number of tokens asks, too.
     """
     p, figures = problem, device.figures.epilogue
-    if figures is None or _adapted(p) or hidden_gradient.epilogue_pipeline("hidden", p, device) is None:
+    if figures is None or _adapted(p) or p.dtype not in SIXTEEN_BITS:
         return False
     few_units = not p.gated and figures.few_units_width <= p.K and 2 * p.N <= p.K
     return few_units or (figures.uneven_from <= p.K and p.K % figures.row_elements > 0)
@@ -76,7 +77,7 @@ def torch_multiplies_gradient(problem: Any, device: Device) -> bool:
 
 
 def kept_columns(problem: Any, device: Device) -> Any:
-    """Elements from one row of kept pre-activations to the next: those of torch's products lie as torch lays them."""
+    """Columns of the kept pre-activations: as many as hidden units or, unless torch computes them, a few more."""
     p = problem
     if _adapted(p) or torch_multiplies_hidden(p, device):
         return p.N

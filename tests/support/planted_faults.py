@@ -175,6 +175,16 @@ FAULTS: tuple[Fault, ...] = (
         "store_tile(z_ptr, z, rows", "store_tile(z_ptr, tl.maximum(z, 0.0), rows",
         "functional/test_ffn_epilogue activations_without_biases",
     ),
+    _fault(
+        "memory behind the last hidden unit left as it was", _HIDDEN,
+        "store_tile(z_ptr, z, rows, cols, width, 1, M, width)", "store_tile(z_ptr, z, rows, cols, width, 1, M, N)",
+        "functional/test_ffn_epilogue nothing_outside_of_the_outputs",
+    ),
+    _fault(
+        "compilers told of no memory behind the last hidden unit", "fusedlayers/functional/ffn/__init__.py",
+        "columns = ffn_epilogue.kept_columns(problem, dispatch.describe(first.device))", "columns = problem.N",
+        "functional/test_compiled opcheck",
+    ),
     # Activations and special values.
     _fault(
         "slope of an activation slightly wrong", "kernels/activations.py",

@@ -45,7 +45,7 @@ def gradients(
     """
     x, w_up, w_down, _, _, w_gate, _, _, seed = operands
     x, units = rows(x), w_down.shape[1]
-    # Behind these columns of what was kept lies nothing.
+    # What was kept may have a few more columns, which say nothing.
     z, z_gate = (each if each is None or each.shape[1] == units else each[:, :units] for each in pre_activations)
     dx, dw_up, db_up, dw_gate, db_gate = (wanted[position] for position in (0, 1, 3, 5, 6))
     plan, arithmetic = call.plan, call.details

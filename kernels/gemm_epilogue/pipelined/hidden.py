@@ -69,8 +69,7 @@ def _finish(
 @gluon.jit
 def _consume(
     consumer: gl.constexpr, hidden_desc, z_desc, gate_desc, up_bias_ptr, gate_bias_ptr, dropout, left_ring, right_ring,
-    places, full, empty, turns, tile_rows, tile_columns, inner, N, experts, group,
-    limits,
+    places, full, empty, turns, tile_rows, tile_columns, inner, N, experts, group, limits,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
     GATED: gl.constexpr, LIMITED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip

@@ -41,8 +41,7 @@ def _copy_quarter(desc, row, column, tiles, full, empty, consumer, position, STA
 
 @gluon.jit
 def _copy_pre_activations(
-    z_desc, gate_desc, tiles, full, empty, tile_rows, tile_columns, experts, group,
-    STAGES: gl.constexpr,
+    z_desc, gate_desc, tiles, full, empty, tile_rows, tile_columns, experts, group, STAGES: gl.constexpr,
 ):  # fmt: skip
     PARTS: gl.constexpr = 1 if gate_desc is None else 2
     count = 0
