@@ -225,7 +225,7 @@ def test_the_lint_still_sees_what_is_not_named() -> None:
         {"spill_bytes": 13},
         {"loop_spills": 1},
         {"activation": "silu"},
-        {"gated": True},
+        {"gated": True, "spill_bytes": 17},
         {"more": False},
         {"dropout": True, "activation": "gelu", "spill_bytes": 341},
         {"serialised": True},
