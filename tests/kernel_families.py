@@ -30,6 +30,7 @@ _GEMM_GEMM = (
 _GPU_GEMM_GEMM = ("gemm_gemm_gpu", "ffn_gpu", "pipelined", "exact_integers")
 _EPILOGUE = (
     "functional/ffn_epilogue",
+    "functional/ffn_layouts",
     "functional/ffn_chunked",
     "planning/epilogue",
     "planning/chunks",
