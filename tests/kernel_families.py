@@ -30,7 +30,6 @@ _GEMM_GEMM = (
 _GPU_GEMM_GEMM = ("gemm_gemm_gpu", "ffn_gpu", "pipelined", "exact_integers")
 _EPILOGUE = (
     "functional/ffn_epilogue",
-    "functional/ffn_layouts",
     "functional/ffn_chunked",
     "planning/epilogue",
     "planning/chunks",
@@ -64,7 +63,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     # The kernels of operations.
     "gemm_gemm": (*_GEMM_GEMM, "kernels/dropout", "kernels/hopper"),
     "gemm_epilogue": (
-        *(*_EPILOGUE, *_HIDDEN_GRADIENT, "functional/lora_ffn", "functional/lora_ffn_dropout"),
+        *(*_EPILOGUE, *_HIDDEN_GRADIENT, "functional/ffn_layouts", "functional/lora_ffn"),
+        "functional/lora_ffn_dropout",
         *("kernels/code_generation_epilogue", "kernels/prepared_launches", "kernels/dropout"),
     ),
     "gemm_reduce": (
