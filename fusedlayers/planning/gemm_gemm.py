@@ -344,11 +344,11 @@ def plan_on(
     elif path == "epilogue":
         epilogue = ffn_epilogue.plan(problem, device, problem.N)
         # Pre-activations that torch computed are replaced by the hidden.
-        hidden_bytes = problem.element_bytes * problem.M * hidden_stride(problem.N, problem.element_bytes)
-        workspace = hidden_bytes if epilogue.hidden_tiles.block_inner else parts * problem.hidden_bytes
+        padded_bytes = problem.element_bytes * problem.M * hidden_stride(problem.N, problem.element_bytes)
+        workspace = padded_bytes if epilogue.hidden_tiles.block_inner else parts * problem.hidden_bytes
         if epilogue.gradient is not None:
             # The gradients of the pre-activations, the hidden for that of w_down, and sums over rows.
-            workspace = (parts + 1) * hidden_bytes + epilogue.gradient.workspace_bytes
+            workspace = (parts + 1) * padded_bytes + epilogue.gradient.workspace_bytes
         options = {
             "epilogue": epilogue,
             "accuracy": activation_accuracy(problem, device),

@@ -163,8 +163,10 @@ def epilogue_pipeline(kernel: str, problem: Any, device: Device) -> EpiloguePipe
     if not device.pipelined or problem.dtype not in SIXTEEN_BITS:
         return None
     pipeline = _pipeline_on(kernel, problem.gated, device.sms)
+    if problem.gated or kernel == "data_gradient":
+        return pipeline
     weights = problem.N * (problem.K if kernel == "hidden" else problem.O)
-    few = kernel != "data_gradient" and not problem.gated and problem.element_bytes * weights <= FEW_WEIGHTS
+    few = problem.element_bytes * weights <= FEW_WEIGHTS
     return replace(pipeline, group=FEW_WEIGHTS_GROUP) if few else pipeline
 
 

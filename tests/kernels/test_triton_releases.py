@@ -22,12 +22,10 @@ FOLDERS = [Path(name) for name in os.environ.get("FUSEDLAYERS_TRITONS", "").spli
 TARGETS = ("sm_90", "gfx942")
 # The mask by itself is drawn by torch where there is no GPU.
 NOT_CALLED = {"keep"}
-# The rows of some experts are no multiples of 16 bytes. The others' few registers are named in the lint of every
-# configuration.
-MAY_SPILL = {
-    "experts_hidden", "experts_product", "experts_hidden_gradient", "pipelined_hidden_gradient",
-    "pipelined_epilogue_gradient",
-}  # fmt: skip
+# The rows of some experts are no multiples of 16 bytes, and two registers are named in the lint of every configuration.
+MAY_SPILL = {"experts_hidden", "experts_product", "experts_hidden_gradient", "pipelined_hidden_gradient"}
+# Bytes at most, with a gate and sums: see the lint of its configurations.
+MOST_SPILLED = {"pipelined_epilogue_gradient": 24}
 
 
 def kernels() -> set[str]:
@@ -47,6 +45,9 @@ def test_every_kernel_compiles(folder: Path, tmp_path: Path) -> None:
     reports = [json.loads(line) for line in done.stdout.splitlines()]
     assert {report["triton"] for report in reports} == {folder.name.removeprefix("triton-")}
     assert {report["kernel"].removesuffix("_kernel") for report in reports} == kernels() - NOT_CALLED
-    red = [(each["kernel"], fault) for each in reports for fault in faults(each)]
-    red = [(kernel, fault) for kernel, fault in red if "registers spilled" not in fault or kernel not in MAY_SPILL]
-    assert not red, "\n".join(map(": ".join, red))
+    red = []
+    for report in reports:
+        kernel = report["kernel"]
+        may_spill = kernel in MAY_SPILL or report["spill_bytes"] <= MOST_SPILLED.get(kernel, 0)
+        red += [f"{kernel}: {fault}" for fault in faults(report) if "registers spilled" not in fault or not may_spill]
+    assert not red, "\n".join(red)
