@@ -62,7 +62,7 @@ def torch_multiplies_hidden(problem: Any, device: Device) -> bool:
     if figures is None or _adapted(p) or p.dtype not in SIXTEEN_BITS:
         return False
     few_units = not p.gated and figures.few_units_width <= p.K and 2 * p.N <= p.K
-    return few_units or (figures.uneven_from <= p.K and p.K % figures.row_elements > 0)
+    return few_units or (figures.uneven_from[0] <= p.K and p.K % figures.row_elements > 0)
 
 
 def torch_multiplies_gradient(problem: Any, device: Device) -> bool:
@@ -73,7 +73,7 @@ def torch_multiplies_gradient(problem: Any, device: Device) -> bool:
         return False
     wide = figures.wide_gradient_from <= p.O
     few_tiles = math.prod(pipeline.tiles(p.M, p.N)) <= figures.few_tiles[wide] * device.sms
-    return few_tiles or (wide and p.O % figures.row_elements > 0)
+    return few_tiles or (figures.uneven_from[1] <= p.O and p.O % figures.row_elements > 0)
 
 
 def kept_columns(problem: Any, device: Device) -> Any:

@@ -27,7 +27,7 @@ def _hidden_kernel(
     VECTOR: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Results have ``width`` columns, N or a few more. ``zero`` is 0, which only the caller knows. With a BLOCK_INNER of
-    # 0 the pre-activations are there, and no operand of theirs is given.
+    # 0 the pre-activations are there, of N columns, and no operand of theirs is given.
     GATED: tl.constexpr = w_gate_ptr is not None or gate_ptr is not None
     UNIT: tl.constexpr = activation_unit(ACTIVATION, ACCURACY)
     N, width = in_units(N, VECTOR), in_units(width, VECTOR)
@@ -35,9 +35,9 @@ def _hidden_kernel(
     rows = row * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
     if BLOCK_INNER == 0:
-        z = load_tile(z_ptr, rows, cols, width, 1, M, N).to(tl.float32)
+        z = load_tile(z_ptr, rows, cols, N, 1, M, N).to(tl.float32)
         if GATED:
-            z_gate = load_tile(gate_ptr, rows, cols, width, 1, M, N).to(tl.float32)
+            z_gate = load_tile(gate_ptr, rows, cols, N, 1, M, N).to(tl.float32)
     else:
         z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         z_gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -87,8 +87,9 @@ def hidden(
     """(H, Z, Zg) ``[M, N]``, contiguous; Z, and Zg with a gate, only to ``keep``. Operands of any strides.
 
     With ``low_rank`` its products are part of Z and Zg; the pipelined kernel adds them on chip. Where ``tiles`` have no
-    inner axis, torch computes Z and Zg, and one kernel H from them. Otherwise, if H is ``for_products`` alone, all rows
-    begin with a sector of memory: Z and Zg may have a few more columns then, which say nothing.
+    inner axis, torch computes Z and Zg, and one kernel H from them, in their place unless they are kept. If H is
+    ``for_products`` alone, rows that a kernel fills begin with a sector of memory: Z and Zg may have a few more columns
+    then, which say nothing.
     ``ready`` belongs to one prepared call: see ``gemm_gemm.Operands``. The place of the dropout is one of its options.
     """
     columns, width, launch, is_pipelined = prepared(
@@ -102,8 +103,9 @@ def hidden(
         z = F.linear(x, w_up, b_up)
         z_gate = None if w_gate is None else F.linear(x, w_gate, b_gate)
         # What is not kept is replaced. x says on which device.
-        found = torch.empty_like(z) if keep else z
+        found = x.new_empty(x.shape[0], width) if keep else z
         launch((x, None, None, None, None, dropout.seed, found, z, z_gate))
+        found = found if width == columns else found[:, :columns]
         return (found, z, z_gate) if keep else (found, None, None)
     found = x.new_empty(x.shape[0], width)
     kept = torch.empty_like(found) if keep else None
@@ -137,7 +139,8 @@ def _prepare(
     it is the pipelined one.
     """
     rows, columns = x.shape[0], w_up.shape[0]
-    width = hidden_stride(columns, x.element_size()) if for_products and tiles.block_inner else columns
+    in_place = not (tiles.block_inner or keep)
+    width = hidden_stride(columns, x.element_size()) if for_products and not in_place else columns
     pipeline = pipeline if dropout.in_whole_draws else None
     matrices = None if pipeline is None else _matrices(x, w_up, w_gate, b_up, b_gate)
     if pipeline is not None and matrices is not None:
@@ -149,7 +152,7 @@ def _prepare(
     if low_rank is not None:
         x, w_up, w_gate = low_rank.joined(x, w_up, w_gate, 1)
     bias_strides = [0 if bias is None else bias.stride(0) for bias in (b_up, b_gate)]
-    vector = 1 if tiles.block_inner else vector_unit(x, columns)
+    vector = 1 if tiles.block_inner else vector_unit(x, columns, width)
     launch = Launch(
         _hidden_kernel,
         ceil_div(rows, tiles.block_m) * ceil_div(columns, tiles.block_n),

@@ -53,14 +53,14 @@ class Epilogue:
     few_rows_weights: int
     least_width: int
     least_chunk_width: int  # in chunks, which are measured against torch's operations in chunks
-    # Torch's product of the hidden, and a kernel for what follows it, were faster than one kernel: for rows of x from
-    # this width on that start at no multiple of so many elements;
+    # Torch's product of the hidden or of its gradient, and a kernel for what follows it, were faster than one kernel:
+    # for rows of x or dy from these widths on that start at no multiple of so many elements;
     row_elements: int
-    uneven_from: int
-    # and without a gate, for rows of at least this width for twice as many elements as there are hidden units, or more.
+    uneven_from: tuple[int, int]
+    # of the hidden without a gate, for rows of at least this width, and of twice as many elements as there are hidden
+    # units, or more;
     few_units_width: int
-    # Of its gradient: where each SM has up to so many tiles, of rows of dy narrower than this width and of others, and
-    # where these others start so.
+    # of its gradient, where each SM has up to so many tiles, of rows of dy narrower than this width and of others.
     few_tiles: tuple[float, float]
     wide_gradient_from: int
     # With adapters, whose products join that kernel alone, torch's path was faster for such rows of x or dy from these

@@ -86,7 +86,9 @@ FIGURES = Figures(
         # the time: a kernel had 0.68 to 1.0 of the speed of torch's products and what follows them, at 200 and 264
         # columns 1.0 to 1.4.
         row_elements=16,
-        uneven_from=600,
+        # At 247 others, whose rows of hidden units start so, too, a step with torch's product of the gradient took 0.92
+        # to 1.04 of the time from 1200 columns on, in the median 0.97; below that 0.94 to 1.1, and 1.02.
+        uneven_from=(600, 1200),
         # 0.83 to 1.05, on an H200 0.90 to 0.95 at 18,080 × 1056 × 256, 15,856 × 1792 × 280 and 14,400 × 3072 × 320.
         few_units_width=896,
         # At 816 sizes on an H100, replayed: of up to 48 tiles a training step took 0.91 to 1.03 of the time of one
