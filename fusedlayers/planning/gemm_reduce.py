@@ -140,10 +140,11 @@ def plan(problem: ReduceProblem, device: Device, backend: str = "auto") -> Reduc
     elif problem.atomic:
         # What atomic=True asks for by name is no question of speed.
         algebraic = algebraic or "atomic=True asks for the kernels"
-    elif algebraic is None and (algebraic := why_slower_algebraic(problem, device)) is None:
-        fused = fused or "the sum of a product is the product of a sum"
     else:
         fused = why_not_kernels(problem, device, backend, unsupported, device.figures.gemm_reduce, why_slower)
+        algebraic = algebraic or why_slower_algebraic(problem, device, fused is None)
+        if algebraic is None:
+            fused = "the sum of a product is the product of a sum"
     reasons = {"fused": fused, "algebraic": algebraic, "torch": None}
     path = next(name for name, reason in reasons.items() if reason is None)
     rejected = [(name, reason) for name, reason in reasons.items() if reason is not None]
@@ -169,13 +170,18 @@ def why_not_algebraic(problem: ReduceProblem) -> str | None:
     return None
 
 
-def why_slower_algebraic(problem: ReduceProblem, device: Device) -> str | None:
-    """Why the product itself is expected to be faster than the product of a sum, from measurements, or None."""
-    if device.figures.gemm_reduce is None:
+def why_slower_algebraic(problem: ReduceProblem, device: Device, in_kernels: bool) -> str | None:
+    """Why the product itself is expected to be faster than the product of a sum, from measurements, or None.
+
+    ``in_kernels``: kernels would compute it, not torch.
+    """
+    figures = device.figures.gemm_reduce
+    if figures is None:
         return None
     elements = problem.batch * problem.kept * problem.reduced
-    limits = device.figures.gemm_reduce.algebraic_from[problem.training]
-    return too_small(elements, "elements of the product", limits, problem.captured)
+    if in_kernels and elements < figures.algebraic_slower_below:
+        return f"{elements:,} elements of the product: kernels were faster below {figures.algebraic_slower_below:,}"
+    return too_small(elements, "elements of the product", figures.algebraic_from[problem.training], problem.captured)
 
 
 def why_slower(problem: ReduceProblem, device: Device, figures: GemmReduce) -> str | None:

@@ -288,8 +288,11 @@ def why_slower(problem: LinearProblem, product: Product, figures: Linear) -> str
         if figures.data_gradient_inner > p.K:
             least = figures.data_gradient_inner
             return f"it sums over {p.K:,} elements: torch was as fast or faster below {least:,}"
-        if figures.data_gradient_columns < p.N:
-            return f"{p.N:,} columns fill the GPU without a split: torch was as fast or faster"
+        if figures.data_gradient_weights < p.N * p.K:
+            most = figures.data_gradient_weights
+            return f"{p.N * p.K:,} weights: torch was as fast or faster with more than {most:,}"
+        if p.N % ALIGNED == VECTOR:
+            return f"rows of {p.N:,} weights begin within a sector of memory: torch was as fast or faster"
     elif not p.aligned and (p.K % 2 == 0 or moved < figures.unaligned_bytes or fewer > figures.few):
         return f"rows of {p.K:,} elements are not aligned: torch was as fast or faster"
     elif fewer > figures.few_rows and more >= figures.wide_columns:

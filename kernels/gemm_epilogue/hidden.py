@@ -87,9 +87,8 @@ def hidden(
     """(H, Z, Zg) ``[M, N]``, contiguous; Z, and Zg with a gate, only to ``keep``. Operands of any strides.
 
     With ``low_rank`` its products are part of Z and Zg; the pipelined kernel adds them on chip. Where ``tiles`` have no
-    inner axis, torch computes Z and Zg, and one kernel H from them, in their place unless they are kept. If H is
-    ``for_products`` alone, rows that a kernel fills begin with a sector of memory: Z and Zg may have a few more columns
-    then, which say nothing.
+    inner axis, torch computes Z and Zg, and one kernel H from them. If H is ``for_products`` alone, rows that a kernel
+    fills begin with a sector of memory: Z and Zg may have a few more columns then, which say nothing.
     ``ready`` belongs to one prepared call: see ``gemm_gemm.Operands``. The place of the dropout is one of its options.
     """
     columns, width, launch, is_pipelined = prepared(
@@ -102,8 +101,8 @@ def hidden(
     if not tiles.block_inner:
         z = F.linear(x, w_up, b_up)
         z_gate = None if w_gate is None else F.linear(x, w_gate, b_gate)
-        # What is not kept is replaced. x says on which device.
-        found = x.new_empty(x.shape[0], width) if keep else z
+        # What is not kept is replaced, unless rows are to lie otherwise. x says on which device.
+        found = x.new_empty(x.shape[0], width) if keep or width > columns else z
         launch((x, None, None, None, None, dropout.seed, found, z, z_gate))
         found = found if width == columns else found[:, :columns]
         return (found, z, z_gate) if keep else (found, None, None)
@@ -139,8 +138,7 @@ def _prepare(
     it is the pipelined one.
     """
     rows, columns = x.shape[0], w_up.shape[0]
-    in_place = not (tiles.block_inner or keep)
-    width = hidden_stride(columns, x.element_size()) if for_products and not in_place else columns
+    width = hidden_stride(columns, x.element_size()) if for_products else columns
     pipeline = pipeline if dropout.in_whole_draws else None
     matrices = None if pipeline is None else _matrices(x, w_up, w_gate, b_up, b_gate)
     if pipeline is not None and matrices is not None:

@@ -134,7 +134,10 @@ def test_rows_for_products_begin_with_a_sector(units: int, row: int, inner: int,
     kept = [z] if z_gate is None else [z, z_gate]
     # Torch's products lie as torch lays them.
     assert {(tuple(each.shape), each.is_contiguous()) for each in kept} == {((49, row if inner else units), True)}
-    assert (tuple(hidden.shape), hidden.stride()) == ((49, units), (row if inner else units, 1))
+    alone, *nothing = kernels.hidden(x, w_up, b_up, w_gate, b_gate, False, *rest, for_products=True)
+    assert nothing == [None, None]
+    assert_equal({"hidden": alone}, {"hidden": hidden})
+    assert {(tuple(each.shape), each.stride()) for each in (hidden, alone)} == {((49, units), (row, 1))}
     pre_activations = [each if each is None else each[:, :units] for each in (z, z_gate)]
     assert_equal(dict(enumerate((hidden, *pre_activations))), dict(enumerate(plain)))
     gradient = (dy, inputs["w_down"], *pre_activations, True, 1, *rest)

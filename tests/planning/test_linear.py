@@ -114,18 +114,18 @@ def test_a_wish_for_kernels_is_no_question_of_speed(asked: dict[str, object]) ->
 
 
 def test_each_product_has_its_own_plan() -> None:
-    training = problem(8, 4096, 2048, needs_data_gradient=True, needs_weight_gradient=True, needs_bias_gradient=True)
+    training = problem(8, 2400, 2048, needs_data_gradient=True, needs_weight_gradient=True, needs_bias_gradient=True)
     made = plan(training, H200)
     assert made.forward.tiles is not None
     assert made.data_gradient is not None
     # The data gradient sums over N, for K columns.
     assert made.data_gradient.splits == choose_splits(
-        Product(DATA_GRADIENT, 8, 2048, 4096), made.data_gradient.tiles or made.forward.tiles, 132
+        Product(DATA_GRADIENT, 8, 2048, 2400), made.data_gradient.tiles or made.forward.tiles, 132
     )
     assert made.weight_gradient is not None
     assert made.weight_gradient.path == "torch"
     assert "weights: torch was as fast" in dict(made.rejected)["kernels for the weight gradient"]
-    assert made.saved_bytes == 2 * (8 * 2048 + 4096 * 2048)
+    assert made.saved_bytes == 2 * (8 * 2048 + 2400 * 2048)
     forced = plan(replace(training, split_k=3), H200)
     assert forced.forward.splits == forced.data_gradient.splits == 3  # type: ignore[union-attr]
     assert forced.weight_gradient is not None
@@ -134,6 +134,11 @@ def test_each_product_has_its_own_plan() -> None:
     assert (frozen.data_gradient, frozen.weight_gradient) == (None, None)
     rows = plan(replace(training, M=17), H200)
     assert "17 rows" in dict(rows.rejected)["kernels for the data gradient"]
+    for columns, words in ((2192, "5,260,800 weights"), (2056, "rows of 2,056 weights")):
+        other = plan(replace(training, K=columns), H200).data_gradient
+        assert other is not None
+        assert other.tiles is None
+        assert words in other.reason
     one = plan(replace(training, M=1), H200)
     assert one.data_gradient is not None
     assert one.data_gradient.tiles is not None

@@ -120,6 +120,22 @@ def test_auto_mode_takes_what_was_measured_faster() -> None:
         assert word in dict(made.rejected).get("fused", ""), problem
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_small_sums_are_taken_in_kernels(captured: bool) -> None:
+    """Where these were measured faster than the product of a sum, which many elements, or wide rows, take."""
+    small = replace(PROBLEM, op="mean", batch=63, captured=captured)
+    training = replace(small, needs_kept_gradient=True)
+    for problem, path in (
+        (small, "fused"),
+        (replace(small, batch=64), "algebraic"),
+        (replace(small, K=136), "algebraic"),
+        (replace(small, batch=1, kept=128, reduced=1024), "fused" if captured else "torch"),
+        (training, "algebraic" if captured else "torch"),
+        (replace(training, batch=64), "algebraic"),
+    ):
+        assert plan(problem, H200).path == path, problem
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_padded_widths_run_unasked_where_they_were_measured(training: bool) -> None:
     assert H200.figures.gemm_reduce is not None

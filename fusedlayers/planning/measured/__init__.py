@@ -86,8 +86,10 @@ class GemmReduce:
 
     faster_from: Mapping[tuple[str, bool], Rows]
     widest_padded: int  # up to this the same holds at inner widths that kernels pad
-    # By whether gradients are wanted: from where on the sum of a product is faster as the product of a sum.
+    # By whether gradients are wanted: from where on the sum of a product is faster as the product of a sum than in
+    # torch; and up to where kernels that are faster than torch are faster than that, too.
     algebraic_from: Mapping[bool, Threshold]
+    algebraic_slower_below: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +134,7 @@ class Linear:
     unaligned_bytes: int  # of rows of odd length, from which kernels were faster
     data_gradient_rows: int  # up to which a data gradient was faster, if it sums over so many elements
     data_gradient_inner: int
-    data_gradient_columns: int  # and has no more columns than these, which would fill the GPU without a split
+    data_gradient_weights: int  # and reads no more weights than these
 
 
 @dataclass(frozen=True, kw_only=True)
