@@ -5,6 +5,7 @@ keeps the pre-activations, where torch keeps them, the activated ones and, gated
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +63,7 @@ def torch_multiplies_hidden(problem: Any, device: Device) -> bool:
     if figures is None or _adapted(p) or p.dtype not in SIXTEEN_BITS:
         return False
     few_units = not p.gated and figures.few_units_width <= p.K and 2 * p.N <= p.K
-    return few_units or (figures.uneven_from[0] <= p.K and p.K % figures.row_elements > 0)
+    return few_units or _starts_unevenly(p.K, figures.uneven_from)
 
 
 def torch_multiplies_gradient(problem: Any, device: Device) -> bool:
@@ -73,7 +74,12 @@ def torch_multiplies_gradient(problem: Any, device: Device) -> bool:
         return False
     wide = figures.wide_gradient_from <= p.O
     few_tiles = math.prod(pipeline.tiles(p.M, p.N)) <= figures.few_tiles[wide] * device.sms
-    return few_tiles or (figures.uneven_from[1] <= p.O and p.O % figures.row_elements > 0)
+    return few_tiles or _starts_unevenly(p.O, figures.uneven_gradient_from)
+
+
+def _starts_unevenly(width: int, widths: Mapping[int, int]) -> bool:
+    """Whether rows are at least as wide as one of ``widths``, and start at no multiple of its number of elements."""
+    return any(least <= width and width % elements > 0 for elements, least in widths.items())
 
 
 def kept_columns(problem: Any, device: Device) -> Any:

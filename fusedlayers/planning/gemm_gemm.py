@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..kernels.tuning import (
+    CONSUMER_ROWS,
     PipelinedConfig,
     StoredConfig,
     TileConfig,
@@ -36,6 +37,9 @@ from .ffn_chunked import ChunkPlan
 from .ffn_epilogue import EpiloguePlan
 from .gemm_gemm_splits import choose_splits, choose_stored_splits
 from .measured import GemmGemm
+
+# Rows of the kernels' largest tiles.
+ROW_TILE = 2 * CONSUMER_ROWS
 
 
 @dataclass(frozen=True)
@@ -236,6 +240,10 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
     width = (pipelined_width if pipelined else padded_width)(max(problem.K, problem.O))
     if not pipelined and padded_width(problem.O) != problem.O:
         return f"width {problem.O} is padded to {padded_width(problem.O)}: torch was as fast or faster"
+    if problem.operation == "gemm_gemm":
+        tiles = problem.batch * -(-problem.M // ROW_TILE)
+        if tiles < figures.least_tiles * device.sms:
+            return f"{tiles} tiles of {ROW_TILE} rows leave SMs idle, where torch's products have more"
     one_launch = pipelined and problem.operation == "ffn" and problem.waits_for_host
     if one_launch and width * problem.N <= figures.weights_of_one_launch[problem.gated]:
         return None

@@ -278,7 +278,7 @@ def choose_splits(product: Product, tiles: SplitTiles, sms: int, wanted: int = 0
 def why_slower(problem: LinearProblem, product: Product, figures: Linear) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
     p = product
-    fewer, more = min(p.M, p.N), max(p.M, p.N)
+    fewer, more, whole = min(p.M, p.N), max(p.M, p.N), p.N % VECTOR == 0
     moved = problem.element_bytes * (p.M * p.K + p.N * p.K + p.M * p.N)
     if figures.most_rows < p.M:
         return f"{p.M:,} rows: not measured with more than {figures.most_rows}"
@@ -293,13 +293,13 @@ def why_slower(problem: LinearProblem, product: Product, figures: Linear) -> str
             return f"{p.N * p.K:,} weights: torch was as fast or faster with more than {most:,}"
         if p.N % ALIGNED == VECTOR:
             return f"rows of {p.N:,} weights begin within a sector of memory: torch was as fast or faster"
-    elif not p.aligned and (p.K % 2 == 0 or moved < figures.unaligned_bytes or fewer > figures.few):
+    elif whole and not p.aligned and (p.K % 2 == 0 or moved < figures.unaligned_bytes or fewer > figures.few):
         return f"rows of {p.K:,} elements are not aligned: torch was as fast or faster"
     elif fewer > figures.few_rows and more >= figures.wide_columns:
         return f"{p.M:,} rows and {p.N:,} columns fill the GPU without a split: torch was as fast or faster"
     elif fewer > figures.few:
         long = more <= figures.middle and figures.long <= p.K
-        if (p.N % VECTOR == 0 and not long) or figures.short > p.K:
+        if (whole and not long) or figures.short > p.K:
             return f"more than {figures.few} rows and columns: torch was as fast or faster"
     elif more >= figures.many_columns and figures.short > p.K:
         return (

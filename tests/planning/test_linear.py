@@ -62,6 +62,8 @@ def test_what_the_kernels_do_not_take(change: dict[str, object], device: Device,
         ((64, 1024, 8192), (64, 64, 128), 8),
         # Not aligned: twice the programs.
         ((11, 303, 190_699), (16, 64, 128), 52),
+        # Nor are columns of the result whole vectors, which torch does slowly.
+        ((5, 41, 44_392), (16, 64, 128), 116),
     ],
     ids=str,
 )
@@ -80,7 +82,7 @@ def test_published_sizes(sizes: tuple[int, int, int], tile: tuple[int, int, int]
     [
         ((513, 8, 65_536), "513 rows: not measured"),
         ((256, 256, 65_536), "more than 64 rows and columns: torch"),
-        ((256, 250, 65_537), "not aligned"),
+        ((256, 248, 65_537), "not aligned"),
         ((1, 9264, 1040), "9,264 columns fill the GPU"),
     ],
 )

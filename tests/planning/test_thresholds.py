@@ -42,6 +42,17 @@ def test_thresholds_decide_at_the_element(device: Device) -> None:
             assert thresholds[0] >= thresholds[1], "a graph takes the launches' cost away, so it can only help"
 
 
+@pytest.mark.parametrize("device", [H200, PIPELINED], ids=["portable", "pipelined"])
+def test_few_tiles_of_a_batch_leave_sms_idle(device: Device) -> None:
+    assert FIGURES is not None
+    problem = Problem("gemm_gemm", batch=15, M=512, K=64, N=4096, O=64, dtype="bfloat16", captured=True)
+    assert 60 >= FIGURES.least_tiles * device.sms > 59
+    assert plan(problem, device).path == "fused"
+    few = plan(replace(problem, batch=1, M=59 * 128), device)
+    assert few.path == "torch"
+    assert dict(few.rejected)["fused"].startswith("59 tiles of 128 rows")
+
+
 def test_many_gated_hidden_units_take_the_path_of_wider_layers() -> None:
     problem = Problem(
         "ffn", batch=1, M=2**16, K=256, N=1024, O=256, dtype="bfloat16", gated=True, captured=True,

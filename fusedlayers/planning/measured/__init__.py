@@ -37,6 +37,8 @@ class GemmGemm:
     # Wider than this, a gated training step was slower with more than four times the width of hidden units, and where
     # they fill no whole number of tiles.
     widest_of_many: int
+    # A batched GEMM-GEMM with fewer tiles of rows for each SM was slower, however long they take.
+    least_tiles: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +55,19 @@ class Epilogue:
     few_rows_weights: int
     least_width: int
     least_chunk_width: int  # in chunks, which are measured against torch's operations in chunks
-    # Torch's product of the hidden or of its gradient, and a kernel for what follows it, were faster than one kernel:
-    # for rows of x or dy from these widths on that start at no multiple of so many elements;
-    row_elements: int
-    uneven_from: tuple[int, int]
-    # of the hidden without a gate, for rows of at least this width, and of twice as many elements as there are hidden
-    # units, or more;
+    # Torch's product of the hidden, and a kernel for what follows it, were faster than one kernel: for rows of x that
+    # start at no multiple of so many elements, from these widths on;
+    uneven_from: Mapping[int, int]
+    # and without a gate, for rows of at least this width for twice as many elements as there are hidden units, or more.
     few_units_width: int
-    # of its gradient, where each SM has up to so many tiles, of rows of dy narrower than this width and of others.
+    # Of its gradient: for such rows of dy, and where each SM has up to so many tiles, of rows of dy narrower than this
+    # width and of others.
+    uneven_gradient_from: Mapping[int, int]
     few_tiles: tuple[float, float]
     wide_gradient_from: int
-    # With adapters, whose products join that kernel alone, torch's path was faster for such rows of x or dy from these
-    # widths on, by whether gradients are wanted.
+    # With adapters, whose products join that kernel alone, torch's path was faster for rows of x or dy that start at no
+    # multiple of so many elements, from these widths on, by whether gradients are wanted.
+    row_elements: int
     uneven_adapted_from: Mapping[bool, int]
 
 

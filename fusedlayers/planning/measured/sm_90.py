@@ -61,6 +61,8 @@ FIGURES = Figures(
         # 37,712 × 256 × 2208 had 0.71 of torch.compile's speed, 65,536 × 256 × 768 has 1.22; with 720 units, which end
         # within a tile, a step took 1.12 to 1.96 of the time of the path for wider layers, with 1024 0.85 to 1.03.
         widest_of_many=128,
+        # 0.22 to 0.83 of torch's speed below on an H100, but for one, 1.1 to 6.8 above.
+        least_tiles=0.45,
     ),
     epilogue=Epilogue(
         # Launched one by one, the host needs 0.4 to 0.5 ms for a forward and backward pass, eager torch 0.3 to 0.4.
@@ -86,21 +88,23 @@ FIGURES = Figures(
         # ones 4.0, 4.6 and 2.4 ms, and 10.4, 9.2 and 3.7 (49,152 × 384 × 1536, 65,536 × 320 × 1280, gated 8192 × 320 ×
         # 864).
         least_chunk_width=320,
-        # At 254 sizes on an H100, replayed. Rows of 16 bytes, and no more, cost the copies of tiles up to a third of
-        # the time: a kernel had 0.68 to 1.0 of the speed of torch's products and what follows them, at 200 and 264
-        # columns 1.0 to 1.4.
-        row_elements=16,
-        # At 247 others, whose rows of hidden units start so, too, a step with torch's product of the gradient took 0.92
-        # to 1.04 of the time from 1200 columns on, in the median 0.97; below that 0.94 to 1.1, and 1.02.
-        uneven_from=(600, 1200),
+        # On an H100, replayed. At 254 sizes rows of whole 16 bytes, and no more, cost the copies of tiles up to a third
+        # of the time: a kernel had 0.68 to 1.0 of the speed of torch's products and what follows them, at 200 and 264
+        # columns 1.0 to 1.4. At 718 others rows within 128 bytes did from 1800 columns on: torch's took 0.79 to 1.09 of
+        # a kernel's time (0.93), a training step 0.92 to 1.0.
+        uneven_from={16: 600, 64: 1800},
         # 0.83 to 1.05, on an H200 0.90 to 0.95 at 18,080 × 1056 × 256, 15,856 × 1792 × 280 and 14,400 × 3072 × 320.
         few_units_width=896,
+        # Of 247 sizes whose hidden units start so, too, a step with torch's product of the gradient took 0.92 to
+        # 1.04 of the time from 1200 columns on, in the median 0.97; below that 0.94 to 1.1, and 1.02.
+        uneven_gradient_from={16: 1200},
         # At 816 sizes on an H100, replayed: of up to 48 tiles a training step took 0.91 to 1.03 of the time of one
         # kernel's, of more 1.0 to 1.16, but of wide rows 0.92 to 1.02.
         few_tiles=(0.4, 3),
         wide_gradient_from=1536,
         # Without adapters one kernel had 1.0 to 1.5 times the best of torch's speed up to 656 columns, 0.83 to 0.95 at
         # 872 to 1576, where a training step was still as fast as in eager torch, or faster.
+        row_elements=16,
         uneven_adapted_from={False: 768, True: 1600},
     ),
     hidden_gradient=HiddenGradient(
@@ -121,8 +125,8 @@ FIGURES = Figures(
             ("sumsq", True): ((128, (2**27, 2**24)),),
             # Torch launches more than for the others: a forward pass costs the host 100 to 150 µs, ours 55 to 115.
             ("logsumexp", False): ((128, (2**21, 2**21)), (256, (2**26, 2**26))),
-            # Padded inner widths had 0.69 to 1.1 of the speed of torch.compile up to 2^23.
-            ("logsumexp", True): ((64, (2**25, 2**21)), (128, (2**25, 3 * 2**22))),
+            # 80 × 38 × 1152 × 64 had 0.85 of the speed of torch.compile, padded inner widths 0.69 to 1.1 up to 2^23.
+            ("logsumexp", True): ((64, (2**25, 2**22)), (128, (2**25, 3 * 2**22))),
         },
         widest_padded=128,
         algebraic_from={False: (3 * 2**24, 2**24), True: (2**26, 2**20)},
@@ -140,7 +144,7 @@ FIGURES = Figures(
         # At 60 random sizes: 0.94 to 1.97 of the best of torch's speed up to these, 0.53 to 1.3 beyond; 1.05 to 1.24
         # with many rows. A kernel for the sums beside cuBLAS had 0.93 to 1.14 of the speed of what torch.compile makes
         # of both, eager torch 0.26 to 1.
-        alone_faster_from=(2**31, 2**29),
+        alone_faster_from=(2**31, 7 * 2**28),  # replayed, 0.88 to 1.02 of the speed of torch.compile below
         many_rows=2**15,
         most_weights_alone=(2**17, 2**18),
         least_filled=0.7,  # 0.82 at 148,800 × 136 × 768 and 59,280 × 192 × 1048: tiles are half, or two thirds full
@@ -162,8 +166,9 @@ FIGURES = Figures(
         short=2048,
         few_rows=16,
         wide_columns=8192,  # 0.77 to 0.88 of torch's speed at 8,192 and 14,336
-        # Torch was as fast or faster for rows that are not aligned (kernels had 0.65 to 1.0 of its speed), but for rows
-        # of odd length and more than so many bytes, which its kernels read one by one.
+        # Torch was as fast or faster for rows that are not aligned (kernels had 0.09 to 2.7 of its speed, in the median
+        # 0.92), but for rows of odd length and more than so many bytes, which its kernels read one by one, and for
+        # columns of its result that are no whole number of vectors (0.76 to 10, 1.9).
         unaligned_bytes=2**20,
         # A data gradient reads W across its rows, which torch does better with more rows of its own than these.
         data_gradient_rows=16,
