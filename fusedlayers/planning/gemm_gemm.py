@@ -247,6 +247,8 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
     one_launch = pipelined and problem.operation == "ffn" and problem.waits_for_host
     if one_launch and width * problem.N <= figures.weights_of_one_launch[problem.gated]:
         return None
+    if pipelined and problem.operation == "ffn" and _fills_too_few(problem, device, figures, width):
+        return f"{problem.M:,} rows keep too few SMs busy: the path for wider layers divides hidden units, too"
     ends_within_tile = False
     if pipelined and width > 128 and problem.needs_data_gradient and problem.needs_weight_gradient:
         # Such a pass was measured faster than torch's only where it stores what is hidden.
@@ -271,6 +273,17 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
     if reason is None and many and width > figures.widest_of_many:
         return f"{problem.N:,} hidden units at width {width}: the path for wider layers was faster"
     return reason
+
+
+def _fills_too_few(problem: Problem, device: Device, figures: GemmGemm, width: int) -> bool:
+    """Whether tiles of rows fill so few SMs that the path for wider layers, which runs the problem, was faster."""
+    share = next(share for widest, share in figures.least_filled if width <= widest)
+    tiles = -(-problem.M // ROW_TILE)
+    many = width > 128 or 4 * width < problem.N or (width > 64 and problem.gated and problem.training)
+    if not many or tiles >= share * device.sms * -(-tiles // device.sms):
+        return False
+    epilogue = device.figures.epilogue
+    return epilogue is not None and ffn_epilogue.why_slower(problem, device, epilogue) is None
 
 
 def _tiles(kernel: str, problem: Problem, device: Device) -> TileConfig | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -99,7 +100,32 @@ def test_hidden_units_do_not_make_up_for_rows(training: bool, captured: bool) ->
     made = plan(problem, PIPELINED)
     assert made.path == "torch"
     assert "2,048 hidden elements" in dict(made.rejected)["fused"]
-    assert plan(replace(problem, M=2**13), PIPELINED).path == "fused"
+    assert plan(replace(problem, M=2**14), PIPELINED).path == "fused"
+    # Half of them would be busy: the other path divides the hidden units among all.
+    for rows in (2**13, 2**14 + 1024):
+        made = plan(replace(problem, M=rows), PIPELINED)
+        assert made.path == "epilogue"
+        assert "too few SMs" in dict(made.rejected)["fused"]
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"N": 520}, "epilogue"),
+        ({"N": 520, "M": 5120}, "fused"),  # 40 tiles on 132 SMs
+        ({"N": 512}, "fused"),
+        ({"gated": True}, "epilogue"),
+        ({"gated": True, "needs_data_gradient": False, "needs_weight_gradient": False}, "fused"),
+        ({"gated": True, "K": 64, "O": 64, "N": 256}, "fused"),
+    ],
+    ids=str,
+)
+def test_few_rows_take_the_path_that_divides_hidden_units(change: dict[str, Any], path: str) -> None:
+    problem = Problem(
+        "ffn", batch=1, M=39 * 128, K=128, N=512, O=128, dtype="bfloat16", captured=True,
+        needs_data_gradient=True, needs_weight_gradient=True,
+    )  # fmt: skip
+    assert plan(replace(problem, **change), PIPELINED).path == path
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])

@@ -37,6 +37,10 @@ class GemmGemm:
     # Wider than this, a gated training step was slower with more than four times the width of hidden units, and where
     # they fill no whole number of tiles.
     widest_of_many: int
+    # By width, the share of the SMs that tiles of rows must fill, over all of their waves: with less the path for wider
+    # layers was faster, up to 128 columns where there are more than four times as many hidden units, beyond 64 also in
+    # a gated training step.
+    least_filled: tuple[tuple[int, float], ...]
     # A batched GEMM-GEMM with fewer tiles of rows for each SM was slower, however long they take.
     least_tiles: float
 

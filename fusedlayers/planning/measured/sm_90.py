@@ -16,8 +16,8 @@ from . import (
 )
 
 # Launched, the host needs 50 to 70 µs, as long as the device needs for torch's at 25 million elements.
-_MAXIMUM: Rows = ((128, (2**25, 2**22)), (256, (2**26, 2**26)))
-_MAXIMUM_GRADIENT: Rows = ((128, (2**27, 2**22)),)
+_MAXIMUM: Rows = ((128, (3 * 2**22, 2**22)), (256, (2**26, 2**26)))
+_MAXIMUM_GRADIENT: Rows = ((128, (2**26, 2**22)),)
 _SUM_OF_SQUARES: Rows = ((128, (2**26, 2**23)), (256, (2**26, 2**26)))
 # On an H100, 1.4 to 2.6 times as fast as torch from these on; launched, the host needs 25 to 40 µs.
 _SUM: Rows = ((128, (3 * 2**22, 2**17)),)
@@ -61,6 +61,9 @@ FIGURES = Figures(
         # 37,712 × 256 × 2208 had 0.71 of torch.compile's speed, 65,536 × 256 × 768 has 1.22; with 720 units, which end
         # within a tile, a step took 1.12 to 1.96 of the time of the path for wider layers, with 1024 0.85 to 1.03.
         widest_of_many=128,
+        # At 400 sizes on an H100, replayed: at 256 columns with fewer the path for wider layers took 0.24 to 1.0 of the
+        # time, above 0.9 to 1.3; up to 128 columns 0.35 to 1.2 and 0.8 to 1.8.
+        least_filled=((128, 0.3), (256, 0.8)),
         # 0.22 to 0.83 of torch's speed below on an H100, but for one, 1.1 to 6.8 above.
         least_tiles=0.45,
     ),
@@ -125,8 +128,8 @@ FIGURES = Figures(
             ("sumsq", True): ((128, (2**27, 2**24)),),
             # Torch launches more than for the others: a forward pass costs the host 100 to 150 µs, ours 55 to 115.
             ("logsumexp", False): ((128, (2**21, 2**21)), (256, (2**26, 2**26))),
-            # 80 × 38 × 1152 × 64 had 0.85 of the speed of torch.compile, padded inner widths 0.69 to 1.1 up to 2^23.
-            ("logsumexp", True): ((64, (2**25, 2**22)), (128, (2**25, 3 * 2**22))),
+            # Padded inner widths had 0.69 to 1.1 of the speed of torch.compile up to 2^23, but eager torch 0.5.
+            ("logsumexp", True): ((128, (2**23, 2**21)),),
         },
         widest_padded=128,
         algebraic_from={False: (3 * 2**24, 2**24), True: (2**26, 2**20)},
@@ -134,7 +137,7 @@ FIGURES = Figures(
         algebraic_slower_below=2**26,
     ),
     # For d = 128. Launched, the host needs as long as for torch's forward pass, and with backward 0.83 to 0.95 of that.
-    maxsim=MaxSim(faster_from={False: (2**24, 2**21), True: (2**22, 2**21)}, widest=128),
+    maxsim=MaxSim(faster_from={False: (2**23, 2**20), True: (2**22, 2**20)}, widest=128),
     # With more weights than these cuBLAS gains more from its clusters, which share what they copy, than one pass over
     # dy saves.
     weight_gradient=WeightGradient(
