@@ -151,6 +151,10 @@ class _Linear(Operation):
             return f"linear: {product}"
         return f"linear: act({product}), act = {formula(problem.activation)}"
 
+    def sees_through(self, call: Prepared) -> bool:
+        # Torch's own backward pass has another order than :meth:`backward`.
+        return super().sees_through(call) and (call.observed or not call.plan.data_gradient_first)
+
     def through_torch(self, call: Prepared, tensors: Tensors) -> Tensor:
         x, weight, bias = tensors
         if call.problem.activation == "identity":

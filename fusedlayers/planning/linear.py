@@ -137,6 +137,9 @@ class LinearPlan(Decision):
     weight_gradient: WeightGradientPlan | None = None
     accuracy: str = "exact"  # of activations in kernels: one of kernels.activations.ACCURACIES
     dependent: bool = False  # whether a kernel is started while the one before it still runs
+    # Whether torch's products run in another order than torch's, inside a graph of a forward and a backward pass that
+    # follow one another: dx before dW, while the weights are in the cache.
+    data_gradient_first: bool = False
 
     def runs(self) -> str:
         how, _, _ = self.reason.partition(": ")
@@ -179,6 +182,8 @@ def plan(problem: LinearProblem, device: Device, backend: str = "auto") -> Linea
         *([] if weight is None else [("weight gradient", weight.path == "fused", dict(weight.rejected).get("fused"))]),
     ]
     fused = any(kernels for _, kernels, _ in products)
+    few_rows = device.figures.linear is not None and device.figures.linear.most_rows >= p.M
+    both = p.needs_data_gradient and p.needs_weight_gradient
     element, splits = p.element_bytes, [forward, *([] if data is None else [data])]
     sizes = p.M * p.K + p.N * p.K + p.M * p.N
     passes = 1 + p.needs_data_gradient + p.needs_weight_gradient
@@ -211,6 +216,7 @@ def plan(problem: LinearProblem, device: Device, backend: str = "auto") -> Linea
             path="torch",
             reason=NO_OTHER_PATH,
             rejected=(("fused", why),),
+            data_gradient_first=few_rows and both and p.captured and backend == "auto" and unsupported is None,
             **options,
         )  # fmt: skip
     by_kernels = [name for name, kernels, _ in products if kernels]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fusedlayers import functional, reference
+from fusedlayers import functional, planning, reference
 from fusedlayers.closeness import assert_all_close
+from fusedlayers.functional import dispatch, operation
 from tests.functional.test_linear import KERNELS_AND_TORCH, inputs, upstream
 from tests.support.operands import DEVICE, INTEGERS, assert_equal, in_float64, leaves, needs_kernels, on_path, results
 
@@ -156,3 +159,32 @@ def test_autocast(dtypes: tuple[str, ...], path: str) -> None:
     truth = call(reference.linear, half, dy.double(), False)
     assert {name: t.dtype for name, t in ours.items()} == {name: t.dtype for name, t in theirs.items()}
     assert_all_close(ours, theirs, truth, computed_in=torch.float16)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_torch_products_with_the_data_gradient_first(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a graph of both passes records them: the same gradients, second ones too, in another order."""
+    tensors = inputs((3, 5), 7, 40, bias=bias)
+    dy, planned, order = upstream(tensors), planning.plan, []
+
+    def plan(problem: planning.LinearProblem, device: planning.Device, wish: str) -> planning.LinearPlan:
+        return replace(planned(problem, device, "torch"), data_gradient_first=True)
+
+    def gradients(call: Callable[..., Tensor]) -> dict[str, Tensor | None]:
+        given = leaves(tensors)
+        found = results(call, given, dy)
+        x, weight, _ = given.values()
+        y = call(**given)
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        (found["second"],) = torch.autograd.grad(dx.sum(), weight)
+        return found
+
+    for name in ("linear", "weight_gradient"):
+        run = getattr(reference, name)
+        monkeypatch.setattr(reference, name, lambda *a, name=name, run=run, **k: order.append(name) or run(*a, **k))
+    expected = gradients(torch.nn.functional.linear)
+    monkeypatch.setattr(dispatch, "_cached_plan", plan)
+    monkeypatch.setattr(operation, "_prepared", {})
+    assert_equal(gradients(functional.linear), expected)
+    # A product forward, and backward another one before the weights'.
+    assert order[:3] == ["linear", "linear", "weight_gradient"]

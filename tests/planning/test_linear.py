@@ -217,3 +217,18 @@ def test_costs() -> None:
     assert made.floor_seconds == pytest.approx(made.bytes / 4.3e12)
     assert starts_early("sm_100")
     assert not starts_early("gfx942")
+
+
+def test_torch_computes_the_data_gradient_first_in_a_graph_of_few_rows() -> None:
+    """That torch's own products take another order is worth a Function of our own nowhere else."""
+    training = problem(128, 2048, 4352, needs_data_gradient=True, needs_weight_gradient=True)
+    made = plan(training, H200)
+    assert (made.path, made.data_gradient_first) == ("torch", True)
+    for change in (
+        {"captured": False}, {"M": 513}, {"needs_data_gradient": False}, {"needs_weight_gradient": False},
+        {"subclass": "DTensor"}, {"dtype": "float64"},
+    ):  # fmt: skip
+        made = plan(replace(training, **change), H200)
+        assert (made.path, made.data_gradient_first) == ("torch", False), change
+    for device, backend in ((CPU, "auto"), (A100, "auto"), (H200, "torch")):
+        assert not plan(training, device, backend).data_gradient_first
