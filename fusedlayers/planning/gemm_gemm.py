@@ -40,6 +40,8 @@ from .measured import GemmGemm
 
 # Rows of the kernels' largest tiles.
 ROW_TILE = 2 * CONSUMER_ROWS
+# Elements at a multiple of which rows must start for whole vectors in the portable kernels.
+EVEN = 16
 
 
 @dataclass(frozen=True)
@@ -238,12 +240,13 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
     kind = problem.operation if problem.operation == "gemm_gemm" else "gated ffn" if problem.gated else "ffn"
     pipelined = _all_pipelined(problem, device)
     width = (pipelined_width if pipelined else padded_width)(max(problem.K, problem.O))
-    if not pipelined and padded_width(problem.O) != problem.O:
-        return f"width {problem.O} is padded to {padded_width(problem.O)}: torch was as fast or faster"
     if problem.operation == "gemm_gemm":
         tiles = problem.batch * -(-problem.M // ROW_TILE)
-        if tiles < figures.least_tiles * device.sms:
+        if tiles < figures.least_tiles[problem.N % EVEN > 0] * device.sms:
             return f"{tiles} tiles of {ROW_TILE} rows leave SMs idle, where torch's products have more"
+    batched_forward = problem.operation == "gemm_gemm" and not problem.training
+    if not pipelined and (problem.O % EVEN > 0 if batched_forward else padded_width(problem.O) != problem.O):
+        return f"width {problem.O} is padded to {padded_width(problem.O)}: torch was as fast or faster"
     one_launch = pipelined and problem.operation == "ffn" and problem.waits_for_host
     if one_launch and width * problem.N <= figures.weights_of_one_launch[problem.gated]:
         return None

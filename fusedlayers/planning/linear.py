@@ -299,7 +299,7 @@ def why_slower(problem: LinearProblem, product: Product, figures: Linear) -> str
             return f"{p.N * p.K:,} weights: torch was as fast or faster with more than {most:,}"
         if p.N % ALIGNED == VECTOR:
             return f"rows of {p.N:,} weights begin within a sector of memory: torch was as fast or faster"
-    elif whole and not p.aligned and (p.K % 2 == 0 or moved < figures.unaligned_bytes or fewer > figures.few):
+    elif not p.aligned and (moved < figures.unaligned_bytes or (whole and (p.K % 2 == 0 or fewer > figures.few))):
         return f"rows of {p.K:,} elements are not aligned: torch was as fast or faster"
     elif fewer > figures.few_rows and more >= figures.wide_columns:
         return f"{p.M:,} rows and {p.N:,} columns fill the GPU without a split: torch was as fast or faster"

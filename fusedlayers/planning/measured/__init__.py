@@ -41,8 +41,9 @@ class GemmGemm:
     # layers was faster, up to 128 columns where there are more than four times as many hidden units, beyond 64 also in
     # a gated training step.
     least_filled: tuple[tuple[int, float], ...]
-    # A batched GEMM-GEMM with fewer tiles of rows for each SM was slower, however long they take.
-    least_tiles: float
+    # A batched GEMM-GEMM with fewer tiles of rows for each SM was slower, however long they take: where the number of
+    # its hidden units is a multiple of 16, and else.
+    least_tiles: tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +139,7 @@ class Linear:
     short: int
     few_rows: int  # with more rows than these torch was faster from so many columns on
     wide_columns: int
-    unaligned_bytes: int  # of rows of odd length, from which kernels were faster
+    unaligned_bytes: int  # of rows that are not aligned, from which kernels were faster than some of torch's
     data_gradient_rows: int  # up to which a data gradient was faster, if it sums over so many elements
     data_gradient_inner: int
     data_gradient_weights: int  # and reads no more weights than these
