@@ -284,7 +284,7 @@ def compile_kernel(
     kernel: str, target: str, dtype: str, width: int, tiles: TileConfig, **options: Any
 ) -> list[dict[str, Any]]:
     """``kernel`` with tiles of your choice, for finding better ones; options are fields of :class:`Case`."""
-    with mock.patch.object(planning.gemm_gemm, "tile_config", return_value=tiles):
+    with mock.patch.object(planning.gemm_gemm_tiles, "tile_config", return_value=tiles):
         return compile_case(Case(target, dtype, width, kernel=kernel, **options))
 
 

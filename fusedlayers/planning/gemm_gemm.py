@@ -7,18 +7,7 @@ through device memory.
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from ..kernels.tuning import (
-    CONSUMER_ROWS,
-    PipelinedConfig,
-    StoredConfig,
-    TileConfig,
-    hidden_stride,
-    padded_width,
-    pipelined_config,
-    pipelined_width,
-    stored_config,
-    tile_config,
-)
+from ..kernels.tuning import CONSUMER_ROWS, hidden_stride, padded_width, pipelined_width, stored_config
 from . import ffn_chunked, ffn_epilogue, gemm_gemm_facts
 from .call import (
     NO_OTHER_PATH,
@@ -36,6 +25,7 @@ from .devices import Device, floor_seconds
 from .ffn_chunked import ChunkPlan
 from .ffn_epilogue import EpiloguePlan
 from .gemm_gemm_splits import choose_splits, choose_stored_splits
+from .gemm_gemm_tiles import all_pipelined, chosen_tiles, portable_tiles, stored_tiles
 from .measured import GemmGemm
 
 # Rows of the kernels' largest tiles.
@@ -228,7 +218,7 @@ def why_unsupported(problem: Problem, device: Device) -> str | None:
         return reason
     width = max(problem.K, problem.O)
     for kernel in problem.kernels:
-        if _portable_tiles(kernel, problem, device) is None:
+        if portable_tiles(kernel, problem, device) is None:
             return f"width {width} (padded {padded_width(width)}) of {problem.dtype} does not fit on chip in {kernel}"
     return None
 
@@ -237,20 +227,21 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
     """Why torch is expected to be faster, from measurements, or None."""
     if problem.recompute is True:
         return None  # the alternative is to recompute in chunks, many launches for each
-    kind = problem.operation if problem.operation == "gemm_gemm" else "gated ffn" if problem.gated else "ffn"
-    pipelined = _all_pipelined(problem, device)
+    batched = problem.operation == "gemm_gemm"
+    kind = problem.operation if batched else "gated ffn" if problem.gated else "ffn"
+    pipelined = all_pipelined(problem, device)
     width = (pipelined_width if pipelined else padded_width)(max(problem.K, problem.O))
-    if problem.operation == "gemm_gemm":
+    if batched:
         tiles = problem.batch * -(-problem.M // ROW_TILE)
         if tiles < figures.least_tiles[problem.N % EVEN > 0] * device.sms:
             return f"{tiles} tiles of {ROW_TILE} rows leave SMs idle, where torch's products have more"
-    batched_forward = problem.operation == "gemm_gemm" and not problem.training
-    if not pipelined and (problem.O % EVEN > 0 if batched_forward else padded_width(problem.O) != problem.O):
+    even = padded_width(problem.O) == problem.O or (batched and not problem.training and problem.O % EVEN == 0)
+    if not (pipelined or even):
         return f"width {problem.O} is padded to {padded_width(problem.O)}: torch was as fast or faster"
-    one_launch = pipelined and problem.operation == "ffn" and problem.waits_for_host
+    one_launch = pipelined and not batched and problem.waits_for_host
     if one_launch and width * problem.N <= figures.weights_of_one_launch[problem.gated]:
         return None
-    if pipelined and problem.operation == "ffn" and _fills_too_few(problem, device, figures, width):
+    if pipelined and not batched and _fills_too_few(problem, device, figures, width):
         return f"{problem.M:,} rows keep too few SMs busy: the path for wider layers divides hidden units, too"
     ends_within_tile = False
     if pipelined and width > 128 and problem.needs_data_gradient and problem.needs_weight_gradient:
@@ -265,9 +256,7 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
     if thresholds is None:
         use = "training" if problem.training else "inference"
         return f"in {use} torch was as fast or faster at width {width}"
-    units = problem.N
-    if problem.operation == "ffn":
-        units = min(units, 4 * width)
+    units = problem.N if batched else min(problem.N, 4 * width)
     elements = problem.batch * problem.M * units
     if pipelined and units < problem.N and figures.busy_rows > problem.M:
         elements = elements * units // problem.N  # each tile takes longer, while other SMs are idle
@@ -289,36 +278,6 @@ def _fills_too_few(problem: Problem, device: Device, figures: GemmGemm, width: i
     return epilogue is not None and ffn_epilogue.why_slower(problem, device, epilogue) is None
 
 
-def _tiles(kernel: str, problem: Problem, device: Device) -> TileConfig | None:
-    tiles = _portable_tiles(kernel, problem, device)
-    pipelined = None if tiles is None else _pipelined(kernel, problem, device)
-    return tiles if tiles is None or pipelined is None else replace(tiles, pipelined=pipelined)
-
-
-def _portable_tiles(kernel: str, problem: Problem, device: Device) -> TileConfig | None:
-    width = max(problem.K, problem.O)
-    return tile_config(kernel, device.architecture, 8 * problem.element_bytes, problem.gated, width)
-
-
-def _pipelined(kernel: str, problem: Problem, device: Device) -> PipelinedConfig | None:
-    if not device.pipelined or problem.element_bytes != 2 or problem.dropout:
-        return None
-    sizes = (problem.batch, problem.M, problem.K, problem.N, problem.O)
-    return pipelined_config(kernel, problem.gated, *sizes, device.sms)
-
-
-def _all_pipelined(problem: Problem, device: Device) -> bool:
-    return all(_pipelined(kernel, problem, device) is not None for kernel in problem.kernels)
-
-
-def _stored(problem: Problem, device: Device) -> StoredConfig | None:
-    """How the backward pass stores what is hidden, or None where it recomputes: where it must, or is as fast."""
-    everything = problem.needs_data_gradient and problem.needs_weight_gradient
-    if problem.operation != "ffn" or problem.recompute is True or not everything or not _all_pipelined(problem, device):
-        return None
-    return stored_config(problem.gated, problem.K, problem.N, problem.O, device.sms, device.triton_release)
-
-
 def plan_on(
     problem: Problem,
     device: Device,
@@ -332,10 +291,10 @@ def plan_on(
     rows = problem.batch * problem.M
     weight_tiles = None
     if path == "fused" and problem.needs_weight_gradient:
-        weight_tiles = _tiles("weight_gradient", problem, device)
+        weight_tiles = chosen_tiles("weight_gradient", problem, device)
     passes = 1 if weight_tiles is None else (weight_tiles.pipelined or weight_tiles).passes
     chunks = ffn_chunked.plan(problem, device, chunk_kernels) if path == "chunked" else None
-    stored = _stored(problem, device) if path == "fused" else None
+    stored = stored_tiles(problem, device) if path == "fused" else None
     forward_units, backward_units = gemm_units(problem, path, passes, stored is not None)
     flops = int(2 * rows * problem.K * problem.N * (forward_units + backward_units))
     io_bytes = element * (rows * (problem.K + problem.O) + problem.weight_elements) * (2 if problem.training else 1)
@@ -345,10 +304,11 @@ def plan_on(
     options: dict[str, Any] = {}
     if path == "fused":
         options = {
-            "forward_tiles": _tiles("forward", problem, device),
-            "data_gradient_tiles": _tiles("data_gradient", problem, device) if problem.needs_data_gradient else None,
+            "forward_tiles": chosen_tiles("forward", problem, device),
             "accuracy": activation_accuracy(problem, device),
         }
+        if problem.needs_data_gradient:
+            options["data_gradient_tiles"] = chosen_tiles("data_gradient", problem, device)
         if weight_tiles is not None:
             splits = choose_splits(problem, device, weight_tiles)
             options |= {

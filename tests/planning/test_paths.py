@@ -173,7 +173,7 @@ def test_the_backend_is_a_wish_that_the_plan_heeds(problem: Problem) -> None:
 
 def test_only_the_kernels_that_will_run_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = {"forward": TileConfig(64, 64, 4, 2), "data_gradient": None, "weight_gradient": TileConfig(32, 32, 4, 1)}
-    monkeypatch.setattr(planning.gemm_gemm, "tile_config", lambda kernel, *rest: tiles[kernel])
+    monkeypatch.setattr(planning.gemm_gemm_tiles, "tile_config", lambda kernel, *rest: tiles[kernel])
     assert planning.gemm_gemm.why_unsupported(INFERENCE, H200) is None
     assert planning.gemm_gemm.why_unsupported(replace(INFERENCE, needs_weight_gradient=True), H200) is None
     reason = planning.gemm_gemm.why_unsupported(replace(INFERENCE, needs_data_gradient=True), H200)
