@@ -154,9 +154,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "autotune": lambda: tables.markdown(_read("autotune", "h200-bf16.json")),
     "random sizes": lambda: _random_sizes(
         _read("drawn", "h100-bf16-ffn.json"),
-        _read("drawn", "h200-bf16-ffn.json"),
-        _read("drawn", "h200-bf16-batched.json"),
-        _read("drawn", "h200-bf16.json"),
+        _read("drawn", "h100-bf16.json"),
     ),
     "recompute": lambda: tables.markdown(_read("recompute", "h200-bf16.json")),
 }
