@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch._C import _get_tracing_state
+from torch.compiler import is_dynamo_compiling
 
 from .. import reference
 from ..kernels.activations import ACTIVATIONS
@@ -160,7 +161,7 @@ class Operation:
 
     def __call__(self, *arguments: Any) -> Any:
         """The public function, called with all of its arguments in order."""
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             tensors, options = ([arguments[place] for place in places] for places in self._places)
             return self.unpacked(self.composite(*arguments), options, tensors)
         return self.repeat(self._last, self._tensors(arguments), self._options(arguments))
@@ -170,18 +171,19 @@ class Operation:
 
         ``in_kernels``: give None where torch would run the call, as the module knows a faster way to do that.
         """
-        if _get_tracing_state() is not None:
-            # The graph of torch.jit holds nothing but torch's own operations, and its sizes are tensors.
-            names = (*self.tensor_names, *self.option_names)
-            return self.reference(**dict(zip(names, (*tensors, *options), strict=True)))
         call = last.again(tensors, options)
         if call is None:
+            if _get_tracing_state() is not None:
+                # The graph of torch.jit holds nothing but torch's own operations, and its sizes are tensors.
+                names = (*self.tensor_names, *self.option_names)
+                return self.reference(**dict(zip(names, (*tensors, *options), strict=True)))
             call = self.prepared(tensors, options)
             last.note(call, tensors, options)
-        if in_kernels and call.sees_through:
-            return None
-        if call.direct and dispatch._counted is None:
-            return self.through_torch(call, tensors)
+        if call.sees_through:
+            if in_kernels:
+                return None
+            if call.direct and dispatch._counted is None:
+                return self.through_torch(call, tensors)
         return self.run(call, tensors)
 
     def prepared(self, tensors: Tensors, options: tuple[Any, ...]) -> Prepared:
