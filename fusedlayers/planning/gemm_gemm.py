@@ -233,7 +233,8 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
     width = (pipelined_width if pipelined else padded_width)(max(problem.K, problem.O))
     if batched:
         tiles = problem.batch * -(-problem.M // ROW_TILE)
-        if tiles < figures.least_tiles[problem.N % EVEN > 0] * device.sms:
+        least = figures.least_tiles[0 if pipelined else 1 + (problem.N % EVEN > 0)]
+        if tiles < least * device.sms:
             return f"{tiles} tiles of {ROW_TILE} rows leave SMs idle, where torch's products have more"
     even = padded_width(problem.O) == problem.O or (batched and not problem.training and problem.O % EVEN == 0)
     if not (pipelined or even):

@@ -41,9 +41,9 @@ class GemmGemm:
     # layers was faster, up to 128 columns where there are more than four times as many hidden units, beyond 64 also in
     # a gated training step.
     least_filled: tuple[tuple[int, float], ...]
-    # A batched GEMM-GEMM with fewer tiles of rows for each SM was slower, however long they take: where the number of
-    # its hidden units is a multiple of 16, and else.
-    least_tiles: tuple[float, float]
+    # A batched GEMM-GEMM with fewer tiles of rows for each SM was slower, however long they take: in pipelined kernels,
+    # in portable ones if the number of hidden units is a multiple of 16, and else.
+    least_tiles: tuple[float, float, float]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,13 +15,13 @@ from . import (
     WeightGradient,
 )
 
-# Launched, kernels took 31 to 41 µs at 14 to 15 million elements on an H100, eager torch 55 to 60, and in training 140
-# to 330 at 21 to 27 million, where the host decides, torch 240 to 260.
+# Launched, kernels took 31 to 41 µs at 14 to 15 million elements on an H100, eager torch 55 to 60. In training the host
+# decides: it needed 110 to 610 µs.
 _MAXIMUM: Rows = ((128, (3 * 2**22, 2**22)), (256, (2**26, 2**26)))
-_MAXIMUM_GRADIENT: Rows = ((128, (2**26, 2**22)),)
+_MAXIMUM_GRADIENT: Rows = ((128, (2**27, 2**22)),)
 _SUM_OF_SQUARES: Rows = ((128, (2**26, 2**23)), (256, (2**26, 2**26)))
 # On an H100, 1.4 to 2.6 times as fast as torch from these on; launched, the host needs 25 to 40 µs.
-_SUM: Rows = ((128, (3 * 2**22, 2**17)),)
+_SUM: Rows = ((128, (2**24, 2**17)),)
 
 FIGURES = Figures(
     ceilings={"NVIDIA H200": (790e12, 4.3e12)},
@@ -34,7 +34,7 @@ FIGURES = Figures(
             # On an H100, replayed, 1.04 to 6.8 times as fast as torch from these on, in training 1.1 to 3.9; launched
             # 1.4 to 4, in training 1.1 to 2.4.
             ("gemm_gemm", False): ((128, (2**24, 2**23)),),
-            ("gemm_gemm", True): ((64, (2**26, 2**24)),),
+            ("gemm_gemm", True): ((64, (5 * 2**24, 2**24)),),
         },
         # An FFN costs the host as much as torch's launches or less, so that the device alone decides.
         pipelined_faster_from={
@@ -48,7 +48,7 @@ FIGURES = Figures(
             # and 350 to 500 with backward, eager torch 300 to 450; on an H100 14 to 18 at 64 columns and 2^23 to 2^24
             # elements, eager torch 22 to 38.
             ("gemm_gemm", False): ((64, (2**24, 2**22)), (128, (2**25, 2**22))),
-            ("gemm_gemm", True): ((64, (2**26, 2**24)), (128, (2**28, 2**26))),
+            ("gemm_gemm", True): ((64, (5 * 2**24, 2**24)), (128, (2**28, 2**26))),
         },
         # Launched one by one the host sets the pace: beside eager torch a training step took 0.89 to 1.13 of the time,
         # gated 0.65 to 1.1, in the median 0.98 and 0.82.
@@ -66,8 +66,9 @@ FIGURES = Figures(
         # At 400 sizes on an H100, replayed: at 256 columns with fewer the path for wider layers took 0.24 to 1.0 of the
         # time, above 0.9 to 1.3; up to 128 columns 0.35 to 1.2 and 0.8 to 1.8.
         least_filled=((128, 0.3), (256, 0.8)),
-        # On an H100 0.22 to 0.83 of torch's speed below, but for one; 0.52 to 0.82 below the second at 72 to 100 tiles.
-        least_tiles=(0.45, 1),
+        # On an H100 0.22 to 0.83 of torch's speed below, but for one; 0.52 to 0.82 below the third at 72 to 100 tiles.
+        # The first is between 0.83 at 5 × 256 × 3776 × 64 × 64 and 1.21 on an H200 at 4 × 1024 × 1024 × 64 × 128.
+        least_tiles=(0.2, 0.45, 1),
     ),
     epilogue=Epilogue(
         # Launched one by one, the host needs 0.4 to 0.5 ms for a forward and backward pass, eager torch 0.3 to 0.4.
@@ -120,8 +121,7 @@ FIGURES = Figures(
         widest_staying=(1024, 4096),
         least_staying=0.95,  # where it was measured, 0.97
     ),
-    # Launched, the host needs 400 to 550 µs for a forward and backward pass, eager torch 280 to 450, and as much for a
-    # logsumexp.
+    # Launched, the host needs 400 to 550 µs for a forward and backward pass, eager torch 280 to 450.
     gemm_reduce=GemmReduce(
         faster_from={
             **{(op, False): _MAXIMUM for op in ("max", "min", "absmax")},
@@ -132,7 +132,7 @@ FIGURES = Figures(
             # Torch launches more than for the others: a forward pass costs the host 100 to 150 µs, ours 55 to 115.
             ("logsumexp", False): ((128, (2**21, 2**21)), (256, (2**26, 2**26))),
             # Padded inner widths had 0.69 to 1.1 of the speed of torch.compile up to 2^23, but eager torch 0.5.
-            ("logsumexp", True): ((128, (2**23, 2**21)),),
+            ("logsumexp", True): ((128, (2**25, 2**21)),),
         },
         widest_padded=128,
         algebraic_from={False: (3 * 2**24, 2**24), True: (2**26, 2**20)},
@@ -140,7 +140,7 @@ FIGURES = Figures(
         algebraic_slower_below=2**26,
     ),
     # For d = 128. Launched, the host needs as long as for torch's forward pass, and with backward 0.83 to 0.95 of that.
-    maxsim=MaxSim(faster_from={False: (2**23, 2**20), True: (2**22, 2**20)}, widest=128),
+    maxsim=MaxSim(faster_from={False: (3 * 2**22, 2**20), True: (2**22, 2**20)}, widest=128),
     # With more weights than these cuBLAS gains more from its clusters, which share what they copy, than one pass over
     # dy saves.
     weight_gradient=WeightGradient(
