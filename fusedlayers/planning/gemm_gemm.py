@@ -272,7 +272,8 @@ def _fills_too_few(problem: Problem, device: Device, figures: GemmGemm, width: i
     """Whether tiles of rows fill so few SMs that the path for wider layers, which runs the problem, was faster."""
     share = next(share for widest, share in figures.least_filled if width <= widest)
     tiles = -(-problem.M // ROW_TILE)
-    many = width > 128 or 4 * width < problem.N or (width > 64 and problem.gated and problem.training)
+    gated_step = problem.gated and problem.training
+    many = width > 128 or figures.many_units < problem.N or (width > 64 and gated_step)
     if not many or tiles >= share * device.sms * -(-tiles // device.sms):
         return False
     epilogue = device.figures.epilogue

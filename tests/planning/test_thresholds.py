@@ -118,7 +118,8 @@ def test_hidden_units_do_not_make_up_for_rows(training: bool, captured: bool) ->
         ({"N": 512}, "fused"),
         ({"gated": True}, "epilogue"),
         ({"gated": True, "needs_data_gradient": False, "needs_weight_gradient": False}, "fused"),
-        ({"gated": True, "K": 64, "O": 64, "N": 256}, "fused"),
+        ({"gated": True, "K": 64, "O": 64}, "fused"),
+        ({"K": 64, "O": 64, "N": 520}, "epilogue"),
     ],
     ids=str,
 )

@@ -38,9 +38,9 @@ class GemmGemm:
     # they fill no whole number of tiles.
     widest_of_many: int
     # By width, the share of the SMs that tiles of rows must fill, over all of their waves: with less the path for wider
-    # layers was faster, up to 128 columns where there are more than four times as many hidden units, beyond 64 also in
-    # a gated training step.
+    # layers was faster, up to 128 columns with more hidden units than these, beyond 64 also in a gated training step.
     least_filled: tuple[tuple[int, float], ...]
+    many_units: int
     # A batched GEMM-GEMM with fewer tiles of rows for each SM was slower, however long they take: in pipelined kernels,
     # in portable ones if the number of hidden units is a multiple of 16, and else.
     least_tiles: tuple[float, float, float]

@@ -63,9 +63,10 @@ FIGURES = Figures(
         # 37,712 × 256 × 2208 had 0.71 of torch.compile's speed, 65,536 × 256 × 768 has 1.22; with 720 units, which end
         # within a tile, a step took 1.12 to 1.96 of the time of the path for wider layers, with 1024 0.85 to 1.03.
         widest_of_many=128,
-        # At 400 sizes on an H100, replayed: at 256 columns with fewer the path for wider layers took 0.24 to 1.0 of the
-        # time, above 0.9 to 1.3; up to 128 columns 0.35 to 1.2 and 0.8 to 1.8.
+        # At 400 sizes on an H100, replayed: at 256 columns with less the path for wider layers took 0.24 to 1.06 of the
+        # time (median 0.69), else 0.97 to 1.3; up to 128 columns 0.35 to 1.08 (0.66) and 0.8 to 2.6 (1.16).
         least_filled=((128, 0.3), (256, 0.8)),
+        many_units=512,
         # On an H100 0.22 to 0.83 of torch's speed below, but for one; 0.52 to 0.82 below the third at 72 to 100 tiles.
         # The first is between 0.83 at 5 × 256 × 3776 × 64 × 64 and 1.21 on an H200 at 4 × 1024 × 1024 × 64 × 128.
         least_tiles=(0.2, 0.45, 1),
