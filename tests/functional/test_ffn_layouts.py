@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusedlayers import functional, reference
@@ -134,6 +135,7 @@ def test_rows_for_products_begin_with_a_sector(units: int, row: int, inner: int,
     kept = [z] if z_gate is None else [z, z_gate]
     # Torch's products lie as torch lays them.
     assert {(tuple(each.shape), each.is_contiguous()) for each in kept} == {((49, row if inner else units), True)}
+    assert_equal({"z": z[:, :units]}, {"z": F.linear(x, w_up, b_up)})
     alone, *nothing = kernels.hidden(x, w_up, b_up, w_gate, b_gate, False, *rest, for_products=True)
     assert nothing == [None, None]
     assert_equal({"hidden": alone}, {"hidden": hidden})

@@ -1,4 +1,4 @@
-"""Planted faults of what calls and blocks keep for the next one: see ``planted_faults.py``."""
+"""Planted faults of how calls run, and of what they and blocks keep for the next one: see ``planted_faults.py``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from tests.support.planting import fault as _fault
 _AUTOGRAD, _OBSERVED = "fusedlayers/functional/autograd.py", "fusedlayers/functional/custom_ops.py"
 
 CALLS: tuple[Fault, ...] = (
+    _fault(
+        "torch's order of products in a graph", "fusedlayers/functional/linear.py",
+        "(call.observed or not call.plan.data_gradient_first)", "True",
+        "functional/test_linear_autograd products_with_the_data_gradient_first",
+    ),
     _fault(
         "dtypes of an observed call forgotten", _OBSERVED,
         "(each.dtype, *layout_of(each))", "layout_of(each)",
