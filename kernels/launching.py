@@ -40,6 +40,12 @@ def vector_unit(tensor: torch.Tensor, *sizes: int) -> int:
     return 1 if any(size % unit for size in sizes) else unit
 
 
+def empty_rows(like: torch.Tensor, rows: int, columns: int, stride: int) -> torch.Tensor:
+    """An empty ``[rows, columns]`` of the dtype and device of ``like``, whose rows are ``stride`` elements apart."""
+    found = like.new_empty(rows, stride)
+    return found if stride == columns else found[:, :columns]
+
+
 def layout_of(tensor: torch.Tensor) -> tuple[object, ...]:
     """How a tensor lies in memory, as far as kernels mind: its strides, and its address modulo their alignment."""
     return tensor.stride(), tensor.data_ptr() & ALIGNMENT_MASK

@@ -11,7 +11,7 @@ from dataclasses import MISSING, fields, replace
 from typing import Any, NamedTuple
 
 from .avoiding import configurations
-from .call import Decision
+from .call import ALIGNED, Decision
 from .devices import Device
 
 # Backends by which a problem may be found to run fastest: kernels wherever they can run, as the figures of the
@@ -20,8 +20,6 @@ CHOICES = ("triton", "auto", "torch")
 # Fields of a problem that are neither its sizes nor its flags. What torch.compile has traced was measured neither
 # launched nor replayed, but costs the host something between both.
 _NO_FLAGS = ("operation", "captured", "compiled")
-# Elements, a multiple of more than which makes no difference to where rows start.
-_ALIGNED = 16
 
 Sizes = tuple[tuple[str, int], ...]
 
@@ -133,4 +131,4 @@ def _within(entry: Entry, low: Sizes, high: Sizes) -> bool:
 def _as_aligned(sizes: Sizes, low: Sizes, high: Sizes) -> bool:
     """Whether each size is a multiple of what both bounds are multiples of, as far as that matters."""
     together = zip(low, sizes, high, strict=True)
-    return all(size % math.gcd(least, most, _ALIGNED) == 0 for (_, least), (_, size), (_, most) in together)
+    return all(size % math.gcd(least, most, ALIGNED) == 0 for (_, least), (_, size), (_, most) in together)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from ..kernels.tuning import CONSUMER_ROWS, hidden_stride, padded_width, pipelined_width, stored_config
 from . import ffn_chunked, ffn_epilogue, gemm_gemm_facts
 from .call import (
+    ALIGNED,
     NO_OTHER_PATH,
     Call,
     Decision,
@@ -30,8 +31,6 @@ from .measured import GemmGemm
 
 # Rows of the kernels' largest tiles.
 ROW_TILE = 2 * CONSUMER_ROWS
-# Elements at a multiple of which rows must start for whole vectors in the portable kernels.
-EVEN = 16
 
 
 @dataclass(frozen=True)
@@ -231,18 +230,16 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
     kind = problem.operation if batched else "gated ffn" if problem.gated else "ffn"
     pipelined = all_pipelined(problem, device)
     width = (pipelined_width if pipelined else padded_width)(max(problem.K, problem.O))
-    if batched:
-        tiles = problem.batch * -(-problem.M // ROW_TILE)
-        least = figures.least_tiles[0 if pipelined else 1 + (problem.N % EVEN > 0)]
-        if tiles < least * device.sms:
-            return f"{tiles} tiles of {ROW_TILE} rows leave SMs idle, where torch's products have more"
-    even = padded_width(problem.O) == problem.O or (batched and not problem.training and problem.O % EVEN == 0)
+    tiles = problem.batch * -(-problem.M // ROW_TILE)
+    if batched and tiles < device.sms * figures.least_tiles[0 if pipelined else 1 + (problem.N % ALIGNED > 0)]:
+        return f"{tiles} tiles of {ROW_TILE} rows leave SMs idle: torch was as fast or faster"
+    even = padded_width(problem.O) == problem.O or (batched and not problem.training and problem.O % ALIGNED == 0)
     if not (pipelined or even):
         return f"width {problem.O} is padded to {padded_width(problem.O)}: torch was as fast or faster"
     one_launch = pipelined and not batched and problem.waits_for_host
     if one_launch and width * problem.N <= figures.weights_of_one_launch[problem.gated]:
         return None
-    if pipelined and not batched and _fills_too_few(problem, device, figures, width):
+    if pipelined and not batched and _fills_too_few(tiles, width, problem, device, figures):
         return f"{problem.M:,} rows keep too few SMs busy: the path for wider layers divides hidden units, too"
     ends_within_tile = False
     if pipelined and width > 128 and problem.needs_data_gradient and problem.needs_weight_gradient:
@@ -268,10 +265,9 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
     return reason
 
 
-def _fills_too_few(problem: Problem, device: Device, figures: GemmGemm, width: int) -> bool:
-    """Whether tiles of rows fill so few SMs that the path for wider layers, which runs the problem, was faster."""
+def _fills_too_few(tiles: int, width: int, problem: Problem, device: Device, figures: GemmGemm) -> bool:
+    """Whether ``tiles`` of rows fill so few SMs that the path for wider layers, which runs the problem, was faster."""
     share = next(share for widest, share in figures.least_filled if width <= widest)
-    tiles = -(-problem.M // ROW_TILE)
     gated_step = problem.gated and problem.training
     many = width > 128 or figures.many_units < problem.N or (width > 64 and gated_step)
     if not many or tiles >= share * device.sms * -(-tiles // device.sms):

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 from ..kernels.tuning import SplitTiles, split_tiles, starts_early
 from . import weight_gradient
 from .call import (
+    ALIGNED,
     NO_OTHER_PATH,
     Call,
     Decision,
@@ -26,9 +27,8 @@ FORWARD, DATA_GRADIENT = "forward", "data gradient"
 
 # Columns of torch's result that are whole vectors.
 VECTOR = 8
-# Operands whose rows do not all start at a multiple of so many elements are read in small pieces: twice the programs
-# wait for memory at once.
-ALIGNED, UNALIGNED_PROGRAMS = 16, 2
+# Operands whose rows are not aligned are read in small pieces: twice the programs wait for memory at once.
+UNALIGNED_PROGRAMS = 2
 # Of the tile of a data gradient, which reads W across its rows.
 LEAST_COLUMNS = 64
 
@@ -182,8 +182,6 @@ def plan(problem: LinearProblem, device: Device, backend: str = "auto") -> Linea
         *([] if weight is None else [("weight gradient", weight.path == "fused", dict(weight.rejected).get("fused"))]),
     ]
     fused = any(kernels for _, kernels, _ in products)
-    few_rows = device.figures.linear is not None and device.figures.linear.most_rows >= p.M
-    both = p.needs_data_gradient and p.needs_weight_gradient
     element, splits = p.element_bytes, [forward, *([] if data is None else [data])]
     sizes = p.M * p.K + p.N * p.K + p.M * p.N
     passes = 1 + p.needs_data_gradient + p.needs_weight_gradient
@@ -209,6 +207,8 @@ def plan(problem: LinearProblem, device: Device, backend: str = "auto") -> Linea
         "weight_gradient": weight,
     }
     if not fused:
+        few_rows = device.figures.linear is not None and device.figures.linear.most_rows >= p.M
+        both = p.needs_data_gradient and p.needs_weight_gradient
         reasons = {str(reason) for _, _, reason in products}
         why = reasons.pop() if len(reasons) == 1 else "; ".join(f"{name}: {reason}" for name, _, reason in products)
         return LinearPlan(

@@ -9,7 +9,7 @@ from ..activations import activation_unit, hidden_and_slopes
 from ..device import tl, triton
 from ..dropout import NO_DROPOUT, Dropout, keep_factor
 from ..hopper import ALIGNMENT, Matrix, matrix, untransposed
-from ..launching import Launch, ceil_div, prepared, vector_unit
+from ..launching import Launch, ceil_div, empty_rows, prepared, vector_unit
 from ..tiles import add_product, grouped_tile, in_units, load_tile, load_vector, store_tile
 from ..tuning import EpiloguePipeline, EpilogueTiles, hidden_stride
 from . import pipelined
@@ -102,20 +102,19 @@ def hidden(
         z = F.linear(x, w_up, b_up)
         z_gate = None if w_gate is None else F.linear(x, w_gate, b_gate)
         # What is not kept is replaced, unless rows are to lie otherwise. x says on which device.
-        found = x.new_empty(x.shape[0], width) if keep or width > columns else z
+        found = empty_rows(x, x.shape[0], columns, width) if keep or width > columns else z
         launch((x, None, None, None, None, dropout.seed, found, z, z_gate))
-        found = found if width == columns else found[:, :columns]
         return (found, z, z_gate) if keep else (found, None, None)
-    found = x.new_empty(x.shape[0], width)
-    kept = torch.empty_like(found) if keep else None
+    found = empty_rows(x, x.shape[0], columns, width)
+    kept = x.new_empty(x.shape[0], width) if keep else None
     if keep and w_gate is not None:
-        z_gate = torch.empty_like(found)
+        z_gate = x.new_empty(x.shape[0], width)
     if is_pipelined:
         more = (None,) * 3 if low_rank is None else low_rank.copied(w_up.stride(1) != 1)[:3]
         pipelined.launch_hidden(launch, (x, w_up, w_gate, found, kept, z_gate, *more), (b_up, b_gate, dropout.seed))
     else:
         launch((x, w_up, w_gate, b_up, b_gate, dropout.seed, found, kept, z_gate))
-    return found if width == columns else found[:, :columns], kept, z_gate
+    return found, kept, z_gate
 
 
 def _prepare(

@@ -10,7 +10,7 @@ from ..column_sums import column_partials
 from ..device import tl, triton
 from ..dropout import NO_DROPOUT, Dropout, keep_factor
 from ..hopper import ALIGNMENT, Matrix, matrix, untransposed
-from ..launching import Launch, ceil_div, layout_of, prepared, vector_unit
+from ..launching import Launch, ceil_div, empty_rows, layout_of, prepared, vector_unit
 from ..partials import ReduceBlocks, reduce_partials
 from ..tiles import add_product, grouped_tile, in_units, load_tile, store_tile
 from ..tuning import BAND_BLOCKS, ColumnSumTiles, EpiloguePipeline, EpilogueTiles, hidden_stride
@@ -170,9 +170,9 @@ def hidden_gradient(
     elif made.side_by_side:
         dz, d_gate = dy.new_empty(rows, 2 * columns).split(columns, 1)
     else:
-        dz = _rows_of(dy, *made.shape)
-        d_gate = None if z_gate is None else _rows_of(dy, *made.shape)
-    hidden = _rows_of(dy, *made.shape) if keep_hidden and hidden_into is None else hidden_into
+        dz = empty_rows(dy, *made.shape)
+        d_gate = None if z_gate is None else empty_rows(dy, *made.shape)
+    hidden = empty_rows(dy, *made.shape) if keep_hidden and hidden_into is None else hidden_into
     # Of few rows the kernel's sums are the result.
     complete = made.sums is not None and len(made.sums) == 1
     sums = None
@@ -204,11 +204,6 @@ def hidden_gradient(
     found = list(sums_into) or [dy.new_empty(columns) for _ in range(parts)]
     reduce_partials(sums, found, blocks=_BAND_BLOCKS, other=other, ready=made.ready)
     return HiddenGradients(dz, d_gate, found[0], found[1] if parts == 2 else None, hidden, db_down)
-
-
-def _rows_of(like: torch.Tensor, rows: int, columns: int, stride: int) -> torch.Tensor:
-    found = like.new_empty(rows, stride)
-    return found if stride == columns else found[:, :columns]
 
 
 class _Prepared(NamedTuple):

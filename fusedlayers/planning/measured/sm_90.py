@@ -20,7 +20,7 @@ from . import (
 _MAXIMUM: Rows = ((128, (3 * 2**22, 2**22)), (256, (2**26, 2**26)))
 _MAXIMUM_GRADIENT: Rows = ((128, (2**27, 2**22)),)
 _SUM_OF_SQUARES: Rows = ((128, (2**26, 2**23)), (256, (2**26, 2**26)))
-# On an H100, 1.4 to 2.6 times as fast as torch from these on; launched, the host needs 25 to 40 µs.
+# On an H100, replayed, 1.3 to 4.4 times as fast as torch at 22 sizes; launched, the host needs 25 to 40 µs.
 _SUM: Rows = ((128, (2**24, 2**17)),)
 
 FIGURES = Figures(
@@ -64,7 +64,7 @@ FIGURES = Figures(
         # within a tile, a step took 1.12 to 1.96 of the time of the path for wider layers, with 1024 0.85 to 1.03.
         widest_of_many=128,
         # At 400 sizes on an H100, replayed: at 256 columns with less the path for wider layers took 0.24 to 1.06 of the
-        # time (median 0.69), else 0.97 to 1.3; up to 128 columns 0.35 to 1.08 (0.66) and 0.8 to 2.6 (1.16).
+        # time (median 0.69), else 0.97 to 1.28 (1.1); up to 128 columns 0.35 to 1.08 (0.67) and 0.8 to 2.62 (1.17).
         least_filled=((128, 0.3), (256, 0.8)),
         many_units=512,
         # On an H100 0.22 to 0.83 of torch's speed below, but for one; 0.52 to 0.82 below the third at 72 to 100 tiles.
@@ -97,8 +97,8 @@ FIGURES = Figures(
         least_chunk_width=320,
         # On an H100, replayed. At 254 sizes rows of whole 16 bytes, and no more, cost the copies of tiles up to a third
         # of the time: a kernel had 0.68 to 1.0 of the speed of torch's products and what follows them, at 200 and 264
-        # columns 1.0 to 1.4. At 718 others rows within 128 bytes did from 1800 columns on: torch's took 0.79 to 1.09 of
-        # a kernel's time (0.93), a training step 0.92 to 1.0.
+        # columns 1.0 to 1.4. At 211 others rows that start within 128 bytes did from 1800 columns on: torch's took 0.79
+        # to 1.11 of a kernel's time (median 0.94), a training step 0.92 to 1.05 (107 sizes, 0.98).
         uneven_from={16: 600, 64: 1800},
         # 0.83 to 1.05, on an H200 0.90 to 0.95 at 18,080 × 1056 × 256, 15,856 × 1792 × 280 and 14,400 × 3072 × 320.
         few_units_width=896,
@@ -137,7 +137,8 @@ FIGURES = Figures(
         },
         widest_padded=128,
         algebraic_from={False: (3 * 2**24, 2**24), True: (2**26, 2**20)},
-        # The kernel took 0.68 to 0.97 of its time up to these, 1.07 to 1.8 with more.
+        # Forward, on an H100, the kernel took 0.41 to 1.0 of its time with fewer, but for one of 17 sizes (1.15), and
+        # 0.79 to 1.85 at seven with more.
         algebraic_slower_below=2**26,
     ),
     # For d = 128. Launched, the host needs as long as for torch's forward pass, and with backward 0.83 to 0.95 of that.
@@ -151,7 +152,7 @@ FIGURES = Figures(
         # At 60 random sizes: 0.94 to 1.97 of the best of torch's speed up to these, 0.53 to 1.3 beyond; 1.05 to 1.24
         # with many rows. A kernel for the sums beside cuBLAS had 0.93 to 1.14 of the speed of what torch.compile makes
         # of both, eager torch 0.26 to 1.
-        alone_faster_from=(2**31, 7 * 2**28),  # replayed, 0.88 to 1.02 of the speed of torch.compile below
+        alone_faster_from=(2**31, 7 * 2**28),  # replayed, 0.88 to 1.08 of the speed of torch.compile below
         many_rows=2**15,
         most_weights_alone=(2**17, 2**18),
         least_filled=0.7,  # 0.82 at 148,800 × 136 × 768 and 59,280 × 192 × 1048: tiles are half, or two thirds full
@@ -179,8 +180,8 @@ FIGURES = Figures(
         unaligned_bytes=2**20,
         # A data gradient reads W across its rows, which torch does better with more rows of its own than these.
         data_gradient_rows=16,
-        # At 1,528 sizes on an H100, in nine of ten 0.99 to 1.54 times as fast as torch (median 1.2) from these on and
-        # up to those, but where rows of weights begin within a sector of memory; beyond 0.57 to 1.4 (0.98).
+        # Of 1,528 sizes on an H100, in eight of ten 0.99 to 1.54 times as fast as torch (median 1.2) from these on and
+        # up to those, but where rows of weights begin within a sector of memory; else 0.6 to 1.41 (0.98).
         data_gradient_inner=2400,
         data_gradient_weights=5 * 2**20,
     ),
