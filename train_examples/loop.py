@@ -86,6 +86,9 @@ def train(
     precision = choose_precision(run)
     processes = Processes(parallel, run, precision)
     fabric = processes.fabric
+    if fabric.device.type == "cuda":
+        # Of the CPU nothing is asked but small batches: threads that share them keep the one waiting that launches.
+        torch.set_num_threads(1)
     checkpoint = None
     if resume_from is not None:
         checkpoint = load_checkpoint(resume_from, example.name, example.fingerprint, example.model)

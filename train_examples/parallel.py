@@ -63,6 +63,9 @@ class Processes:
         """What this process computes of a batch that all have drawn, on its device."""
         if self.split_batches:
             batch = tuple(tensor.chunk(self.fabric.world_size)[self.fabric.global_rank] for tensor in batch)
+        if self.fabric.device.type == "cuda":
+            # The copy of anything else waits until the GPU has done the step before, and the GPU then for the next one.
+            batch = tuple(tensor.pin_memory() for tensor in batch)
         return self.fabric.to_device(batch)
 
     def mean(self, loss: Tensor) -> float:
