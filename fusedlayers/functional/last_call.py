@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from ..kernels.launching import ALIGNMENT_MASK, layout_of
 from . import dispatch
 from .call import _is_capturing, surroundings
+from .operands import autocast_dtype, input_precision
 from .switches import switches
 
 # torch.compile's own comparison of tensors, in C++: class, dispatch keys (which tell autocast and transforms, too),
@@ -103,11 +104,9 @@ def _comes_again(device: Any, tensors: Sequence[Tensor]) -> Callable[[Sequence[A
     if check is None:
         return lambda others: False
     first = tensors[0]
-    place, facts = first.device, surroundings(first)
-    grad, _, precision, recording, known = facts
+    place = first.device
+    grad, dtype, precision, recording, known = surroundings(first)
     on_gpu = first.is_cuda
-    # The rest of the surroundings takes longer to read.
-    plain = precision is None and not _is_any_autocast_enabled()
 
     def again(others: Sequence[Any]) -> bool:
         try:
@@ -122,7 +121,8 @@ def _comes_again(device: Any, tensors: Sequence[Tensor]) -> Callable[[Sequence[A
             and is_grad_enabled() is grad
             and switches() == known
             and (not on_gpu or _is_capturing() is recording)
-            and (not _is_any_autocast_enabled() if plain else surroundings(others[0]) == facts)
+            and (autocast_dtype(place) if _is_any_autocast_enabled() else None) is dtype
+            and (precision is None or input_precision(place, torch.float32) == precision)
             # A dual tensor looks like a plain one, and not every dispatch mode shows in the keys (checkpoints' do not).
             and forward_ad._current_level < 0
             and not _len_torch_dispatch_stack()

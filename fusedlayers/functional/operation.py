@@ -24,7 +24,7 @@ from .autograd import apply, contiguous
 from .call import observed, signature, transformed
 from .custom_ops import Composite, KernelOperation, Results
 from .last_call import LastCall, at_places
-from .operands import autocast, autocast_dtype, naming_layouts, without_autocast
+from .operands import autocast, naming_layouts, without_autocast
 from .prepared import Prepared
 
 Tensors = Sequence[Any]  # tensors, or None for those that are not given
@@ -245,7 +245,7 @@ class Operation:
             dispatch.count(call.plan)
         if call.sees_through:
             if call.dtype is not None and self.torch_takes_cast:
-                with torch.autocast(tensors[0].device.type, enabled=False):
+                with without_autocast(tensors[0].device):
                     return self._through_torch(call, self.cast(call, tensors))
             return self._through_torch(call, tensors)
         operands = self.flattened(call, tensors if call.dtype is None else self.cast(call, tensors))
@@ -271,14 +271,12 @@ class Operation:
     def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
         """The floating-point tensors in the dtype that autocast gives to products."""
         assert call.dtype is not None
-        floating = [None if t is None or not t.is_floating_point() else t for t in tensors]
-        cast = autocast(tuple(floating), call.dtype)
-        return [old if new is None else new for old, new in zip(tensors, cast, strict=True)]
+        return autocast(tensors, call.dtype)
 
     def _forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         if call.dtype is None:
             return self.forward(call, operands, wanted)
-        with torch.autocast(operands[0].device.type, enabled=False):
+        with without_autocast(operands[0].device):
             return self.forward(call, operands, wanted)
 
     def gradients(
@@ -303,9 +301,7 @@ class Operation:
         backward = self.backward
         if self.last_backward is not None and not inside and not _keeps_graph():
             backward = self.last_backward
-        if autocast_dtype(first.device) is None:
-            return backward(call, operands, made, wanted, upstream)
-        with torch.autocast(first.device.type, enabled=False):
+        with without_autocast(first.device):
             return backward(call, operands, made, wanted, upstream)
 
     def differentiable_gradients(

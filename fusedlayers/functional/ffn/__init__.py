@@ -142,10 +142,10 @@ class _FFN(Operation):
 
     def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
         residual = tensors[_RESIDUAL]
-        operands = list(super().cast(call, tensors))
-        # Autocast casts products, not sums: a residual of another dtype is added as it is, outside the kernel.
-        operands[_RESIDUAL] = None if residual is None or residual.dtype != call.dtype else residual
-        return operands
+        if residual is not None and residual.dtype != call.dtype:
+            # Autocast casts products, not sums: a residual of another dtype is added as it is, outside the kernel.
+            tensors = *tensors[:_RESIDUAL], None, *tensors[_RESIDUAL + 1 :]
+        return super().cast(call, tensors)
 
     def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
         return *tensors[:-1], self._seed(call, tensors)

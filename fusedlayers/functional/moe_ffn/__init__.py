@@ -146,9 +146,8 @@ class _MoeFFN(Operation):
 
     def cast(self, call: Prepared, tensors: Tensors) -> Tensors:
         # The weights of the experts' results are no operand of a product.
-        found = list(super().cast(call, tensors))
-        found[2] = tensors[2]
-        return found
+        x, index, scores, *experts = tensors
+        return *super().cast(call, (x, index)), scores, *super().cast(call, experts)
 
     def through_torch(self, call: Prepared, tensors: Tensors) -> Tensor:
         x, index, scores, *experts = tensors
