@@ -91,9 +91,10 @@ def with_kept(record: Row, committed: Row) -> Row:
     """``record``, and what only the ``committed`` one holds.
 
     Raises:
-        ValueError: they were not measured on the same device with the same versions.
+        ValueError: they were not measured on the same device with the same versions, but for that of this library:
+            each group names its commit.
     """
-    if differing := [key for key in SHARED if record[key] != committed[key]]:
+    if differing := [key for key in SHARED if key != "fusedlayers" and record[key] != committed[key]]:
         raise ValueError(f"the committed record was measured with another {', '.join(differing)}; expected no --keep")
     groups = {**committed["groups"], **record["groups"]}
     sequences = record["longest_sequences"] or committed["longest_sequences"]
