@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fusedlayers import functional, reference
 from fusedlayers.closeness import assert_all_close
+from fusedlayers.functional.operation import OPERATIONS
 from fusedlayers.kernels import gemm_gemm as kernels
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.kernels.gemm_gemm import Operands, WeightGradients
@@ -267,6 +268,27 @@ def test_autocast_casts_mixed_parameters_and_never_float64(path: str) -> None:
     # float64 runs through torch, whatever the switch says of the kernels.
     with on_path("chunked" if path == "chunked" else "torch") as options, torch.autocast(DEVICE.type, torch.float16):
         assert functional.ffn(**double, **options).dtype == torch.float64
+
+
+def test_autocast_is_as_it_was_after_a_call_and_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, seen = ffn_inputs(20, 9, 21, 7), list[bool]()
+    forward = type(OPERATIONS["ffn"]).forward
+
+    def watched(*arguments: Any) -> Any:
+        seen.append(torch.is_autocast_enabled(DEVICE.type))
+        if len(seen) > 1:
+            raise ValueError("no memory")
+        return forward(*arguments)
+
+    monkeypatch.setattr(type(OPERATIONS["ffn"]), "forward", watched)
+    with on_path("kernels") as options, torch.autocast(DEVICE.type, torch.float16):
+        functional.ffn(**inputs, **options)
+        assert torch.is_autocast_enabled(DEVICE.type)
+        with pytest.raises(ValueError, match="no memory"):
+            functional.ffn(**inputs, **options)
+        assert torch.is_autocast_enabled(DEVICE.type)
+    assert not torch.is_autocast_enabled(DEVICE.type)
+    assert seen == [False, False]
 
 
 @pytest.mark.parametrize("path", [*PATHS, EPILOGUE])

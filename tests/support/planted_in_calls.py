@@ -9,6 +9,16 @@ _AUTOGRAD, _OBSERVED = "fusedlayers/functional/autograd.py", "fusedlayers/functi
 
 CALLS: tuple[Fault, ...] = (
     _fault(
+        "autocast that stays off", "fusedlayers/functional/operands.py",
+        "torch.set_autocast_enabled(self._kind, True)", "pass",
+        "functional/test_autograd as_it_was_after_a_call",
+    ),
+    _fault(
+        "batches that wait for the step before", "train_examples/parallel.py",
+        "batch = tuple(tensor.pin_memory() for tensor in batch)", "pass",
+        "train_examples/test_loop pinned_memory",
+    ),
+    _fault(
         "torch's order of products in a graph", "fusedlayers/functional/linear.py",
         "(call.observed or not call.plan.data_gradient_first)", "True",
         "functional/test_linear_autograd products_with_the_data_gradient_first",

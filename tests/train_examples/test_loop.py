@@ -7,10 +7,12 @@ import json
 import shutil
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.support.training_runs import (
     assert_same_checkpoint,
@@ -22,6 +24,7 @@ from tests.support.training_runs import (
 )
 from train_examples import loop
 from train_examples.language_model import build_model
+from train_examples.parallel import Processes
 from train_examples.settings import SettingsError
 
 
@@ -196,3 +199,17 @@ def test_the_learning_rate_warms_up_and_decays(tmp_path: Path) -> None:
     assert rates[9:] == sorted(rates[9:], reverse=True)
     assert rates[-1] == optim.final_learning_rate_fraction
     assert loop.learning_rate(5, 100, settings(tmp_path, "optim.warmup_steps=0").optim) > 0
+
+
+@pytest.mark.parametrize(("device", "pinned"), [("cuda", 2), ("cpu", 0)])
+def test_a_gpu_copies_batches_from_pinned_memory(device: str, pinned: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any other copy waits for the step before."""
+    found: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: found.append(tensor) or tensor)
+    processes: Any = object.__new__(Processes)
+    processes.kind = "none"
+    processes.fabric = SimpleNamespace(device=torch.device(device), to_device=lambda batch: batch)
+    batch = (torch.arange(3), torch.arange(4))
+    shared = processes.share(batch)
+    assert all(map(torch.equal, shared, batch))
+    assert len(found) == pinned
