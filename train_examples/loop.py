@@ -87,7 +87,7 @@ def train(
     processes = Processes(parallel, run, precision)
     fabric = processes.fabric
     if fabric.device.type == "cuda":
-        # Of the CPU nothing is asked but small batches: threads that share them keep the one waiting that launches.
+        # The CPU only prepares batches; threads that share this small work hold up the one that launches kernels.
         torch.set_num_threads(1)
     checkpoint = None
     if resume_from is not None:

@@ -64,7 +64,7 @@ class Processes:
         if self.split_batches:
             batch = tuple(tensor.chunk(self.fabric.world_size)[self.fabric.global_rank] for tensor in batch)
         if self.fabric.device.type == "cuda":
-            # The copy of anything else waits until the GPU has done the step before, and the GPU then for the next one.
+            # Any other copy waits for the GPU to finish the step before, and the GPU then waits for the host.
             batch = tuple(tensor.pin_memory() for tensor in batch)
         return self.fabric.to_device(batch)
 

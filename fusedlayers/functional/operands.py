@@ -132,7 +132,7 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 def autocast(tensors: Sequence[Any], dtype: torch.dtype) -> list[Any]:
     """The floating-point tensors in the dtype products run in; gradients flow back to each in its own dtype."""
-    # Tensor.to finds out anew at every call which kind of argument it was given, which takes as long as the cast.
+    # Tensor.to has to find out at every call what kind of argument it was given, which takes a third of its time.
     return [
         tensor if tensor is None or tensor.dtype is dtype or not tensor.is_floating_point() else tensor.type(dtype)
         for tensor in tensors

@@ -81,8 +81,13 @@ class ReduceProblem(Call):
         return self.indices or (self.training and self.indexed)
 
     @property
+    def elements(self) -> int:
+        """How many elements the product has."""
+        return self.batch * self.kept * self.reduced
+
+    @property
     def model_flops(self) -> tuple[int, int]:
-        product = 2 * self.batch * self.kept * self.reduced * self.K
+        product = 2 * self.elements * self.K
         return product, product * (self.needs_kept_gradient + self.needs_reduced_gradient)
 
     @property
@@ -178,7 +183,7 @@ def why_slower_algebraic(problem: ReduceProblem, device: Device, in_kernels: boo
     figures = device.figures.gemm_reduce
     if figures is None:
         return None
-    elements = problem.batch * problem.kept * problem.reduced
+    elements = problem.elements
     if in_kernels and elements < figures.algebraic_slower_below:
         return f"{elements:,} elements of the product: kernels were faster below {figures.algebraic_slower_below:,}"
     return too_small(elements, "elements of the product", figures.algebraic_from[problem.training], problem.captured)
@@ -200,8 +205,7 @@ def why_slower(problem: ReduceProblem, device: Device, figures: GemmReduce) -> s
     width = max(LEAST_WIDTH, padded_width(problem.K))
     if width != problem.K and figures.widest_padded < problem.K:
         return f"inner width {problem.K} is padded to {width}: in {use} torch was as fast or faster"
-    elements = problem.batch * problem.kept * problem.reduced
-    return too_small(elements, "elements of the product", thresholds, problem.captured)
+    return too_small(problem.elements, "elements of the product", thresholds, problem.captured)
 
 
 def forward_tiles(problem: ReduceProblem, device: Device) -> ReduceConfig:
@@ -283,8 +287,7 @@ def _costed(
     element = problem.element_bytes
     operands = element * problem.batch * (problem.kept + problem.reduced) * problem.K
     result = element * problem.batch * problem.kept
-    product = element * problem.batch * problem.kept * problem.reduced
-    moved = operands + result + product * problem.product
+    moved = operands + result + element * problem.elements * problem.product
     moved += (2 * operands + result) * problem.training
     one_pass, one_pass_splits = choose_one_pass(problem, device) if path == "fused" else (None, 1)
     flops = _flops(problem, path, one_pass is not None)

@@ -33,5 +33,5 @@ def test_a_run_in_mixed_precision_learns(options: tuple[str, ...], tmp_path: Pat
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["test_scores"]["accuracy"] > summary["test_references"]["majority"]["accuracy"]
     assert (tmp_path / "split_factor.png").exists()
-    # More of them, which share the work of a batch, would keep the one waiting that launches kernels.
+    # More of them, which share the work of a batch, would hold up the one that launches kernels.
     assert torch.get_num_threads() == 1

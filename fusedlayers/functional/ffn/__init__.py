@@ -14,6 +14,7 @@ from ...kernels.tuning import COLUMN_SUM_TILES
 from ...planning import KERNEL_PATHS, Device, Plan, Problem, ffn_epilogue, recomputing
 from .. import dispatch
 from ..custom_ops import Result, Results
+from ..last_call import at_places
 from ..operands import rows, with_leading_dims, without_autocast
 from ..operation import Operation, Tensors, formula
 from ..prepared import Prepared
@@ -80,6 +81,7 @@ def ffn(
 
 # Of the operands those whose gradients need the hidden, and those that the kernels' backward passes read.
 _THROUGH_HIDDEN = (0, 1, 2, 3, 5, 6)
+_those_through_hidden = at_places(_THROUGH_HIDDEN)
 _B_DOWN, _RESIDUAL = 4, 7
 _READ = (True, True, True, True, False, True, True, False, True)
 
@@ -252,7 +254,7 @@ def _plus(name: str, given: Tensor | None) -> str:
 
 def _through_hidden(wanted: Sequence[bool]) -> bool:
     """Whether any wanted gradient needs the hidden."""
-    return any(wanted[place] for place in _THROUGH_HIDDEN)
+    return any(_those_through_hidden(wanted))
 
 
 FFN = _FFN(ffn)
