@@ -237,17 +237,20 @@ def plan_product(
     """Kernels with tiles and splits for one product, or torch and the reason."""
 
     def slower(problem: LinearProblem, device: Device, figures: Linear) -> str | None:
-        return why_slower(problem, product, figures)
+        return why_slower(problem, product, device, figures)
 
     torch_because = why_not_kernels(problem, device, backend, unsupported, device.figures.linear, slower)
     if torch_because is not None:
         return ProductPlan(torch_because)
+    return ProductPlan("the kernels cover the product", *_tiles_and_splits(problem, product, device))
+
+
+def _tiles_and_splits(problem: LinearProblem, product: Product, device: Device) -> tuple[SplitTiles, int]:
     # A product that reads its right operand across rows takes tiles that hold whole vectors of them.
     least_rows, least_columns = (2, LEAST_COLUMNS) if product.name == DATA_GRADIENT else (1, 1)
     sides = max(least_rows, product.M), max(least_columns, product.N)
     tiles = split_tiles(device.architecture, 8 * problem.element_bytes, *sides)
-    splits = choose_splits(product, tiles, device.sms, problem.split_k, problem.atomic)
-    return ProductPlan("the kernels cover the product", tiles, splits)
+    return tiles, choose_splits(product, tiles, device.sms, problem.split_k, problem.atomic)
 
 
 def plan_weight_gradient(problem: LinearProblem, device: Device, backend: str) -> WeightGradientPlan:
@@ -281,7 +284,7 @@ def choose_splits(product: Product, tiles: SplitTiles, sms: int, wanted: int = 0
     return filled_splits(blocks, max(1, splits))
 
 
-def why_slower(problem: LinearProblem, product: Product, figures: Linear) -> str | None:
+def why_slower(problem: LinearProblem, product: Product, device: Device, figures: Linear) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
     p = product
     fewer, more, whole = min(p.M, p.N), max(p.M, p.N), p.N % VECTOR == 0
@@ -311,4 +314,8 @@ def why_slower(problem: LinearProblem, product: Product, figures: Linear) -> str
         return (
             f"{p.N:,} columns fill the GPU without a split, and {p.K:,} elements are few: torch was as fast or faster"
         )
-    return too_small(moved, "bytes", figures.faster_from, problem.captured)
+    launched, replayed = figures.faster_from
+    if not (problem.training or problem.captured):
+        _, splits = _tiles_and_splits(problem, product, device)
+        launched = figures.split_faster_from if splits > 1 else replayed
+    return too_small(moved, "bytes", (launched, replayed), problem.captured)

@@ -94,15 +94,28 @@ def test_what_torch_does_as_fast(sizes: tuple[int, int, int], words: str) -> Non
 
 def test_auto_mode_takes_what_was_measured_faster() -> None:
     assert plan(SKINNY, H200).path == "fused"
-    assert "faster than torch from 268,435,456 on when launched one by one" in why(
-        plan(replace(SKINNY, captured=False), H200)
-    )
-    assert plan(replace(SKINNY, K=4 * 10**6, captured=False), H200).path == "fused"
+    launched = replace(SKINNY, captured=False)
+    assert "faster than torch from 117,440,512 on when launched one by one" in why(plan(launched, H200))
+    assert plan(replace(launched, K=10**6), H200).path == "fused"
+    training = replace(launched, K=10**6, needs_data_gradient=True)
+    assert "from 268,435,456 on when launched one by one" in why(plan(training, H200))
+    assert plan(replace(training, K=4 * 10**6), H200).path == "fused"
     assert "not measured on sm_80" in why(plan(SKINNY, A100))
     assert "float32 products" in why(plan(replace(SKINNY, dtype="float32"), H200))
     assert why(plan(SKINNY, H200, "torch")) == "the backend is set to torch"
     # Columns that are no whole number of vectors are what torch is slow at.
     assert plan(problem(256, 254, 65_536), H200).path == "fused"
+
+
+def test_a_product_in_one_launch_costs_the_host_no_more_than_torchs() -> None:
+    """One that is not split, and without gradients, whose autograd would cost more."""
+    whole = problem(1, 4096, 4096, captured=False)
+    made = plan(whole, H200)
+    assert (made.path, made.forward.splits) == ("fused", 1)
+    assert plan(replace(whole, needs_data_gradient=True), H200).path == "torch"
+    halves = replace(whole, M=16, K=8192)
+    assert plan(replace(halves, captured=True), H200).forward.splits == 2
+    assert plan(halves, H200).path == "torch"
 
 
 @pytest.mark.parametrize("asked", [{"split_k": 3}, {"atomic": True}], ids=str)

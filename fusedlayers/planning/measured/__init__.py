@@ -131,6 +131,7 @@ class Linear:
     """Split products, by the sizes of one product; its rows are the tokens."""
 
     faster_from: Threshold  # bytes of both operands and of the result
+    split_faster_from: int  # the same of a product and its sum without gradients, which are two launches
     most_rows: int  # that were measured
     few: int  # rows or columns up to which a split was faster than torch's own
     middle: int  # rows and columns up to which kernels were faster again from a ``long`` inner axis on

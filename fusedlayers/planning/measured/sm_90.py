@@ -163,7 +163,10 @@ FIGURES = Figures(
     ),
     # From random products with up to 512 rows, against torch in a CUDA graph.
     linear=Linear(
-        faster_from=(2**28, 2**18),  # launching a product and its sum costs the host 64 µs, torch's one kernel 14 µs
+        faster_from=(2**28, 2**18),  # a training step costs the host 218 to 317 µs, torch's 162 to 207
+        # Launched, without gradients, 1.06 to 1.08 times as fast as torch at 118 and 134 million bytes, 0.75 at 67
+        # million. A product that is not split is one launch, which costs the host no more than torch's does.
+        split_faster_from=7 * 2**24,
         most_rows=512,
         # With more rows and columns torch's own splits were as fast; but where its columns are no whole number of
         # vectors, its kernels took 1.3 to 5 times as long as these.
