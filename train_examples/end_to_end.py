@@ -4,9 +4,8 @@
 
 reads finished runs of the language model, of any models and batches, and writes the record and a picture of their
 losses, from which ``python -m docs.tables`` makes the tables of the documentation; without ``--write`` it only prints
-these. ``--keep`` leaves what the committed record holds
-of other models and batches, where it was measured on the same device with the same versions. Without runs, those of the
-committed record are taken.
+these. ``--keep`` leaves what the committed record holds of other models and batches, where it was measured on the same
+device with the same torch and Triton. Without runs, those of the committed record are taken.
 """
 
 from __future__ import annotations
@@ -91,9 +90,9 @@ def with_kept(record: Row, committed: Row) -> Row:
     """``record``, and what only the ``committed`` one holds.
 
     Raises:
-        ValueError: they were not measured on the same device with the same versions, but for that of this library:
-            each group names its commit.
+        ValueError: they were not measured on the same device with the same torch and Triton.
     """
+    # Of this library each group names the commit.
     if differing := [key for key in SHARED if key != "fusedlayers" and record[key] != committed[key]]:
         raise ValueError(f"the committed record was measured with another {', '.join(differing)}; expected no --keep")
     groups = {**committed["groups"], **record["groups"]}

@@ -12,7 +12,7 @@ from .. import reference
 from ..kernels import split_k as kernels
 from ..kernels.activations import ACTIVATIONS, canonical_activation
 from ..planning import LinearPlan, LinearProblem, ProductPlan
-from .call import call_facts, wants_gradient
+from .call import call_facts, traced, wants_gradient
 from .custom_ops import Result, Results
 from .operands import (
     check_given,
@@ -142,6 +142,7 @@ class _Linear(Operation):
             needs_bias_gradient=wants_gradient(bias),
             split_k=0 if isinstance(split_k, str) else split_k,
             atomic=reduction == "atomic",
+            compiled=traced(),
             **call_facts(x, weight, bias),
         )
 

@@ -51,6 +51,7 @@ class LinearProblem(Call):
     needs_bias_gradient: bool = False
     split_k: int = 0
     atomic: bool = False
+    compiled: bool = False  # by torch.compile, where a product of torch's costs the host less than a custom operation
     operation: str = "linear"
 
     __hash__ = Call.__hash__
@@ -315,7 +316,7 @@ def why_slower(problem: LinearProblem, product: Product, device: Device, figures
             f"{p.N:,} columns fill the GPU without a split, and {p.K:,} elements are few: torch was as fast or faster"
         )
     launched, replayed = figures.faster_from
-    if not (problem.training or problem.captured):
+    if not (problem.training or problem.captured or problem.compiled):
         _, splits = _tiles_and_splits(problem, product, device)
         launched = figures.split_faster_from if splits > 1 else replayed
     return too_small(moved, "bytes", (launched, replayed), problem.captured)

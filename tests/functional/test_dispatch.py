@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedlayers import FusedFFN, functional, planning
@@ -200,6 +201,16 @@ def test_the_problem_says_what_the_call_is(pretend: Callable[[Device], None], mo
 
 
 made = planning.plan
+
+
+def test_the_problem_says_whether_a_call_is_compiled() -> None:
+    """What is launched one by one has thresholds of its own."""
+    x, weight = torch.ones(3, 5), torch.ones(7, 5)
+    forget_calls()
+    with dispatch.decisions() as taken:
+        functional.linear(x, weight)
+        make_fx(lambda *given: functional.linear(*given))(x, weight)
+    assert [problem.compiled for problem in taken.problems] == [False, True]
 
 
 @pytest.mark.parametrize("frozen", ["x", "w_up", "w_down", "b_up", "w_gate", "b_gate", "b_down"])

@@ -108,11 +108,12 @@ def test_auto_mode_takes_what_was_measured_faster() -> None:
 
 
 def test_a_product_in_one_launch_costs_the_host_no_more_than_torchs() -> None:
-    """One that is not split, and without gradients, whose autograd would cost more."""
+    """One that is not split; but autograd costs more, and so does a custom operation in a compiled graph."""
     whole = problem(1, 4096, 4096, captured=False)
     made = plan(whole, H200)
     assert (made.path, made.forward.splits) == ("fused", 1)
     assert plan(replace(whole, needs_data_gradient=True), H200).path == "torch"
+    assert plan(replace(whole, compiled=True), H200).path == "torch"
     halves = replace(whole, M=16, K=8192)
     assert plan(replace(halves, captured=True), H200).forward.splits == 2
     assert plan(halves, H200).path == "torch"

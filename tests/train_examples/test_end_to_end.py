@@ -149,7 +149,8 @@ def test_what_is_measured_anew_replaces_its_group_and_the_rest_can_be_kept(
     monkeypatch.setattr(end_to_end, "ROOT", tmp_path)
     monkeypatch.setattr(end_to_end, "RECORD", tmp_path / "record.json")
     first = record_of(runs, None)
-    # As another commit left it.
+    # As another commit, of another release, left it.
+    first["fusedlayers"] = "0.0.1"
     for group in first["groups"].values():
         group.update(commit="0123456789abcdef", date="2026-01-01")
     end_to_end.RECORD.write_text(json.dumps(first))
