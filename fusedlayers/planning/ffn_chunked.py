@@ -3,13 +3,16 @@
 The forward pass takes some tokens at a time. The backward pass takes groups of hidden units, all tokens at once: the
 pre-activations of a group, which their gradients replace, and its hidden. So the weight gradients of a group are
 complete, and rounded once, before the next one begins; dx is summed over the groups in float32. Until it is rounded
-into its own tensor at the end, that tensor is free, and the hidden of a group lies there where it fits.
+into its own tensor at the end, that tensor is free: the hidden of as many units at a time as fit lies there, so that
+groups are few, and the sum is seldom read and written. Nor is the gradient of w_up there before a group is done, and
+partial sums of the gradients of biases lie in its memory.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..kernels.tuning import CONSUMER_ROWS, epilogue_tiles
 from .devices import SIXTEEN_BITS, Device
 
 # The temporary memory of a call with recompute=True, in bytes of x; and what it may be however small x is.
@@ -39,14 +42,15 @@ CONVERTED_SHARE = 1 / 4
 class ChunkPlan:
     """``rows`` tokens at a time in the forward pass, groups of ``columns`` hidden units in the backward pass.
 
-    ``group_rows`` tokens of a group at a time go through torch's operations, all of them through a kernel;
-    ``hidden_in_dx``: the hidden of a group lies in the memory of dx.
+    ``hidden_columns`` of a group at a time have their hidden in memory, ``hidden_in_dx`` in that of dx. ``group_rows``
+    tokens of them at a time go through torch's operations, all of them through a kernel.
     """
 
     rows: int
     columns: int
-    group_rows: int
+    hidden_columns: int
     hidden_in_dx: bool
+    group_rows: int
     workspace_bytes: int
 
 
@@ -62,37 +66,71 @@ def plan(problem: Any, device: Device, kernels: bool) -> ChunkPlan:
     forward = p.N * (p.element_bytes if kernels else _torch_bytes(p, device, FORWARD_COPIES))
     rows = _rows(p.M, limit // forward)
     if not p.training:
-        return ChunkPlan(rows, 0, 0, False, rows * forward)
-    parts, narrow = 2 if p.gated else 1, p.dtype in SIXTEEN_BITS
+        return ChunkPlan(rows, 0, 0, False, 0, rows * forward)
     # A wider dx is its own sum.
-    summed = narrow and p.needs_data_gradient
+    summed = p.dtype in SIXTEEN_BITS and p.needs_data_gradient
     sums = 4 * p.M * p.K * summed
     if device.kind != "cuda":
         # Without a product of 16-bit operands that adds to float32, both are converted, piece by piece.
         sums += math.ceil(sums * CONVERTED_SHARE)
-    # Of each hidden unit: its pre-activations and its hidden.
-    unit = p.M * p.element_bytes * parts
-    if kernels:
-        # Their partial sums, of 64 rows or more of 16 bits, of 32 rows of 32.
-        unit += math.ceil(p.M / (64 if narrow else 32)) * 4 * parts * p.needs_bias_gradient
-    hidden = p.M * p.element_bytes * p.needs_weight_gradient
     room = limit - sums - (0 if kernels else limit // ROWS_SHARE)
-    most = max(room // (unit + hidden), min(p.K, room // unit) if summed else 0, 1)
-    # As few groups as fit, but two, so that nothing holds the whole hidden.
-    groups = max(2, math.ceil(p.N / (most // _step(most) * _step(most))))
-    columns = _columns(p.N, groups)
-    if groups > 2 and columns < p.K <= most:
-        # Not more of them, and square weight gradients, as whole waves of tiles as those of the width itself: of 14,336
-        # units and 4096 columns, 512 tiles of 128 × 256 and not 448 on 132 SMs.
-        columns = p.K
-    hidden_in_dx = summed and columns <= p.K
-    taken = sums + columns * (unit + hidden * (not hidden_in_dx))
+    # Of each hidden unit: its pre-activations.
+    unit = p.M * p.element_bytes * (2 if p.gated else 1)
+    groups = _groups(p, room, unit, summed)
+    if kernels:
+        partial = _partial_bytes(p, device)
+        # The gradients of w_up that belong to the group lie where they are wanted, not behind one another.
+        if partial * groups.hidden_columns > p.element_bytes * p.K * groups.columns:
+            unit += partial
+            groups = _groups(p, room, unit, summed)
+    taken = sums + groups.columns * (unit + _hidden_bytes(p) * (not groups.hidden_in_dx))
     group_rows = p.M
     if not kernels:
-        each = columns * _torch_bytes(p, device, BACKWARD_COPIES)
+        each = groups.hidden_columns * _torch_bytes(p, device, BACKWARD_COPIES)
         group_rows = max(1, min(p.M, limit // ROWS_SHARE // each))
         taken += group_rows * each
-    return ChunkPlan(rows, columns, group_rows, hidden_in_dx, max(rows * forward, taken))
+    return ChunkPlan(rows, *groups, group_rows, max(rows * forward, taken))
+
+
+class _Groups(NamedTuple):
+    """Those of hidden units in the backward pass: see ``ChunkPlan``."""
+
+    columns: int
+    hidden_columns: int
+    hidden_in_dx: bool
+
+
+def _groups(problem: Any, room: int, unit: int, summed: bool) -> _Groups:
+    """As few groups as fit into so many bytes, ``unit`` for each hidden unit, but two: nothing holds the whole hidden.
+
+    ``summed``: dx is summed elsewhere, and its own memory is free.
+    """
+    p, beside = problem, max(1, room // (unit + _hidden_bytes(problem)))
+    most = max(1, room // unit) if summed else beside
+    count = max(2, math.ceil(p.N / (most // _step(most) * _step(most))))
+    columns = _columns(p.N, count)
+    in_dx = summed and (columns <= p.K or columns > beside)
+    whole = math.ceil(columns / p.K) * p.K
+    if whole <= most and whole < p.N and (count > 2 or (in_dx and columns > p.K)):
+        # Not more groups, and square weight gradients, as whole waves of tiles as those of the width itself: of 14,336
+        # units and 4096 columns, 512 tiles of 128 × 256 and not 448 on 132 SMs.
+        columns = whole
+    hidden_columns = _columns(columns, math.ceil(columns / p.K)) if in_dx else columns
+    return _Groups(columns, hidden_columns, in_dx)
+
+
+def _hidden_bytes(problem: Any) -> int:
+    """Of each hidden unit, where the gradient of w_down needs the hidden."""
+    hidden: int = problem.M * problem.element_bytes * problem.needs_weight_gradient
+    return hidden
+
+
+def _partial_bytes(problem: Any, device: Device) -> int:
+    """Of each hidden unit, the kernels' partial sums of the gradients of biases: one for each tile's rows, or fewer."""
+    p, parts = problem, 2 if problem.gated else 1
+    tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
+    bands = math.ceil(p.M / min(tiles.block_m, 2 * CONSUMER_ROWS // parts))
+    return 4 * bands * parts * int(p.needs_bias_gradient)
 
 
 def _torch_bytes(problem: Any, device: Device, copies: dict[bool, int]) -> int:

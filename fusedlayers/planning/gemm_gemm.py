@@ -339,7 +339,7 @@ def plan_on(
     elif chunks is not None:
         options = {"chunks": chunks, "workspace_bytes": chunks.workspace_bytes}
         if chunk_kernels:
-            epilogue = ffn_epilogue.plan(problem, device, chunks.columns, summed=True)
+            epilogue = ffn_epilogue.plan(problem, device, chunks.hidden_columns, summed=True)
             options |= {"epilogue": epilogue, "accuracy": activation_accuracy(problem, device)}
     reason = {
         "fused": "the kernels keep no hidden",

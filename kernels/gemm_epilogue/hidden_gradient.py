@@ -131,6 +131,7 @@ def hidden_gradient(
     for_products: bool = False,
     in_place: bool = False,
     sums_into: Sequence[torch.Tensor] = (),
+    partials_into: torch.Tensor | None = None,
     hidden_into: torch.Tensor | None = None,
     dropout: Dropout = NO_DROPOUT,
     column_sums: ColumnSumTiles | None = None,
@@ -147,8 +148,9 @@ def hidden_gradient(
     Operands ``[M, *]`` of any strides. Results are contiguous, unless they are ``for_products`` alone: then rows begin
     with a sector of memory, and where N is that, dz and dz_gate are the halves of one ``[M, 2 N]``. ``in_place``, they
     replace z and z_gate, whose rows are contiguous and start alike then.
-    The sums fill ``sums_into``, of up and of the gate, or new tensors of dy's dtype; the hidden, if it is to be kept, a
-    new tensor or ``hidden_into``, which is contiguous. A program of the portable kernel computes ``row_tiles`` tiles.
+    The sums fill ``sums_into``, of up and of the gate, or new tensors of dy's dtype; partial ones before them lie in
+    ``partials_into``, a float32 vector, if that is large enough. The hidden, if it is to be kept, is a new tensor or
+    ``hidden_into``, which is contiguous. A program of the portable kernel computes ``row_tiles`` tiles.
 
     ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``), whose options are all but those that say what
     is asked for; dy may lie differently from call to call.
@@ -177,7 +179,7 @@ def hidden_gradient(
     complete = made.sums is not None and len(made.sums) == 1
     sums = None
     if made.sums is not None:
-        sums = dy.new_empty(made.sums, dtype=dy.dtype if complete else torch.float32)
+        sums = dy.new_empty(made.sums) if complete else _partials(dy, made.sums, partials_into)
     # First, so that the kernel behind it finds dy in the cache.
     dy_sums = None if column_sums is None else column_partials(dy, column_sums, made.ready)
     if made.pipelined:
@@ -278,6 +280,13 @@ def _prepare(
     )  # fmt: skip
     sums = _sums(bands, columns, parts, given_sums) if bias else None
     return _Prepared(shape, sums, copied, side_by_side, False, launch, {})
+
+
+def _partials(dy: torch.Tensor, shape: tuple[int, ...], memory: torch.Tensor | None) -> torch.Tensor:
+    size = torch.Size(shape).numel()
+    if memory is None or memory.shape[0] < size:
+        return dy.new_empty(shape, dtype=torch.float32)
+    return memory[:size].view(shape)
 
 
 def _sums(bands: int, columns: int, parts: int, given: bool) -> tuple[int, ...]:

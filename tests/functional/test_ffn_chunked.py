@@ -41,9 +41,11 @@ GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 CHUNKS = [(1, 24), (7, 5), (30, 23), (31, 8), (16, 4), (64, 1)]
 
 
-def cut(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
+def cut(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, hidden_columns: int | None = None) -> None:
     """Chunks of so many tokens, and groups of so many hidden units, from now on."""
-    monkeypatch.setattr(planning.ffn_chunked, "plan", lambda problem, *rest: small_chunks(problem, rows, columns))
+    monkeypatch.setattr(
+        planning.ffn_chunked, "plan", lambda problem, *rest: small_chunks(problem, rows, columns, hidden_columns)
+    )
 
 
 def force_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +101,10 @@ def test_kernels_compute_chunks(
     for _ in range(2):
         launched.clear()
         assert_equal(results(functional.ffn, t, dy, dropout_seed=seed, recompute=True, **arithmetic), expected)
-        assert launched == ["hidden"] * -(-70 // chunk[0]) + ["hidden_gradient"] * -(-128 // chunk[1])
+        # Of 24 units at a time, whose hidden fits into dx, of each group.
+        units = [min(chunk[1], 128 - first) for first in range(0, 128, chunk[1])]
+        gradients = sum(-(-each // 24) for each in units)
+        assert launched == ["hidden"] * -(-70 // chunk[0]) + ["hidden_gradient"] * gradients
 
 
 @needs_kernels
@@ -163,6 +168,36 @@ def test_recompute_is_as_exact_as_torch(dtype: torch.dtype, gated: bool, monkeyp
     with on_path("chunked", None) as options:
         cut(monkeypatch, 160, 32)
         assert_ffn_close(functional.ffn, tensors, options=options)
+
+
+@needs_kernels
+def test_partial_sums_lie_in_the_gradient_of_w_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workspace of exactly four times x has no other room for them; without that gradient, groups are smaller."""
+    draw = INTEGERS[torch.float16]
+    t = ffn_inputs(300, 24, 96, 16, torch.float16, draw=draw)
+    dy = like_result(t, draw)
+    force_kernels(monkeypatch)
+    cut(monkeypatch, 100, 48)
+    kernels = import_module("fusedlayers.functional.ffn.chunked").kernels
+    launch, groups = kernels.hidden_gradient, []
+
+    def noting(*arguments: Any, **options: Any) -> Any:
+        made, room = launch(*arguments, **options), options["partials_into"]
+        z, tiles = arguments[2], arguments[9]
+        groups.append(z.stride(0))
+        if room is not None:
+            bands, columns = -(-300 // tiles.block_m), z.shape[1]
+            partial = room[: bands * columns].view(bands, columns)
+            assert torch.equal(partial.sum(0).to(torch.float16), options["sums_into"][0])
+        return made
+
+    monkeypatch.setattr(kernels, "hidden_gradient", noting)
+    expected = results(reference.ffn, t, dy, activation="relu")
+    for frozen, columns in (((), 48), (("w_up",), 24)):
+        groups.clear()
+        found = results(functional.ffn, t, dy, frozen=frozen, activation="relu", recompute=True)
+        assert groups == [columns] * 4
+        assert_equal(found, {key: None if key[1:] in frozen else value for key, value in expected.items()})
 
 
 @needs_kernels

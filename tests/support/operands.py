@@ -118,13 +118,19 @@ class _Forgetful(dict[Any, Any]):
         pass
 
 
-def small_chunks(problem: planning.Problem, rows: int, columns: int | None = None) -> planning.ChunkPlan:
-    """Chunks of ``rows`` tokens, and groups of ``columns`` hidden units, or of two thirds of them."""
+def small_chunks(
+    problem: planning.Problem, rows: int, columns: int | None = None, hidden_columns: int | None = None
+) -> planning.ChunkPlan:
+    """Chunks of ``rows`` tokens, and groups of ``columns`` hidden units, or of two thirds of them.
+
+    The hidden of ``hidden_columns`` of them at a time, or of as many as fit, lies in dx, if it can; else that of all.
+    """
     if not problem.training:
-        return planning.ChunkPlan(rows, 0, 0, False, 0)
+        return planning.ChunkPlan(rows, 0, 0, False, 0, 0)
     columns = columns or -(-2 * problem.N // 3)
-    hidden_in_dx = problem.needs_data_gradient and problem.element_bytes == 2 and columns <= problem.K
-    return planning.ChunkPlan(rows, columns, rows, hidden_in_dx, 0)
+    hidden_columns = min(columns, hidden_columns or problem.K)
+    hidden_in_dx = problem.needs_data_gradient and problem.element_bytes == 2 and hidden_columns <= problem.K
+    return planning.ChunkPlan(rows, columns, hidden_columns if hidden_in_dx else columns, hidden_in_dx, rows, 0)
 
 
 def ffn_inputs(

@@ -167,8 +167,23 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "hidden of a group in dx although it is larger", "fusedlayers/planning/ffn_chunked.py",
-        "hidden_in_dx = summed and columns <= p.K", "hidden_in_dx = summed",
+        "in_dx = summed and (columns <= p.K or columns > beside)", "in_dx = summed",
         "planning/test_chunks free",
+    ),
+    _fault(
+        "hidden of a whole group in dx", "fusedlayers/planning/ffn_chunked.py",
+        "hidden_columns = _columns(columns, math.ceil(columns / p.K)) if in_dx else columns", "hidden_columns = columns",
+        "planning/test_chunks four_times_x",
+    ),
+    _fault(
+        "partial sums beside the workspace", "kernels/gemm_epilogue/hidden_gradient.py",
+        "if memory is None or memory.shape[0] < size:", "if True:",
+        "functional/test_ffn_chunked partial_sums_lie",
+    ),
+    _fault(
+        "groups as large without the gradient of w_up", "fusedlayers/functional/ffn/chunked.py",
+        "columns = math.ceil(columns / 16) * 8", "pass",
+        "functional/test_ffn_chunked partial_sums_lie",
     ),
     _fault(
         "chunks as large as half of the tokens", "fusedlayers/planning/ffn_chunked.py",

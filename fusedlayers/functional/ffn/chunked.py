@@ -2,9 +2,11 @@
 
 A part is computed by the kernels of the epilogue path where the plan has their tiles, else by torch's operations. The
 forward pass takes some tokens at a time. The backward pass takes all tokens for one group of hidden units after the
-other: it computes their pre-activations again, whose gradients take their place, and the hidden with these.
+other: it computes their pre-activations again, whose gradients take their place, and the hidden with these, of some
+units of the group at a time.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +37,7 @@ class Weights(NamedTuple):
     def group(self, units: slice) -> "Weights":
         """Those of some hidden units."""
         b_up, w_gate, b_gate = (None if t is None else t[units] for t in (self.b_up, self.w_gate, self.b_gate))
-        return Weights(self.w_up[units], self.w_down[:, units], b_up, w_gate, b_gate, units.start)
+        return Weights(self.w_up[units], self.w_down[:, units], b_up, w_gate, b_gate, self.first + units.start)
 
 
 def forward(call: Prepared, operands: Tensors) -> Tensor:
@@ -84,44 +86,74 @@ def gradients(call: Prepared, operands: Tensors, wanted: Sequence[bool], dy: Ten
         None if tensor is None or not want else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         for tensor, want in zip((x, w_up, w_down, b_up, None, w_gate, b_gate), wanted[:7], strict=True)
     ]
-    dx = found[0]
+    dx, columns = found[0], call.plan.chunks.columns
     total = None if dx is None else _sum_of(dx)
-    for units in _ranges(w_up.shape[0], call.plan.chunks.columns):
-        _one_group(call, x, dy, weights.group(units), units, found, total, seed)
+    if found[1] is None and (found[3] is not None or found[6] is not None):
+        # Half as many leave room for partial sums, which are planned to lie where the gradient of w_up is.
+        columns = math.ceil(columns / 16) * 8
+    for units in _ranges(w_up.shape[0], columns):
+        _one_group(call, x, dy, weights.group(units), _of_units(found, units), total, seed)
     return found
 
 
+def _of_units(found: Gradients, units: slice) -> Gradients:
+    """The parts of the gradients that belong to some hidden units; all of dx."""
+    dx, dw_up, dw_down, db_up, db_down, dw_gate, db_gate = found
+    of_rows = [None if each is None else each[units] for each in (dw_up, db_up, dw_gate, db_gate)]
+    return [dx, of_rows[0], None if dw_down is None else dw_down[:, units], of_rows[1], db_down, *of_rows[2:]]
+
+
 def _one_group(
-    call: Prepared,
-    x: Tensor,
-    dy: Tensor,
-    weights: Weights,
-    units: slice,
-    found: Gradients,
-    total: Tensor | None,
-    seed: Tensor | None,
+    call: Prepared, x: Tensor, dy: Tensor, weights: Weights, found: Gradients, total: Tensor | None, seed: Tensor | None
 ) -> None:
-    """Fills the part of ``found`` that belongs to these hidden units, and adds what comes through them to dx's total.
+    """Fills the gradients that belong to a group of hidden units, and adds what comes through them to dx's total.
 
     A function of its own, so that nothing of a group is left when the next one begins.
     """
-    dx, dw_up, dw_down, db_up, _, dw_gate, db_gate = found
-    size, hidden = (x.shape[0], weights.w_up.shape[0]), None
-    if dw_down is not None and dx is not None and call.plan.chunks.hidden_in_dx:
-        # Nobody needs the memory of dx before the last group is done with its hidden.
-        hidden = dx.view(-1)[: size[0] * size[1]].view(size)
-    elif dw_down is not None:
-        hidden = x.new_empty(size)
+    dx, dw_up, _, _, _, dw_gate, _ = found
     dz = _pre_activations(x, weights)
-    biases = [None if gradient is None else gradient[units] for gradient in (db_up, db_gate)]
-    _hidden_gradient(call, dy, weights, dz, hidden, biases, seed)
-    if dw_down is not None and hidden is not None:
-        torch.mm(dy.T, hidden, out=dw_down[:, units])
+    # Nobody needs the memory of these gradients until the group is done with its hidden and its sums.
+    place = dx.view(-1) if dx is not None and call.plan.chunks.hidden_in_dx else None
+    room = None if dw_up is None or call.plan.epilogue is None else _as_float32(dw_up)
+    for units in _ranges(weights.w_up.shape[0], call.plan.chunks.hidden_columns):
+        z = [each[:, units] for each in dz]
+        _through_hidden(call, dy, weights.group(units), z, _of_units(found, units), place, room, seed)
     for d_pre, gradient in zip(dz, (dw_up, dw_gate), strict=False):
         if gradient is not None:
-            torch.mm(d_pre.T, x, out=gradient[units])
+            torch.mm(d_pre.T, x, out=gradient)
     if dx is not None and total is not None:
         _add_to_dx(call, dz, weights, dx, total)
+
+
+def _through_hidden(
+    call: Prepared,
+    dy: Tensor,
+    weights: Weights,
+    z: list[Tensor],
+    found: Gradients,
+    place: Tensor | None,
+    room: Tensor | None,
+    seed: Tensor | None,
+) -> None:
+    """Replaces the pre-activations of some hidden units by their gradients; fills those of w_down and of the biases.
+
+    The hidden lies in ``place``, a vector, or in memory of its own, partial sums in ``room``, where it is large enough.
+    """
+    _, _, dw_down, db_up, _, _, db_gate = found
+    rows, columns, hidden = dy.shape[0], z[0].shape[1], None
+    if dw_down is not None:
+        hidden = dy.new_empty(rows, columns) if place is None else place[: rows * columns].view(rows, columns)
+    _hidden_gradient(call, dy, weights, z, hidden, [db_up, db_gate], room, seed)
+    if dw_down is not None and hidden is not None:
+        torch.mm(dy.T, hidden, out=dw_down)
+
+
+def _as_float32(memory: Tensor) -> Tensor:
+    """A vector of float32 in the memory of a contiguous tensor of 16 or 32 bits."""
+    share = 4 // memory.element_size()
+    vector = memory.view(-1)
+    vector = vector[vector.storage_offset() % share :]
+    return vector[: vector.shape[0] // share * share].view(torch.float32)
 
 
 def _sum_of(gradient: Tensor) -> Tensor:
@@ -142,6 +174,7 @@ def _hidden_gradient(
     z: list[Tensor],
     hidden: Tensor | None,
     biases: list[Tensor | None],
+    room: Tensor | None,
     seed: Tensor | None,
 ) -> None:
     """Puts the gradients of the pre-activations ``z`` in their place, and fills the hidden and ``biases`` if wanted."""
@@ -153,7 +186,8 @@ def _hidden_gradient(
         kernels.hidden_gradient(
             dy, weights.w_down, z[0], z[1] if len(z) > 1 else None, summed, gradient.row_tiles, arithmetic.activation,
             arithmetic.accuracy, arithmetic.input_precision, gradient.tiles, gradient.pipeline, in_place=True,
-            sums_into=sums, hidden_into=hidden, dropout=Dropout(seed, arithmetic.dropout_p, (0, weights.first)),
+            sums_into=sums, partials_into=room, hidden_into=hidden,
+            dropout=Dropout(seed, arithmetic.dropout_p, (0, weights.first)),
             ready=_ready(call, weights.first, z[0].shape[1]),
         )  # fmt: skip
         return
