@@ -1,6 +1,11 @@
-"""The kernels of any operation under autograd: one Function, and upstream gradients as kernels read them."""
+"""The kernels of any operation under autograd: one Function, and upstream gradients as kernels read them.
+
+And of custom operations, which have formulas of their own, the calls that autograd has nothing to do with.
+"""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
@@ -77,3 +82,43 @@ class _Function(torch.autograd.Function):
 # Function.apply itself looks through its arguments for wrappers that an ended transform of torch.func has left behind;
 # operands under a transform never come here.
 apply: Callable[..., Any] = super(torch.autograd.Function, _Function).apply
+
+
+_AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
+
+
+def autograd_in_reach() -> AbstractContextManager[Any]:
+    """A context in which autograd differentiates, also within a custom operation, below which it is out of reach."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    guard: AbstractContextManager[Any] = torch._C._ForceDispatchKeyGuard(include, exclude - _AUTOGRAD)
+    return guard
+
+
+class DirectCalls:
+    """Registers an operation's formula for autograd such that calls without gradients ``run`` its kernels at once.
+
+    Compiled graphs make no others. The formula itself asks the dispatcher once more for the kernels, which takes as
+    long as it takes to launch them.
+    """
+
+    def __init__(self, library: torch.library.Library, run: Callable[..., list[Tensor]]) -> None:
+        self.library, self.run = library, run
+
+    def impl(self, name: str, formula: Callable[..., Any], key: str, *, with_keyset: bool) -> None:
+        """As ``torch.library.Library.impl``."""
+
+        def run(keyset: Any, *given: Any) -> Any:
+            if torch.is_grad_enabled() or not _kernels_are_next(keyset.raw_repr()):
+                return formula(keyset, *given)
+            return self.run(*given)
+
+        self.library.impl(name, run, key, with_keyset=with_keyset)
+
+
+@cache
+def _kernels_are_next(keys: int) -> bool:
+    """Whether nothing comes between autograd and the kernels of a device: no mode, no transform, no subclass."""
+    later = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_autograd_keyset
+    for passed in (torch._C.DispatchKey.ADInplaceOrView, torch._C.DispatchKey.BackendSelect):
+        later = later.remove(passed)
+    return later.highestPriorityTypeId() in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)

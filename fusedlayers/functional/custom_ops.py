@@ -18,18 +18,19 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..devices import records
-from ..kernels.launching import layout_of
 from ..planning import Call
 from ..sources import stamp
 from . import dispatch
+from .autograd import DirectCalls
 from .call import with_known_sizes
+from .last_call import alike
 from .switches import backend, strict, switches
 
 _LIBRARY = torch.library.Library("fusedlayers", "DEF")
@@ -46,8 +47,10 @@ _WORDS: dict[Any, Callable[[str], bool | int | str]] = {
 }
 
 
-# Calls of one operation: when they become many, all are forgotten, which costs no more than planning them again.
+# Calls of one operation, and layouts of their tensors: when they become many, all are forgotten, which costs no more
+# than planning them again.
 _READY_LIMIT = 4096
+_LAYOUTS_LIMIT = 16
 
 
 def _word(argument: Any) -> str:
@@ -142,7 +145,7 @@ class KernelOperation:
 
     def __init__(self, operation: Any) -> None:
         self.operation = operation
-        self._ready: dict[tuple[object, ...], _Ready] = {}
+        self._ready: dict[tuple[object, ...], list[tuple[Callable[..., bool], _Ready]]] = {}
         names = operation.operands.split()
         self.count = len(names)
         typed = [f"Tensor? {each[:-1]}" if each.endswith("?") else f"Tensor {each}" for each in names]
@@ -155,8 +158,9 @@ class KernelOperation:
             lambda problem: problem.model_flops[0],
         )
         torch.library.register_autograd(
-            f"fusedlayers::{name}_forward", self._differentiate, setup_context=self._keep, lib=_LIBRARY
-        )
+            f"fusedlayers::{name}_forward", self._differentiate, setup_context=self._keep,
+            lib=cast(torch.library.Library, DirectCalls(_LIBRARY, self._forward)),
+        )  # fmt: skip
         if operation.has_backward:
             self.backward = self._register(
                 f"{name}_backward", "Tensor?[] upstream, Tensor?[] tensors, Tensor[] made", self._backward,
@@ -223,18 +227,23 @@ class KernelOperation:
         """Remembered, unless a size is a symbol: then a graph is traced, and this is no call that runs."""
         if any(type(size) is not int for size in sizes):
             return self._prepare(operands, sizes, call)
-        device = _device_of(operands)
-        # The dtypes, too: the problem names one, and indices or weights of rows may have others.
-        layouts = [None if each is None else (each.dtype, *layout_of(each)) for each in (*operands, *made)]
+        tensors, facts = (*operands, *made), dispatch.describe(_device_of(operands))
         # The switches as they are now, which may differ from what they were when the graph was compiled.
-        key = (call, *sizes, *layouts, device, *switches())
+        key = (call, *sizes, *switches())
         known = self._ready.get(key)
-        # Described anew while others of the device's facts are assumed, or after a self-test.
-        if known is None or known.call.facts is not dispatch.describe(device):
+        if known is None:
             if len(self._ready) >= _READY_LIMIT:
                 self._ready.clear()
-            known = self._ready[key] = self._prepare(operands, sizes, call)
-        return known
+            known = self._ready[key] = []
+        for same, ready in known:
+            # Described anew while others of the device's facts are assumed, or after a self-test.
+            if ready.call.facts is facts and same(tensors):
+                return ready
+        if len(known) >= _LAYOUTS_LIMIT:
+            known.clear()
+        ready = self._prepare(operands, sizes, call)
+        known.append((alike(tensors), ready))
+        return ready
 
     def _prepare(self, tensors: Sequence[Tensor | None], sizes: Sequence[int], call: str) -> _Ready:
         device, described = _device_of(tensors), self._described(sizes, call)
@@ -297,9 +306,7 @@ class KernelOperation:
     def _backward(self, *given: Any) -> list[Tensor]:
         upstream, operands, made, sizes, call = given
         ready = self._prepared(operands, sizes, call, made)
-        # Chunks are differentiated by autograd, which is out of reach below a custom operation.
-        include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-        with torch._C._ForceDispatchKeyGuard(include, exclude - _AUTOGRAD), torch.no_grad():
+        with torch.no_grad():
             found = self._gradients(ready, upstream, operands, made)
         return _apart([gradient.contiguous() for gradient in found if gradient is not None])
 
@@ -349,6 +356,8 @@ def _device_of(tensors: Sequence[Tensor | None]) -> torch.device:
 
 def _apart(results: Sequence[Tensor]) -> list[Tensor]:
     """Results of a custom operation have no memory in common: halves of one product are copied, all but the first."""
+    if not any(result.storage_offset() for result in results):
+        return list(results)
     taken: set[int] = set()
     found = []
     for result in results:
@@ -356,9 +365,6 @@ def _apart(results: Sequence[Tensor]) -> list[Tensor]:
         found.append(result.clone() if memory in taken else result)
         taken.add(memory)
     return found
-
-
-_AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
 
 
 def _describe(problem: type[Call], sizes: tuple[int, ...], call: str) -> _Described:

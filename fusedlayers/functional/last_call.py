@@ -179,6 +179,24 @@ def same_as(*tensors: Tensor) -> Callable[..., bool]:
     return same
 
 
+def alike(tensors: Sequence[Tensor | None]) -> Callable[[Sequence[Tensor | None]], bool]:
+    """Whether other tensors are like these, lie in memory like these, and are missing where these are."""
+    count, absent = len(tensors), [place for place, tensor in enumerate(tensors) if tensor is None]
+    read = at_places([place for place, tensor in enumerate(tensors) if tensor is not None])
+    same, aligned = same_as(*read(tensors)), _aligned_as(*read(tensors))
+
+    def again(others: Sequence[Tensor | None]) -> bool:
+        if len(others) != count:
+            return False
+        for place in absent:
+            if others[place] is not None:
+                return False
+        found = read(others)
+        return same(*found) and aligned(*found)
+
+    return again
+
+
 def _comparison(*tensors: Tensor) -> Callable[..., bool] | None:
     """The same for tensors that are known to have strides, as these must have; else None."""
     if not all(map(_has_strides, tensors)):

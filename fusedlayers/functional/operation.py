@@ -20,7 +20,7 @@ from .. import reference
 from ..kernels.activations import ACTIVATIONS
 from ..planning import Call, Device
 from . import dispatch
-from .autograd import apply, contiguous
+from .autograd import apply, autograd_in_reach, contiguous
 from .call import observed, signature, transformed
 from .custom_ops import Composite, KernelOperation, Results
 from .last_call import LastCall, at_places
@@ -315,7 +315,7 @@ class Operation:
             for t, want in zip(operands, wanted, strict=True)
         ]
         device = next(view.device for view in views if view is not None)
-        with torch.enable_grad(), without_autocast(device):
+        with autograd_in_reach(), torch.enable_grad(), without_autocast(device):
             results = self.expression(call, views)
             # A result may depend on nothing that a gradient is wanted of, or have no gradient of its own.
             pairs = [

@@ -64,6 +64,15 @@ def test_an_ffn_counts_what_the_planner_says(path: str, gated: bool, frozen: tup
         assert counter.get_total_flops() == backward
 
 
+@needs_kernels
+def test_a_call_without_gradients_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
+    function, arguments = ffn(ROWS)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        function(**arguments)
+    assert counter.get_total_flops() == 2 * 2 * 2 * ROWS * 16 * 24
+
+
 def test_a_module_counts_as_its_layers() -> None:
     """A counter hooks all modules, so that the children are called."""
     module = FusedFFN(16, 24).to(DEVICE)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from tests.support.planted_in_calls import CALLS
+from tests.support.planted_in_chunks import CHUNKS
 from tests.support.planted_in_experts import EXPERTS
 from tests.support.planted_in_reductions import REDUCTIONS
 from tests.support.planting import Fault, copied, noticed
@@ -24,7 +25,7 @@ _SPLIT, _SPLIT_TILES = "kernels/split_k/launcher.py", "kernels/split_k/tiles_pro
 _FFN_FORWARD, _FFN_DATA = "kernels/gemm_gemm/forward.py", "kernels/gemm_gemm/data_gradient.py"
 _FFN_WEIGHT = "kernels/gemm_gemm/weight_gradient.py"
 _HIDDEN, _HIDDEN_GRADIENT = "kernels/gemm_epilogue/hidden.py", "kernels/gemm_epilogue/hidden_gradient.py"
-_CHUNKED, _LINEAR = "fusedlayers/functional/ffn/chunked.py", "fusedlayers/functional/linear.py"
+_LINEAR = "fusedlayers/functional/linear.py"
 _LOSSES, _LOGITS = "kernels/cross_entropy/losses.py", "kernels/cross_entropy/rows.py"
 _HEAD = "fusedlayers/functional/linear_cross_entropy/chunked.py"
 _LORA, _ADAPTERS = "fusedlayers/functional/lora_ffn/__init__.py", "fusedlayers/functional/lora_ffn/products.py"
@@ -139,56 +140,6 @@ FAULTS: tuple[Fault, ...] = (
         "    up, gate = (found.up, None) if found.gate is None else (found.gate, found.up)\n"
         "    return [dx, up, found.down, found.up_bias, db_down, gate, found.gate_bias]",
         "functional/test_ffn activations",
-    ),
-    _fault(
-        "gate left out of dx", _CHUNKED,
-        "first=first and not place)", "first=first)",
-        "functional/test_ffn_chunked chunks_of_any_size",
-    ),
-    _fault(
-        "sum begun anew with every group", _CHUNKED,
-        "first, last = weights.first == 0,", "first, last = True,",
-        "functional/test_ffn_chunked kernels_compute_chunks",
-    ),
-    _fault(
-        "dx rounded after every group", _CHUNKED,
-        "wide = accumulated(gradient.dtype)", "wide = gradient.dtype",
-        "functional/test_ffn_chunked summed_in_float32",
-    ),
-    _fault(
-        "sums of the rows before replaced", _CHUNKED,
-        "total += summed_rows(d_pre)", "total.copy_(summed_rows(d_pre))",
-        "functional/test_ffn_chunked chunks_of_any_size",
-    ),
-    _fault(
-        "dropout of every group as if it were the first", _CHUNKED,
-        "b_gate, units.start)", "b_gate, 0)",
-        "functional/test_ffn_chunked chunks_of_any_size",
-    ),
-    _fault(
-        "hidden of a group in dx although it is larger", "fusedlayers/planning/ffn_chunked.py",
-        "in_dx = summed and (columns <= p.K or columns > beside)", "in_dx = summed",
-        "planning/test_chunks free",
-    ),
-    _fault(
-        "hidden of a whole group in dx", "fusedlayers/planning/ffn_chunked.py",
-        "hidden_columns = _columns(columns, math.ceil(columns / p.K)) if in_dx else columns", "hidden_columns = columns",
-        "planning/test_chunks four_times_x",
-    ),
-    _fault(
-        "partial sums beside the workspace", "kernels/gemm_epilogue/hidden_gradient.py",
-        "if memory is None or memory.shape[0] < size:", "if True:",
-        "functional/test_ffn_chunked partial_sums_lie",
-    ),
-    _fault(
-        "groups as large without the gradient of w_up", "fusedlayers/functional/ffn/chunked.py",
-        "columns = math.ceil(columns / 16) * 8", "pass",
-        "functional/test_ffn_chunked partial_sums_lie",
-    ),
-    _fault(
-        "chunks as large as half of the tokens", "fusedlayers/planning/ffn_chunked.py",
-        "most = max(1, min(most, tokens // 2, MOST_ROWS))", "most = max(1, tokens // 2)",
-        "functional/test_ffn_chunked the_allocator_never_gives_a_hidden",
     ),
     _fault(
         "pre-activation kept after the activation", _HIDDEN,
@@ -391,6 +342,7 @@ FAULTS: tuple[Fault, ...] = (
         "replacing/test_adapters kinds_of_adapters",
     ),
     *CALLS,
+    *CHUNKS,
     *EXPERTS,
     *REDUCTIONS,
 )  # fmt: skip

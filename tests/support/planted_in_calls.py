@@ -53,4 +53,19 @@ CALLS: tuple[Fault, ...] = (
         '@torch.compiler.disable(reason="the loss of a vocabulary in parts runs in eager mode")', "",
         "parallel/test_parallel_loss compiled",
     ),
+    _fault(
+        "calls that a mode watches run their kernels at once", _AUTOGRAD,
+        "return later.highestPriorityTypeId() in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)", "return True",
+        "functional/test_flop_counts without_gradients",
+    ),
+    _fault(
+        "autograd out of reach within an operation", _AUTOGRAD,
+        "_ForceDispatchKeyGuard(include, exclude - _AUTOGRAD)", "_ForceDispatchKeyGuard(include, exclude)",
+        "functional/test_flop_counts kernels_count",
+    ),
+    _fault(
+        "operands of another layout taken for those before", "fusedlayers/functional/last_call.py",
+        "return same(*found) and aligned(*found)", "return True",
+        "functional/test_observed_calls",
+    ),
 )  # fmt: skip

@@ -16,6 +16,7 @@ from torch import Tensor
 from ... import reference
 from ...kernels import gemm_epilogue as kernels
 from ...kernels.dropout import Dropout
+from ..autograd import autograd_in_reach
 from ..operands import rows as rows_of
 from ..operation import Tensors
 from ..prepared import Prepared
@@ -211,11 +212,12 @@ def _through_torch(
 ) -> None:
     """The same of some rows by torch's operations; what these allocate is gone when the next rows begin."""
     arithmetic = call.details
-    with torch.enable_grad():
-        followed = [each[rows].detach().requires_grad_() for each in z]
-        values = reference.hidden(*followed, activation=arithmetic.activation)
-        values = reference.dropped(values, arithmetic.dropout_p, seed, (rows.start, weights.first))
-    found = torch.autograd.grad(values, followed, dy[rows] @ weights.w_down)
+    with autograd_in_reach():
+        with torch.enable_grad():
+            followed = [each[rows].detach().requires_grad_() for each in z]
+            values = reference.hidden(*followed, activation=arithmetic.activation)
+            values = reference.dropped(values, arithmetic.dropout_p, seed, (rows.start, weights.first))
+        found = torch.autograd.grad(values, followed, dy[rows] @ weights.w_down)
     # Before the pre-activations are replaced: without an activation they are the hidden.
     if hidden is not None:
         hidden[rows] = values.detach()
