@@ -107,16 +107,18 @@ def _groups(problem: Any, room: int, unit: int, summed: bool) -> _Groups:
     """
     p, beside = problem, max(1, room // (unit + _hidden_bytes(problem)))
     most = max(1, room // unit) if summed else beside
+    if most > max(p.K, beside):
+        # In dx: as many units as it has columns at a time.
+        most = most // p.K * p.K
     count = max(2, math.ceil(p.N / (most // _step(most) * _step(most))))
     columns = _columns(p.N, count)
-    in_dx = summed and (columns <= p.K or columns > beside)
     whole = math.ceil(columns / p.K) * p.K
-    if whole <= most and whole < p.N and (count > 2 or (in_dx and columns > p.K)):
+    if whole <= most and whole < p.N and (count > 2 or columns > max(p.K, beside)):
         # Not more groups, and square weight gradients, as whole waves of tiles as those of the width itself: of 14,336
         # units and 4096 columns, 512 tiles of 128 × 256 and not 448 on 132 SMs.
         columns = whole
-    hidden_columns = _columns(columns, math.ceil(columns / p.K)) if in_dx else columns
-    return _Groups(columns, hidden_columns, in_dx)
+    in_dx = summed and (columns <= p.K or columns > beside)
+    return _Groups(columns, min(columns, p.K) if in_dx else columns, in_dx)
 
 
 def _hidden_bytes(problem: Any) -> int:

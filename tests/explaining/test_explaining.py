@@ -164,7 +164,7 @@ def test_lines_follow_the_call(pretend: Callable[[Device], None]) -> None:
     assert "does not fit on chip" in wide["not fused"]
     pretend(changed(H200, pipelined=True))
     grouped = call(tensors(8192, 2048, 8192), recompute=True)
-    assert grouped["chunks"] == "4096 tokens at a time; backward 2048 hidden units at a time"
+    assert grouped["chunks"] == "4096 tokens at a time; backward 4096 hidden units at a time"
     assert grouped["data-gradient tiles"].startswith("pipelined: 128 × 128 of the product")
     assert wide["not torch"] == "recompute=True forbids keeping the hidden"
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import hypothesis
 import pytest
+from hypothesis import strategies
 
-from fusedlayers.planning import plan
+from fusedlayers.planning import Device, ffn_chunked, plan
 from fusedlayers.planning.ffn_chunked import LEAST_WORKSPACE, MOST_ROWS
 from tests.planning.test_paths import DEVICES, H200, NO_TRITON, PIPELINED, TRAINING
 
@@ -18,7 +20,7 @@ GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
     "size",
     [
         *((16_384, 1024, 4096), (8192, 4096, 14_336), (131_072, 4096, 14_336), (64, 8192, 28_672)),
-        *((4096, 32_768, 1024), (4096, 65_536, 1024), (8, 262_144, 512), (2**20, 8, 2**16)),
+        *((10_000, 1000, 3000), (4096, 32_768, 1024), (4096, 65_536, 1024), (8, 262_144, 512), (2**20, 8, 2**16)),
     ],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -65,6 +67,28 @@ def test_groups_have_twice_as_many_hidden_units_as_x_has_columns(size: tuple[int
         assert biased.workspace_bytes <= 4 * 2 * M * K
     else:
         assert biased.chunks == made.chunks
+
+
+@hypothesis.given(
+    device=strategies.sampled_from([PIPELINED, H200, NO_TRITON]),
+    size=strategies.tuples(*[strategies.integers(2, most) for most in (200_000, 9000, 30_000)]),
+    facts=strategies.fixed_dictionaries(
+        {"dtype": strategies.sampled_from(["bfloat16", "float32"])}
+        | {name: strategies.booleans() for name in ("gated", "dropout", "needs_bias_gradient", "needs_data_gradient")}
+    ),
+    kernels=strategies.booleans(),
+)
+def test_any_size_keeps_to_the_limit(
+    device: Device, size: tuple[int, int, int], facts: dict[str, str | bool], kernels: bool
+) -> None:
+    """Down to chunks of one token and groups of one hidden unit, below which there is nothing to cut."""
+    M, K, N = size
+    problem = replace(TRAINING, M=M, K=K, N=N, O=K, recompute=True, **facts)
+    made = ffn_chunked.plan(problem, device, kernels and device.triton)
+    assert 0 < made.hidden_columns <= made.columns < N
+    assert not made.hidden_in_dx or made.hidden_columns <= K
+    least = 1 in (made.rows, made.columns, made.group_rows)
+    assert least or made.workspace_bytes <= ffn_chunked.workspace_limit(problem)
 
 
 def test_the_hidden_lies_in_dx_where_that_is_free() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.support.planting import Fault
 from tests.support.planting import fault as _fault
 
-_AUTOGRAD, _OBSERVED = "fusedlayers/functional/autograd.py", "fusedlayers/functional/custom_ops.py"
+_AUTOGRAD = "fusedlayers/functional/autograd.py"
 
 CALLS: tuple[Fault, ...] = (
     _fault(
@@ -22,11 +22,6 @@ CALLS: tuple[Fault, ...] = (
         "torch's order of products in a graph", "fusedlayers/functional/linear.py",
         "(call.observed or not call.plan.data_gradient_first)", "True",
         "functional/test_linear_autograd products_with_the_data_gradient_first",
-    ),
-    _fault(
-        "dtypes of an observed call forgotten", _OBSERVED,
-        "(each.dtype, *layout_of(each))", "layout_of(each)",
-        "functional/test_observed_calls always_given_the_same_dtypes",
     ),
     _fault(
         "a call that another thread has half noted", _AUTOGRAD,
@@ -64,8 +59,8 @@ CALLS: tuple[Fault, ...] = (
         "functional/test_flop_counts kernels_count",
     ),
     _fault(
-        "operands of another layout taken for those before", "fusedlayers/functional/last_call.py",
-        "return same(*found) and aligned(*found)", "return True",
-        "functional/test_observed_calls",
+        "dtypes of an observed call forgotten", "fusedlayers/functional/last_call.py",
+        "return same(*found) and aligned(*found)", "return aligned(*found)",
+        "functional/test_observed_calls always_given_the_same_dtypes",
     ),
 )  # fmt: skip

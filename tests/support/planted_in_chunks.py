@@ -29,8 +29,8 @@ CHUNKS: tuple[Fault, ...] = (
         "functional/test_ffn_chunked chunks_of_any_size",
     ),
     _fault(
-        "dropout of every group as if it were the first", _CHUNKED,
-        "b_gate, self.first + units.start)", "b_gate, 0)",
+        "dropout of all units of a group as if they were its first", _CHUNKED,
+        "weights.first + units.start)", "weights.first)",
         "functional/test_ffn_chunked chunks_of_any_size",
     ),
     _fault(
@@ -40,7 +40,7 @@ CHUNKS: tuple[Fault, ...] = (
     ),
     _fault(
         "hidden of a whole group in dx", _PLAN,
-        "_columns(columns, math.ceil(columns / p.K)) if in_dx else columns", "columns",
+        "min(columns, p.K) if in_dx else columns", "columns",
         "planning/test_chunks four_times_x",
     ),
     _fault(

@@ -38,7 +38,7 @@ class Weights(NamedTuple):
     def group(self, units: slice) -> "Weights":
         """Those of some hidden units."""
         b_up, w_gate, b_gate = (None if t is None else t[units] for t in (self.b_up, self.w_gate, self.b_gate))
-        return Weights(self.w_up[units], self.w_down[:, units], b_up, w_gate, b_gate, self.first + units.start)
+        return Weights(self.w_up[units], self.w_down[:, units], b_up, w_gate, b_gate, units.start)
 
 
 def forward(call: Prepared, operands: Tensors) -> Tensor:
@@ -111,14 +111,16 @@ def _one_group(
 
     A function of its own, so that nothing of a group is left when the next one begins.
     """
-    dx, dw_up, _, _, _, dw_gate, _ = found
-    dz = _pre_activations(x, weights)
+    dx, dw_up, dw_down, db_up, _, dw_gate, db_gate = found
+    dz, chunks = _pre_activations(x, weights), call.plan.chunks
     # Nobody needs the memory of these gradients until the group is done with its hidden and its sums.
-    place = dx.view(-1) if dx is not None and call.plan.chunks.hidden_in_dx else None
+    place = dx.view(-1) if dx is not None and chunks.hidden_in_dx else None
     room = None if dw_up is None or call.plan.epilogue is None else _as_float32(dw_up)
-    for units in _ranges(weights.w_up.shape[0], call.plan.chunks.hidden_columns):
-        z = [each[:, units] for each in dz]
-        _through_hidden(call, dy, weights.group(units), z, _of_units(found, units), place, room, seed)
+    for units in _ranges(weights.w_up.shape[0], chunks.hidden_columns):
+        biases = [None if gradient is None else gradient[units] for gradient in (db_up, db_gate)]
+        gradient = None if dw_down is None else dw_down[:, units]
+        part = _Part(dy, weights.w_down[:, units], [each[:, units] for each in dz], weights.first + units.start)
+        _through_hidden(call, part, gradient, biases, place, room, seed)
     for d_pre, gradient in zip(dz, (dw_up, dw_gate), strict=False):
         if gradient is not None:
             torch.mm(d_pre.T, x, out=gradient)
@@ -126,12 +128,20 @@ def _one_group(
         _add_to_dx(call, dz, weights, dx, total)
 
 
+class _Part(NamedTuple):
+    """Hidden units from the ``first`` on: dy, their columns of w_down, and their pre-activations, later gradients."""
+
+    dy: Tensor
+    w_down: Tensor
+    z: list[Tensor]
+    first: int
+
+
 def _through_hidden(
     call: Prepared,
-    dy: Tensor,
-    weights: Weights,
-    z: list[Tensor],
-    found: Gradients,
+    part: _Part,
+    dw_down: Tensor | None,
+    biases: list[Tensor | None],
     place: Tensor | None,
     room: Tensor | None,
     seed: Tensor | None,
@@ -140,13 +150,12 @@ def _through_hidden(
 
     The hidden lies in ``place``, a vector, or in memory of its own, partial sums in ``room``, where it is large enough.
     """
-    _, _, dw_down, db_up, _, _, db_gate = found
-    rows, columns, hidden = dy.shape[0], z[0].shape[1], None
+    hidden, (rows, columns) = None, part.z[0].shape
     if dw_down is not None:
-        hidden = dy.new_empty(rows, columns) if place is None else place[: rows * columns].view(rows, columns)
-    _hidden_gradient(call, dy, weights, z, hidden, [db_up, db_gate], room, seed)
+        hidden = part.dy.new_empty(rows, columns) if place is None else place[: rows * columns].view(rows, columns)
+    _hidden_gradient(call, part, hidden, biases, room, seed)
     if dw_down is not None and hidden is not None:
-        torch.mm(dy.T, hidden, out=dw_down)
+        torch.mm(part.dy.T, hidden, out=dw_down)
 
 
 def _as_float32(memory: Tensor) -> Tensor:
@@ -170,54 +179,44 @@ def _pre_activations(x: Tensor, weights: Weights) -> list[Tensor]:
 
 def _hidden_gradient(
     call: Prepared,
-    dy: Tensor,
-    weights: Weights,
-    z: list[Tensor],
+    part: _Part,
     hidden: Tensor | None,
     biases: list[Tensor | None],
     room: Tensor | None,
     seed: Tensor | None,
 ) -> None:
-    """Puts the gradients of the pre-activations ``z`` in their place, and fills the hidden and ``biases`` if wanted."""
-    arithmetic, tiles = call.details, call.plan.epilogue
+    """Puts the gradients of the pre-activations in their place, and fills the hidden and ``biases`` if wanted."""
+    (dy, w_down, z, first), arithmetic, tiles = part, call.details, call.plan.epilogue
     if tiles is not None:
         gradient, summed = tiles.gradient, any(bias is not None for bias in biases)
         # The kernel adds up both; one of them may be frozen.
         sums = [each.new_empty(each.shape[1]) if b is None else b for b, each in zip(biases, z, strict=False) if summed]
         kernels.hidden_gradient(
-            dy, weights.w_down, z[0], z[1] if len(z) > 1 else None, summed, gradient.row_tiles, arithmetic.activation,
+            dy, w_down, z[0], z[1] if len(z) > 1 else None, summed, gradient.row_tiles, arithmetic.activation,
             arithmetic.accuracy, arithmetic.input_precision, gradient.tiles, gradient.pipeline, in_place=True,
             sums_into=sums, partials_into=room, hidden_into=hidden,
-            dropout=Dropout(seed, arithmetic.dropout_p, (0, weights.first)),
-            ready=_ready(call, weights.first, z[0].shape[1]),
+            dropout=Dropout(seed, arithmetic.dropout_p, (0, first)), ready=_ready(call, first, z[0].shape[1]),
         )  # fmt: skip
         return
     totals = [torch.zeros(each.shape[1], dtype=accumulated(each.dtype), device=each.device) for each in z]
     for rows in _ranges(dy.shape[0], call.plan.chunks.group_rows):
-        _through_torch(call, dy, weights, z, hidden, totals, rows, seed)
+        _through_torch(call, part, hidden, totals, rows, seed)
     for bias, total in zip(biases, totals, strict=False):
         if bias is not None:
             bias.copy_(total)
 
 
 def _through_torch(
-    call: Prepared,
-    dy: Tensor,
-    weights: Weights,
-    z: list[Tensor],
-    hidden: Tensor | None,
-    totals: list[Tensor],
-    rows: slice,
-    seed: Tensor | None,
+    call: Prepared, part: _Part, hidden: Tensor | None, totals: list[Tensor], rows: slice, seed: Tensor | None
 ) -> None:
     """The same of some rows by torch's operations; what these allocate is gone when the next rows begin."""
-    arithmetic = call.details
+    (dy, w_down, z, first), arithmetic = part, call.details
     with autograd_in_reach():
         with torch.enable_grad():
             followed = [each[rows].detach().requires_grad_() for each in z]
             values = reference.hidden(*followed, activation=arithmetic.activation)
-            values = reference.dropped(values, arithmetic.dropout_p, seed, (rows.start, weights.first))
-        found = torch.autograd.grad(values, followed, dy[rows] @ weights.w_down)
+            values = reference.dropped(values, arithmetic.dropout_p, seed, (rows.start, first))
+        found = torch.autograd.grad(values, followed, dy[rows] @ w_down)
     # Before the pre-activations are replaced: without an activation they are the hidden.
     if hidden is not None:
         hidden[rows] = values.detach()
@@ -232,7 +231,8 @@ def _add_to_dx(call: Prepared, dz: list[Tensor], weights: Weights, dx: Tensor, t
     terms = list(zip(dz, matrices, strict=True))
     first, last = weights.first == 0, weights.first + weights.w_up.shape[0] == call.problem.N
     pipeline = None if call.plan.epilogue is None else call.plan.epilogue.data_gradient_pipeline
-    if pipeline is not None and kernels.data_gradient(terms, dx, total, first, last, pipeline):
+    ready = _ready(call, weights.first, weights.w_up.shape[0])
+    if pipeline is not None and kernels.data_gradient(terms, dx, total, first, last, pipeline, ready):
         return
     for place, (d_pre, weight) in enumerate(terms):
         add_product(total, d_pre.T, weight, first=first and not place)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ...hopper import Matrix, fence_async_shared, gl, gluon, matrix, tma, untransposed
-from ...launching import launch
+from ...hopper import fence_async_shared, gl, gluon, matrix, tma, untransposed
+from ...launching import Launch, prepared
 from ...pipeline import specialize
 from ...tiles import grouped_tile
 from ...tuning import EpiloguePipeline
@@ -115,39 +115,47 @@ def data_gradient(
     first: bool,
     last: bool,
     pipeline: EpiloguePipeline,
+    ready: dict[object, object] | None = None,
 ) -> bool:
     """Adds ``Σ d_pre @ weight`` to the total: one term, or with a gate two, of d_pre ``[M, n]``, weight ``[n, K]``.
 
     The ``first`` group begins the total, float32 and contiguous ``[M, K]``; the ``last`` one reads it and fills dx, of
     the operands' dtype, instead. Weights may be transposed, all of them. False where an operand does not lie as TMA
-    wants it: nothing is computed then.
+    wants it: nothing is computed then. ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``).
     """
+    made = prepared(ready, ("data gradient", first, last), _prepare, terms, dx, first, last, pipeline)
+    if made is None:
+        return False
+    factors = [factor for term in terms for factor in term]
+    made((total,), (*factors, *[None] * (4 - len(factors)), dx))
+    return True
+
+
+def _prepare(
+    terms: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    dx: torch.Tensor,
+    first: bool,
+    last: bool,
+    pipeline: EpiloguePipeline,
+) -> Launch | None:
     operands = [found for d_pre, weight in terms for found in (untransposed(d_pre), matrix(weight))]
     complete = [each for each in operands if each is not None]
     out = untransposed(dx)
     if len(complete) < len(operands) or out is None or len({each.transposed for each in complete[1::2]}) > 1:
-        return False
-    _launch(complete, out, total, first, last, pipeline)
-    return True
-
-
-def _launch(
-    operands: list[Matrix], dx: Matrix, total: torch.Tensor, first: bool, last: bool, pipeline: EpiloguePipeline
-) -> None:
+        return None
     tile, half = TILE.value, HALF.value
-    tile_rows, tile_columns = -(-dx.rows // tile), -(-dx.columns // tile)
-    transposed = operands[1].transposed
+    tile_rows, tile_columns = -(-out.rows // tile), -(-out.columns // tile)
+    transposed = complete[1].transposed
     right_block = (pipeline.step, columns_at_once(transposed))
     factors = [
-        each.descriptor(*right_block) if place % 2 else each.descriptor(half, pipeline.step)
-        for place, each in enumerate(operands)
+        each.geometry(*right_block) if place % 2 else each.geometry(half, pipeline.step)
+        for place, each in enumerate(complete)
     ]
-    launch(
+    return Launch(
         _pipelined_data_gradient_kernel,
         min(tile_rows * tile_columns, pipeline.programs),
-        (total,),
-        (operands[0].columns, dx.columns, tile_columns),
-        (tile_rows, dx.rows),
+        (complete[0].columns, out.columns, tile_columns),
+        (tile_rows, out.rows),
         (transposed, pipeline.step, pipeline.stages, pipeline.places, pipeline.group, first, last),
-        descriptors=(*factors, *[None] * (4 - len(factors)), dx.descriptor(half, half)),
+        geometries=(*factors, *[None] * (4 - len(factors)), out.geometry(half, half)),
     )
