@@ -84,7 +84,7 @@ def gradients(call: Prepared, operands: Tensors, wanted: Sequence[bool], dy: Ten
     x, w_up, w_down, b_up, _, w_gate, b_gate, _, seed = operands
     x, weights = rows_of(x), Weights(w_up, w_down, b_up, w_gate, b_gate)
     found: Gradients = [
-        None if tensor is None or not want else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        None if tensor is None or not want else torch.empty_like(tensor, memory_format=torch.contiguous_format)
         for tensor, want in zip((x, w_up, w_down, b_up, None, w_gate, b_gate), wanted[:7], strict=True)
     ]
     dx, columns = found[0], call.plan.chunks.columns
