@@ -356,7 +356,9 @@ def _device_of(tensors: Sequence[Tensor | None]) -> torch.device:
 
 def _apart(results: Sequence[Tensor]) -> list[Tensor]:
     """Results of a custom operation have no memory in common: halves of one product are copied, all but the first."""
-    if not any(result.storage_offset() for result in results):
+    # Two that share memory begin at the same place of it, or one of them behind its start.
+    places = {result.data_ptr() for result in results}
+    if len(places) == len(results) and not any(result.storage_offset() for result in results):
         return list(results)
     taken: set[int] = set()
     found = []

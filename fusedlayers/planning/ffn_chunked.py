@@ -4,7 +4,7 @@ The forward pass takes some tokens at a time. The backward pass takes groups of 
 pre-activations of a group, which their gradients replace, and its hidden. So the weight gradients of a group are
 complete, and rounded once, before the next one begins; dx is summed over the groups in float32. Until it is rounded
 into its own tensor at the end, that tensor is free: the hidden of as many units at a time as fit lies there, so that
-groups are few, and the sum is seldom read and written. Nor is the gradient of w_up there before a group is done, and
+groups are few, and the sum is seldom read and written. The gradient of w_up is not there either until a group is done:
 partial sums of the gradients of biases lie in its memory.
 """
 
@@ -79,7 +79,7 @@ def plan(problem: Any, device: Device, kernels: bool) -> ChunkPlan:
     groups = _groups(p, room, unit, summed)
     if kernels:
         partial = _partial_bytes(p, device)
-        # The gradients of w_up that belong to the group lie where they are wanted, not behind one another.
+        # They lie where the group's gradient of w_up will be, if that is large enough.
         if partial * groups.hidden_columns > p.element_bytes * p.K * groups.columns:
             unit += partial
             groups = _groups(p, room, unit, summed)

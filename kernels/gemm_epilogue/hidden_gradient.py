@@ -283,6 +283,7 @@ def _prepare(
 
 
 def _partials(dy: torch.Tensor, shape: tuple[int, ...], memory: torch.Tensor | None) -> torch.Tensor:
+    """An empty float32 tensor of this shape, in a vector's memory if that is large enough."""
     size = torch.Size(shape).numel()
     if memory is None or memory.shape[0] < size:
         return dy.new_empty(shape, dtype=torch.float32)

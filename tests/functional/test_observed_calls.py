@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedlayers import functional
-from fusedlayers.functional import operation
+from fusedlayers.functional import custom_ops, operation
 from fusedlayers.kernels import launching
 from tests.support.operands import forget_calls
 
@@ -67,3 +67,13 @@ def test_a_prepared_launch_is_always_given_the_same_dtypes(
             call(given)
     assert len(told) >= 2
     assert [dtypes for dtypes in told.values() if len(dtypes) > 1] == []
+
+
+def test_results_of_an_operation_have_no_memory_in_common() -> None:
+    """Neither the same tensor twice, nor halves of one; what has memory of its own is not copied."""
+    whole, alone = torch.randn(4, 6), torch.randn(3)
+    for results in ([whole, whole, alone], [whole[:2], alone, whole[2:]], [whole[2:], whole[:2], alone]):
+        found = custom_ops._apart(results)
+        assert len({each.untyped_storage().data_ptr() for each in found}) == 3
+        assert all(torch.equal(each, result) for each, result in zip(found, results, strict=True))
+    assert all(each is result for each, result in zip(custom_ops._apart([whole, alone]), [whole, alone], strict=True))
