@@ -123,6 +123,32 @@ def test_compiled_chains_are_timed_on_request(tmp_path: Path, monkeypatch: pytes
     assert len(compiled) == 2
 
 
+def test_layers_run_under_autocast_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parameters, inputs and gradients are float32, products are not; a record of its own says so."""
+    seen: set[tuple[torch.dtype, torch.dtype, bool]] = set()
+    product = torch.nn.functional.linear
+
+    def noting(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+        y = product(x, weight, *rest)
+        seen.add((weight.dtype, y.dtype, torch.is_autocast_enabled("cpu")))
+        return y
+
+    monkeypatch.setattr(torch.nn.functional, "linear", noting)
+    status, found = small(tmp_path, "--autocast")
+    assert (status, found) == (0, {})
+    path = tmp_path / "host-autocast-bf16-cpu.json"
+    found = record.read(path)
+    assert {(row["dtype"], row["autocast"]) for row in found["rows"]} == {("bf16", True)}
+    assert len(found["rows"]) == 2 * len(STANDS)
+    # In float64 the truth is computed, without autocast.
+    assert {each for each in seen if each[0] != torch.float64} == {(torch.float32, torch.bfloat16, True)}
+    capsys.readouterr()
+    assert bench("table", path) == 0
+    assert ": float32 layers under autocast, medians" in capsys.readouterr().out
+
+
 def test_red_means_no_timing_and_exit_status_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,7 +171,8 @@ def test_a_wrong_gradient_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(FusedFFN, "forward", wrong)
     (shape,) = STANDS["ffn"].grid.shapes_without_gpu
-    (found,) = host.verify(host.Row(STANDS["ffn"], shape), ("torch", "auto"), torch.float32, CPU["device"], 0)  # type: ignore[arg-type]
+    row, precision = host.Row(STANDS["ffn"], shape), host.Precision(torch.float32)
+    (found,) = host.verify(row, ("torch", "auto"), precision, torch.device("cpu"), 0)
     assert [finding.tensor for finding in found.findings if not finding.ok] == ["ddown_proj.bias"]
 
 
@@ -155,6 +182,7 @@ def test_a_wrong_gradient_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--shape", "1x2x3"], "argument --shape: expected it beside --grid with one name"),
         (["--grid", "ffn", "--shape", "1x2"], "argument --shape: '1x2': expected 3 positive integers MxKxN"),
         (["--grid", "rnn"], "argument --grid: 'rnn': expected names out of ffn,gated_ffn,linear"),
+        (["--autocast", "--dtype", "fp32"], "argument --dtype: fp32: expected bf16 or fp16 beside --autocast"),
         (["--depth", "0"], "argument --depth: 0: expected 1 layer or more"),
         (["--contenders", "auto,liger"], "argument --contenders: 'liger': expected names out of torch,auto"),
     ],

@@ -3,6 +3,7 @@
     python -m fusedlayers.bench host                       verify and time everything that is published
     python -m fusedlayers.bench host --grid linear         some of it
     python -m fusedlayers.bench host --compiled            torch.compile of torch and of auto mode, too
+    python -m fusedlayers.bench host --autocast            float32 layers under torch.autocast, as models are trained
 
 The loop starts on an idle device and ends when all of it is done; host and device overlap as in a user's loop. All
 contenders are interleaved. *One thread*: ``torch.autograd.set_multithreading_enabled(False)``, so that nothing is
@@ -50,6 +51,30 @@ _DIRECTIONS = {"forward": (FORWARD,), "forward_backward": (FORWARD_BACKWARD,), "
 
 
 @dataclass(frozen=True)
+class Precision:
+    """The dtype of products; with ``autocast`` layers and their inputs are float32."""
+
+    dtype: torch.dtype
+    autocast: bool = False
+
+    @property
+    def held(self) -> torch.dtype:
+        """The dtype of parameters and inputs."""
+        return torch.float32 if self.autocast else self.dtype
+
+    def under(self, unit: Layer, device: torch.device) -> Layer:
+        """The unit as it runs: under autocast, or as it is."""
+        if not self.autocast:
+            return unit
+
+        def run(x: Tensor) -> Tensor:
+            with torch.autocast(device.type, self.dtype):
+                return unit(x)
+
+        return run
+
+
+@dataclass(frozen=True)
 class Row:
     """Layers of one size."""
 
@@ -76,6 +101,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--direction", choices=_DIRECTIONS, default="both", help="what to time (default: both)")
     command.add_argument("--depth", type=int, default=DEPTH, help=f"layers of a loop (default: {DEPTH})")
     command.add_argument("--compiled", action="store_true", help="time what torch.compile makes of the chains, too")
+    command.add_argument(
+        "--autocast", action="store_true", help="layers and inputs in float32, under torch.autocast in the dtype"
+    )
     command.add_argument("--verify", action="store_true", help="verify only")
     command.add_argument(
         "--seconds", type=positive, default=2.0, help="timing per row and direction, beside warm-up (default: 2)"
@@ -92,15 +120,18 @@ def main(chosen: argparse.Namespace, words: list[str]) -> int:
     if chosen.plot and chosen.verify:
         raise ValueError("argument --plot: expected no --verify beside it: the pictures show times")
     rows = _rows(chosen, device)
-    dtype = chosen.dtype or ("bf16" if device.type == "cuda" else "fp32")
-    path = record_path(chosen.output, "host", dtype, device)
+    dtype = chosen.dtype or ("bf16" if device.type == "cuda" or chosen.autocast else "fp32")
+    if chosen.autocast and DTYPES[dtype] == torch.float32:
+        raise ValueError(f"argument --dtype: {dtype}: expected bf16 or fp16 beside --autocast")
+    precision = Precision(DTYPES[dtype], chosen.autocast)
+    path = record_path(chosen.output, "host-autocast" if chosen.autocast else "host", dtype, device)
     method = {"seconds_per_row": chosen.seconds, "cold_cache_bytes": 0, "init": "normal", "seed": chosen.seed}
     record = records.new_record(words, device, method, chosen.commit)
     started = time.perf_counter()
     verified = []
     for row in rows:
         print(f"verify {row.label} {dtype}")
-        verified.append(verify(row, chosen.contenders, DTYPES[dtype], device, chosen.seed))
+        verified.append(verify(row, chosen.contenders, precision, device, chosen.seed))
         for verification in verified[-1]:
             print(f"  {verification.summary()}")
     if any(verification.red for found in verified for verification in found):
@@ -115,7 +146,7 @@ def main(chosen: argparse.Namespace, words: list[str]) -> int:
                 print(f"skip   {row.label} {direction}: the budget of {chosen.budget:g} s was spent")
                 continue
             print(f"time   {row.label} {direction}")
-            record["rows"].append(_timed(row, direction, found, chosen, dtype, device))
+            record["rows"].append(_timed(row, direction, found, chosen, dtype, precision, device))
             records.write(record, path)
     return 0 if finish(record, path, host_tables, "over its limit", plotting=chosen.plot) else 1
 
@@ -138,14 +169,14 @@ def _rows(chosen: argparse.Namespace, device: torch.device) -> list[Row]:
     return rows
 
 
-def verify(row: Row, names: Sequence[str], dtype: torch.dtype, device: torch.device, seed: int) -> list[Verification]:
+def verify(row: Row, names: Sequence[str], precision: Precision, device: torch.device, seed: int) -> list[Verification]:
     """The result and all gradients of one layer of each of ours, by the tolerance rule against float64.
 
     Several draws of inputs are judged together: torch's own error is lucky in single tiles of large gradients.
     """
     torch.manual_seed(seed)
-    layers = row.stand.layers(row.shape, 1, device=device, dtype=dtype)
-    loops = [_loop(row, layers, 1, device, dtype, seed + draw, backward=True) for draw in range(DRAWS)]
+    layers = row.stand.layers(row.shape, 1, device=device, dtype=precision.held)
+    loops = [_loop(row, layers, 1, device, precision, seed + draw, backward=True) for draw in range(DRAWS)]
     doubled = copy.deepcopy(layers[TORCH])
     for layer in doubled:
         layer.double()  # type: ignore[attr-defined]
@@ -155,8 +186,8 @@ def verify(row: Row, names: Sequence[str], dtype: torch.dtype, device: torch.dev
     ]
     names_of = {id(parameter): name for name, parameter in layers[MODULE][0].named_parameters()}  # type: ignore[attr-defined]
     leaves = ["x", *(names_of[id(parameter)] for parameter in loops[0].leaves[1:])]
-    truth = _results(row.stand.units(doubled), truth_loops, leaves)
-    expected = _results(row.stand.units(layers[TORCH]), loops, leaves)
+    truth = _results(row.stand.units(doubled)[0], truth_loops, leaves)
+    expected = _results(precision.under(row.stand.units(layers[TORCH])[0], device), loops, leaves)
     found = []
     for name in names:
         if _MAKERS[name] not in layers or name == TORCH:
@@ -166,7 +197,7 @@ def verify(row: Row, names: Sequence[str], dtype: torch.dtype, device: torch.dev
             continue
         try:
             with switched(_switches(name)), decisions() as taken:
-                ours = _results(row.stand.units(layers[_MAKERS[name]]), loops, leaves)
+                ours = _results(precision.under(row.stand.units(layers[_MAKERS[name]])[0], device), loops, leaves)
         except Exception as error:
             found.append(Verification(name, "", "red", f"{type(error).__name__}: {error}"))
             continue
@@ -178,12 +209,12 @@ def verify(row: Row, names: Sequence[str], dtype: torch.dtype, device: torch.dev
     return found
 
 
-def _results(units: Sequence[Layer], loops: Sequence[Loop], leaves: Sequence[str]) -> list[dict[str, Tensor]]:
+def _results(unit: Layer, loops: Sequence[Loop], leaves: Sequence[str]) -> list[dict[str, Tensor]]:
     """The result and the gradients of each draw."""
     found = []
     for loop in loops:
         loop.forget()
-        y = units[0](loop.x)
+        y = unit(loop.x)
         y.backward(loop.upstream)
         results = {"y": y.detach()}
         for name, leaf in zip(leaves, loop.leaves, strict=True):
@@ -194,13 +225,15 @@ def _results(units: Sequence[Layer], loops: Sequence[Loop], leaves: Sequence[str
 
 
 def _loop(
-    row: Row, layers: dict[str, list[Layer]], depth: int, device: torch.device, dtype: torch.dtype, seed: int,
+    row: Row, layers: dict[str, list[Layer]], depth: int, device: torch.device, precision: Precision, seed: int,
     backward: bool,
 ) -> Loop:  # fmt: skip
     generator = torch.Generator(device).manual_seed(seed)
-    width, columns = row.stand.widths(row.shape)
+    # What a chain gives is added to its input, and has that dtype.
+    given = precision.held if row.stand.chained else precision.dtype
     x, upstream = (
-        torch.randn(row.shape[0], size, generator=generator, device=device, dtype=dtype) for size in (width, columns)
+        torch.randn(row.shape[0], size, generator=generator, device=device, dtype=dtype)
+        for size, dtype in zip(row.stand.widths(row.shape), (precision.held, given), strict=True)
     )
     return Loop(x.requires_grad_(backward), upstream, _parameters(layers[TORCH]), depth, backward)
 
@@ -218,13 +251,14 @@ def _why_untimed(name: str, device: torch.device) -> str:
 
 
 def _timed(
-    row: Row, direction: str, found: list[Verification], chosen: argparse.Namespace, dtype: str, device: torch.device
-) -> Record:
+    row: Row, direction: str, found: list[Verification], chosen: argparse.Namespace, dtype: str, precision: Precision,
+    device: torch.device,
+) -> Record:  # fmt: skip
     """The row of the record: all contenders, interleaved."""
     torch._dynamo.reset()
     backward = direction == FORWARD_BACKWARD
-    layers = row.stand.layers(row.shape, chosen.depth, device=device, dtype=DTYPES[dtype])
-    loop = _loop(row, layers, chosen.depth, device, DTYPES[dtype], chosen.seed, backward)
+    layers = row.stand.layers(row.shape, chosen.depth, device=device, dtype=precision.held)
+    loop = _loop(row, layers, chosen.depth, device, precision, chosen.seed, backward)
     entries: Record = {}
     entrants: list[Contender] = []
     # Without a backward pass there is nothing to hand over to another thread.
@@ -239,7 +273,7 @@ def _timed(
             units = row.stand.units(layers[_MAKERS[name]])
             if way == COMPILED:
                 units = [torch.compile(unit, dynamic=False) for unit in units]
-            run = loop.over(units, threads=way != ONE_THREAD)
+            run = loop.over([precision.under(unit, device) for unit in units], threads=way != ONE_THREAD)
             entries[name + way] = {}
             entrants.append(Contender(name + way, run, _switches(name), recorded=way == ONE_WAY))  # type: ignore[arg-type]
     timings = measure(entrants, loop, seconds=chosen.seconds, clock=loop_clock_for(device))
@@ -263,6 +297,7 @@ def _timed(
         "meaning": row.stand.meaning,
         "shape": list(row.shape),
         "dtype": dtype,
+        "autocast": precision.autocast,
         **asdict(grid.options),
         "direction": direction,
         "depth": chosen.depth,

@@ -48,10 +48,12 @@ def markdown(record: Record) -> str:
     Raises:
         ValueError: the record holds no times.
     """
-    rows_with_times(record)
+    rows = rows_with_times(record)
     device, versions = record["device"], record["versions"]
+    # Records of before have no word of it.
+    held = "float32 layers under autocast, " if any(row.get("autocast") for row in rows) else ""
     return (
-        f"Measured on {device['name']}, torch {versions['torch']}, {day_and_commit(record)}: medians, launched "
+        f"Measured on {device['name']}, torch {versions['torch']}, {day_and_commit(record)}: {held}medians, launched "
         "one by one, all contenders interleaved, and of ratios within a round; *host* is the host's part, *device* the "
         "loop inside a CUDA graph.\n\n" + table(record).markdown()
     )
