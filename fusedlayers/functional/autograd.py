@@ -1,6 +1,7 @@
 """The kernels of any operation under autograd: one Function, and upstream gradients as kernels read them.
 
-And of custom operations, which have formulas of their own, the calls that autograd has nothing to do with.
+Custom operations have formulas of their own: their calls without gradients pass autograd by, and what they run may need
+it all the same.
 """
 
 from collections.abc import Callable, Sequence

@@ -171,7 +171,7 @@ def test_a_wrong_gradient_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(FusedFFN, "forward", wrong)
     (shape,) = STANDS["ffn"].grid.shapes_without_gpu
-    row, precision = host.Row(STANDS["ffn"], shape), host.Precision(torch.float32)
+    row, precision = host.Row(STANDS["ffn"], shape), host.Precision("fp32")
     (found,) = host.verify(row, ("torch", "auto"), precision, torch.device("cpu"), 0)
     assert [finding.tensor for finding in found.findings if not finding.ok] == ["ddown_proj.bias"]
 

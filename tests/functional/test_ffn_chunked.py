@@ -80,9 +80,9 @@ def test_chunks_of_any_size_give_the_same(
 @needs_kernels
 @GATED
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-@pytest.mark.parametrize("chunk", [(32, 64), (20, 24), (70, 16), (9, 128)], ids=str)
+@pytest.mark.parametrize("chunk", [(32, 64, 24), (32, 64, 64), (20, 24, 24), (70, 16, 16), (9, 128, 128)], ids=str)
 def test_kernels_compute_chunks(
-    chunk: tuple[int, int], dropout_p: float, gated: bool, monkeypatch: pytest.MonkeyPatch
+    chunk: tuple[int, int, int], dropout_p: float, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the mask of the whole hidden, drawn where the chunk lies in it; the hidden in its own memory, and in dx."""
     draw = INTEGERS[torch.float16]
@@ -101,9 +101,8 @@ def test_kernels_compute_chunks(
     for _ in range(2):
         launched.clear()
         assert_equal(results(functional.ffn, t, dy, dropout_seed=seed, recompute=True, **arithmetic), expected)
-        # Of 24 units at a time, whose hidden fits into dx, of each group.
         units = [min(chunk[1], 128 - first) for first in range(0, 128, chunk[1])]
-        gradients = sum(-(-each // 24) for each in units)
+        gradients = sum(-(-each // chunk[2]) for each in units)
         assert launched == ["hidden"] * -(-70 // chunk[0]) + ["hidden_gradient"] * gradients
 
 

@@ -38,6 +38,7 @@ def test_chunks_take_at_most_four_times_x(size: tuple[int, int, int], gated: boo
             assert made.saved_bytes == x
             assert made.chunks.rows <= min(M // 2, MOST_ROWS)
             assert made.chunks.hidden_columns <= made.chunks.columns < N
+            assert made.chunks.columns <= max(N // 2 + 128, 2 * K)
             if made.chunks.hidden_in_dx:
                 assert made.chunks.hidden_columns <= K
             # The kernels of the epilogue path compute the chunks: the measured ones, or forced, all that there are.

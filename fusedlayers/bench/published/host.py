@@ -52,10 +52,15 @@ _DIRECTIONS = {"forward": (FORWARD,), "forward_backward": (FORWARD_BACKWARD,), "
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype of products; with ``autocast`` layers and their inputs are float32."""
+    """The name of the dtype of products; with ``autocast`` layers and their inputs are float32."""
 
-    dtype: torch.dtype
+    name: str
     autocast: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of products."""
+        return DTYPES[self.name]
 
     @property
     def held(self) -> torch.dtype:
@@ -120,17 +125,17 @@ def main(chosen: argparse.Namespace, words: list[str]) -> int:
     if chosen.plot and chosen.verify:
         raise ValueError("argument --plot: expected no --verify beside it: the pictures show times")
     rows = _rows(chosen, device)
-    dtype = chosen.dtype or ("bf16" if device.type == "cuda" or chosen.autocast else "fp32")
-    if chosen.autocast and DTYPES[dtype] == torch.float32:
-        raise ValueError(f"argument --dtype: {dtype}: expected bf16 or fp16 beside --autocast")
-    precision = Precision(DTYPES[dtype], chosen.autocast)
-    path = record_path(chosen.output, "host-autocast" if chosen.autocast else "host", dtype, device)
+    narrow = device.type == "cuda" or chosen.autocast
+    precision = Precision(chosen.dtype or ("bf16" if narrow else "fp32"), chosen.autocast)
+    if precision.autocast and precision.dtype == torch.float32:
+        raise ValueError(f"argument --dtype: {precision.name}: expected bf16 or fp16 beside --autocast")
+    path = record_path(chosen.output, "host-autocast" if precision.autocast else "host", precision.name, device)
     method = {"seconds_per_row": chosen.seconds, "cold_cache_bytes": 0, "init": "normal", "seed": chosen.seed}
     record = records.new_record(words, device, method, chosen.commit)
     started = time.perf_counter()
     verified = []
     for row in rows:
-        print(f"verify {row.label} {dtype}")
+        print(f"verify {row.label} {precision.name}")
         verified.append(verify(row, chosen.contenders, precision, device, chosen.seed))
         for verification in verified[-1]:
             print(f"  {verification.summary()}")
@@ -146,7 +151,7 @@ def main(chosen: argparse.Namespace, words: list[str]) -> int:
                 print(f"skip   {row.label} {direction}: the budget of {chosen.budget:g} s was spent")
                 continue
             print(f"time   {row.label} {direction}")
-            record["rows"].append(_timed(row, direction, found, chosen, dtype, precision, device))
+            record["rows"].append(_timed(row, direction, found, chosen, precision, device))
             records.write(record, path)
     return 0 if finish(record, path, host_tables, "over its limit", plotting=chosen.plot) else 1
 
@@ -251,7 +256,7 @@ def _why_untimed(name: str, device: torch.device) -> str:
 
 
 def _timed(
-    row: Row, direction: str, found: list[Verification], chosen: argparse.Namespace, dtype: str, precision: Precision,
+    row: Row, direction: str, found: list[Verification], chosen: argparse.Namespace, precision: Precision,
     device: torch.device,
 ) -> Record:  # fmt: skip
     """The row of the record: all contenders, interleaved."""
@@ -296,7 +301,7 @@ def _timed(
         "letters": list(row.stand.letters),
         "meaning": row.stand.meaning,
         "shape": list(row.shape),
-        "dtype": dtype,
+        "dtype": precision.name,
         "autocast": precision.autocast,
         **asdict(grid.options),
         "direction": direction,

@@ -87,9 +87,9 @@ def gradients(call: Prepared, operands: Tensors, wanted: Sequence[bool], dy: Ten
         None if tensor is None or not want else torch.empty_like(tensor, memory_format=torch.contiguous_format)
         for tensor, want in zip((x, w_up, w_down, b_up, None, w_gate, b_gate), wanted[:7], strict=True)
     ]
-    dx, columns = found[0], call.plan.chunks.columns
-    total = None if dx is None else _sum_of(dx)
-    if found[1] is None and (found[3] is not None or found[6] is not None):
+    dx, dw_up, _, db_up, _, _, db_gate = found
+    total, columns = None if dx is None else _sum_of(dx), call.plan.chunks.columns
+    if dw_up is None and (db_up is not None or db_gate is not None):
         # Half as many leave room for partial sums, which are planned to lie where the gradient of w_up is.
         columns = math.ceil(columns / 16) * 8
     for units in _ranges(w_up.shape[0], columns):
