@@ -132,7 +132,7 @@ def test_triton_3_9_stores_nothing_gated() -> None:
 
 def test_splits_of_stored_weight_gradients_are_bounded() -> None:
     wide = replace(TRAINING, K=256, N=1024, O=256)
-    for M, expected in ((1, 1), (64 * 4, 1), (64 * 4 + 1, 2), (2**20, 8)):
+    for M, expected in ((1, 1), (64 * 4 + 1, 1), (64 * 8, 2), (2**20, 8)):
         assert plan(replace(wide, M=M), PIPELINED, "triton").stored_splits == expected
     assert plan(replace(wide, M=2**20, N=2**16), PIPELINED, "triton").stored_splits == 1
 
@@ -141,6 +141,12 @@ def test_splits_of_pipelined_kernels_leave_one_program_to_a_processor() -> None:
     for N, expected in ((256, 66), (512, 33), (8, 132), (128 * 200, 1)):
         made = plan(replace(TRAINING, N=N), PIPELINED, "triton")
         assert made.splits == expected
+
+
+def test_splits_of_more_than_one_wave_leave_no_sms_idle() -> None:
+    """68 tiles of hidden units on 132 SMs: in one wave half of them would wait, 340 programs fill three."""
+    for tiles, expected in ((66, 2), (68, 5), (130, 1), (140, 3)):
+        assert plan(replace(TRAINING, M=2**15, N=128 * tiles), PIPELINED, "triton").splits == expected
 
 
 def test_half_tiles_where_whole_ones_do_not_fit_into_a_batch() -> None:
