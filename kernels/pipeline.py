@@ -68,7 +68,8 @@ def start_product(left, right, bias_ptr, cols, N, EVEN_N: gl.constexpr, ROWS: gl
         if EVEN_N:
             bias = gl.load(bias_ptr + cols)
         else:
-            bias = gl.load(bias_ptr + cols, mask=cols < N, other=0.0)
+            # N is a multiple of 8, as copies need it: said here, two columns are loaded at once.
+            bias = gl.load(bias_ptr + cols, mask=cols < N // 8 * 8, other=0.0)
         start += gl.expand_dims(bias.to(gl.float32), 0)
     return warpgroup_mma(left, right, start, use_acc=bias_ptr is not None, is_async=True)
 

@@ -149,6 +149,19 @@ def test_splits_of_more_than_one_wave_leave_no_sms_idle() -> None:
         assert plan(replace(TRAINING, M=2**15, N=128 * tiles), PIPELINED, "triton").splits == expected
 
 
+@pytest.mark.parametrize("kernel", ["forward", "data_gradient"])
+def test_blocks_are_large_where_they_compute_few_units_more(kernel: str) -> None:
+    sizes = {"gated": False, "M": 4096, "K": 128, "O": 128, "sms": 132}
+    few, many = {"forward": (64, 128), "data_gradient": (32, 64)}[kernel]
+    # In eighths of a large block; 9 fill two large blocks, or three small ones.
+    for eighths, block in ((3, few), (7, few), (8, many), (9, few), (13, many), (33, few), (41, many)):
+        made = tuning.pipelined_config(kernel, batch=1, N=eighths * many // 8, **sizes)
+        assert (made.block, eighths) == (block, eighths)
+    # Copies of a batch must end where its entries end.
+    assert tuning.pipelined_config(kernel, batch=2, N=11 * few, **sizes).block == few
+    assert tuning.pipelined_config(kernel, batch=2, N=12 * few, **sizes).block == many
+
+
 def test_half_tiles_where_whole_ones_do_not_fit_into_a_batch() -> None:
     """Whole ones are one wave, but would reach into the next entry; the portable kernels take longer still."""
     sizes = {"gated": False, "K": 64, "N": 256, "O": 64, "sms": 132}

@@ -23,6 +23,8 @@ _WIDE = (512, 520)
 _GROUPED = ((2048, 512, 1024), (2077, 544, 1000))
 # One whose products torch computes, beside kernels for what follows them.
 _UNEVEN = 616
+# So few hidden units that small blocks compute them.
+_FEW_UNITS = 144
 
 
 def _ffn_operands(shape: Shape, options: Options) -> dict[str, Operand]:
@@ -93,7 +95,7 @@ def _fused_trials(relu: Options, plain: Options, device: Device) -> Iterator[Tri
             for width in _PIPELINED_WIDTHS:
                 if "recompute" in MACHINES[machine] and width < 256:
                     continue
-                for M, N in (WHOLE, RAGGED):
+                for M, N in (WHOLE, RAGGED, (RAGGED[0], _FEW_UNITS)):
                     yield Trial("ffn", relu, (M, width, N), "bf16", machine)
                     yield Trial("ffn", plain, (M, width, N), "fp16", machine)
     for dtype, bits in (("bf16", 16), ("fp32", 32)):

@@ -144,9 +144,10 @@ def _consume(
             z, d_hidden = warpgroup_mma_wait(0, [z_next, hidden_next])
             z_gate = z
         for n in range(BLOCK_N, N, BLOCK_N):
+            # Only the last block can reach past N.
             acc_next = _add_products(
-                acc, z, z_gate, d_hidden, up_ring.index(stage), gate_ring.index(stage), cols + n - BLOCK_N, N,
-                EVEN_N, UP_TRANSPOSED, GATED, ACTIVATION, ACCURACY, dz_layout,
+                acc, z, z_gate, d_hidden, up_ring.index(stage), gate_ring.index(stage), cols, N,
+                True, UP_TRANSPOSED, GATED, ACTIVATION, ACCURACY, dz_layout,
             )  # fmt: skip
             done = stage
             position += 1

@@ -117,8 +117,8 @@ def _consume(
             z_gate = z
         mbarrier.arrive(up_empty.index(stage))
         for n in range(BLOCK_N, N, BLOCK_N):
-            hidden = _hidden(z, z_gate, cols + n - BLOCK_N, N, GATED, EVEN_N, ACTIVATION, ACCURACY, dtype,
-                             hidden_layout)  # fmt: skip
+            # Only the last block can reach past N.
+            hidden = _hidden(z, z_gate, cols, N, GATED, True, ACTIVATION, ACCURACY, dtype, hidden_layout)
             stage, phase = stage_of(position, STAGES)
             mbarrier.wait(down_full.index(stage), phase)
             down = hidden_first(down_ring.index(stage), DOWN_TRANSPOSED)
