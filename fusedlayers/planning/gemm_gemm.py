@@ -266,12 +266,13 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
 
 
 def _fills_too_few(tiles: int, width: int, problem: Problem, device: Device, figures: GemmGemm) -> bool:
-    """Whether ``tiles`` of rows fill so few SMs that the path for wider layers, which runs the problem, was faster."""
-    share = next(share for widest, share in figures.least_filled if width <= widest)
-    gated_step = problem.gated and problem.training
-    many = width > 128 or figures.many_units < problem.N or (width > 64 and gated_step)
+    """Whether ``tiles`` of rows fill so few SMs that the path for wider layers was faster, or torch in its place."""
+    _, share, units = next(row for row in figures.least_filled[problem.gated] if width <= row[0])
+    many = units < problem.N or (width > 64 and problem.gated and problem.training)
     if not many or tiles >= share * device.sms * -(-tiles // device.sms):
         return False
+    if problem.captured:
+        return True  # such calls that are too small for that path were faster in torch, too
     epilogue = device.figures.epilogue
     return epilogue is not None and ffn_epilogue.why_slower(problem, device, epilogue) is None
 

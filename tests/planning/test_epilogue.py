@@ -86,8 +86,8 @@ def test_sums_that_nobody_wants_limit_nothing() -> None:
     ("change", "reason"),
     [
         ({"M": 1023, "N": 2**20}, "1023 tokens: torch was as fast or faster below 1,024"),
-        ({"K": 56}, "not measured on this path below width 64"),
-        ({"O": 56}, "not measured on this path below width 64"),
+        ({"K": 32}, "not measured on this path below width 40"),
+        ({"O": 32}, "not measured on this path below width 40"),
         ({"K": 516}, "only the warp-specialised kernels were measured faster; their widths are multiples of 8"),
         ({"N": 4097}, "only the warp-specialised kernels were measured faster; their widths are multiples of 8"),
         ({"M": 2**20, "N": 2**13}, "the sums of so many rows pass their limit"),

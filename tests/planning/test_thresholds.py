@@ -101,7 +101,7 @@ def test_hidden_units_do_not_make_up_for_rows(training: bool, captured: bool) ->
     )  # fmt: skip
     made = plan(problem, PIPELINED)
     assert made.path == "torch"
-    assert "2,048 hidden elements" in dict(made.rejected)["fused"]
+    assert ("too few SMs" if captured else "2,048 hidden elements") in dict(made.rejected)["fused"]
     assert plan(replace(problem, M=2**14), PIPELINED).path == "fused"
     # Half of them would be busy: the other path divides the hidden units among all.
     for rows in (2**13, 2**14 + 1024):
@@ -114,12 +114,15 @@ def test_hidden_units_do_not_make_up_for_rows(training: bool, captured: bool) ->
     ("change", "path"),
     [
         ({"N": 520}, "epilogue"),
-        ({"N": 520, "M": 5120}, "fused"),  # 40 tiles on 132 SMs
+        ({"N": 520, "M": 53 * 128}, "fused"),  # 53 tiles on 132 SMs
         ({"N": 512}, "fused"),
         ({"gated": True}, "epilogue"),
         ({"gated": True, "needs_data_gradient": False, "needs_weight_gradient": False}, "fused"),
         ({"gated": True, "K": 64, "O": 64}, "fused"),
-        ({"K": 64, "O": 64, "N": 520}, "epilogue"),
+        ({"K": 64, "O": 64, "N": 960}, "fused"),
+        ({"K": 64, "O": 64, "N": 968}, "epilogue"),
+        ({"K": 64, "O": 64, "N": 968, "gated": True}, "fused"),
+        ({"K": 64, "O": 64, "N": 968, "gated": True, "M": 19 * 128}, "epilogue"),  # 19 tiles on 132 SMs
     ],
     ids=str,
 )

@@ -37,10 +37,9 @@ class GemmGemm:
     # Wider than this, a gated training step was slower with more than four times the width of hidden units, and where
     # they fill no whole number of tiles.
     widest_of_many: int
-    # By width, the share of the SMs that tiles of rows must fill, over all of their waves: with less the path for wider
-    # layers was faster, up to 128 columns with more hidden units than these, beyond 64 also in a gated training step.
-    least_filled: tuple[tuple[int, float], ...]
-    many_units: int
+    # By gated, (width, share, units): the share of the SMs that tiles of rows must fill, over all of their waves; with
+    # less the path for wider layers was faster if there are more hidden units, beyond 64 columns in gated training any.
+    least_filled: Mapping[bool, tuple[tuple[int, float, int], ...]]
     # A batched GEMM-GEMM with fewer tiles of rows for each SM was slower, however long they take: in pipelined kernels,
     # in portable ones if the number of hidden units is a multiple of 16, and else.
     least_tiles: tuple[float, float, float]
