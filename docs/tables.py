@@ -127,16 +127,6 @@ def draw(path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _random_sizes(*records: Any) -> str:
-    """One table for each record, the newest first, without the operations that a newer one has measured again."""
-    shown, pages = set[str](), list[str]()
-    for record in records:
-        rows = [row for row in record["rows"] if row["case"] not in shown]
-        shown |= {row["case"] for row in rows}
-        pages.append(drawn.markdown(record | {"rows": rows}))
-    return "\n\n".join(pages)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "what to expect": _expectations,
     "whole runs": _whole_runs,
@@ -144,6 +134,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "families": lambda: step_table.markdown(json.loads(step_table.RECORD.read_text())),
     "every family": lambda: family_table.markdown(json.loads(family_table.RECORD.read_text())),
     "host": lambda: host_tables.markdown(_read("host", "h200-bf16.json")),
+    "host, autocast": lambda: host_tables.markdown(_read("host", "h200-bf16-autocast.json")),
     "layers": lambda: tables.markdown(_read("h200-bf16.json")),
     "narrow": lambda: tables.markdown(_read("narrow", "h200-bf16.json")),
     "loss head": lambda: tables.markdown(_read("loss_head", "h200-bf16.json")),
@@ -152,9 +143,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "experts": lambda: tables.markdown(_read("experts", "h200-bf16.json")),
     "adapters": lambda: tables.markdown(_read("lora", "h200-bf16.json")),
     "autotune": lambda: tables.markdown(_read("autotune", "h200-bf16.json")),
-    "random sizes": lambda: _random_sizes(
-        _read("drawn", "h100-bf16-ffn.json"),
-        _read("drawn", "h100-bf16.json"),
+    "random sizes": lambda: "\n\n".join(
+        drawn.markdown(record)
+        for record in (
+            _read("drawn", "h200-bf16-ffn.json"),
+            _read("drawn", "h200-bf16.json"),
+            _read("drawn", "h100-bf16-ffn.json"),
+            _read("drawn", "h100-bf16.json"),
+        )
     ),
     "recompute": lambda: tables.markdown(_read("recompute", "h200-bf16.json")),
 }
