@@ -16,6 +16,7 @@ import inspect
 import json
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
@@ -51,6 +52,7 @@ _WORDS: dict[Any, Callable[[str], bool | int | str]] = {
 # than planning them again.
 _READY_LIMIT = 4096
 _LAYOUTS_LIMIT = 16
+_AS_IT_IS = nullcontext()
 
 
 def _word(argument: Any) -> str:
@@ -235,7 +237,7 @@ class KernelOperation:
             if len(self._ready) >= _READY_LIMIT:
                 self._ready.clear()
             known = self._ready[key] = []
-        for same, ready in known:
+        for same, ready in reversed(known):
             # Described anew while others of the device's facts are assumed, or after a self-test.
             if ready.call.facts is facts and same(tensors):
                 return ready
@@ -256,7 +258,7 @@ class KernelOperation:
     def _forward(self, *given: Any) -> list[Tensor]:
         *operands, sizes, call = given
         ready = self._prepared(operands, sizes, call)
-        with torch.no_grad():
+        with _without_gradients():
             results, made = self.operation.forward(ready.call, operands, ready.wanted)
         return [tensor for tensor in (*results, *made) if tensor is not None]
 
@@ -301,12 +303,13 @@ class KernelOperation:
                 ready = self._prepare(operands, ctx.sizes, call)
                 found = iter(self._gradients(ready, upstream, operands, made))
             gradients = [next(found) if want else old for want, old in zip(wanted, gradients, strict=True)]
-        return *gradients, None, None
+        # torch takes an empty list of sizes for one of tensors.
+        return *gradients, None if ctx.sizes else [], None
 
     def _backward(self, *given: Any) -> list[Tensor]:
         upstream, operands, made, sizes, call = given
         ready = self._prepared(operands, sizes, call, made)
-        with torch.no_grad():
+        with _without_gradients():
             found = self._gradients(ready, upstream, operands, made)
         return _apart([gradient.contiguous() for gradient in found if gradient is not None])
 
@@ -343,11 +346,16 @@ class KernelOperation:
 
 
 def _description(problem: Call, path: str, extras: dict[str, Any], wanted: Sequence[bool]) -> tuple[list[int], str]:
-    """The sizes of a problem, which may be symbols, and all else as one string."""
+    """The sizes of a problem that are symbols, and all else as one string."""
     facts = {each.name: getattr(problem, each.name) for each in fields(problem)}
-    sizes = {name: fact for name, fact in facts.items() if type(fact) in (int, torch.SymInt)}
+    sizes: dict[str, Any] = {name: fact for name, fact in facts.items() if type(fact) is torch.SymInt}
     rest = {name: fact for name, fact in facts.items() if name not in sizes}
     return list(sizes.values()), json.dumps({"problem": rest, "path": path, "extras": extras, "wanted": list(wanted)})
+
+
+def _without_gradients() -> AbstractContextManager[Any]:
+    """``torch.no_grad()`` where gradients are enabled; compiled graphs call without, and need not wait for it."""
+    return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
 
 
 def _device_of(tensors: Sequence[Tensor | None]) -> torch.device:

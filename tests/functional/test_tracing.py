@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedlayers import functional
-from fusedlayers.functional import dispatch
+from fusedlayers.functional import custom_ops, dispatch
 from fusedlayers.functional.call import observed, traced, with_known_sizes
 from fusedlayers.functional.ffn import FFN
 from fusedlayers.planning import Device, Problem
@@ -94,6 +95,16 @@ def test_sizes_are_those_of_the_example() -> None:
     assert known == Problem(operation="ffn", batch=1, M=300, K=8, N=16, O=8, dtype="float32")
     assert hash(known)
     assert not symbols.guards
+
+
+def test_operations_take_symbols_beside_what_is_known() -> None:
+    """A list of plain numbers would have to be read at every call of a compiled graph."""
+    plain = Problem(operation="ffn", batch=1, M=300, K=8, N=16, O=8, dtype="float32")
+    symbol: Any = ShapeEnv().create_unbacked_symint()
+    for problem, expected in ((plain, []), (replace(plain, N=symbol), [symbol])):
+        sizes, call = custom_ops._description(problem, "epilogue", {}, [True])
+        assert sizes == expected
+        assert FFN.kernel_operation._described(sizes, call) == (problem, "epilogue", {}, [True])
 
 
 def test_a_size_that_depends_on_data_is_for_torch() -> None:
