@@ -115,6 +115,8 @@ def read(path: Path) -> Record:
 def updated(record: Record, newer: Record) -> Record:
     """``record`` with the rows of ``newer`` in place of its own of the same shape and direction, the others at the end.
 
+    Rows of which a budget left nothing to be timed replace none that were.
+
     Raises:
         ValueError: the newer one has another device, other versions, another method or less time, is not finished, is
             not of a known commit without changes, or has a row that is red, without times, there twice, or without a
@@ -134,13 +136,19 @@ def updated(record: Record, newer: Record) -> Record:
         identity = _identity(row)
         # One that has no times there, as it cannot run, has none to lose.
         entries = older.get(identity, {}).get("contenders", {})
-        known = [name for name, entry in entries.items() if entry["launched"] is not None]
+        known, timed = _timed(entries), _timed(row["contenders"])
         red = any(verdict["status"] == "red" for verdict in row["verification"])
-        if identity in measured or red or not row["contenders"] or set(known) - row["contenders"].keys():
+        if known and row["contenders"] and not timed and not red:
+            continue
+        if identity in measured or red or not row["contenders"] or set(known) - set(timed):
             raise ValueError(f"{identity}: expected it once, green, with times of {', '.join(known) or 'contenders'}")
         measured[identity] = row if newer["commit"] == record["commit"] else {"commit": newer["commit"]} | row
     rows = [measured.pop(identity, row) for identity, row in older.items()]
     return record | {"rows": [*rows, *measured.values()]}
+
+
+def _timed(entries: Record) -> list[str]:
+    return [name for name, entry in entries.items() if entry["launched"] is not None]
 
 
 def check_alike(record: Record, newer: Record, *keys: str) -> None:

@@ -236,6 +236,19 @@ def test_a_record_is_updated_by_its_like_alone(
     assert older.read_bytes() == before
 
 
+def test_a_row_that_a_budget_skipped_replaces_none(gpu_record: Record, newer_record: Record) -> None:
+    row = newer_record["rows"][0]
+    entries = {name: entry | {"launched": None, "replayed": None} for name, entry in row["contenders"].items()}
+    skipped = newer_record | {"rows": [row | {"contenders": entries}]}
+    assert record.updated(gpu_record, newer_record)["rows"] != gpu_record["rows"]
+    assert record.updated(gpu_record, skipped)["rows"] == gpu_record["rows"]
+    half = row["contenders"] | {name: entries[name] for name in list(entries)[1:]}
+    red = {"contenders": entries, "verification": [{"status": "red"}]}
+    for change in ({"contenders": half}, red):
+        with pytest.raises(ValueError, match="with times of"):
+            record.updated(gpu_record, newer_record | {"rows": [row | change]})
+
+
 def test_half_a_record_is_refused(newer_record: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "half.json"
     del newer_record["versions"]
