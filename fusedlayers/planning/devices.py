@@ -57,6 +57,18 @@ class Device:
         return self.figures.ceilings.get(self.name)
 
 
+def splits_of_full_waves(tiles: int, at_once: int, most: int) -> tuple[int, ...]:
+    """One split of every tile, then those at which one more would need one more wave of programs, up to four waves."""
+    found: tuple[int, ...] = (1,)
+    for waves in (1, 2, 3, 4):
+        splits = waves * at_once // tiles
+        if splits > most:
+            splits = most
+        if splits > found[-1]:
+            found += (splits,)
+    return found
+
+
 def floor_seconds(flops: int, moved_bytes: int, dtype: str, device: Device) -> float | None:
     """The time no version beats by much, from the device's measured ceilings; None where these are unknown."""
     if device.ceilings is None or dtype not in SIXTEEN_BITS:

@@ -4,13 +4,13 @@ from typing import Any
 
 from ..kernels.tuning import CONSUMER_ROWS, SHORTEST_SPLIT, StoredConfig, TileConfig
 from . import ffn_chunked
-from .devices import PARTIALS_LIMIT, Device
+from .devices import PARTIALS_LIMIT, Device, splits_of_full_waves
 
 # Beginning and ending a program takes as long as so many blocks of rows, and one block as long as storing and adding up
 # so many bytes of partials. At 89 sizes on an H200 the choice took at most 1.06 times the time of the best one.
 PROGRAM_BLOCKS, BYTES_OF_BLOCK = 4, 3 * 2**19
 # More splits must save a twentieth: partials take memory, too.
-MOST_WAVES, LESS = 4, 0.95
+LESS = 0.95
 
 
 def choose_splits(problem: Any, device: Device, tiles: TileConfig) -> int:
@@ -40,14 +40,11 @@ def _fastest_splits(problem: Any, tiles: int, at_once: int, rows: int) -> int:
         limit = min(limit, ffn_chunked.workspace_limit(problem), 4 * problem.batch * problem.M * problem.N - 1)
     blocks, partial_bytes = -(-problem.M // rows), problem.partial_bytes
     most = min(-(-blocks // SHORTEST_SPLIT), limit // partial_bytes)
-    fastest, least = 1, -(-tiles // at_once) * (blocks + PROGRAM_BLOCKS)
-    for waves in range(1, MOST_WAVES + 1):
-        splits = waves * at_once // tiles
-        if splits > most:
-            splits = most
-        if splits > 1:
-            one_after_another = -(-tiles * splits // at_once) * (-(-blocks // splits) + PROGRAM_BLOCKS)
-            taken = one_after_another + splits * partial_bytes // BYTES_OF_BLOCK
-            if taken < LESS * least:
-                fastest, least = splits, taken
+    fastest, *more = splits_of_full_waves(tiles, at_once, most)
+    least = -(-tiles // at_once) * (blocks + PROGRAM_BLOCKS)
+    for splits in more:
+        one_after_another = -(-tiles * splits // at_once) * (-(-blocks // splits) + PROGRAM_BLOCKS)
+        taken = one_after_another + splits * partial_bytes // BYTES_OF_BLOCK
+        if taken < LESS * least:
+            fastest, least = splits, taken
     return fastest

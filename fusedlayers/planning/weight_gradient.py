@@ -14,7 +14,7 @@ from ..kernels.tuning import (
     weight_gradient_tiles,
 )
 from .call import Call, Decision, Facts, no_kernels, too_small, why_not_kernels
-from .devices import PARTIALS_LIMIT, Device
+from .devices import PARTIALS_LIMIT, Device, splits_of_full_waves
 from .measured import TileCosts, WeightGradient
 
 # A split shorter than this many row blocks spends more on its partial than on its products.
@@ -168,20 +168,13 @@ def choose_splits(problem: WeightGradientProblem, device: Device, tiles: WeightG
 
 def choose_pipeline(problem: WeightGradientProblem, sms: int, costs: TileCosts) -> tuple[WeightGradientPipeline, int]:
     """The tile and the number of row ranges that are expected to take least time."""
-    choices = [
-        (pipelined_seconds(problem, pipeline, splits, sms, costs), pipeline, splits)
-        for pipeline in PIPELINES
-        for splits in sorted(candidate_splits(problem, pipeline, sms))
-    ]
+    choices = []
+    for pipeline in PIPELINES:
+        most = most_splits(problem, pipeline.rows)
+        for splits in splits_of_full_waves(tile_count(problem, pipeline), sms, most):
+            choices.append((pipelined_seconds(problem, pipeline, splits, sms, costs), pipeline, splits))
     _, pipeline, splits = min(choices, key=lambda choice: choice[0])
     return replace(pipeline, programs=sms), splits
-
-
-def candidate_splits(problem: WeightGradientProblem, pipeline: WeightGradientPipeline, sms: int) -> set[int]:
-    """None, and those at which one more split would need one more wave of programs, up to four waves."""
-    most = most_splits(problem, pipeline.rows)
-    tiles = tile_count(problem, pipeline)
-    return {1} | {min(waves * sms // tiles, most) for waves in range(1, 5) if waves * sms >= tiles}
 
 
 def most_splits(problem: WeightGradientProblem, row_block: int) -> int:
