@@ -40,6 +40,23 @@ def vector_unit(tensor: torch.Tensor, *sizes: int) -> int:
     return 1 if any(size % unit for size in sizes) else unit
 
 
+def unit_to_tell(tensor: torch.Tensor, *sizes: int) -> int:
+    """The same of arguments that Triton specialises on: 1 where it knows of itself, as of what 16 divides."""
+    return vector_unit(tensor, *sizes) if any(size % 16 for size in sizes) else 1
+
+
+def lines(tensor: torch.Tensor) -> tuple[bool, tuple[int, ...]]:
+    """Whether a matrix, or a batch of them, lies transposed; and the length of a line, and the strides between lines.
+
+    A line is a row, or of a matrix that lies transposed a column: its elements follow one another. Where those of no
+    row and no column do, the stride between them is told, too.
+    """
+    *batch, row, column = tensor.stride()
+    if row == 1 and column != 1:
+        return True, (tensor.shape[-2], *batch, column)
+    return False, (tensor.shape[-1], *batch, row, *((column,) if column != 1 else ()))
+
+
 def empty_rows(like: torch.Tensor, rows: int, columns: int, stride: int) -> torch.Tensor:
     """An empty ``[rows, columns]`` of the dtype and device of ``like``, whose rows are ``stride`` elements apart."""
     found = like.new_empty(rows, stride)

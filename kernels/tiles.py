@@ -111,3 +111,12 @@ def in_units(x, UNIT: tl.constexpr):
     Without a whole vector between one row and the next, or up to the limit, it loads element by element.
     """
     return x // UNIT * UNIT
+
+
+@triton.jit
+def strides_in_units(stride_z, stride_row, stride_col, TRANSPOSED: tl.constexpr, UNIT: tl.constexpr):
+    """The strides of an operand whose lines are whole vectors (``launching.lines``)."""
+    if TRANSPOSED:
+        return in_units(stride_z, UNIT), stride_row, in_units(stride_col, UNIT)
+    else:
+        return in_units(stride_z, UNIT), in_units(stride_row, UNIT), stride_col

@@ -223,6 +223,7 @@ def _nvidia(ptx: str, cubin: bytes, log: str) -> dict[str, Any]:
         "tf32": len(re.findall(r"\.tf32", ptx)),
         "wide_multiplications": len(re.findall(r"mul\.(?:wide|hi)\.u32", ptx)),
         "vectors": len(re.findall(r"(?:ld|st)\.global[.\w]*\.v4", ptx)),
+        "loads_of_16_bits": len(re.findall(r"ld\.global[.\w]*\.[bu]16", ptx)),
     }
 
 

@@ -8,7 +8,7 @@ from ..activations import activation_unit, hidden_and_slopes, through_activation
 from ..device import tl, triton
 from ..dropout import keep
 from ..launching import Launch, ceil_div, layout_of, prepared
-from ..tiles import add_product, batch_and_tile, load_tile, load_vector, product, store_tile
+from ..tiles import add_product, batch_and_tile, in_units, load_tile, load_vector, product, store_tile, strides_in_units
 from ..tuning import TileConfig
 from . import pipelined
 from .operands import Operands, dense_strides, rows_of, strides
@@ -27,8 +27,15 @@ def _data_gradient_kernel(
     N, M, drop_limit, keep_scale,
     K: tl.constexpr, O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_O: tl.constexpr, EVEN_N: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, UP_TRANSPOSED: tl.constexpr, DOWN_TRANSPOSED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    stride_xz, stride_xm, stride_xk = strides_in_units(stride_xz, stride_xm, stride_xk, False, UNIT)
+    N = in_units(N, UNIT)
+    stride_uz, stride_un, stride_uk = strides_in_units(stride_uz, stride_un, stride_uk, UP_TRANSPOSED, UNIT)
+    stride_gz, stride_gn, stride_gk = strides_in_units(stride_gz, stride_gn, stride_gk, UP_TRANSPOSED, UNIT)
+    stride_dz, stride_do, stride_dn = strides_in_units(stride_dz, stride_do, stride_dn, DOWN_TRANSPOSED, UNIT)
+    stride_dyz, stride_dym, stride_dyo = strides_in_units(stride_dyz, stride_dym, stride_dyo, False, UNIT)
+    stride_dxz, stride_dxm, stride_dxk = strides_in_units(stride_dxz, stride_dxm, stride_dxk, False, UNIT)
     batch, row_start = batch_and_tile(M, BLOCK_M)
     rows = row_start + tl.arange(0, BLOCK_M)
     inner = tl.arange(0, BLOCK_K)
@@ -106,7 +113,7 @@ def _prepare(operands: Operands, dy: torch.Tensor, tiles: TileConfig, column_sum
         batch * ceil_div(rows, tiles.block_m),
         (*operands.strides(), *strides(dy), *dense_strides(operands.x.shape), hidden),
         (rows, *operands.arithmetic.dropout()),
-        operands.constants(tiles, even=hidden % tiles.block_n == 0),
+        operands.constants(tiles, hidden % tiles.block_n == 0, dy),
         tiles.num_warps,
         tiles.num_stages,
     )

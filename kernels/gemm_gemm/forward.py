@@ -6,7 +6,7 @@ from ..activations import activation_unit, hidden_and_slopes
 from ..device import tl, triton
 from ..dropout import keep
 from ..launching import Launch, ceil_div, prepared
-from ..tiles import add_product, batch_and_tile, load_tile, load_vector, product, store_tile
+from ..tiles import add_product, batch_and_tile, in_units, load_tile, load_vector, product, store_tile, strides_in_units
 from ..tuning import TileConfig
 from . import pipelined
 from .operands import Operands, dense_strides, rows_of, stride, strides, unit_stride
@@ -25,8 +25,15 @@ def _forward_kernel(
     N, M, drop_limit, keep_scale,
     K: tl.constexpr, O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_O: tl.constexpr, EVEN_N: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, UP_TRANSPOSED: tl.constexpr, DOWN_TRANSPOSED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    stride_xz, stride_xm, stride_xk = strides_in_units(stride_xz, stride_xm, stride_xk, False, UNIT)
+    N = in_units(N, UNIT)
+    stride_uz, stride_un, stride_uk = strides_in_units(stride_uz, stride_un, stride_uk, UP_TRANSPOSED, UNIT)
+    stride_gz, stride_gn, stride_gk = strides_in_units(stride_gz, stride_gn, stride_gk, UP_TRANSPOSED, UNIT)
+    stride_dz, stride_do, stride_dn = strides_in_units(stride_dz, stride_do, stride_dn, DOWN_TRANSPOSED, UNIT)
+    stride_rz, stride_rm, stride_ro = strides_in_units(stride_rz, stride_rm, stride_ro, False, UNIT)
+    stride_yz, stride_ym, stride_yo = strides_in_units(stride_yz, stride_ym, stride_yo, False, UNIT)
     batch, row_start = batch_and_tile(M, BLOCK_M)
     rows = row_start + tl.arange(0, BLOCK_M)
     inner = tl.arange(0, BLOCK_K)
@@ -95,7 +102,7 @@ def _prepare(
         batch * ceil_div(rows, tiles.block_m),
         (*operands.strides(), stride(down_bias), *strides(residual), *dense_strides(shape), hidden),
         (rows, *operands.arithmetic.dropout()),
-        operands.constants(tiles, even=hidden % tiles.block_n == 0),
+        operands.constants(tiles, hidden % tiles.block_n == 0, residual),
         tiles.num_warps,
         tiles.num_stages,
     )

@@ -7,6 +7,7 @@ import torch
 
 from ..dropout import limit_and_scale
 from ..hopper import Matrix, matrix
+from ..launching import lines, unit_to_tell
 from ..tuning import TileConfig, padded_widths
 
 
@@ -95,15 +96,31 @@ class Operands:
             return None
         return Matrices(x, up, gate, down)
 
-    def constants(self, tiles: TileConfig, even: bool) -> tuple[object, ...]:
+    def constants(self, tiles: TileConfig, even: bool, rows: torch.Tensor | None) -> tuple[object, ...]:
         """The compile-time arguments, in the order of the kernels' signatures.
 
-        ``even`` says that the axis the kernel loops over is a whole number of tiles.
+        ``even`` says that the axis the kernel loops over is a whole number of tiles, ``rows`` is what the kernel reads
+        beside the operands, dy or a residual.
         """
         width, out_width = self.x.shape[-1], self.down.shape[-2]
         blocks = (tiles.block_m, tiles.block_n, *padded_widths(width, out_width))
         arithmetic = self.arithmetic
-        return (width, out_width, *blocks, even, arithmetic.activation, arithmetic.accuracy, arithmetic.input_precision)
+        names = (arithmetic.activation, arithmetic.accuracy, arithmetic.input_precision)
+        return (width, out_width, *blocks, even, *names, *self._units(rows))
+
+    def _units(self, rows: torch.Tensor | None) -> tuple[bool, bool, int]:
+        """Whether up and down lie transposed, and in units of how many elements all operands lie (``tiles.in_units``).
+
+        1 where Triton knows of itself, where gate does not lie as up does, and where x or ``rows`` lie transposed.
+        """
+        transposed, down_transposed = lines(self.up)[0], lines(self.down)[0]
+        sizes = list(self.sizes()[2:])
+        expected = ((self.x, False), (rows, False), (self.up, transposed), (self.gate, transposed))
+        for tensor, expected_transposed in (*expected, (self.down, down_transposed)):
+            if tensor is not None:
+                found, of_lines = lines(tensor)
+                sizes += of_lines if found == expected_transposed else (1,)
+        return transposed, down_transposed, unit_to_tell(self.x, *sizes)
 
 
 def rows_of(tensor: torch.Tensor) -> Matrix | None:

@@ -11,7 +11,7 @@ from ..device import tl, triton
 from ..dropout import keep
 from ..launching import Launch, ceil_div, layout_of, prepared
 from ..partials import split_size, summed_over_splits
-from ..tiles import add_product, load_tile, load_vector, product, store_tile
+from ..tiles import add_product, in_units, load_tile, load_vector, product, store_tile, strides_in_units
 from ..tuning import TileConfig
 from . import pipelined
 from .operands import Operands, rows_of, strides
@@ -31,9 +31,15 @@ def _weight_gradient_kernel(
     N, stride_split, M, drop_limit, keep_scale, splits,
     K: tl.constexpr, O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_O: tl.constexpr, EVEN_M: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, UP_TRANSPOSED: tl.constexpr, DOWN_TRANSPOSED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     # Gradients are dense, one batch entry behind the other, and there once per split; their two inner strides are free.
+    stride_xz, stride_xm, stride_xk = strides_in_units(stride_xz, stride_xm, stride_xk, False, UNIT)
+    N = in_units(N, UNIT)
+    stride_uz, stride_un, stride_uk = strides_in_units(stride_uz, stride_un, stride_uk, UP_TRANSPOSED, UNIT)
+    stride_gz, stride_gn, stride_gk = strides_in_units(stride_gz, stride_gn, stride_gk, UP_TRANSPOSED, UNIT)
+    stride_dz, stride_do, stride_dn = strides_in_units(stride_dz, stride_do, stride_dn, DOWN_TRANSPOSED, UNIT)
+    stride_dyz, stride_dym, stride_dyo = strides_in_units(stride_dyz, stride_dym, stride_dyo, False, UNIT)
     program = tl.program_id(0)
     column_tiles = tl.cdiv(N, BLOCK_N)
     split = program % splits
@@ -239,7 +245,7 @@ def _prepare_portable(
         (*operands.strides(), *strides(dy), *inner_strides, hidden, stride_split),
         (rows, *operands.arithmetic.dropout(), splits),
         # Few splits mean few rows: one variant less to compile.
-        operands.constants(tiles, even=splits > 1 and rows % tiles.block_m == 0),
+        operands.constants(tiles, splits > 1 and rows % tiles.block_m == 0, dy),
         tiles.num_warps,
         tiles.num_stages,
     )

@@ -21,7 +21,7 @@ from ..device import tl, triton
 from ..launching import Launch, ceil_div, prepared
 from ..tiles import add_product, product, store_tile
 from ..tuning import ReduceConfig
-from .operands import ReduceOperands, add_biases, entry_rows, gradient_weights, load_block, scores, strides_in_units
+from .operands import ReduceOperands, add_biases, entry_rows, gradient_weights, load_block, operand_in_units, scores
 
 _ROUTED = 32  # kept rows of a program of the first kernel
 
@@ -99,10 +99,10 @@ def _weighted_kernel(
     KEPT_UNIT: tl.constexpr, REDUCED_TRANSPOSED: tl.constexpr, REDUCED_UNIT: tl.constexpr, ACTIVATION: tl.constexpr,
     ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    stride_kz, stride_kp, stride_kk, P = strides_in_units(
+    stride_kz, stride_kp, stride_kk, P = operand_in_units(
         stride_kz, stride_kp, stride_kk, P, KEPT_TRANSPOSED, KEPT_UNIT
     )
-    stride_rz, stride_rr, stride_rk, R = strides_in_units(
+    stride_rz, stride_rr, stride_rk, R = operand_in_units(
         stride_rz, stride_rr, stride_rk, R, REDUCED_TRANSPOSED, REDUCED_UNIT
     )
     # KEPT says whose gradient is computed: that of kept, row by row, or that of reduced.

@@ -10,7 +10,7 @@ from ..launching import Launch, ceil_div, prepared
 from ..tiles import store_tile
 from ..tuning import ReduceConfig
 from . import pipelined
-from .operands import ReduceOperands, add_biases, entry_rows, exponential, scores, strides_in_units
+from .operands import ReduceOperands, add_biases, entry_rows, exponential, operand_in_units, scores
 
 _COMBINED = 128  # elements of the result that one program combines from their partials
 
@@ -61,10 +61,10 @@ def _reduce_kernel(
     KEPT_TRANSPOSED: tl.constexpr, KEPT_UNIT: tl.constexpr, REDUCED_TRANSPOSED: tl.constexpr,
     REDUCED_UNIT: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    stride_kz, stride_kp, stride_kk, P = strides_in_units(
+    stride_kz, stride_kp, stride_kk, P = operand_in_units(
         stride_kz, stride_kp, stride_kk, P, KEPT_TRANSPOSED, KEPT_UNIT
     )
-    stride_rz, stride_rr, stride_rk, R = strides_in_units(
+    stride_rz, stride_rr, stride_rk, R = operand_in_units(
         stride_rz, stride_rr, stride_rk, R, REDUCED_TRANSPOSED, REDUCED_UNIT
     )
     program = tl.program_id(0)

@@ -16,7 +16,7 @@ from ..launching import Launch, prepared
 from ..partials import split_size, summed_over_splits
 from ..tiles import add_product, product, store_tile
 from ..tuning import ReduceConfig
-from .operands import ReduceOperands, add_biases, entry_rows, gradient_weights, load_block, strides_in_units
+from .operands import ReduceOperands, add_biases, entry_rows, gradient_weights, load_block, operand_in_units
 
 
 @triton.jit(do_not_specialize=["P", "R", "splits", "split_elements", "zero"])
@@ -33,10 +33,10 @@ def _one_pass_kernel(
     EVEN_R: tl.constexpr, KEPT_TRANSPOSED: tl.constexpr, KEPT_UNIT: tl.constexpr, REDUCED_TRANSPOSED: tl.constexpr,
     REDUCED_UNIT: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    stride_kz, stride_kp, stride_kk, P = strides_in_units(
+    stride_kz, stride_kp, stride_kk, P = operand_in_units(
         stride_kz, stride_kp, stride_kk, P, KEPT_TRANSPOSED, KEPT_UNIT
     )
-    stride_rz, stride_rr, stride_rk, R = strides_in_units(
+    stride_rz, stride_rr, stride_rk, R = operand_in_units(
         stride_rz, stride_rr, stride_rk, R, REDUCED_TRANSPOSED, REDUCED_UNIT
     )
     batch = (tl.program_id(0) // splits).to(tl.int64)

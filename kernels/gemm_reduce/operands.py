@@ -7,8 +7,8 @@ import torch
 
 from ..activations import activate, exact_exp, through_activation
 from ..device import tl, triton
-from ..launching import vector_unit
-from ..tiles import add_product, in_units, load_vector, product
+from ..launching import lines, vector_unit
+from ..tiles import add_product, in_units, load_vector, product, strides_in_units
 
 OPERATIONS = ("sum", "mean", "max", "min", "absmax", "sumsq", "logsumexp")
 
@@ -32,12 +32,12 @@ def load_block(
 
 
 @triton.jit
-def strides_in_units(stride_z, stride_row, stride_col, rows, TRANSPOSED: tl.constexpr, UNIT: tl.constexpr):
+def operand_in_units(stride_z, stride_row, stride_col, rows, TRANSPOSED: tl.constexpr, UNIT: tl.constexpr):
     """The strides of an operand, and its number of rows, as :meth:`ReduceOperands.units` describes them."""
+    stride_z, stride_row, stride_col = strides_in_units(stride_z, stride_row, stride_col, TRANSPOSED, UNIT)
     if TRANSPOSED:
-        return in_units(stride_z, UNIT), stride_row, in_units(stride_col, UNIT), in_units(rows, UNIT)
-    else:
-        return in_units(stride_z, UNIT), in_units(stride_row, UNIT), stride_col, rows
+        rows = in_units(rows, UNIT)
+    return stride_z, stride_row, stride_col, rows
 
 
 @triton.jit
@@ -183,10 +183,8 @@ class ReduceOperands:
         reduced."""
         found: list[bool | int] = []
         for tensor in (self.kept, self.reduced):
-            *stride_z, stride_row, stride_col = tensor.stride()
-            transposed = stride_row == 1
-            across = (tensor.shape[-2], stride_col) if transposed else (stride_row,)
-            found += [transposed, vector_unit(tensor, *stride_z, *across)]
+            transposed, sizes = lines(tensor)
+            found += [transposed, vector_unit(tensor, *sizes)]
         return tuple(found)  # type: ignore[return-value]
 
     def taking(self) -> torch.Tensor | None:

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..launching import Launch, ceil_div, layout_of, prepared
+from ..launching import Launch, ceil_div, layout_of, lines, prepared, unit_to_tell
 from ..partials import Epilogue, ReduceBlocks, reduce_partials
 from ..tuning import SplitTiles, reduce_blocks
 from .row_product import row_product_kernel
@@ -80,6 +80,7 @@ def _prepare(
     partials = (1 if atomic else splits, rows * columns) if atomic or splits > 1 else None
     apart = partials is not None
     end = (apart, atomic, "identity" if apart else activation, accuracy)
+    units = _units(left, right)
     stride_b = 0 if apart or bias is None else bias.stride(0)
     if tiles.block_m == 1:
         launch = Launch(
@@ -87,7 +88,7 @@ def _prepare(
             ceil_div(columns, tiles.block_n) * splits,
             (left.stride(1), *right.stride(), stride_b, columns, inner),
             (splits,),
-            (tiles.block_n, tiles.block_k, *end, dependent),
+            (tiles.block_n, tiles.block_k, *end, *units, dependent),
             tiles.num_warps,
             dependent=dependent,
         )
@@ -97,10 +98,17 @@ def _prepare(
             ceil_div(rows, tiles.block_m) * ceil_div(columns, tiles.block_n) * splits,
             (*left.stride(), *right.stride(), stride_b, columns, inner),
             (rows, splits, 0.0),
-            (tiles.block_m, tiles.block_n, tiles.block_k, tiles.swapped, *end, input_precision, dependent),
+            (tiles.block_m, tiles.block_n, tiles.block_k, tiles.swapped, *end, input_precision, *units, dependent),
             tiles.num_warps,
             tiles.num_stages,
             dependent=dependent,
         )
     blocks_of_sum = ReduceBlocks() if partials is None else ReduceBlocks(*reduce_blocks(rows * columns, partials[0]))
     return _Prepared((rows, columns), partials, launch, blocks_of_sum, {})
+
+
+def _units(left: torch.Tensor, right: torch.Tensor) -> tuple[bool, int]:
+    """Whether the right operand lies transposed, and in units of how many elements both lie (``tiles.in_units``)."""
+    left_transposed, left_sizes = lines(left)
+    transposed, sizes = lines(right)
+    return transposed, 1 if left_transposed else unit_to_tell(left, *left_sizes, *sizes)

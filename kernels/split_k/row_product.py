@@ -1,7 +1,7 @@
 """One row times the rows of the right operand, by multiply-adds: memory is all that such a product waits for."""
 
 from ..device import tl, triton
-from ..tiles import follow_kernel_before, load_tile, load_vector
+from ..tiles import follow_kernel_before, in_units, load_tile, load_vector, strides_in_units
 from .tiles_product import finish
 
 
@@ -11,9 +11,13 @@ def row_product_kernel(
     stride_lk, stride_rn, stride_rk, stride_b, N, K, splits,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PARTIAL: tl.constexpr, ATOMIC: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    RIGHT_TRANSPOSED: tl.constexpr, UNIT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     follow_kernel_before(DEPENDENT)
+    K = in_units(K, UNIT)
+    _, stride_rn, stride_rk = strides_in_units(0, stride_rn, stride_rk, RIGHT_TRANSPOSED, UNIT)
+    if RIGHT_TRANSPOSED:
+        N = in_units(N, UNIT)
     tiles = tl.cdiv(N, BLOCK_N)
     split = tl.program_id(0) // tiles
     cols = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -2,7 +2,7 @@
 
 from ..activations import activated
 from ..device import tl, triton
-from ..tiles import add_product, follow_kernel_before, load_tile, load_vector
+from ..tiles import add_product, follow_kernel_before, in_units, load_tile, load_vector, strides_in_units
 
 
 @triton.jit
@@ -31,10 +31,14 @@ def tiles_product_kernel(
     stride_lm, stride_lk, stride_rn, stride_rk, stride_b, N, K, M, splits, zero,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAPPED: tl.constexpr,
     PARTIAL: tl.constexpr, ATOMIC: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, RIGHT_TRANSPOSED: tl.constexpr, UNIT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     # The result is dense. ``zero`` is 0, which only the caller knows.
     follow_kernel_before(DEPENDENT)
+    K, stride_lm = in_units(K, UNIT), in_units(stride_lm, UNIT)
+    _, stride_rn, stride_rk = strides_in_units(0, stride_rn, stride_rk, RIGHT_TRANSPOSED, UNIT)
+    if RIGHT_TRANSPOSED:
+        N = in_units(N, UNIT)
     row_tiles = tl.cdiv(M, BLOCK_M)
     tiles = row_tiles * tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0) % tiles

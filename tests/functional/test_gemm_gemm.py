@@ -178,17 +178,21 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @needs_kernels
+@pytest.mark.parametrize("sizes", [(35, 9, 21, 7), (35, 8, 24, 12)], ids=["no whole vectors", "whole vectors"])
+@pytest.mark.parametrize("roles", ["a b c dy", "b", "c", "b c"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_change_nothing(layout: str) -> None:
+def test_layouts_change_nothing(layout: str, roles: str, sizes: tuple[int, int, int, int]) -> None:
     draw = INTEGERS[torch.float32]
-    operands = inputs(35, 9, 21, 7, draw=draw)
-    dy = gradient_for(operands, draw)
-    lay = LAYOUTS[layout]
-    strided = {name: lay(tensor) for name, tensor in operands.items() if tensor is not None}
-    assert all(torch.equal(strided[name], operands[name]) for name in strided)
+    operands = inputs(*sizes, draw=draw)
+    given = {**operands, "dy": gradient_for(operands, draw)}
+    strided = given | {role: LAYOUTS[layout](given[role]) for role in roles.split()}  # type: ignore[arg-type]
+    assert all(torch.equal(strided[name], given[name]) for name in given)  # type: ignore[arg-type]
     with on_path("kernels"):
-        expected = results(functional.gemm_gemm, operands, dy, activation="relu")
-        assert_equal(results(functional.gemm_gemm, strided, lay(dy), activation="relu"), expected)
+        expected, found = (
+            results(functional.gemm_gemm, {name: t[name] for name in operands}, t["dy"], activation="relu")
+            for t in (given, strided)
+        )
+    assert_equal(found, expected)
 
 
 @needs_kernels

@@ -148,10 +148,11 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @needs_kernels
 @pytest.mark.parametrize("rows", [1, 19])
+@pytest.mark.parametrize("columns", [(21, 134), (20, 132)], ids=["no whole vectors", "whole vectors"])
 @pytest.mark.parametrize("role", ["x", "weight", "dy"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_change_nothing(layout: str, role: str, rows: int) -> None:
-    tensors = inputs(rows, 21, 134, draw=INTEGERS[torch.float32])
+def test_layouts_change_nothing(layout: str, role: str, columns: tuple[int, int], rows: int) -> None:
+    tensors = inputs(rows, *columns, draw=INTEGERS[torch.float32])
     given = {**tensors, "dy": upstream(tensors, INTEGERS[torch.float32])}
     strided = {**given, role: LAYOUTS[layout](given[role])}
     assert torch.equal(strided[role], given[role])

@@ -55,6 +55,16 @@ FAULTS: tuple[Fault, ...] = (
         "functional/test_ffn_layouts layouts_change_nothing",
     ),
     _fault(
+        "rows that are no whole vectors told to be", "kernels/launching.py",
+        "return 1 if any(size % unit for size in sizes) else unit", "return unit",
+        "functional/test_gemm_gemm layouts_change_nothing",
+    ),
+    _fault(
+        "columns of a transposed operand cut off", "kernels/launching.py",
+        "return True, (tensor.shape[-2], *batch, column)", "return True, (*batch, column)",
+        "kernels/test_vector_units lines",
+    ),
+    _fault(
         "offsets in 32 bits", _TILES,
         "offsets = rows.to(tl.int64)[:, None] * stride_row + cols.to(tl.int64)[None, :] * stride_col\n"
         "    inside = (rows < row_limit)[:, None] & (cols < col_limit)[None, :]\n    return",
