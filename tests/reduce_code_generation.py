@@ -101,14 +101,14 @@ def shipped(selection: str, target: str, dtype: str) -> Iterator[ReduceCase]:
         yield ReduceCase(target, dtype, 64, "min", dim, rows=9000, columns=9000, batch=1)
         yield ReduceCase(target, dtype, 64, "mean", dim, activation="relu", rows=16384, columns=64, batch=1)
     # Both gradients at once, where few rows are kept: whole blocks, whole vectors, and neither.
-    for kept, width, reduced in itertools.product((20, 61), (24, 64, 128), (1024, 1208, 1021)):
+    for kept, width, reduced in itertools.product((20, 61, 120), (24, 64, 128), (1024, 1208, 1021)):
         # Each with one layout, and one with a mask.
         one = ReduceCase(target, dtype, width, "logsumexp", -1, rows=kept, columns=reduced, masked=reduced == 1021)
         across = replace(one, dim=-2, rows=reduced, columns=kept)
         yield one if width == 64 else across
-    # More entries than SMs.
-    for width, masked in itertools.product((88, 128), (False, True)):
-        many = ReduceCase(target, dtype, width, "logsumexp", -1, batch=200, rows=61, columns=1208, masked=masked)
+    # About as many entries as SMs, and more.
+    for batch, width, masked in itertools.product((120, 200), (88, 128), (False, True)):
+        many = ReduceCase(target, dtype, width, "logsumexp", -1, batch=batch, rows=61, columns=1208, masked=masked)
         yield many
         yield replace(many, dim=-2, rows=1208, columns=61)
 

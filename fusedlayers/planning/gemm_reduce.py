@@ -27,9 +27,9 @@ SHORTEST_REDUCED_SPLIT = 4
 LEAST_WIDTH = 64
 # Programs that run on an SM at once: of the forward kernel, and of small tiles of both gradients.
 RESIDENT = 2
-# A program of both gradients at once begins and ends in the time of so many blocks of reduced rows, and partials of
-# several ranges are added up in the time of so many.
-RANGE_BLOCKS, SUM_BLOCKS = 8, 12
+# A program of both gradients at once begins and ends in the time of so many blocks of reduced rows, partials of several
+# ranges are added up in the time of so many, and no range has fewer than the last.
+RANGE_BLOCKS, SUM_BLOCKS, SHORTEST_RANGE = 4, 4, 2
 # Activations that fall before they rise: around their minimum values lie so close together that small errors choose
 # which element is the least, and with it where the gradient goes.
 _FALLING = ("gelu", "gelu_tanh", "silu", "quick_gelu")
@@ -242,14 +242,14 @@ def choose_one_pass(problem: ReduceProblem, device: Device) -> tuple[ReduceConfi
     both = problem.needs_kept_gradient and problem.needs_reduced_gradient
     if problem.indexed or problem.linear or problem.needs_bias_gradient or not both:
         return None, 1
-    alone = problem.batch <= device.sms
+    alone = 3 * device.sms < 4 * problem.batch <= 4 * device.sms
     tiles = one_pass_config(device.architecture, 8 * problem.element_bytes, problem.kept, problem.K, alone)
     if tiles is None:
         return None, 1
     partials = 4 * problem.batch * problem.kept * problem.K
     at_once = device.sms * (RESIDENT if tiles.num_warps <= 4 else 1)
     blocks = -(-problem.reduced // tiles.block_r)
-    most = max(1, min(-(-blocks // SHORTEST_REDUCED_SPLIT), PARTIALS_LIMIT // partials))
+    most = max(1, min(-(-blocks // SHORTEST_RANGE), PARTIALS_LIMIT // partials))
 
     def blocks_one_after_another(splits: int) -> int:
         """Those of a range, for each wave of programs, and as many as beginning, ending and adding up take as long."""

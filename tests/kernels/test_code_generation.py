@@ -54,6 +54,9 @@ SPILLING_SINCE_3_9 = {
     "pipelined_weight_and_bias_gradient": (384, 4),
     "weight_gradient": (304, 17),
 }
+# The same with any release, of both gradients of a reduction at once with 128 kept rows: at 43 sizes on an H200 a
+# training step took 0.62 to 1.14 of the time (median 0.79) of one with two kernels that spill nothing.
+SPILLING_OF_128_ROWS = (600, 72)
 DTYPES = ("bfloat16", "float16", "float32")
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -92,6 +95,8 @@ def faults(report: dict[str, Any]) -> list[str]:
         spilling = (report["kernel"], report["gated"], tuning.padded_width(report["width"])) in SPILLING
         newer = [int(part) for part in report["triton"].split(".")[:2]] >= [3, 9]
         named = SPILLING_SINCE_3_9.get(report["kernel"], (0, 0)) if newer else (0, 0)
+        if report["kernel"] == "one_pass" and report["constants"]["BLOCK_P"] == 128:
+            named = SPILLING_OF_128_ROWS
         most, most_in_loops = (math.inf, MOST_LOOP_SPILLS) if spilling else named
         if report["spill_bytes"] > most or report["loop_spills"] > most_in_loops:
             found.append(f"{report['spill_bytes']} bytes of registers spilled")

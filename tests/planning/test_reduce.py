@@ -146,3 +146,32 @@ def test_padded_widths_run_unasked_where_they_were_measured(training: bool) -> N
     assert wider.path == "torch"
     words = "torch was as fast or faster at inner width" if training else "is padded to 256"
     assert words in dict(wider.rejected)["fused"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tile", "splits"),
+    [
+        ((64, 34, 1920, 80), (64, 64, 128, 4), 4),  # two programs on each SM
+        ((40, 20, 2048, 64), (32, 64, 64, 4), 6),
+        ((100, 34, 1920, 80), (64, 128, 128, 8), 1),  # one on each
+        ((200, 34, 1920, 80), (64, 64, 128, 4), 1),
+        ((64, 96, 2048, 128), (128, 128, 128, 8), 2),
+        ((256, 96, 2048, 64), (128, 128, 64, 8), 1),
+    ],
+    ids=str,
+)
+def test_few_kept_rows_have_both_gradients_at_once(
+    sizes: tuple[int, int, int, int], tile: tuple[int, int, int, int], splits: int
+) -> None:
+    batch, kept, reduced, width = sizes
+    problem = ReduceProblem(
+        batch=batch, kept=kept, reduced=reduced, K=width, dtype="bfloat16", op="logsumexp", needs_kept_gradient=True,
+        needs_reduced_gradient=True,
+    )  # fmt: skip
+    made = planned(problem)
+    tiles = made.one_pass_tiles
+    assert tiles is not None
+    assert (tiles.block_p, tiles.block_r, tiles.block_k, tiles.num_warps) == tile
+    assert made.one_pass_splits == splits
+    assert planned(replace(problem, kept=129)).one_pass_tiles is None
+    assert planned(replace(problem, needs_kept_gradient=False)).one_pass_tiles is None

@@ -63,10 +63,10 @@ def _trials(device: Device) -> Iterator[Trial]:
         for rows, columns in ((136, 304), (304, 136)):
             yield Trial("gemm_reduce", Options(op="max", dim=-1), (3, rows, columns, 72), "bf16", "few")
             yield Trial("gemm_reduce", Options(op="max", dim=-2), (3, rows, columns, 72), "bf16", "few")
-    # Both gradients at once; with more entries than SMs, too.
-    for kept, width in itertools.product((20, 56), (24, 64, 128)):
+    # Both gradients at once; with as many entries as SMs, too.
+    for kept, width in itertools.product((20, 56, 120), (24, 64, 128)):
         yield Trial("gemm_reduce", Options(op="sumsq", dim=-1), (2, kept, 300, width), "fp16", "few")
-    yield Trial("gemm_reduce", Options(op="sumsq", dim=-1), (device.sms + 1, 56, 150, 128), "fp16", "few")
+    yield Trial("gemm_reduce", Options(op="sumsq", dim=-1), (device.sms, 56, 150, 128), "fp16", "few")
     for width in _PORTABLE_WIDTHS:
         for op, dtype in kinds:
             yield Trial("gemm_reduce", Options("relu", op=op), (2, 127, 129, width), dtype, "portable")
