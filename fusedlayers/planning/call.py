@@ -76,8 +76,8 @@ _Plan = TypeVar("_Plan", bound="Decision")
 CLEARLY_FEWER = 0.9
 # Why torch runs a call.
 NO_OTHER_PATH = "no other path is both possible and faster"
-# Elements at a multiple of which rows must start to be read in whole vectors; a multiple of more makes no difference.
-ALIGNED = 16
+# Elements of 16 bits, at a multiple of which rows start with a whole vector, and with a whole sector of memory.
+VECTOR, ALIGNED = 8, 16
 
 
 @dataclass(frozen=True, kw_only=True)

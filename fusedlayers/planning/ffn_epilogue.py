@@ -11,13 +11,10 @@ from typing import Any
 
 from ..kernels.tuning import EPILOGUE_ELEMENTS, EpiloguePipeline, EpilogueTiles, epilogue_tiles, hidden_stride
 from . import hidden_gradient
-from .call import no_kernels, too_small, uneven
+from .call import VECTOR, no_kernels, too_small, uneven
 from .devices import SIXTEEN_BITS, Device
 from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem
 from .measured import Epilogue
-
-# Elements of 16 bits at a multiple of which rows must start for the warp-specialised kernels: the only ones measured.
-VECTOR = 8
 
 
 @dataclass(frozen=True)

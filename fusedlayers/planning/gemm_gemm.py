@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from ..kernels.tuning import CONSUMER_ROWS, hidden_stride, padded_width, pipelined_width, stored_config
 from . import ffn_chunked, ffn_epilogue, gemm_gemm_facts
 from .call import (
-    ALIGNED,
     NO_OTHER_PATH,
+    VECTOR,
     Call,
     Decision,
     Facts,
@@ -231,9 +231,9 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
     pipelined = all_pipelined(problem, device)
     width = (pipelined_width if pipelined else padded_width)(max(problem.K, problem.O))
     tiles = problem.batch * -(-problem.M // ROW_TILE)
-    if batched and tiles < device.sms * figures.least_tiles[0 if pipelined else 1 + (problem.N % ALIGNED > 0)]:
+    if batched and tiles < device.sms * figures.least_tiles[0 if pipelined else 1 + (problem.N % VECTOR > 0)]:
         return f"{tiles} tiles of {ROW_TILE} rows leave SMs idle: torch was as fast or faster"
-    even = padded_width(problem.O) == problem.O or (batched and not problem.training and problem.O % ALIGNED == 0)
+    even = padded_width(problem.O) == problem.O or (batched and not problem.training and problem.O % VECTOR == 0)
     if not (pipelined or even):
         return f"width {problem.O} is padded to {padded_width(problem.O)}: torch was as fast or faster"
     one_launch = pipelined and not batched and problem.waits_for_host

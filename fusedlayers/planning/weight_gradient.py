@@ -146,15 +146,15 @@ def why_slower(problem: WeightGradientProblem, device: Device, figures: WeightGr
     least = figures.faster_from[problem.bias] if device.pipelined else None
     if least is None:
         return "torch was as fast or faster" + ("" if problem.bias else " where only dW is wanted")
-    weights, most = problem.O * problem.K, figures.most_weights
+    weights, most, in_tiles = problem.O * problem.K, figures.most_weights, ""
     if not problem.layer:
         least, (of_few, of_many) = figures.alone_faster_from, figures.most_weights_alone
         most = of_many if figures.many_rows <= problem.M else of_few
+        # The kernel computes whole tiles, and cuBLAS chooses among more sizes of them.
         filled = _filled(problem.O) * _filled(problem.K)
-        if filled < figures.least_filled:
-            return f"tiles of {NARROWEST_TILE} × {NARROWEST_TILE} hold weights in {filled:.0%} of their elements"
+        most, in_tiles = round(most * filled**2), f" in {filled:.0%} of their tiles"
     if most < weights and (problem.layer or figures.narrow < problem.K):
-        return f"{weights:,} weights: torch was as fast or faster from {most:,} on"
+        return f"{weights:,} weights{in_tiles}: torch was as fast or faster from {most:,} on"
     return too_small(problem.flops, "FLOPs", least, problem.captured)
 
 

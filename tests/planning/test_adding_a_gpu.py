@@ -32,7 +32,7 @@ FIGURES = replace(
     maxsim=MaxSim(faster_from={False: (2**20, 2**18)}, widest=64),
     weight_gradient=WeightGradient(
         faster_from={True: (2**30, 2**28), False: None}, most_weights=2**18, alone_faster_from=(2**30, 2**28),
-        many_rows=2**15, most_weights_alone=(2**18, 2**18), least_filled=0.0, narrow=256, summed_from=(2**30, 2**28),
+        many_rows=2**15, most_weights_alone=(2**18, 2**18), narrow=256, summed_from=(2**30, 2**28),
         summed_columns=2048,
     ),
 )

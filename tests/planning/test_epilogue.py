@@ -142,8 +142,8 @@ def test_torch_multiplies_rows_that_start_anywhere(gated: bool) -> None:
     assert multiplied_by_torch(replace(problem, K=584)) == (False, False)
     assert multiplied_by_torch(replace(problem, K=600)) == (True, False)
     # Wide rows start within a line of the cache, too.
-    assert multiplied_by_torch(replace(problem, K=1744, O=1808)) == (False, False)
-    assert multiplied_by_torch(replace(problem, K=1808, O=1808)) == (True, False)
+    assert multiplied_by_torch(replace(problem, K=1584, O=1808)) == (False, False)
+    assert multiplied_by_torch(replace(problem, K=1616, O=1808)) == (True, False)
     assert multiplied_by_torch(replace(problem, K=1856, O=1808)) == (False, False)
 
 

@@ -51,15 +51,17 @@ def test_what_the_kernels_do_not_take(change: dict[str, object], device: Device,
 @pytest.mark.parametrize(
     ("sizes", "tile", "splits"),
     [
-        ((64, 64, 65_536), (64, 64, 128), 128),
-        ((16, 16, 1_048_576), (16, 16, 512), 128),
-        ((128, 128, 262_144), (64, 128, 128), 64),
+        ((64, 64, 65_536), (64, 32, 128), 64),
+        ((16, 16, 1_048_576), (16, 32, 128), 131),
+        ((128, 128, 262_144), (64, 32, 128), 16),
         ((1, 4096, 4096), (1, 8, 1024), 1),
         ((1, 4096, 14_336), (1, 8, 1024), 1),
         ((16, 1024, 4096), (16, 64, 128), 8),
         ((16, 4096, 14_336), (16, 64, 128), 2),
         ((64, 4096, 4096), (64, 32, 128), 1),
-        ((64, 1024, 8192), (64, 64, 128), 8),
+        ((64, 1024, 8192), (64, 64, 64), 8),
+        # Rows that are whole vectors, and no more.
+        ((11, 303, 190_696), (16, 64, 128), 26),
         # Not aligned: twice the programs.
         ((11, 303, 190_699), (16, 64, 128), 52),
         # Nor are columns of the result whole vectors, which torch does slowly.
@@ -84,6 +86,7 @@ def test_published_sizes(sizes: tuple[int, int, int], tile: tuple[int, int, int]
         ((256, 256, 65_536), "more than 64 rows and columns: torch"),
         ((256, 248, 65_537), "not aligned"),
         ((1, 9264, 1040), "9,264 columns fill the GPU"),
+        ((2, 1024, 8200), "rows of 8,200 elements begin within a sector"),
     ],
 )
 def test_what_torch_does_as_fast(sizes: tuple[int, int, int], words: str) -> None:
@@ -105,6 +108,15 @@ def test_auto_mode_takes_what_was_measured_faster() -> None:
     assert why(plan(SKINNY, H200, "torch")) == "the backend is set to torch"
     # Columns that are no whole number of vectors are what torch is slow at.
     assert plan(problem(256, 254, 65_536), H200).path == "fused"
+
+
+def test_long_products_fill_the_gpu_in_several_waves() -> None:
+    """36 tiles are on 132 SMs three times at once, and seven times in two waves, which keep more of them busy."""
+    for inner, splits in ((7168, 7), (7104, 3)):
+        made = plan(problem(33, 2304, inner), H200)
+        assert made.forward.splits == splits, inner
+    # Half of the programs of a single row that can run at once.
+    assert [plan(problem(1, 2176, inner), H200).forward.splits for inner in (16_384, 65_536, 2**17)] == [1, 3, 5]
 
 
 def test_a_product_in_one_launch_costs_the_host_no_more_than_torchs() -> None:
@@ -150,11 +162,10 @@ def test_each_product_has_its_own_plan() -> None:
     assert (frozen.data_gradient, frozen.weight_gradient) == (None, None)
     rows = plan(replace(training, M=17), H200)
     assert "17 rows" in dict(rows.rejected)["kernels for the data gradient"]
-    for columns, words in ((2192, "5,260,800 weights"), (2056, "rows of 2,056 weights")):
-        other = plan(replace(training, K=columns), H200).data_gradient
-        assert other is not None
-        assert other.tiles is None
-        assert words in other.reason
+    other = plan(replace(training, K=3280), H200).data_gradient
+    assert other is not None
+    assert other.tiles is None
+    assert "7,872,000 weights" in other.reason
     one = plan(replace(training, M=1), H200)
     assert one.data_gradient is not None
     assert one.data_gradient.tiles is not None

@@ -118,8 +118,8 @@ class WeightGradient:
     most_weights: int
     alone_faster_from: Threshold
     many_rows: int
-    most_weights_alone: tuple[int, int]  # of fewer rows, and from these on
-    least_filled: float  # the share of the tiles that holds weights, below which torch was faster
+    # Of fewer rows, and from these on; by the square of the share that they fill of their tiles.
+    most_weights_alone: tuple[int, int]
     narrow: int  # columns of x up to which any number of weights was faster: dy is read once
     summed_from: Threshold  # elements of dy from which a kernel summed them up faster, beside torch's product
     summed_columns: int  # of dy, from which torch's sums were as fast
