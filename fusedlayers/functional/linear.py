@@ -187,6 +187,8 @@ class _Linear(Operation):
         self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
     ) -> Tensors:
         (x, weight, _), [dy], plan = operands, upstream, call.plan
+        if plan.padded_columns:
+            return padded_gradients(x, weight, dy, wanted, plan.padded_columns)
         dx = dw = db = None
         if wanted[0]:
             product = plan.data_gradient
@@ -216,6 +218,24 @@ class _Linear(Operation):
         # Of a backward pass with a frozen operand the other one is all there is.
         dtype = next(operand.dtype for operand in operands if operand is not None)
         return [Result((problem.M, problem.N), dtype)], []
+
+
+def padded_gradients(
+    x: Tensor | None, weight: Tensor | None, dy: Tensor, wanted: Sequence[bool], padded: int
+) -> Tensors:
+    """The wanted ones of dx ``[M, K]``, dW ``[N, K]`` and db ``[N]``, by torch, with N padded to ``padded``."""
+    columns = dy.shape[1]
+    dx = dw = db = None
+    padded_dy = F.pad(dy, (0, padded - columns))
+    if wanted[0]:
+        assert weight is not None
+        dx = padded_dy @ F.pad(weight, (0, 0, 0, padded - columns))
+    if wanted[1]:
+        assert x is not None
+        dw = (padded_dy.T @ x)[:columns]
+    if wanted[2]:
+        db = dy.sum(0)
+    return dx, dw, db
 
 
 def _product(

@@ -236,6 +236,8 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
     even = padded_width(problem.O) == problem.O or (batched and not problem.training and problem.O % VECTOR == 0)
     if not (pipelined or even):
         return f"width {problem.O} is padded to {padded_width(problem.O)}: torch was as fast or faster"
+    if batched and not pipelined and tiles < 2 * device.sms and figures.most_padding < (more := _padding(problem)):
+        return f"tiles are {more:.1f} times as large as what they hold: torch was as fast or faster"
     one_launch = pipelined and not batched and problem.waits_for_host
     if one_launch and width * problem.N <= figures.weights_of_one_launch[problem.gated]:
         return None
@@ -263,6 +265,12 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
     if reason is None and many and width > figures.widest_of_many:
         return f"{problem.N:,} hidden units at width {width}: the path for wider layers was faster"
     return reason
+
+
+def _padding(problem: Problem) -> float:
+    """How many times as large the portable kernel's tiles of x and y are as what they hold."""
+    rows = -(-problem.M // ROW_TILE) * ROW_TILE / problem.M
+    return rows * (padded_width(problem.K) + padded_width(problem.O)) / (problem.K + problem.O)
 
 
 def _fills_too_few(tiles: int, width: int, problem: Problem, device: Device, figures: GemmGemm) -> bool:

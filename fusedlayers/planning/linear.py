@@ -20,7 +20,7 @@ from .call import (
     why_not_kernels,
 )
 from .costs import SAVED_FOR_SLOPE, SLOPE_FROM_VALUE
-from .devices import PARTIALS_LIMIT, Device, floor_seconds, splits_of_full_waves
+from .devices import PARTIALS_LIMIT, SIXTEEN_BITS, Device, floor_seconds, splits_of_full_waves
 from .measured import Linear
 from .weight_gradient import WeightGradientPlan, WeightGradientProblem
 
@@ -140,6 +140,7 @@ class LinearPlan(Decision):
     weight_gradient: WeightGradientPlan | None = None
     accuracy: str = "exact"  # of activations in kernels: one of kernels.activations.ACCURACIES
     dependent: bool = False  # whether a kernel is started while the one before it still runs
+    padded_columns: int = 0  # to which dz and W are padded for torch's gradients, 0 where they are not
     # Whether torch's products run in another order than torch's, inside a graph of a forward and a backward pass that
     # follow one another: dx before dW, while the weights are in the cache.
     data_gradient_first: bool = False
@@ -161,6 +162,8 @@ class LinearPlan(Decision):
         rows = [("forward", self.forward.text(p.K, "K", p.atomic))]
         if self.data_gradient is not None:
             rows.append(("data gradient", self.data_gradient.text(p.N, "N", p.atomic)))
+        if self.padded_columns:
+            rows.append(("gradients", f"torch, with dz and W padded to N = {self.padded_columns}"))
         if (made := self.weight_gradient) is not None:
             rows.append(
                 ("weight gradient", f"{made.splits} ranges of the {p.M} rows" if made.path == "fused" else "torch")
@@ -196,6 +199,9 @@ def plan(problem: LinearProblem, device: Device, backend: str = "auto") -> Linea
         for chosen, width in zip(splits, columns, strict=False)
         if chosen.tiles is not None and (chosen.splits > 1 or p.atomic)
     ]
+    padded = _padded_columns(problem, device, data, weight) if forward.tiles is not None else 0
+    if padded:
+        workspaces.append(element * padded * (p.M + p.K * p.needs_data_gradient))
     kept = p.M * p.K * p.needs_weight_gradient + p.N * p.K * p.needs_data_gradient
     kept += p.M * p.N * p.training * (SAVED_FOR_SLOPE.get(p.activation, 0) + (p.activation in SLOPE_FROM_VALUE))
     options: dict[str, Any] = {
@@ -229,9 +235,22 @@ def plan(problem: LinearProblem, device: Device, backend: str = "auto") -> Linea
         reason=f"kernels that split what they sum over: {', '.join(by_kernels)}",
         rejected=tuple((f"kernels for the {name}", str(reason)) for name, kernels, reason in products if not kernels),
         accuracy=activation_accuracy(problem, device),
+        padded_columns=padded,
         dependent=starts_early(device.architecture),
         **options,
     )
+
+
+def _padded_columns(
+    problem: LinearProblem, device: Device, data: ProductPlan | None, weight: WeightGradientPlan | None
+) -> int:
+    """To how many columns dz and W are padded, where torch computes the gradients and is faster so; else 0."""
+    figures, columns = device.figures.linear, -(-problem.N // VECTOR) * VECTOR
+    by_torch = (data is None or data.tiles is None) and (weight is None or weight.path == "torch")
+    if figures is None or columns == problem.N or problem.dtype not in SIXTEEN_BITS or not by_torch:
+        return 0
+    small = too_small((problem.M + problem.N) * problem.K, "elements", figures.padded_from, problem.captured)
+    return 0 if small or (data is None and weight is None) else columns
 
 
 def plan_product(

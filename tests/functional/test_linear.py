@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fusedlayers import explain, functional, reference
 from fusedlayers.closeness import assert_all_close
+from fusedlayers.functional.linear import padded_gradients
 from tests.support.operands import (
     DEVICE,
     DTYPES,
@@ -266,3 +267,21 @@ def test_atomic_addition_is_refused_where_order_matters() -> None:
     functional.linear(**right)
     with pytest.raises(RuntimeError, match='reduction="atomic" adds in no fixed order'):
         functional.linear(**right, reduction="atomic")
+
+
+@pytest.mark.parametrize(
+    "wanted", [(True, True, True), (True, False, False), (False, True, False), (False, True, True)]
+)
+def test_gradients_from_padded_columns(wanted: tuple[bool, bool, bool]) -> None:
+    tensors = inputs(7, 19, 40, torch.float64, draw=INTEGERS[torch.float32])
+    x, weight = tensors["x"], tensors["weight"]
+    dy = upstream(tensors, INTEGERS[torch.float32])
+    assert x is not None
+    assert weight is not None
+    found = padded_gradients(x if wanted[1] else None, weight if wanted[0] else None, dy, wanted, 24)
+    expected = (dy @ weight, dy.T @ x, dy.sum(0))
+    for made, right, want in zip(found, expected, wanted, strict=True):
+        assert (made is not None) == want
+        if made is not None:
+            assert made.is_contiguous()
+            assert torch.equal(made, right)

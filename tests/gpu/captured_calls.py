@@ -87,7 +87,6 @@ CALLS: dict[str, dict[str, CapturedCall]] = {
         "linear_log_probs": CapturedCall(
             CASES["linear_log_probs"], Options(op="mean"), tuple((2**n, 256, 32000) for n in range(6, 14))
         ),
-        "weight_gradient": CapturedCall(CASES["weight_gradient"], Options(bias=True), ((8064, 128, 1024),)),
         "hidden_gradient": CapturedCall(ALL["hidden_gradient"], Options("gelu_tanh", bias=True), _rows(4096, 1024)),
     },
     "wide": {"ffn": CapturedCall(CASES["ffn"], _FFN, _rows(1024, 4096))},

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedlayers import SplitKLinear, functional, reference
+from fusedlayers import SplitKLinear, functional, planning, reference
 from fusedlayers.closeness import assert_all_close
+from fusedlayers.devices import describe
 from fusedlayers.kernels.split_k import product
 from fusedlayers.kernels.tuning import SplitTiles, split_k
 from tests.functional.test_linear import inputs, upstream
@@ -173,3 +174,17 @@ def test_dtypes(dtype: torch.dtype) -> None:
     assert expected_dtypes(ours) == {dtype}
     theirs = results(reference.linear, tensors, dy, activation="gelu")
     assert_all_close(ours, theirs, results(reference.linear, in_float64(tensors), dy.double(), activation="gelu"))
+
+
+def test_torchs_gradients_of_odd_columns() -> None:
+    """They come from padded copies, as sizes like these are far faster so."""
+    x, weight, dy = integers(64, 2**20), integers(19, 2**20), integers(64, 19)
+    x.requires_grad_()
+    weight.requires_grad_()
+    facts = {"needs_data_gradient": True, "needs_weight_gradient": True}
+    problem = planning.LinearProblem(M=64, N=19, K=2**20, dtype="bfloat16", **facts)
+    assert planning.plan(problem, describe(DEVICE)).padded_columns == 24
+    dx, dw = torch.autograd.grad(functional.linear(x, weight), [x, weight], dy)
+    with torch.no_grad():
+        assert torch.equal(dx.float(), dy.float() @ weight.float())
+        assert torch.equal(dw.float(), dy.float().T @ x.float())

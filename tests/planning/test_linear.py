@@ -172,6 +172,21 @@ def test_each_product_has_its_own_plan() -> None:
     assert one.data_gradient.tiles.block_m == 16
 
 
+def test_torchs_gradients_are_padded_to_whole_vectors() -> None:
+    training = problem(64, 19, 2**18, needs_data_gradient=True, needs_weight_gradient=True, needs_bias_gradient=True)
+    made = plan(training, H200)
+    assert made.padded_columns == 24
+    assert ("gradients", "torch, with dz and W padded to N = 24") in made.kernel_facts()
+    assert made.workspace_bytes == 2 * 24 * (64 + 2**18)
+    # Without dx, W is not needed.
+    assert plan(replace(training, needs_data_gradient=False), H200).padded_columns == 24
+    for change in (
+        {"N": 16}, {"K": 2**17}, {"captured": False}, {"split_k": 2},
+        {"needs_data_gradient": False, "needs_weight_gradient": False},
+    ):  # fmt: skip
+        assert plan(replace(training, **change), H200).padded_columns == 0, change
+
+
 def test_many_tokens_split_the_weight_gradient() -> None:
     training = problem(65_536, 512, 512, needs_weight_gradient=True, needs_bias_gradient=True)
     made = plan(training, H200)

@@ -56,6 +56,17 @@ def test_few_tiles_of_a_batch_leave_sms_idle(device: Device, tiles: int, units: 
     assert dict(few.rejected)["fused"].startswith(f"{tiles - 1} tiles of 128 rows")
 
 
+def test_half_empty_tiles_of_a_batch_are_left_to_torch() -> None:
+    problem = Problem("gemm_gemm", batch=64, M=272, K=88, N=1280, O=88, dtype="bfloat16", captured=True)
+    empty = plan(problem, PIPELINED)
+    assert empty.path == "torch"
+    assert (
+        dict(empty.rejected)["fused"] == "tiles are 2.1 times as large as what they hold: torch was as fast or faster"
+    )
+    for change in ({"batch": 88}, {"M": 384}, {"K": 120, "O": 120}):
+        assert plan(replace(problem, **change), PIPELINED).path == "fused", change
+
+
 def test_many_gated_hidden_units_take_the_path_of_wider_layers() -> None:
     problem = Problem(
         "ffn", batch=1, M=2**16, K=256, N=1024, O=256, dtype="bfloat16", gated=True, captured=True,

@@ -41,8 +41,9 @@ class GemmGemm:
     # less the path for wider layers was faster if there are more hidden units, beyond 64 columns in gated training any.
     least_filled: Mapping[bool, tuple[tuple[int, float, int], ...]]
     # A batched GEMM-GEMM with fewer tiles of rows for each SM was slower, however long they take: in pipelined kernels,
-    # in portable ones if the number of hidden units is a multiple of 16, and else.
+    # in portable ones if the number of hidden units is a multiple of 8, and else.
     least_tiles: tuple[float, float, float]
+    most_padding: float  # how many times as large its tiles may be as what they hold, with less than two for each SM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +144,8 @@ class Linear:
     data_gradient_rows: int  # up to which a data gradient was faster, if it sums over so many elements
     data_gradient_inner: int
     data_gradient_weights: int  # and reads no more weights than these
+    # Elements of x and W from which torch's gradients were faster with dz and W padded to whole vectors of columns.
+    padded_from: Threshold
 
 
 @dataclass(frozen=True, kw_only=True)

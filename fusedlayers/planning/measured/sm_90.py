@@ -73,6 +73,9 @@ FIGURES = Figures(
         # On an H100 0.22 to 0.83 of torch's speed below, but for one; 0.52 to 0.82 below the third at 72 to 100 tiles.
         # The first is between 0.83 at 5 × 256 × 3776 × 64 × 64 and 1.21 on an H200 at 4 × 1024 × 1024 × 64 × 128.
         least_tiles=(0.2, 0.45, 1),
+        # On an H200 0.75 and 0.85 at 64 × 272 × 1280 × 88 × 88 and 32 × 288 × 1280 × 64 × 72, and 1.46 at 176 × 320 ×
+        # 1792 × 88 × 80, whose tiles are as empty, but four for each SM.
+        most_padding=1.75,
     ),
     epilogue=Epilogue(
         # Launched one by one, the host needs 0.4 to 0.5 ms for a forward and backward pass, eager torch 0.3 to 0.4.
@@ -158,7 +161,7 @@ FIGURES = Figures(
         # of both, eager torch 0.26 to 1.
         alone_faster_from=(2**31, 6 * 2**28),  # replayed, 0.88 to 1.08 of the speed of torch.compile below
         many_rows=2**15,
-        most_weights_alone=(2**17, 19 * 2**14),
+        most_weights_alone=(2**16, 19 * 2**14),
         narrow=256,
         summed_from=(2**20, 2**20),
         # 0.97 to 1.05 of the speed of torch.compile at 2,128 to 3,360 columns, torch's own sums 0.88 to 0.94.
@@ -190,6 +193,8 @@ FIGURES = Figures(
         # one (0.95); else 0.82 to 1.31 (1.0).
         data_gradient_inner=2400,
         data_gradient_weights=15 * 2**19,
+        # Replayed, on an H200, 1.13 to 4.2 times as fast at seven sizes, 0.6 to 1.03 at four with less.
+        padded_from=(2**26, 2**24),
     ),
     # Launching the chunked path costs the host 600 to 900 µs; replayed, it took as long as torch.compile at 2^25
     # logits, and 0.79 to 0.98 of its time at 2^27. The fused path took 0.78 launched at 2^25, 0.91 replayed at 2^23.
