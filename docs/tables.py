@@ -148,8 +148,10 @@ TABLES: dict[str, Callable[[], str]] = {
         for record in (
             _read("drawn", "h200-bf16-ffn.json"),
             _read("drawn", "h200-bf16.json"),
+            _read("drawn", "h200-bf16-maxsim.json"),
             _read("drawn", "h100-bf16-ffn.json"),
             _read("drawn", "h100-bf16.json"),
+            _read("drawn", "h100-bf16-maxsim.json"),
         )
     ),
     "recompute": lambda: tables.markdown(_read("recompute", "h200-bf16.json")),

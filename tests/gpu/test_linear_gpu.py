@@ -178,11 +178,11 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 def test_torchs_gradients_of_odd_columns() -> None:
     """They come from padded copies, as sizes like these are far faster so."""
-    x, weight, dy = integers(64, 2**20), integers(19, 2**20), integers(64, 19)
+    x, weight, dy = integers(64, 2**21), integers(19, 2**21), integers(64, 19)
     x.requires_grad_()
     weight.requires_grad_()
     facts = {"needs_data_gradient": True, "needs_weight_gradient": True}
-    problem = planning.LinearProblem(M=64, N=19, K=2**20, dtype="bfloat16", **facts)
+    problem = planning.LinearProblem(M=64, N=19, K=2**21, dtype="bfloat16", **facts)
     assert planning.plan(problem, describe(DEVICE)).padded_columns == 24
     dx, dw = torch.autograd.grad(functional.linear(x, weight), [x, weight], dy)
     with torch.no_grad():
