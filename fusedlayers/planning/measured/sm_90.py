@@ -31,8 +31,8 @@ FIGURES = Figures(
             ("ffn", True): ((64, (2**27, 2**22)),),
             ("gated ffn", False): ((64, (3 * 2**24, 2**20)), (128, (3 * 2**24, 2**22)), (256, (45 * 2**20, 2**24))),
             ("gated ffn", True): ((64, (3 * 2**24, 2**20)),),
-            # On an H100, replayed, 1.04 to 6.8 times as fast as torch from these on, in training 1.1 to 3.9; launched
-            # 1.4 to 4, in training 1.1 to 2.4.
+            # On an H100, replayed, 1.04 to 6.8 times as fast as torch from these on (0.85 at 15 × 448 × 1168 × 64 ×
+            # 112), in training 1.1 to 3.9; launched 1.4 to 4, in training 1.1 to 2.4.
             ("gemm_gemm", False): ((128, (2**24, 2**22)),),
             ("gemm_gemm", True): ((64, (5 * 2**24, 2**23)),),
         },
@@ -193,7 +193,8 @@ FIGURES = Figures(
         # one (0.95); else 0.82 to 1.31 (1.0).
         data_gradient_inner=2400,
         data_gradient_weights=15 * 2**19,
-        # Replayed, on an H200, 1.13 to 4.2 times as fast at seven sizes, 0.6 to 1.03 at four with less.
+        # On an H200, replayed, torch's gradients were 1.26 to 4.2 times as fast so at six sizes, 0.6 to 1.13 at five
+        # with less.
         padded_from=(2**26, 2**24),
     ),
     # Launching the chunked path costs the host 600 to 900 µs; replayed, it took as long as torch.compile at 2^25
