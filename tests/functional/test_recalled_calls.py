@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedlayers import SplitKLinear, functional, planning
+from fusedlayers import SplitKLinear, functional, planning, reference
 from fusedlayers.functional import call, dispatch, operation, switches
 from fusedlayers.functional.call import signature
 from fusedlayers.functional.dispatch import decisions
@@ -105,6 +105,17 @@ def test_no_two_operations_share_a_signature() -> None:
         run()
     assert len(operation._prepared) == len(CALLS)
     assert {key[0] for key in operation._prepared} == set(CHECKS)
+
+
+def test_every_option_is_part_of_a_signature() -> None:
+    options, others = ("relu", 2, 0.5, True), ("gelu", 3, 0.25, 1)  # True equals 1, and is another type
+    known = signature("linear", (X, WEIGHT), options)
+    assert known == signature("linear", (X, WEIGHT), options)
+    for place, other in enumerate(others):
+        assert signature("linear", (X, WEIGHT), (*options[:place], other, *options[place + 1 :])) != known, other
+    for activation in ("relu", None, "relu"):
+        expected = reference.linear(X, WEIGHT, activation=activation or "identity")
+        assert torch.equal(functional.linear(X, WEIGHT, activation=activation), expected)
 
 
 @pytest.mark.parametrize("wanted", [(), (0,), (1,), (2,), (0, 1, 2)])
