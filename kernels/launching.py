@@ -41,7 +41,7 @@ def vector_unit(tensor: torch.Tensor, *sizes: int) -> int:
 
 
 def unit_to_tell(tensor: torch.Tensor, *sizes: int) -> int:
-    """The same of arguments that Triton specialises on: 1 where it knows of itself, as of what 16 divides."""
+    """``vector_unit`` of arguments that Triton specialises on: 1 where it knows of itself, as 16 divides them all."""
     return vector_unit(tensor, *sizes) if any(size % 16 for size in sizes) else 1
 
 

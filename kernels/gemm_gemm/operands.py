@@ -113,13 +113,13 @@ class Operands:
 
         1 where Triton knows of itself, where gate does not lie as up does, and where x or ``rows`` lie transposed.
         """
-        transposed, down_transposed = lines(self.up)[0], lines(self.down)[0]
-        sizes = list(self.sizes()[2:])
-        expected = ((self.x, False), (rows, False), (self.up, transposed), (self.gate, transposed))
-        for tensor, expected_transposed in (*expected, (self.down, down_transposed)):
+        transposed, of_up = lines(self.up)
+        down_transposed, of_down = lines(self.down)
+        sizes = [*self.sizes()[2:], *of_up, *of_down]
+        for tensor, expected in ((self.x, False), (rows, False), (self.gate, transposed)):
             if tensor is not None:
                 found, of_lines = lines(tensor)
-                sizes += of_lines if found == expected_transposed else (1,)
+                sizes += of_lines if found == expected else (1,)
         return transposed, down_transposed, unit_to_tell(self.x, *sizes)
 
 

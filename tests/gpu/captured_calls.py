@@ -34,16 +34,17 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class CapturedCall:
-    """A call whose sizes are the first of ``shapes`` at which a launched one takes torch and a recorded one kernels.
+    """A call whose sizes are the first of ``shapes`` at which a recorded one takes kernels, a launched one does not.
 
     ``chooses``: equal to forced kernels bit for bit instead of close to torch. Of two nearly equal products either may
-    be the larger one, and another choice is another gradient.
+    be the larger one, and another choice is another gradient. ``launched`` is the path of launched calls.
     """
 
     case: Case
     options: Options
     shapes: tuple[Shape, ...]
     chooses: bool = False
+    launched: str = "torch"
 
     def paths(self, shape: Shape, device: Device) -> tuple[str, str]:
         """(launched, recorded) in auto mode; nothing is allocated."""
@@ -57,7 +58,7 @@ class CapturedCall:
         """The sizes, or None where there are none on this device."""
         for shape in self.shapes:
             launched, recorded = self.paths(shape, device)
-            if launched == "torch" != recorded:
+            if launched == self.launched and recorded not in (launched, "torch"):
                 return shape
         return None
 
@@ -86,6 +87,10 @@ CALLS: dict[str, dict[str, CapturedCall]] = {
         ),
         "linear_log_probs": CapturedCall(
             CASES["linear_log_probs"], Options(op="mean"), tuple((2**n, 256, 32000) for n in range(6, 14))
+        ),
+        # Torch's product is in place of the kernel's, and a kernel for the sums beside it.
+        "weight_gradient": CapturedCall(
+            CASES["weight_gradient"], Options(bias=True), ((12800, 128, 512),), launched="sums"
         ),
         "hidden_gradient": CapturedCall(ALL["hidden_gradient"], Options("gelu_tanh", bias=True), _rows(4096, 1024)),
     },

@@ -18,7 +18,7 @@ def test_there_are_sizes_between_the_thresholds(call: CapturedCall) -> None:
     kernels = {"linear_cross_entropy": "chunked", "linear_log_probs": "chunked"}.get(call.case.name, "fused")
     if shape[1] == 1024 and call.case.name == "ffn":
         kernels = "epilogue"
-    assert call.paths(shape, H200) == ("torch", kernels)
+    assert call.paths(shape, H200) == (call.launched, kernels)
 
 
 def test_elsewhere_there_are_none() -> None:
