@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from ..kernels.tuning import CONSUMER_ROWS
+from ..kernels.tuning import EpiloguePipeline
 from ..kernels.tuning.grouped_gemm import GroupedTiles, grouped_tiles, padded_rows, row_block
-from ..kernels.tuning.grouped_gemm_pipelines import BLOCK, GROUPED_PIPELINES, GroupedPipeline
+from ..kernels.tuning.grouped_gemm_pipelines import BLOCK, GROUPED_PIPELINES, CooperativePipeline, GroupedPipeline
 from .call import (
     Call,
     Decision,
@@ -109,10 +109,10 @@ class MoePlan(Decision):
     hidden_gradient_tiles: GroupedTiles | None = None
     weight_gradient_tiles: GroupedTiles | None = None
     # What runs instead, where the operands lie as its copies need them.
-    hidden_pipeline: GroupedPipeline | None = None
-    product_pipeline: GroupedPipeline | None = None
-    hidden_gradient_pipeline: GroupedPipeline | None = None
-    weight_gradient_pipeline: GroupedPipeline | None = None
+    hidden_pipeline: EpiloguePipeline | None = None
+    product_pipeline: CooperativePipeline | None = None
+    hidden_gradient_pipeline: EpiloguePipeline | None = None
+    weight_gradient_pipeline: CooperativePipeline | None = None
     accuracy: str = "exact"  # of activations: one of kernels.activations.ACCURACIES
 
     def kernel_facts(self) -> Facts:
@@ -126,8 +126,7 @@ class MoePlan(Decision):
             tiles: GroupedTiles | None = getattr(self, f"{step}_tiles")
             pipeline: GroupedPipeline | None = getattr(self, f"{step}_pipeline")
             if pipeline is not None:
-                side = 2 * CONSUMER_ROWS
-                size = f"pipelined: {side} × {side}, {pipeline.step} inner"
+                size = f"pipelined: {pipeline.tile[0]} × {pipeline.tile[1]}, {pipeline.step} inner"
                 found.append((name, f"{size}, consumers 2, stages {pipeline.stages}"))
             elif tiles is not None:
                 size = f"{tiles.block_m} × {tiles.block_n}, {tiles.block_inner} inner"

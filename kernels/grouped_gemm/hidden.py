@@ -8,8 +8,8 @@ from ..activations import activation_unit
 from ..device import tl, triton
 from ..launching import Launch, ceil_div, prepared
 from ..tiles import add_product, grouped_tile, load_tile, load_vector, store_tile
+from ..tuning import EpiloguePipeline
 from ..tuning.grouped_gemm import GroupedTiles
-from ..tuning.grouped_gemm_pipelines import GroupedPipeline
 from . import pipelined
 from .elements import Arithmetic, hidden_and_slopes
 from .sorting import SortedRows
@@ -83,7 +83,7 @@ def hidden(
     *,
     gathered: bool,
     tiles: GroupedTiles,
-    pipeline: GroupedPipeline | None = None,
+    pipeline: EpiloguePipeline | None = None,
     ready: dict[Any, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(H, Z, G) ``[P, N]``, contiguous; Z, and G with a gate, only to ``keep``.

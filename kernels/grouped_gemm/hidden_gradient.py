@@ -8,8 +8,8 @@ from ..activations import activation_unit, through_activation
 from ..device import tl, triton
 from ..launching import Launch, ceil_div, prepared
 from ..tiles import grouped_tile, load_tile, store_tile
+from ..tuning import EpiloguePipeline
 from ..tuning.grouped_gemm import GroupedTiles
-from ..tuning.grouped_gemm_pipelines import GroupedPipeline
 from . import pipelined
 from .elements import Arithmetic, HiddenGradients, add_rows_times_weight, hidden_and_slopes
 from .hidden import GROUP
@@ -77,7 +77,7 @@ def hidden_gradient(
     *,
     in_place: bool,
     tiles: GroupedTiles,
-    pipeline: GroupedPipeline | None = None,
+    pipeline: EpiloguePipeline | None = None,
     ready: dict[Any, Any] | None = None,
 ) -> HiddenGradients:
     """From sorted rows dy ``[P, K]``, w_down ``[E, K, N]``, a view of any strides, and z and g ``[P, N]``.

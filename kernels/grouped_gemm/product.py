@@ -9,7 +9,7 @@ from ..device import tl, triton
 from ..launching import Launch, ceil_div, prepared
 from ..tiles import grouped_tile, load_vector, store_tile
 from ..tuning.grouped_gemm import GroupedTiles
-from ..tuning.grouped_gemm_pipelines import GroupedPipeline
+from ..tuning.grouped_gemm_pipelines import CooperativePipeline
 from . import pipelined
 from .elements import add_rows_times_weight
 from .hidden import GROUP
@@ -55,7 +55,7 @@ def product(
     input_precision: str,
     *,
     tiles: GroupedTiles,
-    pipeline: GroupedPipeline | None = None,
+    pipeline: CooperativePipeline | None = None,
     ready: dict[Any, Any] | None = None,
 ) -> torch.Tensor:
     """``Σ a wᵀ + bias`` ``[P, out]`` over one or two pairs of contiguous rows a ``[P, in]`` and w ``[E, out, in]``.

@@ -8,7 +8,7 @@ from ..device import tl, triton
 from ..launching import Launch, ceil_div, prepared
 from ..tiles import add_product, grouped_tile, load_tile, store_tile
 from ..tuning.grouped_gemm import GroupedTiles
-from ..tuning.grouped_gemm_pipelines import GroupedPipeline
+from ..tuning.grouped_gemm_pipelines import CooperativePipeline
 from . import pipelined
 from .hidden import GROUP
 from .sorting import SortedRows
@@ -65,7 +65,7 @@ def weight_gradient(
     input_precision: str,
     *,
     tiles: GroupedTiles,
-    pipeline: GroupedPipeline | None = None,
+    pipeline: CooperativePipeline | None = None,
     order: torch.Tensor | None = None,
     ready: dict[Any, Any] | None = None,
     name: str = "",

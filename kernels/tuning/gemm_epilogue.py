@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .limits import CONSUMER_ROWS
 
@@ -51,6 +52,8 @@ class EpiloguePipeline:
     group: int = 8
     programs: int = 132
     stays: bool = False
+
+    tile: ClassVar[tuple[int, int]] = (2 * CONSUMER_ROWS, 2 * CONSUMER_ROWS)
 
     @staticmethod
     def tiles(rows: int, columns: int) -> tuple[int, int]:

@@ -164,25 +164,11 @@ def multiply(
 ):  # fmt: skip
     """Adds the product of this consumer's ``turn``-th tile to its upper and lower half of the rows."""
     position = (2 * turn + consumer) * steps
-    return multiply_from(
-        consumer, position, top, bottom, left_ring, right_ring, full, empty, turns, turn, steps,
-        False, RIGHT_TRANSPOSED, STAGES,
-    )  # fmt: skip
-
-
-@gluon.jit
-def multiply_from(
-    consumer: gl.constexpr, position, top, bottom, left_ring, right_ring, full, empty, turns, turn, steps,
-    LEFT_TRANSPOSED: gl.constexpr, RIGHT_TRANSPOSED: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The same of a tile whose operands lie in the ring from ``position`` on, where the steps of tiles differ."""
     mbarrier.wait(turns.index(consumer), (turn & 1) ^ (1 - consumer))
     for step in range(steps):
         stage, phase = stage_of(position, STAGES)
         mbarrier.wait(full.index(stage), phase)
         upper, lower, right = left_ring.index(stage * 2), left_ring.index(stage * 2 + 1), right_ring.index(stage)
-        if LEFT_TRANSPOSED:
-            upper, lower = upper.permute((1, 0)), lower.permute((1, 0))
         if RIGHT_TRANSPOSED:
             right = right.permute((1, 0))
         top = warpgroup_mma(upper, right, top, is_async=True)

@@ -15,7 +15,8 @@ from ...gemm_epilogue.pipelined import launch_hidden, launch_hidden_gradient, pr
 from ...gemm_epilogue.pipelined.products import HALF, TILE
 from ...hopper import ALIGNMENT, Matrix, stacked, untransposed
 from ...launching import Launch, ceil_div, prepared
-from ...tuning.grouped_gemm_pipelines import GroupedPipeline
+from ...tuning import EpiloguePipeline
+from ...tuning.grouped_gemm_pipelines import CooperativePipeline
 from ..elements import Arithmetic, HiddenGradients
 from ..sorting import SortedRows
 from .product import prepare_product
@@ -53,7 +54,7 @@ def hidden(
     keep: bool,
     arithmetic: Arithmetic,
     *,
-    config: GroupedPipeline,
+    config: EpiloguePipeline,
     ready: dict[Any, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] | None:
     """(H, Z, G) ``[P, N]`` from sorted rows ``[P, K]``, contiguous; Z, and G with a gate, only to ``keep``."""
@@ -89,7 +90,7 @@ def product(
     bias: torch.Tensor | None,
     rows: SortedRows,
     *,
-    config: GroupedPipeline,
+    config: CooperativePipeline,
     ready: dict[Any, Any] | None = None,
 ) -> torch.Tensor | None:
     """``Σ a wᵀ + bias`` ``[P, out]`` over one or two pairs of rows a ``[P, in]`` and weights w ``[E, out, in]``."""
@@ -127,7 +128,7 @@ def hidden_gradient(
     arithmetic: Arithmetic,
     *,
     in_place: bool,
-    config: GroupedPipeline,
+    config: EpiloguePipeline,
     ready: dict[Any, Any] | None = None,
 ) -> HiddenGradients | None:
     """From sorted rows dy ``[P, K]``, w_down ``[E, K, N]``, z and g ``[P, N]``, and the weights ``[P]`` of the rows.
@@ -167,7 +168,7 @@ def weight_gradient(
     rows: SortedRows,
     out: torch.Tensor,
     *,
-    config: GroupedPipeline,
+    config: CooperativePipeline,
     ready: dict[Any, Any] | None = None,
     name: str = "",
     order: torch.Tensor | None = None,
