@@ -12,11 +12,12 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..kernels.tuning import CONSUMER_ROWS, epilogue_tiles
+from ..kernels.tuning import CONSUMER_ROWS, EPILOGUE_ELEMENTS, epilogue_tiles
+from . import ffn_epilogue
 from .devices import SIXTEEN_BITS, Device
 
 # The temporary memory of a call with recompute=True, in bytes of x; and what it may be however small x is.
-WORKSPACE_COPIES, LEAST_WORKSPACE = 4, 64 * 2**20
+WORKSPACE_COPIES, LEAST_WORKSPACE = 8, 256 * 2**20
 # A row of x counts as so many columns at least: fewer have no room for a single hidden unit beside the sum of dx.
 LEAST_COLUMNS = 8
 # Products of more tokens are not faster.
@@ -33,7 +34,7 @@ DROPOUT_COPIES = 3
 # Bytes for each element where torch's integer operations draw the mask, with two products; on a GPU one kernel does.
 MASK_BYTES = 40
 # Torch's operations take some rows of a group at a time: their copies fill at most this part of the memory.
-ROWS_SHARE = 8
+ROWS_SHARE = 2
 # Of a float32 sum, what is converted at once of the operands of a product that is added to it: ``sums.add_product``.
 CONVERTED_SHARE = 1 / 4
 
@@ -76,14 +77,15 @@ def plan(problem: Any, device: Device, kernels: bool) -> ChunkPlan:
     room = limit - sums - (0 if kernels else limit // ROWS_SHARE)
     # Of each hidden unit: its pre-activations.
     unit = p.M * p.element_bytes * (2 if p.gated else 1)
-    groups = _groups(p, room, unit, summed)
+    hidden = _hidden_bytes(p, device, kernels)
+    groups = _groups(p, room, unit, hidden, summed)
     if kernels:
         partial = _partial_bytes(p, device)
         # They lie where the group's gradient of w_up will be, if that is large enough.
         if partial * groups.hidden_columns > p.element_bytes * p.K * groups.columns:
             unit += partial
-            groups = _groups(p, room, unit, summed)
-    taken = sums + groups.columns * (unit + _hidden_bytes(p) * (not groups.hidden_in_dx))
+            groups = _groups(p, room, unit, hidden, summed)
+    taken = sums + groups.columns * (unit + hidden * (not groups.hidden_in_dx))
     group_rows = p.M
     if not kernels:
         each = groups.hidden_columns * _torch_bytes(p, device, BACKWARD_COPIES)
@@ -100,12 +102,12 @@ class _Groups(NamedTuple):
     hidden_in_dx: bool
 
 
-def _groups(problem: Any, room: int, unit: int, summed: bool) -> _Groups:
-    """As few groups as fit into so many bytes, ``unit`` for each hidden unit, but two: nothing holds the whole hidden.
+def _groups(problem: Any, room: int, unit: int, hidden: int, summed: bool) -> _Groups:
+    """As few groups as fit into so many bytes, ``unit`` and ``hidden`` for each unit, but two: no whole hidden.
 
     ``summed``: dx is summed elsewhere, and its own memory is free.
     """
-    p, beside = problem, max(1, room // (unit + _hidden_bytes(problem)))
+    p, beside = problem, max(1, room // (unit + hidden))
     most = max(1, room // unit) if summed else beside
     if most > max(p.K, beside):
         # In dx: as many units as it has columns at a time.
@@ -121,17 +123,22 @@ def _groups(problem: Any, room: int, unit: int, summed: bool) -> _Groups:
     return _Groups(columns, min(columns, p.K) if in_dx else columns, in_dx)
 
 
-def _hidden_bytes(problem: Any) -> int:
-    """Of each hidden unit, where the gradient of w_down needs the hidden."""
-    hidden: int = problem.M * problem.element_bytes * problem.needs_weight_gradient
+def _hidden_bytes(problem: Any, device: Device, kernels: bool) -> int:
+    """Of each hidden unit, where the gradient of w_down needs the hidden, or torch's product a place."""
+    torch_multiplies = kernels and ffn_epilogue.torch_multiplies_in_chunks(problem, device)
+    hidden: int = problem.M * problem.element_bytes * (problem.needs_weight_gradient or torch_multiplies)
     return hidden
 
 
 def _partial_bytes(problem: Any, device: Device) -> int:
     """Of each hidden unit, the kernels' partial sums of the gradients of biases: one for each tile's rows, or fewer."""
     p, parts = problem, 2 if problem.gated else 1
-    tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
-    bands = math.ceil(p.M / min(tiles.block_m, 2 * CONSUMER_ROWS // parts))
+    if ffn_epilogue.torch_multiplies_in_chunks(p, device):
+        tiles = EPILOGUE_ELEMENTS[p.gated]
+        bands = min(math.ceil(p.M / tiles.block_m), tiles.programs * device.sms)
+    else:
+        tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
+        bands = math.ceil(p.M / min(tiles.block_m, 2 * CONSUMER_ROWS // parts))
     return 4 * bands * parts * int(p.needs_bias_gradient)
 
 

@@ -38,12 +38,13 @@ def plan(problem: Any, device: Device, columns: int, summed: bool = False) -> Ep
     """
     p = problem
     gradient = data = None
+    by_torch = torch_multiplies_in_chunks(p, device) if summed else None
     if p.training:
-        multiplies = not summed and torch_multiplies_gradient(p, device)
+        multiplies = torch_multiplies_gradient(p, device) if by_torch is None else by_torch
         gradient = hidden_gradient.plan(_gradient_problem(p, columns), device, "triton", torch_multiplies=multiplies)
         if summed and p.needs_data_gradient:
             data = hidden_gradient.epilogue_pipeline("data_gradient", p, device)
-    if not summed and torch_multiplies_hidden(p, device):
+    if torch_multiplies_hidden(p, device) if by_torch is None else by_torch:
         return EpiloguePlan(EPILOGUE_ELEMENTS[p.gated], None, gradient, data)
     pipeline = hidden_gradient.epilogue_pipeline("hidden", p, device)
     tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
@@ -72,6 +73,12 @@ def torch_multiplies_gradient(problem: Any, device: Device) -> bool:
     wide = figures.wide_gradient_from <= p.O
     few_tiles = math.prod(pipeline.tiles(p.M, p.N)) <= figures.few_tiles[wide] * device.sms
     return few_tiles or _starts_unevenly(p.O, figures.uneven_gradient_from)
+
+
+def torch_multiplies_in_chunks(problem: Any, device: Device) -> bool:
+    """Whether torch computes the products of chunks, and kernels what follows: where no warp-specialised kernel can."""
+    p = problem
+    return device.figures.epilogue is not None and p.dtype in SIXTEEN_BITS and _why_portable(p, device) is not None
 
 
 def _starts_unevenly(width: int, widths: Mapping[int, int]) -> bool:
@@ -107,15 +114,17 @@ def why_unsupported(problem: Any, device: Device) -> str | None:
 
 
 def why_slower_in_chunks(problem: Any, device: Device, figures: Epilogue) -> str | None:
-    """Why torch's operations compute the chunks in auto mode, or None."""
-    return _why_portable(problem, device, figures.least_chunk_width)
+    """None: at every width that was measured torch's operations took longer than kernels, for each part of a chunk."""
+    return None
 
 
 def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
-    if (reason := _why_portable(problem, device, figures.least_width)) is not None:
-        return reason
     p = problem
+    if device.pipelined and min(p.K, p.O) < figures.least_width:
+        return f"not measured on this path below width {figures.least_width}"
+    if (reason := _why_portable(p, device)) is not None:
+        return reason
     if not (p.gated or p.training) and torch_multiplies_hidden(p, device):
         return f"{p.N} hidden units over rows of {p.K} elements: torch's product was as fast or faster"
     if _adapted(p):
@@ -141,12 +150,10 @@ def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:
     return None
 
 
-def _why_portable(problem: Any, device: Device, least_width: int) -> str | None:
-    """Why the warp-specialised kernels do not run ``problem``, or were not measured on its like; or None."""
+def _why_portable(problem: Any, device: Device) -> str | None:
+    """Why the warp-specialised kernels do not run ``problem``, or None."""
     if not device.pipelined:
         return "only the warp-specialised kernels were measured faster than torch, and they do not run here"
-    if min(problem.K, problem.O) < least_width:
-        return f"not measured on this path below width {least_width}"
     if problem.K % VECTOR or problem.N % VECTOR or problem.O % VECTOR:
         return f"only the warp-specialised kernels were measured faster; their widths are multiples of {VECTOR}"
     if problem.portable:

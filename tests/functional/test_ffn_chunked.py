@@ -48,8 +48,12 @@ def cut(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, hidden_columns
     )
 
 
-def force_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks in the kernels of the epilogue path, however narrow the layer is."""
+MULTIPLIES = pytest.mark.parametrize("torch_multiplies", [False, True], ids=["kernels", "torch multiplies"])
+
+
+def force_kernels(monkeypatch: pytest.MonkeyPatch, torch_multiplies: bool = False) -> None:
+    """Chunks in the kernels of the epilogue path, however narrow the layer is, or in those behind torch's products."""
+    monkeypatch.setattr(planning.ffn_epilogue, "torch_multiplies_in_chunks", lambda *_: torch_multiplies)
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     monkeypatch.setattr(planning.gemm_gemm, "why_unsupported", lambda problem, device: "too wide")
     # Without the caches: no plan made here outlives the test, and none made before is used.
@@ -78,11 +82,13 @@ def test_chunks_of_any_size_give_the_same(
 
 
 @needs_kernels
+@pytest.mark.sampled(together=2)
+@MULTIPLIES
 @GATED
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("chunk", [(32, 64, 24), (32, 64, 64), (20, 24, 24), (70, 16, 16), (9, 128, 128)], ids=str)
 def test_kernels_compute_chunks(
-    chunk: tuple[int, int, int], dropout_p: float, gated: bool, monkeypatch: pytest.MonkeyPatch
+    chunk: tuple[int, int, int], dropout_p: float, gated: bool, torch_multiplies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the mask of the whole hidden, drawn where the chunk lies in it; the hidden in its own memory, and in dx."""
     draw = INTEGERS[torch.float16]
@@ -91,7 +97,7 @@ def test_kernels_compute_chunks(
     seed = draw_seed(DEVICE)
     arithmetic: dict[str, Any] = {"activation": "relu", "dropout_p": dropout_p}
     expected = results(reference.ffn, t, dy, seed=seed, **arithmetic)
-    force_kernels(monkeypatch)
+    force_kernels(monkeypatch, torch_multiplies)
     cut(monkeypatch, *chunk)
     launched = []
     kernels = import_module("fusedlayers.functional.ffn.chunked").kernels
@@ -107,14 +113,17 @@ def test_kernels_compute_chunks(
 
 
 @needs_kernels
+@MULTIPLIES
 @GATED
-def test_kernels_compute_chunks_of_what_is_wanted(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_compute_chunks_of_what_is_wanted(
+    gated: bool, torch_multiplies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One gradient alone, and all but one: there may be no dx in whose memory the hidden could lie."""
     draw = INTEGERS[torch.float16]
     t = ffn_inputs(33, 24, 48, 16, torch.float16, gated=gated, draw=draw)
     dy = like_result(t, draw)
     names = [name for name, tensor in t.items() if tensor is not None]
-    force_kernels(monkeypatch)
+    force_kernels(monkeypatch, torch_multiplies)
     cut(monkeypatch, 20, 20)
     expected = results(reference.ffn, t, dy, activation="relu")
     for alone in names:
@@ -171,7 +180,7 @@ def test_recompute_is_as_exact_as_torch(dtype: torch.dtype, gated: bool, monkeyp
 
 @needs_kernels
 def test_partial_sums_lie_in_the_gradient_of_w_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A workspace of exactly four times x has no other room for them; without that gradient, groups are smaller."""
+    """A workspace of exactly eight times x has no other room for them; without that gradient, groups are smaller."""
     draw = INTEGERS[torch.float16]
     t = ffn_inputs(300, 24, 96, 16, torch.float16, draw=draw)
     dy = like_result(t, draw)
@@ -257,7 +266,7 @@ def test_a_checkpoint_around_chunks_replays_the_mask() -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four times the bytes of x however small it is, through torch: small tensors reach the bound."""
+    """Eight times the bytes of x however small it is, through torch: small tensors reach the bound."""
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
     monkeypatch.setattr(planning.ffn_chunked, "LEAST_WORKSPACE", 0)
     monkeypatch.setattr(functional.dispatch, "_cached_plan", planning.plan)
@@ -299,14 +308,14 @@ def scratch(tokens: int, d_model: int, dtype: torch.dtype) -> int:
 def test_the_allocator_never_gives_a_hidden(
     activation: str, dtype: torch.dtype, dropout_p: float, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither a block of tokens × d_ff elements, nor more than four times x beside the result and the gradients."""
+    """Neither a block of tokens × d_ff elements, nor more than eight times x beside the result and the gradients."""
     # The operations of a mask are so many that to record them takes all the time: few tokens, and without oneDNN, which
     # would take more memory for its products of 16 bits than all tensors have.
     tokens, d_model, d_ff = (84, 24, 72) if dropout_p else (4096, 32, 256)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", not dropout_p)
     tensors = ffn_inputs(tokens, d_model, d_ff, d_model, dtype, gated=gated, residual=True, device=CPU)
     # Beside the plan's own sum: results of a few numbers, such as a probability.
-    limit = 4 * tokens * d_model * dtype.itemsize + 4096 + scratch(tokens, d_model, dtype)
+    limit = 8 * tokens * d_model * dtype.itemsize + 4096 + scratch(tokens, d_model, dtype)
     hidden = tokens * d_ff * dtype.itemsize
     call = {"activation": activation, "dropout_p": dropout_p}
     forward, backward, y, gradients = allocated(tensors, recompute=True, **call)
@@ -327,7 +336,7 @@ def test_the_allocator_never_gives_a_hidden(
 @pytest.mark.usefixtures("small")
 def test_the_mask_of_few_columns_is_no_larger_than_they_are(tokens: int, d_ff: int, gated: bool) -> None:
     tensors = ffn_inputs(tokens, 8, d_ff, 8, gated=gated, device=CPU)
-    limit = 4 * tokens * 8 * 4
+    limit = 8 * tokens * 8 * 4
     forward, backward, y, gradients = allocated(tensors, recompute=True, activation="relu2", dropout_p=0.25)
     assert max(forward.blocks + backward.blocks) <= max(tokens * d_ff * 4, y)
     assert forward.peak - y <= limit + 4096
@@ -336,7 +345,7 @@ def test_the_mask_of_few_columns_is_no_larger_than_they_are(tokens: int, d_ff: i
 
 @pytest.mark.parametrize("tokens", [2, 33, 500])
 def test_recompute_keeps_its_promise_however_small_the_problem(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 64 MiB to take, a problem that would fit one chunk is cut all the same."""
+    """With 256 MiB to take, a problem that would fit one chunk is cut all the same."""
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "torch")
     forward, backward, *_ = allocated(ffn_inputs(tokens, 1, 640, 1, gated=True, device=CPU), recompute=True)
     assert max(forward.blocks + backward.blocks) < max(tokens * 640 * 4, 3 * 640 * 4 + 1)

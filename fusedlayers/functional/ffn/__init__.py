@@ -56,8 +56,8 @@ def ffn(
             multiple of 2⁻¹⁶ is taken, and what is kept is scaled by that. The mask follows from one seed, the same on
             every path, with and without gradients.
         recompute: ``True`` guarantees that no tensor of size tokens × N is allocated, forward or backward, and beside
-            results, gradients and one copy of operands that are not laid out in rows at most four times the bytes of x,
-            or 64 MiB if these are more; x alone is kept, of frozen layers too. Every gradient is rounded once.
+            results, gradients and one copy of operands that are not laid out in rows at most eight times the bytes of
+            x, or 256 MiB if these are more; x alone is kept, of frozen layers too. Every gradient is rounded once.
             Tensor subclasses, ``torch.func`` and forward-mode derivatives are excepted: torch's expression runs.
             ``"auto"`` and ``False`` take the fastest path, whose backward pass may need such tensors while it runs. An
             int above 1 is a budget: the bytes that this call may keep for its backward pass (``saved bytes`` of
