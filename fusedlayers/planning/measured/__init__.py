@@ -59,7 +59,6 @@ class Epilogue:
     few_rows: int
     few_rows_weights: int
     least_width: int
-    least_chunk_width: int  # in chunks, which are measured against torch's operations in chunks
     # Torch's product of the hidden, and a kernel for what follows it, were faster than one kernel: for rows of x that
     # start at no multiple of so many elements, from these widths on;
     uneven_from: Mapping[int, int]
