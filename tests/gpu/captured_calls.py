@@ -73,7 +73,7 @@ CALLS: dict[str, dict[str, CapturedCall]] = {
         # No multiple of eight hidden units: the portable kernels, which are faster in a graph alone.
         "ffn": CapturedCall(CASES["ffn"], _FFN, _rows(64, 252)),
         "gated ffn": CapturedCall(CASES["ffn"], _GATED, _rows(64, 252)),
-        "gemm_gemm": CapturedCall(CASES["gemm_gemm"], Options(), tuple((2**n, 256, 256, 64, 64) for n in range(8, 14))),
+        "gemm_gemm": CapturedCall(CASES["gemm_gemm"], Options("gelu_tanh"), ((192, 256, 256, 64, 64),)),
         "max": CapturedCall(
             CASES["gemm_reduce"], Options(op="max", dim=-2), tuple((2**n, 1024, 1024, 128) for n in range(8)), True
         ),
