@@ -21,6 +21,8 @@ AUTOTUNED, CHECKPOINTED = "max-autotune", "checkpoint"
 # Others' versions of the same, of cases that have any, where they are installed.
 FUNCTION, LIGER, CCE, QUACK = "torch function", "Liger", "CCE", "quack"
 PEERS = (FUNCTION, LIGER, CCE, QUACK)
+# Whose version a record states beside theirs.
+DISTRIBUTIONS = {LIGER: "liger_kernel", CCE: "cut-cross-entropy", QUACK: "quack-kernels"}
 ON_REQUEST = (AUTOTUNED, CHECKPOINTED, *PEERS)
 TORCH_CONTENDERS, OUR_CONTENDERS = (EAGER, COMPILED, AUTOTUNED, CHECKPOINTED), (AUTO, FUSED)
 CONTENDERS = TORCH_CONTENDERS + PEERS + OUR_CONTENDERS

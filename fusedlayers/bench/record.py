@@ -7,7 +7,7 @@ Schema 1. Times are seconds, sizes bytes; what is unknown is null.
     started, finished UTC, ISO 8601; finished is null while rows are still being added
     commit, dirty     of the clone the package lies in, or as given by --commit (dirty is null then); null without git
     source_sha256     of the package's Python files, so that a record can be matched with sources without git
-    versions          fusedlayers, python, torch, cuda, triton, ptxas
+    versions          fusedlayers, python, torch, cuda, triton, ptxas; of other libraries those that take part
     device            kind, name, architecture, driver, memory_bytes, l2_bytes, ceilings ([FLOP/s, bytes/s] or null)
     method            seconds_per_row, cold_cache_bytes, init, seed
     rows              one per shape and direction:
@@ -48,8 +48,10 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +71,11 @@ Ways = tuple[str | None, str | None]
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
-def new_record(arguments: list[str], device: torch.device, method: dict[str, object], commit: str | None) -> Record:
-    """A record with everything but its rows."""
+def new_record(
+    arguments: list[str], device: torch.device, method: dict[str, object], commit: str | None,
+    libraries: Iterable[str] = (),
+) -> Record:  # fmt: skip
+    """A record with everything but its rows; ``libraries`` are other distributions that take part."""
     found_commit, dirty = git_state(_PACKAGE) if commit is None else (commit, None)
     return {
         "schema": SCHEMA,
@@ -80,7 +85,7 @@ def new_record(arguments: list[str], device: torch.device, method: dict[str, obj
         "commit": found_commit,
         "dirty": dirty,
         "source_sha256": sources.contents(),
-        "versions": versions(device),
+        "versions": versions(device) | {name: _installed(name) for name in libraries},
         "device": device_facts(device),
         "method": method,
         "rows": [],
@@ -224,6 +229,13 @@ def versions(device: torch.device) -> dict[str, str | None]:
         "triton": triton_version,
         "ptxas": ptxas,
     }
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def device_facts(device: torch.device) -> Record:

@@ -15,7 +15,7 @@ import torch
 
 from . import record as records
 from .cases import DTYPES, Case, Grid, Options, Shape
-from .contenders import AUTO, FUSED, Contender, contender, our_plan
+from .contenders import AUTO, DISTRIBUTIONS, FUSED, Contender, contender, our_plan
 from .exactness import random_work, rotating_work
 from .memory import peak_bytes, saved_bytes
 from .record import Record
@@ -82,7 +82,8 @@ def run(
         "init": settings.init,
         "seed": settings.seed,
     }
-    record = records.new_record(arguments, settings.device, method, settings.commit)
+    libraries = [DISTRIBUTIONS[name] for name in settings.contenders if name in DISTRIBUTIONS]
+    record = records.new_record(arguments, settings.device, method, settings.commit, libraries)
     right = True
     # One operation after the other, so that a run that is cut off has the times of the first ones.
     for _, group in groupby(rows, lambda row: row.case.name):

@@ -197,7 +197,9 @@ def test_versions_of_others_are_timed_where_they_are_installed(
         ("moe_ffn", "17x16x24x4x2", *others),
     ):  # fmt: skip
         assert bench(name, "--shape", shape, *options, *chosen, "--output", tmp_path) == 0
-        for row in record.read(tmp_path / f"{name}-fp32-cpu.json")["rows"]:
+        found = record.read(tmp_path / f"{name}-fp32-cpu.json")
+        assert "liger_kernel" in found["versions"]
+        for row in found["rows"]:
             entries = row["contenders"]
             assert entries["Liger"]["status"] == "not timed"
             if name != "linear_cross_entropy":

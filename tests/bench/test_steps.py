@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from fusedlayers import functional
 from fusedlayers.bench import __main__ as command
 from fusedlayers.bench import record, timing
 from fusedlayers.bench.published import step_models, step_tables, steps
+from fusedlayers.bench.published.attention import NAME
 from fusedlayers.bench.published.step_models import (
     AUTO,
     KERNELS,
@@ -24,6 +27,7 @@ from fusedlayers.bench.published.step_models import (
     RECOMPUTE,
     STEP_MODELS,
     TORCH,
+    StepModel,
 )
 from tests.support.operands import patch_ffn
 
@@ -39,12 +43,22 @@ def small(tmp_path: Path, *words: object) -> tuple[int, record.Record]:
 
 
 @pytest.mark.parametrize("name", STEP_MODELS)
-def test_every_model_is_built_and_trains(name: str) -> None:
+def test_every_model_is_built_and_trains(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With few numbers; what is published of it, on no device."""
     model = STEP_MODELS[name].small()
     plain = model.build(CPU, torch.float32)
+    attention: Any = nn.functional.scaled_dot_product_attention
+    seen: list[tuple[object, bool]] = []
+
+    def noted(*tensors: Tensor, **options: Any) -> Tensor:
+        seen.append((options["attn_mask"], options["is_causal"]))
+        return attention(*tensors, **options)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", noted)
     loss = plain(**model.inputs(CPU, torch.float32, 0)).loss
     loss.backward()
+    causal = model.kind not in ("Bert", "ViT")
+    assert seen == [(None, causal)] * model.sizes.layers
     assert plain.training
     assert not any(module.p for module in plain.modules() if isinstance(module, nn.Dropout))
     assert all(parameter.grad is not None for parameter in plain.parameters() if parameter.requires_grad)
@@ -56,6 +70,45 @@ def test_every_model_is_built_and_trains(name: str) -> None:
     assert sizes.tokens in (128 * 197, 16_384, 32_768, 65_536)
 
 
+def test_a_compiled_model_has_the_same_attention() -> None:
+    """As transformers has it, a traced model builds a dense mask, and the flash kernel is lost."""
+    model = replace(STEP_MODELS["llama-256"], sizes=replace(step_models.SMALL, layers=1))
+    plain = model.build(CPU, torch.float32)
+    words = model.inputs(CPU, torch.float32, 0)["input_ids"]
+    base: Any = plain.base_model
+    masks: list[object] = []
+
+    def noted(graph: torch.fx.GraphModule, _: object) -> Any:
+        calls = [node for node in graph.graph.nodes if "scaled_dot_product_attention" in str(node.target)]
+        masks.extend(node.kwargs["attn_mask"] for node in calls)
+        return graph.forward
+
+    for attention, without in ((NAME, True), ("sdpa", False)):
+        plain.set_attn_implementation(attention)  # type: ignore[operator]
+        masks.clear()
+        torch.compile(base, backend=noted, dynamic=False, fullgraph=True)(words)
+        torch.compiler.reset()
+        assert len(masks) == model.sizes.layers
+        assert [mask is None for mask in masks] == [without] * len(masks), attention
+
+
+def test_a_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = STEP_MODELS["llama-256"].small()
+    plain = model.build(CPU, torch.float32)
+    inputs = model.inputs(CPU, torch.float32, 0)
+    batch, length = inputs["input_ids"].shape
+    mask = torch.zeros(batch, 1, length, length)
+    with pytest.raises(ValueError, match="attention_mask: expected None, got one of"):
+        plain(**inputs, attention_mask=mask)
+    monkeypatch.setattr(type(plain), "set_attn_implementation", lambda model, name: None)
+    with pytest.raises(ValueError, match="LlamaForCausalLM: expected a model that takes"):
+        model.build(CPU, torch.float32)
+    window = StepModel("mistral", "Mistral", "Mistral", "ForCausalLM", model.sizes, model.options)
+    windowed = window.build(CPU, torch.float32)
+    with pytest.raises(ValueError, match="sliding_window: expected None, got"):
+        windowed(**inputs)
+
+
 def test_check_time_record_plot_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     words = ("--models", "llama-256,gpt2-768", "--contenders", ",".join(step_models.NAMES), "--plot")
@@ -63,6 +116,9 @@ def test_check_time_record_plot_and_table(tmp_path: Path, capsys: pytest.Capture
     assert status == 0
     assert (tmp_path / "steps-fp32-cpu.png").read_bytes().startswith(b"\x89PNG")
     assert [(row["grid"], row["direction"]) for row in found["rows"]] == [("gpt2-768", "eager"), ("llama-256", "eager")]
+    assert found["method"]["attention"] == NAME
+    assert found["versions"]["transformers"] == metadata.version("transformers")
+    assert found["versions"]["liger_kernel"] is None
     row = found["rows"][1]
     entries = row["contenders"]
     untimed = {name: entries[name]["reason"] for name in step_models.NAMES if entries[name]["status"] != "timed"}
@@ -95,9 +151,12 @@ def test_compiled_modes_are_rows_of_their_own(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: began.append(None))
     _, found = small(tmp_path, "--models", "llama-512", "--modes", "eager,compile,reduce-overhead")
     assert [row["direction"] for row in found["rows"]] == list(step_tables.MODES)
-    assert modes == [None, None, "reduce-overhead", "reduce-overhead"]
+    # Torch, auto and auto-norm, each once in each mode.
+    assert modes == [None, None, None, "reduce-overhead", "reduce-overhead", "reduce-overhead"]
     assert len(began) >= 2 * steps.FIRST_STEPS
-    assert all(entry["status"] == "timed" for row in found["rows"] for entry in row["contenders"].values())
+    for row in found["rows"]:
+        timed = [name for name, entry in row["contenders"].items() if entry["status"] == "timed"]
+        assert timed == [TORCH, AUTO, NORM]
 
 
 def test_what_is_wrong_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,13 +264,47 @@ def test_a_bad_command_line_names_the_argument(
     assert said in capsys.readouterr().err
 
 
-def test_norms_are_replaced_for_one_contender_and_eager() -> None:
+def test_norms_are_replaced_for_one_contender() -> None:
     plain = STEP_MODELS["llama-256"].small().build(CPU, torch.float32)
     found = step_models.variants(plain, (AUTO, NORM))
     norms = [[type(module).__name__ for module in variant.model.modules()] for variant in found.values()]  # type: ignore[union-attr]
     assert ["FusedLlamaRMSNorm" in names for names in norms] == [False, True]
     assert ["LlamaRMSNorm" in names for names in norms] == [True, False]
-    assert steps._why_untimed(NORM, "compile", CPU) == "compiled models run their own norms"
+
+
+def test_another_library_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is right, the gradients are not."""
+
+    class Wrong(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, **inputs: Tensor) -> Any:
+            loss = self.model(**inputs).loss
+            return types.SimpleNamespace(loss=loss + 0.01 * (loss - loss.detach()))
+
+    monkeypatch.setattr(step_models, "_with_liger", lambda model, options: step_models.Variant(Wrong(model)))
+    model = STEP_MODELS["llama-256"].small()
+    [row] = steps.measured(model, ("eager",), (TORCH, LIGER), torch.float32, CPU, 0, 0.01)
+    assert row["contenders"][LIGER]["reason"] == "it is wrong"
+    assert "of the median parameter: error 0.01" in row["verification"][1]["reason"]
+
+
+def test_liger_is_compiled_for_those_who_ask() -> None:
+    said = "timed as it is, eager, without --compile-liger"
+    assert steps._why_untimed(LIGER, "compile", CPU, compile_liger=False) == said
+    assert steps._why_untimed(LIGER, "compile", CPU, compile_liger=True) == ""
+
+
+def test_models_of_several_runs_make_one_record(tmp_path: Path) -> None:
+    records = []
+    for name in ("bert-128", "llama-256"):
+        _, found = small(tmp_path, "--models", name, "--contenders", "torch,auto", "--commit", "c" * 40)
+        records.append(tmp_path / f"{name}.json")
+        record.write(found, records[-1])
+    assert command.main(["update", *map(str, records)]) == 0
+    assert [row["grid"] for row in record.read(records[0])["rows"]] == ["bert-128", "llama-256"]
 
 
 def test_first_steps_are_not_kept() -> None:

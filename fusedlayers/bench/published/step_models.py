@@ -1,7 +1,7 @@
 """The models whose whole training steps are timed, with random weights: nothing is downloaded.
 
-They are Hugging Face's, with six layers each, without dropout, so that all contenders compute the same. Texts are
-random; their labels are the texts themselves.
+They are Hugging Face's, with six layers each, without dropout, so that all contenders compute the same, and with one
+attention for all (:mod:`.attention`). Texts are random; their labels are the texts themselves.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...replacing import replace as replace_layers
+from .attention import use_without_mask
 
 TORCH, AUTO, KERNELS, RECOMPUTE, LIGER = "torch", "auto", "kernels", "recompute", "liger"
 # Auto mode with norms; and Liger-Kernel's norms and rotary embedding with our FFN and loss.
@@ -80,6 +81,7 @@ class StepModel:
         with torch.device(device):
             model: nn.Module = getattr(library, f"{self.kind}{self.task}")(config)
         model = model.to(dtype)
+        use_without_mask(model)
         if self.rank:
             peft = importlib.import_module("peft")
             # Random factors, so that every gradient has something to be compared with.
@@ -185,7 +187,7 @@ STEP_MODELS: dict[str, StepModel] = {
         ),
         StepModel("bert-128", "BERT, 128 × 512", "Bert", _MASKED, Sizes(128, 512, 2, 4096, 128, 512), _bert),
         StepModel("llama-256", "Llama, 256 × 768", "Llama", _LM, Sizes(256, 768, 4, 4096, 32, 2048), _llama),
-        StepModel("llama-512", "Llama, 512 × 1408", "Llama", _LM, Sizes(512, 1408, 8, 4096, 16, 2048), _llama),
+        StepModel("llama-512", "Llama, 512 × 1408", "Llama", _LM, Sizes(512, 1408, 8, 4096, 8, 2048), _llama),
         StepModel(
             "llama-2048-lora", "Llama, 2048 × 8192, LoRA of rank 16", "Llama", _LM,
             Sizes(2048, 8192, 16, 32_000, 8, 2048), _llama, rank=16,
