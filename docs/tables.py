@@ -3,7 +3,9 @@
     python -m docs.tables            tell what differs; the exit status is 1 then
     python -m docs.tables --write    write it
 
-A table stands between the lines ``<!-- table: its name -->`` and ``<!-- end of the table -->``.
+A table stands between the lines ``<!-- table: its name -->`` and ``<!-- end of the table -->``. There is one for each
+card. A record is found by the name of its file: ``CARD-bf16.json``, ``CARD-bf16-WHAT.json`` where a folder has several
+of one card, and ``-triton-RELEASE`` before the dot where Triton was another release than usual.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fusedlayers.bench import tables
 from fusedlayers.bench.published import drawn, host_tables, step_tables
@@ -27,12 +29,60 @@ from train_examples.tables import table
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "fusedlayers" / "bench" / "results"
 PICTURE = ROOT / "docs" / "pictures" / "whole-models.png"
+# One for each of the ways: torch's are grey, ours blue and green, darker where compiled.
+_COLOURS = ("#b0b0b0", "#4c4c4c", "#cc79a7", "#9ecae1", "#74c476", "#d55e00", "#0072b2", "#00704a")
 _MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of the table -->\n)", re.DOTALL)
-_COMPILED = {"eager": "", "compile": ", compiled"}
+_OTHER_TRITON = r"(?:-triton-[\d.]+)?"
 
 
-def _read(*place: str) -> Any:
-    return json.loads(RESULTS.joinpath(*place).read_text())
+class Place(NamedTuple):
+    """Where the records of one table lie, and what shows one of them. ``what`` is a pattern of regular expressions."""
+
+    folder: str = ""
+    what: str = ""
+    markdown: Callable[[Any], str] = tables.markdown
+
+    def paths(self) -> list[Path]:
+        """The record of each card, and of each release of Triton, by name."""
+        name = re.compile(rf"\w+-bf16{self.what}{_OTHER_TRITON}\.json")
+        return sorted(path for path in (RESULTS / self.folder).glob("*.json") if name.fullmatch(path.name))
+
+    def shown(self) -> str:
+        """All of their tables, each with its picture if there is one of the same name."""
+        parts = []
+        for path in self.paths():
+            parts.append(self.markdown(_read(path)).strip())
+            picture = path.with_suffix(".png")
+            if picture.exists():
+                parts.append(f"![The same as a picture](../{picture.relative_to(ROOT).as_posix()})")
+        return "\n\n".join(parts)
+
+
+# Every table of the benchmark's results.
+PLACES = {
+    "whole steps": Place("steps", markdown=step_tables.markdown),
+    "host": Place("host", markdown=host_tables.markdown),
+    "host, autocast": Place("host", "-autocast", host_tables.markdown),
+    "layers": Place(),
+    "narrow": Place("narrow"),
+    "loss head": Place("loss_head"),
+    "loss head, many tokens": Place("loss_head", "-many-tokens"),
+    "loss head, other libraries": Place("loss_head", "-others"),
+    "experts": Place("experts"),
+    "adapters": Place("lora"),
+    "autotune": Place("autotune"),
+    "random sizes": Place("drawn", r"(?:-\w+)?", drawn.markdown),
+    "recompute": Place("recompute"),
+}
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def _most_complete(place: str, wanted: Callable[[Any], int]) -> Any:
+    """Of several cards' records the one with most of what is wanted, and the newest of those."""
+    return max((_read(path) for path in PLACES[place].paths()), key=lambda found: (wanted(found), found["started"]))
 
 
 def _whole_runs() -> str:
@@ -50,111 +100,95 @@ def _compiled_runs() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     ]
 
 
+def _steps() -> Any:
+    """The record of whole steps that the first page shows."""
+    return _most_complete("whole steps", _cells_with_times)
+
+
+def _cells_with_times(found: Any) -> int:
+    return sum(cell != tables.NONE for line in step_tables.overview(found).rows for cell in line)
+
+
+def _training_steps() -> str:
+    found = _steps()
+    tokens = sorted({row["shape"][0] for row in tables.timed_rows(found) if row["grid"] in step_tables.FIRST_PAGE})
+    return (
+        f"{step_tables.overview(found).markdown()}\n{step_tables.conditions(found)}: bf16, six layers, random weights, "
+        f"{' or '.join(f'{count:,}' for count in tokens)} tokens."
+    )
+
+
 def _expectations() -> str:
-    """What a user may expect, in few lines: whole models, one layer, and where torch stays faster."""
+    """What a user may expect of single layers, and of a narrow model."""
     lines = []
-    for row, _ in _steps():
-        if row["grid"] not in ("llama-2048", "qwen2-896", "mixtral-1024"):
-            continue
-        theirs = 1e3 * (tables.median(row, "torch", "launched") or 0.0)
-        for name, how in (("auto", ""), ("auto-norm", ", with `norm=True`")):
-            if (over := over_torch(row, name)) is not None:
-                memory = [step_tables.peak(row, each) for each in ("torch", name)]
-                text = f"{row['title']}{_COMPILED[row['direction']]}{how}"
-                lines.append(_line(text, f"{theirs:.1f} ms", 1 / over, memory))
+    device = json.loads(end_to_end.RECORD.read_text())["device"].removeprefix("NVIDIA ").split()[0]
     for name, torch, ours in _compiled_runs():
         if name.startswith("narrow"):
             speeds = [each["tokens_per_second"] for each in (torch, ours)]
             memory = [each["peak_memory_bytes"] for each in (torch, ours)]
             text = "Language model of width 256 (`narrow`), compiled"
-            lines.append(_line(text, f"{speeds[0] / 1e6:.2f} M tokens/s", speeds[1] / speeds[0], memory))
+            lines.append(_line(text, device, f"{speeds[0] / 1e6:.2f} M tokens/s", speeds[1] / speeds[0], memory))
     shapes = {"ffn": [65536, 256, 1024], "gated_ffn": [8192, 2048, 5632]}
-    for row in tables.timed_rows(_read("h200-bf16.json")):
+    layers = _most_complete("layers", lambda found: len(tables.timed_rows(found)))
+    for row in tables.timed_rows(layers):
         if row["direction"] == "forward_backward" and row["shape"] == shapes.get(row["grid"]):
             ratio, names = tables.speed_up(row, "replayed"), ("torch eager", "torch.compile")
             best = min(time for name in names if (time := tables.median(row, name, "replayed")) is not None)
             text = f"One FFN layer in a CUDA graph, {tables.shape_of(row)}{', gated' * (row['grid'] != 'ffn')}"
-            lines.append(_line(text, f"{1e6 * best:.0f} µs", ratio or 0.0, [None, None]))
-    small = next(row for row in _read("host", "h200-bf16.json")["rows"] if row["direction"] == "forward_backward")
+            lines.append(_line(text, step_tables.card(layers), f"{1e6 * best:.0f} µs", ratio or 0.0, None))
+    host = _most_complete("host", lambda found: len(tables.timed_rows(found)))
+    small = next(row for row in host["rows"] if row["direction"] == "forward_backward")
     theirs, over = tables.median(small, "torch", "launched") or 0.0, over_torch(small, "auto") or 1.0
     text = f"One small FFN layer launched by itself, {tables.shape_of(small)}"
-    lines.append(_line(text, f"{1e6 * theirs:.0f} µs", 1 / over, [None, None]))
-    return table(("on one H200, bf16", "torch", "speed with fusedlayers", "memory, torch's and ours"), lines) + "\n"
+    lines.append(_line(text, step_tables.card(host), f"{1e6 * theirs:.0f} µs", 1 / over, None))
+    return table(("training, bf16", "on one", "torch", "speed with fusedlayers", "MiB, torch's and ours"), lines) + "\n"
 
 
-def _steps() -> list[tuple[Any, float]]:
-    """The whole training steps, eager and compiled, and our time over torch's."""
-    rows = [row for row in tables.timed_rows(_read("steps", "h200-bf16.json")) if row["direction"] in _COMPILED]
-    return [(row, over) for row in rows if (over := over_torch(row, "auto")) is not None]
-
-
-def _line(what: str, torch: str, speed_up: float, memory: list[int | None]) -> tuple[str, ...]:
-    theirs, ours = memory
-    sizes = "" if theirs is None or ours is None else f"{theirs / 2**20:,.0f} and {ours / 2**20:,.0f} MiB"
-    return what, torch, f"{speed_up:.2f} ×", sizes
+def _line(what: str, device: str, torch: str, speed_up: float, memory: list[int] | None) -> tuple[str, ...]:
+    sizes = "" if memory is None else " and ".join(f"{size / 2**20:,.0f}" for size in memory)
+    return what, device, torch, f"{speed_up:.2f} ×", sizes
 
 
 def draw(path: Path) -> None:
-    """Speed and memory of whole training steps with ours, as multiples of torch's."""
-    rows = _steps()
-    names = [f"{row['title'].replace(', 128 images', '')}{_COMPILED[row['direction']]}" for row, _ in rows]
-    speeds = [1 / over for _, over in rows]
-    memory = [(step_tables.peak(row, "auto") or 0) / (step_tables.peak(row, "torch") or 1) for row, _ in rows]
-    for name, torch, ours in _compiled_runs():
-        names.append(f"language model, {name.replace(' a step', '')}, compiled")
-        speeds.append(ours["tokens_per_second"] / torch["tokens_per_second"])
-        memory.append(ours["peak_memory_bytes"] / torch["peak_memory_bytes"])
-    figure = figure_class()(figsize=(10, 0.36 * len(names) + 1.4), layout="constrained")
-    faster, smaller = figure.subplots(1, 2, sharey=True)
-    places = list(range(len(names)))[::-1]
-    for axes, values, title in (
-        (faster, speeds, "speed (right of 1 is faster)"),
-        (smaller, memory, "peak memory (left of 1 is less)"),
-    ):
-        axes.barh(places, values, color=["#0072b2" if axes is faster else "#e69f00"] * len(names))
-        axes.axvline(1.0, color="black", linewidth=1)
-        for place, value in zip(places, values, strict=True):
-            # In front of the line at 1, which would cross the numbers just below it.
-            background = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-            axes.text(value + 0.012, place, f"{value:.2f}", va="center", fontsize=8, bbox=background)
-        # Room for the number behind the longest bar.
-        axes.set_xlim(0, 1.18 * max(1.1, *values))
-        axes.set_xlabel("as a multiple of torch's", fontsize=8)
-        axes.set_title(title, fontsize=10)
-    faster.set_yticks(places, names, fontsize=8)
-    figure.suptitle("Whole training steps on one H200, bf16: fusedlayers in auto mode beside torch in the same mode")
+    """Speed and memory of whole training steps in every way of the first page, as multiples of eager torch's."""
+    found = _steps()
+    rows = {(row["grid"], row["direction"]): row for row in tables.timed_rows(found)}
+    models = [model for model in step_tables.FIRST_PAGE if (model, "eager") in rows]
+    figure = figure_class()(figsize=(10, 6.4), layout="constrained")
+    faster, smaller = figure.subplots(2, 1, sharex=True)
+    width = 0.8 / len(step_tables.WAYS)
+    for place, (name, mode, heading) in enumerate(step_tables.WAYS):
+        speeds, sizes = {}, {}
+        for at, model in enumerate(models):
+            yardstick, row = rows[model, "eager"], rows.get((model, mode), {"contenders": {}, "held_bytes": 0})
+            theirs, ours = tables.median(yardstick, "torch", "launched"), tables.median(row, name, "launched")
+            memory = step_tables.peak(yardstick, "torch"), step_tables.peak(row, name)
+            if theirs and ours:
+                speeds[at - 0.4 + (place + 0.5) * width] = theirs / ours
+            if ours and memory[0] and memory[1]:
+                sizes[at - 0.4 + (place + 0.5) * width] = memory[1] / memory[0]
+        for axes, values in ((faster, speeds), (smaller, sizes)):
+            if values:
+                label = heading.replace("`", "")
+                axes.bar(list(values), list(values.values()), width, label=label, color=_COLOURS[place])
+    for axes, what in ((faster, "speed\n(higher is faster)"), (smaller, "peak memory\n(lower is less)")):
+        axes.axhline(1.0, color="black", linewidth=1)
+        axes.set_ylabel(f"{what}, eager torch = 1")
+    smaller.set_xticks(range(len(models)), [rows[model, "eager"]["title"] for model in models], fontsize=8)
+    handles, labels = faster.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize="small", frameon=False)
+    figure.suptitle(f"Whole training steps on one {step_tables.card(found)}, bf16")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "training steps": _training_steps,
     "what to expect": _expectations,
     "whole runs": _whole_runs,
-    "whole steps": lambda: step_tables.markdown(_read("steps", "h200-bf16.json")),
     "families": lambda: step_table.markdown(json.loads(step_table.RECORD.read_text())),
     "every family": lambda: family_table.markdown(json.loads(family_table.RECORD.read_text())),
-    "host": lambda: host_tables.markdown(_read("host", "h200-bf16.json")),
-    "host, autocast": lambda: host_tables.markdown(_read("host", "h200-bf16-autocast.json")),
-    "layers": lambda: tables.markdown(_read("h200-bf16.json")),
-    "narrow": lambda: tables.markdown(_read("narrow", "h200-bf16.json")),
-    "loss head": lambda: tables.markdown(_read("loss_head", "h200-bf16.json")),
-    "loss head, many tokens": lambda: tables.markdown(_read("loss_head", "h200-bf16-many-tokens.json")),
-    "loss head, other libraries": lambda: tables.markdown(_read("loss_head", "h200-bf16-others.json")),
-    "experts": lambda: tables.markdown(_read("experts", "h200-bf16.json")),
-    "adapters": lambda: tables.markdown(_read("lora", "h200-bf16.json")),
-    "autotune": lambda: tables.markdown(_read("autotune", "h200-bf16.json")),
-    "random sizes": lambda: "\n\n".join(
-        drawn.markdown(record)
-        for record in (
-            _read("drawn", "h200-bf16-ffn.json"),
-            _read("drawn", "h200-bf16.json"),
-            _read("drawn", "h200-bf16-maxsim.json"),
-            _read("drawn", "h100-bf16-ffn.json"),
-            _read("drawn", "h100-bf16.json"),
-            _read("drawn", "h100-bf16-maxsim.json"),
-        )
-    ),
-    "recompute": lambda: tables.markdown(_read("recompute", "h200-bf16.json")),
+    **{name: place.shown for name, place in PLACES.items()},
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -182,11 +183,27 @@ def test_every_record_is_shown() -> None:
     text = "\n".join(PAGES.values())
     records = [*(ROOT / "fusedlayers" / "bench" / "results").rglob("*.json")]
     records += (ROOT / "train_examples" / "results").glob("*.json")
-    source = (ROOT / "docs" / "tables.py").read_text()
-    missing = [
-        path for path in records if path.name not in text and f'"{path.parent.name}", "{path.name}"' not in source
-    ]
-    assert not missing
+    in_tables = {path for place in tables.PLACES.values() for path in place.paths()}
+    assert not [path for path in records if path.name not in text and path not in in_tables]
+
+
+def test_a_table_has_the_records_of_every_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of every release of Triton; the first page shows the most complete one, and of equals the newest."""
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    folder = tmp_path / "steps"
+    folder.mkdir()
+    for name, complete, started in (
+        ("h100-bf16.json", 2, "1"), ("h200-bf16.json", 2, "2"), ("h100-bf16-triton-3.9.json", 1, "3"),
+        ("h100-bf16-others.json", 9, "4"),
+    ):  # fmt: skip
+        (folder / name).write_text(json.dumps({"name": name, "complete": complete, "started": started}))
+    names = ["h100-bf16-triton-3.9.json", "h100-bf16.json", "h200-bf16.json"]
+    assert [path.name for path in tables.PLACES["whole steps"].paths()] == names
+    assert [path.name for path in tables.Place("steps", "-others").paths()] == ["h100-bf16-others.json"]
+    shown = tables.Place("steps", markdown=lambda found: f"{found['name']}\n").shown()
+    assert shown == "\n\n".join(names)
+    found = tables._most_complete("whole steps", lambda found: int(found["complete"]))
+    assert found["name"] == "h200-bf16.json"
 
 
 def test_the_first_page_is_short() -> None:

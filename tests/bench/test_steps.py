@@ -233,18 +233,41 @@ def test_liger_changes_the_library_for_its_own_model_alone(monkeypatch: pytest.M
     assert step_models.variants(plain, (LIGER,))[LIGER].reason == "Liger-Kernel has no layers for it"
 
 
-def test_steps_that_take_longer_than_they_may_are_named() -> None:
-    def timed(milliseconds: float, peak: int) -> dict[str, Any]:
-        entry = {"status": "timed", "launched": {"median": milliseconds / 1e3}, "host_bound": False}
-        return entry | {"peak_bytes": peak, "over_torch": milliseconds / 10}
+def timed(milliseconds: float, peak: int) -> dict[str, Any]:
+    quartiles = {"first_quartile": milliseconds / 1e3 - 1e-4, "third_quartile": milliseconds / 1e3 + 3e-4}
+    entry = {"status": "timed", "launched": {"median": milliseconds / 1e3, **quartiles}, "host_bound": False}
+    return entry | {"peak_bytes": peak * 2**20, "over_torch": milliseconds / 10}
 
-    row: Any = {
-        "grid": "bert-768", "title": "BERT", "direction": "compile", "shape": [16_384], "held_bytes": 2**20,
-        "contenders": {TORCH: timed(10, 3 * 2**20), AUTO: timed(10.3, 2**20)},
+
+def steps_record(**rows: dict[str, Any]) -> Any:
+    """Rows of BERT, by mode, with their contenders."""
+    shared = {"grid": "bert-768", "title": "BERT", "shape": [16_384], "held_bytes": 2**20, "dtype": "bf16"}
+    return {
+        "rows": [{**shared, "direction": mode, "contenders": entries} for mode, entries in rows.items()],
+        "device": {"name": "NVIDIA H100 80GB HBM3"}, "started": "2026-01-02T00:00:00", "commit": "0123456789ab",
+        "versions": {"torch": "2.11.0", "triton": "3.6.0", "transformers": "5.17.0", "liger_kernel": None},
     }  # fmt: skip
-    found: Any = {"rows": [row, {**row, "contenders": {TORCH: timed(10, 0), AUTO: timed(10.1, 0)}}]}
-    assert step_tables.over_limits(found) == ["bert-768, compile: 1.03 of its time, at most 1.02"]
-    assert step_tables.table(found).rows[0] == ("BERT", "16,384", "compile", "10.0", "10.3 (1.03)", "4", "2")
+
+
+def test_steps_that_take_longer_than_they_may_are_named() -> None:
+    slow = {TORCH: timed(10, 3), AUTO: timed(10.3, 1), NORM: timed(10.1, 1)}
+    found = steps_record(eager={TORCH: timed(10, 0), AUTO: timed(10.1, 0), NORM: timed(10.4, 0)}, compile=slow)
+    assert step_tables.over_limits(found) == [
+        "bert-768, eager, auto-norm: 1.04 of its time, at most 1.02",
+        "bert-768, compile, auto: 1.03 of its time, at most 1.02",
+    ]
+    cells = ("10.0 ± 0.2 / 4", "10.3 ± 0.2 (1.03) / 2", "10.1 ± 0.2 (1.01) / 2")
+    assert step_tables.table(found).rows[1] == ("BERT", "16,384", "compile", *cells)
+
+
+def test_the_first_page_has_a_line_for_each_model() -> None:
+    eager = {TORCH: timed(10, 3), LIGER: timed(6, 2), AUTO: timed(8, 1)}
+    found = steps_record(eager=eager, compile={TORCH: timed(7, 3)})
+    shown = step_tables.overview(found, ["bert-768", "gpt2-768"])
+    assert shown.title == "A training step on one H100: ms / most MiB"
+    line = ("BERT", "10.0 / 4", "7.0 / 4", "**6.0** / 3", "8.0 / 2", *[step_tables.NONE] * 4)
+    assert shown.rows == (line,)
+    assert "torch 2.11.0, Triton 3.6.0, transformers 5.17.0, 2026-01-02, commit" in step_tables.markdown(found)
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..record import Record
-from ..tables import NONE, Table, median, rows_with_times, timed_rows
+from ..tables import NONE, Table, median, other_commits, rows_with_times, timed_rows
 from .endings import day_and_commit, over_torch
 from .plots import figure_class, save
 from .step_models import AUTO, KERNELS, LIGER, LIGER_AUTO, NAMES, NORM, RECOMPUTE, TORCH
 
 MODES = ("eager", "compile", "reduce-overhead")
+# The columns of the first page: contender, mode, and heading.
+WAYS = (
+    (TORCH, "eager", "torch"),
+    (TORCH, "compile", "`torch.compile`"),
+    (LIGER, "eager", "Liger"),
+    (AUTO, "eager", "fusedlayers"),
+    (NORM, "eager", "fusedlayers, `norm=True`"),
+    (LIGER_AUTO, "eager", "Liger and fusedlayers"),
+    (AUTO, "compile", "fusedlayers, compiled"),
+    (NORM, "compile", "`norm=True`, compiled"),
+)
+# Its lines: a wide and a narrow model, one with large logits, experts, and one for which the host sets the pace.
+FIRST_PAGE = ("llama-2048", "qwen2-896", "gpt2-768", "mixtral-1024", "llama-512")
+_LIBRARIES = {"torch": "torch", "triton": "Triton", "transformers": "transformers", "liger_kernel": "Liger-Kernel"}
 # The most that a step may take with ours in auto mode, as a multiple of the same model's without, in the same mode.
 LIMIT = 1.02
 _COLOURS = {
@@ -31,17 +46,51 @@ def peak(row: Record, name: str) -> int | None:
 
 
 def table(record: Record) -> Table:
-    """One line for each model and mode, two columns for each contender."""
+    """One line for each model and mode, a column for each contender."""
     rows = timed_rows(record)
     names = [name for name in NAMES if any(name in row["contenders"] for row in rows)]
-    columns = ("model", "tokens", "mode", *(f"{name}, ms" for name in names), *(f"{name}, MiB" for name in names))
+    lines = [
+        (row["title"], f"{row['shape'][0]:,}", row["direction"], *(_time_and_peak(row, name) for name in names))
+        for row in rows
+    ]
+    title = "A training step: ms (over torch's in the same mode) / most MiB"
+    return Table(title, ("model", "tokens", "mode", *names), tuple(lines))
+
+
+def overview(record: Record, models: Sequence[str] = FIRST_PAGE) -> Table:
+    """One line for each of these models, a column for each of the :data:`WAYS`; the fastest is bold."""
+    rows = {(row["grid"], row["direction"]): row for row in timed_rows(record)}
     lines = []
-    for row in rows:
-        times = [_time(row, name) for name in names]
-        sizes = [peak(row, name) for name in names]
-        memory = [NONE if size is None else f"{size / 2**20:,.0f}" for size in sizes]
-        lines.append((row["title"], f"{row['shape'][0]:,}", row["direction"], *times, *memory))
-    return Table("A training step (over torch's in the same mode), and the most in memory", columns, tuple(lines))
+    for model in models:
+        found = [(rows.get((model, mode)), name) for name, mode, _ in WAYS]
+        titles = [row["title"] for row, _ in found if row is not None]
+        times = [None if row is None else median(row, name, "launched") for row, name in found]
+        least = min((time for time in times if time is not None), default=None)
+        if least is None:
+            continue
+        cells = []
+        for (row, name), time in zip(found, times, strict=True):
+            if row is None or time is None:
+                cells.append(NONE)
+                continue
+            milliseconds = f"{time * 1e3:.1f}"
+            cells.append(f"{f'**{milliseconds}**' if time == least else milliseconds} / {_mebibytes(peak(row, name))}")
+        lines.append((titles[0], *cells))
+    title = f"A training step on one {card(record)}: ms / most MiB"
+    return Table(title, ("model", *(heading for *_, heading in WAYS)), tuple(lines))
+
+
+def card(record: Record) -> str:
+    """The short name of the device of a record: H200."""
+    return str(record["device"]["name"]).removeprefix("NVIDIA ").split()[0]
+
+
+def conditions(record: Record) -> str:
+    """Where, when and with which libraries a record was measured, in a line."""
+    device, versions = record["device"], record["versions"]
+    libraries = [f"{title} {versions[name]}" for name, title in _LIBRARIES.items() if versions.get(name)]
+    parts = [device["name"], *libraries, day_and_commit(record), *other_commits(timed_rows(record))]
+    return f"Measured on {', '.join(parts)}"
 
 
 def markdown(record: Record) -> str:
@@ -51,22 +100,21 @@ def markdown(record: Record) -> str:
         ValueError: the record holds no times.
     """
     rows_with_times(record)
-    device, versions = record["device"], record["versions"]
     return (
-        f"Measured on {device['name']}, torch {versions['torch']}, Triton {versions['triton']}, "
-        f"{day_and_commit(record)}: models of Hugging Face's with random weights and without dropout, a fused "
-        "AdamW included; medians, all contenders of a model interleaved. In parentheses the time over torch's in the "
-        "same mode, the median of all rounds. The most in memory counts weights, the optimizer's state and, where "
+        f"{conditions(record)}: models of Hugging Face's with random weights and without dropout, a fused "
+        "AdamW included; medians and half the distance of the quartiles, all contenders of a model interleaved, all "
+        "with the same attention without a mask. In parentheses the time over torch's in the same mode, the median of "
+        "all rounds; `*`: the host sets the pace. The most in memory counts weights, the optimizer's state and, where "
         "graphs are recorded, what they hold.\n\n" + table(record).markdown()
     )
 
 
 def over_limits(record: Record) -> list[str]:
     """One line for each model and mode that is slower with ours, in auto mode, than it may be."""
-    found = [(row, over_torch(row, AUTO)) for row in timed_rows(record)]
+    found = [(row, name, over_torch(row, name)) for row in timed_rows(record) for name in (AUTO, NORM)]
     return [
-        f"{row['grid']}, {row['direction']}: {times:.2f} of its time, at most {LIMIT:.2f}"
-        for row, times in found
+        f"{row['grid']}, {row['direction']}, {name}: {times:.2f} of its time, at most {LIMIT:.2f}"
+        for row, name, times in found
         if times is not None and times > LIMIT
     ]
 
@@ -108,9 +156,16 @@ def _memory_ratio(row: Record, name: str) -> float | None:
     return None if ours is None or theirs is None else ours / theirs
 
 
-def _time(row: Record, name: str) -> str:
-    seconds, found = median(row, name, "launched"), over_torch(row, name)
+def _time_and_peak(row: Record, name: str) -> str:
+    seconds, over = median(row, name, "launched"), over_torch(row, name)
     if seconds is None:
         return NONE
-    mark = "*" if row["contenders"][name]["host_bound"] else ""
-    return f"{seconds * 1e3:.1f}{mark}" + ("" if found is None or name == TORCH else f" ({found:.2f})")
+    entry = row["contenders"][name]
+    half = (entry["launched"]["third_quartile"] - entry["launched"]["first_quartile"]) / 2
+    ratio = "" if over is None or name == TORCH else f" ({over:.2f})"
+    mark = "*" if entry["host_bound"] else ""
+    return f"{seconds * 1e3:.1f} ± {half * 1e3:.1f}{mark}{ratio} / {_mebibytes(peak(row, name))}"
+
+
+def _mebibytes(size: int | None) -> str:
+    return NONE if size is None else f"{size / 2**20:,.0f}"
