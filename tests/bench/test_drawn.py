@@ -6,6 +6,8 @@ import math
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,8 +49,8 @@ def record(ours: float) -> dict[str, Any]:
 def test_the_table_tells_ours_from_the_best_of_torch() -> None:
     fast, slow = record(0.5e-3), record(1.25e-3)
     text = drawn.markdown(slow)
-    assert "| ffn | forward | launched | 1 | 1 | 2.00 | 2.00 | 2.00 | 0 |" in drawn.markdown(fast)
-    assert "| ffn | forward | launched | 1 | 1 | 0.80 | 0.80 | 0.80 | 1 |" in text
+    assert "| ffn | forward | launched | 1 | 1 | 2.00 | 2.00 | 2.00 | 0 | 0 | 1.00 | 1.00 |" in drawn.markdown(fast)
+    assert "| ffn | forward | launched | 1 | 1 | 0.80 | 0.80 | 0.80 | 1 | 0 | 1.25 | 1.25 |" in text
     assert "replayed |" not in text
     assert "the seed 3" in text
     assert "processes" not in text
@@ -66,6 +68,43 @@ def test_times_within_the_noise_are_not_slower() -> None:
     noisy = record(1.04e-3)
     noisy["rows"][0]["launched"]["beyond_noise"] = False
     assert drawn.slower_than_torch(noisy) == []
+
+
+def test_a_size_that_is_left_to_torch_wrongly_is_named() -> None:
+    """Where kernels were timed and are faster by more than the noise; where auto mode runs them there is no choice."""
+
+    def left(kernels: float, path: str = "torch") -> dict[str, Any]:
+        contenders = {"torch eager": timed(1e-3), "torch.compile": timed(1.1e-3), "auto": timed(1e-3, path)}
+        contenders |= {"fused": timed(kernels, "fused")}
+        row = {"case": "ffn", "grid": "ffn", "shape": [64, 32, 16], "direction": "forward", "contenders": contenders}
+        return record(1e-3) | {"rows": [drawn._short(row)]}
+
+    wrong = left(0.5e-3)
+    assert drawn.left_to_torch(wrong) == ["ffn 64×32×16 forward, launched: auto 1000 µs, kernels 500 µs (fused path)"]
+    assert drawn.table(wrong).rows[0][-3:] == ("1", "2.00", "2.00")
+    assert "left to torch though kernels are faster</summary>\n\n- ffn 64×32×16" in drawn.markdown(wrong)
+    for right in (left(1.5e-3), left(0.98e-3), left(0.5e-3, "fused")):
+        assert drawn.left_to_torch(right) == []
+        assert drawn.table(right).rows[0][-3] == "0"
+    assert left(0.5e-3, "fused")["rows"][0]["launched"]["kernels"] is None
+    del wrong["rows"][0]["launched"]["kernels"]
+    assert drawn.table(wrong).rows[0][-3:] == ("–", "–", "–")
+    assert drawn.left_to_torch(wrong) == []
+
+
+def test_kernels_are_timed_wherever_they_can_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Settings] = []
+
+    def measured(measure: Any, jobs: Any, processes: int) -> Iterator[Any]:
+        seen.append(measure.args[0])
+        return iter(())
+
+    monkeypatch.setattr(side_by_side, "measured", measured)
+    monkeypatch.setattr(drawn, "chosen_device", lambda chosen: torch.device("cuda", 0))
+    monkeypatch.setattr(drawn, "record_path", lambda *given: tmp_path / "drawn.json")
+    monkeypatch.setattr(drawn.records, "new_record", lambda *given: record(1e-3) | {"rows": []})
+    assert drawn.main(["--sizes", "1"]) == 0
+    assert seen[0].contenders == ("torch eager", "torch.compile", "auto", "fused")
 
 
 def test_nothing_measured_is_an_empty_table() -> None:

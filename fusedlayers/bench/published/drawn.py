@@ -1,4 +1,4 @@
-"""Auto mode beside the best of torch at sizes that nobody chose: each operation at random ones of a fixed seed.
+"""Auto mode and kernels beside the best of torch at sizes that nobody chose: each operation at random ones of a seed.
 
     python -m fusedlayers.bench.published.drawn                     60 sizes of every operation
     python -m fusedlayers.bench.published.drawn --families ffn,maxsim --sizes 20 --seed 7
@@ -6,6 +6,7 @@
 
 A size lies between the least and the greatest of its operation's published grids, on a logarithmic scale, and takes no
 more arithmetic than the greatest of them. Each is verified, and timed if it is right, as by the other benchmarks.
+Kernels are timed wherever they can run, so that a size that auto mode leaves to torch wrongly is seen, too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ..contenders import AUTO, COMPILED, EAGER, FUSED, contender
 from ..exactness import random_work
 from ..record import Record
 from ..runner import Row, Settings, run, shape_text
-from ..tables import DIRECTIONS, ENOUGH, KINDS, PATHS, Table, apart, best_of_torch, median, speed_up
+from ..tables import DIRECTIONS, ENOUGH, KINDS, NONE, PATHS, Table, apart, best_of_torch, median, speed_up
 from . import side_by_side
 
 FAMILIES = tuple(name for name, case in CASES.items() if case.grids)
@@ -71,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("error: auto mode is timed beside torch, which needs a GPU", file=sys.stderr)
         return 1
     settings = Settings(
-        dtype, device, seed=chosen.seed, timed=True, contenders=(EAGER, COMPILED, AUTO), seconds=chosen.seconds,
+        dtype, device, seed=chosen.seed, timed=True, contenders=(EAGER, COMPILED, AUTO, FUSED), seconds=chosen.seconds,
         commit=chosen.commit,
     )  # fmt: skip
     method: dict[str, object] = {
@@ -97,6 +98,8 @@ def main(arguments: list[str] | None = None) -> int:
     show(table(record))
     for line in slower_than_torch(record):
         print(f"slower than torch: {line}")
+    for line in left_to_torch(record):
+        print(f"left to torch: {line}")
     return 0 if right else 1
 
 
@@ -174,8 +177,33 @@ def _short(row: Record) -> Record:
             short[kind] = {
                 "path": row["contenders"][AUTO][PATHS[kind]], "best": best_of_torch(row, kind),
                 "microseconds": round(1e6 * ours, 2), "speed_up": round(ratio, 4), "beyond_noise": apart(row, kind),
+                "kernels": _kernels(row, kind),
             }  # fmt: skip
     return short
+
+
+def _kernels(row: Record, kind: str) -> Record | None:
+    """What kernels take where auto mode does not run them; None where it does, or where they cannot run."""
+    auto, forced = row["contenders"][AUTO], row["contenders"].get(FUSED)
+    if forced is None or forced.get(kind) is None or auto[PATHS[kind]] == forced[PATHS[kind]]:
+        return None
+    seconds, ours = forced[kind]["median"], auto[kind]
+    return {
+        "path": forced[PATHS[kind]], "microseconds": round(1e6 * seconds, 2),
+        "speed_up": round(ours["median"] / seconds, 4),
+        "beyond_noise": ours["first_quartile"] > forced[kind]["third_quartile"],
+    }  # fmt: skip
+
+
+def _regret(found: Record) -> float:
+    """Auto mode's time over that of the best of auto mode, kernels and torch."""
+    return max(1.0, 1 / found["speed_up"], (found.get("kernels") or {"speed_up": 1.0})["speed_up"])
+
+
+def _left_to_torch(found: Record) -> bool:
+    """Whether torch runs although kernels are faster by more than the noise."""
+    kernels = found.get("kernels")
+    return found["path"] == "torch" and bool(kernels) and kernels["beyond_noise"] and kernels["speed_up"] > 1 / ENOUGH
 
 
 def table(record: Record) -> Table:
@@ -190,11 +218,17 @@ def table(record: Record) -> Table:
         ratios = [row["speed_up"] for row in rows]
         kernels = sum(row["path"] != "torch" for row in rows)
         slower = sum(row["speed_up"] < ENOUGH and row["beyond_noise"] for row in rows)
-        lines.append(
-            (name, DIRECTIONS[direction], kind, str(len(rows)), str(kernels), f"{statistics.median(ratios):.2f}",
-             f"{max(ratios):.2f}", f"{min(ratios):.2f}", str(slower))
-        )  # fmt: skip
-    columns = ("operation", "pass", "time", "sizes", "in kernels", "median speed-up", "best", "least", "slower")
+        line = [name, DIRECTIONS[direction], kind, str(len(rows)), str(kernels), f"{statistics.median(ratios):.2f}"]
+        line += [f"{max(ratios):.2f}", f"{min(ratios):.2f}", str(slower)]
+        # Records of earlier versions know no times of kernels that auto mode did not choose.
+        if all("kernels" in row for row in rows):
+            regrets = [_regret(row) for row in rows]
+            line += [str(sum(map(_left_to_torch, rows))), f"{statistics.fmean(regrets):.2f}", f"{max(regrets):.2f}"]
+        else:
+            line += [NONE] * 3
+        lines.append(tuple(line))
+    columns = ("operation", "pass", "time", "sizes", "in kernels", "median speed-up", "best", "least", "slower",
+               "left to torch", "mean regret", "most")  # fmt: skip
     return Table("Random sizes: the best of torch over auto mode", columns, tuple(lines))
 
 
@@ -209,6 +243,17 @@ def slower_than_torch(record: Record) -> list[str]:
     ]
 
 
+def left_to_torch(record: Record) -> list[str]:
+    """One line for every size that auto mode leaves to torch though kernels are faster by more than the noise."""
+    return [
+        f"{row['grid']} {row['shape']} {row['direction']}, {kind}: auto {row[kind]['microseconds']:.0f} µs, kernels "
+        f"{row[kind]['kernels']['microseconds']:.0f} µs ({row[kind]['kernels']['path']} path)"
+        for row in record["rows"]
+        for kind in KINDS
+        if kind in row and _left_to_torch(row[kind])
+    ]
+
+
 def markdown(record: Record) -> str:
     """The section of the documentation: the table, and every size that is slower."""
     versions, method = record["versions"], record["method"]
@@ -220,10 +265,19 @@ def markdown(record: Record) -> str:
     )
     if (processes := method.get("processes", 1)) > 1:
         caption += f" {processes} processes compiled while one of them had the GPU for itself: the host is slowed down."
-    slower = [f"- {line}" for line in slower_than_torch(record)]
-    summary = "<summary>Every size that is slower by more than the noise</summary>"
-    details = ["<details>", summary, "", *slower, "", "</details>"]
-    return "\n".join([caption, "", table(record).markdown(), *(["", *details] if slower else [])])
+    caption += (
+        " *Left to torch*: how many sizes torch runs although kernels are faster by more than the noise; *regret*: "
+        "auto mode's time over the least of auto mode's, kernels' and torch's."
+    )
+    parts = [caption, table(record).markdown()]
+    for summary, lines in (
+        ("Every size that is slower by more than the noise", slower_than_torch(record)),
+        ("Every size that is left to torch though kernels are faster", left_to_torch(record)),
+    ):
+        if lines:
+            listed = "\n".join(f"- {line}" for line in lines)
+            parts.append(f"<details>\n<summary>{summary}</summary>\n\n{listed}\n\n</details>")
+    return "\n\n".join(part.strip() for part in parts)
 
 
 if __name__ == "__main__":
