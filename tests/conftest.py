@@ -6,7 +6,6 @@ import gc
 import importlib.util
 import logging
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
-import numpy as np
 import pytest
 import torch
 
@@ -35,13 +33,14 @@ if INTERPRETING:
 # The tests say themselves which backend they mean.
 from fusedlayers.functional.switches import SWITCHES  # noqa: E402  not before the interpreter is on
 from fusedlayers.planning.measured import FIGURES  # noqa: E402
-from tests.support import selection  # noqa: E402
+from tests.support import seeds, selection  # noqa: E402
 
 for _switch in SWITCHES:
     os.environ.pop(_switch, None)
 
 # What test files draw when they are imported is the same in every run of the same files.
-torch.default_generator.manual_seed(0)
+seeds.move_seeds()
+seeds.start_over()
 
 # The interpreter is slow and the first compilation slower: a deadline would measure the machine.
 hypothesis.settings.register_profile("local", deadline=None)
@@ -88,12 +87,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
     """The same random numbers for a test, alone or in any order, and global settings as they were before it."""
-    random.seed(0)
-    np.random.seed(0)  # noqa: NPY002  code under test may draw from the global generator
-    # torch.manual_seed would keep the stack of this call for every kind of device that is not there.
-    torch.default_generator.manual_seed(0)
+    seeds.start_over()
     if HAS_CUDA:
-        torch.cuda.manual_seed_all(0)
+        seeds.start_over_on_gpus()
     dtype, deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     log = logging.getLogger("fusedlayers")
     level = log.level

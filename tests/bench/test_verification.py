@@ -14,6 +14,7 @@ from fusedlayers import reference
 from fusedlayers.bench import cases, exactness, verification
 from fusedlayers.bench.cases import CASES, Options
 from fusedlayers.bench.contenders import Contender, Work
+from tests.support import seeds
 
 CPU = torch.device("cpu")
 FFN, GEMM_GEMM, GEMM_REDUCE = CASES["ffn"], CASES["gemm_gemm"], CASES["gemm_reduce"]
@@ -68,7 +69,7 @@ def test_what_is_not_close_is_judged_over_more_draws(
     monkeypatch: pytest.MonkeyPatch, lucky: int, fault: float, draws: int
 ) -> None:
     """A right result becomes green where torch was lucky in the first of them, and a wrong one stays red."""
-    errors, drawing, run = [], torch.Generator().manual_seed(0), Work.run
+    errors, drawing, run = [], seeds.generator(), Work.run
 
     def rounded(work: Work, size: float) -> tuple[Tensor, ...]:
         """The right results and errors of this size: those of real products depend on the processor."""

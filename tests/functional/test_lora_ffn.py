@@ -18,6 +18,7 @@ from fusedlayers.functional.dispatch import decisions
 from fusedlayers.kernels.gemm_epilogue import LowRank
 from fusedlayers.kernels.gemm_epilogue.low_rank import low_rank_copies
 from fusedlayers.planning.lora_ffn import LoRAProblem
+from tests.support import seeds
 from tests.support.operands import DEVICE, DTYPES, assert_draws_close, infinities, needs_kernels
 
 ADAPTERS = ("up_a", "up_b", "down_a", "down_b", "gate_a", "gate_b")
@@ -63,7 +64,7 @@ def outcome(call: Callable[..., Tensor], tensors: dict[str, Tensor], **options: 
     leaves = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
     found: dict[str, Tensor | None] = {"y": y.detach()}
     if leaves:
-        upstream = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).to(y)
+        upstream = torch.randn(y.shape, dtype=torch.float64, generator=seeds.generator(5)).to(y)
         gradients = torch.autograd.grad(y, list(leaves.values()), upstream, allow_unused=True)
         found |= {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
     return found

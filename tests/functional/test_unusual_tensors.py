@@ -10,6 +10,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from fusedlayers import functional, reference
+from tests.support import seeds
 from tests.support.operands import assert_equal, ffn_inputs, like_result, needs_kernels, on_path, results
 
 # Torch's own, at the first forward-mode derivative and the first sparse matrix.
@@ -20,7 +21,7 @@ pytestmark = [
 
 # Of whole numbers every result is exact, so that right ones are equal. The same in every process: with some of them all
 # probabilities are right, and a loss has no gradient.
-WEIGHT = torch.randint(-9, 10, (6, 8), generator=torch.Generator().manual_seed(1)).float()
+WEIGHT = torch.randint(-9, 10, (6, 8), generator=seeds.generator(1)).float()
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "ffn": lambda x: functional.ffn(x, WEIGHT, WEIGHT.T.contiguous(), activation="relu"),
     "recomputed ffn": lambda x: functional.ffn(x, WEIGHT, WEIGHT.T.contiguous(), activation="relu", recompute=True),

@@ -13,6 +13,7 @@ import fusedlayers as fl
 from fusedlayers.replacing.logits import Logits, NoLogits
 from tests.models.device_table import changed
 from tests.models.loss_heads import FAMILIES, IGNORED, Inputs, build, in_kernels, losses, replaced, results, truth
+from tests.support import seeds
 from tests.support.operands import DEVICE, ON_GPU, assert_draws_close
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'fusedlayers[models]'")
@@ -33,7 +34,7 @@ def large(name: str) -> nn.Module:
 
 def text(seed: int = 0) -> Inputs:
     """Of the last words alone: a row of the embedding's gradient is that of many tokens, whose errors do not vary."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeds.generator(seed)
     words = torch.randint(WORDS - 256, WORDS, (TOKENS // 8, 8), generator=generator).to(DEVICE)
     labels = words.clone()
     labels[0, :4] = IGNORED

@@ -49,6 +49,7 @@ from fusedlayers.closeness import compare_draws
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.functional.switches import switched
 from tests.models.small import FAMILIES, Family, Inputs, Results
+from tests.support import seeds
 
 Row = dict[str, Any]
 TORCH = "torch"
@@ -123,7 +124,7 @@ def changed(model: nn.Module, draw: int) -> Iterator[None]:
     """Inside, each number of its parameters is a little larger or smaller, in another way for each draw but the 0th."""
     kept = [parameter.detach().clone() for parameter in model.parameters()]
     # A generator of its own: every result begins with the same random numbers.
-    generator = torch.Generator(kept[0].device).manual_seed(draw)
+    generator = seeds.generator(draw, kept[0].device)
     with torch.no_grad():
         for parameter in model.parameters() if draw else ():
             drawn = torch.rand(parameter.shape, generator=generator, device=parameter.device)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tests.models.family_answers import EXPECTED, NOT_FUSED
 from tests.models.family_data import IMAGES, SPECIAL
 from tests.models.small import InFloat64
+from tests.support import seeds
 
 WIDTH, HIDDEN, LAYERS, HEADS, WORDS, IMAGE, PATCH = 24, 52, 2, 2, 61, 16, 4
 # Words from here on stand for images, sounds and the like; those below 4 for padding, beginning and end.
@@ -178,7 +179,7 @@ class Family:
         with quiet():
             config._attn_implementation = config._experts_implementation = "eager"
             model = self.model_class()(config).float()
-        noise = torch.Generator().manual_seed(3)
+        noise = seeds.generator(3)
         with torch.no_grad():
             for parameter in model.parameters():
                 # Biases and scales that start at 0 would hide the blocks behind them.
@@ -215,7 +216,7 @@ class Family:
         torch.manual_seed(1)
         with quiet():
             outputs = dict(_tensors(model(**inputs, **options)))
-        weights = torch.Generator().manual_seed(2)
+        weights = seeds.generator(2)
         loss = torch.zeros((), dtype=torch.float64)
         for value in outputs.values():
             factors = torch.randn(value.shape, generator=weights)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from tests.models.small import InFloat64
+from tests.support import seeds
 
 WORDS, WIDTH, HIDDEN, EXPERTS, TOP_K, LAYERS = 61, 24, 20, 5, 2, 2
 _SIZES = {
@@ -105,7 +106,7 @@ def replaced(model: nn.Module, **options: Any) -> list[fl.Entry]:
 
 def routed(tokens: int = 7, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, the experts of each and their weights, for a module of experts."""
-    generator = torch.Generator().manual_seed(5)
+    generator = seeds.generator(5)
     x = torch.randn(tokens, WIDTH, generator=generator).to(dtype).requires_grad_()
     index = torch.rand(tokens, EXPERTS, generator=generator).argsort(-1)[:, :TOP_K]
     return x, index, torch.rand(tokens, TOP_K, generator=generator).to(dtype).requires_grad_()

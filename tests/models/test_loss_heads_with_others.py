@@ -16,6 +16,7 @@ from fusedlayers.closeness import assert_all_close
 from fusedlayers.replacing.logits import Logits, NoLogits
 from tests.models.loss_heads import IGNORED, WORDS, build, in_kernels, losses, replaced, results, text, truth
 from tests.models.small import InFloat64
+from tests.support import seeds
 from tests.support.ffn_blocks import assert_same
 
 transformers = pytest.importorskip(
@@ -131,7 +132,7 @@ def test_a_compiled_function_reads_what_it_computes(monkeypatch: pytest.MonkeyPa
 
 def trainer(model: nn.Module, folder: Path, **options: Any) -> Any:
     pytest.importorskip("accelerate", exc_type=ImportError)
-    generator = torch.Generator().manual_seed(0)
+    generator = seeds.generator()
     lines = []
     for place in range(8):
         words = torch.randint(3, WORDS, (7,), generator=generator)

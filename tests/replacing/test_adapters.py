@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.functional.dispatch import decisions
+from tests.support import seeds
 from tests.support.ffn_blocks import assert_same, saved
 from tests.support.operands import DEVICE, needs_kernels
 
@@ -72,7 +73,7 @@ def made(block: Callable[[], nn.Module] = Gated, targets: list[str] | None = Non
 
 def outcome(model: nn.Module, dtype: torch.dtype = torch.float32, seed: int = 4) -> dict[str, Tensor | None]:
     """Result and gradients of the input and of all parameters, None for those that have none."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeds.generator(seed)
     x = torch.randn(2, 9, 24, generator=generator, dtype=torch.float64).to(DEVICE, dtype).requires_grad_()
     model.zero_grad()
     y = model(x)
@@ -351,7 +352,7 @@ def test_training_with_checkpoints_and_twice() -> None:
     model = made()
     expected = outcome(model)
     fl.replace(model)
-    generator = torch.Generator().manual_seed(4)
+    generator = seeds.generator(4)
     x = torch.randn(2, 9, 24, generator=generator, dtype=torch.float64).to(DEVICE, torch.float32).requires_grad_()
     model.zero_grad()
     y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)

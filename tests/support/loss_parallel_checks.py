@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedlayers import LinearCrossEntropyLoss, explain
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.parallel import LinearCrossEntropyLossParallel, VocabularyParallelLoss
+from tests.support import seeds
 from tests.support.loss_operands import on_path
 from tests.support.operands import ON_GPU
 from tests.support.parallel_checks import device, full, gathered, mesh, mine
@@ -49,7 +50,7 @@ def found(loss: nn.Module, x: Tensor, target: Tensor) -> Found:
     """The loss, and the gradients of its input and its parameters, for the same upstream gradient every time."""
     x = x.detach().requires_grad_()
     y = loss(x, target)
-    generator = torch.Generator().manual_seed(6)
+    generator = seeds.generator(6)
     y.backward(torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) + 2)
     parameters = {name.removeprefix("module."): full(parameter.grad) for name, parameter in loss.named_parameters()}
     return {"y": y.detach(), "dx": x.grad} | parameters

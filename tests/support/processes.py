@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from fusedlayers.kernels.device import interpreted
+from tests.support.seeds import move_seeds
 
 COUNT = 2
 # The longest that a test waits for both, and for the other one when one has failed.
@@ -102,6 +103,7 @@ def _serve(rank: int, device: str, connection: Connection, store: str, port: int
     os.environ.update({name: str(value) for name, value in names.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "tests"})
     torch.set_num_threads(1)
+    move_seeds()
     if interpreted():
         # Not at the top: it imports Triton, which need not be there.
         from tests.support.quick_interpreter import hurry

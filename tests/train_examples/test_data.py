@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import seeds
 from train_examples.data import fixed_windows, load_text, random_windows
 from train_examples.settings import DataSettings, SettingsError
 
@@ -95,12 +96,12 @@ def test_a_standard_library_without_source_is_refused(tmp_path: Path, monkeypatc
 
 def test_random_windows_cover_the_text_and_follow_the_generator() -> None:
     content = torch.arange(40, dtype=torch.uint8)
-    windows = random_windows(content, 500, 8, torch.Generator().manual_seed(1))
+    windows = random_windows(content, 500, 8, seeds.generator(1))
     assert windows.dtype == torch.int64
     assert torch.equal(windows, windows[:, :1] + torch.arange(8))
     assert set(windows[:, 0].tolist()) == set(range(33))
-    assert torch.equal(windows, random_windows(content, 500, 8, torch.Generator().manual_seed(1)))
-    assert not torch.equal(windows, random_windows(content, 500, 8, torch.Generator().manual_seed(2)))
+    assert torch.equal(windows, random_windows(content, 500, 8, seeds.generator(1)))
+    assert not torch.equal(windows, random_windows(content, 500, 8, seeds.generator(2)))
 
 
 @pytest.mark.parametrize("length", [8, 40])

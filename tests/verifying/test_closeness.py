@@ -19,6 +19,7 @@ from fusedlayers.closeness import (
     compare_draws,
     populations,
 )
+from tests.support import seeds
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Ragged in both output dimensions, several tiles, batched.
@@ -26,7 +27,7 @@ ROWS, INNER, HIDDEN, COLUMNS = 150, 96, 200, 130
 
 
 def operands(dtype: torch.dtype, seed: int, rows: int = ROWS, columns: int = COLUMNS) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeds.generator(seed)
     shapes = (rows, INNER), (HIDDEN, INNER), (columns, HIDDEN), (HIDDEN,), (columns,)
     scales = 1.0, INNER**-0.5, HIDDEN**-0.5, 1.0, 1.0
     return tuple(
@@ -308,7 +309,7 @@ def test_several_results_at_once() -> None:
 
 def draws(count: int) -> tuple[Tensor, Tensor, Tensor]:
     """So many results with errors of a thousandth, torch's, and references, 150 x 130 each."""
-    generator = torch.Generator().manual_seed(count)
+    generator = seeds.generator(count)
     truth, *errors = torch.randn(3, count, ROWS, COLUMNS, generator=generator, dtype=torch.float64)
     ours, torch_results = (truth + 1e-3 * error for error in errors)
     return ours.float(), torch_results.float(), truth
@@ -341,7 +342,7 @@ def test_draws_are_judged_tile_by_tile_as_one() -> None:
 @pytest.mark.parametrize("shape", [(), (70,), (3, 70, 5), (2, 3, 4, 5)], ids=str)
 def test_draws_of_every_dimension(shape: tuple[int, ...]) -> None:
     """Each draw of a vector has tiles of its own length, and what is not finite is named with its draw."""
-    generator = torch.Generator().manual_seed(3)
+    generator = seeds.generator(3)
     truths = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
     results = truths.bfloat16()
     verdict = together(results, results, truths)

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from fusedlayers.closeness import Evidence
+from tests.support import seeds
 
 
 def two_sets(*faults: dict[tuple[int, int], float]) -> list[Evidence]:
     """Two draws each of results with torch's own errors, those of some tiles of each set so many times as large."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeds.generator()
     found = []
     for fault in faults:
         evidence = Evidence()

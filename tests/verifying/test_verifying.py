@@ -21,6 +21,7 @@ from fusedlayers.bench.cases import ALL, Case
 from fusedlayers.functional.operation import OPERATIONS
 from fusedlayers.kernels import gemm_gemm
 from fusedlayers.replacing import FFNRule
+from tests.support import seeds
 from tests.support.ffn_blocks import BLOCKS, GatedBlock, mlp, rule_for
 from tests.support.operands import DEVICE, infinities, needs_kernels
 
@@ -31,7 +32,7 @@ def normal(*shape: int, **options: Any) -> Tensor:
 
 TORCH_ALONE = "This call runs torch's own operations, so nothing of this library's kernels was proven."
 # Whatever was drawn by files that are imported before this one.
-torch.default_generator.manual_seed(0)
+seeds.start_over()
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Any], set[str]]] = {
     "ffn": (
         functional.ffn,
