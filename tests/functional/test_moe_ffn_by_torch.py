@@ -45,6 +45,17 @@ def test_rows_that_torchs_grouped_products_cannot_take(K: int, N: int) -> None:
     assert_moe_close(*draws, path="torch")
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_product_and_its_bias_are_rounded_once(transposed: bool) -> None:
+    """2047 + 2 + 1: the product alone is no number of float16 and would become 2048, and the sum 2048, too."""
+    tensors = moe_inputs(5, 2, 1, 3, 1, torch.float16, gated=False, transposed=transposed, draw=torch.ones)
+    tensors["x"] = torch.tensor([[2047.0, 2.0]] * 5, dtype=torch.float16, device=DEVICE)
+    tensors["b_down"] = None
+    with on_path("torch"):
+        y = functional.moe_ffn(**tensors, **how(gated=False, transposed=transposed), activation="identity")
+    assert torch.equal(y, torch.full_like(y, 2050.0))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_of_biases_are_summed_in_float32(dtype: torch.dtype) -> None:
     tensors = moe_inputs(1200, 8, 8, 2, 1, dtype, draw=torch.rand)

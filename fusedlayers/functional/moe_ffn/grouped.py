@@ -4,7 +4,8 @@ Where torch has a grouped product for the operands nothing waits for the device;
 traced holds no counts to read: there a product is an operation of its own, which chooses when it runs.
 """
 
-from itertools import pairwise
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ def experts_by_torch(
     known = (keys < experts).unsqueeze(-1)
 
     def layer(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is not None and _loops(rows, weight):
+            return _product_in_loop(rows, weight, ends, bias)
         product = grouped_product(rows, weight, ends)
         if bias is None:
             return product
@@ -102,16 +105,25 @@ def _lies_well(tensor: Tensor) -> bool:
     return longer >= length and all(stride * tensor.element_size() % _BYTES == 0 for stride in strides)
 
 
-def _product_in_loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _loops(rows: Tensor, weight: Tensor) -> bool:
+    """Whether :func:`grouped_product` is a loop here, which can add a bias before it rounds."""
+    observed = rows.is_meta or torch.compiler.is_dynamo_compiling() or traced() or transformed()
+    return not observed and weight.shape[0] > 0 and not _torch_has_it(rows, weight)
+
+
+def _product_in_loop(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
     if not weight.shape[0]:
         # Zeros that depend on both, as no row has an expert.
         return rows @ weight.sum(0)
     if transformed():
         return _product_in_masks(rows, weight, ends)
     parts, start = [], 0
-    for expert, end in enumerate(ends.tolist()):
-        # Also where there are no rows: a weight without any has a gradient of zeros.
-        parts.append(rows[start:end] @ weight[expert])
+    biases: Iterable[Tensor | None] = itertools.repeat(None) if bias is None else bias.unbind()
+    # Also where there are no rows: a weight without any has a gradient of zeros.
+    for end, matrix, vector in zip(ends.tolist(), weight.unbind(), biases, strict=False):
+        part = rows[start:end]
+        # Product and bias are rounded once, as in a linear layer.
+        parts.append(part @ matrix if vector is None else torch.addmm(vector, part, matrix))
         start = end
     return torch.cat([*parts, rows.new_zeros(rows.shape[0] - start, weight.shape[-1])])
 
@@ -143,7 +155,7 @@ def _outer_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     if _torch_has_it(left, right):
         return torch._grouped_mm(left.T, right, offs=ends)
     starts = [0, *ends.tolist()]
-    return torch.stack([left[start:end].T @ right[start:end] for start, end in pairwise(starts)])
+    return torch.stack([left[start:end].T @ right[start:end] for start, end in itertools.pairwise(starts)])
 
 
 @_outer_product.register_fake
