@@ -83,11 +83,13 @@ def gemm_reduce(
     return_product: bool = False,
     atomic: bool = False,
     without_index: bool = False,
+    wide_exponentials: bool = False,
 ) -> Any:
     """``⊕ act(a @ b + bias)`` over ``dim``: a ``[*B, M, K]``, b ``[*B, K, N]`` -> ``[*B, N]`` or ``[*B, M]``.
 
     What does not take part is filled with the identity of the operation. ``atomic`` changes nothing here.
     ``without_index``: no gradient is wanted, which would go to the element of one index; torch is faster without it.
+    ``wide_exponentials``: a logsumexp and its gradient are computed in at least float32.
     """
     c = batched_product(a, b)
     c = ACTIVATIONS[canonical_activation(activation)].torch(c if bias is None else c + bias)
@@ -99,7 +101,8 @@ def gemm_reduce(
         values = values.masked_fill(~taking.unsqueeze(-1 if dim == -2 else -2), fill)
         count = taking.sum(-1, keepdim=True)
     if op == "logsumexp":
-        found: Any = values.logsumexp(dim)
+        dtype = torch.promote_types(c.dtype, torch.float32) if wide_exponentials else c.dtype
+        found: Any = values.to(dtype).logsumexp(dim).to(c.dtype)
     elif op in ("sum", "sumsq"):
         found = values.sum(dim)
     elif op == "mean":

@@ -158,6 +158,8 @@ class _GemmReduce(Operation):
             a, b, op=op, dim=dim, mask=mask, lengths=lengths, bias=bias, activation=activation,
             return_indices=return_indices, return_product=return_product,
             without_index=not (call.problem.training or call.problem.subclass),
+            # Torch's autocast keeps them out of 16 bits: the gradient reads D and would have the error of its rounding.
+            wide_exponentials=call.dtype is not None,
         )  # fmt: skip
 
     def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
