@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +102,32 @@ def like_x(tensors: Tensors, draw: Callable[..., Tensor] = torch.randn) -> Tenso
     return draw(*x.shape, dtype=torch.float64).to(x.device, x.dtype)
 
 
+def off_the_limit(
+    tensors: Tensors, *, limit: float, gate_and_up: str = "separate", transposed: bool = False, **_: Any
+) -> dict[str, Tensor | None]:
+    """The same with other tokens in place of those that have a pre-activation within rounding of the limit.
+
+    The slope jumps there, so that the gradients of two right results are far apart. ``x`` is normal, as it was.
+    """
+    double = wide(tensors)
+    ways = [(double["w_up"], double["b_up"]), (double["w_gate"], double["b_gate"])]
+    x = tensors["x"]
+    assert x is not None
+    tokens = x.flatten(0, -2).clone()
+    near = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
+    while bool(near.any()):
+        distances = []
+        for weight, bias in ways:
+            if weight is not None:
+                # [E, M, N]: for all experts, whoever is chosen.
+                z = tokens.double() @ (weight if transposed else weight.mT)
+                z = z if bias is None else z + bias.unsqueeze(1)
+                distances.append((z.abs() - limit).abs().amin((0, 2)))
+        near = torch.stack(distances).amin(0) < torch.finfo(x.dtype).eps
+        tokens[near] = torch.randn(int(near.sum()), x.shape[-1], dtype=torch.float64).to(tokens)
+    return dict(tensors) | {"x": tokens.view(x.shape)}
+
+
 def assert_moe_close(
     *draws: Tensors, path: str = "epilogue", frozen: tuple[str, ...] = (), own: Mapping[str, Any] | None = None,
     again: int = 0, **options: Any,
@@ -112,6 +138,8 @@ def assert_moe_close(
     """
     found = []
     for tensors in draws:
+        if options.get("limit") is not None:
+            tensors = off_the_limit(tensors, **options)
         dy = like_x(tensors)
         with on_path(path):
             ours = results(functional.moe_ffn, tensors, dy, frozen, **options, **(own or {}))
@@ -121,7 +149,25 @@ def assert_moe_close(
     index, w_down = draws[0]["top_k_index"], draws[0]["w_down"]
     assert index is not None
     assert w_down is not None
-    # Each through some hidden units: the rows of one expert are the samples of its weights' errors.
-    rows = index.numel() // max(w_down.shape[0], 1)
-    first = len(found) - again
-    assert_draws_close(found[:first], independent=rows * min(w_down.shape[1:]), again=found[first:])
+    tokens, units, first = index.shape[:-1].numel(), min(w_down.shape[1:]), len(found) - again
+    of_experts = [name for name in found[0][0] if name.startswith(("dw_", "db_"))]
+    parts = [(tokens * units, _parts(found, [name for name in found[0][0] if name not in of_experts]))]
+    # Each through some hidden units: the rows of one expert, which may be a single one, are the samples of its errors.
+    chosen = torch.stack([tensors["top_k_index"].flatten() for tensors in draws[:first]])  # type: ignore[union-attr]
+    for expert in range(w_down.shape[0]):
+        samples = int((chosen == expert).sum()) * units // first
+        parts.append((max(samples, 1), _parts(found, of_experts, expert)))
+    for independent, results_of in parts:
+        assert_draws_close(results_of[:first], independent=independent, again=results_of[first:])
+
+
+def _parts(
+    found: Sequence[tuple[Tensors, Tensors, Tensors]], names: Sequence[str], expert: int | None = None
+) -> list[tuple[Tensors, Tensors, Tensors]]:
+    """Of every draw the results of these names, or one expert's part of them."""
+
+    def part(whole: Tensors) -> Tensors:
+        chosen = {name: whole[name] for name in names}
+        return chosen if expert is None else {n: None if t is None else t[expert] for n, t in chosen.items()}
+
+    return [(part(ours), part(theirs), part(truth)) for ours, theirs, truth in found]
