@@ -10,10 +10,12 @@ GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 MODEL ?= $(if $(GPU),narrow,tiny)
 MODELS := tiny narrow small experts
 TARGETS := help train test test-full test-kernel test-triton check docs hooks clean
+# How many steps both runs take; without it, as many as the preset says.
+STEPS ?=
 # Where the two runs are written; what an earlier `make train` left there is overwritten, or goes on with RESUME=yes.
 RUNS ?= runs
 RESUME ?=
-SETTINGS := model=$(MODEL) run.overwrite=true$(if $(RESUME), run.resume=auto)
+SETTINGS := model=$(MODEL) run.overwrite=true$(if $(RESUME), run.resume=auto)$(if $(STEPS), run.steps=$(STEPS))
 TRAIN := $(BIN)/python -m train_examples.language_model $(SETTINGS)
 # Without a GPU torch computes both runs: what the fused layers then have to show is how little they keep.
 ASK_RECOMPUTE := $(BIN)/python -c 'import torch; print("auto" if torch.cuda.is_available() else "true")'
@@ -31,22 +33,32 @@ PYTEST_ON_GPU := TRITON_INTERPRET=0 $(BIN)/pytest --numprocesses 8 --dist loadgr
 .DEFAULT_GOAL := help
 .PHONY: $(TARGETS)
 
-# Said before anything is installed.
+# What is wrong is said before anything is installed. Make would call a file or folder of that name up to date.
+UNKNOWN := $(filter-out $(TARGETS) $(INSTALLED) $(TRITON_FOLDERS),$(MAKECMDGOALS))
+ifneq ($(UNKNOWN),)
+$(error there is no target '$(firstword $(UNKNOWN))'; expected one of $(TARGETS))
+endif
+# A text without certain letters.
+without = $(if $(1),$(call without,$(wordlist 2,$(words $(1)),$(1)),$(subst $(firstword $(1)),,$(2))),$(2))
 ifneq ($(filter train,$(MAKECMDGOALS)),)
 ifneq ($(words $(MODEL)) $(filter $(MODELS),$(MODEL)),1 $(strip $(MODEL)))
 $(error MODEL is '$(MODEL)'; expected one of $(MODELS))
 endif
+ifneq ($(STEPS):$(call without,0 1 2 3 4 5 6 7 8 9,$(STEPS)),$(filter-out 0%,$(STEPS)):)
+$(error STEPS is '$(STEPS)'; expected a whole number, 1 or more)
 endif
-
-.DEFAULT:
-	$(error there is no target '$@'; expected one of $(TARGETS))
+ifeq ($(findstring :$(RESUME):,::yes:),)
+$(error RESUME is '$(RESUME)'; expected yes, or nothing to start over)
+endif
+endif
 
 help: ## Show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=$(PYTHON)  the interpreter to build $(VENV) with, 3.10 or newer"
 	@echo "  MODEL=$(MODEL)  the preset that 'make train' trains: one of $(MODELS)"
-	@echo "  RESUME=yes  'make train' goes on with runs that were interrupted"
+	@echo "  STEPS=200  how many steps 'make train' trains each model; without it, as many as the preset says"
+	@echo "  RESUME=yes  'make train' goes on with runs that were interrupted, and keeps those that are finished"
 	@echo "  WORKERS=$(WORKERS)  how many processes 'make test' uses"
 	@echo "  NAME=$(NAME)  what 'make test-kernel' tests: a file or folder of kernels/, or an operation"
 	@echo

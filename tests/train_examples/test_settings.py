@@ -238,27 +238,74 @@ def test_a_comparison_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         comparison.main([str(tmp_path / "run")] * 2 + ["--output", str(summary / "picture.png")])
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+
+
+def make(*words: str) -> subprocess.CompletedProcess[str]:
+    """What make would do with these words, which is only shown: a Makefile without its checks would install."""
+    command = ["make", "--dry-run", "--no-print-directory", *words]
+    # The tests may be run by make themselves, which hands its own flags down.
+    ours = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MODEL", "RESUME", "RUNS", "STEPS")
+    alone = {name: value for name, value in os.environ.items() if name not in ours}
+    return subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=60)
+
+
+TARGETS = "help train test test-full test-kernel test-triton check docs hooks clean"
+
+
+@needs_make
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["MODEL=huge", "train"], "MODEL is 'huge'; expected one of tiny narrow small experts"),
         (["MODEL=", "train"], "MODEL is ''; expected one of tiny narrow small experts"),
         (["MODEL=tiny small", "train"], "MODEL is 'tiny small'; expected one of tiny narrow small experts"),
-        (
-            ["trian"],
-            "there is no target 'trian'; expected one of help train test test-full test-kernel test-triton check",
+        *(
+            ([f"STEPS={steps}", "train"], f"STEPS is '{steps}'; expected a whole number, 1 or more")
+            for steps in ("0", "-3", "1.5", "1e3", "many", "20 30")
         ),
+        *(
+            ([f"RESUME={resume}", "train"], f"RESUME is '{resume}'; expected yes, or nothing to start over")
+            for resume in ("no", "YES", "true", "yes yes")
+        ),
+        (["trian"], f"there is no target 'trian'; expected one of {TARGETS}"),
+        (["help", "trian"], f"there is no target 'trian'; expected one of {TARGETS}"),
     ],
 )
 def test_make_names_what_it_knows(words: list[str], said: str) -> None:
-    # Only shown, never done: a Makefile without these checks would install.
-    command = ["make", "--dry-run", "--no-print-directory", *words]
-    # The tests may be run by make themselves, which hands its own flags down.
-    alone = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=60)
+    done = make(*words)
     assert done.returncode
     assert not done.stdout
     [line] = done.stderr.splitlines()
     assert said in line
     assert {path.stem for path in (ROOT / "configs" / "model").iterdir()} == {"tiny", "narrow", "small", "experts"}
+
+
+@needs_make
+def test_files_and_folders_are_no_targets() -> None:
+    """Make takes a name that lies there for a target that is up to date, and ends well: `make tests` tested nothing."""
+    names = {path.name for path in ROOT.iterdir()} - set(TARGETS.split())
+    assert {"tests", "kernels", "configs", "Makefile"} <= names
+    for name in names:
+        done = make(name)
+        assert done.returncode
+        assert f"there is no target '{name}'; expected one of {TARGETS}" in done.stderr
+
+
+@needs_make
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        ([], []),
+        (["STEPS=200"], ["run.steps=200"]),
+        (["RESUME=yes"], ["run.resume=auto"]),
+        (["RESUME=yes", "STEPS=15"], ["run.resume=auto", "run.steps=15"]),
+    ],
+)
+def test_make_hands_its_settings_to_all_that_it_starts(words: list[str], settings: list[str]) -> None:
+    shown = make("train", *words).stdout.splitlines()
+    started = [line.split() for line in shown if re.search(r"-m train_examples\.(opening|language_model) ", line)]
+    assert len(started) == 3
+    for line in started:
+        given = [word for word in line if word.startswith(("run.steps", "run.resume"))]
+        assert given == settings
