@@ -6,6 +6,7 @@ processes. A folder is read with pickle, as torch.distributed.checkpoint writes 
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -26,6 +28,8 @@ FOLDERS = "checkpoint-*"
 # Of a folder: what is no shard. The writer of the shards adds METADATA last, so that a folder with it is complete.
 REST = "rest.pt"
 METADATA = ".metadata"
+# Settings of a run that change nothing of what it computes, but for the order of sums.
+HOW_TO_START = ("overwrite", "resume", "threads")
 
 
 @dataclass(frozen=True)
@@ -89,11 +93,34 @@ def find_checkpoint(run: RunSettings, directory: Path) -> Path | None:
     return chosen
 
 
+def finished(directory: Path, config: str) -> dict[str, Any] | None:
+    """The summary of a run in ``directory`` that has come to its end with these settings, if there is one."""
+    summary = directory / "summary.json"
+    # A summary says that a run is finished, and its checkpoint what a run with other settings would go on from.
+    if not summary.exists() or newest(directory) is None:
+        return None
+    settings, earlier = OmegaConf.create(config), OmegaConf.load(directory / "config.yaml")
+    for each in (settings, earlier):
+        for name in HOW_TO_START:
+            each.run.pop(name, None)
+    return json.loads(summary.read_text()) if settings == earlier else None
+
+
 def newest(directory: Path) -> Path | None:
     """The checkpoint of a run: its file, or of its complete folders the one with the most steps."""
     folders = [path.parent for path in directory.glob(f"{FOLDERS}/{METADATA}")]
     file = directory / FILE
     return file if file.exists() else max(folders, default=None)
+
+
+def steps_done(directory: Path) -> int:
+    """How many steps a run there would go on from, 0 without a checkpoint.
+
+    Raises:
+        SettingsError: what lies there is no checkpoint of these examples.
+    """
+    own = newest(directory)
+    return 0 if own is None else read_checkpoint(own)[0]["step"]
 
 
 def remove_checkpoints(directory: Path, but: Path | None = None) -> None:

@@ -28,7 +28,13 @@ from torch.distributed.tensor import DTensor
 
 import fusedlayers
 from train_examples import plots
-from train_examples.checkpoints import find_checkpoint, load_checkpoint, remove_checkpoints, save_checkpoint
+from train_examples.checkpoints import (
+    find_checkpoint,
+    finished,
+    load_checkpoint,
+    remove_checkpoints,
+    save_checkpoint,
+)
 from train_examples.memory import with_bytes_kept
 from train_examples.parallel import Processes
 from train_examples.scores import Scores
@@ -81,6 +87,9 @@ def train(
         FloatingPointError: the loss is no longer finite.
     """
     directory = Path(run.directory)
+    if run.resume == "auto" and (summary := finished(directory, config)) is not None:
+        print(f"the run in {directory} is finished after {summary['steps']:,} steps; it stays as it is")
+        return summary
     resume_from = find_checkpoint(run, directory)
 
     precision = choose_precision(run)
@@ -89,6 +98,8 @@ def train(
     if fabric.device.type == "cuda":
         # The CPU only prepares batches; threads that share this small work hold up the one that launches kernels.
         torch.set_num_threads(1)
+    elif run.threads is not None:
+        torch.set_num_threads(run.threads)
     checkpoint = None
     if resume_from is not None:
         checkpoint = load_checkpoint(resume_from, example.name, example.fingerprint, example.model)
@@ -171,6 +182,7 @@ def train(
                 "gradient_norm": (norm.full_tensor() if isinstance(norm, DTensor) else norm).item(),
                 "tokens_per_second": None if warming_up else example.tokens_per_batch * timed_steps / seconds,
                 "peak_memory_bytes": peak_memory(fabric.device),
+                "kept_bytes": kept,
             }
             rows.append(row)
             metrics_file.write(json.dumps(row) + "\n")
@@ -185,7 +197,7 @@ def train(
 
     with evaluating(model):
         sample, results = example.sample(model)
-    summary = {**summarise(example, layers, run, processes, rows), "kept_bytes": kept, **results}
+    summary = {**summarise(example, layers, run, processes, rows), **results}
     if not fabric.is_global_zero:
         return summary
     title = f"{example.name.replace('_', ' ').capitalize()}, layers={layers}"
@@ -296,6 +308,7 @@ def summarise(example: Example, layers: str, run: RunSettings, processes: Proces
         "model_flops_per_second": None if speed is None or flops is None else speed * flops,
         "peak_memory_bytes": max(peaks, default=peak_memory(fabric.device)),
         "peak_memory_source": "tensors on the GPU" if on_gpu else "resident size of the process",
+        "kept_bytes": rows[-1].get("kept_bytes") if rows else None,
         "device": device_name(fabric.device),
         "precision": choose_precision(run),
         **environment(),

@@ -59,6 +59,7 @@ def accelerators() -> set[str]:
 
 COUNT = Rule("1 or more", lambda value: value >= 1)
 FINITE = Rule("a finite number", lambda value: math.isfinite(value))
+THREADS = Rule("1 or more, or null", lambda value: value is None or value >= 1)
 COUNT_OR_NONE = Rule("0 or more", lambda value: value >= 0)
 NOT_NEGATIVE = Rule("a finite number, 0 or more", lambda value: 0 <= value < math.inf)
 ABOVE_ZERO = Rule("a number above 0 that is finite", lambda value: 0 < value < math.inf)
@@ -196,6 +197,7 @@ class RunSettings:
     checkpoint_every: int = MISSING  # a multiple of log_every
     compile: bool = False  # the training steps, with torch.compile; evaluation and the sample run as they are
     accelerator: str = checked(ACCELERATOR, "auto")
+    threads: int | None = checked(THREADS, None)  # of a CPU; null: as many as torch takes, one a core
     precision: str = checked(PRECISION, "auto")  # auto, or a precision of Lightning Fabric
 
 

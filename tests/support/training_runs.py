@@ -136,8 +136,10 @@ def train_classifier(directory: Path, *overrides: str) -> list[loop.Row]:
 
 
 def without_measurements(rows: list[loop.Row]) -> list[loop.Row]:
-    """The rows without what depends on the machine: two equal runs agree in the rest, bit by bit."""
-    return [{k: v for k, v in row.items() if k not in ("tokens_per_second", "peak_memory_bytes")} for row in rows]
+    """The rows without what depends on the machine, or is counted of some runs only: two equal runs agree in the rest,
+    bit by bit."""
+    measured = ("tokens_per_second", "peak_memory_bytes", "kept_bytes")
+    return [{name: value for name, value in row.items() if name not in measured} for row in rows]
 
 
 def load_checkpoint(directory: Path) -> dict[str, object]:

@@ -119,6 +119,23 @@ def test_a_run_without_anything_left_to_do_still_ends_well(tmp_path: Path) -> No
     assert (tmp_path / "other" / "sample.txt").read_text() == (tmp_path / "run" / "sample.txt").read_text()
 
 
+def test_a_finished_run_stays_as_it_is_when_it_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = train(tmp_path)
+    before = contents(tmp_path)
+    capsys.readouterr()
+    # Neither how it is started nor the number of threads makes it another run.
+    assert train(tmp_path, "run.resume=auto", "run.overwrite=true", "run.threads=1") == rows
+    assert contents(tmp_path) == before
+    assert f"the run in {tmp_path} is finished after 12 steps; it stays as it is" in capsys.readouterr().out
+    # Another prompt is asked of the model that was trained, and the rest is said of it as before.
+    assert train(tmp_path, "run.resume=auto", "sample.prompt=class") == rows
+    assert (tmp_path / "sample.txt").read_text().startswith("class")
+    # What a step keeps was measured when there were steps.
+    assert (tmp_path / "summary.json").read_bytes() == before["summary.json"]
+    # With more steps it goes on.
+    assert len(train(tmp_path, "run.resume=auto", "run.steps=16")) == len(rows) + 2
+
+
 def test_a_checkpoint_fits_the_other_kind_of_layers(tmp_path: Path) -> None:
     train(tmp_path / "fused", "layers=fused", "run.stop_after=8")
     checkpoint = tmp_path / "fused" / "checkpoint.pt"
