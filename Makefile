@@ -16,9 +16,10 @@ STEPS ?=
 RUNS ?= runs
 RESUME ?=
 SETTINGS := model=$(MODEL) run.overwrite=true$(if $(RESUME), run.resume=auto)$(if $(STEPS), run.steps=$(STEPS))
-TRAIN := $(BIN)/python -m train_examples.language_model $(SETTINGS)
-# Without a GPU torch computes both runs: what the fused layers then have to show is how little they keep.
-ASK_RECOMPUTE := $(BIN)/python -c 'import torch; print("auto" if torch.cuda.is_available() else "true")'
+# The opening writes settings that suit the machine: on a CPU the number of threads, and that fused layers keep least.
+TRAIN = $(BIN)/python -m train_examples.language_model $(SETTINGS) $$(cat $(RUNS)/settings.txt)
+# The words with which make was called, for what Ctrl-C has interrupted.
+GIVEN = $(foreach name,MODEL STEPS RUNS,$(if $(filter-out file,$(origin $(name))),$(name)=$($(name))))
 WORKERS ?= auto
 NAME ?= gemm_epilogue
 # The oldest and the newest release that README names; the tests run on the one of constraints.txt.
@@ -65,10 +66,12 @@ help: ## Show this text
 	@echo "  On Linux pip installs torch's CUDA build, of several gigabytes. For the small CPU build set"
 	@echo "  PIP_EXTRA_INDEX_URL to the index of CPU wheels that torch's installation page names."
 
+train: export RESUME_COMMAND = $(strip make train $(GIVEN) RESUME=yes)
 train: $(INSTALLED) ## Train a small language model with torch.nn layers, then with fused layers, and compare
+	@echo "Loading torch and timing some steps. The first time Python compiles what it imports, for half a minute ..."
 	@$(BIN)/python -m train_examples.opening $(SETTINGS) run.directory=$(RUNS)
 	$(TRAIN) layers=torch run.directory=$(RUNS)/torch
-	$(TRAIN) layers=fused layers.recompute=$$($(ASK_RECOMPUTE)) run.directory=$(RUNS)/fused
+	$(TRAIN) layers=fused run.directory=$(RUNS)/fused
 	@# Ends by saying where the metrics, the plots, the checkpoints and the samples are.
 	$(BIN)/python -m train_examples.comparison $(RUNS)/torch $(RUNS)/fused --output $(RUNS)/comparison.png
 

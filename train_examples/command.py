@@ -24,6 +24,8 @@ CONFIGS = str(Path(__file__).parents[1] / "configs")
 NO_WORD = "Config group override must be"
 # What a shell reports of a process that Ctrl-C ended.
 INTERRUPTED = 130
+# The environment variable in which make names what goes on with the runs that it started.
+RESUME_COMMAND = "RESUME_COMMAND"
 
 
 def in_one_line(main: Callable[[], None]) -> Callable[[], None]:
@@ -141,7 +143,9 @@ def check_surroundings(run: RunSettings) -> None:
 
 def after_an_interruption(run: RunSettings) -> str:
     """How a run goes on that Ctrl-C has ended, in one line."""
-    kept = newest(Path(run.directory))
-    if kept is None:
-        return "interrupted before the first checkpoint; the same command starts over"
-    return f"interrupted; the same command with run.resume=auto goes on from the last checkpoint, {kept}"
+    kept, command = newest(Path(run.directory)), os.environ.get(RESUME_COMMAND)
+    if kept is not None:
+        how = command or "the same command with run.resume=auto"
+        return f"interrupted; {how} goes on from the last checkpoint, {kept}"
+    how = f"{command} keeps the runs that are finished, and" if command else "the same command"
+    return f"interrupted before the first checkpoint; {how} starts over"

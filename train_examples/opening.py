@@ -2,14 +2,17 @@
 
     python -m train_examples.opening model=tiny run.directory=runs
 
-takes the settings of the runs; ``run.directory`` is the folder in which both lie, ``torch`` and ``fused``.
+takes the settings of the runs; ``run.directory`` is the folder in which both lie, ``torch`` and ``fused``. The settings
+that suit this machine, which both runs are to take, are written into a file there.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import textwrap
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import hydra
@@ -17,20 +20,29 @@ import torch
 from omegaconf import DictConfig
 
 import fusedlayers
-from train_examples.checkpoints import newest
-from train_examples.command import CONFIGS, checked_settings, in_one_line
+from train_examples.checkpoints import newest, steps_done
+from train_examples.command import CONFIGS, INTERRUPTED, checked_settings, in_one_line
 from train_examples.language_model import build_model, next_token_loss
 from train_examples.loop import choose_precision
-from train_examples.settings import LanguageModelSettings, LayerSettings, register_settings
+from train_examples.settings import LanguageModelSettings, LayerSettings, SettingsError, register_settings
 from train_examples.transformer import feed_forward
 
 # Of a run, beside its steps: imports, evaluation, the sample and the pictures.
 AROUND_SECONDS = 20
+# How many steps are timed with each number of threads, and after how many seconds no further ones are begun.
 TIMED_STEPS = 5
+TRIAL_SECONDS = 20.0
+# The file of settings that suit the machine.
+SUITABLE = "settings.txt"
 
 
-def opening(settings: LanguageModelSettings) -> str:
-    """One paragraph: the machine, what is compared on it, how long that takes, and what becomes of earlier runs."""
+def opening(settings: LanguageModelSettings) -> tuple[str, list[str]]:
+    """One paragraph: the machine, what is compared on it, how long that takes, and what becomes of earlier runs; and
+    the settings that both runs take on this machine.
+
+    Raises:
+        SettingsError: a run is to be resumed from something that is no checkpoint.
+    """
     run, model = settings.run, settings.model
     use_gpu = run.accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available()
     device = torch.device("cuda" if use_gpu else "cpu")
@@ -44,19 +56,44 @@ def opening(settings: LanguageModelSettings) -> str:
         name = torch.cuda.get_device_name(device)
         sentences.append(f"The GPU here is {name}; a fused feed-forward block {what[0].lower()}{what[1:]}")
         sentences.append("The end compares loss, speed and peak memory.")
+        # The one thread that launches kernels.
+        trial = seconds_per_step(settings, device, [1])
+        suitable = ["layers.recompute=auto"]
     else:
         sentences.append(
             "PyTorch finds no CUDA or ROCm GPU on this machine, so its operations compute both, the fused layers with "
             "recompute=True: the losses will show that these train as torch's do, and the end how much less they keep "
             "for the backward pass. It adds the speed and memory that a GPU showed."
         )
-    sentences.append(f"This takes {duration(2 * (run.steps * seconds_per_step(settings, device) + AROUND_SECONDS))}.")
-    folders = [Path(run.directory) / name for name in ("torch", "fused")]
-    earlier = [str(folder) for folder in folders if newest(folder) is not None]
-    if earlier:
-        verb = "goes on with" if run.resume == "auto" else "overwrites"
-        sentences.append(f"It {verb} the earlier runs in {' and '.join(earlier)}.")
-    return " ".join(sentences)
+        trial = seconds_per_step(settings, device, sorted({1, torch.get_num_threads()}))
+        suitable = ["layers.recompute=true", f"run.threads={fastest(trial)}"]
+        if len(trial) > 1:
+            sentences.append(threads_in_words(trial))
+    earlier = [folder for name in ("torch", "fused") if newest(folder := Path(run.directory) / name) is not None]
+    done = {folder: steps_done(folder) for folder in earlier if run.resume == "auto"}
+    steps = 2 * run.steps - sum(min(run.steps, each) for each in done.values())
+    sentences.append(f"This takes {duration(steps * min(trial.values()) + 2 * AROUND_SECONDS)}.")
+    for folder, each in done.items():
+        what = "is finished and stays" if each >= run.steps else f"goes on after step {each:,}"
+        sentences.append(f"The run in {folder} {what}.")
+    if earlier and not done:
+        sentences.append(f"It overwrites the earlier runs in {' and '.join(map(str, earlier))}.")
+    return " ".join(sentences), suitable
+
+
+def fastest(trial: Mapping[int, float]) -> int:
+    """The number of threads whose steps took the least time."""
+    return min(trial, key=lambda threads: trial[threads])
+
+
+def threads_in_words(trial: Mapping[int, float]) -> str:
+    """How many threads compute, and the time of a step with each number that was tried, in one sentence."""
+
+    def counted(threads: int) -> str:
+        return f"{threads:,} thread{'s' if threads > 1 else ''}"
+
+    times = [f"{1e3 * seconds:,.0f} ms with {counted(threads)}" for threads, seconds in trial.items()]
+    return f"Both runs use {counted(fastest(trial))}, because here a step takes {' and '.join(times)}."
 
 
 def plan_in_words(settings: LanguageModelSettings, device: torch.device) -> str:
@@ -68,22 +105,29 @@ def plan_in_words(settings: LanguageModelSettings, device: torch.device) -> str:
     return fusedlayers.explain(layer, x.requires_grad_()).splitlines()[0]
 
 
-def seconds_per_step(settings: LanguageModelSettings, device: torch.device) -> float:
-    """The time of a step of torch's layers without the optimizer, measured on a few of them."""
+def seconds_per_step(settings: LanguageModelSettings, device: torch.device, threads: Iterable[int]) -> dict[int, float]:
+    """The time of a step of torch's layers without the optimizer, by the number of threads, measured on a few."""
     classes = settings.vocabulary.size
     built = build_model(settings.model, LayerSettings("torch"), classes).to(device)
     windows = torch.randint(classes, (settings.run.batch_size, settings.model.context + 1), device=device)
     mixed = choose_precision(settings.run) == "bf16-mixed"
-    seconds = []
+    seconds: dict[int, list[float]] = {number: [] for number in threads}
+    begin, before = time.perf_counter(), torch.get_num_threads()
     for _ in range(1 + TIMED_STEPS):
-        start = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
-            loss = next_token_loss(built, (windows,))
-        loss.backward()
-        loss.item()  # waits for the GPU
-        seconds.append(time.perf_counter() - start)
-    # The first one warms up.
-    return statistics.median(seconds[1:])
+        # In turn, so that what else the machine does disturbs all numbers alike.
+        for number, found in seconds.items():
+            torch.set_num_threads(number)
+            start = time.perf_counter()
+            with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
+                loss = next_token_loss(built, (windows,))
+            loss.backward()
+            loss.item()  # waits for the GPU
+            found.append(time.perf_counter() - start)
+        if time.perf_counter() - begin > TRIAL_SECONDS:
+            break
+    torch.set_num_threads(before)
+    # The first one warms up; it counts where it took so long that there was no other.
+    return {number: statistics.median(found[1:] or found) for number, found in seconds.items()}
 
 
 def duration(seconds: float) -> str:
@@ -101,9 +145,19 @@ register_settings()
 @hydra.main(version_base="1.3", config_path=CONFIGS, config_name="language_model")
 def main(config: DictConfig) -> None:
     """Entry point."""
-    text = opening(checked_settings(config, LanguageModelSettings))
+    settings = checked_settings(config, LanguageModelSettings)
+    try:
+        text, suitable = opening(settings)
+    except SettingsError as error:
+        raise SystemExit(f"error: {error}") from error
+    except KeyboardInterrupt:
+        print("\ninterrupted before the runs began", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
     # Paths stay whole.
     print(textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False))
+    folder = Path(settings.run.directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SUITABLE).write_text(" ".join(suitable) + "\n")
 
 
 if __name__ == "__main__":

@@ -181,7 +181,78 @@ def test_the_opening_on_a_cpu(
         assert "This takes about a minute." in paragraph
     assert "earlier" not in said[0]
     assert f"It overwrites the earlier runs in {runs}/torch and {runs}/fused." in said[1]
-    assert f"It goes on with the earlier runs in {runs}/torch and {runs}/fused." in said[2]
+    for name in ("torch", "fused"):
+        assert f"The run in {runs / name} is finished and stays." in said[2]
+
+
+def test_the_opening_subtracts_what_is_done(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "seconds_per_step", lambda settings, device, threads: {1: 50.0})
+    longer = [settings(runs, "run.steps=24", f"run.resume={resume}") for resume in ("null", "auto")]
+    over, on = (opening.opening(chosen)[0] for chosen in longer)
+    assert "This takes about 41 minutes. It overwrites the earlier runs" in over
+    assert f"This takes about 21 minutes. The run in {runs / 'torch'} goes on after step 12." in on
+
+
+@pytest.mark.parametrize(
+    ("trial", "threads", "said"),
+    [
+        ({1: 0.05, 2: 0.07}, 1, "1 thread, because here a step takes 50 ms with 1 thread and 70 ms with 2 threads."),
+        ({1: 0.9, 32: 0.08}, 32, "32 threads, because here a step takes 900 ms with 1 thread and 80 ms with 32"),
+        ({1: 0.05}, 1, None),
+    ],
+)
+def test_the_opening_takes_the_faster_number_of_threads(
+    trial: dict[int, float], threads: int, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: max(trial))
+    monkeypatch.setattr(
+        opening, "seconds_per_step", lambda settings, device, tried: {each: trial[each] for each in tried}
+    )
+    monkeypatch.setattr(sys, "argv", ["opening", *TINY, f"run.directory={tmp_path / 'runs'}"])
+    paragraph, _ = opening.opening(settings(tmp_path))
+    assert ("Both runs use" in paragraph) == (said is not None)
+    assert said is None or f"Both runs use {said}" in paragraph
+    opening.main()
+    assert (tmp_path / "runs" / opening.SUITABLE).read_text() == f"layers.recompute=true run.threads={threads}\n"
+
+
+def test_every_number_of_threads_is_timed_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, used = torch.get_num_threads(), []
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    chosen, cpu = settings(tmp_path), torch.device("cpu")
+    trial = opening.seconds_per_step(chosen, cpu, [1, 3])
+    assert list(trial) == [1, 3]
+    assert min(trial.values()) > 0
+    assert used == [1, 3] * (1 + opening.TIMED_STEPS) + [now]
+    # A model whose step takes minutes is not timed often.
+    monkeypatch.setattr(opening, "TRIAL_SECONDS", 0.0)
+    used.clear()
+    assert opening.seconds_per_step(chosen, cpu, [1, 3]).keys() == {1, 3}
+    assert used == [1, 3, now]
+
+
+def test_a_run_takes_the_threads_that_it_is_told(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        train(tmp_path, "run.threads=2", "run.steps=2")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert json.loads((tmp_path / "summary.json").read_text())["device"] == "CPU, 2 threads"
+
+
+def test_an_interrupted_opening_takes_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(opening, "seconds_per_step", interrupted)
+    monkeypatch.setattr(sys, "argv", ["opening", *TINY, f"run.directory={tmp_path}"])
+    with pytest.raises(SystemExit) as stopped:
+        opening.main()
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "\ninterrupted before the runs began\n"
 
 
 def test_what_cannot_work_is_named_before_the_opening(
@@ -212,8 +283,9 @@ def test_the_opening_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU of type {device.type}")
     monkeypatch.setattr(opening, "plan_in_words", lambda settings, device: "Runs through torch: it is small.")
-    monkeypatch.setattr(opening, "seconds_per_step", lambda settings, device: 0.5)
-    paragraph = opening.opening(chosen)
+    monkeypatch.setattr(opening, "seconds_per_step", lambda settings, device, threads: {1: 0.5})
+    paragraph, suitable = opening.opening(chosen)
+    assert suitable == ["layers.recompute=auto"]
     assert "The GPU here is GPU of type cuda; a fused feed-forward block runs through torch: it is small." in paragraph
     assert "The end compares loss, speed and peak memory. This takes about 17 minutes." in paragraph
 

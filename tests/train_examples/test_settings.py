@@ -57,6 +57,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
         ("run.accelerator=tpu9", "run.accelerator is 'tpu9'; expected auto, cpu, or a cuda, gpu or mps that"),
         ("run.batch_size=-1", "run.batch_size is -1; expected 1 or more"),
         ("run.checkpoint_every=0", "run.checkpoint_every is 0; expected a positive multiple of run.log_every=2"),
+        ("run.threads=0", "run.threads is 0; expected 1 or more, or null"),
         ("run.directory=''", "run.directory is ''; expected the name of a folder"),
         ("run.evaluation_batches=0", "run.evaluation_batches is 0; expected 1 or more"),
         ("run.log_every=0", "run.log_every is 0; expected 1 or more"),
@@ -201,18 +202,39 @@ def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "learning_rate", interrupted)
 
 
+AGAIN = "make train STEPS=9 RESUME=yes"
+
+
 @pytest.mark.parametrize(
-    ("step", "said"),
+    ("step", "command", "said"),
     [
-        (3, "interrupted before the first checkpoint; the same command starts over"),
-        (7, "interrupted; the same command with run.resume=auto goes on from the last checkpoint, {}/checkpoint.pt"),
+        (3, None, "interrupted before the first checkpoint; the same command starts over"),
+        (
+            3,
+            AGAIN,
+            f"interrupted before the first checkpoint; {AGAIN} keeps the runs that are finished, and starts over",
+        ),
+        (
+            7,
+            None,
+            "interrupted; the same command with run.resume=auto goes on from the last checkpoint, {}/checkpoint.pt",
+        ),
+        (7, AGAIN, f"interrupted; {AGAIN} goes on from the last checkpoint, {{}}/checkpoint.pt"),
     ],
 )
 def test_an_interruption_says_how_to_go_on(
-    step: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    step: int,
+    command: str | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with monkeypatch.context() as patch:
         interrupt_at(step, patch)
+        patch.delenv("RESUME_COMMAND", raising=False)
+        if command is not None:
+            patch.setenv("RESUME_COMMAND", command)
         with pytest.raises(SystemExit) as stopped:
             run_command(patch, f"run.directory={tmp_path}")
     assert stopped.value.code == 130
@@ -222,6 +244,35 @@ def test_an_interruption_says_how_to_go_on(
     assert ("resumed from" in printed) == (step == 7)
     # Without a checkpoint nothing is worth keeping, and yet it is said.
     assert (f"overwriting the earlier run in {tmp_path}" in printed) == (step == 3)
+
+
+def test_interrupted_in_the_second_run_the_first_one_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the settings of `make train`, and then of `make train RESUME=yes`."""
+
+    def both(*resume: str) -> None:
+        for layers in ("torch", "fused"):
+            folder = tmp_path / layers
+            run_command(monkeypatch, f"layers={layers}", f"run.directory={folder}", "run.overwrite=true", *resume)
+
+    train(tmp_path / "fused", "layers=fused")
+    with monkeypatch.context() as patch:
+        rate, second = loop.learning_rate, False
+
+        def interrupted(now: int, steps: int, *others: object) -> float:
+            nonlocal second
+            if second and now == 2:
+                raise KeyboardInterrupt
+            second = second or now == steps
+            return rate(now, steps, *others)
+
+        patch.setattr(loop, "learning_rate", interrupted)
+        with pytest.raises(SystemExit):
+            both()
+    first = {path: path.read_bytes() for path in (tmp_path / "torch").iterdir()}
+    assert not (tmp_path / "fused" / "summary.json").exists()
+    both("run.resume=auto")
+    assert {path: path.read_bytes() for path in (tmp_path / "torch").iterdir()} == first
+    assert (tmp_path / "fused" / "summary.json").exists()
 
 
 def test_a_run_says_what_it_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,9 +292,9 @@ def test_a_comparison_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 
 
-def make(*words: str) -> subprocess.CompletedProcess[str]:
-    """What make would do with these words, which is only shown: a Makefile without its checks would install."""
-    command = ["make", "--dry-run", "--no-print-directory", *words]
+def make(*words: str, dry_run: bool = True) -> subprocess.CompletedProcess[str]:
+    """What make does with these words; by default only shown, as a Makefile without its checks would install."""
+    command = ["make", *["--dry-run"] * dry_run, "--no-print-directory", *words]
     # The tests may be run by make themselves, which hands its own flags down.
     ours = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MODEL", "RESUME", "RUNS", "STEPS")
     alone = {name: value for name, value in os.environ.items() if name not in ours}
@@ -309,3 +360,30 @@ def test_make_hands_its_settings_to_all_that_it_starts(words: list[str], setting
     for line in started:
         given = [word for word in line if word.startswith(("run.steps", "run.resume"))]
         assert given == settings
+
+
+@needs_make
+def test_make_begins_with_a_word_and_hands_on_what_the_opening_found(tmp_path: Path) -> None:
+    """With a stand-in for Python, which tells how it was called."""
+    python, runs = tmp_path / "environment" / "bin" / "python", tmp_path / "runs"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        "#!/bin/sh\n"
+        'echo "$RESUME_COMMAND: $*"\n'
+        f'case "$*" in *opening*) mkdir {runs}; echo run.threads=7 layers.recompute=true > {runs}/settings.txt;; esac\n'
+    )
+    python.chmod(0o755)
+    # Newer than everything that an environment is made from: nothing is installed.
+    (tmp_path / "environment" / ".installed").touch()
+    options = [f"VENV={tmp_path / 'environment'}", f"RUNS={runs}", "MODEL=tiny", "STEPS=9"]
+    first, *shown = make("train", *options, dry_run=False).stdout.splitlines()
+    # What follows is silent for a while: torch is imported, and steps are timed.
+    assert first.startswith("Loading torch and timing some steps.")
+    called = [line for line in shown if line.startswith("make train ")]
+    opening, torchs, fused, compared = called
+    assert opening.startswith(f"make train MODEL=tiny STEPS=9 RUNS={runs} RESUME=yes: -m train_examples.opening ")
+    for name, line in (("torch", torchs), ("fused", fused)):
+        assert f" layers={name} " in line
+        assert " run.steps=9 run.threads=7 layers.recompute=true " in line
+        assert line.endswith(f" run.directory={runs}/{name}")
+    assert f" -m train_examples.comparison {runs}/torch {runs}/fused " in compared
