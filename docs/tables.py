@@ -177,7 +177,7 @@ def draw(path: Path) -> None:
     smaller.set_xticks(range(len(models)), [rows[model, "eager"]["title"] for model in models], fontsize=8)
     handles, labels = faster.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize="small", frameon=False)
-    figure.suptitle(f"Whole training steps on one {step_tables.card(found)}, bf16")
+    figure.suptitle(f"Whole training steps on one {step_tables.card(found)}, bf16", wrap=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 

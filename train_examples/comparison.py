@@ -2,7 +2,7 @@
 
 Reads what the runs wrote (``summary.json``, ``metrics.jsonl``); draws loss, speed and peak memory; prints a table. Of
 runs on a CPU whose layers or losses differ it shows the loss curves and what is kept for the backward pass, because
-torch computes both, and then what a GPU showed.
+torch computes both, and then prints what a GPU showed.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -38,7 +38,7 @@ def score_curves(
         draw_references(axes, references, name)
         style(axes, readable(name), "step", "held-out validation modules")
         axes.legend(frameon=False)
-    figure.suptitle(title, fontsize=13, color=TEXT)
+    figure.suptitle(title, fontsize=13, color=TEXT, wrap=True)
     figure.savefig(path)
 
 
@@ -51,9 +51,10 @@ def comparison(
     measured: bool = True,
 ) -> None:
     """Loss curves of several runs under a title with ``note``, as a PNG; beside them the first score of an example that
-    has some, and speed and peak memory where these were ``measured``."""
+    has some, and as bars speed and peak memory where these were ``measured``, or what is kept for the backward pass."""
     first_scores = next((row["scores"] for run_rows in rows for row in run_rows if row["scores"]), None)
-    widths = (2,) * (1 if first_scores is None else 2) + (1, 1) * measured
+    measures = speed_and_memory(summaries) if measured else memory_kept(summaries)
+    widths = (2,) * (1 if first_scores is None else 2) + (1,) * len(measures)
     figure = Figure(figsize=(max(9.0, 3 + 2.5 * sum(widths)), 4.6), dpi=150, layout="constrained")
     losses, *others = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
     for position, name in enumerate(names):
@@ -70,22 +71,41 @@ def comparison(
         style(others[0], f"{readable(score)} (higher is better)", "step", "held-out validation modules")
         others[0].legend(frameon=False)
 
-    if measured:
-        draw_bars(others[-2], others[-1], names, summaries)
+    for axes, measure in zip(others[::-1], measures[::-1], strict=False):
+        bars(axes, names, measure.values, measure.form)
+        style(axes, measure.title, "", measure.unit)
     where = " / ".join(dict.fromkeys(f"{summary['device']}, {summary['precision']}" for summary in summaries))
     title = f"{summaries[0]['example'].replace('_', ' ').capitalize()} on {where}"
-    figure.suptitle(f"{title}\n{note}" if note else title, fontsize=13, color=TEXT)
+    figure.suptitle(f"{title}\n{note}" if note else title, fontsize=13, color=TEXT, wrap=True)
     figure.savefig(path)
 
 
-def draw_bars(speed: Axes, memory: Axes, names: list[str], summaries: list[dict[str, Any]]) -> None:
+class Measure(NamedTuple):
+    """What is drawn as a bar for every run."""
+
+    title: str
+    unit: str
+    values: list[float]
+    form: str
+
+
+def speed_and_memory(summaries: list[dict[str, Any]]) -> list[Measure]:
     """Tokens per second and peak memory of every run."""
-    bars(speed, names, [summary["tokens_per_second"] or 0 for summary in summaries], "{:,.0f}")
-    style(speed, "Speed (higher is better)", "", "tokens per second, median after warm-up")
+    speeds = [summary["tokens_per_second"] or 0 for summary in summaries]
     mebibytes = [summary["peak_memory_bytes"] / 2**20 for summary in summaries]
-    bars(memory, names, mebibytes, "{:,.0f}")
     source = " / ".join(dict.fromkeys(summary["peak_memory_source"] for summary in summaries))
-    style(memory, "Peak memory (lower is better)", "", f"MiB, {source}")
+    return [
+        Measure("Speed (higher is better)", "tokens per second, median after warm-up", speeds, "{:,.0f}"),
+        Measure("Peak memory (lower is better)", f"MiB, {source}", mebibytes, "{:,.0f}"),
+    ]
+
+
+def memory_kept(summaries: list[dict[str, Any]]) -> list[Measure]:
+    """What a training step of every run keeps for its backward pass, nothing where it was not counted."""
+    if not all(summary.get("kept_bytes") for summary in summaries):
+        return []
+    mebibytes = [summary["kept_bytes"] / 2**20 for summary in summaries]
+    return [Measure("Memory (lower is better)", "MiB kept for the backward pass of a step", mebibytes, "{:,.1f}")]
 
 
 def overlaid_losses(
@@ -108,7 +128,7 @@ def overlaid_losses(
         style(losses, name, "", f"training loss ({unit})")
         style(differences, f"minus that of {first}", "step", unit)
         losses.legend(frameon=False)
-    figure.suptitle(title, fontsize=13, color=TEXT)
+    figure.suptitle(title, fontsize=13, color=TEXT, wrap=True)
     figure.savefig(path)
 
 
@@ -131,7 +151,7 @@ def split_factors(microseconds: Mapping[str, float], title: str, path: Path) -> 
     style(axes, "Time of the wide product (lower is better)", "split factor S", "µs, replayed, operands from memory")
     axes.set_xticks(list(splits), [str(split) for split in splits])
     axes.legend(frameon=False)
-    figure.suptitle(title, fontsize=12, color=TEXT)
+    figure.suptitle(title, fontsize=12, color=TEXT, wrap=True)
     figure.savefig(path)
 
 

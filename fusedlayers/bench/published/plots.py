@@ -87,7 +87,7 @@ def figure_class() -> Any:
 def save(figure: Any, record: Record, title: str, target: Path) -> Path:
     """Write a figure under its title and the conditions of its record, and return its file."""
     device = f"{record['device']['name']}, torch {record['versions']['torch']}, {record['started'][:10]}"
-    figure.suptitle(f"{title} ({record['rows'][0]['dtype']}, {device})")
+    figure.suptitle(f"{title} ({record['rows'][0]['dtype']}, {device})", wrap=True)
     figure.savefig(target, dpi=110)
     return target
 

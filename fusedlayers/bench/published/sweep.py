@@ -172,7 +172,7 @@ def draw(record: Record, path: Path) -> Path:
             plot.legend(fontsize="small", loc="upper center", ncols=3)
         axes[0][column].set_title(shape_text(row["shape"]))
     device = f"{record['device']['name']}, torch {record['versions']['torch']}, {record['started'][:10]}"
-    figure.suptitle(f"Split-K linear over its split factor ({rows[0]['dtype']}, {device})")
+    figure.suptitle(f"Split-K linear over its split factor ({rows[0]['dtype']}, {device})", wrap=True)
     target = path.with_suffix(".png")
     figure.savefig(target, dpi=110)
     return target

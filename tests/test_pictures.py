@@ -1,0 +1,95 @@
+"""Every picture shows all of its text: what the committed results are drawn as, and the pictures of the examples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docs import tables
+from fusedlayers.bench import __main__ as bench
+from fusedlayers.bench.published import sweep
+from train_examples import comparison, end_to_end, plots
+
+figures = pytest.importorskip("matplotlib.figure")
+
+RECORDS = sorted(tables.RESULTS.rglob("*.json"))
+# Of random sizes there are tables alone.
+DRAWN = [path for path in RECORDS if path.parent.name not in ("drawn", "sweeps")]
+
+
+def cut_off(figure: Any) -> list[str]:
+    """On which sides the tight box of a figure, as it is drawn, sticks out of the canvas, and by how many inches."""
+    figure.draw_without_rendering()
+    box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+    # A line of a frame may be half a pixel outside.
+    sides = {"left": -box.x0, "right": box.x1 - width, "bottom": -box.y0, "top": box.y1 - height}
+    return [f"{side}: {by:.2f}" for side, by in sides.items() if by > 0.01]
+
+
+@pytest.fixture
+def saved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of all pictures of a test, each of which is looked at when it is saved."""
+    names: list[str] = []
+    save = figures.Figure.savefig
+
+    def looked_at(figure: Any, path: Path, **options: object) -> None:
+        save(figure, path, **options)
+        names.append(Path(path).name)
+        assert not cut_off(figure), path
+
+    monkeypatch.setattr(figures.Figure, "savefig", looked_at)
+    return names
+
+
+@pytest.mark.parametrize("record", DRAWN, ids=lambda path: f"{path.parent.name} {path.stem}")
+def test_the_pictures_of_the_benchmark(record: Path, tmp_path: Path, saved: list[str]) -> None:
+    assert bench._draw(json.loads(record.read_text()), tmp_path / record.name)
+    assert saved
+
+
+def test_the_other_pictures_of_results(tmp_path: Path, saved: list[str]) -> None:
+    for record in RECORDS:
+        if record.parent.name == "sweeps":
+            sweep.draw(json.loads(record.read_text()), tmp_path / record.name)
+    tables.draw(tmp_path / "whole-models.png")
+    end_to_end.draw(json.loads(end_to_end.RECORD.read_text()), tmp_path / "end-to-end.png")
+    assert len(saved) > 2
+
+
+# As long as the names of runs get.
+LONGEST = {"layers": "replaced", "loss": "fused", "compiled": True}
+CPU = {"device": "CPU, 16 threads", "precision": "32-true", "peak_memory_source": "resident size of the process"}
+KEPT = {"kept_bytes": 123_456_789}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, CPU, {**CPU, **KEPT}, {**CPU, **KEPT, **LONGEST}], ids=["GPU", "CPU", "kept", "long"]
+)
+@pytest.mark.parametrize("scores", [None, {"recall_at_10": 0.5, "mrr": 0.25}], ids=["losses", "scores"])
+def test_the_pictures_of_the_examples(
+    changes: dict[str, object], scores: dict[str, float] | None, tmp_path: Path, saved: list[str]
+) -> None:
+    runs = next(iter(json.loads(end_to_end.RECORD.read_text())["groups"].values()))["runs"]
+    for name in ("torch", "fused"):
+        (tmp_path / name).mkdir()
+        summary = {**runs[name]["summary"], **(changes if name == "fused" else {**changes, "layers": "torch"})}
+        summary["references"] = {"TF-IDF (scikit-learn)": scores} if scores else {}
+        rows = [{**row, "scores": scores if row["validation_loss"] else None} for row in runs[name]["metrics"]]
+        (tmp_path / name / "summary.json").write_text(json.dumps(summary))
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        title = f"{summary['example'].replace('_', ' ').capitalize()}, layers={summary['layers']}"
+        plots.loss_curve(rows, title, summary["loss_unit"], tmp_path / "loss.png")
+        plots.score_curves(rows, summary["references"], title, tmp_path / "scores.png")
+    comparison.main([str(tmp_path / "torch"), str(tmp_path / "fused"), "--output", str(tmp_path / "both.png")])
+    times = {"torch": 40.0, "split_k=auto": 35.0, "S = 1": 275.0, "S = 2": 140.0, "S = 32": 20.5}
+    plots.split_factors(times, "128 × 64 × 65,536 on NVIDIA H200, bfloat16", tmp_path / "split.png")
+    assert saved == ["loss.png", "scores.png"] * 2 + ["both.png", "split.png"]
+
+
+def test_a_text_that_sticks_out_is_found() -> None:
+    figure = figures.Figure(layout="constrained")
+    figure.suptitle("as long as a title must not be " * 5)
+    assert [side.partition(":")[0] for side in cut_off(figure)] == ["left", "right"]
