@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..kernels.activations import ACTIVATIONS, ALIASES, LEAKY_SLOPE, canonical_activation
 from ..modules import attributes_of
-from .formulas import PLAIN, is_formula
+from .formulas import PLAIN, TORCH_FUNCTIONS, is_formula
 from .trials import quietly
 
 _CLASSES: dict[type[nn.Module], str] = {
@@ -26,15 +26,8 @@ _CLASSES: dict[type[nn.Module], str] = {
     nn.Sigmoid: "sigmoid",
 }
 _FUNCTIONS: dict[Callable[..., Tensor], str] = {
-    F.relu: "relu",
-    torch.relu: "relu",
     F.gelu: "gelu",
-    F.silu: "silu",
-    F.tanh: "tanh",
-    torch.tanh: "tanh",
-    F.sigmoid: "sigmoid",
-    torch.sigmoid: "sigmoid",
-    F.leaky_relu: "leaky_relu",
+    **{function: name for name, functions in TORCH_FUNCTIONS.items() for function in functions},
 }
 # Values where activations differ: around zero, where they saturate, and where some are cut off.
 _VALUES = torch.cat([torch.linspace(-12, 12, 97), torch.tensor([-1e4, -300.0, -30.0, 30.0, 300.0, 1e4])]).double()

@@ -15,17 +15,26 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ..modules import attributes_of
 from .small_copies import linears, sizes_of_linear
 
+# Functions of torch that compute an activation without options, by our name of it; gelu has one.
+TORCH_FUNCTIONS: dict[str, tuple[Callable[..., Tensor], ...]] = {
+    "relu": (F.relu, torch.relu),
+    "silu": (F.silu,),
+    "tanh": (F.tanh, torch.tanh),
+    "sigmoid": (F.sigmoid, torch.sigmoid),
+    "leaky_relu": (F.leaky_relu,),
+}
 # Operations without cases, by the names of functions and methods of torch. What cuts large numbers off is none.
 _FUNCTIONS = frozenset(
     (
         *("add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "neg", "reciprocal"),
-        *("pow", "square", "sqrt", "abs", "exp", "expm1", "log1p", "erf", "erfc", "tanh", "sigmoid"),
-        *("relu", "gelu", "silu", "leaky_relu", "softplus", "logsigmoid"),
+        *("pow", "square", "sqrt", "abs", "exp", "expm1", "log1p", "erf", "erfc", "softplus", "logsigmoid", "gelu"),
+        *(function.__name__ for functions in TORCH_FUNCTIONS.values() for function in functions),
     )
 )
 # Of a merged hidden, along the last dimension.

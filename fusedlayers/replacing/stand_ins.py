@@ -19,19 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.activations import ACTIVATIONS
+from .formulas import TORCH_FUNCTIONS
 from .uncomputed import Uncomputed, computed
 
 # Paths of up, activation, down, gate and the child that computes act(up(x)) in their block, name by name, None where
 # there is none; and of the children that hold some, innermost first.
 Places = tuple[tuple["tuple[str, ...] | None", ...], tuple[tuple[str, ...], ...]]
-# Functions of torch that compute an activation without options; gelu has one.
-_FUNCTIONS: dict[str, tuple[Callable[..., Tensor], ...]] = {
-    "relu": (F.relu, torch.relu),
-    "silu": (F.silu,),
-    "tanh": (F.tanh, torch.tanh),
-    "sigmoid": (F.sigmoid, torch.sigmoid),
-    "leaky_relu": (F.leaky_relu,),
-}
 
 
 def why_no_stand_in(name: str, function: Callable[..., Any]) -> str | None:
@@ -219,7 +212,7 @@ class Pending(Uncomputed):
             return False
         if function is F.gelu:
             return name == {"none": "gelu", "tanh": "gelu_tanh"}.get(options.get("approximate", "none"))
-        return function in _FUNCTIONS.get(name, ()) and not set(options) - {"inplace"}
+        return function in TORCH_FUNCTIONS.get(name, ()) and not set(options) - {"inplace"}
 
     def _with(self, activated: bool, dropout_p: float | None, inplace: bool) -> Pending:
         """The hidden after one more part."""

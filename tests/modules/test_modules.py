@@ -343,7 +343,7 @@ def test_calling_the_children_is_said_once(caplog: pytest.LogCaptureFixture, mon
         ({"d_ff": -3}, ValueError, "d_ff must be a positive int, got -3"),
         ({"d_ff": 10.0}, TypeError, r"d_ff must be a positive int, got 10.0 \(float\)"),
         ({"d_model": True}, TypeError, "d_model must be a positive int, got True"),
-        ({"activation": "mish"}, ValueError, "activation 'mish' .*known.*gelu_tanh"),
+        ({"activation": "swoosh"}, ValueError, "activation 'swoosh' .*known.*gelu_tanh"),
         ({"activation": nn.GELU()}, TypeError, "activation must be a name"),
         ({"gated": "no"}, TypeError, "gated must be True or False, got 'no'"),
         ({"bias": None}, TypeError, "bias must be True or False, got None"),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.replacing import FFNRule, torch_module_activation
+from fusedlayers.replacing.formulas import TORCH_FUNCTIONS
 from tests.support.ffn_blocks import GatedBlock
 from tests.support.recognised_blocks import GLU, K, TanhGELU, Torchtune
 
@@ -44,9 +45,9 @@ from tests.support.recognised_blocks import GLU, K, TanhGELU, Torchtune
         (F.sigmoid, "sigmoid"),
         (torch.sigmoid, "sigmoid"),
         (F.leaky_relu, "leaky_relu"),
-        (F.mish, None),
+        (torch.cos, None),
         ("gelu_new", "gelu_tanh"),
-        ("mish", None),
+        ("swoosh", None),
         (None, None),
     ],
 )
@@ -56,6 +57,26 @@ def test_activations_are_recognised(activation: object, name: str | None) -> Non
     if name is not None and callable(activation):
         z = torch.linspace(-6, 6, 101)
         assert torch.equal(activation(z.clone()), ACTIVATIONS[name].torch(z))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_torchs_functions_are_recognised_in_every_place(name: str) -> None:
+    """By themselves, and called in a method, where they have to be known as formulas."""
+    functions = {getattr(place, name) for place in (F, torch) if hasattr(place, name)}
+    known = {*TORCH_FUNCTIONS.get(name, ()), *([F.gelu] if name == "gelu" else [])}
+    assert functions <= known, f"missing in TORCH_FUNCTIONS of fusedlayers/replacing/formulas.py: {name}"
+
+    class Calls(nn.Module):
+        def __init__(self, function: Callable[..., Tensor]) -> None:
+            super().__init__()
+            self.function = function
+
+        def forward(self, z: Tensor) -> Tensor:
+            return self.function(z)
+
+    for function in functions:
+        assert torch_module_activation(function) == name
+        assert torch_module_activation(Calls(function)) == name
 
 
 def test_a_rule_may_name_the_activation() -> None:
