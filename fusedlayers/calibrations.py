@@ -15,7 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from . import sources
-from .folders import cache_file, read_json, write_json
+from .folders import CacheFile, read_json, write_json
 from .kernels.device import compiler, toolchain
 from .planning import Device
 from .planning.calibration import CHOICES, Calibration, Entry, Features
@@ -38,28 +39,24 @@ Json = dict[str, Any]
 
 
 def calibration_file() -> Path:
-    """Where it lies."""
-    return cache_file("calibration.json")
+    """Where it lies.
+
+    Raises:
+        ValueError: no home folder is known.
+    """
+    return FILE.path
 
 
 def on_record(facts: Device) -> Calibration | None:
     """What was measured on such a device with these versions, or None."""
-    path = calibration_file()
-    # Most machines have no such file, and pay nothing for it.
-    if not path.exists():
-        return None
-    try:
-        records = [record for record in read(path) if record["gpu"] == facts.name]
-    except ValueError as error:
-        logger.warning("%s; it is ignored until the next calibration", error)
-        return None
+    records = [record for record in FILE.read() or () if record["gpu"] == facts.name]
     place = place_of(facts) if records else ()
     entries = [found for record in records if _place(record) == place for found in trusted(record)]
     if records and not entries:
         changed = [name for name, now in zip(_PLACE, place, strict=True) if any(each[name] != now for each in records)]
         logger.warning(
             "%s has no figures for %s with these versions (others: %s): python -m fusedlayers.bench calibrate",
-            path, facts.name, ", ".join(changed) or "none",
+            FILE.path, facts.name, ", ".join(changed) or "none",
         )  # fmt: skip
     return Calibration(entries) if entries else None
 
@@ -74,15 +71,14 @@ def place_of(facts: Device) -> Place:
 
 def add(facts: Device, entries: Iterable[Entry], driver: str | None) -> Path:
     """Puts entries on record, in place of earlier ones for the same problems, and returns the file."""
-    path, place, records = calibration_file(), place_of(facts), _own_records()
+    place, records = place_of(facts), _own_records()
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     known = records.get(place, {"entries": []})["entries"]
     merged = {_problem(entry): entry for entry in [*known, *(_as_json(found, place) for found in entries)]}
     last_run = {"driver": driver, "toolchain": toolchain(facts.architecture), "measured": now}
     about = dict(zip(_PLACE, place, strict=True)) | last_run
     records[place] = about | {"entries": list(merged.values())}
-    _write(records.values(), path)
-    return path
+    return FILE.write(_contents(records.values()))
 
 
 def merge(paths: Sequence[Path]) -> tuple[int, int]:
@@ -104,7 +100,7 @@ def merge(paths: Sequence[Path]) -> tuple[int, int]:
                 known[_problem(entry)] = entry
                 taken += 1
         records[place] = into | {"entries": list(known.values())}
-    _write(records.values(), calibration_file())
+    FILE.write(_contents(records.values()))
     return taken, dropped
 
 
@@ -118,7 +114,7 @@ def export(path: Path) -> int:
     if not own.exists():
         raise ValueError(f"{own}: nothing was measured here yet")
     records = read(own)
-    _write(records, path)
+    write_json(_contents(records), path)
     return sum(len(record["entries"]) for record in records)
 
 
@@ -129,17 +125,23 @@ def read(path: Path) -> list[Json]:
         ValueError: it cannot be read, or is no record; the message names the file.
     """
     found = read_json(path)
-    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
-        raise ValueError(f"{path}: expected a calibration of schema {SCHEMA}")
     try:
-        for record in found["records"]:
-            _place(record)
-            for entry in record["entries"]:
-                _entry(entry)
-                _ = entry["hash"]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path}: is no complete calibration ({type(error).__name__}: {error})") from error
-    return list(found["records"])
+        return checked(found)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def checked(found: Any) -> list[Json]:
+    """The records of what a file holds, each with what is known of it alone.
+
+    Raises:
+        ValueError: it is no record.
+    """
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        raise ValueError(f"expected a calibration of schema {SCHEMA}")
+    if type(found.get("records")) is not list:
+        raise ValueError("is no complete calibration (records)")
+    return [_checked_record(record) for record in found["records"]]
 
 
 def trusted(record: Json) -> list[Entry]:
@@ -150,14 +152,11 @@ def trusted(record: Json) -> list[Entry]:
 
 def _own_records() -> dict[Place, Json]:
     """The user's own by their place; a file that cannot be read is replaced."""
-    try:
-        return {_place(record): record for record in read(calibration_file())}
-    except ValueError:
-        return {}
+    return {_place(record): record for record in FILE.read() or ()}
 
 
-def _write(records: Iterable[Json], path: Path) -> None:
-    write_json({"schema": SCHEMA, "records": list(records)}, path)
+def _contents(records: Iterable[Json]) -> Json:
+    return {"schema": SCHEMA, "records": list(records)}
 
 
 def _place(record: Json) -> Place:
@@ -188,10 +187,61 @@ def _as_json(entry: Entry, place: Place) -> Json:
 
 
 def _entry(found: Json) -> Entry:
-    if found["choice"] not in CHOICES:
-        raise ValueError(f"choice {found['choice']!r}")
     flags, sizes = tuple(sorted(found["flags"].items())), tuple(found["sizes"].items())
     return Entry(
         Features(found["operation"], flags, sizes),
-        bool(found["replayed"]), found["choice"], found["path"], float(found["speed"]), float(found["spread"]),
+        found["replayed"], found["choice"], found["path"], float(found["speed"]), float(found["spread"]),
     )  # fmt: skip
+
+
+def _is_text(value: object) -> bool:
+    return type(value) is str
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_amount(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= sys.float_info.max
+
+
+def _is_flag(value: object) -> bool:
+    return value is None or type(value) in (str, bool, int) or _is_amount(value)
+
+
+# What each part of a record and of an entry is; a file may hold anything.
+_RECORD = {"gpu": _is_text, "processors": _is_size, "torch": _is_text, "compiler": _is_text, "sources": _is_text}
+_ENTRY = {
+    "operation": _is_text,
+    "flags": lambda value: type(value) is dict and all(map(_is_flag, value.values())),
+    "sizes": lambda value: type(value) is dict and all(map(_is_size, value.values())),
+    "replayed": lambda value: type(value) is bool,
+    "choice": lambda value: _is_text(value) and value in CHOICES,
+    "path": _is_text,
+    "speed": _is_amount,
+    "spread": _is_amount,
+    "hash": _is_text,
+}
+
+
+def _checked_record(record: Any) -> Json:
+    _check(record, _RECORD)
+    if type(record.get("entries")) is not list:
+        raise ValueError("is no complete calibration (entries)")
+    for entry in record["entries"]:
+        _check(entry, _ENTRY)
+        if len(entry) > len(_ENTRY):
+            raise ValueError(f"is no calibration of schema {SCHEMA} ({', '.join(sorted(set(entry) - set(_ENTRY)))})")
+    for_the_reader = {name: record.get(name) for name in ("driver", "toolchain", "measured")}
+    described = {name: value for name, value in for_the_reader.items() if value is None or _is_text(value)}
+    return {name: record[name] for name in (*_PLACE, "entries")} | described
+
+
+def _check(found: Any, expected: dict[str, Callable[[Any], bool]]) -> None:
+    wrong = [name for name, right in expected.items() if type(found) is not dict or not right(found.get(name))]
+    if wrong:
+        raise ValueError(f"is no complete calibration ({', '.join(wrong)})")
+
+
+FILE = CacheFile("calibration.json", checked)

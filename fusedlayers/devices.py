@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import warnings
+import atexit
+import os
+import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,9 +15,9 @@ from typing import Any
 import torch
 
 from . import calibrations
-from .folders import cache_file, write_json
+from .folders import CacheFile, check_folder, say_once
 from .kernels import hopper
-from .kernels.device import HAS_TRITON, RELEASE, interpreted, toolchain
+from .kernels.device import HAS_TRITON, RELEASE, compiled_folder, interpreted, toolchain
 from .planning import Device
 
 # What tests and the self-test assume instead of what is asked.
@@ -72,8 +73,36 @@ def _describe(device: torch.device) -> Device:
         )
     if not facts.triton:
         return facts
+    if not interpreted() and (reason := why_nothing_compiles()):
+        return replace(facts, why_no_kernels=reason)
     calibration = calibrations.on_record(facts) if _calibrated else None
     return replace(facts, avoided=failures_on_record(facts), calibration=calibration)
+
+
+@cache
+def why_nothing_compiles() -> str | None:
+    """Why Triton has no folder to put compiled kernels into, or None.
+
+    Where it cannot write into its own, as without a home folder, this process compiles into a temporary one.
+    """
+    folder = compiled_folder()
+    try:
+        # Triton leaves a home folder that nobody knows as "~", which would be made in the working folder.
+        if not folder or folder.startswith("~"):
+            raise ValueError(f"{folder!r}: no home folder is known")
+        check_folder(Path(folder))
+        return None
+    except ValueError as error:
+        reason = f"Triton cannot keep compiled kernels in {error}"
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="fusedlayers-")
+    except OSError as error:
+        return f"{reason}, nor in a temporary folder: {error.strerror}"
+    atexit.register(temporary.cleanup)
+    # The variable, as compilers that torch.compile starts in other processes read it, too.
+    os.environ["TRITON_CACHE_DIR"] = temporary.name
+    say_once(f"{reason}; this process keeps them in {temporary.name}")
+    return None
 
 
 @contextmanager
@@ -91,37 +120,32 @@ def uncalibrated() -> Iterator[None]:
 
 def records() -> str:
     """Which state of the user's records there is, by their sizes and times of change; empty without any."""
-    paths = (failures_file(), calibrations.calibration_file())
-    found = [path.stat() for path in paths if path.exists()]
-    return "".join(f" {each.st_size}-{each.st_mtime_ns}" for each in found)
-
-
-def failures_file() -> Path:
-    """Where the self-test records what failed."""
-    return cache_file("selftest.json")
+    return "".join(f" {state}" for file in (FAILURES, calibrations.FILE) if (state := file.state))
 
 
 def failures_on_record(facts: Device) -> frozenset[str]:
     """The configurations that failed the self-test on such a device, with this compiler and this assembler."""
-    path = failures_file()
     # Most machines have no such file, and pay nothing for it.
-    return frozenset(_read(path).get(_place(facts), ())) if path.exists() else frozenset()
+    record = FAILURES.read()
+    return frozenset(record.get(_place(facts), ())) if record else frozenset()
 
 
 def record_failures(facts: Device, names: Collection[str], tested: Collection[str] | None = None) -> Path | None:
     """Replaces what is on record for such a device, and returns the file; None where there was and is nothing.
 
     ``tested`` are the configurations of a test of some; what is on record of others stays.
+
+    Raises:
+        OSError, ValueError: the file cannot be written.
     """
-    path = failures_file()
-    record = _read(path) if path.exists() else {}
+    record = FAILURES.read() or {}
     before = record.pop(_place(facts), None)
     kept = set() if tested is None or before is None else set(before) - set(tested)
     if failed := kept.union(names):
         record[_place(facts)] = sorted(failed)
     elif before is None:
         return None
-    write_json(record, path)
+    path = FAILURES.write(record)
     _describe.cache_clear()
     return path
 
@@ -130,13 +154,17 @@ def _place(facts: Device) -> str:
     return f"{facts.name}, {toolchain(facts.architecture)}"
 
 
-def _read(path: Path) -> dict[str, list[str]]:
-    try:
-        record = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        warnings.warn(f"{path} is ignored: it cannot be read ({error}); run the self-test again", stacklevel=2)
-        return {}
-    right = isinstance(record, dict) and all(isinstance(names, list) for names in record.values())
-    if not right:
-        warnings.warn(f"{path} is ignored: it is no record of a self-test; run that again", stacklevel=2)
-    return record if right else {}
+def _checked(record: Any) -> dict[str, list[str]]:
+    """What the self-test recorded: the configurations that failed, by where they did.
+
+    Raises:
+        ValueError: it is no such record.
+    """
+    lists = list(record.values()) if type(record) is dict else [None]
+    if not all(type(names) is list and all(type(name) is str for name in names) for names in lists):
+        raise ValueError(f"{FAILURES.name} is no record of a self-test")
+    return dict(record)
+
+
+# Where the self-test records what failed.
+FAILURES = CacheFile("selftest.json", _checked)

@@ -1,25 +1,106 @@
-"""Files that the library writes: where its own lie, how they are written, and whether a folder takes them."""
+"""Files that the library writes: its optional records in the user's cache folder, and whether a folder takes files."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import secrets
+import stat
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+logger = logging.getLogger("fusedlayers")
+
+Contents = TypeVar("Contents")
 
 
-def cache_file(name: str) -> Path:
-    """A file of the library's own in the user's cache folder, whether it is there or not."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusedlayers" / name
+@dataclass(frozen=True)
+class CacheFile(Generic[Contents]):
+    """A JSON file of the library's own in the user's cache folder; ``checked`` says what its contents are.
+
+    It is optional: where it cannot be read, or is not what it should be, one line of INFO says so, and a call goes on
+    as if there were none. ``checked`` raises a ValueError for contents that are not right.
+    """
+
+    name: str
+    checked: Callable[[Any], Contents]
+
+    @property
+    def path(self) -> Path:
+        """Where it lies, whether it is there or not.
+
+        Raises:
+            ValueError: no home folder is known.
+        """
+        return cache_folder() / self.name
+
+    def read(self) -> Contents | None:
+        """Its contents; None where there are none that can be used."""
+        try:
+            found = _read_optional(self.path)
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            reason = str(error)
+        else:
+            try:
+                return self.checked(found)
+            except ValueError as error:
+                reason = f"{self.path}: {error}"
+        say_once(f"{reason}; it is ignored")
+        return None
+
+    def write(self, contents: object) -> Path:
+        """Puts the contents in the place of earlier ones.
+
+        Raises:
+            OSError, ValueError: the file cannot be written.
+        """
+        path = self.path
+        write_json(contents, path)
+        return path
+
+    @property
+    def state(self) -> str:
+        """A text that changes whenever the file does; empty where there is none."""
+        try:
+            found = self.path.stat()
+        except (OSError, ValueError):
+            return ""
+        return f"{found.st_size}-{found.st_mtime_ns}"
+
+
+def cache_folder() -> Path:
+    """The library's folder in the user's cache folder.
+
+    Raises:
+        ValueError: no home folder is known.
+    """
+    given = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(given) if given else Path.home() / ".cache") / "fusedlayers"
+    except RuntimeError as error:
+        raise ValueError(
+            "no home folder is known to keep records in: set XDG_CACHE_HOME to a folder that can be written into"
+        ) from error
 
 
 def write_json(value: object, path: Path) -> None:
     """``value`` as JSON; another process never reads half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")
-    unfinished.replace(path)
+    # The number of the process alone may be that of another one in another container.
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        unfinished.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def read_json(path: Path, expected: str = "JSON") -> Any:
@@ -29,11 +110,13 @@ def read_json(path: Path, expected: str = "JSON") -> Any:
         ValueError: it cannot be read, or is not what is ``expected``; the message begins with the file.
     """
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{path}: expected {expected}: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: expected {expected}: it is nested too deeply") from error
 
 
 def check_folder(folder: Path) -> None:
@@ -50,3 +133,29 @@ def check_folder(folder: Path) -> None:
     except OSError as error:
         reason = f"{there} is no folder" if isinstance(error, NotADirectoryError) else f"{there}: {error.strerror}"
         raise ValueError(f"{str(folder)!r}; expected a folder that files can be written into ({reason})") from error
+
+
+@cache
+def say_once(message: str) -> None:
+    """One line of INFO, however often the reason for it is met in a process."""
+    logger.info(message)
+
+
+def _read_optional(path: Path) -> Any:
+    """What a file of JSON holds.
+
+    Raises:
+        FileNotFoundError: there is none, as on most machines.
+        ValueError: it cannot be read.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError from error
+    except OSError as error:
+        # As of the folder, so that all of its files cost one line together.
+        raise ValueError(f"{path.parent}: cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(mode):
+        # To open a pipe would wait for whoever writes into it.
+        raise ValueError(f"{path}: expected a file of JSON")
+    return read_json(path)

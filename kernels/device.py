@@ -38,6 +38,11 @@ def compiler() -> str:
     return f"Triton {triton.__version__}{', interpreter' if interpreted() else ''}"
 
 
+def compiled_folder() -> str:
+    """Where Triton keeps compiled kernels, whether that can be written into or not; empty where it names nothing."""
+    return str(triton.knobs.cache.dir or "")
+
+
 def toolchain(architecture: str) -> str:
     """The compiler, and on NVIDIA's GPUs the assembler, that kernels for ``architecture`` go through at this moment.
 
@@ -59,4 +64,7 @@ def assembler(architecture: str) -> Any:
     return chosen(int(architecture.removeprefix("sm_")))
 
 
-__all__ = ["HAS_TRITON", "RELEASE", "Inert", "assembler", "compiler", "interpreted", "tl", "toolchain", "triton"]
+__all__ = [
+    "HAS_TRITON", "RELEASE", "Inert", "assembler", "compiled_folder", "compiler", "interpreted", "tl", "toolchain",
+    "triton",
+]  # fmt: skip

@@ -101,7 +101,7 @@ def checked_settings(config: DictConfig, schema: type[Settings]) -> Settings:
 def start(config: DictConfig, schema: type[Settings], run: Callable[[Settings], object]) -> None:
     """Run the example that a configuration describes, whose keys Hydra has checked."""
     with ExitStack() as stack:
-        first = not int(os.environ.get("RANK", "0"))
+        first = not int(os.environ.get("RANK") or "0")
         if first:
             # One line of the library says which path its layers take on this machine, and why.
             logging.basicConfig(handlers=[Messages()])

@@ -326,7 +326,7 @@ def environment() -> Row:
         "torch": torch.__version__,
         "triton": triton,
         "fusedlayers": fusedlayers.__version__,
-        "FUSEDLAYERS_BACKEND": os.environ.get("FUSEDLAYERS_BACKEND", "auto"),
+        "FUSEDLAYERS_BACKEND": os.environ.get("FUSEDLAYERS_BACKEND") or "auto",
         "FUSEDLAYERS_WORKSPACE_MIB": os.environ.get("FUSEDLAYERS_WORKSPACE_MIB"),
     }
 

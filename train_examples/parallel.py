@@ -34,9 +34,9 @@ class Processes:
     """
 
     def __init__(self, kind: str, run: RunSettings, precision: Any) -> None:
-        count = int(os.environ.get("WORLD_SIZE", "1"))
+        count = int(os.environ.get("WORLD_SIZE") or "1")
         check_parallel(kind, run, precision, count)
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        here = int(os.environ.get("LOCAL_WORLD_SIZE") or "1")
         self.kind = kind
         strategy: Any = "auto"
         if kind == "ddp":

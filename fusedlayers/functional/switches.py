@@ -1,4 +1,4 @@
-"""The user's switches: environment variables that are read at every call."""
+"""The user's switches: environment variables that are read at every call; an empty one is as one that is not set."""
 
 import math
 import os
@@ -29,7 +29,7 @@ def switches() -> tuple[object, object, object]:
 
 def backend() -> str:
     """The user's wish, from ``FUSEDLAYERS_BACKEND``: ``auto`` (default), ``triton`` or ``torch``."""
-    value = os.environ.get("FUSEDLAYERS_BACKEND", "auto")
+    value = os.environ.get("FUSEDLAYERS_BACKEND") or "auto"
     if value not in BACKENDS:
         raise ValueError(f"FUSEDLAYERS_BACKEND is {value!r}; expected one of {', '.join(BACKENDS)}")
     return value
@@ -37,7 +37,7 @@ def backend() -> str:
 
 def strict() -> bool:
     """Whether ``FUSEDLAYERS_STRICT`` asks for an error where kernels cannot run, instead of torch."""
-    value = os.environ.get("FUSEDLAYERS_STRICT", "0")
+    value = os.environ.get("FUSEDLAYERS_STRICT") or "0"
     if value not in ("0", "1"):
         raise ValueError(f"FUSEDLAYERS_STRICT is {value!r}; expected 0 or 1")
     return value == "1"
@@ -46,7 +46,7 @@ def strict() -> bool:
 def workspace_limit() -> int:
     """The most bytes of temporary memory of a loss head, from ``FUSEDLAYERS_WORKSPACE_MIB``; 0 where it is not set."""
     value = os.environ.get("FUSEDLAYERS_WORKSPACE_MIB")
-    if value is None:
+    if not value:
         return 0
     try:
         limit = float(value) * 2**20

@@ -21,14 +21,17 @@ CHOICES = ("triton", "auto", "torch")
 # launched nor replayed, but costs the host something between both.
 _NO_FLAGS = ("operation", "captured", "compiled")
 
+Flags = tuple[tuple[str, Any], ...]
 Sizes = tuple[tuple[str, int], ...]
+# The operation, the flags, the names of the sizes, and whether it was replayed: entries of one family are compared.
+_Family = tuple[str, Flags, tuple[str, ...], bool]
 
 
 class Features(NamedTuple):
     """A problem as entries know it; ``flags`` are the fields that differ from their defaults, and are no sizes."""
 
     operation: str
-    flags: tuple[tuple[str, Any], ...]
+    flags: Flags
     sizes: Sizes
 
 
@@ -63,10 +66,9 @@ class Calibration:
     """All that was measured on one GPU; compared by identity, as one is read for each device."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
-        self._found: dict[tuple[str, tuple[tuple[str, Any], ...], bool], list[Entry]] = {}
+        self._found: dict[_Family, list[Entry]] = {}
         for entry in entries:
-            found = entry.features
-            self._found.setdefault((found.operation, found.flags, entry.replayed), []).append(entry)
+            self._found.setdefault(_family(entry.features, entry.replayed), []).append(entry)
 
     def __len__(self) -> int:
         return sum(map(len, self._found.values()))
@@ -75,7 +77,7 @@ class Calibration:
         """Whether kernels won anything of an operation in this dtype."""
         return any(
             name == operation and ("dtype", dtype) in flags and any(entry.choice == "triton" for entry in entries)
-            for (name, flags, _), entries in self._found.items()
+            for (name, flags, *_), entries in self._found.items()
         )
 
     def answer(self, problem: Any) -> Entry | None:
@@ -88,7 +90,7 @@ class Calibration:
         return launched if agree else None
 
     def _answer(self, found: Features, replayed: bool) -> Entry | None:
-        entries = self._found.get((found.operation, found.flags, replayed), ())
+        entries = self._found.get(_family(found, replayed), ())
         if exact := next((entry for entry in entries if entry.features.sizes == found.sizes), None):
             return exact
         lower = [entry for entry in entries if _within(entry, entry.features.sizes, found.sizes)]
@@ -120,6 +122,10 @@ def as_measured(problem: Any, device: Device) -> Any | None:
 
 def _outcome(entry: Entry) -> tuple[str, str]:
     return entry.choice, entry.path
+
+
+def _family(found: Features, replayed: bool) -> _Family:
+    return found.operation, found.flags, tuple(name for name, _ in found.sizes), replayed
 
 
 def _within(entry: Entry, low: Sizes, high: Sizes) -> bool:

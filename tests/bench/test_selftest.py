@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -260,11 +261,26 @@ def test_trials_run_in_processes() -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"cpu": "everything"}'])
-def test_a_record_that_cannot_be_read_is_ignored_and_said(cache: Path, text: str) -> None:
+def test_a_record_that_cannot_be_read_is_ignored_and_said(
+    cache: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
     cache.parent.mkdir()
     cache.write_text(text)
-    with pytest.warns(UserWarning, match=r"selftest\.json is ignored"):
+    with caplog.at_level(logging.INFO, "fusedlayers"):
         assert devices.failures_on_record(H200) == frozenset()
+    assert f"{cache}: " in caplog.text
+    assert "it is ignored" in caplog.text
+
+
+def test_a_result_that_cannot_be_recorded_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    monkeypatch.setattr(selftest, "why_nothing_to_test", lambda device: None)
+    monkeypatch.setattr(selftest, "few_trials", list)
+    monkeypatch.setattr(selftest, "find_failures", lambda trials, device, say: {"forward": "NOT equal"})
+    assert selftest.main(CPU) == 1
+    assert "not recorded, so that auto mode does not know of it: " in capsys.readouterr().out
 
 
 def test_records_of_other_machines_stay(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fusedlayers import functional
+from fusedlayers.functional import switches
 from tests.support.operands import PATHS, Allocations, ffn_inputs, on_path
 
 CPU = torch.device("cpu")
@@ -229,10 +230,8 @@ def test_recompute(recompute: object) -> None:
 
 SWITCHES = [
     ("FUSEDLAYERS_BACKEND", "cuda", "FUSEDLAYERS_BACKEND is 'cuda'; expected one of auto, triton, torch"),
-    ("FUSEDLAYERS_BACKEND", "", "FUSEDLAYERS_BACKEND is ''; expected one of auto, triton, torch"),
     ("FUSEDLAYERS_BACKEND", "Triton", "FUSEDLAYERS_BACKEND is 'Triton'; expected one of auto, triton, torch"),
     ("FUSEDLAYERS_STRICT", "yes", "FUSEDLAYERS_STRICT is 'yes'; expected 0 or 1"),
-    ("FUSEDLAYERS_STRICT", "", "FUSEDLAYERS_STRICT is ''; expected 0 or 1"),
 ]
 
 
@@ -243,7 +242,18 @@ def test_switches(operation: str, switch: str, value: str, words: str, monkeypat
     refused(operation, ValueError, f"^{re.escape(words)}$")
 
 
-@pytest.mark.parametrize("value", ["", "64 MiB", "0", "-1", "inf", "nan"])
+@pytest.mark.parametrize("operation", CALLS)
+def test_an_empty_switch_is_none(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, valid = CALLS[operation]
+    arguments = valid()
+    expected = function(**arguments)
+    for switch in switches.SWITCHES:
+        monkeypatch.setenv(switch, "")
+    assert (switches.backend(), switches.strict(), switches.workspace_limit()) == ("auto", False, 0)
+    assert torch.equal(function(**arguments), expected)
+
+
+@pytest.mark.parametrize("value", ["64 MiB", "0", "-1", "inf", "nan"])
 def test_the_workspace(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a loss head alone."""
     monkeypatch.setenv("FUSEDLAYERS_WORKSPACE_MIB", value)

@@ -254,7 +254,7 @@ def test_what_dynamo_writes_down_names_the_sources_and_records(monkeypatch: pyte
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name in ("selftest.json", "calibration.json"):
-        folders.write_json({}, folders.cache_file(name))
+        folders.write_json({}, folders.cache_folder() / name)
         torch._dynamo.reset()
         torch.compile(functional.ffn, fullgraph=True, backend=keep)(**arguments)
     assert seen[:2] == [f"auto False {ours}", "auto False others"]

@@ -277,7 +277,7 @@ def test_a_file_that_is_none_is_named_and_ignored(
     cache.write_text(text)
     with pytest.raises(ValueError, match=words):
         calibrations.read(cache)
-    with caplog.at_level(logging.WARNING, "fusedlayers"):
+    with caplog.at_level(logging.INFO, "fusedlayers"):
         assert calibrations.on_record(CARD) is None
     assert str(cache) in caplog.text
     calibrations.add(CARD, [entry(FFN)], None)

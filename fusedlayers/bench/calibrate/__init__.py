@@ -67,7 +67,7 @@ def main(chosen: argparse.Namespace) -> int:
     check_folder(calibrations.calibration_file().parent)
     if chosen.export or chosen.merge:
         return _share(chosen.merge or (), chosen.export)
-    if os.environ.get("RANK", "0") != "0":
+    if (os.environ.get("RANK") or "0") != "0":
         print("calibrate: rank 0 measures; what it writes is read by the other ranks of the same home")
         return 0
     device = chosen_device(chosen)

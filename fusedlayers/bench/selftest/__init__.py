@@ -31,7 +31,11 @@ def main(device: torch.device, say: Callable[[str], None] = print) -> int:
     where = f"{facts.name}, {toolchain(facts.architecture)}"
     say(f"selftest: {len(trials)} calls on {where}")
     failures = find_failures(trials, device, say)
-    path = record_failures(facts, list(failures))
+    try:
+        path = record_failures(facts, list(failures))
+        unwritten = ""
+    except (OSError, ValueError) as error:
+        path, unwritten = None, str(error)
     for name, reason in failures.items():
         say(f"FAILED {name}\n       {reason}")
     tested = covered(trials, facts)
@@ -39,7 +43,9 @@ def main(device: torch.device, say: Callable[[str], None] = print) -> int:
         f"selftest: {len(tested - set(failures))} of {len(tested | set(failures))} configurations give exact integers, "
         f"in {time.perf_counter() - started:.0f} s"
     )
-    if failures:
+    if unwritten:
+        say(f"not recorded, so that auto mode does not know of it: {unwritten}")
+    elif failures:
         say(f"recorded in {path}: from now on these are avoided here, until this test passes")
     elif path is not None:
         say(f"{path}: what failed here before is forgotten")
