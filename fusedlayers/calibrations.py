@@ -16,7 +16,7 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -69,16 +69,27 @@ def place_of(facts: Device) -> Place:
     return facts.name, facts.sms, torch.__version__, compiler(), sources.kernels_and_rules()
 
 
-def add(facts: Device, entries: Iterable[Entry], driver: str | None) -> Path:
-    """Puts entries on record, in place of earlier ones for the same problems, and returns the file."""
-    place, records = place_of(facts), _own_records()
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    known = records.get(place, {"entries": []})["entries"]
-    merged = {_problem(entry): entry for entry in [*known, *(_as_json(found, place) for found in entries)]}
-    last_run = {"driver": driver, "toolchain": toolchain(facts.architecture), "measured": now}
-    about = dict(zip(_PLACE, place, strict=True)) | last_run
-    records[place] = about | {"entries": list(merged.values())}
-    return FILE.write(_contents(records.values()))
+def add(facts: Device, entries: Collection[Entry], driver: str | None) -> Path:
+    """Puts entries on record, in place of earlier ones for the same problems, and returns the file.
+
+    Raises:
+        OSError, ValueError: the file cannot be written.
+    """
+    place = place_of(facts)
+    last_run = {
+        "driver": driver,
+        "toolchain": toolchain(facts.architecture),
+        "measured": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+    def with_entries(own: list[Json] | None) -> Json:
+        records = _by_place(own)
+        known = records.get(place, {"entries": []})["entries"]
+        merged = {_problem(entry): entry for entry in [*known, *(_as_json(found, place) for found in entries)]}
+        records[place] = dict(zip(_PLACE, place, strict=True)) | last_run | {"entries": list(merged.values())}
+        return _contents(records.values())
+
+    return FILE.update(with_entries)
 
 
 def merge(paths: Sequence[Path]) -> tuple[int, int]:
@@ -87,20 +98,26 @@ def merge(paths: Sequence[Path]) -> tuple[int, int]:
     Raises:
         ValueError: a file cannot be read, or is no record; the message names it, and nothing was merged.
     """
-    given, records = [record for path in paths for record in read(path)], _own_records()
+    given = [record for path in paths for record in read(path)]
     taken = dropped = 0
-    for record in given:
-        place = _place(record)
-        into = records.get(place, record | {"entries": []})
-        known = {_problem(entry): entry for entry in into["entries"]}
-        for entry in record["entries"]:
-            if entry["hash"] != _hash(entry, place):
-                dropped += 1
-            elif _problem(entry) not in known or entry["speed"] < known[_problem(entry)]["speed"]:
-                known[_problem(entry)] = entry
-                taken += 1
-        records[place] = into | {"entries": list(known.values())}
-    FILE.write(_contents(records.values()))
+
+    def with_those_given(own: list[Json] | None) -> Json:
+        nonlocal taken, dropped
+        records = _by_place(own)
+        for record in given:
+            place = _place(record)
+            into = records.get(place, record | {"entries": []})
+            known = {_problem(entry): entry for entry in into["entries"]}
+            for entry in record["entries"]:
+                if entry["hash"] != _hash(entry, place):
+                    dropped += 1
+                elif _problem(entry) not in known or entry["speed"] < known[_problem(entry)]["speed"]:
+                    known[_problem(entry)] = entry
+                    taken += 1
+            records[place] = into | {"entries": list(known.values())}
+        return _contents(records.values())
+
+    FILE.update(with_those_given)
     return taken, dropped
 
 
@@ -150,9 +167,8 @@ def trusted(record: Json) -> list[Entry]:
     return [_entry(entry) for entry in record["entries"] if entry["hash"] == _hash(entry, place)]
 
 
-def _own_records() -> dict[Place, Json]:
-    """The user's own by their place; a file that cannot be read is replaced."""
-    return {_place(record): record for record in FILE.read() or ()}
+def _by_place(records: list[Json] | None) -> dict[Place, Json]:
+    return {_place(record): record for record in records or ()}
 
 
 def _contents(records: Iterable[Json]) -> Json:

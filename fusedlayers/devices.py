@@ -138,14 +138,17 @@ def record_failures(facts: Device, names: Collection[str], tested: Collection[st
     Raises:
         OSError, ValueError: the file cannot be written.
     """
-    record = FAILURES.read() or {}
-    before = record.pop(_place(facts), None)
-    kept = set() if tested is None or before is None else set(before) - set(tested)
-    if failed := kept.union(names):
-        record[_place(facts)] = sorted(failed)
-    elif before is None:
+    place = _place(facts)
+
+    def with_failures(found: dict[str, list[str]] | None) -> dict[str, list[str]]:
+        record = dict(found or {})
+        before = set(record.pop(place, ()))
+        failed = set(names) | (set() if tested is None else before - set(tested))
+        return record | {place: sorted(failed)} if failed else record
+
+    if not names and place not in (FAILURES.read() or {}):
         return None
-    path = FAILURES.write(record)
+    path = FAILURES.update(with_failures)
     _describe.cache_clear()
     return path
 

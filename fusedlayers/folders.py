@@ -8,13 +8,23 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+try:
+    import fcntl
+except ImportError:
+    fcntl = None  # type: ignore[assignment]  # as on Windows
+
 logger = logging.getLogger("fusedlayers")
+
+# Seconds between two looks at a lock that may be held for long.
+_PATIENCE = 0.2
 
 Contents = TypeVar("Contents")
 
@@ -55,14 +65,15 @@ class CacheFile(Generic[Contents]):
         say_once(f"{reason}; it is ignored")
         return None
 
-    def write(self, contents: object) -> Path:
-        """Puts the contents in the place of earlier ones.
+    def update(self, change: Callable[[Contents | None], object]) -> Path:
+        """Puts what ``change`` makes of the contents in their place; other processes wait, so that none is lost.
 
         Raises:
             OSError, ValueError: the file cannot be written.
         """
         path = self.path
-        write_json(contents, path)
+        with locked(path.with_suffix(".lock")):
+            write_json(change(self.read()), path)
         return path
 
     @property
@@ -88,6 +99,21 @@ def cache_folder() -> Path:
         raise ValueError(
             "no home folder is known to keep records in: set XDG_CACHE_HOME to a folder that can be written into"
         ) from error
+
+
+@contextmanager
+def locked(path: Path, seconds: float | None = None) -> Iterator[bool]:
+    """Inside, no other process or thread holds the lock of this file, which is made and stays empty.
+
+    The system gives a lock back when its process ends, however it does. Yields False where the lock was not free within
+    ``seconds``, and True where it is held, or where the file system has no locks, as one line of INFO says then.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        yield _lock(file.fileno(), path, None if seconds is None else time.monotonic() + seconds)
 
 
 def write_json(value: object, path: Path) -> None:
@@ -139,6 +165,28 @@ def check_folder(folder: Path) -> None:
 def say_once(message: str) -> None:
     """One line of INFO, however often the reason for it is met in a process."""
     logger.info(message)
+
+
+def _lock(descriptor: int, path: Path, deadline: float | None) -> bool:
+    """Whether the lock is held at the end; the file gives it back as it is closed."""
+    if fcntl is None:
+        say_once(f"{path.parent}: this system has no locks for files, so processes may lose each other's records")
+        return True
+    try:
+        if deadline is None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            return True
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(_PATIENCE)
+    except OSError as error:
+        say_once(f"{path.parent}: cannot be locked ({error.strerror}), so processes may lose each other's records")
+        return True
 
 
 def _read_optional(path: Path) -> Any:

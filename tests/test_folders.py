@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from fusedlayers import calibrations, devices, folders
 from fusedlayers.planning import Device, LinearProblem, Problem, plan
 from fusedlayers.planning.calibration import Calibration, Entry, features
 
+ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 CARD = Device("cuda", "Some Card", "sm_86", sms=82, triton=True)
 FFN = Problem("ffn", 1, 4096, 1024, 4096, 1024, "bfloat16", "silu", gated=True)
@@ -157,6 +162,82 @@ def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     assert folders.cache_folder() == tmp_path / ".cache" / "fusedlayers"
+
+
+# What two processes write at the same time: each its own device, or its own entries, one by one.
+WRITES = """
+import sys
+from dataclasses import replace
+from fusedlayers import calibrations, devices
+from tests.test_folders import CARD, FFN, Entry, features
+
+number = int(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.readline()
+for count in range(40):
+    devices.record_failures(replace(CARD, name=f"Card {number}"), [f"configuration {count}"], {"another"})
+    entry = Entry(features(replace(FFN, M=2 * count + number)), False, "triton", "epilogue", 1.2, 0.01)
+    calibrations.add(CARD, [entry], None)
+"""
+
+
+def test_two_processes_lose_none_of_each_others_records(cache: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITES]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    writers = [
+        subprocess.Popen(
+            [*command, str(number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        for number in range(2)
+    ]
+    for writer in writers:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+    for writer in writers:
+        writer.communicate("go\n", timeout=300)
+        assert writer.returncode == 0
+    found = calibrations.on_record(CARD)
+    assert found is not None
+    assert len(found) == 80
+    for number in range(2):
+        failed = devices.failures_on_record(replace(CARD, name=f"Card {number}"))
+        assert failed == {f"configuration {count}" for count in range(40)}
+    assert {path.name for path in cache.iterdir()} == {*FILES, "calibration.lock", "selftest.lock"}
+
+
+def test_a_lock_ends_with_its_process(cache: Path) -> None:
+    holds = "import sys, time\nfrom pathlib import Path\nfrom fusedlayers import folders\n"
+    holds += "with folders.locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(300)"
+    lock = cache / "any.lock"
+    holder = subprocess.Popen([sys.executable, "-c", holds, str(lock)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with folders.locked(lock, seconds=0.0) as held:
+        assert not held
+    holder.kill()
+    holder.communicate()
+    with folders.locked(lock, seconds=0.0) as held:
+        assert held
+
+
+@pytest.mark.parametrize("missing", ["the system", "the file system"])
+def test_without_locks_one_line_says_so(
+    missing: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if missing == "the system":
+        monkeypatch.setattr(folders, "fcntl", None)
+    else:
+
+        def refuses(descriptor: int, operation: int) -> None:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+        monkeypatch.setattr(folders.fcntl, "flock", refuses)
+    with caplog.at_level(logging.INFO, "fusedlayers"):
+        for name in ("a", "b"):
+            devices.record_failures(CARD, [name], {name})
+    assert devices.failures_on_record(CARD) == {"a", "b"}
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.endswith("so processes may lose each other's records")
 
 
 # JSON of any kind, with the words that a record has.
