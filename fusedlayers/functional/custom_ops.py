@@ -38,7 +38,7 @@ _LIBRARY = torch.library.Library("fusedlayers", "DEF")
 _SOURCES = stamp()
 _SCHEMA_TYPES = {
     Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", str | None: "str?", bool | str: "str", int | str: "str",
-    bool | int | str: "str", bool: "bool", int: "int", float: "float", float | None: "float?",
+    bool | int | str: "str", bool: "bool", int: "int", int | None: "int?", float: "float", float | None: "float?",
 }  # fmt: skip
 # What an argument that may be a word else is -> that, of the word that stands for it.
 _WORDS: dict[Any, Callable[[str], bool | int | str]] = {

@@ -13,6 +13,7 @@ from .linear_cross_entropy import LossHead, chunked, fused, logits_formula
 from .linear_cross_entropy.arguments import (
     check_classes,
     check_layer,
+    checked_ignore_index,
     checked_scale,
     checked_softcap,
     loss_problem,
@@ -29,7 +30,7 @@ def linear_log_probs(
     target: Tensor,
     *,
     linear_bias: Tensor | None = None,
-    ignore_index: int = -100,
+    ignore_index: int | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     return_entropy: bool = False,
@@ -42,9 +43,9 @@ def linear_log_probs(
     Args:
         input: ``[*B, K]`` or ``[K]``, any strides.
         linear_weight: ``[V, K]``, ``nn.Linear``'s layout: a row for every class.
-        target: int64 classes ``[*B]``.
+        target: int64 or uint8 classes ``[*B]``.
         linear_bias: ``[V]`` or None.
-        ignore_index: a token with this target has log-probability and entropy 0, without a gradient.
+        ignore_index: a token with this target has log-probability and entropy 0, without a gradient; None is -100.
         softcap: c of ``c · tanh(logits / c)``, or None.
         logit_scale: what the logits are multiplied by, before the softcap: the inverse of a temperature.
         return_entropy: return the entropy ``-Σ_c p_c log p_c`` of each token's distribution too.
@@ -57,7 +58,7 @@ def linear_log_probs(
 
     Raises:
         TypeError: an argument of the wrong type, a dtype that is not real floating or differs from that of input, a
-            target that is not int64.
+            target that is neither int64 nor uint8.
         ValueError: shapes that do not fit together, tensors on different devices, a number outside of its range.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
@@ -75,10 +76,11 @@ class _LinearLogProbs(LossHead):
         input, linear_weight, target, linear_bias = tensors
         ignore_index, softcap, logit_scale, return_entropy, recompute = options
         check_layer(input, linear_weight, target, linear_bias)
-        check_classes(input, target, ignore_index)
+        check_classes(input, target)
         checked_flag("return_entropy", return_entropy)
         checked_flag("recompute", recompute)
-        return ignore_index, checked_softcap(softcap), checked_scale(logit_scale), return_entropy, recompute
+        ignored = checked_ignore_index(ignore_index)
+        return ignored, checked_softcap(softcap), checked_scale(logit_scale), return_entropy, recompute
 
     def problem(self, tensors: Tensors, options: tuple[Any, ...]) -> LossProblem:
         _, softcap, _, return_entropy, recompute = options

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +13,8 @@ from torch.compiler import is_dynamo_compiling
 from .. import functional, reference
 from ..functional.linear_cross_entropy.arguments import (
     check_class_weight,
-    check_ignore_index,
     check_reduction,
+    checked_ignore_index,
     checked_scale,
     checked_smoothing,
     checked_softcap,
@@ -26,13 +28,15 @@ from .traced import outside_of_traces
 class LinearCrossEntropyLoss(nn.Module):
     """Cross-entropy of ``linear(input)`` and the target, without all logits in memory.
 
-    Arguments, names and ``state_dict`` are those of ``torch.nn.LinearCrossEntropyLoss`` without ``out_features`` and
-    ``options``; see :func:`fusedlayers.functional.linear_cross_entropy` for what they mean. A child ``linear`` that is
-    no longer plain (LoRA, hooks, quantisation, parametrization, sharding, ...) is called, and the loss is the same.
+    Arguments, names and ``state_dict`` are those of ``torch.nn.LinearCrossEntropyLoss`` without ``options``; see
+    :func:`fusedlayers.functional.linear_cross_entropy` for what they mean. A child ``linear`` that is no longer plain
+    (LoRA, hooks, quantisation, parametrization, sharding, ...) is called, and the loss is the same.
 
     Args:
         in_features: width of the input, K.
         num_classes: the number of classes, V.
+        out_features: d1, ...: a token has a loss at each of d1 · ... positions, for which the linear layer has
+            V · d1 · ... rows. By default it has one.
         bias: whether the linear layer has a bias.
         device, dtype: of its parameters, as in ``nn.Linear``.
         weight: ``[V]``, what the losses of a class's tokens are multiplied by, or None; a buffer.
@@ -51,12 +55,13 @@ class LinearCrossEntropyLoss(nn.Module):
         in_features: int,
         num_classes: int,
         *,
+        out_features: Sequence[int] = (),
         bias: bool = False,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         reduction: str = "mean",
         weight: Tensor | None = None,
-        ignore_index: int = -100,
+        ignore_index: int | None = None,
         label_smoothing: float = 0.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
@@ -65,16 +70,21 @@ class LinearCrossEntropyLoss(nn.Module):
     ) -> None:
         super().__init__()
         check_reduction(reduction)
-        check_ignore_index(ignore_index)
+        checked_ignore_index(ignore_index)
+        if not isinstance(out_features, Sequence) or any(type(each) is not int or each < 1 for each in out_features):
+            raise TypeError(f"out_features must be a tuple of positive ints, got {out_features!r}")
+        self.num_classes, self.out_features = num_classes, tuple(out_features)
         self.reduction, self.ignore_index = reduction, ignore_index
         self.recompute = checked_flag("recompute", recompute)
         self.label_smoothing = checked_smoothing(label_smoothing)
         self.softcap = checked_softcap(softcap)
         self.logit_scale = checked_scale(logit_scale)
         self.z_loss = checked_z_loss(z_loss)
-        self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
+        rows = math.prod(self.out_features, start=num_classes)
+        self.linear = nn.Linear(in_features, rows, bias=bias, device=device, dtype=dtype)
         if weight is not None:
-            check_class_weight(weight, self.linear.weight.to(weight.device if isinstance(weight, Tensor) else "meta"))
+            device = weight.device if isinstance(weight, Tensor) else "meta"
+            check_class_weight(weight, torch.empty(num_classes, 0, device=device))
         self.register_buffer("weight", weight)
 
     def reset_parameters(self) -> None:
@@ -95,7 +105,12 @@ class LinearCrossEntropyLoss(nn.Module):
 
     def call_arguments(self, input: Tensor, target: Tensor) -> dict[str, Any]:
         """The arguments that ``forward(input, target)`` gives to ``functional.linear_cross_entropy``, by name."""
-        layer = {"linear_weight": self.linear.weight, "linear_bias": self.linear.bias}
+        linear_weight, linear_bias = self.linear.weight, self.linear.bias
+        if self.out_features:
+            shape = (self.num_classes, *self.out_features)
+            linear_weight = linear_weight.reshape(*shape, -1)
+            linear_bias = None if linear_bias is None else linear_bias.reshape(shape)
+        layer = {"linear_weight": linear_weight, "linear_bias": linear_bias}
         return {"input": input, "target": target} | layer | self.options() | {"recompute": self.recompute}
 
     def why_called(self, *tensors: Tensor | None) -> str | None:
@@ -109,7 +124,7 @@ class LinearCrossEntropyLoss(nn.Module):
         return self.why_called()
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """The loss of input ``[*B, K]`` and of classes ``[*B]`` or probabilities ``[*B, V]``.
+        """The loss of input ``[*B, K]`` and of classes ``[*B, *out_features]`` or probabilities.
 
         Raises:
             TypeError, ValueError: input or target does not fit the linear layer; the message names it.
@@ -122,7 +137,9 @@ class LinearCrossEntropyLoss(nn.Module):
 
     def loss_of(self, logits: Tensor, target: Tensor) -> Tensor:
         """The loss of logits that the linear layer was called for."""
-        return reference.cross_entropy(logits, target, **self.options())
+        if self.out_features:
+            logits = logits.unflatten(-1, (self.num_classes, *self.out_features))
+        return reference.cross_entropy(logits, target, out_features=self.out_features, **self.options())
 
     def extra_repr(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options().items() if name != "weight")

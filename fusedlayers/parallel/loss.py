@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from ..functional.linear_cross_entropy.arguments import check_classes, check_layer
+from ..functional.linear_cross_entropy.arguments import check_classes, check_layer, checked_ignore_index
 from ..functional.linear_cross_entropy.parts import Part, losses_of_part
 from ..functional.operands import check_given, check_tensors
 from ..modules import LinearCrossEntropyLoss, class_name, say_once, why_not_now, why_not_plain
@@ -40,7 +40,8 @@ class LinearCrossEntropyLossParallel(ParallelStyle):
     Raises:
         TypeError: the layout is no placement, or the module is not exactly a `LinearCrossEntropyLoss`.
         ValueError: the mesh has more than one dimension, the linear layer is no longer plain, the module has class
-            weights or smooths labels, for which a process would need all classes, or a process would have no class.
+            weights or smooths labels, for which a process would need all classes, it has ``out_features``, or a process
+            would have no class.
     """
 
     def __init__(self, *, input_layouts: Placement | None = None) -> None:
@@ -55,6 +56,10 @@ class LinearCrossEntropyLossParallel(ParallelStyle):
             raise ValueError(f"module cannot be split: linear {reason}")
         if module.weight is not None or module.label_smoothing:
             raise ValueError("module cannot be split: class weights and label_smoothing take all classes at once")
+        if module.out_features:
+            raise ValueError(
+                f"module cannot be split: it has several losses a token, out_features={module.out_features}"
+            )
         classes, parts = module.linear.out_features, device_mesh.size()
         if (parts - 1) * _part_size(classes, parts) >= classes:
             raise ValueError(f"module cannot be split: of {classes} classes one of {parts} processes would have none")
@@ -103,7 +108,8 @@ class VocabularyParallelLoss(LinearCrossEntropyLoss):
         arguments = self.call_arguments(input, target)
         x, weight, bias = (arguments[name] for name in ("input", "linear_weight", "linear_bias"))
         check_layer(x, weight, target, bias)
-        check_classes(x, target, self.ignore_index)
+        check_classes(x, target)
+        ignored = checked_ignore_index(self.ignore_index)
         mesh = self.mesh_of_classes()
         classes, parts, rank = self.linear.weight.shape[0], mesh.size(), mesh.get_local_rank()
 
@@ -113,16 +119,15 @@ class VocabularyParallelLoss(LinearCrossEntropyLoss):
             return torch.stack(everywhere)
 
         part = Part(
-            rank * _part_size(classes, parts), classes, gather, self.ignore_index, self.softcap, self.logit_scale,
-            self.z_loss,
+            rank * _part_size(classes, parts), classes, gather, ignored, self.softcap, self.logit_scale, self.z_loss
         )  # fmt: skip
         rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        losses = losses_of_part(rows, weight, target.reshape(-1), bias, part)
+        losses = losses_of_part(rows, weight, target.reshape(-1).to(torch.int64), bias, part)
         if self.reduction == "none":
             return losses.view(target.shape)
         if self.reduction == "sum":
             return losses.sum()
-        return losses.sum() / (target != self.ignore_index).sum()
+        return losses.sum() / (target.to(torch.int64) != ignored).sum()
 
     def call_arguments(self, input: Tensor, target: Tensor) -> dict[str, Any]:
         """What this process computes with: the whole input and its own classes, of which the losses follow last."""

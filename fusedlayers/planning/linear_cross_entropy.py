@@ -52,6 +52,7 @@ class LossProblem(Call):
     dtype: str
     reduction: str = "none"
     biased: bool = False
+    positions: int | None = None  # losses of each token, where the weight is [V, d1, ..., K]
     weighted: bool = False  # whether classes have weights
     probabilities: bool = False  # whether targets are probabilities of all classes
     entropy: bool = False
@@ -68,7 +69,12 @@ class LossProblem(Call):
 
     @property
     def empty(self) -> bool:
-        return 0 in (self.M, self.K, self.V)
+        return 0 in (self.M, self.K, self.V, self.positions)
+
+    @property
+    def losses(self) -> int:
+        """Rows of logits."""
+        return self.M if self.positions is None else self.M * self.positions
 
     @property
     def training(self) -> bool:
@@ -90,7 +96,7 @@ class LossProblem(Call):
 
     @property
     def model_flops(self) -> tuple[int, int]:
-        product = 2 * self.M * self.K * self.V
+        product = 2 * self.losses * self.K * self.V
         return product, product * (self.needs_data_gradient + self.needs_weight_gradient)
 
     @property
@@ -119,7 +125,8 @@ class LossProblem(Call):
 
     @property
     def described(self) -> str:
-        return f"M={self.M} (tokens) K={self.K} V={self.V} (vocabulary), {self.dtype}, {direction(self)}"
+        several = "" if self.positions is None else f" × {self.positions} positions"
+        return f"M={self.M} (tokens) K={self.K} V={self.V} (vocabulary){several}, {self.dtype}, {direction(self)}"
 
     def plan(self, device: Device, backend: str) -> "LossPlan":
         return plan(self, device, backend)
@@ -191,7 +198,7 @@ def plan(problem: LossProblem, device: Device, backend: str = "auto") -> LossPla
     rows = cutting.choose_rows(problem) if path == "chunked" else 0
     chunks = -(-p.M // rows) if rows else 0
     wide_sum = cutting.needs_wide_sum(problem, chunks)
-    product = 2 * p.M * p.K * p.V
+    product = 2 * p.losses * p.K * p.V
     flops = sum(p.model_flops) + (product if path != "torch" and p.training and not p.early else 0)
     moved = p.element_bytes * (p.M * p.K + p.V * p.K) * (2 if p.training else 1)
     moved += p.element_bytes * (p.M * p.K * p.needs_data_gradient + p.V * p.K * p.needs_weight_gradient)
@@ -264,6 +271,8 @@ def why_unsupported(problem: LossProblem, device: Device) -> str | None:
     """Why the kernel cannot run ``problem``, or None."""
     if (reason := no_kernels(problem, device)) is not None:
         return reason
+    if problem.positions is not None:
+        return "the kernel takes one loss of each token, and a weight [V, K]"
     return "the kernel takes classes as targets, not their probabilities" if problem.probabilities else None
 
 
@@ -280,12 +289,12 @@ def saved_bytes(problem: LossProblem, chunked: bool) -> int:
     p = problem
     if not p.training:
         return 0
-    input, classes = p.element_bytes * p.M * p.K, 8 * p.M
+    input, classes = p.element_bytes * p.M * p.K, 8 * p.losses
     if not chunked:
         # The logarithms of the probabilities; what the softcap, the square of the logsumexp, targets that are
         # probabilities and the entropy need, each as large; and where an entropy has terms, in a byte for each.
         copies, size = 1 + p.capped + p.squared + p.probabilities + 2 * p.entropy, max(4, p.element_bytes)
-        kept = p.M * p.V * (size * copies + p.entropy)
+        kept = p.losses * p.V * (size * copies + p.entropy)
         return kept + input * p.needs_weight_gradient + classes * (not p.probabilities)
     if not p.early:
         return input + classes + (12 if p.entropy else 8) * p.M

@@ -1,11 +1,15 @@
 """The loss head: a linear layer, and the cross-entropy of its outputs."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+# The class that no token's loss counts for, where nobody names another one: torch's.
+IGNORED = -100
 
 
 def linear_cross_entropy(
@@ -16,7 +20,7 @@ def linear_cross_entropy(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -24,12 +28,19 @@ def linear_cross_entropy(
 ) -> Tensor:
     """:func:`cross_entropy` of ``input linear_weightᵀ + linear_bias`` and the target.
 
-    input ``[*B, K]``, linear_weight ``[V, K]``, linear_bias ``[V]``; the product is rounded to their dtype.
+    input ``[*B, K]``, linear_weight ``[V, *D, K]``, linear_bias ``[V, *D]``; the product is rounded to their dtype.
     """
+    classes = linear_weight.shape[:-1]
+    out_features = classes[1:]
+    if out_features:
+        linear_weight = linear_weight.flatten(0, -2)
+        linear_bias = None if linear_bias is None else linear_bias.flatten()
+    product = F.linear(input, linear_weight, linear_bias)
+    if out_features:
+        product = product.unflatten(-1, classes)
     return cross_entropy(
-        F.linear(input, linear_weight, linear_bias), target, weight=weight, reduction=reduction,
-        ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale,
-        z_loss=z_loss,
+        product, target, out_features=out_features, weight=weight, reduction=reduction, ignore_index=ignore_index,
+        label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale, z_loss=z_loss,
     )  # fmt: skip
 
 
@@ -37,9 +48,10 @@ def cross_entropy(
     product: Tensor,
     target: Tensor,
     *,
+    out_features: Sequence[int] = (),
     weight: Tensor | None = None,
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -47,16 +59,21 @@ def cross_entropy(
 ) -> Tensor:
     """torch's cross-entropy of :func:`logits`, and ``z_loss · logsumexp(logits)²`` for each token that counts.
 
-    product ``[*B, V]``, weight ``[V]``; target holds classes ``[*B]`` or probabilities ``[*B, V]``. The result has at
-    least 32 bits: a scalar, or ``[*B]`` without a reduction; any dtype.
+    product ``[*B, V]``, weight ``[V]``; target holds classes ``[*B]`` or probabilities ``[*B, V]``. With
+    ``out_features`` D a token has a loss for each of their ΠD positions: product ``[*B, V, *D]``, target ``[*B, *D]``
+    or ``[*B, V, *D]``. The result has at least 32 bits: a scalar, or ``[*B, *D]`` without a reduction; any dtype.
     """
+    classes = not target.is_floating_point()
+    if out_features:
+        # Each position becomes a row of its own.
+        product = product.flatten(-len(out_features)).transpose(-1, -2)
+        if not classes:
+            target = target.flatten(-len(out_features)).transpose(-1, -2)
+    ignored = IGNORED if ignore_index is None else ignore_index
     scores = product if product.dim() == 2 else product.reshape(math.prod(product.shape[:-1]), product.shape[-1])
     scores = logits(scores, softcap, logit_scale)
-    classes = not target.is_floating_point()
-    flat = target.reshape(-1) if classes else target.reshape(scores.shape).to(scores.dtype)
+    flat = target.reshape(-1).to(torch.int64) if classes else target.reshape(scores.shape).to(scores.dtype)
     weights = None if weight is None else weight.to(scores.dtype)
-    # Among probabilities torch refuses any class.
-    ignored = ignore_index if classes else -100
     loss = F.cross_entropy(
         scores, flat, weight=weights, reduction=reduction, ignore_index=ignored, label_smoothing=label_smoothing
     )
@@ -64,12 +81,15 @@ def cross_entropy(
         squares = z_loss * scores.logsumexp(-1).square()
         counted: Any = flat.shape[0]
         if classes:
-            taking = flat != ignore_index
+            taking = flat != ignored
             squares = squares.masked_fill(~taking, 0)
             counted = taking.sum() if weights is None else (weights[flat.where(taking, 0)] * taking).sum()
         total = squares if reduction == "none" else squares.sum()
         loss = loss + (total / counted if reduction == "mean" else total)
-    return loss.reshape(product.shape[:-1]) if reduction == "none" else loss
+    if reduction != "none":
+        return loss
+    leading = product.shape[:-2] if out_features else product.shape[:-1]
+    return loss.reshape((*leading, *out_features))
 
 
 def linear_log_probs(
@@ -78,7 +98,7 @@ def linear_log_probs(
     target: Tensor,
     *,
     linear_bias: Tensor | None = None,
-    ignore_index: int = -100,
+    ignore_index: int | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     return_entropy: bool = False,
@@ -89,7 +109,8 @@ def linear_log_probs(
     dtype. Both are 0 where the target is ``ignore_index``.
     """
     logarithms = logits(F.linear(input, linear_weight, linear_bias), softcap, logit_scale).log_softmax(-1)
-    ignored = target == ignore_index
+    target = target.to(torch.int64)
+    ignored = target == (IGNORED if ignore_index is None else ignore_index)
     chosen = logarithms.gather(-1, target.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1).masked_fill(ignored, 0)
     if not return_entropy:
         return chosen

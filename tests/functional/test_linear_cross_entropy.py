@@ -256,9 +256,6 @@ def test_probabilities_as_targets(reduction: str, backend: str, monkeypatch: pyt
         leaves.append(leaf.grad)
     torch.testing.assert_close(found[0], found[1])
     torch.testing.assert_close(leaves[0], leaves[1])
-    # torch refuses a class that would be ignored.
-    again = functional.linear_cross_entropy(inputs["input"], inputs["linear_weight"], target, ignore_index=3, **options)  # type: ignore[arg-type]
-    torch.testing.assert_close(again.flatten(), found[0])
 
 
 @pytest.mark.parametrize("path", KERNELS)

@@ -54,7 +54,7 @@ BOTH = [
     ({"target": T.to("meta")}, ValueError, "on meta: expected the device of input, cpu"),
     ({"target": T[0]}, ValueError, "target of shape [5] and dtype torch.int64 on cpu: expected [*B] = [2, 5] as input"),
     ({"target": T.to_sparse()}, TypeError, "has the layout torch.sparse_coo: expected torch.strided"),
-    ({"ignore_index": 1.0}, TypeError, "ignore_index must be an int, got 1.0 (float)"),
+    ({"ignore_index": 1.0}, TypeError, "ignore_index must be an int or None, got 1.0 (float)"),
     ({"ignore_index": 2**63}, ValueError, "ignore_index must be an int of 64 bits, got 9223372036854775808"),
     ({"softcap": 0.0}, ValueError, "softcap must be a positive number or None, got 0.0"),
     ({"softcap": -1}, ValueError, "softcap must be a positive number or None, got -1"),

@@ -99,7 +99,7 @@ def test_what_it_shows() -> None:
     [
         ({"reduction": "average"}, "reduction must be one of none, mean, sum"),
         ({"label_smoothing": -0.1}, "label_smoothing must be a number from 0 to 1"),
-        ({"ignore_index": None}, "ignore_index must be an int"),
+        ({"ignore_index": "3"}, "ignore_index must be an int or None"),
         ({"softcap": 0}, "softcap must be a positive number or None"),
         ({"logit_scale": "1"}, "logit_scale must be a finite number"),
         ({"z_loss": -1.0}, "z_loss must be a number from 0 on"),

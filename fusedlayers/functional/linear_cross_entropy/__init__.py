@@ -12,16 +12,17 @@ from ...kernels.cross_entropy import LossArithmetic
 from ...planning.linear_cross_entropy import LossPlan, LossProblem
 from ...planning.linear_cross_entropy_chunks import wide_gradients
 from ..custom_ops import Result, Results
-from ..operands import checked_flag, rows, said
+from ..operands import checked_flag, rows
 from ..operation import Operation, Tensors
 from ..prepared import Prepared
 from . import chunked, fused
 from .arguments import (
     check_class_weight,
     check_classes,
-    check_ignore_index,
     check_layer,
+    check_probabilities,
     check_reduction,
+    checked_ignore_index,
     checked_scale,
     checked_smoothing,
     checked_softcap,
@@ -39,7 +40,7 @@ def linear_cross_entropy(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -54,12 +55,15 @@ def linear_cross_entropy(
 
     Args:
         input: ``[*B, K]`` or ``[K]``, any strides.
-        linear_weight: ``[V, K]``, ``nn.Linear``'s layout: a row for every class.
-        target: int64 classes ``[*B]``, or probabilities ``[*B, V]`` of all classes, which torch's operations take.
+        linear_weight: ``[V, K]``, ``nn.Linear``'s layout: a row for every class. Or ``[V, d1, ..., K]``, by which a
+            token has a loss at each of d1 · ... positions, through torch's operations: target, linear_bias and losses
+            have these dimensions, too, behind the tokens or the classes.
+        target: int64 or uint8 classes ``[*B]``, or probabilities ``[*B, V]`` of all classes, which torch's operations
+            take.
         linear_bias: ``[V]`` or None.
         weight: ``[V]`` or None: what the losses of a class's tokens are multiplied by. It has no gradient.
         reduction: "mean" over the tokens that count, weighted by ``weight``, "sum", or "none".
-        ignore_index: tokens with this target do not count; among probabilities it means nothing.
+        ignore_index: tokens with this target do not count; None is -100. Among probabilities it must be None.
         label_smoothing: the share of the target that all classes have in equal parts, 0 to 1.
         softcap: c of ``c · tanh(logits / c)`` (Gemma 2), or None.
         logit_scale: what the logits are multiplied by, before the softcap (Cohere; Granite divides).
@@ -77,9 +81,9 @@ def linear_cross_entropy(
 
     Raises:
         TypeError: an argument of the wrong type, a dtype that is not real floating or differs from that of input, a
-            target that is neither int64 nor floating.
+            target that is neither int64, uint8 nor floating.
         ValueError: shapes that do not fit together, tensors on different devices, an unknown ``reduction``, a number
-            outside of its range, a ``weight`` that requires a gradient.
+            outside of its range, a ``weight`` that requires a gradient, an ``ignore_index`` beside probabilities.
         RuntimeError: ``FUSEDLAYERS_BACKEND=triton`` or ``FUSEDLAYERS_STRICT=1`` where the kernels cannot run.
     """
     return LINEAR_CROSS_ENTROPY(
@@ -117,7 +121,7 @@ class LossHead(Operation):
     def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
         input, linear_weight, target, linear_bias, *rest = tensors
         weight = rest[0] if rest else None
-        return rows(input), linear_weight, target.reshape(-1), linear_bias, weight
+        return rows(input), linear_weight, target.reshape(-1).to(torch.int64), linear_bias, weight
 
 
 class _LinearCrossEntropy(LossHead):
@@ -128,22 +132,16 @@ class _LinearCrossEntropy(LossHead):
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         input, linear_weight, target, linear_bias, weight = tensors
         reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, recompute = options
-        check_layer(input, linear_weight, target, linear_bias)
+        check_layer(input, linear_weight, target, linear_bias, several=True)
         if target.is_floating_point():
-            expected = (*input.shape[:-1], linear_weight.shape[0])
-            if tuple(target.shape) != expected:
-                raise ValueError(
-                    f"{said('target', target)}: expected int64 classes [*B] = {list(expected[:-1])}, or probabilities "
-                    f"[*B, V] = {list(expected)}"
-                )
-            check_ignore_index(ignore_index)
+            check_probabilities(input, linear_weight, target, ignore_index)
         else:
-            check_classes(input, target, ignore_index)
+            check_classes(input, target, linear_weight.shape[1:-1])
         check_class_weight(weight, linear_weight)
         check_reduction(reduction)
         checked_flag("recompute", recompute)
         return (
-            reduction, ignore_index, checked_smoothing(label_smoothing), checked_softcap(softcap),
+            reduction, checked_ignore_index(ignore_index), checked_smoothing(label_smoothing), checked_softcap(softcap),
             checked_scale(logit_scale), checked_z_loss(z_loss), recompute,
         )  # fmt: skip
 

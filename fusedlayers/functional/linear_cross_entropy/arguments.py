@@ -1,12 +1,14 @@
 """Checks of the arguments of ``linear_cross_entropy`` and ``linear_log_probs``, and their planning problem."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...planning.linear_cross_entropy import LossProblem
+from ...reference.losses import IGNORED
 from ..call import call_facts, wants_gradient
 from ..operands import check_given, check_layout, check_shape, check_tensors, checked_number, said
 from ..switches import workspace_limit
@@ -14,20 +16,34 @@ from ..switches import workspace_limit
 REDUCTIONS = ("none", "mean", "sum")
 
 
-def check_layer(input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None) -> None:
-    """The tensors that the logits are made of, and the target's place; what the target holds is not looked at."""
+def check_layer(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, several: bool = False
+) -> None:
+    """The tensors that the logits are made of, and the target's place; what the target holds is not looked at.
+
+    ``several``: a weight ``[V, d1, ..., K]`` is right, too, by which a token has several losses.
+    """
     check_given(input=input, linear_weight=linear_weight, target=target)
     check_tensors({"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias})
     if input.dim() < 1:
         raise ValueError(f"{said('input', input)}: expected [*B, K], at least one dimension")
     shape, width = tuple(linear_weight.shape), input.shape[-1]
-    if len(shape) != 2 or shape[1] != width:
+    many = several and len(shape) > 2
+    if not (len(shape) == 2 or many) or shape[-1] != width:
         hint = " (it looks transposed)" if len(shape) == 2 and shape[0] == width else ""
         raise ValueError(
             f"{said('linear_weight', linear_weight)}: expected [V, K] with K = {width}, the last dimension of input "
-            f"{list(input.shape)}{hint}"
+            f"{list(input.shape)}{hint}{', or [V, d1, ..., K]' if several else ''}"
         )
-    check_shape("linear_bias", linear_bias, (linear_weight.shape[0],), "[V]", "as linear_weight has V rows")
+    if many and input.dim() < 2:
+        raise ValueError(
+            f"{said('input', input)}: expected [*B, K], at least two dimensions, as linear_weight is [V, d1, ..., K] = "
+            f"{list(shape)}"
+        )
+    if many:
+        check_shape("linear_bias", linear_bias, shape[:-1], "[V, d1, ...]", f"as linear_weight is {list(shape)}")
+    else:
+        check_shape("linear_bias", linear_bias, (shape[0],), "[V]", "as linear_weight has V rows")
     if not isinstance(target, Tensor):
         raise TypeError(f"target must be a torch.Tensor, got {type(target).__name__}")
     check_layout("target", target)
@@ -35,12 +51,31 @@ def check_layer(input: Tensor, linear_weight: Tensor, target: Tensor, linear_bia
         raise ValueError(f"{said('target', target)}: expected the device of input, {input.device}")
 
 
-def check_classes(input: Tensor, target: Tensor, ignore_index: Any) -> None:
-    """Targets are classes, one for each token."""
-    if target.dtype != torch.int64:
-        raise TypeError(f"{said('target', target)}: expected torch.int64, the class of each token")
-    check_shape("target", target, tuple(input.shape[:-1]), "[*B]", f"as input is [*B, K] = {list(input.shape)}")
-    check_ignore_index(ignore_index)
+def check_classes(input: Tensor, target: Tensor, out_features: Sequence[int] = ()) -> None:
+    """Targets are classes, one for each token, or for each of its ``out_features``."""
+    if target.dtype not in (torch.int64, torch.uint8):
+        raise TypeError(f"{said('target', target)}: expected torch.int64 or torch.uint8, the class of each token")
+    letters = "[*B, d1, ...]" if out_features else "[*B]"
+    because = f"as input is [*B, K] = {list(input.shape)}"
+    if out_features:
+        because += f" and linear_weight has d1, ... = {', '.join(map(str, out_features))}"
+    check_shape("target", target, (*input.shape[:-1], *out_features), letters, because)
+
+
+def check_probabilities(input: Tensor, linear_weight: Tensor, target: Tensor, ignore_index: Any) -> None:
+    """Targets are probabilities of all classes."""
+    classes, *out_features = linear_weight.shape[:-1]
+    expected = (*input.shape[:-1], classes, *out_features)
+    if tuple(target.shape) != expected:
+        more = ", d1, ..." if out_features else ""
+        raise ValueError(
+            f"{said('target', target)}: expected int64 classes [*B{more}] = {[*input.shape[:-1], *out_features]}, or "
+            f"probabilities [*B, V{more}] = {list(expected)}"
+        )
+    if ignore_index is not None:
+        raise ValueError(
+            f"ignore_index must be None where target holds probabilities, as it names a class, got {ignore_index!r}"
+        )
 
 
 def check_class_weight(weight: Tensor | None, linear_weight: Tensor) -> None:
@@ -59,12 +94,15 @@ def check_class_weight(weight: Tensor | None, linear_weight: Tensor) -> None:
         raise ValueError(f"{said('weight', weight)} requires a gradient, and class weights have none")
 
 
-def check_ignore_index(ignore_index: Any) -> None:
-    """An int that a target may hold; torch's own function takes any of these, and so does this."""
+def checked_ignore_index(ignore_index: Any) -> int:
+    """An int that a target may hold, and torch's default for None; torch's own function takes any of these."""
+    if ignore_index is None:
+        return IGNORED
     if type(ignore_index) is not int:
-        raise TypeError(f"ignore_index must be an int, got {ignore_index!r} ({type(ignore_index).__name__})")
+        raise TypeError(f"ignore_index must be an int or None, got {ignore_index!r} ({type(ignore_index).__name__})")
     if not -(2**63) <= ignore_index < 2**63:
         raise ValueError(f"ignore_index must be an int of 64 bits, got {ignore_index!r}")
+    return ignore_index
 
 
 def check_reduction(reduction: Any) -> None:
@@ -108,6 +146,7 @@ def loss_problem(
         M=math.prod(input.shape[:-1]),
         K=input.shape[-1],
         V=linear_weight.shape[0],
+        positions=math.prod(linear_weight.shape[1:-1]) if linear_weight.dim() > 2 else None,
         biased=linear_bias is not None,
         weighted=weight is not None,
         probabilities=target.is_floating_point(),
