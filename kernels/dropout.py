@@ -3,8 +3,9 @@
 The generator is Philox 4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, the
 fewest rounds that pass BigCrush there). A draw gives four words, eight halves of 16 bits: one for each of the columns
 c, c + 8, …, c + 56 of a row in a block of 64 columns, which is how the matrix units spread a tile over the registers of
-a thread. Kernels and torch paths draw identical masks, whatever the tiling or chunking, so that the backward pass needs
-the seed alone.
+a thread. The half decides, and where it equals the first 16 bits of the probability, the other half of its word decides
+on the other 16: two elements share the bits that one of 65,536 looks at. Kernels and torch paths draw identical masks,
+whatever the tiling or chunking, so that the backward pass needs the seed alone.
 """
 
 from typing import NamedTuple
@@ -17,8 +18,8 @@ from .launching import ceil_div, launch
 ROUNDS = 7
 # Columns of a block, and of one half of a word in it.
 BLOCK_COLUMNS, LANES = 64, 8
-# A half, and with it the probability, has so many bits.
-BITS = 16
+# A word, and with it the probability, has so many bits.
+BITS = 32
 _ROUNDS = tl.constexpr(ROUNDS)
 _BLOCK_COLUMNS, _LANES = tl.constexpr(BLOCK_COLUMNS), tl.constexpr(LANES)
 _BLOCK = 1024
@@ -47,9 +48,15 @@ def words(seed, rows, draws):
 
 
 @triton.jit
+def swapped(word):
+    """The word with its lower half first; GPUs rotate in one instruction."""
+    return (word << 16) | (word >> 16)
+
+
+@triton.jit
 def above(word, limit):
-    """Whether the upper half of a word reaches the limit."""
-    return word >= (limit.to(tl.uint32) << 16)
+    """Whether a word reaches the limit, whose bits come as an int32."""
+    return word >= limit.to(tl.uint32)
 
 
 @triton.jit
@@ -63,7 +70,7 @@ def keep(seed, rows, cols, limit):
     first, second, third, fourth = words(seed, rows, cols // _BLOCK_COLUMNS * _LANES + cols % _LANES)
     half = cols % _BLOCK_COLUMNS // _LANES
     word = tl.where(half < 4, tl.where(half < 2, first, second), tl.where(half < 6, third, fourth))
-    return tl.where(above(tl.where(half % 2 == 0, word << 16, word), limit), 1.0, 0.0)
+    return tl.where(above(tl.where(half % 2 == 0, swapped(word), word), limit), 1.0, 0.0)
 
 
 @triton.jit
@@ -93,10 +100,10 @@ def _drop_kernel(
     draws = column_tile * (BLOCKS * _LANES) + tl.arange(0, BLOCKS * _LANES)[None, :]
     first, second, third, fourth = words(tl.load(seed_ptr), first_row + rows, draws)
     # One bit for each half of a draw.
-    bits = above(first << 16, limit).to(tl.int32) | above(first, limit).to(tl.int32) << 1
-    bits |= above(second << 16, limit).to(tl.int32) << 2 | above(second, limit).to(tl.int32) << 3
-    bits |= above(third << 16, limit).to(tl.int32) << 4 | above(third, limit).to(tl.int32) << 5
-    bits |= above(fourth << 16, limit).to(tl.int32) << 6 | above(fourth, limit).to(tl.int32) << 7
+    bits = above(swapped(first), limit).to(tl.int32) | above(first, limit).to(tl.int32) << 1
+    bits |= above(swapped(second), limit).to(tl.int32) << 2 | above(second, limit).to(tl.int32) << 3
+    bits |= above(swapped(third), limit).to(tl.int32) << 4 | above(third, limit).to(tl.int32) << 5
+    bits |= above(swapped(fourth), limit).to(tl.int32) << 6 | above(fourth, limit).to(tl.int32) << 7
     # Each thread loads neighbours, which are of eight draws: it gets their bits from the threads that drew them.
     places = tl.arange(0, BLOCKS * _BLOCK_COLUMNS)[None, :]
     drawn = tl.broadcast_to(places // _BLOCK_COLUMNS * _LANES + places % _LANES, [ROWS, BLOCKS * _BLOCK_COLUMNS])
@@ -109,13 +116,15 @@ def _drop_kernel(
 
 
 def limit_and_scale(dropout_p: float) -> tuple[int, float]:
-    """Halves below the limit are dropped, and what is kept is multiplied by the scale.
+    """Words below the limit are dropped, and what is kept is multiplied by the scale.
 
-    The limit is the nearest to the probability that 16 bits can tell. The scale is that of the probability that this
-    is, so that the expectation is that of no dropout; but 0 where the nearest probability is 1.
+    The limit, whose bits are given as an int32, is the nearest to the probability that 32 bits can tell, but neither 0
+    nor 1 unless the probability is. The scale is that of the probability that this is, so that the expectation is that
+    of no dropout; 0 for a probability of 1.
     """
-    limit = round(dropout_p * 2**BITS)
-    return (limit, 2**BITS / (2**BITS - limit)) if limit < 2**BITS else (limit - 1, 0.0)
+    limit = min(max(round(dropout_p * 2**BITS), dropout_p > 0), 2**BITS - 1)
+    scale = 2**BITS / (2**BITS - limit) if dropout_p < 1 else 0.0
+    return limit - (limit >> (BITS - 1) << BITS), scale
 
 
 class Dropout(NamedTuple):
@@ -176,6 +185,7 @@ def keep_mask(
     which must find every operation, and none in place.
     """
     limit, _ = limit_and_scale(dropout_p)
+    smallest_kept = limit & _MASK_32
     # The graph of torch.jit holds torch's operations alone, and its sizes are tensors.
     read = _read_by_torch(seed) or torch._C._get_tracing_state() is not None
     if not read and seed.is_cuda and HAS_TRITON and not interpreted():
@@ -195,11 +205,11 @@ def keep_mask(
         whole = BLOCK_COLUMNS * max(1, _blocks(first_column, columns))
         step = max(1, rows * columns // (4 * whole))
     if step is rows or step >= rows:
-        return (_drawn(seed, first_row, rows, first_column, columns) >= limit).to(dtype)
+        return (_drawn(seed, first_row, rows, first_column, columns) >= smallest_kept).to(dtype)
     out = torch.empty(rows, columns, dtype=dtype, device=seed.device)
     for start in range(0, rows, step):
         part = out[start : start + step]
-        part.copy_(_drawn(seed, first_row + start, part.shape[0], first_column, columns) >= limit)
+        part.copy_(_drawn(seed, first_row + start, part.shape[0], first_column, columns) >= smallest_kept)
     return out
 
 
@@ -216,14 +226,14 @@ def _blocks(first_column: int, columns: int) -> int:
 
 
 def _drawn(seed: torch.Tensor, first_row: int, rows: int, first_column: int, columns: int) -> torch.Tensor:
-    """The halves ``[rows, columns]`` that decide on these elements, in [0, 2^16), by torch's integer operations."""
+    """The words ``[rows, columns]`` that decide on these elements, in [0, 2^32), by torch's integer operations."""
     row = torch.arange(first_row, first_row + rows, device=seed.device)[:, None]
     first = first_column // BLOCK_COLUMNS
     last = first + _blocks(first_column, columns)
     draw = torch.arange(first * LANES, last * LANES, device=seed.device)[None, :]
-    halves = [half for word in _philox(seed, draw, row) for half in (word & 0xFFFF, word >> 16)]
+    words = [each for word in _philox(seed, draw, row) for each in (((word & 0xFFFF) << 16) | (word >> 16), word)]
     # [rows, blocks, lanes] of every half -> [rows, blocks × halves × lanes], the order of the columns.
-    drawn = torch.stack([half.unflatten(1, (-1, LANES)) for half in halves], dim=2).flatten(1)
+    drawn = torch.stack([each.unflatten(1, (-1, LANES)) for each in words], dim=2).flatten(1)
     skipped = first_column - first * BLOCK_COLUMNS
     return drawn[:, skipped : skipped + columns]
 

@@ -56,13 +56,14 @@ def test_the_generator_is_philox_with_seven_rounds() -> None:
     assert philox(pi, [0xA4093822, 0x299F31D0]) == [0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A]
 
 
-def drawn_half(seed: int, row: int, column: int) -> int:
-    """The 16 bits that decide on an element, in plain integers: one half of a word of the draw of its row and lane."""
+def drawn_word(seed: int, row: int, column: int) -> int:
+    """The 32 bits that decide on an element, in plain integers: a word of the draw of its row and lane, its own half
+    of it first."""
     block, inside = divmod(column, 64)
     half, lane = divmod(inside, 8)
     counter = [8 * block + lane, row & 0xFFFFFFFF, row >> 32, 0]
     word = philox(counter, [seed & 0xFFFFFFFF, seed >> 32])[half // 2]
-    return word >> 16 * (half % 2) & 0xFFFF
+    return word if half % 2 else (word & 0xFFFF) << 16 | word >> 16
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -71,7 +72,7 @@ def drawn_half(seed: int, row: int, column: int) -> int:
 def test_the_torch_twin_draws_from_philox(seed: int, first_row: int, first_column: int, columns: int) -> None:
     mask = keep_mask(torch.tensor([seed]), first_row, 2, columns, 0.4, torch.float32, first_column)
     expected = [
-        [drawn_half(seed, first_row + row, first_column + column) >= round(0.4 * 2**16) for column in range(columns)]
+        [drawn_word(seed, first_row + row, first_column + column) >= round(0.4 * 2**32) for column in range(columns)]
         for row in range(2)
     ]
     assert torch.equal(mask, torch.tensor(expected, dtype=torch.float32))
@@ -98,7 +99,8 @@ def kernel_mask(seed: int, first_row: int, rows: int, columns: int, dropout_p: f
 @needs_kernels
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
-    ("first_row", "dropout_p"), [(0, 0.1), (1, 0.0), (2**31 - 20, 0.5), (2**32 - 20, 0.9), (7 * 2**32, 1 - 2**-24)]
+    ("first_row", "dropout_p"),
+    [(0, 0.1), (1, 0.0), (2**31 - 20, 0.5), (2**32 - 20, 0.9), (7 * 2**32, 1 - 2**-24), (9, 2**-20), (9, 2**-32)],
 )
 def test_kernels_and_torch_twin_draw_the_same_bits(seed: int, first_row: int, dropout_p: float) -> None:
     twin = keep_mask(torch.tensor([seed]), first_row, 37, 41, dropout_p, torch.float32)
@@ -108,18 +110,35 @@ def test_kernels_and_torch_twin_draw_the_same_bits(seed: int, first_row: int, dr
 @needs_kernels
 def test_a_draw_equal_to_the_probability_is_kept() -> None:
     """As in torch: the draws below p are dropped, a share of exactly p of them."""
-    drawn = drawn_half(3, 0, 0) / 2**16
+    drawn = drawn_word(3, 0, 0) / 2**32
     assert kernel_mask(3, 0, 1, 1, drawn) == keep_mask(torch.tensor([3]), 0, 1, 1, drawn, torch.float32) == 1
-    above = drawn + 2**-16
+    above = drawn + 2**-32
     assert kernel_mask(3, 0, 1, 1, above) == keep_mask(torch.tensor([3]), 0, 1, 1, above, torch.float32) == 0
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 1e-9, 0.1, 0.3, 0.5, 0.9, 1 - 2**-16])
+@pytest.mark.parametrize("dropout_p", [0.0, 1e-12, 1e-9, 1e-6, 0.1, 0.3, 0.5, 0.9, 1 - 2**-16, 1 - 1e-9, 1 - 1e-12])
 def test_the_scale_makes_up_for_what_is_dropped(dropout_p: float) -> None:
-    """Sixteen bits of the probability, and an expectation that is exactly that of no dropout."""
+    """Thirty-two bits of the probability, and an expectation that is exactly that of no dropout."""
     limit, scale = limit_and_scale(dropout_p)
-    assert abs(limit / 2**16 - dropout_p) <= 2**-17
-    assert scale * (1 - limit / 2**16) == pytest.approx(1, rel=1e-15)
+    assert -(2**31) <= limit < 2**31  # kernels would be compiled again for a wider number
+    dropped = limit % 2**32
+    assert abs(dropped / 2**32 - dropout_p) <= 2**-32
+    assert (dropped > 0) == (dropout_p > 0)
+    assert scale * (1 - dropped / 2**32) == pytest.approx(1, rel=1e-15)
+
+
+@pytest.mark.parametrize("dropout_p", [2**-20, 2**-18, 3e-5, 1e-4])
+def test_a_small_probability_drops_as_many_as_it_says(dropout_p: float) -> None:
+    """One near 1 keeps as many: within six standard deviations of so rare an event."""
+    draws = 2**24
+    deviation = math.sqrt(draws * dropout_p)
+    seed = torch.tensor([2026])
+    dropped = draws - keep_mask(seed, 0, 2**11, 2**13, dropout_p, torch.int8).sum(dtype=torch.int64)
+    assert abs(dropped - draws * dropout_p) < 6 * deviation
+    assert dropped > 0
+    kept = keep_mask(seed, 0, 2**11, 2**13, 1 - dropout_p, torch.int8).sum(dtype=torch.int64)
+    assert abs(kept - draws * dropout_p) < 6 * deviation
+    assert kept > 0
 
 
 @pytest.mark.parametrize("rows", [1, 2, 37, 1000])

@@ -8,7 +8,7 @@ the one two before it.
 """
 
 from ...dropout import LANES as DRAWN_LANES
-from ...dropout import above, words
+from ...dropout import above, swapped, words
 from ...hopper import (
     copy_in,
     copy_out,
@@ -214,8 +214,8 @@ def draw(dropout, row, column, layout: gl.constexpr):
     first, second, third, fourth = words(
         gl.load(dropout[0]), gl.expand_dims(rows, 1).to(gl.int64), gl.expand_dims(draws, 0)
     )
-    left = gl.join(gl.join(first << 16, first), gl.join(second << 16, second))
-    right = gl.join(gl.join(third << 16, third), gl.join(fourth << 16, fourth))
+    left = gl.join(gl.join(swapped(first), first), gl.join(swapped(second), second))
+    right = gl.join(gl.join(swapped(third), third), gl.join(swapped(fourth), fourth))
     # [rows, lanes, half, word % 2, word // 2] -> [rows, columns].
     drawn = gl.join(left, right).permute((0, 4, 3, 2, 1)).reshape([HALF, HALF])
     return above(gl.convert_layout(drawn, layout, assert_trivial=True), dropout[1])
