@@ -23,8 +23,8 @@ Schema 1. Times are seconds, sizes bytes; what is unknown is null.
         contenders    by name ("torch eager", "torch.compile", "max-autotune", "checkpoint", "auto", "fused"):
             status    "timed", "not timed", or "same as auto" (auto mode chose the fused kernels)
             reason    why it was not timed, or why there is no replayed time; else ""
-            path, replayed_path  of ours: "fused", "epilogue", "chunked", "sums", "algebraic" or "torch", launched and
-                      inside a CUDA graph, where the planner may decide otherwise; null for torch
+            path, replayed_path  of ours: "fused", "epilogue", "chunked", "sums", "algebraic", "reassociated" or
+                      "torch", launched and inside a CUDA graph, where the planner may decide otherwise; null for torch
             launched  {median, first_quartile, third_quartile, minimum, repeats}
             replayed  the same inside a CUDA graph, or null
             host_seconds, host_bound   the host's time to launch; whether launched shows the host and not the device

@@ -21,6 +21,11 @@ from .prepared import Prepared
 def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None) -> Tensor:
     """Two batched products with an activation between them: ``act(a @ b) @ c``, the middle never written.
 
+    Without an activation ``a @ (b @ c)`` is the same, and is what auto mode computes where that is clearly cheaper, as
+    with small K and O; :func:`explain` says so. It rounds the product ``b @ c`` in place of ``a @ b``. Numbers that are
+    not finite reach the same elements in either order, but where one gives an infinity, the other may give NaN. In
+    float16, whose range either product may exceed by itself, the order is kept.
+
     Args:
         a: ``[*B, M, K]``, any strides.
         b: ``[*B, K, N]``.
@@ -69,6 +74,7 @@ class _GemmGemm(Operation):
 
     problem_type = Problem
     operands = "a b c"
+    torch_paths = ("torch", "reassociated")
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         activation = canonical_activation(options[0])
@@ -87,6 +93,7 @@ class _GemmGemm(Operation):
             activation=options[0],
             needs_data_gradient=wants_gradient(a),
             needs_weight_gradient=wants_gradient(b, c),
+            shared_hidden=math.prod(leading_dims(a, b)) != math.prod(leading_dims(a, b, c)),
             **call_facts(a, b, c),
         )
 
@@ -95,6 +102,8 @@ class _GemmGemm(Operation):
 
     def through_torch(self, call: Prepared, tensors: Tensors) -> Tensor:
         a, b, c = tensors
+        if call.plan.path == "reassociated":
+            return reference.gemm_gemm_reassociated(a, b, c)
         return reference.gemm_gemm(a, b, c, activation=call.problem.activation)
 
     def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:

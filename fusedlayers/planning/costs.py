@@ -1,5 +1,6 @@
 """What each path of a GEMM-GEMM or an FFN costs: products, and bytes kept for the backward pass."""
 
+import math
 from typing import Any
 
 from . import ffn_epilogue
@@ -10,6 +11,22 @@ SAVED_FOR_SLOPE = {"relu2": 1, "leaky_relu": 1, "gelu": 1, "gelu_tanh": 1, "silu
 # Activations whose slope torch takes from their value: dropout makes another tensor of that, and both are kept.
 SLOPE_FROM_VALUE = ("relu", "tanh", "sigmoid")
 
+# Rows, inner length and columns of a product.
+Product = tuple[int, int, int]
+
+
+def products(problem: Any, path: str) -> tuple[list[Product], list[Product]]:
+    """The products of each entry of a GEMM-GEMM without kernels, of the forward and of the backward pass.
+
+    On the "reassociated" path they are those of ``A (B C)``.
+    """
+    M, K, N, O = problem.M, problem.K, problem.N, problem.O
+    data, weights = problem.needs_data_gradient, problem.needs_weight_gradient
+    if path == "reassociated":
+        return [(K, N, O), (M, K, O)], [(M, O, K)] * data + [(K, M, O), (K, O, N), (N, K, O)] * weights
+    backward = [(M, O, N)] * problem.training + [(M, N, K)] * data + [(K, M, N), (N, M, O)] * weights
+    return [(M, K, N), (M, N, O)], backward
+
 
 def gemm_units(problem: Any, path: str, passes: int = 1, stored: bool = False) -> tuple[float, float]:
     """GEMM units of forward and backward: a unit is one product of tokens × K × N.
@@ -17,6 +34,10 @@ def gemm_units(problem: Any, path: str, passes: int = 1, stored: bool = False) -
     ``passes`` is the number of launches that share out the weight gradients on the fused path; ``stored`` says that its
     backward pass stores what is hidden.
     """
+    if path == "reassociated":
+        unit = problem.M * problem.K * problem.N
+        of_forward, of_backward = (sum(map(math.prod, found)) / unit for found in products(problem, path))
+        return of_forward, of_backward
     first = 2.0 if problem.gated else 1.0  # products with x
     second = problem.O / problem.K if problem.K else 0.0  # one product with O columns, in units
     forward = first + second
@@ -43,7 +64,11 @@ def saved_bytes(problem: Any, path: str, device: Device) -> int:
     if not p.training:
         return 0
     batched = p.operation == "gemm_gemm"  # whose B and C are no weights of a layer
-    if path != "torch":
+    if path == "reassociated":
+        # B C for the gradient of A, and all operands for the others.
+        operands = p.batch * p.M * p.K + p.weight_elements
+        elements = operands * p.needs_weight_gradient + p.batch * p.K * p.O * p.needs_data_gradient
+    elif path != "torch":
         elements = p.batch * p.M * p.K + p.weight_elements * batched
         if path == "epilogue":
             elements += (2 if p.gated else 1) * p.M * ffn_epilogue.kept_columns(p, device)

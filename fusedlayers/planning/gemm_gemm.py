@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..kernels.tuning import CONSUMER_ROWS, hidden_stride, padded_width, pipelined_width, stored_config
-from . import ffn_chunked, ffn_epilogue, gemm_gemm_facts
+from . import ffn_chunked, ffn_epilogue, gemm_gemm_facts, reassociating
 from .call import (
     NO_OTHER_PATH,
     VECTOR,
@@ -57,6 +57,7 @@ class Problem(Call):
     compiled: bool = False  # by torch.compile, whose calls cost the host less than launches one by one
     recompute: bool | str = "auto"
     saved_limit: int | None = None
+    shared_hidden: bool = False  # whether several entries of C multiply one A B
     portable: str = ""  # the name of an operand of a wide FFN that only portable kernels can read, if there is one
 
     family: ClassVar[str] = "gemm_gemm"  # an FFN and a batched GEMM-GEMM are the same kernels
@@ -125,7 +126,10 @@ class Problem(Call):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Decision):
-    """The path is "fused", "epilogue", "chunked" or "torch"; with ``epilogue``, its kernels compute the chunks, too."""
+    """The path is "fused", "epilogue", "chunked", "reassociated" or "torch".
+
+    With ``epilogue``, its kernels compute the chunks, too.
+    """
 
     yields: ClassVar[Yields] = {
         **dict.fromkeys(("forward_tiles", "epilogue hidden_tiles", "epilogue hidden_pipeline"), ("y",)),
@@ -147,6 +151,10 @@ class Plan(Decision):
 
     def kernel_facts(self) -> Facts:
         return gemm_gemm_facts.kernel_facts(self)
+
+    def gain(self, device: Device) -> str:
+        # What is not computed is worth more than what is not kept.
+        return self.reason if self.path == "reassociated" else super().gain(device)
 
     def runs(self) -> str:
         return super().runs() if self.chunks is None else gemm_gemm_facts.chunks_run(self)
@@ -204,8 +212,13 @@ def _plan(problem: Problem, device: Device, backend: str) -> Plan:
         if reasons[name] is None and name != path:
             kept = "pre-activations" if name == "epilogue" else "hidden either"
             reasons[name] = f"the fused path keeps no {kept}, and is one kernel"
+    if problem.operation == "gemm_gemm":
+        reasons["reassociated"] = reassociating.why_not(problem, device, backend, path)
+        if reasons["reassociated"] is None:
+            better = reassociating.why_better(problem, device, path)
+            path, reasons = "reassociated", reasons | {path: better, "torch": better}
     rejected = [(name, reason) for name, reason in reasons.items() if reason is not None]
-    if path != "torch":
+    if path != "torch" and "torch" not in reasons:
         better = "recompute=True forbids keeping the hidden" if path == "chunked" else "the kernels cover the problem"
         rejected.append(("torch", better))
     return plan_on(problem, device, path, tuple(rejected), unsupported, chunk_kernels)
@@ -345,6 +358,8 @@ def plan_on(
             "accuracy": activation_accuracy(problem, device),
             "workspace_bytes": workspace,
         }
+    elif path == "reassociated":
+        options = {"workspace_bytes": element * problem.batch * problem.K * problem.O}
     elif chunks is not None:
         options = {"chunks": chunks, "workspace_bytes": chunks.workspace_bytes}
         if chunk_kernels:
@@ -355,6 +370,7 @@ def plan_on(
         "epilogue": "activations and bias gradients are computed with the products, and only pre-activations are kept"
         if problem.training
         else "activations are computed with the products",
+        "reassociated": reassociating.REASON,
         "chunked": "recompute=True forbids keeping the hidden, which no kernel here holds on chip",
         "torch": NO_OTHER_PATH,
     }[path]

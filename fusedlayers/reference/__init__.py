@@ -1,7 +1,17 @@
 """Each operation in a few lines of torch: the specification, the oracle in float64, the CPU path, and the baseline."""
 
 from .experts import clamped_hidden, moe_ffn, split_gate_and_up
-from .layers import dropped, ffn, gemm_gemm, hidden, hidden_gradient, linear, lora_ffn, weight_gradient
+from .layers import (
+    dropped,
+    ffn,
+    gemm_gemm,
+    gemm_gemm_reassociated,
+    hidden,
+    hidden_gradient,
+    linear,
+    lora_ffn,
+    weight_gradient,
+)
 from .losses import cross_entropy, linear_cross_entropy, linear_log_probs, logits
 from .reductions import gemm_reduce, gemm_sum, maxsim
 
@@ -11,6 +21,7 @@ __all__ = [
     "dropped",
     "ffn",
     "gemm_gemm",
+    "gemm_gemm_reassociated",
     "gemm_reduce",
     "gemm_sum",
     "hidden",

@@ -17,6 +17,11 @@ def gemm_gemm(a: Tensor, b: Tensor, c: Tensor, *, activation: str | None = None)
     return batched_product(ACTIVATIONS[canonical_activation(activation)].torch(batched_product(a, b)), c)
 
 
+def gemm_gemm_reassociated(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """:func:`gemm_gemm` without an activation, as ``a @ (b @ c)``."""
+    return batched_product(a, batched_product(b, c))
+
+
 def linear(
     x: Tensor,
     weight: Tensor,

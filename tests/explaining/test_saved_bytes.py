@@ -136,6 +136,8 @@ def calls() -> Iterator[Any]:
         backends = ["torch", "triton"]
         if case.options.get("op") in ("sum", "mean"):
             backends.append("auto")  # without a product
+        if case.function is functional.gemm_gemm and case.options["activation"] == "identity":
+            backends.append("auto")  # reassociated
         if "probabilities" in case.operands:
             backends.remove("triton")  # which takes classes alone
         if case.function is functional.hidden_gradient:

@@ -25,8 +25,8 @@ def test_thresholds_decide_at_the_element(device: Device) -> None:
                 # Whole tiles of hidden units. A training step that is launched one by one has thresholds of its own.
                 problem = Problem(
                     "gemm_gemm" if kind == "gemm_gemm" else "ffn", batch=1, M=least // 64, K=width, N=64, O=width,
-                    dtype="bfloat16", gated=kind == "gated ffn", captured=captured, compiled=training and not captured,
-                    needs_data_gradient=training, needs_weight_gradient=training,
+                    dtype="bfloat16", activation="relu", gated=kind == "gated ffn", captured=captured,
+                    compiled=training and not captured, needs_data_gradient=training, needs_weight_gradient=training,
                 )  # fmt: skip
                 made = plan(problem, device)
                 assert made.path == "fused", (kind, training, width)
@@ -49,7 +49,9 @@ def test_thresholds_decide_at_the_element(device: Device) -> None:
     ids=["pipelined", "portable", "uneven"],
 )
 def test_few_tiles_of_a_batch_leave_sms_idle(device: Device, tiles: int, units: int) -> None:
-    problem = Problem("gemm_gemm", batch=tiles, M=128, K=64, N=units, O=64, dtype="bfloat16", captured=True)
+    problem = Problem(
+        "gemm_gemm", tiles, M=128, K=64, N=units, O=64, dtype="bfloat16", activation="relu", captured=True
+    )
     assert plan(problem, device).path == "fused"
     few = plan(replace(problem, batch=tiles - 1), device)
     assert few.path == "torch"
@@ -57,7 +59,7 @@ def test_few_tiles_of_a_batch_leave_sms_idle(device: Device, tiles: int, units: 
 
 
 def test_half_empty_tiles_of_a_batch_are_left_to_torch() -> None:
-    problem = Problem("gemm_gemm", batch=64, M=272, K=88, N=1280, O=88, dtype="bfloat16", captured=True)
+    problem = Problem("gemm_gemm", 64, M=272, K=88, N=1280, O=88, dtype="bfloat16", activation="relu", captured=True)
     empty = plan(problem, PIPELINED)
     assert empty.path == "torch"
     assert (

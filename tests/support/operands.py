@@ -52,7 +52,8 @@ def on_path(
     """Sends every call to one path, and yields the options of ``ffn`` that this takes. A call elsewhere fails.
 
     The epilogue path takes what no fused kernel can hold: here everything, so that small tensors reach it, too; its
-    products are those of its kernels, or where ``torch_multiplies`` those of torch.
+    products are those of its kernels, or where ``torch_multiplies`` those of torch. The reassociated path takes what
+    it can, whatever the sizes and the dtype.
     ``recompute`` keeps the kernels from storing what is hidden in their backward pass. ``facts`` change what the
     planner knows of the device: its SMs, whether pipelined kernels run on it.
     """
@@ -68,7 +69,10 @@ def on_path(
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FUSEDLAYERS_BACKEND", "triton" if in_triton else "torch")
+        backend = "auto" if path == "reassociated" else "triton" if in_triton else "torch"
+        patch.setenv("FUSEDLAYERS_BACKEND", backend)
+        if path == "reassociated":
+            patch.setattr(planning.reassociating, "why_not", lambda *given: None)
         if path == "epilogue":
             patch.setattr(planning.gemm_gemm, "why_unsupported", lambda problem, device: "too wide")
             for name in ("torch_multiplies_hidden", "torch_multiplies_gradient"):
