@@ -1,10 +1,14 @@
 """The dropout of an FFN on torch's path: one kernel where it may be launched, so that no mask lies in memory."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import traceback
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ... import reference
 from ...kernels import dropout as kernels
@@ -25,7 +29,37 @@ def draw_seed(*tensors: Tensor | None) -> Tensor | None:
         return None
     first = tensors[0]
     assert first is not None
-    return kernels.draw_seed(first.device)
+    if not observed():
+        return kernels.draw_seed(first.device)
+    with _kept_by_compilers():
+        return kernels.draw_seed(first.device)
+
+
+@contextmanager
+def _kept_by_compilers() -> Iterator[None]:
+    """What is drawn inside is the same in both passes of a compiled graph, whatever that recomputes to save memory.
+
+    Without a word torch draws anew what it recomputes. It keeps what is marked so in the graph, but under a budget of 0
+    nothing; there it restores the generator's state for what is marked to be computed again.
+    """
+    meta = traceback.current_meta
+    if "recompute" in meta:  # by a checkpoint, which restores the state, too
+        yield
+        return
+    meta["recompute"] = CheckpointPolicy.MUST_SAVE if _memory_budget(meta) else CheckpointPolicy.PREFER_RECOMPUTE
+    try:
+        yield
+    finally:
+        del meta["recompute"]
+
+
+def _memory_budget(meta: dict[str, Any]) -> float:
+    """The share of activations that the graph being traced may keep: that of its region, or of the configuration."""
+    key = getattr(traceback, "MEMORY_BUDGET_ANNOTATION_KEY", None)
+    of_region = (meta.get("custom") or {}).get(key)
+    config = sys.modules.get("torch._functorch.config")
+    budget: float = getattr(config, "activation_memory_budget", 1.0) if of_region is None else of_region
+    return budget
 
 
 def dropped(values: Tensor, dropout_p: float, seed: Tensor | None, place: tuple[int, int] = (0, 0)) -> Tensor:
