@@ -56,6 +56,17 @@ def load_vector(base_ptr, cols, stride, col_limit):
     return tl.load(base_ptr + cols.to(tl.int64) * stride, mask=cols < col_limit, other=0.0).to(tl.float32)
 
 
+@triton.jit
+def only_before(values, cols, N, WHOLE: tl.constexpr):
+    """A tile of a product for sums over its columns: zeros from N on, where any are unless tiles are ``WHOLE``.
+
+    What lies there may be anything: copies of a stack of weights bring the next entry's, and infinity times 0 is NaN.
+    """
+    if not WHOLE:
+        values = tl.where(tl.expand_dims(cols < N, 0), values, 0.0)
+    return values
+
+
 _CHAIN = tl.constexpr(32)
 
 

@@ -7,7 +7,7 @@ import torch
 from ..activations import activation_unit, through_activation
 from ..device import tl, triton
 from ..launching import Launch, ceil_div, prepared
-from ..tiles import grouped_tile, load_tile, store_tile
+from ..tiles import grouped_tile, load_tile, only_before, store_tile
 from ..tuning import EpiloguePipeline
 from ..tuning.grouped_gemm import GroupedTiles
 from . import pipelined
@@ -60,7 +60,8 @@ def _experts_hidden_gradient_kernel(
         if hidden_ptr is not None:
             store_tile(hidden_ptr, tl.where(known, hidden * UNIT * weights, 0.0), rows, cols, N, 1, limit_row, N)
         if partials_ptr is not None:
-            sums = tl.sum(tl.where(known, d_hidden * (hidden * UNIT), 0.0), 1)
+            # What it is of padding, nobody reads.
+            sums = tl.sum(only_before(d_hidden, cols, N, False) * (hidden * UNIT), 1)
             tl.store(partials_ptr + column.to(tl.int64) * row_tiles * BLOCK_M + rows, sums)
 
 

@@ -231,6 +231,34 @@ def test_special_values_stay_where_they_are(path: str) -> None:
     assert bool((dweights[7] == 0).all())
 
 
+@infinities
+@needs_kernels
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_columns_behind_the_hidden_units(gated: bool, transposed: bool) -> None:
+    """They are in no sum, whatever the activation is at 0 and the upstream gradient times 0."""
+    shape: dict[str, Any] = {"gated": gated, "transposed": transposed}
+    options = how(**shape, activation="sigmoid", up_offset=9.0 if gated else 0.0)
+    tensors = moe_inputs(12, 24, 20, 3, 2, bias=False, routing="first and last", **shape)
+    w_down = tensors["w_down"]
+    assert w_down is not None
+    # So that every term of the sums for the tokens' weights is positive: one infinite gradient makes them infinite.
+    w_down.abs_()
+    dy = like_x(tensors).abs()
+    dy[3, 5] = torch.inf
+    with on_path("epilogue"):
+        clean = results(functional.moe_ffn, tensors, dy, **options)
+        for name in ("w_up", "w_down", "w_gate"):
+            if (weight := tensors[name]) is not None:
+                weight[1] = torch.nan
+        found = results(functional.moe_ffn, tensors, dy, **options)
+    gradient = found["dtop_k_weights"]
+    assert gradient is not None
+    assert bool((gradient[3] == torch.inf).all())
+    assert bool(gradient[:3].isfinite().all())
+    assert_equal({"dtop_k_weights": gradient}, {"dtop_k_weights": clean["dtop_k_weights"]})
+
+
 @needs_kernels
 def test_the_same_bits_every_time() -> None:
     tensors = moe_inputs(40, 24, 20, 3, 2, torch.float16, routing="repeated")

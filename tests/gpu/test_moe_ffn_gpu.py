@@ -62,6 +62,25 @@ def test_layouts(dtype: torch.dtype, layout: str, transposed: bool, clamped: boo
     assert_moe_close(*draws, **how(**shape, **(CLAMPED if clamped else {})))
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("N", [256, 272, 328])
+def test_columns_behind_the_hidden_units(N: int, gated: bool, transposed: bool, dtype: torch.dtype) -> None:
+    """Where an activation is not 0 at 0, and the next expert's weights lie there, which may be NaN."""
+    shape: dict[str, Any] = {"gated": gated, "transposed": transposed}
+    options = how(**shape, activation="sigmoid", up_offset=1.0 if gated else 0.0)
+    assert_moe_close(*[moe_inputs(1024, 512, N, 4, 2, dtype, **shape) for _ in range(2)], **options)
+    tensors = moe_inputs(1024, 512, N, 4, 2, dtype, routing="first and last", **shape)
+    dy = like_x(tensors)
+    with on_path("epilogue"):
+        clean = results(functional.moe_ffn, tensors, dy, **options)
+        for name in ("w_up", "w_down", "w_gate"):
+            if (weight := tensors[name]) is not None:
+                weight[1] = torch.nan
+        assert_equal(results(functional.moe_ffn, tensors, dy, **options), clean)
+
+
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])

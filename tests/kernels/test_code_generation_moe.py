@@ -39,7 +39,7 @@ def step(target, dtype, sizes, layout="separate", gated=True, bias=False, traini
         y = functional.moe_ffn(**tensors, gate_and_up=layout if merged else "separate", **options)
         if training:
             y.backward(torch.empty_like(y))
-    facts = {"dtype": dtype, "width": K, "gated": gated, "tokens": M, "limited": "limit" in options}
+    facts = {"dtype": dtype, "width": K, "units": N, "gated": gated, "tokens": M, "limited": "limit" in options}
     for report in reports:
         print(json.dumps(report | facts))
 
@@ -51,6 +51,7 @@ for dtype in ("bfloat16", "float16"):
     step("sm_90", dtype, (16384, 2048, 768, 128, 8), "concatenated", pipelined=True)
 step("sm_90", "bfloat16", (512, 2880, 2880, 32, 4), "interleaved", bias=True, pipelined=True, **LIMITED)
 step("sm_90", "bfloat16", (4096, 1024, 512, 64, 6), gated=False, activation="relu2", pipelined=True)
+step("sm_90", "bfloat16", (4096, 512, 320, 8, 2), gated=False, activation="sigmoid", pipelined=True)
 """
 PORTABLE = """
 for target in sys.argv[1:]:
@@ -88,6 +89,8 @@ def test_on_hopper(tmp_path: Path) -> None:
             assert not report["loop_spills"]
             report["spill_bytes"] = 0
         assert not faults(report), (report["kernel"], report["dtype"], faults(report))
+        if report["kernel"] == "pipelined_epilogue_gradient":
+            assert report["constants"]["WHOLE_COLUMNS"] == (report["units"] % 128 == 0)
     assert {report["kernel"] for report in found} == PIPELINED | SORTING | MANY | {"experts_sums", "order"}
 
 

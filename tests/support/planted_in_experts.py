@@ -29,6 +29,11 @@ EXPERTS: tuple[Fault, ...] = (
         "functional/test_moe_ffn any_routing",
     ),
     _fault(
+        "columns behind the hidden units in the sums for tokens' weights", "kernels/tiles.py",
+        "values = tl.where(tl.expand_dims(cols < N, 0), values, 0.0)", "values = values",
+        "functional/test_moe_ffn behind_the_hidden_units",
+    ),
+    _fault(
         "limit's slope outside of the limit", "kernels/activations.py",
         "tl.where(free, value, 0.0)", "value",
         "functional/test_moe_ffn every_layout",

@@ -11,6 +11,7 @@ from ...dropout import Dropout
 from ...hopper import Matrix, copy_in, dense, fence_async_shared, gl, gluon, mbarrier, tma
 from ...launching import Launch
 from ...pipeline import init_barriers, specialize, stage_of
+from ...tiles import only_before
 from ...tuning import EpiloguePipeline
 from ..low_rank import LowRank, low_rank_copies
 from .products import (
@@ -107,8 +108,8 @@ def _weights_of(weights_ptr, rows):
 def _finish(
     consumer: gl.constexpr, d_hidden, row, column, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, limits,
     tiles, tile_full, tile_empty, position, places, sent, sums, weights, weight_sums, WEIGHTED: gl.constexpr,
-    Z_STAGES: gl.constexpr, PLACES: gl.constexpr, GATED: gl.constexpr, LIMITED: gl.constexpr,
-    ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+    WHOLE_COLUMNS: gl.constexpr, Z_STAGES: gl.constexpr, PLACES: gl.constexpr, GATED: gl.constexpr,
+    LIMITED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     """The results of a quarter of a tile; ``sums`` with its own added. With a gate, they are stored at once instead.
 
@@ -122,6 +123,10 @@ def _finish(
     PARTS: gl.constexpr = 2 if GATED else 1
     # In float32, what waits for its turn to be sent takes more registers than there are.
     BOTH_FIRST: gl.constexpr = GATED and sums_ptr is None
+    if WEIGHTED:
+        # Here, where little else is in registers; the hidden behind N is that of zeros.
+        cols = column + gl.arange(0, HALF, gl.SliceLayout(0, layout))
+        d_hidden = only_before(d_hidden, cols, N, WHOLE_COLUMNS)
     if dropout[0] is not None:
         kept = draw(dropout, row, column, layout)
         d_hidden = dropped(d_hidden, kept, dropout[2])
@@ -199,8 +204,8 @@ def _consume(
     tiles, places, full, empty, tile_full, tile_empty, turns, tile_rows, tile_columns, inner, N, M, experts,
     group, weights_ptr, weight_sums_ptr, limits,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr,
-    PLACES: gl.constexpr, STAYS: gl.constexpr, GATED: gl.constexpr, LIMITED: gl.constexpr,
-    ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+    PLACES: gl.constexpr, STAYS: gl.constexpr, WHOLE_COLUMNS: gl.constexpr, GATED: gl.constexpr,
+    LIMITED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -236,7 +241,8 @@ def _consume(
                 position, sent, sums, weight_sums = _finish(
                     consumer, left, row, column + side * HALF, M, N, dz_desc, d_gate_desc, hidden_desc, sums_ptr,
                     dropout, limits, tiles, tile_full, tile_empty, position, places, sent, left_sums, top_weights,
-                    weight_sums, weights_ptr is not None, Z_STAGES, PLACES, GATED, LIMITED, ACTIVATION, ACCURACY,
+                    weight_sums, weights_ptr is not None, WHOLE_COLUMNS, Z_STAGES, PLACES, GATED, LIMITED, ACTIVATION,
+                    ACCURACY,
                 )  # fmt: skip
                 left, left_sums, right_sums = right, right_sums, sums
             if weight_sums_ptr is not None:
@@ -268,8 +274,8 @@ def _pipelined_epilogue_gradient_kernel(
     added_ptr, tile_expert_ptr, starts_ptr, weights_ptr, weight_sums_ptr, inner, N, tile_columns, whole, rank,
     expert_count, weight_rows, tile_rows, group, M, drop_limit, keep_scale, mask_row, mask_column, limit, offset,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr,
-    PLACES: gl.constexpr, STAYS: gl.constexpr, LIMITED: gl.constexpr, ACTIVATION: gl.constexpr,
-    ACCURACY: gl.constexpr,
+    PLACES: gl.constexpr, STAYS: gl.constexpr, WHOLE_COLUMNS: gl.constexpr, LIMITED: gl.constexpr,
+    ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = dy_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -289,8 +295,8 @@ def _pipelined_epilogue_gradient_kernel(
     specialize(2, _consume, (
         dz_desc, d_gate_desc, hidden_desc, sums_ptr, dropout, added_ptr, left_ring, right_ring, tiles, places, full,
         empty, tile_full, tile_empty, turns, tile_rows, tile_columns, whole, N, M, experts, group, weights_ptr,
-        weight_sums_ptr, limits, RIGHT_TRANSPOSED, STEP, STAGES, Z_STAGES, PLACES, STAYS, GATED, LIMITED,
-        ACTIVATION, ACCURACY,
+        weight_sums_ptr, limits, RIGHT_TRANSPOSED, STEP, STAGES, Z_STAGES, PLACES, STAYS, WHOLE_COLUMNS, GATED,
+        LIMITED, ACTIVATION, ACCURACY,
     ), copy_operands, (
         dy_desc, down_desc, None, low_rank, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner, experts,
         group, RIGHT_TRANSPOSED, STEP, STAGES,
@@ -324,6 +330,8 @@ def prepare_hidden_gradient(
     rows, columns = z.rows, z.columns
     tile_rows, tile_columns = -(-rows // tile), -(-columns // tile)
     stays = pipeline.stays and bias and z_gate is None and tile_rows > 1 and not experts
+    # Asked only where sums over columns are taken, so that no other variant is compiled twice.
+    whole_columns = not experts or columns % tile == 0
     programs = pipeline.programs_for_columns(tile_columns) if stays else pipeline.programs
     assert programs > 0, "planned for fewer columns of tiles"
     right_block = pipeline.step, columns_at_once(down.transposed)
@@ -342,7 +350,7 @@ def prepare_hidden_gradient(
         (tile_rows, 1 if stays else pipeline.group, rows, *dropout.numbers(), *(limits or (0.0, 0.0))),
         (
             down.transposed, pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places,
-            stays, limits is not None, activation, accuracy,
+            stays, whole_columns, limits is not None, activation, accuracy,
         ),
         geometries=(
             dy.geometry(half, pipeline.step),
