@@ -12,8 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..kernels.tuning import CONSUMER_ROWS, EPILOGUE_ELEMENTS, epilogue_tiles
-from . import ffn_epilogue
+from ..kernels.tuning import CONSUMER_ROWS, epilogue_tiles
 from .devices import SIXTEEN_BITS, Device
 
 # The temporary memory of a call with recompute=True, in bytes of x; and what it may be however small x is.
@@ -77,15 +76,14 @@ def plan(problem: Any, device: Device, kernels: bool) -> ChunkPlan:
     room = limit - sums - (0 if kernels else limit // ROWS_SHARE)
     # Of each hidden unit: its pre-activations.
     unit = p.M * p.element_bytes * (2 if p.gated else 1)
-    hidden = _hidden_bytes(p, device, kernels)
-    groups = _groups(p, room, unit, hidden, summed)
+    groups = _groups(p, room, unit, summed)
     if kernels:
         partial = _partial_bytes(p, device)
         # They lie where the group's gradient of w_up will be, if that is large enough.
         if partial * groups.hidden_columns > p.element_bytes * p.K * groups.columns:
             unit += partial
-            groups = _groups(p, room, unit, hidden, summed)
-    taken = sums + groups.columns * (unit + hidden * (not groups.hidden_in_dx))
+            groups = _groups(p, room, unit, summed)
+    taken = sums + groups.columns * (unit + _hidden_bytes(p) * (not groups.hidden_in_dx))
     group_rows = p.M
     if not kernels:
         each = groups.hidden_columns * _torch_bytes(p, device, BACKWARD_COPIES)
@@ -102,12 +100,12 @@ class _Groups(NamedTuple):
     hidden_in_dx: bool
 
 
-def _groups(problem: Any, room: int, unit: int, hidden: int, summed: bool) -> _Groups:
-    """As few groups as fit into so many bytes, ``unit`` and ``hidden`` for each unit, but two: no whole hidden.
+def _groups(problem: Any, room: int, unit: int, summed: bool) -> _Groups:
+    """As few groups as fit into so many bytes, ``unit`` for each hidden unit, but two: nothing holds the whole hidden.
 
     ``summed``: dx is summed elsewhere, and its own memory is free.
     """
-    p, beside = problem, max(1, room // (unit + hidden))
+    p, beside = problem, max(1, room // (unit + _hidden_bytes(problem)))
     most = max(1, room // unit) if summed else beside
     if most > max(p.K, beside):
         # In dx: as many units as it has columns at a time.
@@ -123,22 +121,17 @@ def _groups(problem: Any, room: int, unit: int, hidden: int, summed: bool) -> _G
     return _Groups(columns, min(columns, p.K) if in_dx else columns, in_dx)
 
 
-def _hidden_bytes(problem: Any, device: Device, kernels: bool) -> int:
-    """Of each hidden unit, where the gradient of w_down needs the hidden, or torch's product a place."""
-    torch_multiplies = kernels and ffn_epilogue.torch_multiplies_in_chunks(problem, device)
-    hidden: int = problem.M * problem.element_bytes * (problem.needs_weight_gradient or torch_multiplies)
+def _hidden_bytes(problem: Any) -> int:
+    """Of each hidden unit, where the gradient of w_down needs the hidden."""
+    hidden: int = problem.M * problem.element_bytes * problem.needs_weight_gradient
     return hidden
 
 
 def _partial_bytes(problem: Any, device: Device) -> int:
     """Of each hidden unit, the kernels' partial sums of the gradients of biases: one for each tile's rows, or fewer."""
     p, parts = problem, 2 if problem.gated else 1
-    if ffn_epilogue.torch_multiplies_in_chunks(p, device):
-        tiles = EPILOGUE_ELEMENTS[p.gated]
-        bands = min(math.ceil(p.M / tiles.block_m), tiles.programs * device.sms)
-    else:
-        tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
-        bands = math.ceil(p.M / min(tiles.block_m, 2 * CONSUMER_ROWS // parts))
+    tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
+    bands = math.ceil(p.M / min(tiles.block_m, 2 * CONSUMER_ROWS // parts))
     return 4 * bands * parts * int(p.needs_bias_gradient)
 
 

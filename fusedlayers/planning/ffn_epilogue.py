@@ -38,13 +38,12 @@ def plan(problem: Any, device: Device, columns: int, summed: bool = False) -> Ep
     """
     p = problem
     gradient = data = None
-    by_torch = torch_multiplies_in_chunks(p, device) if summed else None
     if p.training:
-        multiplies = torch_multiplies_gradient(p, device) if by_torch is None else by_torch
+        multiplies = not summed and torch_multiplies_gradient(p, device)
         gradient = hidden_gradient.plan(_gradient_problem(p, columns), device, "triton", torch_multiplies=multiplies)
         if summed and p.needs_data_gradient:
             data = hidden_gradient.epilogue_pipeline("data_gradient", p, device)
-    if torch_multiplies_hidden(p, device) if by_torch is None else by_torch:
+    if not summed and torch_multiplies_hidden(p, device):
         return EpiloguePlan(EPILOGUE_ELEMENTS[p.gated], None, gradient, data)
     pipeline = hidden_gradient.epilogue_pipeline("hidden", p, device)
     tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
@@ -73,12 +72,6 @@ def torch_multiplies_gradient(problem: Any, device: Device) -> bool:
     wide = figures.wide_gradient_from <= p.O
     few_tiles = math.prod(pipeline.tiles(p.M, p.N)) <= figures.few_tiles[wide] * device.sms
     return few_tiles or _starts_unevenly(p.O, figures.uneven_gradient_from)
-
-
-def torch_multiplies_in_chunks(problem: Any, device: Device) -> bool:
-    """Whether torch computes the products of chunks, and kernels what follows: where no warp-specialised kernel can."""
-    p = problem
-    return device.figures.epilogue is not None and p.dtype in SIXTEEN_BITS and _why_portable(p, device) is not None
 
 
 def _starts_unevenly(width: int, widths: Mapping[int, int]) -> bool:
@@ -111,11 +104,6 @@ def why_unsupported(problem: Any, device: Device) -> str | None:
     if problem.recompute is True:
         return "it keeps pre-activations, which recompute=True forbids"
     return no_kernels(problem, device)
-
-
-def why_slower_in_chunks(problem: Any, device: Device, figures: Epilogue) -> str | None:
-    """None: at every width that was measured torch's operations took longer than kernels, for each part of a chunk."""
-    return None
 
 
 def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:

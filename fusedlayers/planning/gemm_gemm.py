@@ -198,9 +198,9 @@ def _plan(problem: Problem, device: Device, backend: str) -> Plan:
         slower = ffn_epilogue.why_slower
         reasons["epilogue"] = why_not_kernels(problem, device, backend, not_epilogue, figures.epilogue, slower)
         if problem.recompute is True:
-            # Chunks keep no pre-activations, so that the same kernels may compute them.
-            slower = ffn_epilogue.why_slower_in_chunks
-            not_chunks = why_not_kernels(problem, device, backend, unsupported, figures.epilogue, slower)
+            # Chunks keep no pre-activations, so that the same kernels may compute them. Where these were measured,
+            # torch's operations took longer in chunks at every width.
+            not_chunks = why_not_kernels(problem, device, backend, unsupported, figures.epilogue, lambda *_: None)
             chunk_kernels = not_chunks is None
         reasons["chunked"] = None if problem.recompute is True else "only recompute=True needs its memory guarantee"
         if problem.subclass:

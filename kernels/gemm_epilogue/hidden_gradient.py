@@ -43,7 +43,7 @@ def _hidden_gradient_kernel(
     VECTOR: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     # A program has ``row_tiles`` tiles below one another. ``zero`` is 0, which only the caller knows. With a
-    # BLOCK_INNER of 0 dH lies in the place of dy, and is summed up by element before it is by column.
+    # BLOCK_INNER of 0 the product lies where dz will, and is summed up by element before it is by column.
     MULTIPLIES: tl.constexpr = BLOCK_INNER != 0
     GATED: tl.constexpr = gate_ptr is not None
     UNIT: tl.constexpr = activation_unit(ACTIVATION, ACCURACY)
@@ -57,7 +57,6 @@ def _hidden_gradient_kernel(
         sums = tl.zeros([BLOCK_N], tl.float32)
         gate_sums = tl.zeros([BLOCK_N], tl.float32)
     else:
-        stride_dym = in_units(stride_dym, VECTOR)
         sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         gate_sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     first_row = (band.to(tl.int64) * row_tiles * BLOCK_M).to(tl.int32)
@@ -74,7 +73,7 @@ def _hidden_gradient_kernel(
                 down_tile = load_tile(down_ptr, outer, cols, stride_do, stride_dn, O, N)
                 d_hidden = add_product(d_hidden, dy_tile, down_tile, zero, INPUT_PRECISION)
         else:
-            d_hidden += load_tile(dy_ptr, rows, cols, stride_dym, 1, M, N).to(tl.float32)
+            d_hidden += load_tile(dz_ptr, rows, cols, stride_out, 1, M, N).to(tl.float32)
         if seed_ptr is not None:
             factor = keep_factor((seed_ptr, drop_limit, keep_scale, mask_row, mask_column), rows, cols)
             d_hidden *= factor
@@ -144,7 +143,7 @@ def hidden_gradient(
 
     With ``column_sums`` the sums of dy, too, by these tiles; with ``low_rank`` its product is part of dH, and so is
     ``added``, which is like dH and contiguous. Where ``tiles`` have no inner axis, torch computes dH where dz will be,
-    or, ``in_place``, where the hidden will be.
+    which is not in place.
 
     Operands ``[M, *]`` of any strides. Results are contiguous, unless they are ``for_products`` alone: then rows begin
     with a sector of memory, and where N is that, dz and dz_gate are the halves of one ``[M, 2 N]``. ``in_place``, they
@@ -168,6 +167,7 @@ def hidden_gradient(
     rows, columns, _ = made.shape
     d_gate: torch.Tensor | None = None
     if in_place:
+        assert tiles.block_inner, "dH needs memory of its own"
         dz, d_gate = z, z_gate
     elif made.side_by_side:
         dz, d_gate = dy.new_empty(rows, 2 * columns).split(columns, 1)
@@ -191,10 +191,7 @@ def hidden_gradient(
         if low_rank is not None:
             dy, w_down, _ = low_rank.joined(dy, w_down, None, 0)
         if not tiles.block_inner:
-            product = dz
-            if in_place:
-                product = dy.new_empty(rows, columns) if hidden is None else hidden
-            dy = torch.mm(dy, w_down, out=product)
+            torch.mm(dy, w_down, out=dz)
         made.launch((dy, w_down, z, z_gate, dz, d_gate, hidden, sums, dropout.seed, added))
     other: tuple[torch.Tensor, torch.Tensor] | None = None
     db_down = dy_sums
@@ -268,15 +265,12 @@ def _prepare(
         dy, w_down, _ = low_rank.joined(dy, w_down, None, 0)
     bands = ceil_div(ceil_div(rows, tiles.block_m), row_tiles)
     gate_strides = (0, 0) if z_gate is None else z_gate.stride()
-    left_strides, vector = dy.stride(), 1
-    if not tiles.block_inner:
-        left_strides = (stride if in_place else row_stride, 1)
-        # Beside a product's tiles there are no registers for more than one piece of a row at a time.
-        vector = vector_unit(z, columns, row_stride, stride, z.stride(0), gate_strides[0])
+    # Beside a product's tiles there are no registers for more than one piece of a row at a time.
+    vector = 1 if tiles.block_inner else vector_unit(z, columns, row_stride, stride, z.stride(0), gate_strides[0])
     launch = Launch(
         _hidden_gradient_kernel,
         bands * ceil_div(columns, tiles.block_n),
-        (*left_strides, *w_down.stride(), *z.stride(), *gate_strides, row_stride, stride, dy.shape[1], columns),
+        (*dy.stride(), *w_down.stride(), *z.stride(), *gate_strides, row_stride, stride, dy.shape[1], columns),
         (rows, row_tiles, 0.0, *dropout.numbers()),
         (
             tiles.block_m, tiles.block_n, tiles.block_inner, _GROUP, vector, activation, accuracy, input_precision,

@@ -48,12 +48,8 @@ def cut(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, hidden_columns
     )
 
 
-MULTIPLIES = pytest.mark.parametrize("torch_multiplies", [False, True], ids=["kernels", "torch multiplies"])
-
-
-def force_kernels(monkeypatch: pytest.MonkeyPatch, torch_multiplies: bool = False) -> None:
-    """Chunks in the kernels of the epilogue path, however narrow the layer is, or in those behind torch's products."""
-    monkeypatch.setattr(planning.ffn_epilogue, "torch_multiplies_in_chunks", lambda *_: torch_multiplies)
+def force_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks in the kernels of the epilogue path, however narrow the layer is."""
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
     monkeypatch.setattr(planning.gemm_gemm, "why_unsupported", lambda problem, device: "too wide")
     # Without the caches: no plan made here outlives the test, and none made before is used.
@@ -82,13 +78,11 @@ def test_chunks_of_any_size_give_the_same(
 
 
 @needs_kernels
-@pytest.mark.sampled(together=2)
-@MULTIPLIES
 @GATED
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("chunk", [(32, 64, 24), (32, 64, 64), (20, 24, 24), (70, 16, 16), (9, 128, 128)], ids=str)
 def test_kernels_compute_chunks(
-    chunk: tuple[int, int, int], dropout_p: float, gated: bool, torch_multiplies: bool, monkeypatch: pytest.MonkeyPatch
+    chunk: tuple[int, int, int], dropout_p: float, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the mask of the whole hidden, drawn where the chunk lies in it; the hidden in its own memory, and in dx."""
     draw = INTEGERS[torch.float16]
@@ -97,7 +91,7 @@ def test_kernels_compute_chunks(
     seed = draw_seed(DEVICE)
     arithmetic: dict[str, Any] = {"activation": "relu", "dropout_p": dropout_p}
     expected = results(reference.ffn, t, dy, seed=seed, **arithmetic)
-    force_kernels(monkeypatch, torch_multiplies)
+    force_kernels(monkeypatch)
     cut(monkeypatch, *chunk)
     launched = []
     kernels = import_module("fusedlayers.functional.ffn.chunked").kernels
@@ -113,17 +107,14 @@ def test_kernels_compute_chunks(
 
 
 @needs_kernels
-@MULTIPLIES
 @GATED
-def test_kernels_compute_chunks_of_what_is_wanted(
-    gated: bool, torch_multiplies: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_compute_chunks_of_what_is_wanted(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One gradient alone, and all but one: there may be no dx in whose memory the hidden could lie."""
     draw = INTEGERS[torch.float16]
     t = ffn_inputs(33, 24, 48, 16, torch.float16, gated=gated, draw=draw)
     dy = like_result(t, draw)
     names = [name for name, tensor in t.items() if tensor is not None]
-    force_kernels(monkeypatch, torch_multiplies)
+    force_kernels(monkeypatch)
     cut(monkeypatch, 20, 20)
     expected = results(reference.ffn, t, dy, activation="relu")
     for alone in names:

@@ -44,11 +44,6 @@ def test_chunks_take_at_most_eight_times_x(size: tuple[int, int, int], gated: bo
             # Kernels of the epilogue path compute the chunks: where they were measured or, forced, wherever they run.
             measured = device.figures.epilogue is not None and dtype == "bfloat16"
             assert (made.epilogue is not None) == (device.triton and (measured or wish == "triton"))
-            if made.epilogue is not None and measured:
-                # Beside torch's products where no warp-specialised kernel can compute them.
-                by_torch = not device.pipelined or K % 8 > 0
-                assert (made.epilogue.hidden_tiles.block_inner == 0) == by_torch
-                assert (made.epilogue.gradient.tiles.block_inner == 0) == by_torch
 
 
 @GATED

@@ -151,9 +151,7 @@ def _through_hidden(
     The hidden lies in ``place``, a vector, or in memory of its own, partial sums in ``room``, where it is large enough.
     """
     hidden, (rows, columns) = None, part.z[0].shape
-    tiles = call.plan.epilogue
-    torch_multiplies = tiles is not None and not tiles.gradient.tiles.block_inner
-    if dw_down is not None or torch_multiplies:
+    if dw_down is not None:
         hidden = part.dy.new_empty(rows, columns) if place is None else place[: rows * columns].view(rows, columns)
     _hidden_gradient(call, part, hidden, biases, room, seed)
     if dw_down is not None and hidden is not None:
