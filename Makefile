@@ -9,7 +9,7 @@ GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 # The size of the language model: one that a GPU trains in a minute, or one that two CPU cores do.
 MODEL ?= $(if $(GPU),narrow,tiny)
 MODELS := tiny narrow small experts
-TARGETS := help train test test-full test-kernel test-triton check docs hooks clean
+TARGETS := help train test test-full test-kernel test-bits test-triton check docs hooks clean
 # How many steps both runs take; without it, as many as the preset says.
 STEPS ?=
 # Where the two runs are written; what an earlier `make train` left there is overwritten, or goes on with RESUME=yes.
@@ -25,6 +25,9 @@ NAME ?= gemm_epilogue
 # The oldest and the newest release that README names; the tests run on the one of constraints.txt.
 TRITONS := 3.6.0 3.9.0
 TRITON_FOLDERS := $(TRITONS:%=build/triton-%)
+# NumPy multiplies for the interpreter: OpenBLAS's kernels for Haswell, which AMD's processors get, too, round a row by its
+# place in a tile; those for Sandybridge do not, as those for processors with AVX-512. Both run wherever there is AVX2.
+CORES := Haswell Sandybridge
 # Where Python may not write what it compiles, every process of the tests would compile torch and transformers anew.
 unexport PYTHONDONTWRITEBYTECODE
 # One thread per worker, or the workers' threads fight for the same cores.
@@ -90,6 +93,11 @@ test-kernel: $(INSTALLED) ## Run the tests of one kernel or operation: make test
 ifeq ($(GPU),yes)
 	files=$$($(BIN)/python -m tests.kernel_families '$(NAME)' --gpu) && $(PYTEST_ON_GPU) $$files
 endif
+
+test-bits: $(CORES:%=test-bits-%) ## Run the tests that compare bits with both kinds of kernels of NumPy's BLAS
+
+test-bits-%: $(INSTALLED)
+	OPENBLAS_CORETYPE=$* $(PYTEST) -m bits tests/functional tests/kernels
 
 test-triton: $(TRITON_FOLDERS) ## Compile every kernel with the oldest and the newest Triton that README names
 	FUSEDLAYERS_TRITONS='$^' $(PYTEST) tests/kernels/test_triton_releases.py

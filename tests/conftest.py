@@ -27,8 +27,10 @@ if HAS_TRITON and not HAS_CUDA:
 INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 if INTERPRETING:
     from tests.support.quick_interpreter import hurry
+    from tests.support.rounding_by_position import round_by_position
 
     hurry()
+    round_by_position()
 
 # The tests say themselves which backend they mean.
 from fusedlayers.functional.switches import SWITCHES  # noqa: E402  not before the interpreter is on

@@ -259,6 +259,7 @@ def test_sizes_in_random_combinations(
         )
 
 
+@pytest.mark.bits
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("path", [*PATHS[:2], EPILOGUE])
 def test_runs_give_the_same_bits(path: str) -> None:

@@ -329,6 +329,7 @@ def test_saved_bytes_are_those_of_the_plan(torch_multiplies: bool, units: int, d
         assert ours - x_bytes <= (kept_bytes(reference.ffn) - x_bytes) / 2
 
 
+@pytest.mark.bits
 @TORCH_MULTIPLIES
 def test_results_of_a_call_without_gradients_are_the_same(torch_multiplies: bool, launched: list[str]) -> None:
     inputs = ffn_inputs(20, 9, 21, 7, gated=True, residual=True)

@@ -213,6 +213,7 @@ def test_gradients_of_stride_zero_and_of_shared_matrices() -> None:
             assert_all_close({"da": ours}, {"da": theirs}, {"da": truth}, independent=36)
 
 
+@pytest.mark.bits
 @needs_kernels
 @pytest.mark.usefixtures("poisoned_memory")
 def test_runs_give_the_same_bits() -> None:
@@ -275,6 +276,7 @@ def test_every_subset_of_frozen_operands(path: str, monkeypatch: pytest.MonkeyPa
             assert launched == ([name for name in "abc" if name not in frozen] if path == "kernels" else [])
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
 def test_nothing_is_written_and_backward_can_run_twice(path: str) -> None:
     operands = inputs(20, 9, 21, 7)

@@ -186,6 +186,7 @@ def test_nothing_is_written_and_backward_can_run_twice(op: str, path: str) -> No
     assert torch.equal(dy, kept_dy)
 
 
+@pytest.mark.bits
 @needs_kernels
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("op", DIFFERENTIABLE)

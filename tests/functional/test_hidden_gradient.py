@@ -205,6 +205,7 @@ def test_an_expanded_gradient() -> None:
         assert_equal(in_float64(ours), truth)
 
 
+@pytest.mark.bits
 @needs_kernels
 @pytest.mark.usefixtures("poisoned_memory")
 def test_runs_give_the_same_bits() -> None:

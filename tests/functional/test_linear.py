@@ -178,6 +178,7 @@ def test_expanded_operands() -> None:
     assert_equal(in_float64(ours), results(reference.linear, in_float64(tensors), dy.double()))
 
 
+@pytest.mark.bits
 @needs_kernels
 @pytest.mark.usefixtures("poisoned_memory")
 def test_runs_give_the_same_bits() -> None:

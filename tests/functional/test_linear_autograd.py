@@ -70,6 +70,7 @@ def test_without_gradients_nothing_is_kept(path: str) -> None:
     assert not kept
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("path", KERNELS_AND_TORCH)
 @pytest.mark.parametrize("split_k", ["auto", 3])
 def test_nothing_is_written_and_the_graph_can_be_retained(split_k: int | str, path: str) -> None:

@@ -161,6 +161,7 @@ def test_class_weights_that_add_up_to_zero(recompute: bool, path: str) -> None:
     torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("target", [-1, 70, 2**40])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
@@ -293,6 +294,7 @@ def test_create_graph(reduction: str, path: str) -> None:
     assert_all_close(ours, theirs, truth, independent=18)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -344,6 +346,7 @@ def test_compiled(name: str, options: dict[str, Any]) -> None:
             torch.testing.assert_close(ours, results(function, inputs, **options))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradients_of_some_operands_alone_are_asked_for(reduction: str, path: str) -> None:

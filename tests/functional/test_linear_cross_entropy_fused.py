@@ -154,6 +154,7 @@ def test_special_values_of_operands(name: str) -> None:
         assert torch.equal(ours.isinf(), theirs.isinf())
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("target", [-1, 70, 127, 128, 2**32 + 3, -(2**40)])
 @pytest.mark.parametrize("weight", [False, True])
 def test_a_target_that_is_no_class_shows(target: int, weight: bool) -> None:
@@ -322,6 +323,7 @@ def test_random_sizes(sizes: tuple[int, int, int], reduction: str, options: dict
     assert_close(loss_inputs((tokens,), K, V, ignored=tokens // 5), reduction=reduction, **options)
 
 
+@pytest.mark.bits
 def test_the_same_tensor_every_time() -> None:
     inputs = {name: each for name, each in loss_inputs((70,), 24, 600).items() if each is not None}
     with on_path("fused"), assumed(sms=132):

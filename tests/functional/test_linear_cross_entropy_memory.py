@@ -92,6 +92,7 @@ def test_the_logits_are_gone_when_the_sum_of_dw_is_rounded(monkeypatch: pytest.M
     assert alive == [[]]
 
 
+@pytest.mark.bits
 @needs_kernels
 def test_gradients_stay_as_they_are_while_the_graph_does() -> None:
     """The last backward pass may scale in place what the forward pass left; those before it may not."""

@@ -163,6 +163,7 @@ def test_one_gradient_alone(path: str, wanted: str) -> None:
     assert_moe_close(*[moe_inputs(19, 24, 20, 3, 2) for _ in range(2)], path=path, frozen=frozen)
 
 
+@pytest.mark.bits
 @needs_kernels
 def test_layouts_change_nothing() -> None:
     """Operands with gaps, transposed, parts of larger tensors: the same bits."""
@@ -198,6 +199,7 @@ def test_what_nobody_writes_is_never_read(recompute: bool) -> None:
         assert all(t is None or bool(t.isfinite().all()) for t in found.values()), routing
 
 
+@pytest.mark.bits
 @infinities
 @pytest.mark.parametrize("path", PATHS)
 def test_special_values_stay_where_they_are(path: str) -> None:
@@ -259,6 +261,7 @@ def test_columns_behind_the_hidden_units(gated: bool, transposed: bool) -> None:
     assert_equal({"dtop_k_weights": gradient}, {"dtop_k_weights": clean["dtop_k_weights"]})
 
 
+@pytest.mark.bits
 @needs_kernels
 def test_the_same_bits_every_time() -> None:
     tensors = moe_inputs(40, 24, 20, 3, 2, torch.float16, routing="repeated")
@@ -270,6 +273,7 @@ def test_the_same_bits_every_time() -> None:
         assert_equal(results(functional.moe_ffn, tensors, dy, recompute=True), first)
 
 
+@pytest.mark.bits
 @needs_kernels
 @pytest.mark.parametrize("layout", ["separate", "interleaved"])
 def test_a_graph_that_is_kept_gives_the_same_again(layout: str) -> None:
@@ -329,6 +333,7 @@ def test_indices_of_32_bits(path: str) -> None:
     assert_equal(found, expected)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("path", PATHS)
 def test_autocast(path: str) -> None:
     tensors = moe_inputs((2, 9), 24, 20, 3, 2)

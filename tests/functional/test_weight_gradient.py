@@ -181,6 +181,7 @@ def test_expanded_gradients(shape: tuple[int, int]) -> None:
     assert_equal(in_float64(ours), found(reference.weight_gradient, in_float64(tensors)))
 
 
+@pytest.mark.bits
 @needs_kernels
 @pytest.mark.usefixtures("poisoned_memory")
 def test_runs_give_the_same_bits() -> None:

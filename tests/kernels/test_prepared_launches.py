@@ -53,6 +53,7 @@ def without_ready(operands: Operands) -> Operands:
     return Operands(*[getattr(operands, name) for name in names])
 
 
+@pytest.mark.bits
 @pytest.mark.sampled(together=2)
 @needs_kernels
 @GATED
@@ -80,6 +81,7 @@ def test_the_narrow_ffn(gated: bool, splits: int, passes: int) -> None:
     assert not any(isinstance(each, Tensor) for each in ready.values())
 
 
+@pytest.mark.bits
 @needs_kernels
 @GATED
 def test_the_wide_ffn(gated: bool) -> None:
@@ -107,6 +109,7 @@ def test_the_wide_ffn(gated: bool) -> None:
         assert_same(*found)
 
 
+@pytest.mark.bits
 @needs_kernels
 def test_column_sums() -> None:
     ready: dict[Any, Any] = {}
@@ -114,6 +117,7 @@ def test_column_sums() -> None:
         assert_same(column_sums(dy, COLUMN_SUM_TILES, ready), column_sums(dy, COLUMN_SUM_TILES))
 
 
+@pytest.mark.bits
 @needs_kernels
 @pytest.mark.parametrize("splits", [1, 3])
 def test_the_gradients_of_a_linear_layer(splits: int) -> None:
@@ -127,6 +131,7 @@ def test_the_gradients_of_a_linear_layer(splits: int) -> None:
         assert_same(ours, theirs)
 
 
+@pytest.mark.bits
 @needs_kernels
 @pytest.mark.parametrize(("splits", "atomic"), [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("rows", [1, 5])

@@ -20,6 +20,7 @@ from tests.support.prepared_launches import HOPPER, assert_same, assert_told_the
 K = 16
 
 
+@pytest.mark.bits
 @needs_kernels
 @pytest.mark.parametrize("op", ["mean", "max", "logsumexp", "sumsq"])
 @pytest.mark.parametrize("splits", [1, 3])
@@ -60,6 +61,7 @@ def test_reductions(op: str, splits: int, together: bool) -> None:
         assert not any(isinstance(each, Tensor) for each in ready.values())
 
 
+@pytest.mark.bits
 @needs_kernels
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("chunk", [5, 2], ids=["at once", "in chunks"])
