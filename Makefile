@@ -19,7 +19,7 @@ SETTINGS := model=$(MODEL) run.overwrite=true$(if $(RESUME), run.resume=auto)$(i
 # The opening writes settings that suit the machine: on a CPU the number of threads, and that fused layers keep least.
 TRAIN = $(BIN)/python -m train_examples.language_model $(SETTINGS) $$(cat $(RUNS)/settings.txt)
 # The words with which make was called, for what Ctrl-C has interrupted.
-GIVEN = $(foreach name,MODEL STEPS RUNS,$(if $(filter-out file,$(origin $(name))),$(name)=$($(name))))
+GIVEN = $(foreach name,MODEL STEPS RUNS VENV,$(if $(filter-out file,$(origin $(name))),$(name)=$($(name))))
 WORKERS ?= auto
 NAME ?= gemm_epilogue
 # The oldest and the newest release that README names; the tests run on the one of constraints.txt.

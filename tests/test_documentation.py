@@ -12,7 +12,6 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -40,23 +39,32 @@ def commands(kind: str) -> list[str]:
     return [line for line in lines if re.match(r"([A-Z_]+=\S+ )*(python|torchrun|accelerate|make|pytest) ", line)]
 
 
+def reading_order() -> list[str]:
+    """README, the pages in the order in which its list of pages names them, and pages that it does not name."""
+    named = re.findall(r"\]\((docs/[\w-]+\.md)\)", PAGES["README.md"].partition("## Documentation")[2])
+    return list(dict.fromkeys(["README.md", *named, *PAGES]))
+
+
+# What takes long; other tests make such runs with smaller models, and all commands are looked at below.
 # Its C++ compiler takes longer than all other pages; test_compiled.py compiles the operations with other backends.
-COMPILED = ("docs/compile.md",)
+SLOW_PYTHON = {"docs/compile.md"}
+SLOW_COMMANDS = {"docs/examples.md", "docs/models.md", "docs/results.md"}
 
 
-# Runs each script in a fork of one process: what all of them import takes longer than what they do.
+# Runs each script that is named to it in a fork of one process, and says how it ended: what all of them import takes
+# longer than what they do.
 IN_FORKS = """
 import os, runpy, sys, traceback
 import fusedlayers, torch
-for script in sys.argv[1:]:
+for script in sys.stdin:
     child = os.fork()
     if child:
-        if os.waitpid(child, 0)[1]:
-            sys.exit(f"{script} failed")
+        print(os.waitpid(child, 0)[1], flush=True)
         continue
+    os.dup2(2, 1)
     status = 1
     try:
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(script.strip(), run_name="__main__")
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -66,26 +74,27 @@ for script in sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize(
-    "pages",
-    [
-        pytest.param([page for page in blocks("python") if page not in COMPILED], id="most pages"),
-        pytest.param(COMPILED, id=" ".join(COMPILED), marks=pytest.mark.full),
-    ],
-)
-def test_its_python_runs_in_order(pages: Sequence[str], tmp_path: Path) -> None:
-    scripts = []
-    for page in pages:
-        code = "\n".join(blocks("python")[page])
-        if "transformers" in code and not importlib.util.find_spec("transformers"):
-            continue
-        scripts.append(tmp_path / page.replace("/", " "))
-        scripts[-1].write_text(code)
-    # That nothing was replaced is a warning, and would make the example untrue.
-    command = [sys.executable, "-W", "error:nothing was replaced", "-c", IN_FORKS, *map(str, scripts)]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("FUSEDLAYERS_")}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+class Forks:
+    """The process for scripts, in a folder and with an environment; what they print is in ``printed``."""
+
+    def __init__(self, python: Path, folder: Path, environment: dict[str, str], printed: Path) -> None:
+        self.printed = printed
+        # That nothing was replaced is a warning, and would make the example untrue.
+        command = [python, "-W", "error:nothing was replaced", "-c", IN_FORKS]
+        pipe = subprocess.PIPE
+        with printed.open("w") as errors:
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdin=pipe, stdout=pipe, stderr=errors, text=True
+            )
+
+    def run(self, script: Path) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(script, file=self.process.stdin, flush=True)
+        assert self.process.stdout.readline() == "0\n", f"{script.name}\n{self.printed.read_text()[-3000:]}"
+
+    def close(self) -> None:
+        self.process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -112,29 +121,57 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-# Runs that take long; other tests make such runs with smaller models, and all commands are looked at below.
-SLOW = ("docs/examples.md", "docs/models.md", "docs/results.md")
-
-
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.full) if page in SLOW else page for page in blocks("bash")]
-)
-def test_its_commands_run_as_written(page: str, clone: Path) -> None:
-    binaries = clone.parent / "environment" / "bin"
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.full)], ids=["quick", "everything"])
+def test_its_blocks_run_in_order(everything: bool, clone: Path, tmp_path: Path) -> None:
+    """In one folder, each in the state that the text before it leaves."""
+    home = clone.parent / "environment"
+    # So that make installs nothing: the environment is newer than all that it is made from.
+    (home / ".installed").touch()
     ours = ("FUSEDLAYERS_", "TRITON_", "MAKE")
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(ours)},
-        "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
+        "PATH": f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}",
         # pip finds everything where it is, and asks no index.
         "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "OMP_NUM_THREADS": "1",
+        # What make reads: where the environment is, and a run of seconds.
+        "VENV": str(home), "MODEL": "tiny", "STEPS": "2",
     }  # fmt: skip
-    for body in blocks("bash")[page]:
-        # What make would do would install an environment, or run this test again.
-        script = re.sub(r"^make ", "make --dry-run ", body, flags=re.MULTILINE)
-        command = ["bash", "-euo", "pipefail", "-c", script]
-        done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, f"{body}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    # Other targets would lint, or run this test again.
+    shown = r"^make (?!train$)" if everything else r"^make "
+    ran: list[str] = []
+    forks: Forks | None = None
+    for page in reading_order():
+        for kind, body in _BLOCK.findall(PAGES[page]):
+            if kind == "bash" and (everything or page not in SLOW_COMMANDS):
+                script = re.sub(shown, "make --dry-run ", body, flags=re.MULTILINE)
+                command = ["bash", "-euo", "pipefail", "-c", script]
+                done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True)
+                assert done.returncode == 0, f"{page}: {body}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+                ran.append(page)
+            # The Python of a page is one script, which runs where its first block stands.
+            code = tmp_path / f"{page.replace('/', ' ')}.py"
+            if kind != "python" or code.exists() or (not everything and page in SLOW_PYTHON):
+                continue
+            code.write_text("\n".join(blocks("python")[page]))
+            if "transformers" in code.read_text() and not importlib.util.find_spec("transformers"):
+                continue
+            forks = forks or Forks(home / "bin" / "python", clone, environment, tmp_path / "printed")
+            forks.run(code)
+            ran.append(page)
+    assert forks is not None
+    forks.close()
+    assert list(dict.fromkeys(ran)) == [page for page in reading_order() if page in ran]
+    assert len(ran) > 8
+
+
+def test_no_two_runs_share_a_folder() -> None:
+    """A folder that holds a run is refused, and `make train` of README leaves two."""
+    recipe = subprocess.run(["make", "--dry-run", "train"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    text = "\n".join([recipe, *commands("bash"), *commands("text")])
+    folders = re.findall(r"language_model .*run\.directory=(\S+)", text)
+    assert {"runs/torch", "runs/fused"} < set(folders)
+    assert len(set(folders)) == len(folders)
 
 
 def test_commands_are_understood() -> None:

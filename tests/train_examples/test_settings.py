@@ -381,7 +381,8 @@ def test_make_begins_with_a_word_and_hands_on_what_the_opening_found(tmp_path: P
     assert first.startswith("Loading torch and timing some steps.")
     called = [line for line in shown if line.startswith("make train ")]
     opening, torchs, fused, compared = called
-    assert opening.startswith(f"make train MODEL=tiny STEPS=9 RUNS={runs} RESUME=yes: -m train_examples.opening ")
+    given = f"MODEL=tiny STEPS=9 RUNS={runs} VENV={tmp_path / 'environment'}"
+    assert opening.startswith(f"make train {given} RESUME=yes: -m train_examples.opening ")
     for name, line in (("torch", torchs), ("fused", fused)):
         assert f" layers={name} " in line
         assert " run.steps=9 run.threads=7 layers.recompute=true " in line
