@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import calibrations
+from . import calibrations, releases
 from .folders import CacheFile, check_folder, say_once
 from .kernels import hopper
 from .kernels.device import HAS_TRITON, RELEASE, compiled_folder, interpreted, toolchain
@@ -76,7 +76,14 @@ def _describe(device: torch.device) -> Device:
     if not interpreted() and (reason := why_nothing_compiles()):
         return replace(facts, why_no_kernels=reason)
     calibration = calibrations.on_record(facts) if _calibrated else None
-    return replace(facts, avoided=failures_on_record(facts), calibration=calibration)
+    found = {"avoided": failures_on_record(facts), "calibration": calibration}
+    return replace(facts, **found, **releases.standing(facts))
+
+
+def test_release(facts: Device, device: torch.device) -> None:
+    """Tests an unknown release of Triton on ``device``, unless that was done; the device is described anew then."""
+    releases.test(facts, device)
+    _describe.cache_clear()
 
 
 @cache
@@ -120,7 +127,7 @@ def uncalibrated() -> Iterator[None]:
 
 def records() -> str:
     """Which state of the user's records there is, by their sizes and times of change; empty without any."""
-    return "".join(f" {state}" for file in (FAILURES, calibrations.FILE) if (state := file.state))
+    return "".join(f" {state}" for file in (FAILURES, calibrations.FILE, releases.RECORD) if (state := file.state))
 
 
 def failures_on_record(facts: Device) -> frozenset[str]:

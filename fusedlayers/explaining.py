@@ -56,6 +56,8 @@ def explain(target: nn.Module | Callable[..., Any], /, *inputs: Tensor, **option
     plan = dispatch(problem, device)
     facts = describe(device)
     rows = [*operation.facts(plan, facts), *_copies(operation, plan, tensors)]
+    if facts.release_note:
+        rows.append(("compiler", facts.release_note))
     rows += [("avoided", f"{name}: {WHY_AVOIDED} (python -m fusedlayers.bench selftest)") for name in plan.avoided]
     rows += [(f"not {path}", reason) for path, reason in plan.rejected]
     width = max(len(name) for name, _ in rows)

@@ -1,7 +1,12 @@
 """Triton if it is installed, otherwise inert stand-ins, so that every kernel file imports on any machine."""
 
+import re
 from collections.abc import Callable
 from typing import Any
+
+# The releases of Triton that the kernels are known to compile with. Under any other one auto mode takes them once they
+# have passed a self-test on the user's own GPU.
+KNOWN_RELEASES: tuple[tuple[int, ...], ...] = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 
 class Inert:
@@ -19,11 +24,16 @@ try:
     import triton.language as tl
 
     HAS_TRITON = True
-    RELEASE: tuple[int, ...] = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    RELEASE: tuple[int, ...] = tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
 except ImportError:
     HAS_TRITON = False
     RELEASE = ()
     triton = tl = Inert()
+
+
+def release_is_known() -> bool:
+    """Whether this release of Triton is one of the :data:`KNOWN_RELEASES`."""
+    return RELEASE in KNOWN_RELEASES
 
 
 def interpreted() -> bool:
@@ -65,6 +75,6 @@ def assembler(architecture: str) -> Any:
 
 
 __all__ = [
-    "HAS_TRITON", "RELEASE", "Inert", "assembler", "compiled_folder", "compiler", "interpreted", "tl", "toolchain",
-    "triton",
+    "HAS_TRITON", "KNOWN_RELEASES", "RELEASE", "Inert", "assembler", "compiled_folder", "compiler", "interpreted",
+    "release_is_known", "tl", "toolchain", "triton",
 ]  # fmt: skip

@@ -1,21 +1,17 @@
 """Hopper's asynchronous instructions through Gluon, if this Triton has them, and matrices as they are copied by them.
 
-Where there is no Triton, or none whose Gluon is known, inert stand-ins let every file import; nothing else may be done
-with them.
+Where there is no Triton, or one whose Gluon has other names, inert stand-ins let every file import; nothing else may be
+done with them. Whether the kernels are right with a release that is not known, its self-test tells.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 
-from .device import RELEASE, Inert
+from .device import Inert
 
-# Gluon is experimental and changes its names: these releases of Triton compile the kernels that use it.
-_OLDEST, _NEWEST = (3, 6), (3, 9)
-
+# Gluon is experimental and changes its names.
 try:
-    if not _OLDEST <= RELEASE <= _NEWEST:
-        raise ImportError
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.hopper import (
@@ -32,8 +28,9 @@ try:
     copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
     _memory = gl.shared_memory_descriptor
     reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
-    HAS_GLUON = True
-except ImportError:
+    # What every file of kernels needs as it is imported.
+    HAS_GLUON = bool(gluon.jit and gl.constexpr)
+except (ImportError, AttributeError):
     HAS_GLUON = False
     gluon = gl = fence_async_shared = mbarrier = tma = copy_in = copy_out = reinterpret = Inert()
     warpgroup_mma = warpgroup_mma_wait = TensorDescriptor = Inert()

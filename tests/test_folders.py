@@ -194,7 +194,11 @@ def test_two_processes_lose_none_of_each_others_records(cache: Path, tmp_path: P
         assert writer.stdout is not None
         assert writer.stdout.readline() == "ready\n"
     for writer in writers:
-        writer.communicate("go\n", timeout=300)
+        assert writer.stdin is not None
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+    for writer in writers:
+        writer.communicate(timeout=300)
         assert writer.returncode == 0
     found = calibrations.on_record(CARD)
     assert found is not None

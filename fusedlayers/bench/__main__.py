@@ -85,7 +85,9 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(["selftest" if word == "--selftest" else word for word in words])
     if chosen.name in ("selftest", "calibrate"):
         try:
-            return selftest.main(chosen_device(chosen)) if chosen.name == "selftest" else calibrate.main(chosen)
+            if chosen.name == "calibrate":
+                return calibrate.main(chosen)
+            return selftest.main(chosen_device(chosen), short=chosen.short)
         except ValueError as error:
             parser.error(str(error))
     if chosen.name in ("table", "plot"):
@@ -132,6 +134,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("newer", type=Path, metavar="NEWER.json")
     command = commands.add_parser("selftest", help="test every kernel configuration on this machine with integers")
     add_device_option(command)
+    command.add_argument("--short", action="store_true", help="one call of each kind of kernel, some 20 s")
     calibrate.add_options(commands.add_parser("calibrate", help=calibrate.HELP))
     return parser
 

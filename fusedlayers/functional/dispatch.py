@@ -5,14 +5,16 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from .. import planning
+from .. import planning, releases
 from ..devices import describe as describe
+from ..devices import test_release
 from ..planning import Decision, Device
-from .call import observed, with_known_sizes
+from .call import observed, traced, with_known_sizes
 from .switches import backend, strict
 
 logger = logging.getLogger("fusedlayers")
@@ -41,11 +43,38 @@ def dispatch(problem: Any, device: torch.device) -> Any:
         problem = with_known_sizes(problem)
     if _counted is not None:
         _counted.problems[problem] = None
-    plan = _cached_plan(problem, describe(device), wish)
+    plan = _cached_plan(problem, facts_for(problem, device, wish), wish)
     if plan.unsupported is not None and not problem.empty and (wish == "triton" or (must and wish == "auto")):
         switch = "FUSEDLAYERS_BACKEND=triton" if wish == "triton" else "FUSEDLAYERS_STRICT=1"
         raise RuntimeError(f"{switch} is set, but {problem.operation} cannot run in Triton: {plan.unsupported}")
     return plan
+
+
+def facts_for(problem: Any, device: torch.device, wish: str) -> Device:
+    """What planning ``problem`` goes by: the device's facts, after the self-test of an unknown release of Triton.
+
+    That runs once, before auto mode takes the first kernel. A call that is recorded or traced cannot wait for it.
+    """
+    facts = describe(device)
+    if not facts.release_note or not facts.left_to_torch or wish != "auto":
+        return facts
+    trusting = replace(facts, release_note="", left_to_torch="", untested=False)
+    if _launches(planning.plan(problem, trusting, wish)) == _launches(planning.plan(problem, facts, wish)):
+        return facts
+    if facts.untested and not (problem.captured or traced()):
+        test_release(facts, device)
+        facts = describe(device)
+        if not facts.left_to_torch:
+            return facts
+    later = "; a plain call before what is captured or compiled, which holds torch's operations now, tests them, too"
+    releases.warn_once(
+        f"auto mode takes torch where kernels may be faster: {facts.left_to_torch}{later if facts.untested else ''}"
+    )
+    return facts
+
+
+def _launches(plan: Decision) -> tuple[str, dict[str, tuple[str, ...]]]:
+    return plan.path, planning.configurations(plan)
 
 
 def plan_on_path(problem: Any, path: str, device: torch.device) -> Any:

@@ -26,7 +26,8 @@ class Device:
 
     ``triton_release`` is that of the compiler, whose default is the one that everything on record was measured with.
     ``avoided`` names the tile configurations that failed the self-test on it, ``calibration`` is what was measured on
-    it, and ``left_to_torch`` why auto mode takes no kernel on it.
+    it, and ``left_to_torch`` why auto mode takes no kernel on it. ``release_note`` is what is to be said of a compiler
+    that is not known, which is ``untested`` until auto mode would take a kernel for the first time.
     """
 
     kind: str
@@ -39,6 +40,8 @@ class Device:
     avoided: frozenset[str] = frozenset()
     calibration: Calibration | None = None
     left_to_torch: str = ""
+    release_note: str = ""
+    untested: bool = False
     why_no_kernels: str = ""  # why no kernel may run although Triton is there
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .. import planning
 from ..devices import describe
+from ..functional.dispatch import facts_for
 from ..functional.linear import LINEAR
 from ..functional.linear_cross_entropy.arguments import loss_problem
 from ..functional.moe_ffn import MOE_FFN
@@ -42,7 +43,7 @@ def facts_of_ffn(pieces: FFNPieces, recompute: Literal["auto"] | bool | int) -> 
         # Laid out as a batch is, without its memory.
         x = torch.empty(TOKENS, up.shape[1], dtype=up.dtype, device="meta", requires_grad=True)
         problem: Any = pieces.operation.problem(*pieces.operation.bound(**pieces.arguments(x, recompute=recompute)))
-    device = describe(up.device)
+    device = _facts(problem, up.device)
     plan = planning.plan(problem, device, backend())
     ours = plan.saved_bytes // TOKENS
     theirs = problem.kept_by_torch(device) // TOKENS
@@ -70,7 +71,7 @@ def facts_of_experts(
         scores = torch.empty(TOKENS, chosen, dtype=weight.dtype, device="meta", requires_grad=True)
         tensors, options = MOE_FFN.bound(x, index, scores, **given, **dict(found.formula), recompute=recompute is True)
         problem = MOE_FFN.problem(tensors, options)
-    device = describe(weight.device)
+    device = _facts(problem, weight.device)
     plan = planning.plan(problem, device, backend())
     theirs = 0 if top_k is None else problem.kept_by_torch(device) // TOKENS
     saved = (theirs, plan.saved_bytes // TOKENS) if theirs else None
@@ -84,7 +85,7 @@ def facts_of_head(head: nn.Linear) -> tuple[tuple[int, int], str | None, str]:
         x = torch.empty(TOKENS, weight.shape[1], dtype=compute_dtype(weight), device="meta", requires_grad=True)
         target = torch.empty(TOKENS, dtype=torch.int64, device="meta")
         problem = loss_problem(x, weight, target, bias, reduction="mean")
-    device = describe(weight.device)
+    device = _facts(problem, weight.device)
     plan = planning.plan(problem, device, backend())
     saved = kept_for_loss(problem, chunked=False) // TOKENS, plan.saved_bytes // TOKENS
     return saved, _why_no_kernels(problem, device, backend()), plan.path
@@ -139,6 +140,12 @@ def why_no_kernels_for_linear(linear: nn.Linear, rule: LinearRule) -> str | None
     # A rule that names a number of splits, or atomic addition, asks for kernels.
     wish = "triton" if problem.asks_for_kernels and backend() == "auto" else backend()
     return _why_no_kernels(problem, describe(x.device), wish)
+
+
+def _facts(problem: Any, device: torch.device) -> Device:
+    """What planning goes by; an unknown release of Triton is tested now, before the model is compiled or captured."""
+    facts_for(problem, device, backend())
+    return describe(device)
 
 
 def _why_no_kernels(problem: Any, device: Device, wish: str) -> str | None:

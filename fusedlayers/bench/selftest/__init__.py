@@ -12,33 +12,40 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ... import releases
 from ...devices import describe, record_failures
 from ...kernels.device import HAS_TRITON, interpreted, toolchain
 from ..cases.trial import Trial
 from .processes import process_count, run_in_processes
 from .running import Outcome, run
-from .trials import all_trials, covered, few_trials
+from .trials import all_trials, covered, few_trials, short_trials
 
 
-def main(device: torch.device, say: Callable[[str], None] = print) -> int:
-    """Test ``device``; the exit status: 0 if all is right, 1 if something failed or there is nothing to test."""
+def main(device: torch.device, say: Callable[[str], None] = print, *, short: bool = False) -> int:
+    """Test ``device``; the exit status: 0 if all is right, 1 if something failed or there is nothing to test.
+
+    ``short``: one call of each kind of kernel, as before auto mode takes kernels under an unknown release of Triton.
+    """
     if reason := why_nothing_to_test(device):
         print(f"selftest: there is nothing to test: {reason}", file=sys.stderr)
         return 1
     started = time.perf_counter()
     facts = describe(device)
-    trials = few_trials() if device.type == "cpu" else all_trials(facts)
+    trials = few_trials() if device.type == "cpu" else short_trials(facts) if short else all_trials(facts)
     where = f"{facts.name}, {toolchain(facts.architecture)}"
     say(f"selftest: {len(trials)} calls on {where}")
     failures = find_failures(trials, device, say)
+    tested = covered(trials, facts)
     try:
-        path = record_failures(facts, list(failures))
+        path = record_failures(facts, list(failures), tested if short else None)
+        if facts.release_note and not short:
+            # From now on every configuration is judged by itself.
+            releases.record(facts)
         unwritten = ""
     except (OSError, ValueError) as error:
         path, unwritten = None, str(error)
     for name, reason in failures.items():
         say(f"FAILED {name}\n       {reason}")
-    tested = covered(trials, facts)
     say(
         f"selftest: {len(tested - set(failures))} of {len(tested | set(failures))} configurations give exact integers, "
         f"in {time.perf_counter() - started:.0f} s"

@@ -17,6 +17,18 @@ def all_trials(device: Device) -> list[Trial]:
     return list(dict.fromkeys(trial for case in ALL.values() for trial in case.trials(device)))
 
 
+def short_trials(device: Device) -> list[Trial]:
+    """For each kind of kernel and of configuration one trial that takes it, in few trials."""
+    kinds = {
+        trial: {name.split("(")[0] for name in launched(trial.plan(device)).values()} for trial in all_trials(device)
+    }
+    missing, chosen = set[str]().union(*kinds.values()), list[Trial]()
+    while missing:
+        chosen.append(max(kinds, key=lambda trial: len(kinds[trial] & missing)))
+        missing -= kinds[chosen[-1]]
+    return chosen
+
+
 def few_trials() -> list[Trial]:
     """A small subset for Triton's interpreter, which is slow, and wrong for bfloat16."""
     return [trial for case in ALL.values() for trial in case.few_trials]

@@ -1,0 +1,165 @@
+"""Whether kernels are trusted under this release of Triton: a known one, or one that passed a self-test on this GPU.
+
+A release that is not known is tested once for each GPU and toolchain: one call of every kernel, in another process,
+before auto mode takes the first kernel. What came of it lies in the user's cache folder. Where it failed, did not end,
+or cannot be recorded, auto mode runs torch's operations, and one WARNING says so. Without a place for the record
+nothing is tested: every process of every job would pay for that again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from . import sources
+from .folders import CacheFile, check_folder, locked
+from .kernels.device import compiler, release_is_known, toolchain
+from .planning import Device
+
+logger = logging.getLogger("fusedlayers")
+
+# What tests every configuration, and lifts the verdict of the short test.
+_HOW = "python -m fusedlayers.bench selftest tests every kernel, and those that pass run from then on"
+# Seconds that the short test may take, of some 20 that it takes.
+LIMIT = 300.0
+
+# What came of tests that left no record, by their place, and what to do about it.
+_unrecorded: dict[str, tuple[str, str]] = {}
+_one_at_a_time = threading.Lock()
+
+
+def standing(facts: Device) -> dict[str, Any]:
+    """What the release of Triton changes of a GPU's facts: nothing where it is known, or no kernel would be taken."""
+    if release_is_known() or not facts.triton or not facts.measured:
+        return {}
+    place = _place(facts)
+    found = (RECORD.read() or {}).get(place)
+    if found == "":
+        return {"release_note": f"{compiler()}, which passed the self-test on this machine"}
+    known, how = ("which was not tested on this machine", _HOW) if found is None else (found, _HOW)
+    known, how = _unrecorded.get(place, (known, how))
+    note = f"{compiler()}, {known}"
+    untested = found is None and place not in _unrecorded
+    return {"release_note": note, "untested": untested, "left_to_torch": f"{note}; {how}"}
+
+
+def test(facts: Device, device: torch.device) -> None:
+    """Runs the short self-test on ``device``, unless it was run before; :func:`standing` tells what came of it."""
+    place = _place(facts)
+    with _one_at_a_time:
+        if place in _unrecorded:
+            return
+        try:
+            check_folder(RECORD.path.parent)
+        except ValueError as error:
+            words = f"which was not tested on this machine, as no record of that can be kept ({error})"
+            _unrecorded[place] = words, "set XDG_CACHE_HOME to another folder"
+            return
+        try:
+            with locked(RECORD.path.with_suffix(".testing"), LIMIT) as free:
+                # Another process of the same job may have tested meanwhile.
+                if place in (RECORD.read() or {}):
+                    return
+                if not free:
+                    raise ValueError("another process has not finished testing it")
+                record(facts, _outcome(facts, device))
+        except (OSError, ValueError) as error:
+            _unrecorded[place] = f"which was not tested on this machine: {error}", _HOW
+
+
+def record(facts: Device, outcome: str = "") -> None:
+    """Puts on record what came of a test: an empty outcome is a pass, or that what failed is recorded by itself.
+
+    Raises:
+        OSError, ValueError: the file cannot be written.
+    """
+    place = _place(facts)
+    RECORD.update(lambda found: {**(found or {}), place: outcome})
+
+
+@cache
+def warn_once(message: str) -> None:
+    """One WARNING, however many calls it is about."""
+    logger.warning(message)
+
+
+def command(device: torch.device) -> Sequence[str]:
+    """The short self-test as a process of the same interpreter, which finds the same packages."""
+    words = ["selftest", "--short", "--device", str(device)]
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; "
+        f"from fusedlayers.bench.__main__ import main; sys.exit(main({words!r}))"
+    )
+    return [sys.executable, "-c", code]
+
+
+def _outcome(facts: Device, device: torch.device) -> str:
+    """What came of the short self-test: empty for a pass, or words that follow the name of the release.
+
+    Raises:
+        OSError, ValueError: it could not be run, so that nothing came of it.
+    """
+    logger.warning(
+        "%s is none of the releases that the kernels are known to compile with: they are tested on %s in another "
+        "process, once, which takes some 20 s",
+        compiler(), facts.name,
+    )  # fmt: skip
+    # In a session of its own, so that the processes that it starts end with it.
+    process = subprocess.Popen(
+        command(device), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        errors="replace", start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        _end(process)
+        return f"whose self-test on this machine did not end within {LIMIT:.0f} s"
+    except BaseException:
+        _end(process)
+        raise
+    if process.returncode == 0:
+        return ""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    failed = next((number for number, line in enumerate(lines) if line.startswith("FAILED ")), None)
+    # Memory that others have taken says nothing about the release, nor does a process that could not begin.
+    if failed is None or "out of memory" in said:
+        raise ValueError(f"the self-test could not be run ({lines[-1] if lines else f'status {process.returncode}'})")
+    first = " ".join(lines[failed : failed + 2]).removeprefix("FAILED ")
+    return f"which failed the self-test on this machine ({first[:300]})"
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends the process and all that it has started."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def _place(facts: Device) -> str:
+    return f"{facts.name}, {toolchain(facts.architecture)}, sources {_sources()}"
+
+
+# Kernels that change are to be tested again.
+_sources = cache(sources.kernels_and_rules)
+
+
+def _checked(found: Any) -> dict[str, str]:
+    """What came of tests, by their place.
+
+    Raises:
+        ValueError: it is no such record.
+    """
+    if type(found) is not dict or not all(type(outcome) is str for outcome in found.values()):
+        raise ValueError("is no record of tested releases")
+    return dict(found)
+
+
+RECORD = CacheFile("releases.json", _checked)
