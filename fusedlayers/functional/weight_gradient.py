@@ -43,7 +43,7 @@ def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor
 def check_weight_gradient(dy: Tensor, x: Tensor, bias: bool) -> None:
     """All arguments of ``functional.weight_gradient``."""
     check_given(dy=dy, x=x)
-    check_tensors({"dy": dy, "x": x})
+    check_tensors({"dy": dy, "x": x}, sparse=("x",))
     check_bias(bias)
     for name, tensor, letters in (("dy", dy, "[*B, M, O]"), ("x", x, "[*B, M, K]")):
         if tensor.dim() < 1:

@@ -74,7 +74,11 @@ def weight_gradient(dy: Tensor, x: Tensor, *, bias: bool = True) -> tuple[Tensor
 
     The gradients of a linear layer's weight and bias, ``y = x Wᵀ + b``; None for the second without ``bias``.
     """
-    dy, x = (tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1]) for tensor in (dy, x))
+    # A sparse matrix has rows, and no other shape.
+    dy, x = (
+        tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+        for tensor in (dy, x)
+    )
     return dy.T @ x, dy.sum(0) if bias else None
 
 

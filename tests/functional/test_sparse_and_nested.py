@@ -61,6 +61,18 @@ CALLS: dict[str, tuple[str, Callable[[], dict[str, Tensor]]]] = {
             "weight": torch.ones(5),
         },
     ),
+    "linear_log_probs": (
+        "linear_log_probs",
+        lambda: {
+            "input": drawn(4, 6), "linear_weight": drawn(5, 6), "target": torch.arange(4), "linear_bias": drawn(5),
+        },
+    ),
+    "lora_ffn": (
+        "lora_ffn",
+        lambda: {
+            "x": drawn(4, 6), "w_up": drawn(8, 6), "w_down": drawn(6, 8), "up_a": drawn(2, 6), "up_b": drawn(8, 2),
+        },
+    ),
     "linear": ("linear", lambda: {"x": drawn(4, 6), "weight": drawn(8, 6), "bias": drawn(8)}),
     "weight_gradient": ("weight_gradient", lambda: {"dy": drawn(4, 6), "x": drawn(4, 5)}),
     "hidden_gradient": (
@@ -74,8 +86,17 @@ WORKING = {
     *(("gemm_gemm", name) for name in "abc"),
     *(("gemm_reduce", name) for name in "ab"),
     *(("linear", name) for name in ("x", "weight")),
+    *(("linear_cross_entropy", name) for name in ("input", "linear_weight")),
+    *(("linear_log_probs", name) for name in ("input", "linear_weight")),
+    *(("lora_ffn", name) for name in ("x", "w_up", "w_down")),
+    ("weight_gradient", "x"),
     *(("hidden_gradient", name) for name in ("dy", "w_down")),
 }
+# What is computed of a sparse x: the operations, and the name that it has there.
+OF_X = {
+    "ffn": "x", "linear": "x", "lora_ffn": "x", "weight_gradient": "x", "linear_cross_entropy": "input",
+    "linear_log_probs": "input", "gemm_gemm": "a", "gemm_reduce": "a",
+}  # fmt: skip
 EVERY = [(name, tensor) for name, (_, make) in CALLS.items() for tensor in make()]
 
 
@@ -124,6 +145,25 @@ def test_sparse_tensors_are_computed_with_or_refused_by_name(name: str, role: st
     else:
         for one, other in zip(flat(found), flat(expected), strict=True):
             torch.testing.assert_close(one.to_dense(), other)
+
+
+@pytest.mark.parametrize("wanted", [False, True], ids=["x alone", "its gradient, too"])
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "sparse_csc"])
+@pytest.mark.parametrize("name", OF_X)
+def test_gradients_beside_a_sparse_x_are_those_of_a_dense_one(name: str, layout: str, wanted: bool) -> None:
+    tensors, role = CALLS[name][1](), OF_X[name]
+    dense = tensors.pop(role)
+    # The weights of classes have no gradient.
+    leaves = {key: t.requires_grad_() for key, t in tensors.items() if t.is_floating_point() and key != "weight"}
+    found = []
+    for x in (dense, dense.to_sparse(layout=getattr(torch, layout))):
+        x = x.detach().clone().requires_grad_(wanted)
+        given = [*leaves.values(), *([x] if wanted else [])]
+        results = [result for result in flat(call(name, {**tensors, role: x})) if result.requires_grad]
+        upstream = [torch.arange(result.numel(), dtype=result.dtype).reshape(result.shape) for result in results]
+        gradients = torch.autograd.grad(results, given, upstream, allow_unused=True)
+        found.append([None if each is None else each.to_dense() for each in gradients])
+    torch.testing.assert_close(found[1], found[0])
 
 
 @needs_kernels

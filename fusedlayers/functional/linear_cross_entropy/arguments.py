@@ -24,7 +24,8 @@ def check_layer(
     ``several``: a weight ``[V, d1, ..., K]`` is right, too, by which a token has several losses.
     """
     check_given(input=input, linear_weight=linear_weight, target=target)
-    check_tensors({"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias})
+    tensors = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
+    check_tensors(tensors, sparse=("input", "linear_weight"))
     if input.dim() < 1:
         raise ValueError(f"{said('input', input)}: expected [*B, K], at least one dimension")
     shape, width = tuple(linear_weight.shape), input.shape[-1]

@@ -137,7 +137,7 @@ class _LoRAFFN(Operation):
         check_dropout("adapter_dropout_p", dropout_p)
         if checked_flag("shared_dropout", shared) and w_gate is None:
             raise ValueError("shared_dropout must be False, because w_gate is None")
-        check_tensors({"x": x, **dict(zip(Operands._fields[7:13], tensors[7:13], strict=True))})
+        check_tensors({"x": x, **dict(zip(Operands._fields[7:13], tensors[7:13], strict=True))}, sparse=("x",))
         (N, K), O = w_up.shape, w_down.shape[0]
         for name, a, b, inner, outer in (
             ("up", given.up_a, given.up_b, K, N),
