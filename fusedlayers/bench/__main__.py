@@ -43,7 +43,19 @@ from .arguments import (
     show,
 )
 from .cases import CASES, INITS, Case, Grid, Options
-from .contenders import AUTO, AUTOTUNED, CCE, CHECKPOINTED, COMPILED, EAGER, FUNCTION, FUSED, LIGER, QUACK
+from .contenders import (
+    AUTO,
+    AUTOTUNED,
+    CCE,
+    CHECKPOINTED,
+    COMPILED,
+    EAGER,
+    FUNCTION,
+    FUSED,
+    LIGER,
+    QUACK,
+    missing_peers,
+)
 from .exactness import INTEGER_ACTIVATIONS, INTEGER_OPERATIONS
 from .runner import FORWARD, FORWARD_BACKWARD, Row, Settings, run
 
@@ -99,6 +111,8 @@ def main(arguments: list[str] | None = None) -> int:
             return _OTHERS[chosen.name].main(chosen, words)
         settings = _settings(chosen)
         rows = _rows(chosen, settings)
+        if settings.timed:
+            _check_contenders(settings.contenders, rows)
         path = record_path(chosen.output, chosen.name, settings.dtype, settings.device)
     except ValueError as error:
         parser.error(str(error))
@@ -237,6 +251,19 @@ def _rows(chosen: argparse.Namespace, settings: Settings) -> list[Row]:
     return rows
 
 
+def _check_contenders(names: tuple[str, ...], rows: list[Row]) -> None:
+    """Says which cases a contender is no version of.
+
+    Raises:
+        ValueError: a contender cannot run at all; the message says what to install.
+    """
+    try:
+        for line in missing_peers(names, [(row.case, row.options) for row in rows]):
+            print(f"skip   {line}")
+    except ValueError as error:
+        raise ValueError(f"argument --contenders: {error}") from error
+
+
 def _options(chosen: argparse.Namespace, grid: Grid, settings: Settings) -> Options:
     options = grid.options
     activation = getattr(chosen, "activation", None)
@@ -288,12 +315,23 @@ def _benchmark(chosen: argparse.Namespace, rows: list[Row], settings: Settings, 
     if not settings.timed:
         print("verification is green")
         return 0
+    if nothing := _why_nothing_timed(found):
+        print(f"error: nothing was timed: {nothing}", file=sys.stderr)
+        return 1
     if chosen.plot and not _draw(found, path):
         return 1
     show(tables.screen(found))
     for line in tables.slower_than_torch(found):
         print(f"slower than torch: {line}")
     return 0 if right else 1
+
+
+def _why_nothing_timed(found: record.Record) -> str:
+    """Why no contender has a time in any row that was to be timed, or an empty text."""
+    entries = [(name, entry) for row in found["rows"] for name, entry in row["contenders"].items()]
+    if any(entry["status"] == "timed" for _, entry in entries):
+        return ""
+    return "; ".join(dict.fromkeys(f"{name}: {entry['reason']}" for name, entry in entries))
 
 
 def _show(chosen: argparse.Namespace) -> int:

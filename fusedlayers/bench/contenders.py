@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -23,6 +23,13 @@ FUNCTION, LIGER, CCE, QUACK = "torch function", "Liger", "CCE", "quack"
 PEERS = (FUNCTION, LIGER, CCE, QUACK)
 # Whose version a record states beside theirs.
 DISTRIBUTIONS = {LIGER: "liger_kernel", CCE: "cut-cross-entropy", QUACK: "quack-kernels"}
+# What a machine without them needs.
+INSTALLED_BY = {
+    FUNCTION: "pip install --upgrade torch",
+    LIGER: "pip install liger-kernel",
+    CCE: "pip install cut-cross-entropy",
+    QUACK: "pip install quack-kernels",
+}
 ON_REQUEST = (AUTOTUNED, CHECKPOINTED, *PEERS)
 TORCH_CONTENDERS, OUR_CONTENDERS = (EAGER, COMPILED, AUTOTUNED, CHECKPOINTED), (AUTO, FUSED)
 CONTENDERS = TORCH_CONTENDERS + PEERS + OUR_CONTENDERS
@@ -127,6 +134,30 @@ def contender(name: str, case: Case, options: Options) -> Contender:
     our_keywords = case.our_keywords(options)
     switches = AUTO_SWITCHES if name == AUTO else FUSED_SWITCHES
     return Contender(name, lambda **inputs: case.ours(**inputs, **our_keywords), switches)
+
+
+def missing_peers(names: Collection[str], calls: Iterable[tuple[Case, Options]]) -> list[str]:
+    """One line for each call that a named peer has no version of; peers that have some can run all of these.
+
+    Raises:
+        ValueError: a peer cannot be imported, or has no version of any of these calls; the message says what to do.
+    """
+    calls, lines = list(calls), []
+    for name in (name for name in PEERS if name in names):
+        without = []
+        for case, options in calls:
+            try:
+                case.peer(name, options)
+            except ImportError as error:
+                raise ValueError(
+                    f"{name} cannot run here ({error}): {INSTALLED_BY[name]}".replace("\n", " ")
+                ) from error
+            except KeyError:
+                without.append(f"{name} has no version of {case.name} with these options")
+        if len(without) == len(calls):
+            raise ValueError(without[0])
+        lines += dict.fromkeys(without)
+    return lines
 
 
 def _checkpointed(expression: Callable[..., Results], **inputs: Tensor) -> Results:

@@ -111,7 +111,8 @@ def test_a_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_check_time_record_plot_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    words = ("--models", "llama-256,gpt2-768", "--contenders", ",".join(step_models.NAMES), "--plot")
+    names = [name for name in step_models.NAMES if name not in (LIGER, LIGER_AUTO)]
+    words = ("--models", "llama-256,gpt2-768", "--contenders", ",".join(names), "--plot")
     status, found = small(tmp_path, *words)
     assert status == 0
     assert (tmp_path / "steps-fp32-cpu.png").read_bytes().startswith(b"\x89PNG")
@@ -121,9 +122,9 @@ def test_check_time_record_plot_and_table(tmp_path: Path, capsys: pytest.Capture
     assert found["versions"]["liger_kernel"] is None
     row = found["rows"][1]
     entries = row["contenders"]
-    untimed = {name: entries[name]["reason"] for name in step_models.NAMES if entries[name]["status"] != "timed"}
-    assert untimed.keys() == {KERNELS, LIGER, LIGER_AUTO}
-    assert untimed[LIGER] == untimed[LIGER_AUTO] == "Liger-Kernel is not installed"
+    untimed = {name: entries[name]["reason"] for name in names if entries[name]["status"] != "timed"}
+    assert untimed.keys() == {KERNELS}
+    assert f"  skip eager, {KERNELS}: {untimed[KERNELS]}\n" in capsys.readouterr().out
     assert (entries[AUTO]["path"], entries[RECOMPUTE]["path"]) == ("torch", "chunked")
     assert 0 < entries[AUTO]["gradients_error"] < 1e-4
     assert entries[AUTO]["launched"]["repeats"] >= timing.FEWEST_ROUNDS
@@ -285,6 +286,18 @@ def test_a_bad_command_line_names_the_argument(
         small(tmp_path, *words)
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [LIGER, LIGER_AUTO])
+def test_a_contender_that_is_not_installed_is_an_error_that_says_what_to_install(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(SystemExit) as stopped:
+        small(tmp_path, "--models", "llama-256", "--contenders", f"torch,{name}")
+    assert stopped.value.code == 2
+    assert "argument --contenders: liger cannot run here" in (said := capsys.readouterr().err)
+    assert ": pip install liger-kernel" in said
 
 
 def test_norms_are_replaced_for_one_contender() -> None:

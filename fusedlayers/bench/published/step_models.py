@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ...replacing import replace as replace_layers
+from ..contenders import INSTALLED_BY
+from ..contenders import LIGER as PEER_LIGER
 from .attention import use_without_mask
 
 TORCH, AUTO, KERNELS, RECOMPUTE, LIGER = "torch", "auto", "kernels", "recompute", "liger"
@@ -229,12 +231,25 @@ def _replaced(variant: Variant, name: str) -> Variant:
     return variant if report.replaced else Variant(None, "nothing of it is replaced")
 
 
+def check_liger(names: Sequence[str]) -> None:
+    """Whether there is what these contenders need.
+
+    Raises:
+        ValueError: one of them needs Liger-Kernel, which cannot be imported; the message says what to install.
+    """
+    if {LIGER, LIGER_AUTO}.isdisjoint(names):
+        return
+    try:
+        importlib.import_module("liger_kernel.transformers")
+    except ImportError as error:
+        raise ValueError(
+            f"argument --contenders: {LIGER} cannot run here ({error}): {INSTALLED_BY[PEER_LIGER]}"
+        ) from error
+
+
 def _with_liger(model: nn.Module, options: dict[str, bool]) -> Variant:
     """Liger-Kernel's layers in this model. What it changes in the library holds for this model alone."""
-    try:
-        liger = importlib.import_module("liger_kernel.transformers")
-    except ImportError:
-        return Variant(None, "Liger-Kernel is not installed")
+    liger = importlib.import_module("liger_kernel.transformers")
     known = importlib.import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
     if model.config.model_type not in known:  # type: ignore[union-attr]
         return Variant(None, "Liger-Kernel has no layers for it")

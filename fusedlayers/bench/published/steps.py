@@ -52,6 +52,7 @@ from .step_models import (
     TORCH,
     StepModel,
     Variant,
+    check_liger,
     variants,
 )  # fmt: skip
 from .step_tables import MODES
@@ -79,7 +80,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     for word, known, usual, what in (
         ("--models", tuple(STEP_MODELS), tuple(STEP_MODELS), "default: all"),
         ("--modes", MODES, None, "default: eager and compile on a GPU, eager without one"),
-        ("--contenders", NAMES, USUAL_CONTENDERS, f"default: {','.join(USUAL_CONTENDERS)}"),
+        ("--contenders", NAMES, None, f"default: {','.join(USUAL_CONTENDERS)}, the last two where they can run"),
     ):
         command.add_argument(
             word, type=partial(several, known=known), default=usual, metavar="NAME,…",
@@ -145,13 +146,15 @@ def main(chosen: argparse.Namespace, words: list[str]) -> int:
     device = chosen_device(chosen)
     dtype = chosen.dtype or ("bf16" if device.type == "cuda" else "fp32")
     modes = chosen.modes or (USUAL_MODES if device.type == "cuda" else USUAL_MODES[:1])
-    if TORCH not in chosen.contenders:
+    if TORCH not in (chosen.contenders or USUAL_CONTENDERS):
         raise ValueError("argument --contenders: expected torch among them, which the others are compared with")
+    check_liger(chosen.contenders or ())
     try:
         import transformers  # noqa: F401  what the models are of
     except ImportError as error:
         raise ValueError("steps needs transformers: pip install 'fusedlayers[models]'") from error
     path = record_path(chosen.output, "steps", dtype, device)
+    contenders = chosen.contenders or _usual_contenders()
     method = {
         "seconds_per_row": chosen.seconds, "cold_cache_bytes": 0, "init": "normal", "seed": chosen.seed,
         "small": chosen.small, "attention": attention.NAME,
@@ -167,11 +170,14 @@ def main(chosen: argparse.Namespace, words: list[str]) -> int:
         model = STEP_MODELS[name].small() if chosen.small else STEP_MODELS[name]
         before = time.perf_counter()
         rows = measured(
-            model, modes, chosen.contenders, DTYPES[dtype], device, chosen.seed, chosen.seconds, chosen.compile_liger
+            model, modes, contenders, DTYPES[dtype], device, chosen.seed, chosen.seconds, chosen.compile_liger
         )
         print(f"{name}: {time.perf_counter() - before:.0f} s")
         for row in rows:
             row["dtype"] = dtype
+            for contender, entry in row["contenders"].items():
+                if entry["status"] != "timed":
+                    print(f"  skip {row['direction']}, {contender}: {entry['reason']}")
             for verdict in row["verification"]:
                 if verdict["status"] == "red":
                     red = True
@@ -180,6 +186,16 @@ def main(chosen: argparse.Namespace, words: list[str]) -> int:
         records.write(record, path)
     finished = finish(record, path, step_tables, "slower than without us", plotting=chosen.plot)
     return 1 if red or not finished else 0
+
+
+def _usual_contenders() -> tuple[str, ...]:
+    """Those of whoever names none: without Liger-Kernel, and saying so, where it is not installed."""
+    try:
+        check_liger(USUAL_CONTENDERS)
+    except ValueError as error:
+        print(f"skip   {LIGER} and {LIGER_AUTO}: {str(error).partition(': ')[2]}")
+        return tuple(name for name in USUAL_CONTENDERS if name not in (LIGER, LIGER_AUTO))
+    return USUAL_CONTENDERS
 
 
 def measured(
