@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import reference
 from ..planning.linear_cross_entropy import LossProblem
 from .custom_ops import Result, Results
-from .linear_cross_entropy import LossHead, chunked, fused, logits_formula
+from .linear_cross_entropy import LossHead, fused, logits_formula
 from .linear_cross_entropy.arguments import (
     check_classes,
     check_layer,
@@ -36,9 +36,10 @@ def linear_log_probs(
     return_entropy: bool = False,
     recompute: bool = False,
 ) -> Any:
-    """``log_softmax(input linear_weightᵀ + linear_bias)`` at each token's target, without all logits in memory.
+    """``log_softmax(input linear_weightᵀ + linear_bias)`` at each token's target, without any logits in memory.
 
-    What policies of reinforcement learning and preference losses need of a language model's head.
+    What policies of reinforcement learning and preference losses need of a language model's head. The same bits come
+    out of a call with gradients and of one without, so that the ratio of both is 1.
 
     Args:
         input: ``[*B, K]`` or ``[K]``, any strides.
@@ -49,11 +50,11 @@ def linear_log_probs(
         softcap: c of ``c · tanh(logits / c)``, or None.
         logit_scale: what the logits are multiplied by, before the softcap: the inverse of a temperature.
         return_entropy: return the entropy ``-Σ_c p_c log p_c`` of each token's distribution too.
-        recompute: write no logits where gradients are wanted, either; as in ``linear_cross_entropy``.
+        recompute: take 64 MiB for the gradient of some columns of logits in the backward pass, instead of 512.
 
     Returns:
         The log-probabilities ``[*B]``, or ``(log-probabilities, entropies)``, in float32 for operands of 16 bits. Both
-        have gradients. Where a probability is 0 its term of the entropy is. On the chunked path a target that is
+        have gradients. Where a probability is 0 its term of the entropy is. In kernels a target that is
         neither a class nor ignored has the log-probability NaN; torch's operations raise.
 
     Raises:
@@ -97,8 +98,7 @@ class _LinearLogProbs(LossHead):
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         head = Head.of(operands, call.plan, call.details)
-        path = fused if call.plan.path == "fused" else chunked
-        losses, entropies, statistics = path.each(head, any(wanted))
+        losses, entropies, statistics = fused.each(head, any(wanted))
         # What is kept is a tensor of its own, whatever happens to the result.
         kept = None if statistics is None or entropies is None else entropies.clone()
         # Subtracted, not negated: the logarithm of 1 is no -0.
@@ -111,12 +111,9 @@ class _LinearLogProbs(LossHead):
         statistics, entropies = made
         head = Head.of(operands, call.plan, call.details)
         of_losses = None if of_log_probs is None else -of_log_probs
-        if call.plan.path == "fused":
-            each = torch.zeros_like(statistics[0]) if of_losses is None else of_losses.contiguous()
-            weighed = None if of_entropies is None else of_entropies.contiguous()
-            dx, dw, db = fused.gradients(head, wanted, statistics, each, entropies, weighed)
-        else:
-            dx, dw, db = chunked.gradients_of_each(head, wanted, statistics, of_losses, entropies, of_entropies)
+        each = torch.zeros_like(statistics[0]) if of_losses is None else of_losses.contiguous()
+        weighed = None if of_entropies is None else of_entropies.contiguous()
+        dx, dw, db = fused.gradients(head, wanted, statistics, each, entropies, weighed)
         return dx, dw, None, db, None
 
     def expression(self, call: Prepared, operands: Tensors) -> Tensors:

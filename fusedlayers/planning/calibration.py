@@ -18,8 +18,8 @@ from .devices import Device
 # architecture say, and torch.
 CHOICES = ("triton", "auto", "torch")
 # Fields of a problem that are neither its sizes nor its flags. What torch.compile has traced was measured neither
-# launched nor replayed, but costs the host something between both.
-_NO_FLAGS = ("operation", "captured", "compiled")
+# launched nor replayed, but costs the host something between both; a weight that could be trained has no time.
+_NO_FLAGS = ("operation", "captured", "compiled", "trains_weight")
 
 Flags = tuple[tuple[str, Any], ...]
 Sizes = tuple[tuple[str, int], ...]
@@ -107,7 +107,7 @@ class Calibration:
 
 def as_measured(problem: Any, device: Device) -> Any | None:
     """The plan that ran fastest on ``device`` itself; None where that is not known, or what ran is not to run again."""
-    entry = None if device.calibration is None else device.calibration.answer(problem)
+    entry = None if device.calibration is None else device.calibration.answer(problem.decisive)
     if entry is None or entry.choice == "auto":
         return None
     if entry.choice == "torch":

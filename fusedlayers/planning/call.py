@@ -42,6 +42,11 @@ class Call:
         raise NotImplementedError
 
     @property
+    def decisive(self) -> "Call":
+        """The problem whose measured times decide on the path of this one."""
+        return self
+
+    @property
     def described(self) -> str:
         """The sizes by their letters, the dtype and the passes, as ``explain`` prints them."""
         raise NotImplementedError

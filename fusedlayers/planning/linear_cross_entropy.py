@@ -1,16 +1,21 @@
 """How the loss of a linear layer's classes runs: which tokens have their logits in memory at once, and why.
 
-Where no gradient is wanted, the fused path writes no logits: a kernel reduces the tiles of the product on chip. With
-``recompute`` it is taken for gradients, too: the backward pass computes the product again, and writes the gradient of
-some columns of the logits at a time, each of which completes its row of dW and adds to dx.
+The fused path writes no logits: a kernel reduces the tiles of the product on chip, in float32. The backward pass
+computes the product again, and writes the gradient of some columns of the logits at a time, each of which completes its
+row of dW and adds to dx. Losses of single tokens and log-probabilities take it, whose gradients wait for their upstream
+ones, and with ``recompute`` every loss.
 
 The chunked path takes the tokens in chunks. torch's product writes the logits of a chunk, one kernel makes the losses
 of them and, where gradients are wanted, puts the gradient in their place, and two products take dx and the chunk's part
 of dW from it. The gradient of a mean or a sum is known but for a factor, so that all of this happens in the forward
-pass; losses of single tokens wait for their upstream gradients, and the backward pass computes the logits again.
+pass.
+
+The logits of one path are float32, those of the other one are rounded to the dtype of the operands. So neither the path
+nor what it computes depends on whose gradients are wanted, or on whether any is: a policy's log-probabilities are the
+same bits while it samples and while it is trained.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..kernels.tuning import CONSUMER_ROWS
@@ -59,6 +64,8 @@ class LossProblem(Call):
     capped: bool = False
     squared: bool = False  # whether the z-loss is added
     recompute: bool = False  # whether no gradient may be computed, nor any logits be written, in the forward pass
+    parted: bool = False  # whether the classes are those of one of several processes
+    trains_weight: bool = False  # whether the weight requires a gradient, also while nobody asks for gradients
     needs_data_gradient: bool = False
     needs_weight_gradient: bool = False
     needs_bias_gradient: bool = False
@@ -93,6 +100,11 @@ class LossProblem(Call):
         gradients stay float32 until then.
         """
         return self.early and self.dtype == "float16"
+
+    @property
+    def decisive(self) -> "LossProblem":
+        """The training step: values may not depend on whether gradients are wanted, so neither may the path."""
+        return replace(self, needs_data_gradient=True, needs_weight_gradient=True, needs_bias_gradient=self.biased)
 
     @property
     def model_flops(self) -> tuple[int, int]:
@@ -139,7 +151,7 @@ class LossPlan(Decision):
     yields: ClassVar[Yields] = {"logit_tiles": ("y", "log_probs", "entropies")}
 
     rows: int = 0
-    columns: int = 0  # of the logits whose gradient is in memory at once, with ``recompute``
+    columns: int = 0  # of the logits whose gradient is in memory at once, on the fused path
     wide_sum: bool = False  # whether dW is added up in float32
     wide_data_gradient: bool = False  # whether dx is float32 until it is rounded
     tiles: RowTiles | None = None
@@ -185,7 +197,7 @@ class LossPlan(Decision):
             how = "in float32, rounded once" if self.wide_sum or p.element_bytes > 2 else f"in {p.dtype}"
             rows.append(("sum of dW", f"over chunks, inside the products, {how}"))
         if p.training:
-            rows.append(("gradients", "in the forward pass" if p.early else "in the backward pass, from logits anew"))
+            rows.append(("gradients", "in the forward pass"))
         return [*rows, ("tiles", f"one row, {self.tiles.block} columns at a time, {self.tiles.num_warps} warps")]
 
 
@@ -228,7 +240,8 @@ def plan(problem: LossProblem, device: Device, backend: str = "auto") -> LossPla
 
 def kernel_path(problem: LossProblem) -> str:
     """The path on which kernels run the problem."""
-    return "chunked" if problem.training and not problem.recompute else "fused"
+    each = problem.reduction == "none" and not problem.parted
+    return "fused" if problem.recompute or each else "chunked"
 
 
 def fused_options(problem: LossProblem, device: Device) -> dict[str, Any]:
@@ -241,15 +254,19 @@ def fused_options(problem: LossProblem, device: Device) -> dict[str, Any]:
     if tiles.pipelined is not None:
         shares = pipelined_shares(tiles.pipelined, p.M, p.V)
     forward = (12 if p.entropy else 8) * shares.partials + 4 * p.M
+    options = {
+        "logit_tiles": tiles,
+        "ranges": ranges,
+        # Where they fail the self-test, calls without gradients leave this path, too.
+        "gradient_tiles": gradient_tiles(device.architecture, 8 * p.element_bytes, device.sms, device.pipelined),
+        "workspace_bytes": forward,
+    }
     if not p.training:
-        return {"logit_tiles": tiles, "ranges": ranges, "workspace_bytes": forward}
+        return options
     gradient_columns = cutting.choose_columns(problem)
     backward = cutting.part_bytes(problem, gradient_columns)
     backward += 4 * p.M * p.K * (p.needs_data_gradient and p.element_bytes < 4)
-    return {
-        "logit_tiles": tiles,
-        "ranges": ranges,
-        "gradient_tiles": gradient_tiles(device.architecture, 8 * p.element_bytes, device.sms, device.pipelined),
+    return options | {
         "columns": gradient_columns,
         "wide_sum": cutting.wide_part(problem, gradient_columns),
         "wide_data_gradient": p.needs_data_gradient and p.element_bytes < 4,
@@ -280,7 +297,7 @@ def why_slower(problem: LossProblem, device: Device, figures: LinearCrossEntropy
     """Why torch is expected to be faster."""
     if figures.fewest_classes > problem.V:
         return f"rows of {problem.V:,} classes are short: torch runs those of fewer than {figures.fewest_classes:,}"
-    faster_from = figures.faster_from["chunked" if problem.training else "fused"]
+    faster_from = figures.faster_from[kernel_path(problem)]
     return too_small(problem.M * problem.V, "logits", faster_from, problem.captured)
 
 

@@ -85,13 +85,12 @@ def gradient_factors(
 
 
 @triton.jit(
-    do_not_specialize=["M", "ignore_index", "smoothing", "z_loss", "scale", "softcap", "inverse_cap"]
+    do_not_specialize=["M", "ignore_index", "smoothing", "z_loss", "scale", "softcap", "inverse_cap", "gradient"]
 )  # fmt: skip
 def _losses_kernel(
     logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, factor_ptr, loss_ptr, entropy_ptr, statistics_ptr,
-    length, V, M, ignore_index, smoothing, z_loss, scale, softcap, inverse_cap,
-    BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr,
-    ACCURACY: tl.constexpr,
+    length, V, M, ignore_index, smoothing, z_loss, scale, softcap, inverse_cap, gradient,
+    BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, ACCURACY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * length
@@ -114,7 +113,8 @@ def _losses_kernel(
     if statistics_ptr is not None:
         tl.store(statistics_ptr + row, top)
         tl.store(statistics_ptr + M + row, total)
-    if GRADIENT:
+    # No constant: one kernel with and without gradients gives the same bits.
+    if gradient != 0:
         factor = 1.0
         if factor_ptr is not None:
             factor = tl.load(factor_ptr)
@@ -188,8 +188,8 @@ def losses(
         logits.shape[0],
         (logits, target, weight, weight_sum, factor, loss, entropy, statistics),
         (logits.stride(0), logits.shape[1]),
-        (0 if statistics is None else statistics.stride(0), *arithmetic.numbers()),
-        (tiles.block, arithmetic.label_smoothing > 0, arithmetic.softcap is not None, gradient, arithmetic.accuracy),
+        (0 if statistics is None else statistics.stride(0), *arithmetic.numbers(), int(gradient)),
+        (tiles.block, arithmetic.label_smoothing > 0, arithmetic.softcap is not None, arithmetic.accuracy),
         tiles.num_warps,
     )
 

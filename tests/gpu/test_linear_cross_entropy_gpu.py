@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedlayers import functional
+from fusedlayers.devices import assumed
 from fusedlayers.functional.dispatch import decisions
 from tests.gpu.graphs import assert_replays_like_launched
 from tests.support.loss_operands import (
@@ -153,17 +154,63 @@ def test_more_than_two_to_the_31_logits() -> None:
     found = []
     for rows in (tokens, 4096):
         with on_path("chunked", rows):
-            found.append(results(functional.linear_cross_entropy, inputs, reduction="none"))
+            found.append(results(functional.linear_cross_entropy, inputs, reduction="sum"))
     for name, tensor in found[0].items():
         if tensor is not None:
             torch.testing.assert_close(tensor, found[1][name], rtol=2e-2, atol=1e-3)
-    last = slice(tokens - 64, tokens)
     input, weight, target = (inputs[name] for name in ("input", "linear_weight", "target"))
     assert input is not None
     assert weight is not None
     assert target is not None
-    logits = F.linear(input[last], weight).float()
-    expected = F.cross_entropy(logits, target[last], reduction="none", ignore_index=IGNORED)
-    loss = found[0]["result 0"]
-    assert loss is not None
-    torch.testing.assert_close(loss[last], expected, rtol=1e-4, atol=1e-4)
+    last = input[-64:].clone().requires_grad_()
+    F.cross_entropy(F.linear(last, weight).float(), target[-64:], reduction="sum", ignore_index=IGNORED).backward()
+    dx = found[0]["dinput"]
+    assert dx is not None
+    torch.testing.assert_close(dx[-64:], last.grad, rtol=2e-2, atol=1e-3)
+
+
+# As many SMs as there are, and few, each of which computes many tiles; and where the pipelined kernels do not run.
+MACHINES: dict[str, dict[str, Any]] = {"all": {}, "few": {"sms": 7}, "portable": {"pipelined": False}}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "log_probs": ("linear_log_probs", {}),
+    "entropies": ("linear_log_probs", {"return_entropy": True}),
+    **{reduction: ("linear_cross_entropy", {"reduction": reduction}) for reduction in REDUCTIONS},
+    "recomputed mean": ("linear_cross_entropy", {"recompute": True}),
+}
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("frozen", [(), ("linear_weight",), ("input",)], ids=str)
+@pytest.mark.parametrize("sizes", [(8192, 1024, 32000), (3001, 768, 50257)], ids=str)
+def test_sampling_and_training_have_the_same_bits(
+    sizes: tuple[int, int, int], frozen: tuple[str, ...], kind: str, machine: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Values without gradients, in inference mode, and those of a training step, whoever of both is trained."""
+    tokens, K, V = sizes
+    name, options = KINDS[kind]
+    call = getattr(functional, name)
+    inputs: dict[str, Any] = loss_inputs((tokens,), K, V, dtype, bias=True, ignored=100, peak=5.0)
+    for each in ("input", "linear_weight"):
+        inputs[each].requires_grad_(each not in frozen)
+    with on_path("chunked", None), assumed(**machine):
+        for _ in range(3):
+            outputs = call(**inputs, **options)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            trained = [each.detach().clone() for each in outputs]
+            sum(each.sum() for each in outputs).backward()
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode():
+                    sampled = call(**inputs, **options)
+                sampled = sampled if isinstance(sampled, tuple) else (sampled,)
+                assert all(torch.equal(one, other) for one, other in zip(trained, sampled, strict=True)), mode
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+def test_log_probabilities_are_the_same_bits_with_entropies(machine: dict[str, Any]) -> None:
+    inputs: dict[str, Any] = loss_inputs((4096,), 768, 50257, BFLOAT16, peak=5.0)
+    with on_path("chunked", None), assumed(**machine), torch.no_grad():
+        alone = functional.linear_log_probs(**inputs)
+        assert torch.equal(alone, functional.linear_log_probs(**inputs, return_entropy=True)[0])
+        assert torch.equal(alone, 0 - functional.linear_cross_entropy(**inputs, reduction="none"))

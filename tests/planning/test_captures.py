@@ -15,7 +15,7 @@ FLAT = {f"{group}, {name}": call for group, calls in CALLS.items() for name, cal
 def test_there_are_sizes_between_the_thresholds(call: CapturedCall) -> None:
     shape = call.shape_between(H200)
     assert shape is not None
-    kernels = {"linear_cross_entropy": "chunked", "linear_log_probs": "chunked"}.get(call.case.name, "fused")
+    kernels = {"linear_cross_entropy": "chunked"}.get(call.case.name, "fused")
     if shape[1] == 1024 and call.case.name == "ffn":
         kernels = "epilogue"
     assert call.paths(shape, H200) == (call.launched, kernels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor
 
 import fusedlayers as fl
-from fusedlayers import explaining, functional
+from fusedlayers import explaining, functional, planning
 from fusedlayers.functional import dispatch
 from fusedlayers.functional.linear_cross_entropy.arguments import loss_problem
 from fusedlayers.kernels.tuning.cross_entropy import pipelined_shares, portable_shares
 from fusedlayers.planning import Device, plan
+from fusedlayers.planning.calibration import Calibration, Entry, features
 from fusedlayers.planning.linear_cross_entropy import LossPlan, LossProblem
 from fusedlayers.planning.linear_cross_entropy_chunks import (
     CHUNK_WITHOUT_WEIGHT_GRADIENT,
@@ -67,7 +69,7 @@ def test_chunks_of_published_sizes(sizes: tuple[int, int, int], chunks: int, wid
 @pytest.mark.parametrize("K", [64, 768, 8192])
 @pytest.mark.parametrize("M", [1, 127, 129, 4096, 10_000, 2**20])
 def test_chunks_are_even_and_within_their_bytes(M: int, K: int, V: int, dtype: str) -> None:
-    for facts in ({}, {"needs_weight_gradient": False}, {"reduction": "none"}):
+    for facts in ({}, {"needs_weight_gradient": False}, {"reduction": "none", "parted": True}):
         problem = training(M, K, V, dtype, **facts)
         made = plan(problem, H200, "triton")
         assert 1 <= made.rows <= M
@@ -138,7 +140,8 @@ def test_thresholds_are_of_logits(measured: Callable[..., None]) -> None:
     assert plan(training(2**12, 64, 4096), H200).path == "torch"
     assert plan(training(2**12, 64, 4096, captured=True), H200).path == "chunked"
     assert plan(training(2**14, 64, 4096), H200).path == "chunked"
-    assert [plan(forward(M, 64, 4096), H200).path for M in (2**11, 2**12)] == ["torch", "fused"]
+    each = {"reduction": "none"}
+    assert [plan(training(M, 64, 4096, **each), H200).path for M in (2**11, 2**12)] == ["torch", "fused"]
 
 
 def test_costs() -> None:
@@ -149,8 +152,9 @@ def test_costs() -> None:
     assert early.saved_bytes == given + 4 * (8192 * 768 + 50_000 * 768), "rounded in the backward pass"
     assert late.saved_bytes == given + 8 * 8192
     assert plan(replace(late.problem, entropy=True), H200, "triton").saved_bytes == given + 12 * 8192
-    forward = plan(replace(early.problem, **dict.fromkeys(BOTH, False)), H200, "triton")
-    assert (forward.path, forward.flops, forward.saved_bytes) == ("fused", product, 0)
+    for made in (early, late):
+        forward = plan(replace(made.problem, **dict.fromkeys(BOTH, False)), H200, "triton")
+        assert (forward.path, forward.flops, forward.saved_bytes) == (made.path, product, 0)
     frozen = plan(replace(early.problem, needs_weight_gradient=False), H200, "triton")
     assert (frozen.flops, frozen.saved_bytes) == (2 * product, given + 4 * 8192 * 768)
     assert early.problem.kept_by_torch(H200) == given + 4 * 8192 * 50_000
@@ -189,10 +193,41 @@ def test_recomputing_within_the_users_bound() -> None:
     assert plan(frozen, H200, "triton").columns == 4096
 
 
-def test_recomputing_starts_where_the_chunked_path_does() -> None:
-    for M in (2048, 4096):
-        found = [plan(training(M, 768, 32_768, recompute=each), H200).path for each in (False, True)]
-        assert found == (["torch", "torch"] if M * 32_768 < 2**27 else ["chunked", "fused"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("limit", [0, 200])
+def test_no_path_depends_on_whose_gradients_are_wanted(reduction: str, recompute: bool, dtype: str, limit: int) -> None:
+    """Nor does a chunk, as torch may round a row otherwise among other rows; a frozen weight needs no large one."""
+    needs = [dict(zip(BOTH, each, strict=True)) for each in itertools.product((False, True), repeat=2)]
+    for M in (500, 1000, 2000, 4000, 10_000, 50_000):
+        facts: dict[str, Any] = {"reduction": reduction, "recompute": recompute, "workspace_limit": limit * MIB}
+        for trains in (False, True):
+            chosen = [each for each in needs if trains or not each["needs_weight_gradient"]]
+            plans = [
+                plan(training(M, 768, 32_768, dtype, trains_weight=trains, **each, **facts), H200) for each in chosen
+            ]
+            assert len({(made.path, made.rows, made.logit_tiles, made.ranges) for made in plans}) == 1
+
+
+def test_the_path_of_losses_of_tokens_starts_where_less_is_written() -> None:
+    for M, expected in (
+        (512, ["torch"] * 3),
+        (1024, ["torch", "fused", "fused"]),
+        (4096, ["chunked", "fused", "fused"]),
+    ):
+        facts: list[dict[str, Any]] = [{}, {"recompute": True}, {"reduction": "none"}]
+        assert [plan(training(M, 768, 32_768, **each), H200).path for each in facts] == expected
+
+
+def test_measured_times_of_training_decide_for_calls_without_gradients(measured: Callable[..., None]) -> None:
+    problem = forward(4096, 768, 32_768, trains_weight=True)
+    assert problem.decisive == replace(training(4096, 768, 32_768), trains_weight=True)
+    for choice, expected in (("torch", "torch"), ("triton", "chunked")):
+        entry = Entry(features(training(4096, 768, 32_768, trains_weight=True)), False, choice, "chunked", 1.1, 0.01)
+        device = replace(H200, calibration=Calibration([entry]))
+        found = [planning.plan(each, device, "auto").path for each in (problem, problem.decisive)]
+        assert found == [expected, expected]
 
 
 def forward(M: int, K: int, V: int, dtype: str = "bfloat16", **facts: Any) -> LossProblem:
@@ -202,7 +237,8 @@ def forward(M: int, K: int, V: int, dtype: str = "bfloat16", **facts: Any) -> Lo
 @pytest.mark.parametrize("operation", ["linear_cross_entropy", "linear_log_probs"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_without_gradients_no_logits_are_written(dtype: str, operation: str) -> None:
-    problem = forward(8192, 768, 50257, dtype, operation=operation, reduction="none")
+    facts = {"recompute": True} if operation == "linear_cross_entropy" else {"reduction": "none"}
+    problem = forward(8192, 768, 50257, dtype, operation=operation, **facts)
     made = plan(problem, H200, "triton")
     assert (made.path, made.rows, made.tiles) == ("fused", 0, None)
     assert made.logit_tiles is not None
@@ -219,7 +255,7 @@ def test_without_gradients_no_logits_are_written(dtype: str, operation: str) -> 
 def test_partial_results_are_few(M: int, V: int, pipelined: bool, entropy: bool) -> None:
     """Those of every row at least once; at most those of each program for each group of bands, and never 100 MiB."""
     device = replace(H200, pipelined=pipelined)
-    made = plan(forward(M, 768, V, entropy=entropy), device, "triton")
+    made = plan(forward(M, 768, V, entropy=entropy, reduction="none"), device, "triton")
     tiles = made.logit_tiles
     assert tiles is not None
     shares = portable_shares(tiles, M, V, made.ranges)
@@ -236,7 +272,7 @@ def test_partial_results_are_few(M: int, V: int, pipelined: bool, entropy: bool)
 def test_every_program_of_the_warp_specialised_kernel_has_work() -> None:
     """The published sizes: bands of tokens and their columns are shared out to 132 programs almost evenly."""
     for M, V in ((8192, 128_256), (16_384, 32_000), (16_384, 50_257)):
-        tiles = plan(forward(M, 4096, V), H200, "triton").logit_tiles
+        tiles = plan(forward(M, 4096, V, reduction="none"), H200, "triton").logit_tiles
         assert tiles is not None
         assert tiles.pipelined is not None
         shares = pipelined_shares(tiles.pipelined, M, V)
@@ -289,8 +325,10 @@ def test_explain(monkeypatch: pytest.MonkeyPatch) -> None:
         "in the backward pass, 32 × 4,096 columns, 67,108,864 bytes of their gradient at once"
     )
     text = fl.explain(functional.linear_cross_entropy, **given(8192, 4096, 128256), reduction="none")
-    assert "in bfloat16" in text
-    assert "in the backward pass, from logits anew" in text
+    assert "in the backward pass, 4 × 32,768 columns, 536,870,912 bytes of their gradient at once" in text
+    with torch.no_grad():
+        text = fl.explain(functional.linear_cross_entropy, **given(16384, 2048, 32000))
+    assert "4 × 4,096 tokens, 262,144,000 bytes of logits at once" in text
 
 
 @pytest.mark.usefixtures("on_h200")

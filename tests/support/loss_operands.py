@@ -18,6 +18,7 @@ from fusedlayers.functional.last_call import LastCall
 from fusedlayers.functional.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fusedlayers.functional.linear_log_probs import LINEAR_LOG_PROBS
 from fusedlayers.planning import linear_cross_entropy_chunks as cutting
+from fusedlayers.planning.linear_cross_entropy import kernel_path
 from tests.support.operands import DEVICE, Tensors, _Forgetful, assert_draws_close, needs_kernels
 
 CHUNKED = pytest.param("chunked", marks=needs_kernels)
@@ -45,16 +46,14 @@ FLOATING = ("input", "linear_weight", "linear_bias")
 def on_path(path: str, rows: int | None = CHUNK_ROWS) -> Iterator[None]:
     """Sends every call to one path, in chunks of so many tokens (None: as planned). A call elsewhere fails.
 
-    Where the backward pass is "recomputed", every loss is told so, and ``rows`` None has the columns as planned, too.
-    Beside the chunked path calls without gradients take the fused one.
+    On the "fused" path every loss is told to recompute; where the backward pass is "recomputed", too, it takes few
+    columns, or with ``rows`` None as many as planned. On the chunked path losses of single tokens take the fused one.
     """
+    recomputing = path in ("fused", "recomputed")
 
     def plan(problem: planning.Call, device: planning.Device, wish: str) -> Any:
         made = planning.plan(problem, replace(device, avoided=frozenset()), wish)
-        expected = path
-        if path in ("chunked", "recomputed"):
-            fused = not problem.training or getattr(problem, "recompute", False)  # type: ignore[attr-defined]
-            expected = "fused" if fused else "chunked"
+        expected = kernel_path(problem) if path == "chunked" else "fused" if recomputing else path  # type: ignore[arg-type]
         assert problem.empty or made.path == expected, made  # type: ignore[attr-defined]
         return made
 
@@ -66,7 +65,7 @@ def on_path(path: str, rows: int | None = CHUNK_ROWS) -> Iterator[None]:
         patch.setattr(LastCall, "again", lambda *arguments: None)
         for each in operation.OPERATIONS.values():
             patch.setattr(each.kernel_operation, "_ready", _Forgetful())
-        if path == "recomputed":
+        if recomputing:
             for each in (LINEAR_CROSS_ENTROPY, LINEAR_LOG_PROBS):
                 patch.setattr(type(each), "check", partial(_recomputing, each.check))
         if rows is not None:

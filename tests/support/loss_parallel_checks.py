@@ -67,7 +67,7 @@ def check_classes_in_parts(path: str, options: dict[str, Any], dtype: torch.dtyp
     for classes in CLASSES:
         whole = head(classes, dtype, **options)
         x, target = batch(classes, dtype)
-        target = target.masked_fill(target == IGNORED, whole.ignore_index)
+        target = target.masked_fill(target == IGNORED, options.get("ignore_index", IGNORED))
         with on_path("torch"):
             theirs = found(deepcopy(whole), x, target)
             truth = found(deepcopy(whole).double(), x.double(), target)

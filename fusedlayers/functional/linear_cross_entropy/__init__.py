@@ -51,7 +51,8 @@ def linear_cross_entropy(
 
     Names and meaning are those of ``torch.nn.functional.linear_cross_entropy`` and ``cross_entropy``; the last four
     arguments go beyond them. The gradients of a mean or a sum are computed in the forward pass, while a chunk of logits
-    is there, unless ``recompute`` says otherwise. Where no gradient is wanted, no logits are written at all.
+    is there, unless ``recompute`` says otherwise. Without a reduction no logits are written at all. The loss is the
+    same, bit for bit, whether gradients are wanted or not.
 
     Args:
         input: ``[*B, K]`` or ``[K]``, any strides.
@@ -69,10 +70,12 @@ def linear_cross_entropy(
         logit_scale: what the logits are multiplied by, before the softcap (Cohere; Granite divides).
         z_loss: ``z_loss · logsumexp(logits)²`` is added to the loss of every token that counts (PaLM, ST-MoE). A mean
             divides it as it divides the rest.
-        recompute: where gradients are wanted, the forward pass keeps the input and two numbers of each token alone, and
-            the backward pass computes the logits again, some columns at a time: beside the gradients themselves it
-            takes a float32 sum of that of the input, and 64 MiB (or ``FUSEDLAYERS_WORKSPACE_MIB`` for both) as long as
-            256 columns fit. One product in three is computed twice. Without kernels it changes nothing.
+        recompute: no logits are written, with a reduction, either: the forward pass keeps the input and two numbers of
+            each token alone, and the backward pass computes the logits again, some columns at a time: beside the
+            gradients themselves it takes a float32 sum of that of the input, and 64 MiB (or
+            ``FUSEDLAYERS_WORKSPACE_MIB`` for both) as long as 256 columns fit. One product in three is computed twice.
+            Without a reduction this is so in any case, but for the 64 MiB, which are 512. Without kernels it changes
+            nothing.
 
     Returns:
         The loss, a scalar, or ``[*B]`` without a reduction, in float32 for operands of 16 bits (torch's own has their
@@ -163,11 +166,13 @@ class _LinearCrossEntropy(LossHead):
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         head = Head.of(operands, call.plan, call.details)
-        path = fused if call.plan.path == "fused" else chunked
         if call.problem.reduction == "none":
-            losses, _, statistics = path.each(head, any(wanted))
+            losses, _, statistics = fused.each(head, any(wanted))
             return (losses,), (statistics,)
-        loss, made = fused.reduced(head, any(wanted)) if path is fused else chunked.reduced(head, wanted)
+        if call.plan.path == "fused":
+            loss, made = fused.reduced(head, any(wanted))
+        else:
+            loss, made = chunked.reduced(head, wanted)
         return (loss,), made
 
     def backward(
@@ -177,11 +182,8 @@ class _LinearCrossEntropy(LossHead):
             return self._scaled(operands, made, wanted, upstream, False)
         head = Head.of(operands, call.plan, call.details)
         statistics, *factor = made
-        if call.plan.path == "fused":
-            each = upstream[0] if factor in ([], [None]) else upstream[0] * factor[0]
-            dx, dw, db = fused.gradients(head, wanted, statistics, each.expand(len(head.target)).contiguous())
-        else:
-            dx, dw, db = chunked.gradients_of_each(head, wanted, statistics, upstream[0])
+        each = upstream[0] if factor in ([], [None]) else upstream[0] * factor[0]
+        dx, dw, db = fused.gradients(head, wanted, statistics, each.expand(len(head.target)).contiguous())
         return dx, dw, None, db, None
 
     def last_backward(

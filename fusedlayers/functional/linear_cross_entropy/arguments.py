@@ -151,6 +151,7 @@ def loss_problem(
         biased=linear_bias is not None,
         weighted=weight is not None,
         probabilities=target.is_floating_point(),
+        trains_weight=linear_weight.requires_grad,
         needs_data_gradient=wants_gradient(input),
         needs_weight_gradient=wants_gradient(linear_weight),
         needs_bias_gradient=wants_gradient(linear_bias),

@@ -133,11 +133,12 @@ def reduced(head: Head, wanted: Sequence[bool]) -> tuple[Tensor, Tensors]:
     mean = problem.reduction == "mean"
     counted = head.counted() if mean else None
     factor = None if counted is None else counted.reciprocal()
+    # The same kernel runs with and without gradients: another one might round otherwise.
+    early = None if problem.dtype == "float16" else factor
     sums = Sums(head, wanted) if any(wanted) else None
     losses = head.input.new_empty(head.input.shape[0], dtype=torch.float32)
 
     def visit(rows: slice, logits: Tensor) -> None:
-        early = None if problem.deferred else factor
         kernels.losses(
             logits[:, : head.classes], *head.known(rows), loss=losses[rows], gradient=sums is not None, factor=early
         )
@@ -155,48 +156,6 @@ def reduced(head: Head, wanted: Sequence[bool]) -> tuple[Tensor, Tensors]:
         # Where no token counts the gradients are 0; where the weights of those that do add up to 0 they are NaN.
         late = factor.masked_fill((head.target == head.arithmetic.ignore_index).all(), 0.0)
     return loss, (*sums.unrounded(), late)
-
-
-def each(head: Head, saving: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The losses ``[M]``, the entropies if they are wanted, and what the backward pass needs of every token."""
-    tokens, entropy = head.input.shape[0], head.plan.problem.entropy
-    losses = head.input.new_empty(tokens, dtype=torch.float32)
-    entropies = torch.empty_like(losses) if entropy else None
-    statistics = losses.new_empty(2, tokens) if saving else None
-
-    def visit(rows: slice, logits: Tensor) -> None:
-        kernels.losses(
-            logits[:, : head.classes], *head.known(rows), loss=losses[rows],
-            entropy=None if entropies is None else entropies[rows],
-            statistics=None if statistics is None else statistics[:, rows],
-        )  # fmt: skip
-
-    head.for_each_chunk(visit)
-    return losses, entropies, statistics
-
-
-def gradients_of_each(
-    head: Head,
-    wanted: Sequence[bool],
-    statistics: Tensor,
-    upstream: Tensor | None,
-    entropies: Tensor | None = None,
-    entropy_upstream: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients for upstream gradients ``[M]`` of losses and entropies: every chunk's logits are computed again."""
-    sums = Sums(head, wanted)
-
-    def visit(rows: slice, logits: Tensor) -> None:
-        kernels.gradient(
-            logits[:, : head.classes], *head.known(rows), statistics=statistics[:, rows],
-            upstream=None if upstream is None else upstream[rows],
-            entropy=None if entropies is None else entropies[rows],
-            entropy_upstream=None if entropy_upstream is None else entropy_upstream[rows],
-        )  # fmt: skip
-        sums.add(rows, logits)
-
-    head.for_each_chunk(visit)
-    return sums.gradients()
 
 
 def padded(tensor: Tensor, rows: int) -> Tensor:

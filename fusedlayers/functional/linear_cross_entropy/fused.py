@@ -1,6 +1,6 @@
 """The fused path of the loss head: losses straight from the product of input and weight.
 
-With ``recompute`` the backward pass computes this product again, some columns at a time, whose gradient it writes.
+The backward pass computes this product again, some columns at a time, whose gradient it writes.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,14 @@ def each(head: Head, saving: bool) -> tuple[Tensor, Tensor | None, Tensor | None
     assert plan.logit_tiles is not None
     losses = head.input.new_empty(head.input.shape[0], dtype=torch.float32)
     entropies = torch.empty_like(losses) if plan.problem.entropy else None
-    statistics = losses.new_empty(2, len(losses)) if saving else None
+    # Where nobody needs them, too: the same kernels run, and round the same way.
+    statistics = losses.new_empty(2, len(losses))
     kernels.losses_of_product(
         head.input, head.linear_weight, head.linear_bias, head.target, head.weight, head.weight_sum, head.arithmetic,
         plan.problem.input_precision, plan.logit_tiles, plan.ranges, loss=losses, entropy=entropies,
         statistics=statistics,
     )  # fmt: skip
-    return losses, entropies, statistics
+    return losses, entropies, statistics if saving else None
 
 
 def reduced(head: Head, saving: bool) -> tuple[Tensor, Tensors]:

@@ -64,9 +64,9 @@ def losses_of_part(
     dtype = compute_dtype(input)
     input, linear_weight, linear_bias = autocast((input, linear_weight, linear_bias), dtype)
     facts: dict[str, Any] = {"capped": part.softcap is not None, "squared": part.z_loss > 0}
-    problem = loss_problem(input, linear_weight, target, linear_bias, **facts)
-    # With a column to spare, and on the path that a call with gradients takes, as nothing else gives statistics.
-    problem = replace(problem, V=problem.V + 1, needs_data_gradient=True)
+    problem = loss_problem(input, linear_weight, target, linear_bias, parted=True, **facts)
+    # With a column to spare.
+    problem = replace(problem, V=problem.V + 1)
     plan = dispatch.dispatch(problem, input.device)
     dispatch.count(plan)
     with without_autocast(input.device):
