@@ -232,7 +232,8 @@ def padded_gradients(
         dx = padded_dy @ F.pad(weight, (0, 0, 0, padded - columns))
     if wanted[1]:
         assert x is not None
-        dw = (padded_dy.T @ x)[:columns]
+        # Aligned rows are what counts: dW itself has no row more than it needs.
+        dw = padded_dy[:, :columns].T @ x
     if wanted[2]:
         db = dy.sum(0)
     return dx, dw, db

@@ -316,7 +316,6 @@ def saved_bytes(problem: LossProblem, chunked: bool) -> int:
     if not p.early:
         return input + classes + (12 if p.entropy else 8) * p.M
     of_input, of_weight, _ = cutting.wide_gradients(p)
-    rows = p.padded_columns if p.pads_weight else p.V
     kept = input + classes + (4 if of_input else p.element_bytes) * p.M * p.K * p.needs_data_gradient
-    kept += (4 if of_weight else p.element_bytes) * rows * p.K * p.needs_weight_gradient
-    return kept + 4 * rows * p.needs_bias_gradient
+    kept += (4 if of_weight else p.element_bytes) * p.V * p.K * p.needs_weight_gradient
+    return kept + 4 * p.V * p.needs_bias_gradient

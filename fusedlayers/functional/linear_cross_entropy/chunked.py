@@ -13,7 +13,7 @@ from torch import Tensor
 from ...kernels import cross_entropy as kernels
 from ...kernels.cross_entropy import LossArithmetic
 from ...kernels.tuning.cross_entropy import RowTiles
-from ...planning.linear_cross_entropy import LossPlan
+from ...planning.linear_cross_entropy import ALIGNED_COLUMNS, LossPlan
 from ..operands import rows as rows_of
 from ..operation import Tensors
 from ..sums import accumulated, add_product, summed_rows
@@ -87,13 +87,16 @@ class Head(NamedTuple):
 class Sums:
     """The wanted gradients of input, linear_weight and linear_bias, as chunk after chunk adds to them.
 
-    Those of linear_weight and linear_bias have P rows until they are read. Each is float32 where its plan says so.
+    Each is float32 where its plan says so, and each has memory of its own, without what pads the product's columns:
+    ``whole`` rows of dW are a product of whole vectors, those behind them one that is padded.
     """
 
     def __init__(self, head: Head, wanted: Sequence[bool]) -> None:
         self.head, plan = head, head.plan
         input, weight, bias = head.input, head.linear_weight, head.linear_bias
-        self.of_input = self.of_weight = self.of_bias = None
+        self.of_input = self.of_weight = self.of_bias = self.last_rows = None
+        classes, columns = head.classes, weight.shape[0]
+        self.whole = classes if columns == classes else classes // ALIGNED_COLUMNS * ALIGNED_COLUMNS
         if wanted[0]:
             dtype = torch.float32 if plan.wide_data_gradient else input.dtype
             self.of_input = torch.empty(input.shape, dtype=dtype, device=input.device)
@@ -101,9 +104,11 @@ class Sums:
             dtype = torch.float32 if plan.wide_sum else weight.dtype
             # The first chunk begins the sum, where there is one.
             made = torch.empty if len(input) else torch.zeros
-            self.of_weight = made(weight.shape, dtype=dtype, device=weight.device)
+            self.of_weight = made((classes, weight.shape[1]), dtype=dtype, device=weight.device)
+            if self.whole < classes:
+                self.last_rows = made((columns - self.whole, weight.shape[1]), dtype=dtype, device=weight.device)
         if wanted[3] and bias is not None:
-            self.of_bias = torch.zeros(bias.shape, dtype=accumulated(bias.dtype), device=bias.device)
+            self.of_bias = torch.zeros(classes, dtype=accumulated(bias.dtype), device=bias.device)
 
     def add(self, rows: slice, gradient: Tensor) -> None:
         """What follows from the gradient ``[m, P]`` of a chunk's logits, which is 0 from column V on."""
@@ -111,15 +116,17 @@ class Sums:
         if self.of_input is not None:
             add_product(self.of_input[rows], gradient.T, weight, first=True)
         if self.of_weight is not None:
-            add_product(self.of_weight, gradient, input[rows], first=not rows.start)
+            add_product(self.of_weight[: self.whole], gradient[:, : self.whole], input[rows], first=not rows.start)
+        if self.last_rows is not None:
+            add_product(self.last_rows, gradient[:, self.whole :], input[rows], first=not rows.start)
         if self.of_bias is not None:
-            self.of_bias += summed_rows(gradient)
+            self.of_bias += summed_rows(gradient)[: self.head.classes]
 
     def unrounded(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of input, linear_weight and linear_bias, in the dtypes that they were added up in."""
-        classes = self.head.classes
-        weight = None if self.of_weight is None else self.of_weight[:classes]
-        return self.of_input, weight, None if self.of_bias is None else self.of_bias[:classes]
+        if self.of_weight is not None and self.last_rows is not None:
+            self.of_weight[self.whole :] = self.last_rows[: self.head.classes - self.whole]
+        return self.of_input, self.of_weight, self.of_bias
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients in the dtype of their operands."""
