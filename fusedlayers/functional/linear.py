@@ -18,6 +18,7 @@ from .operands import (
     check_given,
     check_shape,
     check_tensors,
+    check_width,
     rows,
     said,
     without_autocast,
@@ -75,12 +76,9 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, split_k: int | 
     check_tensors({"x": x, "weight": weight, "bias": bias}, sparse=("x", "weight"))
     if x.dim() < 1:
         raise ValueError(f"{said('x', x)}: expected [*B, M, K], at least one dimension")
-    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        hint = " (it looks transposed)" if weight.dim() == 2 and weight.shape[0] == x.shape[-1] else ""
-        raise ValueError(
-            f"{said('weight', weight)}: expected [N, K] with K = {x.shape[-1]}, the last dimension of x "
-            f"{list(x.shape)}{hint}"
-        )
+    if weight.dim() != 2:
+        raise ValueError(f"{said('weight', weight)}: expected [N, K], two dimensions")
+    check_width("x", x, "[*B, M, K]", "weight", weight)
     check_shape("bias", bias, (weight.shape[0],), "[N]", "as weight has N rows")
     check_split_k(split_k)
     check_reduction(reduction)

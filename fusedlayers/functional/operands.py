@@ -88,6 +88,21 @@ def check_shape(name: str, tensor: Tensor | None, expected: tuple[int, ...], let
         raise ValueError(f"{said(name, tensor)}: expected {letters} = {list(expected)} {because}")
 
 
+def check_width(name: str, x: Tensor, letters: str, weight_name: str, weight: Tensor, axis: int = -1) -> None:
+    """``x`` has as many columns as its weight takes, the length of that ``axis``.
+
+    The error names x: the weight of a module is what its author asked for.
+    """
+    if x.shape[-1] == weight.shape[axis]:
+        return
+    other = weight.shape[-1 if axis == -2 else -2]
+    hint = f", unless {weight_name} is meant to be transposed" if other == x.shape[-1] else ""
+    raise ValueError(
+        f"{said(name, x)}: expected {letters} with K = {weight.shape[axis]}, as {weight_name} is "
+        f"{list(weight.shape)}{hint}"
+    )
+
+
 def check_bias(bias: bool) -> None:
     """Whether the sum over the rows is asked for: ``True`` or ``False``, not a tensor."""
     if not isinstance(bias, bool):

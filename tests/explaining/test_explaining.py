@@ -383,11 +383,11 @@ def test_other_targets_are_refused(target: Any) -> None:
 
 def test_bad_arguments_fail_as_the_call_does() -> None:
     x = torch.zeros(2, 16)
-    with pytest.raises(ValueError, match=r"^w_up of shape"):
+    with pytest.raises(ValueError, match=r"^x of shape"):
         fl.explain(functional.ffn, x, torch.zeros(24, 15), torch.zeros(16, 24))
     with pytest.raises(ValueError, match="activation 'swoosh' is not known"):
         fl.explain(functional.ffn, x, torch.zeros(24, 16), torch.zeros(16, 24), activation="swoosh")
-    with pytest.raises(ValueError, match=r"^w_up of shape"):
+    with pytest.raises(ValueError, match=r"^x of shape"):
         fl.explain(fl.FusedFFN(8, 24), x)
 
 

@@ -43,7 +43,11 @@ BOTH = [
     ({"linear_weight": W.half()}, TypeError, "dtype torch.float16 on cpu: expected the dtype of input"),
     ({"linear_weight": W.to("meta")}, ValueError, "on meta: expected the device of input, cpu"),
     ({"input": X[0, 0, 0]}, ValueError, "input of shape [] and dtype torch.float32 on cpu: expected [*B, K]"),
-    ({"linear_weight": W.T}, ValueError, "[V, K] with K = 3, the last dimension of input [2, 5, 3] (it looks transp"),
+    (
+        {"linear_weight": W.T},
+        ValueError,
+        "input of shape [2, 5, 3] and dtype torch.float32 on cpu: expected [*B, K] with K",
+    ),
     ({"linear_weight": W[0]}, ValueError, "linear_weight of shape [3]"),
     (
         {"linear_bias": torch.zeros(5)},

@@ -36,8 +36,8 @@ def test_what_is_missing_is_named(name: str) -> None:
         ("x", (8,), "x of shape [8] and dtype torch.float32 on {device}: expected [*B, M, K]"),
         ("top_k_index", (2, 5), "expected [*B, M, k] as x is [*B, M, K] = [2, 5, 8]"),
         ("top_k_weights", (2, 5, 3), "expected [*B, M, k] = [2, 5, 2] as top_k_index"),
-        ("w_up", (3, 6, 7), "expected [E, N, K] with K = 8, the last dimension of x [2, 5, 8]"),
-        ("w_up", (3, 8, 6), "(it looks as with transposed=True)"),
+        ("w_up", (3, 6, 7), "x of shape [2, 5, 8] and dtype torch.float32 on {device}: expected [*B, M, K] with K = 7"),
+        ("w_up", (3, 8, 6), "K = 6, as w_up is [3, 8, 6], unless w_up is meant to be transposed"),
         ("w_up", (6, 8), "expected [E, N, K]"),
         ("w_gate", (3, 5, 8), "expected [E, N, K] = [3, 6, 8]"),
         ("w_down", (3, 6, 8), "expected [E, K, N] = [3, 8, 6]"),
@@ -60,7 +60,7 @@ def test_layouts_have_their_own_shapes() -> None:
         functional.moe_ffn(**(merged | {"w_up": torch.zeros(3, 7, 8, device=DEVICE)}), gate_and_up="concatenated")
     with pytest.raises(ValueError, match=re.escape("expected [E, K, N] = [3, 8, 12]")):
         functional.moe_ffn(**merged)
-    with pytest.raises(ValueError, match=re.escape("expected [E, K, 2 N] with K = 8")):
+    with pytest.raises(ValueError, match=re.escape("expected [*B, M, K] with K = 12, as w_up is [3, 12, 8], unless")):
         functional.moe_ffn(**merged, gate_and_up="concatenated", transposed=True)
 
 

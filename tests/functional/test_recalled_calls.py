@@ -210,7 +210,7 @@ def test_tensors_that_change_in_place(checked: list[str]) -> None:
     assert not functional.linear(x, weight).requires_grad
     assert len(checked) == 3
     weight.data = torch.randn(6, 9)
-    with pytest.raises(ValueError, match="weight of shape"):
+    with pytest.raises(ValueError, match=r"^x of shape"):
         functional.linear(x, weight)
     weight.data = torch.randn(6, 8, dtype=torch.float64)
     with pytest.raises(TypeError, match="expected the dtype of x"):
@@ -244,7 +244,7 @@ def test_options_of_a_module_that_change() -> None:
 def test_a_wrong_call_stays_wrong(checked: list[str]) -> None:
     functional.linear(X, WEIGHT)
     for number in range(2, 5):
-        with pytest.raises(ValueError, match="weight of shape"):
+        with pytest.raises(ValueError, match=r"^x of shape"):
             functional.linear(X, WEIGHT.T)
         assert len(checked) == number
 

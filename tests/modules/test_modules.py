@@ -372,7 +372,7 @@ def test_bad_options(arguments: dict[str, object], error: type[Exception], words
     ("inputs", "error", "words"),
     [
         (("text",), TypeError, "x must be a torch.Tensor, got str"),
-        ((torch.ones(2, 7),), ValueError, r"\[10, 6\].*x.*\[2, 7\]"),
+        ((torch.ones(2, 7),), ValueError, r"^x of shape \[2, 7\].* K = 6, .*\[10, 6\]"),
         ((torch.ones(2, 6, dtype=torch.int64),), TypeError, r"x of shape \[2, 6\] and dtype torch.int64"),
         ((torch.ones(2, 6, dtype=torch.float64),), TypeError, "w_up .* torch.float32.*torch.float64"),
         ((torch.ones(2, 6), torch.ones(3, 6)), ValueError, r"residual of shape \[3, 6\]"),

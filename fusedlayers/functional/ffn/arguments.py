@@ -8,7 +8,7 @@ from torch import Tensor
 from ...kernels.hopper import ALIGNMENT, matrix, untransposed
 from ...planning import Problem
 from ..call import PLAIN_TENSORS, call_facts, observed, traced, transformed, wants_gradient
-from ..operands import check_given, check_layout, check_shape, check_tensors, said
+from ..operands import check_given, check_layout, check_shape, check_tensors, check_width, said
 
 _PLAIN = frozenset({*PLAIN_TENSORS, type(None)})
 _NAMES = ("x", "w_up", "w_down", "w_gate", "b_up", "b_gate")
@@ -43,12 +43,7 @@ def check_ffn(
     if w_up.dim() != 2:
         raise ValueError(f"{said('w_up', w_up)}: expected [N, K], nn.Linear's layout")
     hidden, width = w_up.shape
-    if width != x.shape[-1]:
-        hint = " (it looks transposed)" if hidden == x.shape[-1] else ""
-        raise ValueError(
-            f"{said('w_up', w_up)}: expected [N, K] with K = {x.shape[-1]}, the last dimension of x "
-            f"{list(x.shape)}{hint}"
-        )
+    check_width("x", x, "[*B, M, K]", "w_up", w_up)
     if w_down.dim() != 2 or w_down.shape[1] != hidden:
         hint = " (it looks transposed)" if w_down.dim() == 2 and w_down.shape[0] == hidden else ""
         raise ValueError(

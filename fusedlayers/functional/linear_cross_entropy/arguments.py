@@ -10,7 +10,7 @@ from torch import Tensor
 from ...planning.linear_cross_entropy import LossProblem
 from ...reference.losses import IGNORED
 from ..call import call_facts, wants_gradient
-from ..operands import check_given, check_layout, check_shape, check_tensors, checked_number, said
+from ..operands import check_given, check_layout, check_shape, check_tensors, check_width, checked_number, said
 from ..switches import workspace_limit
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -28,14 +28,12 @@ def check_layer(
     check_tensors(tensors, sparse=("input", "linear_weight"))
     if input.dim() < 1:
         raise ValueError(f"{said('input', input)}: expected [*B, K], at least one dimension")
-    shape, width = tuple(linear_weight.shape), input.shape[-1]
+    shape = tuple(linear_weight.shape)
     many = several and len(shape) > 2
-    if not (len(shape) == 2 or many) or shape[-1] != width:
-        hint = " (it looks transposed)" if len(shape) == 2 and shape[0] == width else ""
-        raise ValueError(
-            f"{said('linear_weight', linear_weight)}: expected [V, K] with K = {width}, the last dimension of input "
-            f"{list(input.shape)}{hint}{', or [V, d1, ..., K]' if several else ''}"
-        )
+    if not (len(shape) == 2 or many):
+        others = ", or [V, d1, ..., K]" if several else ", two dimensions"
+        raise ValueError(f"{said('linear_weight', linear_weight)}: expected [V, K]{others}")
+    check_width("input", input, "[*B, K]", "linear_weight", linear_weight)
     if many and input.dim() < 2:
         raise ValueError(
             f"{said('input', input)}: expected [*B, K], at least two dimensions, as linear_weight is [V, d1, ..., K] = "

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operands import check_layout, check_shape, checked_flag, checked_number, said
+from ..operands import check_layout, check_shape, check_width, checked_flag, checked_number, said
 
 # How the projections of gate and up lie: each in a tensor of its own, or merged, gate first.
 LAYOUTS = ("separate", "concatenated", "interleaved")
@@ -48,12 +48,9 @@ def check_experts(
     width = x.shape[-1]
     units = "2 N" if merged else "N"
     letters = f"[E, K, {units}]" if transposed else f"[E, {units}, K]"
-    if w_up.dim() != 3 or w_up.shape[1 if transposed else 2] != width:
-        turned = w_up.dim() == 3 and w_up.shape[2 if transposed else 1] == width
-        hint = f" (it looks as with transposed={not transposed})" if turned else ""
-        raise ValueError(
-            f"{said('w_up', w_up)}: expected {letters} with K = {width}, the last dimension of x {[*x.shape]}{hint}"
-        )
+    if w_up.dim() != 3:
+        raise ValueError(f"{said('w_up', w_up)}: expected {letters}, three dimensions")
+    check_width("x", x, "[*B, M, K]", "w_up", w_up, axis=-2 if transposed else -1)
     experts, rows = w_up.shape[0], w_up.shape[2 if transposed else 1]
     if merged and rows % 2:
         raise ValueError(f"{said('w_up', w_up)}: expected {letters}, gate and up, an even number")

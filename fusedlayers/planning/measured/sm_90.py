@@ -44,7 +44,7 @@ FIGURES = Figures(
             # At width 256 the path for wider layers, whose two launches took 0.53 to 1.03 of the time.
             ("gated ffn", False): ((64, (2**19, 2**15)), (128, (2**20, 2**18))),
             ("gated ffn", True): ((64, (2**19, 2**15)), (128, (2**23, 2**22)), (256, (3 * 2**21, 3 * 2**21))),
-            # Launched, 1.26 to 2.8 times as fast as the best of torch at ten random sizes of 7 to 24 million elements on
+            # Launched, 1.26 to 2.8 times the best of torch's speed at ten random sizes of 7 to 24 million elements on
             # an H100, 0.67 to 1.26 at five of fewer.
             ("gemm_gemm", False): ((128, (7 * 2**20, 2**22)),),
             # On an H100, launched 1.05 to 1.9 times as fast as torch's operations at eleven sizes of 13 to 134 million
