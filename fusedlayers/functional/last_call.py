@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _get_tracing_state, _is_any_autocast_enabled, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
+from torch.fx.proxy import TraceError
 
 from ..kernels.launching import ALIGNMENT_MASK, layout_of
 from . import dispatch
@@ -114,8 +115,8 @@ def _comes_again(device: Any, tensors: Sequence[Tensor]) -> Callable[[Sequence[A
                 # torch's comparison asks for strides first, and ends the process where there are none.
                 if other.is_nested:
                     return False
-        except AttributeError:
-            return False  # no tensor at all
+        except (AttributeError, TraceError):
+            return False  # no tensor at all, or torch.fx's symbol of one
         return (
             check(*others)
             and is_grad_enabled() is grad

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._C import _get_tracing_state
 from torch.compiler import is_dynamo_compiling
+from torch.fx import Proxy
 
 from .. import reference
 from ..kernels.activations import ACTIVATIONS
@@ -173,6 +174,10 @@ class Operation:
         """
         call = last.again(tensors, options)
         if call is None:
+            if (symbol := next((each for each in tensors if isinstance(each, Proxy)), None)) is not None:
+                # torch.fx follows no checks of what holds no numbers: the whole call is one node of its graph.
+                named = dict(zip((*self.tensor_names, *self.option_names), (*tensors, *options), strict=True))
+                return symbol.tracer.create_proxy("call_function", self.function, (), named)
             if _get_tracing_state() is not None:
                 # The graph of torch.jit holds nothing but torch's own operations, and its sizes are tensors.
                 names = (*self.tensor_names, *self.option_names)

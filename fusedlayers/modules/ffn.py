@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.fx import Proxy
 
 from ..functional.ffn.arguments import check_dropout, check_recompute
 from ..functional.operands import checked_flag
@@ -135,9 +136,10 @@ class FusedFFN(nn.Module):
             if ready is not None and is_plain_now(x) and (residual is None or is_plain_now(residual)):
                 return cast(Tensor, ready.run(x, residual, self.recompute))
             pieces = self.ffn_pieces()
-            reason = pieces.why_not_plain() or why_not_now(x, residual)
+            symbolic = isinstance(x, Proxy)  # torch.fx writes one call down
+            reason = pieces.why_not_plain() or (None if symbolic else why_not_now(x, residual))
             if reason is None:
-                if pieces.may_be_kept:
+                if pieces.may_be_kept and not symbolic:
                     keep(self, pieces, _PARTS, (pieces,))
                 return cast(Tensor, pieces.run(x, residual, self.recompute))
             dropout_p = pieces.dropout_p

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.fx import Proxy
 
 from .. import functional, reference
 from ..functional.linear_cross_entropy.arguments import (
@@ -116,7 +117,9 @@ class LinearCrossEntropyLoss(nn.Module):
     def why_called(self, *tensors: Tensor | None) -> str | None:
         """Why a call with these tensors would call the linear layer, or None if it would read its weights."""
         reason = why_not_plain(self.linear)
-        return why_not_now(*tensors) if reason is None else f"linear {reason}"
+        # Symbols of torch.fx, which writes one call down, are no tensors of unusual kinds.
+        given = [each for each in tensors if not isinstance(each, Proxy)]
+        return why_not_now(*given) if reason is None else f"linear {reason}"
 
     @outside_of_traces
     def why_called_in_traces(self) -> str | None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from .. import functional
 from ..functional.operands import check_given, check_tensors, checked_flag, said
 from ..kernels.activations import canonical_activation
+from .children import parameter
 from .ffn import FusedFFN, _positive
 
 SCORES = ("softmax", "sigmoid")
@@ -148,13 +150,15 @@ class FusedMoE(nn.Module):
         """
         # The router comes first, and torch's error would name neither the argument nor the module.
         first = getattr(self.experts, self.experts.first)
-        if not isinstance(x, Tensor) or x.dtype != first.dtype:
-            check_given(x=x)
-            check_tensors({f"experts.{self.experts.first}": first, "x": x})
-        if x.shape[-1:] != (self.d_model,):
-            raise ValueError(f"{said('x', x)}: expected [*B, M, K] with K = d_model = {self.d_model}")
+        if not isinstance(x, Proxy):  # of which torch.fx lets nothing be asked
+            if not isinstance(x, Tensor) or x.dtype != first.dtype:
+                check_given(x=x)
+                check_tensors({f"experts.{self.experts.first}": first, "x": x})
+            if x.shape[-1:] != (self.d_model,):
+                raise ValueError(f"{said('x', x)}: expected [*B, M, K] with K = d_model = {self.d_model}")
         logits = self.gate(x)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        kept = parameter(self.gate, "weight")
+        wide = logits.double() if kept is not None and kept.dtype is torch.float64 else logits.float()
         scores = wide.softmax(-1) if self.scores == "softmax" else wide.sigmoid()
         weights, index = scores.topk(self.top_k, -1)
         if self.normalize:
