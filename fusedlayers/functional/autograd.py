@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.launching import ALIGNMENT_MASK
+from .last_pass import hooks_are_set, may_be_overwritten
 
 
 def contiguous(gradient: Tensor | None) -> Tensor | None:
@@ -55,6 +56,7 @@ class _Function(torch.autograd.Function):
             call.wanted = wanted
         results, made = call.operation._forward(call, operands, wanted)
         saved = [operand if keep else None for operand, keep in zip(operands, call.kept, strict=True)]
+        ctx.hooked = call.operation.last_backward is not None and hooks_are_set()
         ctx.save_for_backward(*saved, *made)
         ctx.set_materialize_grads(False)
         if call.constant:
@@ -66,6 +68,8 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         call, saved = ctx.call, ctx.saved_tensors
+        # Before another tuple holds them, too.
+        last = call.operation.last_backward is not None and may_be_overwritten(saved, len(call.kept), ctx.hooked)
         # Hooks of saved tensors may have brought back tensors that lie otherwise, and so may an assignment to .data.
         # What kernels made for themselves they read as they made it.
         if (layouts := _layouts(saved)) != call.layouts:
@@ -77,7 +81,7 @@ class _Function(torch.autograd.Function):
                     )
             call, count = call.apart(), len(call.kept)
             saved = *saved[:count], *[each if each is None else each.contiguous() for each in saved[count:]]
-        return None, *call.operation.gradients(call, saved, ctx.needs_input_grad[1:], upstream)
+        return None, *call.operation.gradients(call, saved, ctx.needs_input_grad[1:], upstream, last=last)
 
 
 # Function.apply itself looks through its arguments for wrappers that an ended transform of torch.func has left behind;

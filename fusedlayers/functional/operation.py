@@ -38,9 +38,6 @@ OPERATIONS: dict[str, Operation] = {}
 _prepared: dict[tuple[object, ...], Prepared] = {}
 _PREPARED_LIMIT = 4096
 
-# Whether the backward pass that runs may run again (``retain_graph=True``).
-_keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-
 
 class Operation:
     """What the way of a call asks of an operation; a subclass answers, and is created with its public function.
@@ -60,7 +57,8 @@ class Operation:
     # Whether that expression gets the tensors that kernels would get under autocast, and casts nothing again. Elsewhere
     # autocast casts for each of its operations.
     torch_takes_cast: ClassVar[bool] = False
-    # :meth:`backward` where nobody reads ``made`` again, so that it may be overwritten; None: there is nothing to gain.
+    # :meth:`backward` where nobody reads or holds ``made`` any longer, so that it may be overwritten or returned; None:
+    # there is nothing to gain.
     last_backward: Callable[..., Tensors] | None = None
     # Whether kernels compute the backward pass, which is a custom operation of its own then; else torch does.
     has_backward: ClassVar[bool] = True
@@ -285,11 +283,18 @@ class Operation:
             return self.forward(call, operands, wanted)
 
     def gradients(
-        self, call: Prepared, saved: Tensors, wanted: Sequence[bool], upstream: Tensors, inside: bool = False
+        self,
+        call: Prepared,
+        saved: Tensors,
+        wanted: Sequence[bool],
+        upstream: Tensors,
+        inside: bool = False,
+        last: bool = False,
     ) -> Tensors:
         """The wanted gradients of the operands; ``saved`` are the operands, and what the forward pass made.
 
-        ``inside``: of the custom operation, past the dispatch modes that observe it.
+        ``inside``: of the custom operation, past the dispatch modes that observe it. ``last``: nobody reads or holds
+        what the forward pass made any longer.
         """
         first = next((each for each in upstream if each is not None), None)
         if first is None:
@@ -303,9 +308,7 @@ class Operation:
         if observed() and not inside and any(each is not None for each in saved):
             return self.kernel_operation.gradients(call, operands, made, wanted, upstream)
         upstream = [contiguous(each) for each in upstream]
-        backward = self.backward
-        if self.last_backward is not None and not inside and not _keeps_graph():
-            backward = self.last_backward
+        backward = self.last_backward if last and self.last_backward is not None else self.backward
         with without_autocast(first.device):
             return backward(call, operands, made, wanted, upstream)
 
