@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..kernels.tuning import EPILOGUE_ELEMENTS, EpiloguePipeline, EpilogueTiles, epilogue_tiles, hidden_stride
+from ..kernels.tuning import (
+    EPILOGUE_ELEMENTS,
+    EpiloguePipeline,
+    EpilogueTiles,
+    epilogue_tiles,
+    gradients_joined,
+    hidden_stride,
+)
 from . import hidden_gradient
 from .call import VECTOR, no_kernels, too_small, uneven
 from .devices import SIXTEEN_BITS, Device
@@ -85,6 +92,20 @@ def kept_columns(problem: Any, device: Device) -> Any:
     if _adapted(p) or torch_multiplies_hidden(p, device):
         return p.N
     return hidden_stride(p.N, p.element_bytes)
+
+
+def in_place(problem: Any, device: Device, plan: EpiloguePlan) -> bool:
+    """Whether dz and dz_gate lie in memory of their own as the pre-activations do, whose place they can take then.
+
+    Torch's product does not fill the place of what is still to be read.
+    """
+    p, tiles = problem, None if plan.gradient is None else plan.gradient.tiles
+    if tiles is None or not tiles.block_inner:
+        return False
+    if _adapted(p):
+        return True
+    joined = p.gated and gradients_joined(p.M, p.N, p.element_bytes)
+    return not joined and kept_columns(p, device) == hidden_stride(p.N, p.element_bytes)
 
 
 def _adapted(problem: Any) -> bool:

@@ -351,8 +351,10 @@ def plan_on(
         padded_bytes = problem.element_bytes * problem.M * hidden_stride(problem.N, problem.element_bytes)
         workspace = padded_bytes if epilogue.hidden_tiles.block_inner else parts * problem.hidden_bytes
         if epilogue.gradient is not None:
-            # The gradients of the pre-activations, the hidden for that of w_down, and sums over rows.
-            workspace = (parts + 1) * padded_bytes + epilogue.gradient.workspace_bytes
+            # The hidden for the gradient of w_down, sums over rows, and the gradients of the pre-activations: without a
+            # place of their own in the last backward pass over a graph that no compiler made.
+            own = 0 if ffn_epilogue.in_place(problem, device, epilogue) and not problem.compiled else parts
+            workspace = max(workspace, (own + 1) * padded_bytes + epilogue.gradient.workspace_bytes)
         options = {
             "epilogue": epilogue,
             "accuracy": activation_accuracy(problem, device),

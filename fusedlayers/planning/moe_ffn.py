@@ -195,10 +195,14 @@ def tiles(problem: MoeProblem, device: Device) -> dict[str, GroupedTiles | Group
 
 
 def workspace_bytes(problem: MoeProblem) -> int:
-    """The most temporary memory of a pass, the results aside: rows of x, hidden and y, or the like of gradients."""
+    """The most temporary memory of a pass, the results aside: rows of x, hidden and y, or the like of gradients.
+
+    The gradients of pre-activations take the place of these, in the last backward pass over a graph that no compiler
+    made.
+    """
     p = problem
     forward = p.K + p.N * (1 if p.training and not p.recompute else 1 + p.gated * p.training)
-    backward = (p.K + p.N * (2 + p.gated)) * p.training
+    backward = (p.K + p.N * (1 + (1 + p.gated) * p.recompute)) * p.training
     return p.element_bytes * p.capacity * max(forward, backward)
 
 

@@ -13,7 +13,7 @@ from ..hopper import ALIGNMENT, Matrix, matrix, untransposed
 from ..launching import Launch, ceil_div, empty_rows, layout_of, prepared, vector_unit
 from ..partials import ReduceBlocks, reduce_partials
 from ..tiles import add_product, grouped_tile, in_units, load_tile, store_tile
-from ..tuning import BAND_BLOCKS, ColumnSumTiles, EpiloguePipeline, EpilogueTiles, hidden_stride
+from ..tuning import BAND_BLOCKS, ColumnSumTiles, EpiloguePipeline, EpilogueTiles, gradients_joined, hidden_stride
 from . import pipelined
 from .low_rank import LowRank
 
@@ -146,17 +146,17 @@ def hidden_gradient(
     which is not in place.
 
     Operands ``[M, *]`` of any strides. Results are contiguous, unless they are ``for_products`` alone: then rows begin
-    with a sector of memory, and where N is that, dz and dz_gate are the halves of one ``[M, 2 N]``. ``in_place``, they
-    replace z and z_gate, whose rows are contiguous and start alike then.
+    with a sector of memory, and dz and dz_gate may be the halves of one ``[M, 2 N]``: see ``gradients_joined``.
+    ``in_place``, they replace z and z_gate, whose rows are contiguous and start alike then.
     The sums fill ``sums_into``, of up and of the gate, or new tensors of dy's dtype; partial ones before them lie in
     ``partials_into``, a float32 vector, if that is large enough. The hidden, if it is to be kept, is a new tensor or
     ``hidden_into``, which is contiguous. A program of the portable kernel computes ``row_tiles`` tiles.
 
     ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``), whose options are all but those that say what
-    is asked for; dy may lie differently from call to call.
+    is asked for and where; dy may lie differently from call to call.
     """
     keep_hidden = keep_hidden or hidden_into is not None
-    name = ("hidden gradient", bias, keep_hidden, column_sums is not None, bool(sums_into), *layout_of(dy))
+    name = ("hidden gradient", bias, keep_hidden, column_sums is not None, bool(sums_into), in_place, *layout_of(dy))
     made = prepared(
         ready, name, _prepare, dy, w_down, z, z_gate, bias, row_tiles, activation, accuracy, input_precision, tiles,
         pipeline, keep_hidden, for_products, in_place, bool(sums_into), dropout, low_rank,
@@ -248,7 +248,8 @@ def _prepare(
     rows, columns = dy.shape[0], w_down.shape[1]
     stride = hidden_stride(columns, dy.element_size()) if for_products else columns
     shape = rows, columns, stride
-    side_by_side = for_products and stride == columns and not in_place and z_gate is not None
+    joined = for_products and z_gate is not None and gradients_joined(rows, columns, dy.element_size())
+    side_by_side = joined and not in_place
     parts = 1 if z_gate is None else 2
     row_stride = z.stride(0) if in_place else stride * (2 if side_by_side else 1)
     pipeline = pipeline if dropout.in_whole_draws else None

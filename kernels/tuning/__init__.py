@@ -13,6 +13,7 @@ from .gemm_epilogue import (
     EpiloguePipeline,
     EpilogueTiles,
     epilogue_tiles,
+    gradients_joined,
     hidden_stride,
 )
 from .gemm_gemm import (
@@ -71,6 +72,7 @@ __all__ = [
     "WeightGradientTiles",
     "epilogue_tiles",
     "gather_config",
+    "gradients_joined",
     "has_tanh",
     "hidden_stride",
     "one_hot_config",

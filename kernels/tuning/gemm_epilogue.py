@@ -18,6 +18,15 @@ def hidden_stride(columns: int, element_bytes: int) -> int:
     return -(-columns // unit) * unit
 
 
+def gradients_joined(rows: int, columns: int, element_bytes: int) -> bool:
+    """Whether dz and dz_gate ``[rows, columns]`` lie side by side where products alone read them: dx is one product.
+
+    Then it is rounded once and not read again. The weights are copied for it, which takes less than reading dx where
+    they have fewer rows.
+    """
+    return 2 * columns < rows and hidden_stride(columns, element_bytes) == columns
+
+
 @dataclass(frozen=True)
 class EpilogueTiles:
     """The portable kernels: ``block_m × block_n`` of the result for each program, ``block_inner`` at a time.

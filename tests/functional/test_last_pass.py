@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from fusedlayers import functional
+from fusedlayers.functional.ffn import epilogue
 from fusedlayers.functional.last_pass import hooks_are_set
 from fusedlayers.functional.switches import switched
 from tests.functional.test_autograd_contract_calls import DIFFERENTIABLE, assert_same, gradients, operation_of
 from tests.support.contract_cases import Made, made, upstream
-from tests.support.operands import infinities, needs_kernels
+from tests.support.operands import ffn_inputs, infinities, leaves, needs_kernels, on_path
 
 pytestmark = infinities
 OVERWRITING = [name for name in DIFFERENTIABLE if operation_of(name).last_backward is not None]
@@ -174,3 +176,34 @@ def test_hooks_are_known() -> None:
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         assert hooks_are_set()
     assert not hooks_are_set()
+
+
+@needs_kernels
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("rows", [30, 300], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("units", [64, 70])
+def test_gradients_of_pre_activations_take_their_place(
+    units: int, rows: int, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the last pass alone, unless dz and dz_gate lie side by side; with the same bits in every pass."""
+    inputs = leaves(ffn_inputs(rows, 32, units, 32, gated=gated))
+    wanted = [tensor for tensor in inputs.values() if tensor is not None]
+    places: list[list[bool]] = []
+    hidden_gradient = epilogue.kernels.hidden_gradient
+
+    def noted(dy: Tensor, w_down: Tensor, z: Tensor, z_gate: Tensor | None, *rest: Any, **options: Any) -> Any:
+        found = hidden_gradient(dy, w_down, z, z_gate, *rest, **options)
+        pairs = [(z, found.dz), (z_gate, found.dz_gate)]
+        places.append([one.data_ptr() == other.data_ptr() for one, other in pairs if one is not None])
+        return found
+
+    monkeypatch.setattr(epilogue.kernels, "hidden_gradient", noted)
+    with on_path("epilogue"):
+        y = functional.ffn(**inputs, activation="silu")
+        dy = torch.randn_like(y)
+        found = [torch.autograd.grad(y, wanted, dy, retain_graph=keep) for keep in (True, True, False)]
+    joined = gated and 2 * units < rows and units % 8 == 0
+    parts = 2 if gated else 1
+    assert places == [[False] * parts, [False] * parts, [not joined] * parts]
+    for again in found[1:]:
+        assert_same(list(again), list(found[0]))

@@ -192,6 +192,22 @@ class _FFN(Operation):
     def backward(
         self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
     ) -> Tensors:
+        return self._gradients(call, operands, made, wanted, upstream, False)
+
+    def last_backward(
+        self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
+    ) -> Tensors:
+        return self._gradients(call, operands, made, wanted, upstream, True)
+
+    def _gradients(
+        self,
+        call: Prepared,
+        operands: Tensors,
+        made: Tensors,
+        wanted: Sequence[bool],
+        upstream: Tensors,
+        in_place: bool,
+    ) -> Tensors:
         [dy], plan = upstream, call.plan
         dy_rows = rows(dy)
         gradients: list[Tensor | None] = [None] * 7
@@ -199,7 +215,7 @@ class _FFN(Operation):
         if through_hidden:
             path: Any = {"epilogue": epilogue, "chunked": chunked}.get(plan.path, fused)
             if path is epilogue:
-                gradients = epilogue.gradients(call, operands, made, wanted, dy_rows)
+                gradients = epilogue.gradients(call, operands, made, wanted, dy_rows, in_place)
             else:
                 gradients = path.gradients(call, operands, wanted, dy_rows)
             x = operands[0]

@@ -15,6 +15,7 @@ from ... import reference
 from ...kernels import gemm_epilogue as kernels
 from ...kernels.dropout import Dropout
 from ...kernels.tuning import COLUMN_SUM_TILES
+from ...planning import ffn_epilogue
 from ..operands import rows
 from ..operation import Tensors
 from ..prepared import Prepared
@@ -37,11 +38,17 @@ def forward(call: Prepared, operands: Tensors, keep: bool) -> tuple[Tensor, Tens
 
 
 def gradients(
-    call: Prepared, operands: Tensors, pre_activations: Tensors, wanted: Sequence[bool], dy: Tensor
+    call: Prepared,
+    operands: Tensors,
+    pre_activations: Tensors,
+    wanted: Sequence[bool],
+    dy: Tensor,
+    in_place: bool = False,
 ) -> Gradients:
     """The wanted gradients of (x, w_up, w_down, b_up, b_down, w_gate, b_gate); that of b_down with those of the hidden.
 
-    ``pre_activations`` are z and z_gate.
+    ``pre_activations`` are z and z_gate; ``in_place``: nobody reads them again, so that their gradients may take their
+    place.
     """
     x, w_up, w_down, _, _, w_gate, _, _, seed = operands
     x, units = rows(x), w_down.shape[1]
@@ -58,7 +65,8 @@ def gradients(
     dz, dz_gate, up_sums, gate_sums, hidden, db_down = kernels.hidden_gradient(
         dy, w_down, z, z_gate, db_up or db_gate, tiles.row_tiles, arithmetic.activation, arithmetic.accuracy,
         arithmetic.input_precision, tiles.tiles, tiles.pipeline, keep_hidden=wanted[2], for_products=True,
-        dropout=dropout, column_sums=COLUMN_SUM_TILES if wanted[4] else None, ready=call.ready,
+        in_place=in_place and ffn_epilogue.in_place(call.problem, call.facts, plan.epilogue), dropout=dropout,
+        column_sums=COLUMN_SUM_TILES if wanted[4] else None, ready=call.ready,
     )  # fmt: skip
     results: Gradients = [None] * 7
     results[3], results[4], results[6] = up_sums if db_up else None, db_down, gate_sums if db_gate else None
@@ -76,7 +84,7 @@ def gradients(
 
 
 def _side_by_side(dz: Tensor, dz_gate: Tensor) -> Tensor | None:
-    """dz and dz_gate as one matrix ``[M, 2 N]``, where they are halves of it."""
+    """dz and dz_gate as one matrix ``[M, 2 N]``, where they are halves of it: see ``gradients_joined``."""
     rows, columns = dz.shape
     adjacent = dz_gate.storage_offset() == dz.storage_offset() + columns
     return dz.as_strided((rows, 2 * columns), (2 * columns, 1)) if adjacent else None
@@ -85,9 +93,7 @@ def _side_by_side(dz: Tensor, dz_gate: Tensor) -> Tensor | None:
 def _data_gradient(dz: Tensor, dz_gate: Tensor | None, w_up: Tensor, w_gate: Tensor | None) -> Tensor:
     if dz_gate is None or w_gate is None:
         return torch.mm(dz, w_up)
-    if 2 * dz.shape[1] < dz.shape[0] and (both := _side_by_side(dz, dz_gate)) is not None:
-        # One product of both, so that dx is rounded once and not read again. The weights are copied for it, which takes
-        # less than reading dx where they have fewer rows.
+    if (both := _side_by_side(dz, dz_gate)) is not None:
         return torch.mm(both, torch.cat((w_up, w_gate)))
     return torch.addmm(torch.mm(dz, w_up), dz_gate, w_gate)
 

@@ -227,6 +227,22 @@ class _LoRAFFN(Operation):
     def backward(
         self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
     ) -> Tensors:
+        return self._gradients(call, operands, made, wanted, upstream, False)
+
+    def last_backward(
+        self, call: Prepared, operands: Tensors, made: Tensors, wanted: Sequence[bool], upstream: Tensors
+    ) -> Tensors:
+        return self._gradients(call, operands, made, wanted, upstream, True)
+
+    def _gradients(
+        self,
+        call: Prepared,
+        operands: Tensors,
+        made: Tensors,
+        wanted: Sequence[bool],
+        upstream: Tensors,
+        in_place: bool,
+    ) -> Tensors:
         given, want, p = Operands(*operands), Operands(*wanted), call.problem
         inner_down = made[3]
         dy = rows(upstream[0])
@@ -236,7 +252,7 @@ class _LoRAFFN(Operation):
         if want.down_b:
             found["down_b"] = dy.t() @ inner_down[:, : p.rank_down]
         if any(getattr(want, name) for name in Operands._fields if name not in ("b_down", "down_b")):
-            d_pre = self._through_hidden(call, given, want, dy, made, found)
+            d_pre = self._through_hidden(call, given, want, dy, made, found, in_place)
             self._through_products(call, given, want, d_pre, made[2], found)
         return Operands(**found)
 
@@ -248,8 +264,12 @@ class _LoRAFFN(Operation):
         dy: Tensor,
         made: Tensors,
         found: dict[str, Any],
+        in_place: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """dz and dz_gate; ``found`` gets their sums, and what follows from the hidden, which is freed again."""
+        """dz and dz_gate; ``found`` gets their sums, and what follows from the hidden, which is freed again.
+
+        ``in_place`` they take the place of the pre-activations.
+        """
         tiles, details = call.plan.epilogue.gradient, call.details
         z, z_gate, *_ = made
         low_rank: LowRank | None = None
@@ -267,7 +287,7 @@ class _LoRAFFN(Operation):
         dz, dz_gate, up_sums, gate_sums, hidden, _ = kernels.hidden_gradient(
             dy, given.w_down, z, z_gate, want.b_up or want.b_gate, tiles.row_tiles, details.arithmetic.activation,
             details.arithmetic.accuracy, details.arithmetic.input_precision, tiles.tiles, tiles.pipeline,
-            keep_hidden=want.w_down or want.down_a, ready=call.ready, low_rank=low_rank, added=added,
+            keep_hidden=want.w_down or want.down_a, in_place=in_place, ready=call.ready, low_rank=low_rank, added=added,
         )  # fmt: skip
         if want.b_up:
             found["b_up"] = up_sums
