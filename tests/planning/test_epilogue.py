@@ -264,8 +264,8 @@ def test_tiles_and_costs(gated: bool) -> None:
     assert epilogue.gradient.pipeline == pipeline
     assert made.accuracy == "coarse"
     assert made.saved_bytes == parts * hidden + 2 * 16_384 * 1024
-    # The hidden, and float32 sums: of every 64 rows with a gate, without one of both consumers of the three programs in a
-    # column. Gradients of the pre-activations have places of their own side by side, or in a graph that is compiled.
+    # The hidden, and float32 sums: of every 64 rows with a gate, without one of both consumers of the three programs in
+    # a column. Gradients of the pre-activations have places of their own side by side, or in a graph that is compiled.
     sums = 4 * (256 if gated else 2 * 3) * parts * 4096
     assert made.workspace_bytes == hidden * (3 if gated else 1) + sums
     wide = plan(replace(TRAINING, gated=gated, M=8192), replace(PIPELINED, sms=99))
