@@ -226,9 +226,16 @@ def _is_flag(value: object) -> bool:
     return value is None or type(value) in (str, bool, int) or _is_amount(value)
 
 
+_Expected = dict[str, Callable[[Any], bool]]
 # What each part of a record and of an entry is; a file may hold anything.
-_RECORD = {"gpu": _is_text, "processors": _is_size, "torch": _is_text, "compiler": _is_text, "sources": _is_text}
-_ENTRY = {
+_RECORD: _Expected = {
+    "gpu": _is_text,
+    "processors": _is_size,
+    "torch": _is_text,
+    "compiler": _is_text,
+    "sources": _is_text,
+}
+_ENTRY: _Expected = {
     "operation": _is_text,
     "flags": lambda value: type(value) is dict and all(map(_is_flag, value.values())),
     "sizes": lambda value: type(value) is dict and all(map(_is_size, value.values())),
@@ -254,7 +261,7 @@ def _checked_record(record: Any) -> Json:
     return {name: record[name] for name in (*_PLACE, "entries")} | described
 
 
-def _check(found: Any, expected: dict[str, Callable[[Any], bool]]) -> None:
+def _check(found: Any, expected: _Expected) -> None:
     wrong = [name for name, right in expected.items() if type(found) is not dict or not right(found.get(name))]
     if wrong:
         raise ValueError(f"is no complete calibration ({', '.join(wrong)})")

@@ -76,8 +76,8 @@ def _describe(device: torch.device) -> Device:
     if not interpreted() and (reason := why_nothing_compiles()):
         return replace(facts, why_no_kernels=reason)
     calibration = calibrations.on_record(facts) if _calibrated else None
-    found = {"avoided": failures_on_record(facts), "calibration": calibration}
-    return replace(facts, **found, **releases.standing(facts))
+    facts = replace(facts, avoided=failures_on_record(facts), calibration=calibration)
+    return replace(facts, **releases.standing(facts))
 
 
 def test_release(facts: Device, device: torch.device) -> None:

@@ -142,7 +142,7 @@ def missing_peers(names: Collection[str], calls: Iterable[tuple[Case, Options]])
     Raises:
         ValueError: a peer cannot be imported, or has no version of any of these calls; the message says what to do.
     """
-    calls, lines = list(calls), []
+    calls, lines = list(calls), list[str]()
     for name in (name for name in PEERS if name in names):
         without = []
         for case, options in calls:
