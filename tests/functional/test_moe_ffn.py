@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.support.moe_operands import (
     Tensors,
     assert_moe_close,
     how,
+    in_eighths,
     like_x,
     moe_inputs,
     results,
@@ -36,8 +38,6 @@ from tests.support.operands import (
     on_path,
 )
 
-# A token's gradient is one sum through torch's operations and one for each expert in a loop: few errors decide it.
-DRAWS = {"epilogue": 2, "torch": 6}
 FLOATING = ("x", "top_k_weights", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate")
 
 
@@ -53,8 +53,9 @@ def test_every_layout(
     path: str, dtype: torch.dtype, gated: bool, bias: bool, layout: str, transposed: bool, clamped: bool
 ) -> None:
     shape: dict[str, Any] = {"gated": gated, "layout": layout, "transposed": transposed}
-    draws = [moe_inputs(19, 24, 20, 3, 2, dtype, bias=bias, **shape) for _ in range(DRAWS[path])]
-    assert_moe_close(*draws, path=path, **how(**shape, **(CLAMPED if clamped and gated else {})))
+    options: dict[str, Any] = {"bias": bias, "draw": in_eighths(3.0) if clamped else torch.randn}
+    draw = functools.partial(moe_inputs, 19, 24, 20, 3, 2, dtype, **shape, **options)
+    assert_moe_close(draw, path=path, **how(**shape, **(CLAMPED if clamped and gated else {})))
 
 
 @pytest.mark.sampled
@@ -62,8 +63,7 @@ def test_every_layout(
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_activations(activation: str, gated: bool, dtype: torch.dtype) -> None:
-    draws = [moe_inputs(19, 24, 20, 3, 2, dtype, gated=gated) for _ in range(2)]
-    assert_moe_close(*draws, activation=activation)
+    assert_moe_close(lambda: moe_inputs(19, 24, 20, 3, 2, dtype, gated=gated), activation=activation)
 
 
 @pytest.mark.sampled(together=2)
@@ -72,8 +72,7 @@ def test_activations(activation: str, gated: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("k", [1, 3])
 def test_any_routing(path: str, routing: str, k: int) -> None:
     """Empty experts, one that takes all, the same expert more than once, indices that are no expert."""
-    draws = [moe_inputs((2, 13), 24, 20, 5, k, routing=routing) for _ in range(DRAWS[path])]
-    assert_moe_close(*draws, path=path)
+    assert_moe_close(lambda: moe_inputs((2, 13), 24, 20, 5, k, routing=routing), path=path)
 
 
 @pytest.mark.sampled
@@ -84,14 +83,13 @@ def test_sizes_one_at_a_time(path: str, changed: int, size: int) -> None:
     sizes = [17, 24, 20, 3]
     sizes[changed] = size
     tokens, K, N, E = sizes
-    assert_moe_close(*[moe_inputs(tokens, K, N, E, min(2, E)) for _ in range(DRAWS[path])], path=path)
+    assert_moe_close(lambda: moe_inputs(tokens, K, N, E, min(2, E)), path=path)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("k", [4, 5, 8])
 def test_many_experts_of_each_token(path: str, k: int) -> None:
-    """An expert has few rows: in one tile torch may be right by chance."""
-    assert_moe_close(*[moe_inputs(9, 24, 20, 9, k) for _ in range(8)], path=path, again=4)
+    assert_moe_close(lambda: moe_inputs(9, 24, 20, 9, k), path=path)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -151,8 +149,8 @@ def test_without_a_backward_pass_rows_are_in_smaller_blocks(each: int) -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_frozen_tensors(path: str, frozen: tuple[str, ...], recompute: bool) -> None:
     """Only what is asked for is computed, whatever is asked for."""
-    draws = [moe_inputs(19, 24, 20, 3, 2) for _ in range(2)]
-    assert_moe_close(*draws, path=path, frozen=frozen, own={"recompute": recompute})
+    draw = functools.partial(moe_inputs, 19, 24, 20, 3, 2)
+    assert_moe_close(draw, path=path, frozen=frozen, own={"recompute": recompute})
 
 
 @pytest.mark.sampled
@@ -160,7 +158,7 @@ def test_frozen_tensors(path: str, frozen: tuple[str, ...], recompute: bool) -> 
 @pytest.mark.parametrize("wanted", FLOATING)
 def test_one_gradient_alone(path: str, wanted: str) -> None:
     frozen = tuple(name for name in FLOATING if name != wanted)
-    assert_moe_close(*[moe_inputs(19, 24, 20, 3, 2) for _ in range(2)], path=path, frozen=frozen)
+    assert_moe_close(functools.partial(moe_inputs, 19, 24, 20, 3, 2), path=path, frozen=frozen)
 
 
 @pytest.mark.bits
@@ -313,8 +311,9 @@ def test_what_is_kept(recompute: bool) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.float64])
 def test_weights_of_another_dtype(path: str, weights_dtype: torch.dtype) -> None:
-    tensors = moe_inputs(19, 24, 20, 3, 2, torch.float16, weights_dtype=weights_dtype)
-    assert_moe_close(tensors, path=path)
+    draw = functools.partial(moe_inputs, 19, 24, 20, 3, 2, torch.float16, weights_dtype=weights_dtype)
+    assert_moe_close(draw, path=path)
+    tensors = draw()
     with on_path(path):
         found = results(functional.moe_ffn, tensors, like_x(tensors))
     weights, y = found["dtop_k_weights"], found["y"]

@@ -19,6 +19,7 @@ from tests.support.moe_operands import (
     ROUTINGS,
     assert_moe_close,
     how,
+    in_eighths,
     like_x,
     moe_inputs,
     results,
@@ -36,14 +37,6 @@ WHOLE, RAGGED, ODD = (1024, 512, 256, 8, 2), (1061, 328, 200, 8, 3), (700, 131, 
 MACHINES: dict[str, dict[str, Any]] = {"all": {}, "few": {"sms": 4}, "portable": {"pipelined": False}}
 
 
-def in_eighths(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Numbers whose products, near the limit of a clamped hidden, are exact in every dtype and never at the limit.
-
-    There the derivative jumps: a rounding error would decide whether an element has a gradient.
-    """
-    return torch.randn(*shape, dtype=dtype).mul(1.5).round().div(8)
-
-
 @pytest.fixture(autouse=True)
 def no_memory_is_kept() -> Iterator[None]:
     yield
@@ -57,9 +50,10 @@ def no_memory_is_kept() -> Iterator[None]:
 @pytest.mark.parametrize("sizes", [WHOLE, RAGGED], ids=["whole", "ragged"])
 def test_layouts(dtype: torch.dtype, layout: str, transposed: bool, clamped: bool, sizes: tuple[int, ...]) -> None:
     shape: dict[str, Any] = {"layout": layout, "transposed": transposed}
-    draw = in_eighths if clamped else torch.randn
-    draws = [moe_inputs(*sizes, dtype, draw=draw, **shape) for _ in range(2)]
-    assert_moe_close(*draws, **how(**shape, **(CLAMPED if clamped else {})))
+    draw = in_eighths(1.5) if clamped else torch.randn
+    assert_moe_close(
+        lambda: moe_inputs(*sizes, dtype, draw=draw, **shape), **how(**shape, **(CLAMPED if clamped else {}))
+    )
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
@@ -85,8 +79,11 @@ def test_columns_behind_the_hidden_units(N: int, gated: bool, transposed: bool, 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_routings(routing: str, gated: bool, recompute: bool) -> None:
-    draws = [moe_inputs(*RAGGED, BFLOAT16, gated=gated, routing=routing) for _ in range(2)]
-    assert_moe_close(*draws, own={"recompute": recompute}, activation="gelu_tanh")
+    assert_moe_close(
+        lambda: moe_inputs(*RAGGED, BFLOAT16, gated=gated, routing=routing),
+        own={"recompute": recompute},
+        activation="gelu_tanh",
+    )
 
 
 @pytest.mark.usefixtures("poisoned_memory")
