@@ -315,9 +315,7 @@ def test_tensors_too_small_to_judge_are_named() -> None:
     assert found.ok
     assert {verdict.name for verdict in found.verdicts if not verdict.judged} == {"y"}
     assert "1 of 3 tensors are too small to judge, and the others are close" in str(found)
-    assert "y: not judged; 4 elements in torch.bfloat16 are too few: 1.1 times the right numbers would pass" in str(
-        found
-    )
+    assert "y: not judged; 4 elements in torch.bfloat16 are too few: 1.1 times the right numbers" in str(found)
     alone = fl.verify(functional.linear, normal(2, 2).bfloat16(), normal(2, 2).bfloat16())
     assert not alone.ok
     assert "linear on cpu, bfloat16: no kernel of this library ran: nothing could be judged\n" in str(alone)
