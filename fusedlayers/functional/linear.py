@@ -230,8 +230,8 @@ def padded_gradients(
         dx = padded_dy @ F.pad(weight, (0, 0, 0, padded - columns))
     if wanted[1]:
         assert x is not None
-        # Aligned rows are what counts: dW itself has no row more than it needs.
-        dw = padded_dy[:, :columns].T @ x
+        # A copy, not a view that would hold the padding, too: cheaper than a product of a part of the columns.
+        dw = (padded_dy.T @ x)[:columns].clone()
     if wanted[2]:
         db = dy.sum(0)
     return dx, dw, db
