@@ -21,7 +21,8 @@ from ..modules import class_name, outside_of_traces, say_once, why_not_now, why_
 from .blocks import OWN_FORWARD, ReplacedModule, fused_class
 from .causal_loss import IGNORED, PARAMETERS, divided, shifted, why_other_loss
 from .formulas import codes_in
-from .logits import NO_LOGITS, Logits, LogitsOnDemand
+from .lazy_logits import LazyLogits
+from .logits import NO_LOGITS, Logits
 from .saving import facts_of_head
 from .stand_ins import StandIn, why_no_stand_in
 from .uncomputed import computed
@@ -213,11 +214,12 @@ class HeadInside:
             # Where Dynamo gave up on the model's call, it was asked there as if nothing was compiled.
             left = cast(FusedLossHead, self.model).leaves_logits_in_traces()
             return NO_LOGITS if left else logits._tensor("in a compiled model")
-        if torch._C._current_graph_task_id() != -1:
-            # A checkpoint runs the model again in its backward pass, and takes tensors alone for outputs.
-            return logits._tensor("in a backward pass")
-        # No wrapper of a model takes what is no tensor for an output with a gradient, which DDP and FSDP2 would use.
-        return logits if logits._modes[0] else LogitsOnDemand(logits)
+        # Nor is what makes a tensor without memory for Dynamo to trace, frame by frame.
+        callback = torch._C._dynamo.eval_frame.set_eval_frame(None)
+        try:
+            return LazyLogits.of_loss(logits)
+        finally:
+            torch._C._dynamo.eval_frame.set_eval_frame(callback)
 
 
 def head_class(original: type[nn.Module], name: str) -> type[FusedLossHead]:

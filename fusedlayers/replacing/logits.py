@@ -8,12 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from .uncomputed import Uncomputed
 
 # A softcap, or None, and a scale.
 _Arithmetic = tuple["float | None", float]
+# Its name, and the number or the dtype that it takes.
+_Step = tuple[str, Any]
 # By the names of functions and methods.
 _PRODUCTS = ("mul", "multiply", "__mul__", "__rmul__")
 _QUOTIENTS = ("div", "divide", "true_divide", "__truediv__")
@@ -29,7 +30,7 @@ class Logits(Uncomputed):
     _named = "the logits"
     _advice = "replace the model with loss=False"
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, steps: tuple[tuple[str, Any], ...] = ()) -> None:
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, steps: tuple[_Step, ...] = ()) -> None:
         super().__init__(x)
         self._weight, self._bias, self._steps = weight, bias, steps
         # None where Dynamo traces, and nobody counts.
@@ -53,8 +54,15 @@ class Logits(Uncomputed):
             )
 
     def _compute(self, use: str) -> Tensor:
-        values = F.linear(self._x, self._weight, self._bias)
-        for step, value in self._steps:
+        return self._computed_from(self._x, self._weight, self._bias, self._steps)
+
+    def _computed_from(self, x: Tensor, weight: Tensor, bias: Tensor | None, steps: tuple[_Step, ...]) -> Tensor:
+        if self._modes[1] is not None:
+            # Written out, because autocast is not at work below autograd, where LazyLogits may compute.
+            dtype = self._dtype_after(())
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        values = F.linear(x, weight, bias)
+        for step, value in steps:
             if step == "mul":
                 values = values * value
             elif step == "div":
@@ -63,11 +71,37 @@ class Logits(Uncomputed):
                 values = values.tanh() if step == "tanh" else values.to(value)
         return values
 
+    def _gradient_before_steps(self, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The gradient of what the linear layer gives, of that of the logits."""
+        for place, (step, value) in reversed(tuple(enumerate(self._steps))):
+            if step == "mul":
+                dy = dy * value
+            elif step == "div":
+                dy = dy / value
+            elif step == "to":
+                dy = dy.to(self._dtype_after(self._steps[:place]))
+            else:
+                y = self._computed_from(x, weight, bias, self._steps[: place + 1])
+                dy = dy * (1 - y * y)
+        return dy
+
+    def _without_gradient(self, use: str) -> Tensor:
+        """The tensor, computed because of this ``use``, for whoever keeps its gradient himself."""
+        if self._values is None:
+            self._before(use)
+            with torch.no_grad(), self._autocast():
+                self._values = self._compute(use)
+        return self._values
+
     def _then(self, step: str, value: Any = None) -> Logits | None:
         """The logits after one more step; None where they are to be computed."""
         if self._values is not None or torch.is_grad_enabled() is not self._modes[0]:
             return None
-        after = Logits(self._x, self._weight, self._bias, (*self._steps, (step, value)))
+        return self._after((step, value))
+
+    def _after(self, *steps: _Step) -> Logits:
+        """The logits after these steps more, and not computed."""
+        after = Logits(self._x, self._weight, self._bias, (*self._steps, *steps))
         # As they were at the beginning: autocast may be off when somebody casts the result.
         after._modes, after._versions = self._modes, self._versions
         return after
@@ -94,25 +128,24 @@ class Logits(Uncomputed):
     def __getattr__(self, name: str) -> Any:
         if self._values is None and name in ("dtype", "device", "shape"):
             if name == "shape":
-                return torch.Size((*self._x.shape[:-1], self._weight.shape[0]))
+                return self._own_shape()
             return self._own_dtype() if name == "dtype" else self._x.device
         return super().__getattr__(name)
 
-    def __repr__(self) -> str:
-        state = "not computed yet" if self._values is None else "computed"
-        return f"<logits {list(self.shape)}, {self.dtype}, {state}>"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # Wherever it goes, the weight does not go with it.
-        return self._tensor("in a copy").__reduce_ex__(protocol)
-
     def _own_dtype(self) -> torch.dtype:
-        """The dtype that they will have; autocast leaves float64 as it is."""
+        """The dtype that they will have."""
+        return self._dtype_after(self._steps)
+
+    def _dtype_after(self, steps: tuple[_Step, ...]) -> torch.dtype:
+        """The dtype after these steps; autocast leaves float64 as it is."""
         dtype = self._x.dtype if self._x.dtype is torch.float64 else self._modes[1] or self._x.dtype
-        for step, value in self._steps:
+        for step, value in steps:
             if step == "to":
                 dtype = value
         return dtype
+
+    def _own_shape(self) -> torch.Size:
+        return torch.Size((*self._x.shape[:-1], self._weight.shape[0]))
 
     def tanh(self) -> Any:
         """``Tensor.tanh``."""
@@ -158,45 +191,6 @@ class Logits(Uncomputed):
         if scale - scale != 0 or not 0 < softcap < float("inf"):
             return None
         return (softcap if capped else None), scale
-
-
-class LogitsOnDemand(Tensor):
-    """Logits without a gradient, as a tensor: its first use computes them."""
-
-    _logits: Logits
-
-    @staticmethod
-    def __new__(cls: type[LogitsOnDemand], logits: Logits) -> LogitsOnDemand:
-        found: Any = Tensor._make_wrapper_subclass(cls, logits.shape, dtype=logits.dtype, device=logits.device)
-        found._logits = logits
-        return found
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function in _KNOWN_BEFORE:
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **(kwargs or {}))
-        if function is Tensor.float and isinstance(after := args[0]._logits.float(), Logits):
-            return LogitsOnDemand(after)
-        return cls._computed(function, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return cls._computed(function, args, kwargs)
-
-    @staticmethod
-    def _computed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        use = f"in {getattr(function, '__name__', function)}"
-        args, kwargs = tree_map_only(LogitsOnDemand, lambda each: each._logits._tensor(use), (args, kwargs or {}))
-        return function(*args, **kwargs)
-
-
-# What a tensor tells without its numbers, and those who hand it on ask for.
-_KNOWN_BEFORE: tuple[Any, ...] = (Tensor.dtype.__get__, Tensor.device.__get__, Tensor.shape.__get__)  # type: ignore[attr-defined]
 
 
 class NoLogits:

@@ -58,14 +58,16 @@ class Uncomputed:
                     f"a torch.autograd.Function was given {self._named} ({use}), whose gradient would be lost: "
                     f"{self._advice}"
                 )
-            grad, dtype = self._modes
-            if self._modes_now()[1] == dtype:
-                autocast: AbstractContextManager[object] = nullcontext()
-            else:
-                autocast = torch.autocast(self._x.device.type, dtype, enabled=dtype is not None)
-            with torch.set_grad_enabled(grad), autocast:
+            with torch.set_grad_enabled(self._modes[0]), self._autocast():
                 self._values = self._compute(use)
         return self._values
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        """Autocast as it was at the beginning."""
+        dtype = self._modes[1]
+        if self._modes_now()[1] == dtype:
+            return nullcontext()
+        return torch.autocast(self._x.device.type, dtype, enabled=dtype is not None)
 
     @classmethod
     def __torch_function__(

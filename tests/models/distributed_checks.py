@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.functional.dispatch import decisions
-from fusedlayers.replacing.logits import Logits
+from fusedlayers.replacing.lazy_logits import LazyLogits
 from tests.models import expert_families
 from tests.models.loss_heads import losses
 from tests.models.small import FAMILIES, HIDDEN, LAYERS, Family, InFloat64, Inputs, Results, blocks
@@ -137,8 +137,8 @@ def check_loss(engine: str) -> None:
         outputs = found(**inputs)
         late = found(**inputs)
         assert losses(paths) == 2
-        assert type(outputs.logits) is Logits
-        assert outputs.logits._values is None
+        assert type(outputs.logits) is LazyLogits
+        assert outputs.logits._logits._values is None
         torch.testing.assert_close(torch.clone(outputs.logits), logits)
         outputs.loss.backward()
     expected, results = (

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
-from fusedlayers.replacing.logits import Logits
+from fusedlayers.replacing.lazy_logits import LazyLogits
 from tests.models.every_family import quiet, small_options
 from tests.models.family_data import NO_TRUTH, SPECIAL
 from tests.models.loss_heads import in_kernels, losses, replaced
@@ -85,7 +85,7 @@ def test_a_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with in_kernels(monkeypatch) as paths:
         after, found = run(model)
     assert losses(paths) == 1
-    assert type(after.logits) is Logits
+    assert type(after.logits) is LazyLogits
     assert torch.equal(torch.clone(after.logits), before.logits)
     if name in NO_TRUTH:
         largest = max(float(gradient.abs().max()) for gradient in expected.values() if gradient is not None)

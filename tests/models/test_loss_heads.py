@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.replacing.heads import FusedLossHead
-from fusedlayers.replacing.logits import Logits
+from fusedlayers.replacing.lazy_logits import LazyLogits
 from tests.models.loss_heads import FAMILIES, WIDTH, WORDS, build, in_kernels, losses, replaced, results, text, truth
 from tests.support.ffn_blocks import assert_same
 from tests.support.operands import needs_kernels
@@ -348,6 +348,6 @@ def test_nothing_is_made_of_hidden_states_that_are_kept(monkeypatch: pytest.Monk
     replaced(model)
     with in_kernels(monkeypatch):
         outputs = model(**inputs, output_hidden_states=True)
-    assert isinstance(outputs.logits, Logits)
-    assert outputs.logits._values is None
+    assert isinstance(outputs.logits, LazyLogits)
+    assert outputs.logits._logits._values is None
     assert len(outputs.hidden_states) == 2

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedlayers.closeness import assert_all_close
-from fusedlayers.replacing.logits import Logits, LogitsOnDemand
+from fusedlayers.replacing.lazy_logits import LazyLogits
 from tests.models.loss_heads import (
     FAMILIES,
     IGNORED,
@@ -50,18 +50,22 @@ def test_who_reads_them_gets_them(name: str, grad: bool, monkeypatch: pytest.Mon
         expected = model(**text()).logits
         replaced(model)
         outputs = outputs_of(model, monkeypatch)
-    waiting = outputs.logits if grad else outputs.logits._logits
-    assert type(outputs.logits) is (Logits if grad else LogitsOnDemand)
-    assert (outputs.logits.shape, outputs.logits.dtype, outputs.logits.device) == (
-        expected.shape, expected.dtype, expected.device,
-    )  # fmt: skip
-    assert waiting._values is None
+    assert type(outputs.logits) is LazyLogits
+    for fact in ("shape", "dtype", "device", "requires_grad", "is_leaf", "ndim"):
+        assert getattr(outputs.logits, fact) == getattr(expected, fact), fact
+    assert outputs.logits.stride() == expected.stride()
+    assert waits(outputs.logits)
     # The hidden states went through torch's own layers: their product is the same one.
     found = torch.clone(outputs.logits)
     assert type(found) is Tensor
     assert torch.equal(found, expected)
     assert found.requires_grad is grad
-    assert waiting._values is not None
+    assert not waits(outputs.logits)
+
+
+def waits(logits: Any) -> bool:
+    """Whether nobody has computed them."""
+    return logits._logits is not None and logits._logits._values is None
 
 
 READERS: dict[str, Callable[[Any], Any]] = {
@@ -102,9 +106,13 @@ def test_a_copy_is_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = model(**text()).logits
     replaced(model)
     logits = outputs_of(model, monkeypatch).logits
-    assert repr(logits) == f"<logits [2, 9, {WORDS}], torch.float32, not computed yet>"
-    assert torch.equal(pickle.loads(pickle.dumps(logits)), expected)
-    assert repr(logits) == f"<logits [2, 9, {WORDS}], torch.float32, computed>"
+    twin = pickle.loads(pickle.dumps(logits))
+    assert type(twin) is Tensor
+    assert twin.requires_grad
+    assert torch.equal(twin, expected)
+    # As of any tensor with a past.
+    with pytest.raises(RuntimeError, match="graph leaves"):
+        copy.deepcopy(logits)
 
 
 def test_a_tuple_holds_them_at_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,22 +163,6 @@ def test_after_a_step_it_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
         late.logits.argmax(-1)
 
 
-def test_an_autograd_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x * torch.full((), 2.0)
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            return gradient * 2
-
-    model = build("Llama")
-    replaced(model)
-    with pytest.raises(RuntimeError, match=r"was given the logits .*whose gradient would be lost: .*loss=False"):
-        Doubled.apply(outputs_of(model, monkeypatch).logits)
-
-
 def test_evaluation_hands_on_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """What gathers, casts, moves, copies and stores results takes it for one."""
     model = build("Llama")
@@ -180,9 +172,9 @@ def test_evaluation_hands_on_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
         logits = outputs_of(model, monkeypatch).logits
         cast = outputs_of(model.bfloat16(), monkeypatch).logits.float()
     assert isinstance(logits, Tensor)
-    assert type(cast) is LogitsOnDemand
+    assert type(cast) is LazyLogits
     assert cast.dtype is torch.float32
-    assert cast._logits._values is None
+    assert waits(cast)
     assert torch.equal(copy.deepcopy(outputs_of(build_replaced(), monkeypatch).logits.detach()), expected)
     buffer = io.BytesIO()
     with torch.no_grad():
@@ -192,7 +184,11 @@ def test_evaluation_hands_on_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
         # Where Python's protocol does not reach.
         with torch._C.DisableTorchFunctionSubclass():
             assert torch.equal(outputs_of(build_replaced(), monkeypatch).logits + 0, expected)
-        assert repr(outputs_of(build_replaced(), monkeypatch).logits) == repr(expected)
+        printed = repr(outputs_of(build_replaced(), monkeypatch).logits)
+        assert printed.split() == repr(expected).replace("tensor(", "LazyLogits(").split()
+        assert torch.equal(copy.deepcopy(outputs_of(build_replaced(), monkeypatch).logits), expected)
+        assert outputs_of(build_replaced(), monkeypatch).logits.tolist() == expected.tolist()
+        assert (outputs_of(build_replaced(), monkeypatch).logits.numpy() == expected.numpy()).all()
         changed = outputs_of(build_replaced(), monkeypatch).logits
         changed[:, 0] = 7
         assert (changed[:, 0] == 7).all()

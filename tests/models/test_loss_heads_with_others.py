@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fusedlayers as fl
 from fusedlayers.closeness import assert_all_close
+from fusedlayers.replacing.lazy_logits import LazyLogits
 from fusedlayers.replacing.logits import Logits, NoLogits
 from tests.models.loss_heads import IGNORED, WORDS, build, in_kernels, losses, replaced, results, text, truth
 from tests.models.small import InFloat64
@@ -126,7 +127,7 @@ def test_a_compiled_function_reads_what_it_computes(monkeypatch: pytest.MonkeyPa
     with in_kernels(monkeypatch):
         model.model = compiled(model.model)
         outputs = model(**inputs)
-    assert type(outputs.logits) is Logits
+    assert type(outputs.logits) is LazyLogits
     torch.testing.assert_close(torch.clone(outputs.logits), expected)
 
 
@@ -231,8 +232,8 @@ def test_outputs_of_accelerate_are_cast_unread(monkeypatch: pytest.MonkeyPatch) 
     replaced(model)
     with in_kernels(monkeypatch):
         outputs = accelerate.convert_outputs_to_fp32(model)(**inputs)
-    assert type(outputs.logits) is Logits
-    assert outputs.logits._values is None
+    assert type(outputs.logits) is LazyLogits
+    assert outputs.logits._logits._values is None
     assert outputs.logits.dtype is torch.float32
     assert torch.equal(torch.clone(outputs.logits), expected)
 
