@@ -9,6 +9,7 @@ rank, which ``adapters.py`` reads.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -36,6 +37,8 @@ _FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
     kind: kind.forward
     for kind in (nn.Linear, nn.Dropout, nn.Identity, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU)
 }
+# The forwards of the others are weak, too: one that calls super() refers to its class.
+_SEEN: weakref.WeakKeyDictionary[type[nn.Module], weakref.ref[Callable[..., Any]]] = weakref.WeakKeyDictionary()
 
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
@@ -136,11 +139,15 @@ def why_patched(kind: type[nn.Module]) -> str | None:
     """Why the forward of the class is not the one that its author wrote, or None."""
     own = _FORWARDS.get(kind)
     if own is None:
-        if torch.compiler.is_compiling():
+        if (seen := _SEEN.get(kind)) is not None:
+            own = seen()
+        elif torch.compiler.is_compiling():
             return None
-        if patch := patched_method(kind, "forward"):
+        elif patch := patched_method(kind, "forward"):
             return f"has another forward than its class was written with: {patch}"
-        own = _FORWARDS[kind] = kind.forward
+        else:
+            own = kind.forward
+            _SEEN[kind] = weakref.ref(own)
     return None if kind.forward is own else "has another forward than its class was written with"
 
 

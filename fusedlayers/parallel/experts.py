@@ -6,6 +6,7 @@ import copyreg
 import functools
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
@@ -144,9 +145,14 @@ def _new_in_parts(new: Callable[..., nn.Module], *arguments: Any) -> nn.Module:
     return made
 
 
-@functools.cache
+# Classes -> those made of them, while somebody has these.
+_classes: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakValueDictionary()
+
+
 def _class_for(original: type[nn.Module]) -> type[nn.Module]:
     """A class for modules of this one, whose forward runs on the local experts."""
+    if (made := _classes.get(original)) is not None:
+        return made
     signature = inspect.signature(original.forward)
 
     @functools.wraps(original.forward)
@@ -156,7 +162,8 @@ def _class_for(original: type[nn.Module]) -> type[nn.Module]:
 
     asked = {name: _on_local_parameters(getattr(original, name)) for name in _ASKED if hasattr(original, name)}
     attributes = {"forward": forward, "whole": original} | asked
-    return type(f"ExpertParallel{original.__name__}", (_ExpertsInParts, original), attributes)
+    made = _classes[original] = type(f"ExpertParallel{original.__name__}", (_ExpertsInParts, original), attributes)
+    return made
 
 
 def _through_all(holder: nn.Module, x: Tensor, index: Tensor, weights: Tensor, run: _Run) -> Tensor:

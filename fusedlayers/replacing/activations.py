@@ -16,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..kernels.activations import ACTIVATIONS, ALIASES, LEAKY_SLOPE, canonical_activation
 from ..modules import attributes_of
 from .formulas import PLAIN, TORCH_FUNCTIONS, is_formula
+from .remembering import Remembered
 from .trials import quietly
 
 _CLASSES: dict[type[nn.Module], str] = {
@@ -85,14 +86,12 @@ def _options(module: nn.Module) -> dict[str, Any]:
 
 # What every module has, and what a replaced one keeps.
 _OF_MODULES = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
-_found: dict[Hashable, str | None] = {}
+_found: Remembered[str | None] = Remembered()
 
 
 def _compared(key: Hashable, activation: Any) -> str | None:
     """The activation of ours that this one equals; what was found once under ``key`` is not asked again."""
-    if key not in _found:
-        _found[key] = _equal_one(activation)
-    return _found[key]
+    return _found.get(key, lambda: _equal_one(activation))
 
 
 def _equal_one(activation: Any) -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
@@ -104,8 +105,8 @@ class ReplacedModule(nn.Module):
 
 _Kind = TypeVar("_Kind", bound=ReplacedModule)
 
-# What a class was made from -> the class.
-_made: dict[tuple[Any, ...], type[ReplacedModule]] = {}
+# What a class was made from -> the class, while somebody has it.
+_made: weakref.WeakValueDictionary[tuple[Any, ...], type[ReplacedModule]] = weakref.WeakValueDictionary()
 
 
 def fused_class(kind: type[_Kind], original: type[nn.Module], **facts: Any) -> type[_Kind]:

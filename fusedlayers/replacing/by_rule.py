@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -189,4 +190,4 @@ class FusedInside(FusedByRule):
 
 
 # Classes whose methods used the hidden otherwise than their rules say -> how.
-_otherwise: dict[type[nn.Module], str] = {}
+_otherwise: weakref.WeakKeyDictionary[type[nn.Module], str] = weakref.WeakKeyDictionary()

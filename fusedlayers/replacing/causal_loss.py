@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from .. import reference
 from ..modules import class_path
+from .remembering import Remembered
 from .trials import alike, quietly
 
 # Known by name, so that nothing is imported for it.
@@ -20,6 +20,7 @@ _KNOWN = ("transformers.loss.loss_utils", "ForCausalLMLoss")
 PARAMETERS = ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")
 # Where it does not say which labels to ignore.
 IGNORED = -100
+_proven: Remembered[bool] = Remembered()
 
 
 def shifted(labels: Tensor, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
@@ -43,11 +44,11 @@ def why_other_loss(function: Any) -> str | None:
         return f"its loss function is {name}, not transformers' {_KNOWN[1]}"
     # What it calls may be another function now.
     around = getattr(function, "__globals__", {}).get("fixed_cross_entropy")
-    return None if _is_proven(function, around) else f"its loss function {_KNOWN[1]} computes something else"
+    proven = _proven.get((function, around), lambda: _is_proven(function))
+    return None if proven else f"its loss function {_KNOWN[1]} computes something else"
 
 
-@functools.lru_cache(maxsize=64)
-def _is_proven(function: Callable[..., Tensor], around: Any) -> bool:
+def _is_proven(function: Callable[..., Tensor]) -> bool:
     """Whether the function and its parts agree in losses and gradients, of random numbers."""
     with quietly():
         logits = torch.randn(2, 4, 5, requires_grad=True)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable
 
 import torch
 from torch import Tensor, nn
 
 from .formulas import PLAIN, codes_in
+from .remembering import Remembered
 
 # What every module has.
 _OF_MODULES = frozenset(vars(nn.Module()))
+_names: Remembered[frozenset[str]] = Remembered()
 
 
 def signature(block: nn.Module, taken: set[nn.Module]) -> Hashable:
@@ -25,7 +26,7 @@ def _of(path: str, module: nn.Module, taken: bool) -> Hashable:
         return path, id(module), taken
     kind = type(module)
     forward: Hashable = kind.forward
-    read = _names_read(kind, forward)  # type: ignore[arg-type]  # classes are hashable, whatever their instances are
+    read = _names.get((kind, forward), lambda: _names_read(kind, forward))
     options = [
         (name, value if isinstance(value, (*PLAIN, tuple)) and _is_hashable(value) else id(value))
         for name, value in vars(module).items()
@@ -47,7 +48,6 @@ def _is_hashable(value: object) -> bool:
     return True
 
 
-@functools.lru_cache(maxsize=1024)
 def _names_read(kind: type[nn.Module], forward: object) -> frozenset[str]:
     """The names in the methods of a class, but for what builds a module; ``forward`` may be patched."""
     functions = [forward]
