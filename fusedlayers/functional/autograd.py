@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.launching import ALIGNMENT_MASK
+from .call import transformed
 from .last_pass import hooks_are_set, may_be_overwritten
 
 
@@ -41,6 +42,10 @@ def _said(layout: Any) -> str:
     return "nothing" if layout is None else f"{layout[0]} {list(layout[1])}"
 
 
+def _version(operand: Tensor) -> int:
+    return 0 if operand.is_inference() else operand._version
+
+
 class _Function(torch.autograd.Function):
     """The kernels of any operation under autograd: the operands follow the prepared call."""
 
@@ -52,10 +57,15 @@ class _Function(torch.autograd.Function):
             # All follow from what the call was recognised by. The last is what other threads look for.
             wanted = ctx.needs_input_grad[1:]
             call.kept = call.operation.kept(wanted)
+            call.unread = [place for place in call.operation.unread(call, wanted) if operands[place] is not None]
             call.constant = call.operation.constant(call.problem, wanted)
             call.wanted = wanted
         results, made = call.operation._forward(call, operands, wanted)
         saved = [operand if keep else None for operand, keep in zip(operands, call.kept, strict=True)]
+        if call.unread:
+            ctx.unread = [(operands[place], _version(operands[place])) for place in call.unread]
+            for place in call.unread:
+                saved[place] = None
         ctx.hooked = call.operation.last_backward is not None and hooks_are_set()
         ctx.save_for_backward(*saved, *made)
         ctx.set_materialize_grads(False)
@@ -81,6 +91,17 @@ class _Function(torch.autograd.Function):
                     )
             call, count = call.apart(), len(call.kept)
             saved = *saved[:count], *[each if each is None else each.contiguous() for each in saved[count:]]
+        if call.unread:
+            again = torch.is_grad_enabled() or transformed(*upstream)
+            saved = list(saved)
+            for place, (operand, version) in zip(call.unread, ctx.unread, strict=True):
+                if again and _version(operand) != version:
+                    name = call.operation.operands.split()[place].rstrip("?")
+                    raise RuntimeError(
+                        f"{call.operation.name}: {name} {list(operand.shape)} was modified by an inplace operation "
+                        "between forward and backward: gradients that are to be differentiated need its value"
+                    )
+                saved[place] = operand
         return None, *call.operation.gradients(call, saved, ctx.needs_input_grad[1:], upstream, last=last)
 
 

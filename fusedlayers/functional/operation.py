@@ -144,6 +144,14 @@ class Operation:
         """Which operands the backward pass needs, given whose gradients are wanted."""
         return (True,) * len(wanted)
 
+    def unread(self, call: Prepared, wanted: Sequence[bool]) -> Sequence[int]:
+        """The places of kept operands whose values :meth:`backward` does not read, but :meth:`expression` does.
+
+        They may be changed in place before it runs, as torch's own operations allow of a bias; not before it is
+        differentiated itself.
+        """
+        return ()
+
     def constant(self, problem: Any, wanted: Sequence[bool]) -> Sequence[int]:
         """The places of the results that depend on no operand whose gradient is wanted: they require none."""
         return ()

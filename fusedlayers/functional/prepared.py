@@ -45,6 +45,7 @@ class Prepared:
         self.direct: bool = self.sees_through and self.dtype is None and not problem.subclass
         self.wanted: tuple[bool, ...] = ()
         self.kept: tuple[bool, ...] = ()
+        self.unread: Sequence[int] = ()
         self.constant: Sequence[int] = ()
         self.layouts: list[Any] = []
 

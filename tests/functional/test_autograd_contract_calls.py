@@ -173,13 +173,13 @@ def test_the_layout_of_an_upstream_gradient(name: str, layout: str, rows: int, m
 def test_the_gradient_of_one_row_has_the_stride_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row of a wider matrix counts as contiguous, whatever its stride."""
     strides: list[tuple[int, ...]] = []
-    backward = FFN.backward
+    backward = FFN.last_backward
 
     def recorded(call: Prepared, operands: Any, kept: Any, wanted: Any, given: Any) -> Any:
         strides.append(given[0].stride())
         return backward(call, operands, kept, wanted, given)
 
-    monkeypatch.setattr(FFN, "backward", recorded)
+    monkeypatch.setattr(FFN, "last_backward", recorded)
     x, w_up, w_down = (
         torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((1, 16), (24, 16), (16, 24))
     )

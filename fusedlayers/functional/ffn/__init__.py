@@ -82,7 +82,7 @@ def ffn(
 # Of the operands those whose gradients need the hidden, and those that the kernels' backward passes read.
 _THROUGH_HIDDEN = (0, 1, 2, 3, 5, 6)
 _those_through_hidden = at_places(_THROUGH_HIDDEN)
-_B_DOWN, _RESIDUAL = 4, 7
+_B_UP, _B_DOWN, _B_GATE, _RESIDUAL = 3, 4, 6, 7
 _READ = (True, True, True, True, False, True, True, False, True)
 
 
@@ -178,6 +178,10 @@ class _FFN(Operation):
     def kept(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
         # Without a gradient that goes through the hidden there is nothing to compute again.
         return _READ if _through_hidden(wanted) else (False,) * len(_READ)
+
+    def unread(self, call: Prepared, wanted: Sequence[bool]) -> Sequence[int]:
+        # What they were added to is kept.
+        return (_B_UP, _B_GATE) if call.plan.path == "epilogue" and _through_hidden(wanted) else ()
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         z = z_gate = None

@@ -95,6 +95,9 @@ def linear_cross_entropy(
     )  # fmt: skip
 
 
+_LINEAR_BIAS = 3  # its place among the operands
+
+
 class LossHead(Operation):
     """What losses and log-probabilities of a linear layer's classes have in common."""
 
@@ -163,6 +166,10 @@ class _LinearCrossEntropy(LossHead):
     def extras(self, options: tuple[Any, ...]) -> dict[str, Any]:
         names = ("ignore_index", "label_smoothing", "softcap", "logit_scale", "z_loss")
         return dict(zip(names, options[1:-1], strict=True))
+
+    def unread(self, call: Prepared, wanted: Sequence[bool]) -> Sequence[int]:
+        # Gradients that were computed in the forward pass need no logits again.
+        return (_LINEAR_BIAS,) if call.problem.early else ()
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         head = Head.of(operands, call.plan, call.details)

@@ -200,6 +200,10 @@ class _LoRAFFN(Operation):
         places = adapter_places(problem.shared_dropout)
         return _Details(arithmetic, extras["dropout_p"], places, *extras["scales"])
 
+    def unread(self, call: Prepared, wanted: Sequence[bool]) -> Sequence[int]:
+        # What they were added to is kept, or nobody asks for it.
+        return [place for place, name in enumerate(Operands._fields) if name in ("b_up", "b_down", "b_gate")]
+
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         given, details = Operands(*operands), call.details
         tiles, arithmetic, keep = call.plan.epilogue, details.arithmetic, any(wanted)

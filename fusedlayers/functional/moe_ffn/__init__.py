@@ -157,6 +157,11 @@ class _MoeFFN(Operation):
         x, index, scores, *experts = tensors
         return rows(x), index.reshape(-1).contiguous(), scores.reshape(-1).contiguous(), *experts
 
+    def unread(self, call: Prepared, wanted: Sequence[bool]) -> Sequence[int]:
+        biases = [] if call.problem.recompute else [epilogue.B_UP, epilogue.B_GATE]
+        # The gradient of the tokens' weights is a product with the experts' results.
+        return biases if wanted[epilogue.SCORES] else [*biases, epilogue.B_DOWN]
+
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         y, made = epilogue.forward(call, operands, any(wanted))
         return (y,), made

@@ -11,8 +11,8 @@ from ..operation import Tensors
 from ..prepared import Prepared
 
 # Places among the operands.
-_X, _INDEX, _SCORES, _W_UP, _W_DOWN, _W_GATE, _B_UP, _B_DOWN, _B_GATE = range(9)
-_THROUGH_HIDDEN = (_X, _W_UP, _W_GATE, _B_UP, _B_GATE)
+_X, _INDEX, SCORES, _W_UP, _W_DOWN, _W_GATE, B_UP, B_DOWN, B_GATE = range(9)
+_THROUGH_HIDDEN = (_X, _W_UP, _W_GATE, B_UP, B_GATE)
 
 
 class _Experts(NamedTuple):
@@ -104,29 +104,29 @@ def gradients(
 
     dys, row_weights = kernels.spread(dy, scores, rows, ready=ready.setdefault("dy", {}))
     assert row_weights is not None
-    if (db_down := results(_B_DOWN).b_down) is not None:
+    if (db_down := results(B_DOWN).b_down) is not None:
         kernels.expert_sums(dys, row_weights, rows, db_down, ready=ready, name="down")
     through_hidden = any(wanted[place] for place in _THROUGH_HIDDEN)
-    if not (through_hidden or wanted[_SCORES] or wanted[_W_DOWN]):
+    if not (through_hidden or wanted[SCORES] or wanted[_W_DOWN]):
         return found
     if z is None:
         _, z, g = _hidden(call, x, experts, rows, True)
         in_place = True
     dz, dg, weighted, partials = kernels.hidden_gradient(
-        dys, experts.w_down, z, g, row_weights, rows, wanted[_W_DOWN], wanted[_SCORES], call.details,
+        dys, experts.w_down, z, g, row_weights, rows, wanted[_W_DOWN], wanted[SCORES], call.details,
         in_place=in_place, tiles=plan.hidden_gradient_tiles, pipeline=plan.hidden_gradient_pipeline, ready=ready,
     )  # fmt: skip
     del z, g
     pipelined = plan.weight_gradient_pipeline is not None
     order = kernels.longest_first(rows.starts) if pipelined and any(wanted[_W_UP : _W_GATE + 1]) else None
     if partials is not None:
-        found[_SCORES] = kernels.score_gradient(partials, index, dy, experts.b_down, rows, scores.dtype, ready=ready)
+        found[SCORES] = kernels.score_gradient(partials, index, dy, experts.b_down, rows, scores.dtype, ready=ready)
     if (dw_down := results(_W_DOWN).w_down) is not None:
         assert weighted is not None
         _weight_gradient(call, dys, weighted, rows, dw_down, order, "down")
     # Free them before the gradient of the rows of x and the rows themselves are allocated.
     del dys, weighted
-    biases = results(_B_UP, _B_GATE)
+    biases = results(B_UP, B_GATE)
     if biases.b_up is not None:
         kernels.expert_sums(dz, None, rows, biases.b_up, ready=ready, name="up")
     if biases.b_gate is not None and dg is not None:
