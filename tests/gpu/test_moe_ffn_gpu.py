@@ -19,13 +19,12 @@ from tests.support.moe_operands import (
     ROUTINGS,
     assert_moe_close,
     how,
-    in_eighths,
     like_x,
     moe_inputs,
     results,
     wide,
 )
-from tests.support.operands import DEVICE, assert_equal, integers, on_path
+from tests.support.operands import DEVICE, assert_equal, in_eighths, integers, on_path
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 MIB = 2**20

@@ -106,19 +106,6 @@ def like_x(tensors: Tensors, draw: Callable[..., Tensor] = torch.randn) -> Tenso
     return draw(*x.shape, dtype=torch.float64).to(x.device, x.dtype)
 
 
-def in_eighths(deviation: float) -> Callable[..., Tensor]:
-    """Draws numbers with exact products near the limit of a clamped hidden, in every dtype, and never at it.
-
-    There the derivative jumps: a rounding error would decide whether an element has a gradient. They are normal, with a
-    standard deviation of so many eighths.
-    """
-
-    def draw(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(*shape, dtype=dtype).mul(deviation).round().div(8)
-
-    return draw
-
-
 def assert_moe_close(
     draw: Callable[[], Tensors], *, path: str = "epilogue", frozen: tuple[str, ...] = (),
     own: Mapping[str, Any] | None = None, **options: Any,

@@ -183,6 +183,19 @@ def integers(density: float) -> Callable[..., Tensor]:
 INTEGERS = {torch.float32: integers(1.0), torch.float16: integers(0.5), torch.bfloat16: integers(0.15)}
 
 
+def in_eighths(deviation: float) -> Callable[..., Tensor]:
+    """Draws normal numbers rounded to eighths, with a standard deviation of so many.
+
+    Sums of their products are exact in every dtype as long as they are small. Where a derivative jumps, at the limit of
+    a clamp or between two values of which one is the largest, no rounding error decides which side it is.
+    """
+
+    def draw(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(*shape, dtype=dtype).mul(deviation).round().div(8)
+
+    return draw
+
+
 def like_result(inputs: Tensors, draw: Callable[..., Tensor] = torch.randn) -> Tensor:
     """A random upstream gradient for the result of ``ffn(**inputs)``."""
     x, w_down = inputs["x"], inputs["w_down"]
