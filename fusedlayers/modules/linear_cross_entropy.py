@@ -106,7 +106,8 @@ class LinearCrossEntropyLoss(nn.Module):
 
     def call_arguments(self, input: Tensor, target: Tensor) -> dict[str, Any]:
         """The arguments that ``forward(input, target)`` gives to ``functional.linear_cross_entropy``, by name."""
-        linear_weight, linear_bias = self.linear.weight, self.linear.bias
+        linear_weight: Tensor = self.linear.weight
+        linear_bias: Tensor | None = self.linear.bias
         if self.out_features:
             shape = (self.num_classes, *self.out_features)
             linear_weight = linear_weight.reshape(*shape, -1)

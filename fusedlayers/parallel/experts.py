@@ -63,7 +63,7 @@ class ExpertParallel(ParallelStyle):
             # What its own forward counts.
             cast(Any, module).num_experts = experts // device_mesh.size()
         # Classes are hashable, whatever their instances are.
-        module.__class__ = ExpertParallelMoE if mixture else _class_for(type(module))  # type: ignore[arg-type]
+        module.__class__ = ExpertParallelMoE if mixture else _class_for(type(module))
         return module
 
     def __repr__(self) -> str:
@@ -141,7 +141,7 @@ def _on_local_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _new_in_parts(new: Callable[..., nn.Module], *arguments: Any) -> nn.Module:
     made = new(*arguments)
-    made.__class__ = _class_for(type(made))  # type: ignore[arg-type]
+    made.__class__ = _class_for(type(made))
     return made
 
 

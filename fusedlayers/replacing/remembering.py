@@ -38,4 +38,4 @@ def _weakly(part: Any, forget: Callable[[Any], Any] | None = None) -> Hashable:
         return weakref.ref(part, forget)
     except TypeError:
         # Strings, numbers and dtypes; none of them is of the user's making.
-        return part  # type: ignore[no-any-return]
+        return part

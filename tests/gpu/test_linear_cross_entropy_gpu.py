@@ -41,15 +41,18 @@ def no_memory_is_kept() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("V", [32000, 50257])
 @pytest.mark.parametrize("rows", [4096, 2048, 640], ids=lambda rows: f"{rows} tokens of 4096")
 def test_published_vocabularies(V: int, reduction: str, dtype: torch.dtype, rows: int) -> None:
-    """One chunk, and several whose sum of dW is float32; a loss is scaled by a power of two."""
+    """One chunk, and several whose sum of dW is float32; a loss is scaled by a power of two.
+
+    Losses of single tokens and log-probabilities have no chunks of tokens: see the tests with ``recompute``.
+    """
     if dtype == FLOAT32 and rows < 4096:
         pytest.skip("the order of cuBLAS's float32 sums, and with it their error, depends on the number of rows")
     draws = [loss_inputs((4, 1024), 768, V, dtype, bias=True, ignored=400, peak=3.0) for _ in range(DRAWS)]
-    upstream = None if reduction == "none" else [torch.tensor(-0.25, device=DEVICE)]
+    upstream = [torch.tensor(-0.25, device=DEVICE)]
     assert_loss_close(*draws, rows=rows, reduction=reduction, upstream=upstream)
 
 
@@ -78,12 +81,6 @@ def test_options(options: dict[str, Any], dtype: torch.dtype) -> None:
     weight = options.pop("weight", False)
     draws = [loss_inputs((2048,), 512, 32001, dtype, weight=weight, peak=8.0) for _ in range(DRAWS)]
     assert_loss_close(*draws, rows=640, **options)
-
-
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
-def test_log_probabilities_and_entropies(dtype: torch.dtype) -> None:
-    draws = [loss_inputs((2048,), 512, 32001, dtype, peak=8.0) for _ in range(DRAWS)]
-    assert_loss_close(*draws, rows=640, name="linear_log_probs", return_entropy=True, logit_scale=1.25)
 
 
 @pytest.mark.parametrize(("path", "rows"), [("chunked", 4096), ("recomputed", None)])

@@ -202,8 +202,8 @@ def _regret(found: Record) -> float:
 
 def _left_to_torch(found: Record) -> bool:
     """Whether torch runs although kernels are faster by more than the noise."""
-    kernels = found.get("kernels")
-    return found["path"] == "torch" and bool(kernels) and kernels["beyond_noise"] and kernels["speed_up"] > 1 / ENOUGH
+    kernels: Record = found.get("kernels") or {"beyond_noise": False}
+    return found["path"] == "torch" and kernels["beyond_noise"] and kernels["speed_up"] > 1 / ENOUGH
 
 
 def table(record: Record) -> Table:
