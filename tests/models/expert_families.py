@@ -74,8 +74,8 @@ def experts(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "is_transposed")]
 
 
-def text() -> Inputs:
-    torch.manual_seed(1)
+def text(draw: int = 0) -> Inputs:
+    torch.manual_seed(1 + draw)
     words = torch.randint(3, WORDS, (2, 9))
     return {"input_ids": words, "labels": words}
 
@@ -104,9 +104,9 @@ def replaced(model: nn.Module, **options: Any) -> list[fl.Entry]:
     return [entry for entry in report.replaced if entry.module.endswith("Experts")]
 
 
-def routed(tokens: int = 7, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def routed(tokens: int = 7, dtype: torch.dtype = torch.float32, draw: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, the experts of each and their weights, for a module of experts."""
-    generator = seeds.generator(5)
+    generator = seeds.generator(5 + draw)
     x = torch.randn(tokens, WIDTH, generator=generator).to(dtype).requires_grad_()
     index = torch.rand(tokens, EXPERTS, generator=generator).argsort(-1)[:, :TOP_K]
     return x, index, torch.rand(tokens, TOP_K, generator=generator).to(dtype).requires_grad_()

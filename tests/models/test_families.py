@@ -69,7 +69,7 @@ def test_it_computes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_kernels_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family = installed(name)
 
-    def compared() -> tuple[Results, Results, Results]:
+    def compared(_: int) -> tuple[Results, Results, Results]:
         model, inputs = family.build().eval(), family.inputs()
         truth = family.truth(copy.deepcopy(model).double(), inputs)
         theirs = family.results(model, inputs)

@@ -292,14 +292,16 @@ def assert_draws_close(
     assert not red, "\n".join(red)
 
 
-def assert_close_or_again(compared: Callable[[], tuple[Tensors, Tensors, Tensors]]) -> None:
-    """Ours, torch's and the float64 results of a draw pass the closeness rule, judged again by another one if need be.
+def assert_close_or_again(
+    compared: Callable[[int], tuple[Tensors, Tensors, Tensors]], computed_in: torch.dtype | None = None
+) -> None:
+    """Ours, torch's and the float64 results of draw 0 pass the closeness rule, judged again by draw 1 if need be.
 
     For what takes long and has so many results that one of them may be over a limit by chance.
     """
-    first = [compared()]
-    if any(not verdict.ok for verdict in compare_draws(first).values()):
-        assert_draws_close(first, again=[compared()])
+    first = [compared(0)]
+    if any(not verdict.ok for verdict in compare_draws(first, computed_in=computed_in).values()):
+        assert_draws_close(first, again=[compared(1)], computed_in=computed_in)
 
 
 class Allocations(TorchDispatchMode):
