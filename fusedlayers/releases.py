@@ -110,7 +110,7 @@ def _outcome(facts: Device, device: torch.device) -> str:
     """
     logger.warning(
         "%s is none of the releases that the kernels are known to compile with: they are tested on %s in another "
-        "process, once, which takes some 20 s",
+        "process, once, which takes about half a minute",
         compiler(), facts.name,
     )  # fmt: skip
     # In a session of its own, so that the processes that it starts end with it.
