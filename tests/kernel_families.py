@@ -18,6 +18,7 @@ _LINEAR = (
 _GEMM_GEMM = (
     *(
         "functional/gemm_gemm",
+        "functional/gemm_gemm_reassociated",
         "functional/ffn",
         "functional/ffn_layouts",
         "functional/autograd",
@@ -42,6 +43,7 @@ _CROSS_ENTROPY = (
     *(
         "functional/linear_cross_entropy",
         "functional/linear_cross_entropy_calls",
+        "functional/linear_cross_entropy_names",
         "modules/linear_cross_entropy_module",
     ),
     *("functional/linear_cross_entropy_fused", "functional/linear_cross_entropy_memory"),

@@ -160,7 +160,7 @@ def test_lines_follow_the_call(pretend: Callable[[Device], None]) -> None:
     assert call(operands, recompute=True)["not chunked"].startswith("the fused path keeps no hidden either")
     wide = call(tensors(2**16, 1024, 4096), recompute=True)
     assert wide["path"].startswith("chunked: recompute=True forbids keeping the hidden")
-    assert wide["chunks"] == "16384 tokens at a time; backward 1024 hidden units at a time"
+    assert wide["chunks"] == "16384 tokens at a time; backward 2048 hidden units at a time"
     assert "does not fit on chip" in wide["not fused"]
     pretend(changed(H200, pipelined=True))
     grouped = call(tensors(8192, 2048, 8192), recompute=True)

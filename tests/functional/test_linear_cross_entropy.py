@@ -207,8 +207,8 @@ def test_no_token_counts(reduction: str, options: dict[str, Any], dtype: torch.d
 def test_log_probabilities(dtype: torch.dtype, options: dict[str, Any], entropy: bool, path: str) -> None:
     options = {name: options[name] for name in ("softcap", "logit_scale") if name in options}
     for peak in (1.0, 12.0):
-        given = [loss_inputs((3, 7), 24, 150, dtype, bias=True, peak=peak) for _ in range(4)]
-        assert_loss_close(*given, path=path, name="linear_log_probs", return_entropy=entropy, **options)
+        given = [loss_inputs((3, 7), 24, 150, dtype, bias=True, peak=peak) for _ in range(12)]
+        assert_loss_close(*given, path=path, again=8, name="linear_log_probs", return_entropy=entropy, **options)
 
 
 @pytest.mark.parametrize("path", KERNELS)

@@ -129,7 +129,7 @@ def test_an_ignored_class_beside_probabilities_is_an_error() -> None:
             "classes [*B, d1, ...] = [5, 3], or probabilities [*B, V, d1, ...] = [5, 7, 3]",
         ),
         ({"linear_bias": torch.zeros(V)}, "linear_bias of shape [7] and dtype torch.float32 on cpu: expected [V, d1, "),
-        ({"linear_weight": torch.zeros(V, 3, 5)}, "expected [V, K] with K = 4, the last dimension of input [5, 4], or"),
+        ({"linear_weight": torch.zeros(V, 3, 5)}, "expected [*B, K] with K = 5, as linear_weight is [7, 3, 5]"),
     ],
 )
 def test_bad_input(change: dict[str, Tensor], words: str) -> None:

@@ -330,7 +330,7 @@ def test_every_plan_keeps_the_rules(problem: Problem, device: Device, backend: s
         # Nothing holds the whole hidden, but that of a single unit.
         assert made.chunks.columns < problem.N or problem.N == 1
         x = problem.element_bytes * problem.M * max(problem.K, 8)
-        assert made.workspace_bytes <= max(4 * x, 64 * 2**20)
+        assert made.workspace_bytes <= max(8 * x, 256 * 2**20)
     assert made.flops >= 0
     assert made.bytes >= 0
     assert (made.saved_bytes > 0) <= problem.training

@@ -249,7 +249,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "sum of dW begun anew in every chunk", _HEAD,
-        "first=not rows.start)", "first=True)",
+        "[:, : self.whole], input[rows], first=not rows.start)", "[:, : self.whole], input[rows], first=True)",
         "functional/test_linear_cross_entropy edges_of_chunks",
     ),
     _fault(

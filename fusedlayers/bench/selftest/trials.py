@@ -37,6 +37,9 @@ def few_trials() -> list[Trial]:
 def launched(plan: Decision) -> dict[str, str]:
     """Field of the plan -> the configuration that runs where operands lie as in the trials: in whole, aligned rows."""
     found = {field: names[0] for field, names in planning.configurations(plan).items()}
+    if not plan.problem.training:
+        # A loss head plans them whatever is wanted, as its path may not depend on that.
+        found.pop("gradient_tiles", None)
     if "stored" in found:
         # Its kernels take the place of both gradients'.
         return {field: name for field, name in found.items() if field in ("forward_tiles", "stored")}

@@ -95,7 +95,9 @@ class Sums:
         self.head, plan = head, head.plan
         input, weight, bias = head.input, head.linear_weight, head.linear_bias
         self.of_input = self.of_weight = self.of_bias = self.last_rows = None
-        classes, columns = head.classes, weight.shape[0]
+        columns = weight.shape[0]
+        # Of some of the classes there are fewer than of all, with those of the other processes as one more.
+        classes = min(head.classes, columns)
         self.whole = classes if columns == classes else classes // ALIGNED_COLUMNS * ALIGNED_COLUMNS
         if wanted[0]:
             dtype = torch.float32 if plan.wide_data_gradient else input.dtype
@@ -120,12 +122,12 @@ class Sums:
         if self.last_rows is not None:
             add_product(self.last_rows, gradient[:, self.whole :], input[rows], first=not rows.start)
         if self.of_bias is not None:
-            self.of_bias += summed_rows(gradient)[: self.head.classes]
+            self.of_bias += summed_rows(gradient)[: self.of_bias.shape[0]]
 
     def unrounded(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of input, linear_weight and linear_bias, in the dtypes that they were added up in."""
         if self.of_weight is not None and self.last_rows is not None:
-            self.of_weight[self.whole :] = self.last_rows[: self.head.classes - self.whole]
+            self.of_weight[self.whole :] = self.last_rows[: self.of_weight.shape[0] - self.whole]
         return self.of_input, self.of_weight, self.of_bias
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
