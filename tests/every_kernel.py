@@ -13,6 +13,7 @@ import torch
 from code_generation import compiling_for  # sets the switches before the library is imported
 
 from fusedlayers import functional
+from fusedlayers.functional.linear_cross_entropy.parts import Part, losses_of_part
 from fusedlayers.kernels.column_sums import column_sums
 from fusedlayers.kernels.dropout import drop
 from fusedlayers.kernels.tuning import COLUMN_SUM_TILES
@@ -54,6 +55,8 @@ def calls() -> Iterator[Callable[[], torch.Tensor]]:
     yield lambda: functional.linear_cross_entropy(matrix(512, 256), matrix(32_000, 256), words, reduction="none")
     yield lambda: functional.linear_cross_entropy(matrix(512, 256).detach(), matrix(32_000, 256).detach(), words)
     yield lambda: functional.linear_cross_entropy(matrix(512, 256), matrix(32_000, 256), words, recompute=True)
+    alone = Part(0, 32_000, lambda found: found[None])
+    yield lambda: losses_of_part(matrix(512, 256), matrix(32_000, 256), words, None, alone)
     chosen, merged = torch.zeros(4096, 2, dtype=torch.int64), {"gate_and_up": "concatenated"}
     yield lambda: functional.moe_ffn(
         matrix(4096, 512), chosen, matrix(4096, 2), matrix(8, 512, 512), matrix(8, 512, 256), **merged
