@@ -125,12 +125,12 @@ class LazyLogits(Tensor):
         """``Tensor.tolist``."""
         return self._plain("in tolist").tolist()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # torch's stub has a keyword named Any
         try:
             self._compute("in print")
         except RuntimeError as error:
             return f"<logits {list(self.shape)}, {self.dtype}: {error}>"
-        return super().__repr__(tensor_contents=tensor_contents)
+        return super().__repr__(**options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self.grad_fn is not None:
