@@ -45,7 +45,9 @@ class Place(NamedTuple):
     def paths(self) -> list[Path]:
         """The record of each card, and of each release of Triton, by name."""
         name = re.compile(rf"\w+-bf16{self.what}{_OTHER_TRITON}\.json")
-        return sorted(path for path in (RESULTS / self.folder).glob("*.json") if name.fullmatch(path.name))
+        found = (path for path in (RESULTS / self.folder).glob("*.json") if name.fullmatch(path.name))
+        # A record without another word in its name first.
+        return sorted(found, key=lambda path: path.stem)
 
     def shown(self) -> str:
         """All of their tables, each with its picture if there is one of the same name."""
