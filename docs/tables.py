@@ -62,7 +62,7 @@ class Place(NamedTuple):
 
 # Every table of the benchmark's results.
 PLACES = {
-    "whole steps": Place("steps", r"(?:-\w+)?", step_tables.markdown),
+    "whole steps": Place("steps", "(?:-eager)?", step_tables.markdown),
     "host": Place("host", markdown=host_tables.markdown),
     "host, autocast": Place("host", "-autocast", host_tables.markdown),
     "layers": Place(),

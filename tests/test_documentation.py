@@ -234,7 +234,7 @@ def test_a_table_has_the_records_of_every_card(tmp_path: Path, monkeypatch: pyte
         ("h100-bf16-others.json", 9, "4"),
     ):  # fmt: skip
         (folder / name).write_text(json.dumps({"name": name, "complete": complete, "started": started}))
-    names = ["h100-bf16-triton-3.9.json", "h100-bf16.json", "h200-bf16.json"]
+    names = ["h100-bf16.json", "h100-bf16-triton-3.9.json", "h200-bf16.json"]
     assert [path.name for path in tables.PLACES["whole steps"].paths()] == names
     assert [path.name for path in tables.Place("steps", "-others").paths()] == ["h100-bf16-others.json"]
     shown = tables.Place("steps", markdown=lambda found: f"{found['name']}\n").shown()

@@ -98,8 +98,6 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Any], s
 }
 # The paths of kernels that are called otherwise.
 PATHS = {
-    "linear_cross_entropy": "chunked",
-    "linear_log_probs": "chunked",
     "lora_ffn": "epilogue",
     "moe_ffn": "epilogue",
 }
