@@ -25,10 +25,9 @@ CHUNK_WITHOUT_WEIGHT_GRADIENT = 128 * 2**20
 # Where some thousand tokens have so few elements of dx, it has fewer tiles than a large GPU has SMs. cuBLAS then cuts
 # the axis that the product sums over, and adds up parts that were rounded to 16 bits; for a float32 result it does not.
 SMALL_DATA_GRADIENT, SOME_TOKENS = 2**21, 2048
-# The sum of dW over chunks is float32, but for two chunks: what the first one gives is rounded to the dtype of dW, so
-# that it is the shorter one. The error of dW is 1.04 times as large so, as its logits' gradient is rounded, too; on an
-# H100 8,192 tokens of 2048 × 50,280 took 8.2 ms and 621 MiB, 8.5 ms and 818 MiB with a float32 sum.
-ROUNDED_CHUNKS = 2
+# The sum of dW over chunks is float32, but for two chunks whose float32 sum would take so many bytes: what the first
+# one gives is rounded to the dtype of dW, so that it is the shorter one.
+LARGE_SUM, ROUNDED_CHUNKS = 3 * 2**29, 2
 
 
 def choose_rows(problem: LossProblem) -> int:
@@ -112,7 +111,7 @@ def needs_wide_sum(problem: LossProblem, chunks: int) -> bool:
 def rounds_first_chunk(problem: LossProblem) -> bool:
     """Whether two chunks do without a float32 sum of dW."""
     p = problem
-    return p.needs_weight_gradient and not p.deferred and p.element_bytes < 4
+    return p.needs_weight_gradient and not p.deferred and p.element_bytes < 4 and 4 * p.V * p.K > LARGE_SUM
 
 
 def wide_data_gradient(problem: LossProblem) -> bool:

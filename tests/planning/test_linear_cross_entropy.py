@@ -51,7 +51,6 @@ def peak(made: LossPlan) -> int:
     ("sizes", "chunks", "wide_sum", "most"),
     [
         ((8192, 4096, 128256), 2, False, 2300),
-        ((8192, 2048, 50280), 2, False, 630),
         ((16384, 2048, 32000), 4, True, 570),
         ((16384, 768, 50257), 4, True, 670),
         ((65536, 2048, 128256), 16, True, 2600),
@@ -86,7 +85,7 @@ def test_chunks_are_even_and_within_their_bytes(M: int, K: int, V: int, dtype: s
         if problem.needs_weight_gradient and made.chunks > 1:
             # Many short chunks would add to the sum of dW again and again.
             assert (made.rows + TOKEN_STEP) * row_bytes * 2 > SMALLEST_CHUNK
-        rounded = dtype == "float32" or made.chunks <= 2
+        rounded = dtype == "float32" or made.chunks == 1 or (made.chunks == 2 and V * K >= 2**29)
         wide = problem.needs_weight_gradient and (problem.deferred or not rounded)
         assert made.wide_sum == wide
 
@@ -150,9 +149,7 @@ def test_costs() -> None:
     product, given = 2 * 8192 * 768 * 50_000, (2 * 768 + 8) * 8192
     early, late = (plan(training(8192, 768, 50_000, reduction=kind), H200, "triton") for kind in ("sum", "none"))
     assert (early.flops, late.flops) == (3 * product, 4 * product)
-    assert early.saved_bytes == given + 4 * 8192 * 768 + 2 * 50_000 * 768, "dx is rounded in the backward pass"
-    longer = plan(training(16_384, 768, 50_000, reduction="sum"), H200, "triton")
-    assert longer.saved_bytes == 2 * given + 4 * (16_384 * 768 + 50_000 * 768), "and so is the sum of many chunks"
+    assert early.saved_bytes == given + 4 * (8192 * 768 + 50_000 * 768), "rounded in the backward pass"
     assert late.saved_bytes == given + 8 * 8192
     assert plan(replace(late.problem, entropy=True), H200, "triton").saved_bytes == given + 12 * 8192
     for made in (early, late):
