@@ -1,0 +1,33 @@
+"""Activations that are known by what they are: torch's own modules and functions."""
+
+from __future__ import annotations
+
+import functools
+
+import torch.nn.functional as F
+from torch import nn
+
+from ...kernels.activations import LEAKY_SLOPE
+
+_CLASSES: dict[type[nn.Module], str] = {
+    nn.Identity: "identity",
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    nn.Tanh: "tanh",
+    nn.Sigmoid: "sigmoid",
+}
+_GELU = {"none": "gelu", "tanh": "gelu_tanh"}
+
+
+def known_activation(activation: object) -> str | None:
+    """Our name of an activation that is a module of torch's, or ``functools.partial`` of its gelu."""
+    if isinstance(activation, functools.partial):
+        options = set(activation.keywords)
+        if activation.func is F.gelu and not activation.args and options <= {"approximate"}:
+            return _GELU.get(activation.keywords.get("approximate", "none"))
+        return None
+    if type(activation) is nn.GELU:
+        return _GELU.get(activation.approximate)
+    if type(activation) is nn.LeakyReLU:
+        return "leaky_relu" if activation.negative_slope == LEAKY_SLOPE else None
+    return _CLASSES.get(type(activation))  # type: ignore[arg-type]

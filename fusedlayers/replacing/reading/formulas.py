@@ -1,0 +1,134 @@
+"""The formulas that the library has, found in what was read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import permutations
+from typing import NamedTuple
+
+from ...kernels.activations import ACTIVATIONS
+from .polynomials import Atom, Polynomial, function
+from .values import NotUnderstood
+
+
+class FFN(NamedTuple):
+    """``down(dropout(act(gate) * up))``, by the paths of its parts; dropouts by where their probability is."""
+
+    up: str
+    down: str
+    gate: str | None
+    gate_rows: str | None
+    activation: str
+    # What is activated, and what the FFN takes.
+    activated: Polynomial
+    input: Polynomial
+    dropout: str | None
+    output_dropout: str | None
+
+
+def ffn_of(output: Polynomial) -> FFN:
+    """The FFN that this is.
+
+    Raises:
+        NotUnderstood: it is none.
+    """
+    inner, output_dropout = _undropped(output)
+    last = inner.single
+    if last is None or last[0] != "linear":
+        raise NotUnderstood(f"computes {text(output)}, which no linear gives")
+    _, down, hidden = last
+    return ffn_before(down, hidden)._replace(output_dropout=output_dropout)  # type: ignore[arg-type]
+
+
+def ffn_before(down: str, hidden: Polynomial) -> FFN:
+    """The FFN whose last linear is ``down``, which takes ``hidden``.
+
+    Raises:
+        NotUnderstood: there is none.
+    """
+    inner, dropout = _undropped(hidden)
+    products = list(_products(inner))
+    for one in products:
+        if one[0] == "linear":
+            for name in ACTIVATIONS:
+                if name != "identity" and function(name, _of(one)) == inner:
+                    return FFN(str(one[1]), down, None, None, name, _of(one), _input(one), dropout, None)
+    for gate, up in permutations(products, 2):
+        if _input(gate) != _input(up) or gate[0] != up[0]:
+            continue
+        for name in ACTIVATIONS:
+            if function(name, _of(gate)) * _of(up) != inner:
+                continue
+            if gate[0] == "linear":
+                return FFN(str(up[1]), down, str(gate[1]), None, name, _of(gate), _input(gate), dropout, None)
+            if gate[1] == up[1]:
+                merged, rows = str(gate[1][1]), str(gate[2])  # type: ignore[index]
+                return FFN(merged, down, None, rows, name, _of(gate), _input(gate), dropout, None)
+    what = " or ".join(f"{text(_of(each))}" for each in products) or "a linear"
+    raise NotUnderstood(f"{down} takes {text(hidden)}, which is no activation of {what}")
+
+
+def _undropped(value: Polynomial) -> tuple[Polynomial, str | None]:
+    found = value.single
+    if found is None or found[0] != "dropout":
+        return value, None
+    return found[2], str(found[1])  # type: ignore[return-value]
+
+
+def _of(found: Atom) -> Polynomial:
+    return Polynomial({frozenset({(found, 1)}): 1.0})
+
+
+def _input(found: Atom) -> Polynomial:
+    """What the linear of an atom takes: the atom is a linear's result or a half of it."""
+    linear = found if found[0] == "linear" else found[1]
+    return linear[2]  # type: ignore[index, return-value]
+
+
+def _products(value: Polynomial) -> Iterator[Atom]:
+    """What linears give, or halves of it, in a polynomial and in what its functions are of; one time each."""
+    seen: dict[Atom, None] = {}
+    left = [value]
+    while left:
+        for found in left.pop().atoms():
+            if found[0] == "linear" or (found[0] == "half" and found[1][0] == "linear"):  # type: ignore[index]
+                seen[found] = None
+            else:
+                left += [part for part in found if isinstance(part, Polynomial)]
+    yield from seen
+
+
+def text(value: Polynomial) -> str:
+    """A polynomial as a reader would write it."""
+    named = next((name for name, inner in _written(value)), None)
+    if named is not None:
+        [inner] = [inner for name, inner in _written(value) if name == named][:1]
+        return f"{named}({text(inner)})"
+    terms = []
+    for monomial, factor in value.terms.items():
+        factors = [_text_of(found) + (f"^{exponent}" if exponent > 1 else "") for found, exponent in monomial]
+        terms.append(" * ".join([*([f"{factor:g}"] if factor != 1 or not factors else []), *sorted(factors)]))
+    return " + ".join(terms) or "0"
+
+
+def _written(value: Polynomial) -> Iterator[tuple[str, Polynomial]]:
+    for found in _products(value):
+        for name in ACTIVATIONS:
+            if name != "identity" and function(name, _of(found)) == value:
+                yield name, _of(found)
+
+
+def _text_of(found: Sequence[object]) -> str:
+    kind, *parts = found
+    inner = [text(part) for part in parts if isinstance(part, Polynomial)]
+    if kind in ("linear", "dropout"):
+        return f"{parts[0]}({inner[0]})"
+    if kind == "function":
+        return f"{parts[0]}({inner[0]})"
+    if kind == "half":
+        return f"{_text_of(parts[0])}[{parts[1]}]"  # type: ignore[arg-type]
+    if kind == "power":
+        return f"({inner[0]})^{parts[1]:g}"
+    if kind == "mean":
+        return f"mean({inner[0]})"
+    return str(parts[0]) if kind != "unknown" else "something"

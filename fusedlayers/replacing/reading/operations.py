@@ -1,0 +1,413 @@
+"""The functions and methods of torch that a formula may consist of, on tensors in normal form."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import polynomials
+from .polynomials import Polynomial, atom, number
+from .values import Dtype, Formula, Known, NotUnderstood, Shape, Training
+
+# Elementary functions, and activations, by what they are called as: functions of torch and methods of tensors.
+_FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "relu": (F.relu, torch.relu),
+    "silu": (F.silu,),
+    "tanh": (F.tanh, torch.tanh),
+    "sigmoid": (F.sigmoid, torch.sigmoid),
+    "erf": (torch.erf, torch.special.erf),
+    "exp": (torch.exp,),
+    "softplus": (F.softplus,),
+    "square": (torch.square,),
+}
+_INPLACE = {torch.relu_: "relu", F.relu_: "relu", torch.tanh_: "tanh", torch.sigmoid_: "sigmoid"}
+_METHODS = {"relu", "tanh", "sigmoid", "erf", "exp", "square"}
+_BINARY: dict[str, tuple[Callable[..., Any], ...]] = {
+    "add": (torch.add, operator.add),
+    "sub": (torch.sub, torch.subtract, operator.sub),
+    "mul": (torch.mul, torch.multiply, operator.mul),
+    "div": (torch.div, torch.divide, torch.true_divide, operator.truediv),
+    "pow": (torch.pow, operator.pow),
+}
+_NAMES: dict[Any, str] = {
+    each: name for table in (_FUNCTIONS, _BINARY) for name, functions in table.items() for each in functions
+}
+_OTHERS: dict[Any, str] = {
+    F.gelu: "gelu", F.leaky_relu: "leaky_relu", F.dropout: "dropout", F.glu: "glu", torch.chunk: "chunk",
+    torch.split: "split", torch.mean: "mean", torch.var: "var", torch.rsqrt: "rsqrt", torch.sqrt: "sqrt",
+    torch.reciprocal: "reciprocal", torch.neg: "neg", F.rms_norm: "rms_norm", torch.rms_norm: "rms_norm",
+    F.layer_norm: "layer_norm", torch.clamp: "clamp", torch.clip: "clamp", torch.unbind: "unbind",
+}  # fmt: skip
+_TENSOR_METHODS = {
+    *_METHODS, *_BINARY, "multiply", "subtract", "divide", "true_divide", "chunk", "split", "mean", "var", "rsqrt",
+    "sqrt", "reciprocal", "neg", "to", "float", "type_as", "view", "reshape", "view_as", "reshape_as", "flatten",
+    "contiguous", "clamp", "clip", "size", "dim", "unflatten", "unbind", "mul_", "add_", "sub_", "div_", "relu_",
+    "sigmoid_", "tanh_",
+}  # fmt: skip
+_ALIASES = {"multiply": "mul", "subtract": "sub", "divide": "div", "true_divide": "div", "clip": "clamp"}
+
+
+def is_known(function: Any) -> bool:
+    """Whether a function of torch's is one that this module reads."""
+    try:
+        return function in _NAMES or function in _OTHERS or function in _INPLACE
+    except TypeError:
+        return False
+
+
+def call(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """What a function of torch gives."""
+    options = dict(options)
+    if "input" in options:
+        args = (options.pop("input"), *args)
+    if function in _INPLACE:
+        return _run(_INPLACE[function], args, options | {"inplace": Known(True)})
+    return _run(_NAMES.get(function) or _OTHERS[function], args, options)
+
+
+def method(owner: Formula, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """What a method of a tensor gives."""
+    if name not in _TENSOR_METHODS:
+        raise NotUnderstood(f"calls {name} of a tensor")
+    if name.endswith("_"):
+        name, options = name[:-1], options | {"inplace": Known(True)}
+    return _run(_ALIASES.get(name, name), (owner, *args), dict(options))
+
+
+def binary(name: str, one: Any, other: Any) -> Formula:
+    """The sum, difference, product, quotient or power of two tensors, or of a tensor and a number."""
+    first, second = _as_formula(one), _as_formula(other)
+    if name == "pow":
+        exponent = second.value.constant
+        if exponent is None:
+            raise NotUnderstood("takes a power that is no constant")
+        value = polynomials.power(first.value, exponent)
+    elif name == "div":
+        divisor = second.value.constant
+        if divisor == 0:
+            raise NotUnderstood("divides by zero")
+        inverse = number(1 / divisor) if divisor is not None else polynomials.power(second.value, -1.0)
+        value = first.value * inverse
+    else:
+        value = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}[name](first.value, second.value)
+    widths = {each.width for each in (first, second) if each.width not in (1, 0)}
+    if len(widths) > 1 or None in widths:
+        raise NotUnderstood("combines tensors of several widths")
+    shaped = {each.shaped for each in (first, second) if each.width != 0}
+    if len(shaped) > 1:
+        raise NotUnderstood("combines tensors of several shapes")
+    width = next(iter(widths), 1)
+    return Formula(value, width, next(iter(shaped), True), first.wide or second.wide)
+
+
+def _as_formula(value: Any) -> Formula:
+    if isinstance(value, Formula):
+        return value
+    if isinstance(value, Known) and type(value.value) in (int, float) and math.isfinite(value.value):
+        return Formula(number(value.value), 0)
+    raise NotUnderstood("computes with something else than tensors and numbers")
+
+
+def _run(name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    if not args or not isinstance(args[0], Formula):
+        raise NotUnderstood(f"calls {name} without a tensor")
+    x = args[0]
+    if name in _BINARY:
+        inplace = _flag(options, "inplace")
+        if len(args) != 2 or options:
+            raise NotUnderstood(f"gives options to {name}")
+        _may_overwrite(x, inplace)
+        return binary(name, x, args[1])
+    if name in _FUNCTIONS:
+        inplace = _flag(options, "inplace")
+        if len(args) != 1 or options:
+            raise NotUnderstood(f"gives options to {name}")
+        _may_overwrite(x, inplace)
+        return x.with_value(polynomials.function(name, x.value))
+    return _HANDLERS[name](x, args[1:], options)
+
+
+def _may_overwrite(x: Formula, inplace: bool) -> None:
+    if inplace:
+        # Of other names for the same tensor nobody keeps account here.
+        raise NotUnderstood("overwrites a tensor")
+
+
+def _flag(options: dict[str, Any], name: str, default: bool = False) -> bool:
+    value = options.pop(name, Known(default))
+    if not isinstance(value, Known) or type(value.value) is not bool:
+        raise NotUnderstood(f"decides {name} at every call")
+    return value.value
+
+
+def _plain(value: Any, what: str) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(each, what) for each in value)
+    if not isinstance(value, Known):
+        raise NotUnderstood(f"gives {what} what is no constant")
+    return tuple(value.value) if isinstance(value.value, (list, tuple)) else value.value
+
+
+def _arguments(args: Sequence[Any], options: dict[str, Any], what: str, **defaults: Any) -> dict[str, Any]:
+    """The constant arguments of a function, by name and in this order."""
+    if len(args) > len(defaults) or set(options) - set(defaults):
+        raise NotUnderstood(f"gives options to {what}")
+    given = dict(zip(defaults, args, strict=False)) | options
+    return {name: _plain(given[name], what) if name in given else value for name, value in defaults.items()}
+
+
+def _last(x: Formula, dim: Any, what: str) -> None:
+    if dim not in (-1, (-1,)):
+        raise NotUnderstood(f"calls {what} along another dimension than the last one")
+
+
+def _gelu(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
+    kind = _arguments(args, options, "gelu", approximate="none")["approximate"]
+    if kind not in ("none", "tanh"):
+        raise NotUnderstood(f"approximates gelu by {kind!r}")
+    return x.with_value(polynomials.function("gelu" if kind == "none" else "gelu_tanh", x.value))
+
+
+def _leaky_relu(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
+    given = _arguments(args, options, "leaky_relu", negative_slope=0.01, inplace=False)
+    _may_overwrite(x, given["inplace"])
+    return x.with_value(atom("function", f"leaky_relu {given['negative_slope']:g}", x.value))
+
+
+def _clamp(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
+    given = _arguments(args, options, "clamp", min=None, max=None)
+    if given != {"min": 0, "max": None}:
+        raise NotUnderstood("cuts values off by clamp")
+    return x.with_value(polynomials.function("relu", x.value))
+
+
+def _dropout(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
+    given = dict(zip(("p", "training", "inplace"), args, strict=False)) | options
+    training, p = given.get("training", Known(True)), given.get("p", Known(0.5))
+    inplace = given.get("inplace", Known(False))
+    if set(given) - {"p", "training", "inplace"} or not isinstance(inplace, Known) or not isinstance(p, Known):
+        raise NotUnderstood("gives options to dropout")
+    if training == Known(False) or (p.path is None and p.value == 0):
+        return x
+    if not isinstance(training, Training) or training.path or p.path is None:
+        raise NotUnderstood("drops with a probability, or in a mode, that is no attribute of its own")
+    return x.with_value(atom("dropout", p.path, x.value))
+
+
+def _parts(x: Formula, sizes: Sequence[int]) -> tuple[Formula, ...]:
+    """The columns of a tensor, one group after the other."""
+    found, width = x.value.single, x.width
+    if found is None or width is None or sum(sizes) != width or len(set(sizes)) != 1 or len(sizes) != 2:
+        raise NotUnderstood("cuts a tensor otherwise than a linear's result into halves")
+    return tuple(x.with_value(atom("half", found, which), width // 2) for which in ("first", "last"))
+
+
+def _chunk(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> tuple[Formula, ...]:
+    given = _arguments(args, options, "chunk", chunks=None, dim=0)
+    _last(x, given["dim"], "chunk")
+    if x.width is None or given["chunks"] != 2 or x.width % 2:
+        raise NotUnderstood("cuts a tensor otherwise than a linear's result into halves")
+    return _parts(x, (x.width // 2,) * 2)
+
+
+def _split(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> tuple[Formula, ...]:
+    options = {("size" if name.startswith("split_size") else name): value for name, value in options.items()}
+    given = _arguments(args, options, "split", size=None, dim=0)
+    _last(x, given["dim"], "split")
+    size = given["size"]
+    if isinstance(size, int) and x.width is not None:
+        size = (size,) * (x.width // size)
+    return _parts(x, tuple(size or ()))
+
+
+def _glu(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
+    _last(x, _arguments(args, options, "glu", dim=-1)["dim"], "glu")
+    first, last = _parts(x, ((x.width or 0) // 2,) * 2)
+    return first.with_value(first.value * polynomials.function("sigmoid", last.value))
+
+
+def _unflatten(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Halves:
+    given = _arguments(args, options, "unflatten", dim=None, sizes=None)
+    _last(x, given["dim"], "unflatten")
+    return Halves.of(x, given["sizes"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """A linear's result as ``[..., 2, N]`` or ``[..., N, 2]``: its halves, or its even and odd columns."""
+
+    of_tensor: Formula
+    interleaved: bool
+
+    @classmethod
+    def of(cls, x: Formula, sizes: Any) -> Halves:
+        """The tensor with its last dimension taken apart like this."""
+        if x.width is None or x.value.single is None or len(sizes) != 2 or x.width % 2:
+            raise NotUnderstood("takes the last dimension apart otherwise than into two")
+        sizes = tuple(x.width // 2 if size == -1 else size for size in sizes)
+        if sizes not in ((2, x.width // 2), (x.width // 2, 2)):
+            raise NotUnderstood("takes the last dimension apart otherwise than into two")
+        return cls(x, sizes[1] == 2)
+
+    def part(self, place: int) -> Formula:
+        """One of the two."""
+        x = self.of_tensor
+        names = ("even", "odd") if self.interleaved else ("first", "last")
+        return x.with_value(atom("half", x.value.single, names[place]), (x.width or 0) // 2)
+
+
+def _unbind(x: Any, args: Sequence[Any], options: dict[str, Any]) -> tuple[Formula, ...]:
+    raise NotUnderstood("takes a tensor apart by unbind")
+
+
+def _mean(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
+    options = {("dim" if name == "axis" else name): value for name, value in options.items()}
+    given = _arguments(args, options, "mean", dim=None, keepdim=False)
+    _last(x, given["dim"], "mean")
+    if not given["keepdim"] or x.width in (0, 1):
+        raise NotUnderstood("takes a mean that does not keep its dimension")
+    return x.with_value(polynomials.mean(x.value), 1)
+
+
+def _var(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
+    given = _arguments(args, options, "var", dim=None, unbiased=True, keepdim=False, correction=None)
+    _last(x, given["dim"], "var")
+    biased = given["unbiased"] is False or given["correction"] == 0
+    if not given["keepdim"] or not biased or x.width in (0, 1):
+        raise NotUnderstood("takes a variance that is unbiased, or does not keep its dimension")
+    first = polynomials.mean(x.value)
+    return x.with_value(polynomials.mean(x.value * x.value) - first * first, 1)
+
+
+def _of_power(exponent: float) -> Callable[..., Formula]:
+    def run(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
+        if args or options:
+            raise NotUnderstood("gives options to a power")
+        return x.with_value(polynomials.power(x.value, exponent))
+
+    return run
+
+
+def _neg(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
+    return x.with_value(-x.value)
+
+
+def _norm(name: str) -> Callable[..., Formula]:
+    def run(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
+        names = ("normalized_shape", "weight", *(("bias",) if name == "layer_norm" else ()), "eps")
+        given = dict(zip(names, args, strict=False)) | options
+        shape = _plain(given.get("normalized_shape"), name)
+        eps = _plain(given.get("eps", Known(1e-5 if name == "layer_norm" else None)), name)
+        if set(given) - set(names) or (shape if isinstance(shape, tuple) else (shape,)) != (x.width,) or eps is None:
+            raise NotUnderstood(f"calls {name} otherwise than over the last dimension")
+        value = normalised(x.value, name, eps)
+        for part, combine in (("weight", operator.mul), ("bias", operator.add)):
+            parameter = given.get(part, Known(None))
+            if isinstance(parameter, Formula):
+                value = combine(value, parameter.value)
+            elif parameter != Known(None):
+                raise NotUnderstood(f"gives {name} a {part} that is no parameter")
+        return x.with_value(value)
+
+    return run
+
+
+def normalised(x: Polynomial, name: str, eps: float) -> Polynomial:
+    """``rms_norm`` or ``layer_norm`` of x over its last dimension, without weight and bias."""
+    first = polynomials.mean(x) if name == "layer_norm" else number(0.0)
+    variance = polynomials.mean(x * x) - first * first
+    return (x - first) * polynomials.power(variance + number(eps), -0.5)
+
+
+def _to(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
+    [target, *others] = [*args, *options.values()] or [None]
+    if others or set(options) - {"dtype"}:
+        raise NotUnderstood("moves a tensor by to")
+    if isinstance(target, Known) and target.value is torch.float32:
+        return dataclasses.replace(x, wide=True, given=x.given)
+    if isinstance(target, Dtype):
+        return dataclasses.replace(x, wide=target.wide)
+    raise NotUnderstood("casts to a dtype that is none of its input's and not float32")
+
+
+def _float(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
+    return dataclasses.replace(x, wide=True)
+
+
+def _type_as(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
+    if len(args) != 1 or options or not isinstance(args[0], Formula):
+        raise NotUnderstood("casts to a dtype that is none of its input's and not float32")
+    return dataclasses.replace(x, wide=args[0].wide)
+
+
+def _view(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    sizes = list(args[0]) if len(args) == 1 and isinstance(args[0], tuple) else list(args)
+    if options or not sizes:
+        raise NotUnderstood("gives options to view")
+    if len(sizes) == 1 and isinstance(sizes[0], Shape):
+        shape = sizes[0]
+        if not shape.leading and shape.of.width == x.width:
+            return dataclasses.replace(x, shaped=shape.of.shaped)
+        raise NotUnderstood("changes shapes by view")
+    if isinstance(sizes[0], Shape) and sizes[0].leading:
+        shaped = sizes[0].of.shaped
+        inner = [_plain(size, "view") for size in sizes[1:]]
+        if len(inner) == 1 and inner[0] in (-1, x.width):
+            return dataclasses.replace(x, shaped=shaped)
+        if len(inner) == 2 and shaped == x.shaped:
+            return Halves.of(x, inner)
+    elif len(sizes) == 2 and _plain(sizes[0], "view") == -1 and _plain(sizes[1], "view") == x.width:
+        return dataclasses.replace(x, shaped=False)
+    raise NotUnderstood("changes shapes by view")
+
+
+def _view_as(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
+    if len(args) != 1 or not isinstance(args[0], Formula) or args[0].width != x.width:
+        raise NotUnderstood("changes shapes by view_as")
+    return dataclasses.replace(x, shaped=args[0].shaped)
+
+
+def _flatten(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
+    if _arguments(args, options, "flatten", start_dim=0, end_dim=-1) != {"start_dim": 0, "end_dim": -2}:
+        raise NotUnderstood("changes shapes by flatten")
+    return dataclasses.replace(x, shaped=False)
+
+
+def _contiguous(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
+    if args or options:
+        raise NotUnderstood("gives options to contiguous")
+    return x
+
+
+def _size(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    if not args and not options:
+        return Shape(x)
+    if _arguments(args, options, "size", dim=None)["dim"] == -1 and x.width:
+        return Known(x.width)
+    raise NotUnderstood("asks for the shape of its input")
+
+
+def _dim(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    raise NotUnderstood("asks how many dimensions its input has")
+
+
+_HANDLERS: dict[str, Callable[[Formula, Sequence[Any], dict[str, Any]], Any]] = {
+    "gelu": _gelu, "leaky_relu": _leaky_relu, "clamp": _clamp, "dropout": _dropout, "chunk": _chunk, "split": _split,
+    "glu": _glu, "mean": _mean, "var": _var, "rsqrt": _of_power(-0.5), "sqrt": _of_power(0.5),
+    "reciprocal": _of_power(-1.0), "neg": _neg, "rms_norm": _norm("rms_norm"), "layer_norm": _norm("layer_norm"),
+    "to": _to, "float": _float, "type_as": _type_as, "view": _view, "reshape": _view, "view_as": _view_as,
+    "reshape_as": _view_as, "flatten": _flatten, "contiguous": _contiguous, "size": _size, "dim": _dim,
+    "unflatten": _unflatten, "unbind": _unbind,
+}  # fmt: skip
+
+
+def torch_constant(value: Any) -> bool:
+    """Whether a value is one of torch's dtypes."""
+    return isinstance(value, torch.dtype) and not isinstance(value, Tensor)

@@ -1,0 +1,196 @@
+"""What a forward computes, in a normal form: a polynomial in atoms, over the last dimension.
+
+Every tensor that a formula makes is a sum of products of atoms with coefficients: of the input, of parameters, of what
+linears, functions of one number, means over the last dimension and dropouts give of other polynomials. Products of sums
+are multiplied out, so that two ways to write one formula become one polynomial, and equal ones compute the same for
+every input. Coefficients are compared to eight digits: some write a constant with ten.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+from ...kernels.activations import LEAKY_SLOPE
+
+# A kind, and what it is made of; polynomials among them.
+Atom = tuple[Hashable, ...]
+# Atoms and their exponents, which are positive whole numbers.
+Monomial = frozenset[tuple[Atom, int]]
+
+_ONE: Monomial = frozenset()
+_DIGITS = 8
+# No formula of a layer has so many terms; a power of a sum would.
+MOST_TERMS = 64
+
+
+class TooLarge(Exception):
+    """A formula has more terms than any that the library knows."""
+
+
+class Polynomial:
+    """A sum of products of atoms; it is hashable and never changes."""
+
+    __slots__ = ("_hash", "terms")
+
+    def __init__(self, terms: dict[Monomial, float]) -> None:
+        self.terms = {monomial: _rounded(value) for monomial, value in terms.items() if value != 0}
+        if len(self.terms) > MOST_TERMS:
+            raise TooLarge
+        self._hash = hash(frozenset(self.terms.items()))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Polynomial) and self.terms == other.terms
+
+    def __repr__(self) -> str:
+        return " + ".join(f"{value:g}·{dict(monomial)}" for monomial, value in self.terms.items()) or "0"
+
+    def __add__(self, other: Polynomial) -> Polynomial:
+        terms = dict(self.terms)
+        for monomial, value in other.terms.items():
+            terms[monomial] = terms.get(monomial, 0.0) + value
+        return Polynomial(terms)
+
+    def __mul__(self, other: Polynomial) -> Polynomial:
+        terms: dict[Monomial, float] = {}
+        for one, value in self.terms.items():
+            for two, factor in other.terms.items():
+                monomial = _product(one, two)
+                terms[monomial] = terms.get(monomial, 0.0) + value * factor
+        return Polynomial(terms)
+
+    def __neg__(self) -> Polynomial:
+        return self * number(-1.0)
+
+    def __sub__(self, other: Polynomial) -> Polynomial:
+        return self + -other
+
+    @property
+    def constant(self) -> float | None:
+        """The number that this is, or None where an atom is in it."""
+        if not self.terms:
+            return 0.0
+        return self.terms.get(_ONE) if len(self.terms) == 1 else None
+
+    @property
+    def single(self) -> Atom | None:
+        """The atom that this is, with the coefficient 1; None where it is more than that."""
+        if len(self.terms) != 1:
+            return None
+        [(monomial, value)] = self.terms.items()
+        if value != 1.0 or len(monomial) != 1:
+            return None
+        [(found, exponent)] = monomial
+        return found if exponent == 1 else None
+
+    def atoms(self) -> Iterable[Atom]:
+        """The atoms in it, one time each; not those that they are made of."""
+        return dict.fromkeys(each for monomial in self.terms for each, _ in monomial)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else value
+
+
+def _product(one: Monomial, two: Monomial) -> Monomial:
+    if not one or not two:
+        return one or two
+    exponents = dict(one)
+    for each, exponent in two:
+        exponents[each] = exponents.get(each, 0) + exponent
+    return frozenset(exponents.items())
+
+
+def number(value: float) -> Polynomial:
+    """A constant."""
+    return Polynomial({_ONE: float(value)})
+
+
+def atom(kind: str, *parts: Hashable) -> Polynomial:
+    """An atom of this kind."""
+    return Polynomial({frozenset({((kind, *parts), 1)}): 1.0})
+
+
+def power(base: Polynomial, exponent: float) -> Polynomial:
+    """``base`` to a power: multiplied out where that is a small whole number, else an atom."""
+    if exponent == int(exponent) and 0 <= exponent <= 4:
+        result = number(1.0)
+        for _ in range(int(exponent)):
+            result = result * base
+        return result
+    value = base.constant
+    if value is not None:
+        if value < 0 or (value == 0 and exponent < 0):
+            raise TooLarge
+        return number(value**exponent)
+    if len(base.terms) == 1:
+        [(monomial, factor)] = base.terms.items()
+        [*found] = monomial
+        # (c q^e)^f is c^f q^(e f) where q^e is no whole power: then q is not negative, or both are NaN.
+        if factor > 0 and len(found) == 1 and found[0][0][0] == "power":
+            (_, inner, first), times = found[0]
+            if first != int(first):  # type: ignore[arg-type, call-overload]
+                return number(factor**exponent) * atom("power", inner, first * times * exponent)  # type: ignore[operator]
+    return atom("power", base, exponent)
+
+
+def is_of_rows(found: Atom) -> bool:
+    """Whether an atom is one number for each row, and so the same in all columns."""
+    if found[0] == "mean":
+        return True
+    return found[0] in ("power", "function") and all(map(is_of_rows, _polynomial_of(found).atoms()))
+
+
+def _polynomial_of(found: Atom) -> Polynomial:
+    return next(each for each in found if isinstance(each, Polynomial))
+
+
+def mean(base: Polynomial) -> Polynomial:
+    """The mean over the last dimension: of each term by itself, with what is one number a row in front of it."""
+    total = number(0.0)
+    for monomial, value in base.terms.items():
+        rows = frozenset(each for each in monomial if is_of_rows(each[0]))
+        rest = monomial - rows
+        outer = Polynomial({rows: value})
+        total = total + (outer * atom("mean", Polynomial({rest: 1.0})) if rest else outer)
+    return total
+
+
+def function(name: str, base: Polynomial) -> Polynomial:
+    """An elementary function of one number, or an activation, written in elementary ones."""
+    if name in _WRITTEN:
+        return _WRITTEN[name](base)
+    return atom("function", name, base)
+
+
+def _gelu(base: Polynomial) -> Polynomial:
+    half = number(0.5) * base
+    return half + half * atom("function", "erf", number(math.sqrt(0.5)) * base)
+
+
+def _gelu_tanh(base: Polynomial) -> Polynomial:
+    half = number(0.5) * base
+    inner = number(math.sqrt(2 / math.pi)) * (base + number(0.044715) * power(base, 3))
+    return half + half * atom("function", "tanh", inner)
+
+
+_WRITTEN: dict[str, Callable[[Polynomial], Polynomial]] = {
+    "identity": lambda base: base,
+    "square": lambda base: base * base,
+    "relu2": lambda base: power(function("relu", base), 2),
+    "silu": lambda base: base * atom("function", "sigmoid", base),
+    "quick_gelu": lambda base: base * atom("function", "sigmoid", number(1.702) * base),
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "leaky_relu": lambda base: atom("function", f"leaky_relu {LEAKY_SLOPE:g}", base),
+}
+
+
+def only(values: Iterable[Any]) -> Any:
+    """The only one of some values, or None where there are none or several."""
+    found = list(dict.fromkeys(values))
+    return found[0] if len(found) == 1 else None

@@ -1,0 +1,31 @@
+"""The sizes of linear layers of any making, and where they are in a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+
+def widths(module: nn.Module) -> tuple[int, int] | None:
+    """(in_features, out_features) of a linear layer of any making; None for anything else."""
+    return _integers(module, "in_features", "out_features")
+
+
+def sizes_of_linear(module: nn.Module) -> tuple[int, int] | None:
+    """The same, for transformers' ``Conv1D``, too."""
+    return widths(module) or _integers(module, "nx", "nf")
+
+
+def _integers(module: nn.Module, *names: str) -> tuple[int, int] | None:
+    inputs, outputs = (getattr(module, name, None) for name in names)
+    return (inputs, outputs) if isinstance(inputs, int) and isinstance(outputs, int) else None
+
+
+def linears(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The linear layers of any making in a block, and their paths; not what such a layer consists of."""
+    for name, child in block.named_children():
+        if sizes_of_linear(child) is not None:
+            yield name, child
+        else:
+            yield from ((f"{name}.{path}", linear) for path, linear in linears(child))

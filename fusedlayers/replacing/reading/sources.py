@@ -1,0 +1,93 @@
+"""The source of a function as a syntax tree, believed only where it compiles to the code that runs."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import types
+from collections.abc import Callable
+from typing import Any
+
+from ..remembering import Remembered
+from .values import NotUnderstood
+
+_trees: Remembered[ast.FunctionDef | str] = Remembered()
+
+
+def tree_of(function: Callable[..., Any]) -> ast.FunctionDef:
+    """The definition of a function.
+
+    Raises:
+        NotUnderstood: it has no source, as in an extension, or its code is not that of the source.
+    """
+    if not isinstance(function, types.FunctionType):
+        raise NotUnderstood(f"calls {getattr(function, '__qualname__', function)!s}, which has no source")
+    if hasattr(function, "__wrapped__"):
+        raise NotUnderstood(f"is wrapped: {function.__qualname__} has a decorator")
+    found = _trees.get((function, function.__code__), lambda: _read(function))
+    if isinstance(found, str):
+        raise NotUnderstood(found)
+    return found
+
+
+def _read(function: types.FunctionType) -> ast.FunctionDef | str:
+    name = function.__qualname__
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError, IndentationError):
+        return f"has no source for {name}"
+    definition = tree.body[0] if tree.body else None
+    if not isinstance(definition, ast.FunctionDef):
+        return f"has no source for {name}"
+    if not _is_same(function, definition):
+        return f"runs other code than the source of {name} says"
+    return definition
+
+
+def _is_same(function: types.FunctionType, definition: ast.FunctionDef) -> bool:
+    """Whether the definition compiles to the function's code, whatever decorators there are: they have been called."""
+    code = function.__code__
+    bare = ast.FunctionDef(**{name: getattr(definition, name, None) for name in definition._fields})
+    bare.decorator_list, bare.returns = [], None
+    if "type_params" in definition._fields:
+        bare.type_params = []
+    # A method that says super() takes its class from around it.
+    parameters = [ast.arg(arg=name) for name in code.co_freevars]
+    around = ast.arguments(posonlyargs=[], args=parameters, kwonlyargs=[], kw_defaults=[], defaults=[])
+    outer = ast.FunctionDef(name="outer", args=around, body=[bare], decorator_list=[], type_params=[])
+    # Calls of what a module imports compile to other instructions.
+    modules = [name for name in code.co_names if isinstance(function.__globals__.get(name), types.ModuleType)]
+    imports = [ast.Import(names=[ast.alias(name=name)]) for name in modules]
+    module = ast.Module(body=[*imports, outer], type_ignores=[])
+    ast.copy_location(outer, definition)
+    ast.fix_missing_locations(module)
+    flags = code.co_flags & 0xFFFF0000
+    try:
+        whole = compile(module, code.co_filename, "exec", flags=flags, dont_inherit=True)
+    except (SyntaxError, ValueError):
+        return False
+    found = _code_named(whole, definition.name)
+    return found is not None and _alike(found, code)
+
+
+def _code_named(code: types.CodeType, name: str) -> types.CodeType | None:
+    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    outer = next((each for each in inner if each.co_name == "outer"), None)
+    inner = [] if outer is None else [each for each in outer.co_consts if isinstance(each, types.CodeType)]
+    return next((each for each in inner if each.co_name == name), None)
+
+
+def _alike(one: types.CodeType, other: types.CodeType) -> bool:
+    """Whether two codes do the same: their instructions, names and constants, and those of functions inside."""
+    if one.co_code != other.co_code or one.co_names != other.co_names or one.co_varnames != other.co_varnames:
+        return False
+    if len(one.co_consts) != len(other.co_consts):
+        return False
+    for mine, theirs in zip(one.co_consts, other.co_consts, strict=True):
+        if isinstance(mine, types.CodeType) and isinstance(theirs, types.CodeType):
+            if not _alike(mine, theirs):
+                return False
+        elif type(mine) is not type(theirs) or (mine != theirs and not isinstance(mine, str)):
+            return False
+    return True
