@@ -104,7 +104,7 @@ class Kept:
             guard.unless(f"len(own0['_modules']) == {len(block._modules)}")
             guard.unless("not own0['_parameters'] and not own0['_buffers']")
         linears = {id(linear) for each in pieces for linear in each.read_linears()}
-        owners = {"": (0, block)}
+        owners: dict[str, tuple[int, Any]] = {"": (0, block)}
         counting = dict.fromkeys(methods)
         tensors: dict[str, Tensor] = {}
         self._attributes: list[object] = []
@@ -112,11 +112,15 @@ class Kept:
             holder, _, name = path.rpartition(".")
             owner, module = owners[holder]
             part = getattr(module, name, _MISSING)
+            index = len(owners)
             if not isinstance(part, nn.Module):
                 self._attributes.append(part)
                 _same_attribute(guard, owner, name, module, part)
+                if any(other.startswith(f"{path}.") for other in parts):
+                    # An object with options, such as a configuration.
+                    owners[path] = index, part
+                    guard.note(f"own{index} = (module{index} := {guard.value(part)}).__dict__")
                 continue
-            index = len(owners)
             owners[path] = index, part
             _same_module(guard, owner, name, index, part)
             if path not in parts:

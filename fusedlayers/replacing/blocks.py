@@ -47,6 +47,8 @@ class ReplacedModule(nn.Module):
     fused_new: ClassVar[Callable[..., nn.Module] | None] = None
     # The methods of the original class that this one runs in its own way, as they were when it was made.
     fused_methods: ClassVar[dict[str, Callable[..., Any]]] = {}
+    # What else was read: methods and functions, by the class or module that has them, and their names there.
+    fused_functions: ClassVar[tuple[tuple[Any, str, Any], ...]] = ()
     # Further methods of the original class that must stay what they were.
     fused_watched: ClassVar[tuple[str, ...]] = ()
     # Whether a class has the name of the original one: transformers writes it into checkpoints of models, and looks it
@@ -73,6 +75,9 @@ class ReplacedModule(nn.Module):
         for name, method in cls.fused_methods.items():
             if getattr(cls.fused_from, name) is not method:
                 return f"the {name} of {cls.fused_from.__qualname__} was changed after replace"
+        for owner, name, function in cls.fused_functions:
+            if getattr(owner, name, None) is not function:
+                return f"the {name} of {owner.__name__} was changed after replace"
         return None
 
     @classmethod
@@ -173,6 +178,7 @@ class FusedBlock(ReplacedModule):
         """Keep what was found, as ``modules.keep`` takes it, while the methods of the original class stay, too."""
         if all(each.may_be_kept for each in pieces):
             methods = [(self.fused_from, name) for name in self.fused_methods]
+            methods += [(owner, name) for owner, name, _ in self.fused_functions]
             keep(self, found, names, pieces, methods, whole=whole)
 
 

@@ -20,8 +20,8 @@ from ..modules import (
     why_not_read_past,
 )
 from .activations import torch_module_activation
+from .reading.sizes import widths
 from .rules import FFNRule, FoundRule
-from .small_copies import widths
 
 _MISSING = object()
 
@@ -128,7 +128,7 @@ def find_runs(modules: Sequence[nn.Module]) -> Iterator[tuple[int, int, FFNPiece
 def find_by_rule(block: nn.Module, rule: FFNRule) -> FFNPieces | str:
     """The FFN of ``block`` as ``rule`` describes it, or why it cannot be fused."""
     up, down, gate = (attribute(block, name) for name in (rule.up, rule.down, rule.gate))
-    dropout, output_dropout = attribute(block, rule.dropout), attribute(block, rule.output_dropout)
+    dropout = attribute(block, rule.dropout)
     activation = attribute(block, rule.activation, rule.activation)
     if not isinstance(up, nn.Module) or not isinstance(down, nn.Module):
         return f"the rule's up={rule.up!r} or down={rule.down!r} is no child of the block"
@@ -139,7 +139,7 @@ def find_by_rule(block: nn.Module, rule: FFNRule) -> FFNPieces | str:
             return f"the rule's dropout {name!r} is no attribute of the block"
     reason = _why_other_options(block, rule) or _why_not_held(block, rule)
     if reason is None and rule.inside is None:
-        reason = _why_not_whole(block, rule, (up, down, gate, activation, dropout, output_dropout))
+        reason = why_not_whole(block, rule)
     if reason is not None:
         return reason
     p = output_dropout_p(block, rule)
@@ -148,9 +148,10 @@ def find_by_rule(block: nn.Module, rule: FFNRule) -> FFNPieces | str:
     )  # fmt: skip
 
 
-def _why_not_whole(block: nn.Module, rule: FFNRule, parts: tuple[object, ...]) -> str | None:
+def why_not_whole(block: nn.Module, rule: FFNRule) -> str | None:
     """What the block holds besides the parts of its FFN, or None."""
     holders = [attribute(block, name) for name, _ in rule.holder_paths]
+    parts = [attribute(block, name) for name in (*rule.parts(), rule.output_dropout)]
     named = {id(part) for part in (*parts, *holders)}
     for owner in (block, *holders):
         for name, child in owner._modules.items():

@@ -19,7 +19,7 @@ from .blocks import (
     FusedTransformerLayer,
     fused_class,
 )
-from .by_rule import FusedInside, FusedWholeBlock
+from .by_rule import FusedInside, FusedWholeBlock, functions_read
 from .finding import attribute, find_runs
 from .heads import FusedLossHead
 from .known_rules import KNOWN_RULES
@@ -110,7 +110,8 @@ class Patterns:
         if (rule := self.rule_for(module)) is None:
             return None
         mixin = FusedWholeBlock if rule.inside is None else FusedInside
-        return fused_class(mixin, kind, fused_rule=rule, fused_recompute=self.recompute)
+        read = functions_read(rule)
+        return fused_class(mixin, kind, fused_rule=rule, fused_recompute=self.recompute, fused_functions=read)
 
     def is_one_ffn(self, sequential: nn.Module) -> bool:
         """Whether an ``nn.Sequential`` is an FFN although no linear, activation, linear is in a row: GLUs hide them."""

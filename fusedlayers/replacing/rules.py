@@ -121,9 +121,17 @@ class FFNRule:
 
 @dataclass(frozen=True)
 class FoundRule(FFNRule):
-    """A rule that says what a block was found to compute while its options were these: paths in it, and values."""
+    """A rule that says what a block was found to compute while all was as it was when its source was read.
+
+    Args:
+        options: attributes of the block, by their paths, and their values.
+        methods: the methods that were read besides forward, by their classes and names.
+        functions: the functions that these call: their modules, their names there, and the functions.
+    """
 
     options: tuple[tuple[str, Any], ...] = ()
+    methods: tuple[tuple[type[nn.Module], str], ...] = ()
+    functions: tuple[tuple[str, str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

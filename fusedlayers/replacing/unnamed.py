@@ -8,13 +8,28 @@ from itertools import combinations
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .recognising import Site, sites
+from .reading.sizes import linears, sizes_of_linear
+from .recognising import Site
+
+
+def sites(module: nn.Module, taken: set[nn.Module]) -> list[Site]:
+    """The linears that a module holds by itself, or one for each child that has no other; none in ``taken``."""
+    found: list[Site] = []
+    for name, child in module.named_children():
+        if sizes := sizes_of_linear(child):
+            found += [] if child in taken else [Site(name, *sizes)]
+            continue
+        inside = list(linears(child))
+        own = [(path, linear) for path, linear in inside if "." not in path]
+        if not any(linear in taken for _, linear in inside) and len(own) == 1:
+            found += [Site(f"{name}.{path}", *sizes_of_linear(linear)) for path, linear in own]  # type: ignore[misc]
+    return found
 
 
 def why_unnamed(module: nn.Module, taken: set[nn.Module], reason: str | None) -> str | None:
     """Why a module is left, if its parameters have the shapes of an FFN; else None.
 
-    ``taken`` are the linears of FFNs inside of it; ``reason`` is what a trial of it showed, if there was one.
+    ``taken`` are the linears of FFNs inside of it; ``reason`` is what its source says, if it was read.
     """
     found = sites(module, taken)
     own = [site for site in found if "." not in site.path]
@@ -24,8 +39,7 @@ def why_unnamed(module: nn.Module, taken: set[nn.Module], reason: str | None) ->
         (up, down), what = pair
         text = f"{up.path}, {down.path}: {up.inputs} -> {what}{down.inputs} -> {down.outputs}"
         gated = "a gated" if what else "an"
-        but = f"but {reason or 'no method of it runs them'}; if it is one, name it in an FFNRule"
-        return f"looks like {gated} FFN{where} ({text}), {but}"
+        return f"looks like {gated} FFN{where} ({text}), but {reason or 'no method of it runs them'}"
     if experts := _experts(module):
         return (
             f"looks like the experts of a mixture ({experts}), which multiply batches of matrices; no rule fuses them"

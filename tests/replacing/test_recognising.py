@@ -1,4 +1,4 @@
-"""`replace` reads from its structure what a block computes, and believes it after a proof."""
+"""`replace` reads what a block computes in the source of its methods."""
 
 from __future__ import annotations
 
@@ -216,14 +216,14 @@ class Refusing(Block):
 
 
 LEFT: dict[type[Block], str] = {
-    Clamped: "no linear of it takes an activation of what another one gives",
-    Normed: "no linear of it takes an activation of what another one gives",
-    Scaled: "no linear of it takes an activation of what another one gives",
-    Sparse: "no linear of it takes an activation of what another one gives",
-    DroppedFirst: "its dropout 'drop' does not drop the hidden behind the activation",
-    DroppedTwice: "several dropouts drop the hidden: drop, other",
-    OtherSlope: "its results or gradients are not those of an FFN",
-    Refusing: "a trial of its forward ended in RuntimeError: not today",
+    Clamped: "its forward cuts values off by clamp in `return self.fc2(self.act(self.fc1(x)).clamp(max=7.0))`",
+    Normed: "its fc2 takes (mean(",
+    Scaled: "its fc2 takes 1.001 * fc1(x) * sigmoid(1.001 * fc1(x)), which is no activation of fc1(x)",
+    Sparse: "its fc2 takes relu(fc1(x) + -1 * mean(fc1(x))) * sigmoid(",
+    DroppedFirst: "its fc2 takes drop(fc1(x)) * sigmoid(drop(fc1(x))), which is no activation of fc1(x)",
+    DroppedTwice: "its fc2 takes other(drop(silu(fc1(x)))), which is no activation of fc1(x)",
+    OtherSlope: "its forward reads the apply of something in `return self.fc2(StraightThrough.apply(self.fc1(x)))`",
+    Refusing: "its forward has a raise statement in `raise RuntimeError('not today')`",
 }
 
 

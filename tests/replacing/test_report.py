@@ -97,10 +97,10 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "two bias dtypes": (lambda: _half_bias(mlp()), "has a bias of torch.float16 on cpu, but a weight of torch.float32"),
     "sequential subclass": (
         lambda: Mlp(*mlp()),
-        "looks like an FFN (0, 2: 6 -> 10 -> 6), but its forward uses super()",
+        "looks like an FFN (0, 2: 6 -> 10 -> 6), but its forward calls super in",
     ),
-    "layer subclass": (lambda: EncoderLayer(6, 2, 10), "no linear of it takes an activation of what another one gives"),
-    "rule subclass": (lambda: Derived(), "no linear of it takes an activation of what another one gives"),
+    "layer subclass": (lambda: EncoderLayer(6, 2, 10), "looks like an FFN (linear1, linear2: 6 -> 10 -> 6), but its"),
+    "rule subclass": (lambda: Derived(), "its forward cuts values off by clamp"),
     "no rule": (lambda: Unnamed(), "looks like an FFN (wi, wo: 6 -> 10 -> 6), but no method of it runs them"),
     "one linear for both": (lambda: Named(wi=(6, 20), wo=(10, 6)), "a gated FFN (wi, wo: 6 -> 2 × 10 -> 6), but no"),
     "in two children": (

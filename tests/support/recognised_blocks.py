@@ -99,9 +99,11 @@ class Phi3(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.gate_up(x)
-        halves = {"first": (z[..., :N], z[..., N:]), "even": (z[..., ::2], z[..., 1::2])}
-        halves |= {"last": halves["first"][::-1], "odd": halves["even"][::-1]}
-        gate, up = halves[self.rows]
+        size = z.shape[-1] // 2
+        halves = {"first": (z[..., :size], z[..., size:]), "even": (z[..., ::2], z[..., 1::2])}
+        gate, up = halves["first" if self.rows in ("first", "last") else "even"]
+        if self.rows in ("last", "odd"):
+            gate, up = up, gate
         return self.down(F.dropout(F.gelu(gate) * up, self.dropout, self.training))
 
 

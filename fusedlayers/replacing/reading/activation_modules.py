@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...kernels.activations import LEAKY_SLOPE
+from ...modules import class_path
 
 _CLASSES: dict[type[nn.Module], str] = {
     nn.Identity: "identity",
@@ -16,6 +17,8 @@ _CLASSES: dict[type[nn.Module], str] = {
     nn.Tanh: "tanh",
     nn.Sigmoid: "sigmoid",
 }
+# Known by name, so that nothing is imported for it: an autograd function of its own computes it in training.
+_BY_PATH = {"transformers.models.bloom.modeling_bloom.BloomGelu": "gelu_tanh"}
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
@@ -30,4 +33,4 @@ def known_activation(activation: object) -> str | None:
         return _GELU.get(activation.approximate)
     if type(activation) is nn.LeakyReLU:
         return "leaky_relu" if activation.negative_slope == LEAKY_SLOPE else None
-    return _CLASSES.get(type(activation))  # type: ignore[arg-type]
+    return _CLASSES.get(type(activation)) or _BY_PATH.get(class_path(type(activation)))  # type: ignore[arg-type]

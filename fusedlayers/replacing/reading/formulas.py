@@ -7,8 +7,12 @@ from itertools import permutations
 from typing import NamedTuple
 
 from ...kernels.activations import ACTIVATIONS
-from .polynomials import Atom, Polynomial, function
+from .polynomials import Atom, Polynomial, function, linears_in
 from .values import NotUnderstood
+
+
+class OtherFormula(NotUnderstood):
+    """What a method computes instead, as a sentence."""
 
 
 class FFN(NamedTuple):
@@ -30,12 +34,12 @@ def ffn_of(output: Polynomial) -> FFN:
     """The FFN that this is.
 
     Raises:
-        NotUnderstood: it is none.
+        OtherFormula: it is none.
     """
     inner, output_dropout = _undropped(output)
     last = inner.single
     if last is None or last[0] != "linear":
-        raise NotUnderstood(f"computes {text(output)}, which no linear gives")
+        raise OtherFormula(f"its result is {text(output)}, which no linear gives")
     _, down, hidden = last
     return ffn_before(down, hidden)._replace(output_dropout=output_dropout)  # type: ignore[arg-type]
 
@@ -44,10 +48,10 @@ def ffn_before(down: str, hidden: Polynomial) -> FFN:
     """The FFN whose last linear is ``down``, which takes ``hidden``.
 
     Raises:
-        NotUnderstood: there is none.
+        OtherFormula: there is none.
     """
     inner, dropout = _undropped(hidden)
-    products = list(_products(inner))
+    products = _products(inner)
     for one in products:
         if one[0] == "linear":
             for name in ACTIVATIONS:
@@ -65,7 +69,7 @@ def ffn_before(down: str, hidden: Polynomial) -> FFN:
                 merged, rows = str(gate[1][1]), str(gate[2])  # type: ignore[index]
                 return FFN(merged, down, None, rows, name, _of(gate), _input(gate), dropout, None)
     what = " or ".join(f"{text(_of(each))}" for each in products) or "a linear"
-    raise NotUnderstood(f"{down} takes {text(hidden)}, which is no activation of {what}")
+    raise OtherFormula(f"its {down} takes {text(hidden)}, which is no activation of {what}")
 
 
 def _undropped(value: Polynomial) -> tuple[Polynomial, str | None]:
@@ -85,17 +89,9 @@ def _input(found: Atom) -> Polynomial:
     return linear[2]  # type: ignore[index, return-value]
 
 
-def _products(value: Polynomial) -> Iterator[Atom]:
+def _products(value: Polynomial) -> list[Atom]:
     """What linears give, or halves of it, in a polynomial and in what its functions are of; one time each."""
-    seen: dict[Atom, None] = {}
-    left = [value]
-    while left:
-        for found in left.pop().atoms():
-            if found[0] == "linear" or (found[0] == "half" and found[1][0] == "linear"):  # type: ignore[index]
-                seen[found] = None
-            else:
-                left += [part for part in found if isinstance(part, Polynomial)]
-    yield from seen
+    return list(linears_in(value, halves=True))
 
 
 def text(value: Polynomial) -> str:

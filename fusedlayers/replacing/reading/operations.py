@@ -312,7 +312,7 @@ def _norm(name: str) -> Callable[..., Formula]:
             parameter = given.get(part, Known(None))
             if isinstance(parameter, Formula):
                 value = combine(value, parameter.value)
-            elif parameter != Known(None):
+            elif not isinstance(parameter, Known) or parameter.value is not None:
                 raise NotUnderstood(f"gives {name} a {part} that is no parameter")
         return x.with_value(value)
 

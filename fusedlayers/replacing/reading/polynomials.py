@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
 
 from ...kernels.activations import LEAKY_SLOPE
 
@@ -32,19 +31,20 @@ class TooLarge(Exception):
 class Polynomial:
     """A sum of products of atoms; it is hashable and never changes."""
 
-    __slots__ = ("_hash", "terms")
+    __slots__ = ("_compared", "_hash", "terms")
 
     def __init__(self, terms: dict[Monomial, float]) -> None:
-        self.terms = {monomial: _rounded(value) for monomial, value in terms.items() if value != 0}
+        self.terms = {monomial: value for monomial, value in terms.items() if value != 0}
         if len(self.terms) > MOST_TERMS:
             raise TooLarge
-        self._hash = hash(frozenset(self.terms.items()))
+        self._compared = {monomial: float(f"{value:.{_DIGITS}g}") for monomial, value in self.terms.items()}
+        self._hash = hash(frozenset(self._compared.items()))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Polynomial) and self.terms == other.terms
+        return isinstance(other, Polynomial) and self._compared == other._compared
 
     def __repr__(self) -> str:
         return " + ".join(f"{value:g}·{dict(monomial)}" for monomial, value in self.terms.items()) or "0"
@@ -90,10 +90,6 @@ class Polynomial:
     def atoms(self) -> Iterable[Atom]:
         """The atoms in it, one time each; not those that they are made of."""
         return dict.fromkeys(each for monomial in self.terms for each, _ in monomial)
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else value
 
 
 def _product(one: Monomial, two: Monomial) -> Monomial:
@@ -190,7 +186,15 @@ _WRITTEN: dict[str, Callable[[Polynomial], Polynomial]] = {
 }
 
 
-def only(values: Iterable[Any]) -> Any:
-    """The only one of some values, or None where there are none or several."""
-    found = list(dict.fromkeys(values))
-    return found[0] if len(found) == 1 else None
+def linears_in(value: Polynomial, *, halves: bool = False) -> dict[Atom, None]:
+    """What linears give that is in a polynomial and in what its functions are of, or halves of it where ``halves``."""
+    found: dict[Atom, None] = {}
+    left = [value]
+    while left:
+        for each in left.pop().atoms():
+            inner = each[1] if each[0] == "half" else each
+            if inner[0] == "linear":  # type: ignore[index]
+                found[each if halves else inner] = None  # type: ignore[index]
+            else:
+                left += [part for part in each if isinstance(part, Polynomial)]
+    return found

@@ -18,7 +18,7 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from ...modules import class_name, class_path
 from . import operations
 from .activation_modules import known_activation
-from .polynomials import Polynomial, TooLarge, atom, function
-from .sizes import sizes_of_linear
+from .polynomials import Polynomial, TooLarge, atom, function, linears_in
+from .sizes import linears, sizes_of_linear
 from .sources import tree_of
 from .values import Dtype, Formula, Known, Method, NotUnderstood, Part, Shape, Training, Unknown
 
@@ -46,6 +46,8 @@ _VIEWS = frozenset(
      "type_as", "dropout", "unbind", "clamp")
 )  # fmt: skip
 _MOST_CALLS = 200
+# Of a part whose forward is read on the way through a longer method.
+_MOST_CHILDREN = 8
 _MISSING = object()
 
 
@@ -80,19 +82,25 @@ class Reader:
 
     Attributes:
         watched: attributes that were read, by path, with the values for which the reading holds.
-        methods: names of the block's own methods that were read.
+        methods: the methods that were read besides forward, by their classes and names.
+        functions: the user's functions that were read, by the names of their modules and their own.
         holders: paths of parts whose forward was read, and their classes.
         linears: the linears that were called, in this order.
-        called: activations and functions that parts or attributes are: path, and what one gave for what.
+        called: activations that are parts, attributes or functions of torch: the path, "" for a function, and what it
+            gave for what.
     """
 
     def __init__(self, block: nn.Module, *, lenient: bool = False) -> None:
         self.block, self.lenient = block, lenient
         self.watched: dict[str, Any] = {}
-        self.methods: dict[str, Any] = {}
+        self.methods: dict[tuple[type[nn.Module], str], Any] = {}
+        self.functions: dict[tuple[str, str], Any] = {}
         self.holders: dict[str, type[nn.Module]] = {}
         self.linears: list[LinearCall] = []
         self.called: list[tuple[str, Polynomial, Polynomial]] = []
+        # Linears whose results went where a lenient reading does not follow.
+        self.escaped: set[str] = set()
+        self._operands: list[list[Any]] = []
         self._frames: list[_Frame] = []
         self._viewed: list[Formula] = []
         self._numbers = itertools.count()
@@ -109,7 +117,9 @@ class Reader:
             NotUnderstood: it does what no formula says, with the line.
         """
         try:
-            return self.inlined(method, (Part("", self.block), *args), {})
+            result = self.inlined(method, (Part("", self.block), *args), {})
+            self._escape([result])
+            return result
         except TooLarge:
             raise NotUnderstood("computes a larger formula than any that is known") from None
 
@@ -123,12 +133,14 @@ class Reader:
         tree = tree_of(function)
         frame = _Frame(typing.cast(types.FunctionType, function), self._bound(function, tree, args, options))
         self._frames.append(frame)
+        self._operands.append([])
         try:
             self._body(tree.body, frame)
         except _Return as result:
             return result.value
         finally:
             self._frames.pop()
+            self._operands.pop()
         return Known(None)
 
     def _bound(
@@ -179,6 +191,7 @@ class Reader:
             except NotUnderstood as reason:
                 if not self.lenient:
                     raise _with_line(reason, statement) from None
+                self._escape_names(statement, frame)
                 self._forget(statement, frame)
 
     def _statement(self, node: ast.stmt, frame: _Frame) -> None:
@@ -204,6 +217,9 @@ class Reader:
         elif isinstance(node, ast.Assert):
             if self._truth(self.value(node.test, frame)) is not True:
                 raise NotUnderstood("asserts what is not known")
+        elif isinstance(node, (ast.With, ast.Try, ast.While)) and self.lenient:
+            self._body(node.body, frame)
+            self._forget(node, frame)
         elif not isinstance(node, ast.Pass):
             raise NotUnderstood(f"has a {type(node).__name__.lower()} statement")
 
@@ -250,6 +266,7 @@ class Reader:
                 ends.append(frame.locals)
             except _Return as result:
                 returned.append(result.value)
+        self._escape(returned)
         if not ends:
             if len(returned) == 2 and returned[0] == returned[1]:
                 raise _Return(returned[0])
@@ -267,6 +284,12 @@ class Reader:
 
     def _loop(self, node: ast.For, frame: _Frame) -> None:
         values = self._items(self.value(node.iter, frame))
+        if values is None and self.lenient:
+            # What one round leaves is what the next one finds.
+            self._forget(node, frame)
+            self._body(node.body, frame)
+            self._forget(node, frame)
+            return
         if node.orelse or any(isinstance(each, (ast.Break, ast.Continue)) for each in ast.walk(node)):
             raise NotUnderstood("leaves a loop early")
         if values is None:
@@ -278,7 +301,7 @@ class Reader:
     def _items(self, value: Any) -> tuple[Any, ...] | None:
         if isinstance(value, tuple):
             return value
-        if isinstance(value, Part) and type(value.module) in (nn.ModuleList, nn.Sequential):
+        if isinstance(value, Part) and _is_row(value.module):
             return tuple(self._child(value, name) for name in value.module._modules)
         if isinstance(value, Known) and isinstance(value.value, (tuple, range)) and len(value.value) < _MOST_CALLS:
             return tuple(map(Known, value.value))
@@ -298,16 +321,40 @@ class Reader:
     def value(self, node: ast.expr, frame: _Frame) -> Any:
         """What an expression stands for."""
         method = getattr(self, f"_of_{type(node).__name__.lower()}", None)
-        if method is None:
-            if self.lenient:
-                return self.unknown()
-            raise NotUnderstood(f"has an expression that is a {type(node).__name__.lower()}")
         if not self.lenient:
+            if method is None:
+                raise NotUnderstood(f"has an expression that is a {type(node).__name__.lower()}")
             return method(node, frame)
+        operands: list[Any] = []
+        self._operands.append(operands)
         try:
-            return method(node, frame)
+            if method is None:
+                self._escape_names(node, frame)
+                result: Any = self.unknown()
+            else:
+                result = method(node, frame)
         except NotUnderstood:
-            return self.unknown()
+            self._escape(operands)
+            result = self.unknown()
+        finally:
+            self._operands.pop()
+        if self._operands:
+            self._operands[-1].append(result)
+        return result
+
+    def _escape(self, values: Iterable[Any]) -> None:
+        """What linears gave is handed to what is not understood."""
+        for value in values:
+            if isinstance(value, Formula):
+                self.escaped.update(str(found[1]) for found in linears_in(value.value))
+            elif isinstance(value, (tuple, list)):
+                self._escape(value)
+            elif isinstance(value, dict):
+                self._escape(value.values())
+
+    def _escape_names(self, node: ast.AST, frame: _Frame) -> None:
+        names = [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
+        self._escape([frame.locals.get(name) for name in names])
 
     def _of_constant(self, node: ast.Constant, frame: _Frame) -> Any:
         if node.value is not Ellipsis and type(node.value) not in PLAIN:
@@ -333,8 +380,9 @@ class Reader:
         if isinstance(value, types.ModuleType):
             return Known(value)
         if isinstance(value, types.FunctionType) and not operations.is_known(value) and value is not typing.cast:
-            # Somebody may put another function there, and nobody would notice.
-            raise NotUnderstood(f"calls the function {name}, a global variable")
+            # Somebody may put another function there: its name is watched.
+            self.functions[str(space.get("__name__")), name] = value
+            return Known(value)
         if callable(value) or operations.torch_constant(value):
             return Known(value)
         raise NotUnderstood(f"reads the global variable {name}")
@@ -391,11 +439,14 @@ class Reader:
             if name in module._modules:
                 return self._child(owner, name)
             raise NotUnderstood(f"reads {path}, which is a buffer or missing")
-        return self._plain_or_callable(path, held)
+        return self._plain_or_callable(owner, path, held)
 
-    def _plain_or_callable(self, path: str, value: Any) -> Any:
+    def _plain_or_callable(self, owner: Part, path: str, value: Any) -> Any:
         if type(value) in PLAIN or (isinstance(value, tuple) and all(type(each) in PLAIN for each in value)):
             return self._watch(path, value)
+        if isinstance(value, types.MethodType) and value.__self__ is owner.module:
+            self.watched[path] = value
+            return Method(owner, value.__name__, value.__func__)
         if isinstance(value, Tensor):
             raise NotUnderstood(f"reads the tensor {path}")
         if callable(value):
@@ -406,13 +457,13 @@ class Reader:
         if isinstance(value, types.FunctionType):
             return Method(owner, name, value)
         if isinstance(value, staticmethod):
-            return self._plain_or_callable(owner.inner(name), value.__func__)
-        if isinstance(value, property) and value.fget is not None and not owner.path:
-            self.methods[name] = value
+            return self._plain_or_callable(owner, owner.inner(name), value.__func__)
+        if isinstance(value, property) and value.fget is not None:
+            self.methods[type(owner.module), name] = value
             return self.inlined(value.fget, (owner,), {})
         if hasattr(type(value), "__get__"):
             raise NotUnderstood(f"reads {owner.inner(name)}, which a descriptor computes")
-        return self._plain_or_callable(owner.inner(name), value)
+        return self._plain_or_callable(owner, owner.inner(name), value)
 
     def _parameter(self, path: str, parameter: Tensor | None) -> Any:
         if parameter is None:
@@ -434,7 +485,7 @@ class Reader:
         if isinstance(owner, operations.Halves):
             return owner.part(_half_at(node.slice, owner.interleaved))
         if isinstance(owner, Formula):
-            place = _columns_at(node.slice)
+            place = _columns_at(node.slice) or self._half_by_bounds(node.slice, owner, frame)
             if place is None or owner.value.single is None or not owner.width or owner.width % 2:
                 raise NotUnderstood("takes some rows or columns of a tensor")
             self._viewed.append(owner)
@@ -450,15 +501,38 @@ class Reader:
             raise NotUnderstood("takes a part of something")
         if isinstance(owner, Shape) and not owner.leading and place.value == -1 and owner.of.width:
             return Known(owner.of.width)
+        if isinstance(owner, dict) and place.value in owner:
+            return owner[place.value]
         if isinstance(owner, tuple) and type(place.value) is int and -len(owner) <= place.value < len(owner):
             return owner[place.value]
-        if isinstance(owner, Part) and type(owner.module) in (nn.ModuleList, nn.Sequential):
+        if isinstance(owner, Part) and _is_row(owner.module):
             names = list(owner.module._modules)
             if type(place.value) is int and -len(names) <= place.value < len(names):
                 return self._child(owner, names[place.value])
         if isinstance(owner, Part) and type(owner.module) is nn.ModuleDict and place.value in owner.module._modules:
             return self._child(owner, place.value)
         raise NotUnderstood("takes a part of something")
+
+    def _half_by_bounds(self, node: ast.expr, owner: Formula, frame: _Frame) -> str | None:
+        """Which half ``[..., :n]`` or ``[..., n:]`` is."""
+        if not isinstance(node, ast.Tuple) or len(node.elts) != 2 or ast.unparse(node.elts[0]) != "...":
+            return None
+        columns = node.elts[1]
+        if not isinstance(columns, ast.Slice) or columns.step is not None or not owner.width:
+            return None
+        bounds = [None if each is None else self.value(each, frame) for each in (columns.lower, columns.upper)]
+        if not all(each is None or (isinstance(each, Known) and type(each.value) is int) for each in bounds):
+            return None
+        found = range(owner.width)[slice(*(each and each.value for each in bounds))]
+        half = owner.width // 2
+        return {range(half): "first", range(half, owner.width): "last"}.get(found)
+
+    def _of_dict(self, node: ast.Dict, frame: _Frame) -> Any:
+        keys = [None if each is None else self.value(each, frame) for each in node.keys]
+        if not all(isinstance(each, Known) and type(each.value) in PLAIN for each in keys):
+            raise NotUnderstood("has a dictionary whose keys are not known")
+        values = [self.value(each, frame) for each in node.values]
+        return {each.value: value for each, value in zip(keys, values, strict=True)}  # type: ignore[union-attr]
 
     def _of_tuple(self, node: ast.Tuple, frame: _Frame) -> Any:
         values: list[Any] = []
@@ -589,7 +663,7 @@ class Reader:
         target = called.value
         if operations.is_known(target):
             result = self._operation(getattr(target, "__name__", ""), target, args, options)
-            return self._noted(called.path, args, result)
+            return self._noted(called.path or "", args, result)
         if isinstance(target, types.FunctionType):
             if target is typing.cast:
                 return args[-1]
@@ -640,9 +714,7 @@ class Reader:
         owner = typing.cast(Part, called.owner)
         if called.name == "forward" and owner.path:
             return self._call_part(owner, args, options)
-        if owner.path:
-            raise NotUnderstood(f"calls {called.name} of {owner.path}")
-        self.methods[called.name] = called.function
+        self.methods[type(owner.module), called.name] = called.function
         return self.inlined(typing.cast(Any, called.function), (owner, *args), options)
 
     def _call_part(self, part: Part, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -653,7 +725,7 @@ class Reader:
         if (sizes := sizes_of_linear(module)) is not None:
             return self._call_linear(part, sizes, x)
         if not isinstance(x, Formula):
-            raise NotUnderstood(f"calls {part.path} with something else than one tensor")
+            return self._inlined_part(part, args, options)
         if type(module) is nn.Dropout:
             self._viewed.append(x)
             dropped = x.with_value(atom("dropout", part.path, x.value))
@@ -668,8 +740,16 @@ class Reader:
             return self._noted(part.path, (x,), result)
         if type(module) is nn.Identity:
             return x
-        self.holders[part.path] = type(module)
-        return self._noted(part.path, (x,), self.inlined(type(module).forward, (part, x), {}))
+        return self._noted(part.path, (x,), self._inlined_part(part, args, options))
+
+    def _inlined_part(self, part: Part, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        if self.lenient and (
+            any("." in path for path, _ in linears(part.module)) or len(part.module._modules) > _MOST_CHILDREN
+        ):
+            # It is a block of its own.
+            raise NotUnderstood(f"calls {part.path}")
+        self.holders[part.path] = type(part.module)
+        return self.inlined(type(part.module).forward, (part, *args), options)
 
     def _call_linear(self, part: Part, sizes: tuple[int, int], x: Any) -> Formula:
         if isinstance(x, Unknown):
@@ -684,7 +764,7 @@ class Reader:
         if options:
             raise NotUnderstood("calls what is not known")
         if target is isinstance and len(args) == 2:
-            kinds = [each.value for each in (args[1] if isinstance(args[1], tuple) else (args[1],))]
+            kinds = [getattr(each, "value", None) for each in (args[1] if isinstance(args[1], tuple) else (args[1],))]
             if isinstance(args[0], (Formula, Weight)) and kinds == [torch.Tensor]:
                 return Known(True)
             if isinstance(args[0], Part) and all(isinstance(kind, type) for kind in kinds):
@@ -712,6 +792,15 @@ class _Frame:
 
     def __init__(self, function: types.FunctionType, values: dict[str, Any]) -> None:
         self.function, self.locals = function, values
+
+
+def _is_row(module: nn.Module) -> bool:
+    """Whether a module is iterated as torch's list or sequence of modules is; sharding derives a class from it."""
+    own = type(module)
+    return any(
+        isinstance(module, kind) and own.__iter__ is kind.__iter__ and own.__getitem__ is kind.__getitem__  # type: ignore[attr-defined]
+        for kind in (nn.ModuleList, nn.Sequential)
+    )
 
 
 def _is_of_math(target: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What the names in a method stand for while it is read: tensors in normal form, parts of the module, known constants."""
+"""What names stand for while a method is read: tensors in normal form, parts of the module, known constants."""
 
 from __future__ import annotations
 
