@@ -1,4 +1,4 @@
-"""`replace` and `restore`: FFNs, experts and losses run through this library's functions, and everything else stays.
+"""`replace` and `restore`: FFNs, experts, losses and norms run fused, and everything else stays.
 
 A replaced block is the same module object with another class: a subclass of its own, whose forward hands the weights of
 plain children to ``functional.ffn`` and otherwise runs the original forward. So parameters, names, hooks, buffers, tied
@@ -40,7 +40,7 @@ from .heads import why_class_stays as why_model_stays
 from .linears import FusedSplitKLinear
 from .norms import FusedNorm, why_norm_left
 from .patterns import Patterns
-from .recognising_norms import Norm, recognise_norm, width_of_norm
+from .recognising_norms import Norm, may_be_norm, recognise_norm
 from .report import Entry, Report
 from .rules import FFNRule, LinearRule
 from .saving import facts_of_experts, facts_of_ffn, facts_of_head, facts_of_norm, why_no_kernels_for_linear
@@ -90,12 +90,13 @@ def replace(
     rules: Sequence[FFNRule | LinearRule] = (),
     recompute: Literal["auto"] | bool | int = "auto",
     loss: bool = True,
-    norm: bool = False,
+    norm: bool = True,
     strict: bool = False,
     dry_run: bool = False,
 ) -> Report:
-    """Let the FFN blocks of ``model`` run through ``functional.ffn``, experts through ``functional.moe_ffn``, and the
-    loss of a language model through ``functional.linear_cross_entropy``, in place; ``restore`` undoes it exactly.
+    """Let the FFN blocks of ``model`` run through ``functional.ffn``, experts through ``functional.moe_ffn``, norms
+    through torch's fused ones, and the loss of a language model through ``functional.linear_cross_entropy``, in place;
+    ``restore`` undoes it exactly.
 
     Blocks are: every ``Linear, activation, [Dropout,] Linear`` in a row in an ``nn.Sequential`` (from the left, where
     two overlap); the feed-forward half of ``nn.TransformerEncoderLayer`` and ``nn.TransformerDecoderLayer``; instances
@@ -106,8 +107,8 @@ def replace(
     would draw. A call with more than one tensor, with a tensor that is not plain, or
     after a child ceased to be plain runs the original forward.
     Experts are the modules with the interface of transformers' experts, of which a small copy agrees, too.
-    With ``norm`` every module that is found in the same way to compute an RMSNorm or a LayerNorm in several operations
-    runs torch's fused one, in each dtype in which that is as close to float64 as the module's own forward.
+    Norms are the modules whose source says an RMSNorm or a LayerNorm in several operations, for every input: they run
+    torch's fused one, which computes in float32 and rounds once.
     The loss is that of transformers' causal models, whose forward calls its last linear layer and then
     ``self.loss_function``: called with labels, it makes no logits, unless somebody reads them from its result.
     A block that sits in the tree twice is replaced once; a second `replace` finds nothing new. Replace first, then
@@ -120,7 +121,7 @@ def replace(
             which linears outside of FFNs become :class:`SplitKLinear` (none without a rule).
         recompute: as in ``functional.ffn``, for every block: True never allocates a hidden, forward or backward.
         loss: whether to take the loss of a language model, too.
-        norm: whether to take norms, too. Results change by a rounding, towards float64.
+        norm: whether to take norms, too. Results change by a rounding, as an FFN's do.
         strict: raise where an FFN, or what looks like one, would stay as it is; and where nothing in the model is
             fused, instead of warning. Nothing is changed then.
         dry_run: report and change nothing.
@@ -321,7 +322,7 @@ def _replace_norms(model: nn.Module, found: _Found) -> None:
     for path, module in model.named_modules():
         if isinstance(module, FusedNorm):
             found.skip(path, module, _ALREADY)
-        if isinstance(module, ReplacedModule) or module._modules:
+        if isinstance(module, ReplacedModule) or not may_be_norm(module):
             continue
         key = signature(module, set())
         if key not in alike:
@@ -329,12 +330,13 @@ def _replace_norms(model: nn.Module, found: _Found) -> None:
         norm = alike[key]
         if norm is None:
             continue
-        reason = norm if isinstance(norm, str) else why_norm_left(module, norm)
-        if reason is not None or isinstance(norm, str):
+        if isinstance(norm, str):
+            found.skip(path, module, f"it looks like a norm, but {norm}")
+        elif (reason := why_norm_left(module, norm)) is not None:
             found.skip(path, module, f"it is a norm, but {reason}")
-            continue
-        fused = fused_class(FusedNorm, type(module), fused_norm=norm)
-        found.change(path, module, fused, f"{norm}, {width_of_norm(module)} columns", *facts_of_norm(module, norm))
+        else:
+            fused = fused_class(FusedNorm, type(module), fused_norm=norm, fused_watched=norm.methods)
+            found.change(path, module, fused, str(norm), *facts_of_norm(module, norm))
 
 
 def _description(pieces: FFNPieces) -> str:

@@ -16,9 +16,9 @@ from torch.compiler import is_dynamo_compiling
 
 from ..modules import class_name, is_plain_now, say_once, why_not_now
 from .blocks import OWN_FORWARD, ReplacedModule
+from .finding import attribute
+from .reading.values import ABSENT
 from .recognising_norms import DTYPES, WHY_NOT_FLOAT32, Norm
-
-_MISSING = object()
 
 
 class FusedNorm(ReplacedModule):
@@ -28,13 +28,13 @@ class FusedNorm(ReplacedModule):
 
     def why_called(self, *tensors: Tensor | None) -> str | None:
         """Why a call with these tensors would run the original forward, or None."""
-        if reason := self.why_fused_class_changed():
-            return reason
         return "it takes one tensor" if len(tensors) != 1 else self.why_not_fused(tensors[0])
 
     def why_not_fused(self, x: Any) -> str | None:
         """Why the fused norm does not run for x and the parameters as they are now, or None."""
         norm = self.fused_norm
+        if reason := self.why_fused_class_changed():
+            return reason
         if not is_plain_now(x):
             return why_not_now(x) or f"an input is a {class_name(x)}, not a tensor"
         dtype = x.dtype
@@ -57,9 +57,19 @@ class FusedNorm(ReplacedModule):
             if tensor.dtype is not dtype or tensor.shape != x.shape[-1:]:
                 size = "another width" if tensor.shape != x.shape[-1:] else str(dtype)
                 return f"its {name} is of {tensor.dtype} and {list(tensor.shape)}, its input of {size}"
+        if norm.weight is None and (not x.dim() or norm.width not in (None, x.shape[-1])):
+            return f"its input is of {list(x.shape)}, where its last dimension was to have {norm.width}"
+        return self._why_changed(norm)
+
+    def _why_changed(self, norm: Norm) -> str | None:
+        """Which attribute is another one than was read, or None."""
         for name, value in norm.options:
-            if getattr(self, name, _MISSING) != value:
+            found = attribute(self, name, ABSENT)
+            if found is not value and (type(found) is not type(value) or found != value):
                 return f"its {name} was {value!r} when it was replaced"
+        for name in norm.methods:
+            if name in self.__dict__:
+                return f"its {name} was set on the instance"
         return None
 
     def run_fused(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

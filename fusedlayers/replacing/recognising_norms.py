@@ -1,52 +1,46 @@
-"""Which modules compute an RMSNorm or a LayerNorm over the last dimension, read from trials and not from names.
+"""Which modules compute an RMSNorm or a LayerNorm over the last dimension, read from their source and not from names.
 
-A copy of the module runs on random numbers in float64, and the norm that gives the same results and gradients is what
-it computes. Between casts and products norms differ, and float64 does not show that. So the same is done in each dtype
-in which a norm may be called, and judged as everything else is: torch's fused norm must be as close to float64 as the
-module's own forward.
+What the forward computes becomes a polynomial, and the module is a norm where that is a norm's, with weight and bias:
+for every input, then, and with the same gradients. In 16 bits a forward rounds between its operations, more or less
+often. Torch's fused norms compute in float32 and round once, so they are as close to the formula as any of them.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import types
+from collections.abc import Hashable, Iterator
+from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
-from ..closeness import compare
-from .formulas import names_read, options_read
-from .small_copies import small_copy
-from .trials import alike, gradients, quietly
+from .reading.formulas import text
+from .reading.operations import normalised
+from .reading.polynomials import Polynomial, atom, number
+from .reading.reader import Reader
+from .reading.values import Formula, NotUnderstood
 
-_FUSED = (F.rms_norm, F.layer_norm, torch.rms_norm, torch.layer_norm)
-# One of these every norm calls; without parameters a module that calls none is not tried.
-_SUMS = {"mean", "sum", "var", "var_mean", "std", "std_mean", "norm", "vector_norm", "layer_norm", "rms_norm"}
-# What some norms have written in their forward.
-_EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# One of these every norm calls. What calls none, or a fused norm of torch's, is no norm whose reasons matter.
+_SUMS = {"mean", "sum", "var", "var_mean", "std", "std_mean", "norm", "vector_norm"}
+_FUSED = {"layer_norm", "rms_norm"}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Measured on an H200: their gradient of x is up to four roundings off, where two are the limit of what is close. Under
 # autocast, whose products round 65,536 times as coarsely, that does not show.
 WHY_NOT_FLOAT32 = "torch's fused norms round float32 more often than its own forward, and so run under autocast alone"
-# Of the rows of an input: from where eps is all that counts to where float16 is near its end.
-_SCALES = (1e-6, 1e-4, 1e-2, 1.0, 30.0, 1000.0)
-_SHAPES = ((6,), (6, 3), (6, 1, 2))
-# Narrower ones would let what differs look alike.
-_NARROWEST = 8
-_USUAL_WIDTH = 64
-_ROWS = 64
+_LONGEST_FORMULA = 160
 
 
 class Norm(NamedTuple):
     """A norm over the last dimension: ``operation`` of ``torch.nn.functional``, and where its numbers come from.
 
-    ``weight`` and ``bias`` are names of parameters; with ``one_plus`` the weight is 1 + parameter. ``options`` are the
-    attributes that the forward reads, with the values for which this is what it computes; ``dtypes`` are those in which
-    it is close to what the forward gives, and ``others`` those in which it is not, with the reasons.
+    ``weight`` and ``bias`` are names of parameters; with ``one_plus`` the weight is 1 + parameter. ``width`` is the
+    size of the last dimension, None where the forward takes any. ``options`` are the attributes that the forward reads,
+    by path, with the values for which this is what it computes, and ``methods`` the names of the methods that it calls.
+    ``dtypes`` are those in which its result has the input's dtype, and ``others`` the rest of them, with the reasons.
     """
 
     operation: str
@@ -54,7 +48,9 @@ class Norm(NamedTuple):
     bias: str | None
     one_plus: bool
     eps: float
+    width: int | None = None
     options: tuple[tuple[str, Any], ...] = ()
+    methods: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
     others: tuple[tuple[torch.dtype, str], ...] = ()
 
@@ -81,26 +77,42 @@ class Norm(NamedTuple):
 
     def __str__(self) -> str:
         weight = "no weight" if self.weight is None else "weight + 1" if self.one_plus else "weight"
-        return f"{self.operation}, {weight}{'' if self.bias is None else ' and bias'}, eps={self.eps:g}"
+        width = "any number of" if self.width is None else self.width
+        bias = "" if self.bias is None else " and bias"
+        return f"{self.operation}, {weight}{bias}, eps={self.eps:g}, {width} columns"
 
 
 def recognise_norm(module: nn.Module) -> Norm | str | None:
-    """The norm that a module computes; why none is seen in it although it is one; None: it is none, or torch's own."""
-    if not _may_be_norm(module):
-        return None
-    with quietly():
-        norm = _in_float64(module)
-        if not isinstance(norm, Norm):
-            return norm
-        # Past the mode that makes float64 of float32.
-        with torch._C.DisableTorchFunction():
-            reasons = {dtype: _why_not_close(module, norm, dtype) for dtype in DTYPES}
-    close = tuple(dtype for dtype, reason in reasons.items() if reason is None)
-    others = tuple((dtype, reason) for dtype, reason in reasons.items() if reason is not None)
-    return norm._replace(dtypes=close, others=others)
+    """The norm that a module computes which may be one; why none is read in it although it looks like one; None: it is
+    none, or torch's fused one already."""
+    found: dict[torch.dtype, Norm] = {}
+    others: list[tuple[torch.dtype, str]] = []
+    for dtype in DTYPES:
+        try:
+            norm = _read(module, dtype)
+        except NotUnderstood as reason:
+            others.append((dtype, str(reason)))
+            continue
+        if norm is None:
+            return None
+        found[dtype] = norm
+    if torch.float32 not in found:
+        names = _names_called(type(module))
+        return others[0][1] if names & _SUMS and not names & _FUSED else None
+    first = found[torch.float32]
+    for dtype, norm in list(found.items()):
+        # What is read besides may be another attribute for each dtype.
+        if norm[:6] != first[:6]:
+            others.append((dtype, "its own forward computes another norm"))
+            del found[dtype]
+    options = {name: value for norm in found.values() for name, value in norm.options}
+    if not all(isinstance(value, Hashable) for value in options.values()):
+        return "reads an attribute that may change"
+    methods = tuple(dict.fromkeys(name for norm in found.values() for name in norm.methods))
+    return first._replace(options=tuple(options.items()), methods=methods, dtypes=tuple(found), others=tuple(others))
 
 
-def _may_be_norm(module: nn.Module) -> bool:
+def may_be_norm(module: nn.Module) -> bool:
     """Whether a module has nothing but up to two vectors of one size, and a forward of its own for one tensor."""
     kind = type(module)
     own = [each for each in module._parameters.values() if each is not None]
@@ -108,153 +120,71 @@ def _may_be_norm(module: nn.Module) -> bool:
         return False
     if kind.forward is nn.Module.forward or module._modules or module._buffers or len(own) > 2:
         return False
-    if not own and not _SUMS & names_read(kind, "forward"):
-        return False
     if any(each.dim() != 1 or each.shape != own[0].shape or not each.is_floating_point() for each in own):
         return False
-    parameters = [*inspect.signature(kind.forward).parameters.values()][1:]
-    only = [(each.kind, each.default) for each in parameters]
-    one = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty)
-    return only == [one] and width_of_norm(module) >= _NARROWEST
+    forward = inspect.unwrap(kind.forward)
+    if not isinstance(forward, types.FunctionType) or forward.__defaults__ or forward.__kwdefaults__:
+        return False
+    code = forward.__code__
+    several = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    return code.co_argcount == 2 and not code.co_kwonlyargcount and not several
 
 
-def width_of_norm(module: nn.Module) -> int:
-    """The size of what is normalised: that of the parameters, or what an attribute says."""
-    for each in module._parameters.values():
-        if each is not None:
-            return each.shape[0]
-    for value in vars(module).values():
-        size = value[0] if isinstance(value, tuple) and len(value) == 1 else value
-        if type(size) is int and size >= _NARROWEST:
-            return size
-    return _USUAL_WIDTH
+def _names_called(kind: type[nn.Module]) -> set[str]:
+    """The names in a class's forward, and in those methods of the class that these name."""
+    names: set[str] = set()
+    left = [inspect.unwrap(kind.forward)]
+    while left:
+        code = getattr(left.pop(), "__code__", None)
+        new = set(code.co_names) - names if code is not None else set()
+        names |= new
+        left += [inspect.unwrap(found) for found in (getattr(kind, name, None) for name in new) if callable(found)]
+    return names
 
 
-class _Fused(TorchFunctionMode):
-    """Notes the dtypes in which torch's fused norms are called."""
+def _read(module: nn.Module, dtype: torch.dtype) -> Norm | None:
+    """The norm that a module's forward computes in this dtype; None where torch's fused one computes it already.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: list[torch.dtype] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func in _FUSED and args:
-            self.dtypes.append(args[0].dtype)
-        return func(*args, **(kwargs or {}))
-
-
-def _in_float64(module: nn.Module) -> Norm | str | None:
-    """The norm that a copy computes in float64, if it does so by itself."""
-    forward = type(module).forward
-    copies = [copy_of_norm(module, training) for training in (False, True)]
-    inputs = _inputs(width_of_norm(module))
-    before = [{name: id(value) for name, value in vars(each).items()} for each in copies]
-    try:
-        results = [[forward(each, x) for x in inputs] for each in copies]
-    except Exception:
-        # The method is the user's, and the numbers are ours: whatever it raises, it takes other inputs.
-        return None
-    if before != [{name: id(value) for name, value in vars(each).items()} for each in copies]:
-        return None
-    own, other = copies
-    norm = next((each for each in _candidates(own) if _gives(each, own, inputs, results[0])), None)
+    Raises:
+        NotUnderstood: it is none.
+    """
+    own = [each for each in module._parameters.values() if each is not None]
+    reader = Reader(module, dtype=dtype)
+    width = own[0].shape[0] if own else None
+    result = reader.read(type(module).forward, reader.input(width))
+    if not isinstance(result, Formula) or not result.shaped:
+        raise NotUnderstood("does not give a tensor with the shape of its input")
+    norm = next(_norms(result.value, reader.input(width).value), None)
     if norm is None:
+        formula = text(result.value)
+        short = formula if len(formula) <= _LONGEST_FORMULA else f"{formula[:_LONGEST_FORMULA]}..."
+        raise NotUnderstood(f"computes {short}")
+    if not all(reader.norms):
         return None
-    if not _gives(norm, other, inputs, results[1]):
-        return "it computes something else in training"
-    ours = [norm.run(x, *norm.of(other)) for x in inputs]
-    pairs = zip(gradients(results[0], inputs, own), gradients(ours, inputs, other), strict=True)
-    if not all(one is not None and two is not None and alike(one, two) for one, two in pairs):
-        return "its results are those of a norm, but not its gradients"
-    if _runs_fused(module):
-        return None
-    options = options_read(module, "forward", [name for name in (norm.weight, norm.bias) if name is not None])
-    return "its forward reads a variable that may change" if options is None else norm._replace(options=options)
+    if result.wide and dtype is not torch.float32:
+        raise NotUnderstood(f"its own forward gives float32 for {str(dtype).removeprefix('torch.')}")
+    return norm._replace(width=result.width, options=tuple(reader.watched.items()), methods=tuple(reader.methods))
 
 
-def copy_of_norm(module: nn.Module, training: bool = False, dtype: torch.dtype = torch.float64) -> nn.Module:
-    copied = small_copy(module, 1)
-    copied.__dict__["training"] = training
-    for name, each in copied._parameters.items():
-        copied._parameters[name] = None if each is None else nn.Parameter(each.detach().to(dtype))
-    return copied
-
-
-def _inputs(width: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    scales = torch.tensor(_SCALES, dtype=torch.float64, device="cpu")
-    return [
-        (
-            torch.randn(*shape, width, generator=generator, dtype=torch.float64, device="cpu")
-            * scales.reshape(-1, *(1,) * len(shape))
-        ).requires_grad_()
-        for shape in _SHAPES
-    ]
-
-
-def _candidates(module: nn.Module) -> Iterator[Norm]:
-    names = [name for name, each in module._parameters.items() if each is not None]
-    given = [value for value in vars(module).values() if type(value) is float and 0 < value < 1]
-    for eps in dict.fromkeys((*given, *_EPSILONS)):
-        if len(names) < 2:
-            weight = names[0] if names else None
-            for operation in ("rms_norm", "layer_norm"):
-                yield Norm(operation, weight, None, False, eps)
-                if weight is not None:
-                    yield Norm(operation, weight, None, True, eps)
-        else:
-            for weight, bias in (names, names[::-1]):
-                yield Norm("layer_norm", weight, bias, False, eps)
-                yield Norm("layer_norm", weight, bias, True, eps)
-
-
-def _gives(norm: Norm, module: nn.Module, inputs: list[Tensor], results: list[Any]) -> bool:
-    """Whether the norm of each input is the result."""
-    return all(
-        type(y) is Tensor and y.dtype is x.dtype and alike(norm.run(x, *norm.of(module)), y)
-        for x, y in zip(inputs, results, strict=True)
-    )
-
-
-def _runs_fused(module: nn.Module) -> bool:
-    """Whether the forward hands its input to one of torch's fused norms as it is: nothing would be gained."""
-    x = torch.randn(2, width_of_norm(module), dtype=torch.bfloat16, device="cpu")
-    with _Fused() as noted:
-        try:
-            type(module).forward(copy_of_norm(module, dtype=torch.bfloat16), x)
-        except Exception:
-            # It takes no such dtype: in float32 it is fused, or it is not fused at all.
-            return bool(noted.dtypes)
-    return x.dtype in noted.dtypes
-
-
-def _why_not_close(module: nn.Module, norm: Norm, dtype: torch.dtype) -> str | None:
-    """Why the fused norm is not as good as the module's own forward in this dtype, or None."""
-    name = str(dtype).removeprefix("torch.")
-    generator = torch.Generator().manual_seed(2)
-    width = width_of_norm(module)
-    scales = torch.tensor(_SCALES, device="cpu").repeat(_ROWS)[:_ROWS, None]
-    x, dy = (torch.randn(_ROWS, width, generator=generator, device="cpu") for _ in range(2))
-    x, dy = (x * scales).to(dtype).requires_grad_(), dy.to(dtype)
-    found: list[dict[str, Tensor | None]] = []
-    for wide in (False, False, True):
-        copied = copy_of_norm(module, dtype=dtype)
-        own = torch.float64 if wide else dtype
-        leaf = x.detach().to(own).requires_grad_()
-        for each, parameter in copied._parameters.items():
-            copied._parameters[each] = None if parameter is None else nn.Parameter(parameter.detach().to(own))
-        try:
-            y = norm.run(leaf, *norm.of(copied)) if found else type(module).forward(copied, leaf)
-        except Exception as error:
-            return f"its own forward raises {type(error).__name__} in {name}"
-        if y.dtype is not own:
-            return f"its own forward gives {str(y.dtype).removeprefix('torch.')} for {name}"
-        leaves = {"dx": leaf, **{f"d{each}": p for each, p in copied._parameters.items() if p is not None}}
-        slopes = torch.autograd.grad(y, list(leaves.values()), dy.to(own))
-        found.append({"y": y.detach(), **dict(zip(leaves, slopes, strict=True))})
-    theirs, ours, truth = found
-    for each in truth:
-        verdict = compare(ours[each], theirs[each], truth[each], name=each)  # type: ignore[arg-type]
-        if not verdict.ok:
-            return f"in {name} torch's fused norm is not as close to float64 as its own forward: {verdict.message}"
-    return None
+def _norms(value: Polynomial, x: Polynomial) -> Iterator[Norm]:
+    """The norm of x that a polynomial is, if it is one."""
+    atoms = list(value.atoms())
+    names = [str(name) for kind, name, *_ in atoms if kind == "parameter"]
+    bases = [base for kind, base, *exponent in atoms if kind == "power" and exponent == [-0.5]]
+    # The constant beside the variance.
+    epsilons = [base.terms.get(frozenset(), 0.0) for base in bases if isinstance(base, Polynomial)]
+    for eps in epsilons if len(epsilons) == 1 and epsilons[0] > 0 else ():
+        for operation in ("rms_norm", "layer_norm"):
+            plain = normalised(x, operation, eps)
+            if not names and plain == value:
+                yield Norm(operation, None, None, False, eps)
+            for weight, *others in permutations(names) if names else ():
+                bias = others[0] if others else None
+                shift = number(0.0) if bias is None else atom("parameter", bias)
+                # An rms norm with a bias torch has not fused.
+                if len(others) > 1 or (bias is not None and operation == "rms_norm"):
+                    continue
+                for one_plus in (False, True):
+                    factor = atom("parameter", weight) + number(float(one_plus))
+                    if plain * factor + shift == value:
+                        yield Norm(operation, weight, bias, one_plus, eps)

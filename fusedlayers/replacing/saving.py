@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -24,9 +22,9 @@ from ..planning import Device
 from ..planning.costs import SAVED_FOR_SLOPE, mask_bytes
 from ..planning.linear_cross_entropy import saved_bytes as kept_for_loss
 from .expert_ffns import ExpertsFFN
-from .recognising_norms import WHY_NOT_FLOAT32, Norm, copy_of_norm, width_of_norm
+from .recognising_norms import WHY_NOT_FLOAT32, Norm
+from .remembering import Remembered
 from .rules import LinearRule
-from .trials import quietly
 
 # A training batch: enough that the planner does not call it too small.
 TOKENS = 65_536
@@ -97,38 +95,54 @@ def facts_of_norm(module: nn.Module, norm: Norm) -> tuple[tuple[int, int] | None
     other = next((each.device.type for each in parameters if not each.is_cuda), None)
     if other is not None:
         return None, f"torch has no fused norms on {other}"
-    theirs, ours = kept_by_norm(module, norm)
+    kept = kept_by_norm(module, norm)
     if any(each.dtype is torch.float32 for each in parameters):
-        return (theirs, theirs), WHY_NOT_FLOAT32
-    return (theirs, ours), None
+        return None if kept is None else (kept[0], kept[0]), WHY_NOT_FLOAT32
+    return kept, None
 
 
-def kept_by_norm(module: nn.Module, norm: Norm) -> tuple[int, int]:
-    """Bytes a token, of the forward as it is written and of torch's fused norm; the input only where it is kept."""
+def kept_by_norm(module: nn.Module, norm: Norm) -> tuple[int, int] | None:
+    """Bytes a token, of the forward as it is written and of torch's fused norm; the input only where it is kept.
+
+    None where the forward takes any width.
+    """
+    if norm.width is None:
+        return None
     dtype = next((each.dtype for each in module.parameters()), torch.get_default_dtype())
-    width, copied = width_of_norm(module), copy_of_norm(module, dtype=dtype)
-    with quietly(), torch._C.DisableTorchFunction():
-        theirs = _kept_per_row(functools.partial(type(module).forward, copied), width, dtype)
+    theirs = _kept_by_forward.get(
+        (type(module), type(module).forward, norm, dtype), lambda: _kept_by_row(module, norm.width or 0, dtype)
+    )
     # The input, in float32 where 1 + weight is; and of each row a factor, of a layer norm the mean, too.
     itemsize = max(4, dtype.itemsize) if norm.one_plus else dtype.itemsize
-    return theirs, width * itemsize + (4 if norm.operation == "rms_norm" else 8)
+    return theirs, norm.width * itemsize + (4 if norm.operation == "rms_norm" else 8)
 
 
-def _kept_per_row(run: Callable[..., Tensor], width: int, dtype: torch.dtype) -> int:
-    """The bytes that a function of an input with this width keeps for each of its rows."""
+_kept_by_forward: Remembered[int] = Remembered()
+
+
+def _kept_by_row(module: nn.Module, width: int, dtype: torch.dtype) -> int:
+    """The bytes that the forward of a norm keeps for each row; it runs on tensors without memory."""
+    twin = object.__new__(type(module))
+    twin.__dict__ = vars(module) | {
+        "_parameters": {
+            name: None if each is None else nn.Parameter(torch.empty_like(each, device="meta"))
+            for name, each in module._parameters.items()
+        }
+    }
     found = []
     for rows in (1, 3):
-        x = torch.ones(rows, width, dtype=dtype, device="cpu", requires_grad=True)
         kept: dict[int, torch.UntypedStorage] = {}
 
         def keep(tensor: Tensor, kept: dict[int, torch.UntypedStorage] = kept) -> Tensor:
             storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage
+            kept[storage._cdata] = storage
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            y = run(x)
-        kept.pop(y.untyped_storage().data_ptr(), None)
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cuda", enabled=False):
+            x = torch.empty(rows, width, dtype=dtype, device="meta", requires_grad=True)
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                y = type(module).forward(twin, x)
+        kept.pop(y.untyped_storage()._cdata, None)
         found.append(sum(storage.nbytes() for storage in kept.values()))
     return (found[1] - found[0]) // 2
 

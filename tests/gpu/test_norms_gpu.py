@@ -27,7 +27,7 @@ _BACKWARD = {"rms_norm": "FusedRmsNormBackward0", "layer_norm": "NativeLayerNorm
 
 
 def replaced(norm: nn.Module) -> Norm:
-    fl.replace(norm, norm=True)
+    fl.replace(norm)
     assert isinstance(norm, FusedNorm)
     return norm.fused_norm
 
@@ -52,7 +52,7 @@ def test_the_fused_kernels_are_close(name: str, dtype: torch.dtype) -> None:
 def test_in_float32_the_fused_kernels_run_under_autocast() -> None:
     norm, x = Llama().to(DEVICE), torch.randn(300, WIDTH, device=DEVICE, requires_grad=True)
     theirs = norm(x)
-    [entry] = fl.replace(norm, norm=True).replaced
+    [entry] = fl.replace(norm).replaced
     assert "under autocast alone" in (entry.why_no_kernels or "")
     assert torch.equal(norm(x), theirs)
     with torch.autocast("cuda", torch.bfloat16):
@@ -86,7 +86,7 @@ def test_it_keeps_what_the_report_says(kind: type[nn.Module], monkeypatch: pytes
         return torch.cuda.memory_allocated() - before - y.untyped_storage().nbytes()
 
     own = kept()
-    [entry] = fl.replace(norm, norm=True).replaced
+    [entry] = fl.replace(norm).replaced
     assert entry.why_no_kernels is None
     assert entry.saved_bytes is not None
     # Gemma's norm keeps its input in float32, Llama's as it is.

@@ -84,7 +84,7 @@ def own_norm() -> Made:
 @pytest.mark.parametrize("restored", [False, True])
 def test_what_replace_saw_is_collected(make: Callable[[], Made], restored: bool) -> None:
     model, inputs, used = make()
-    report = fl.replace(model, norm=True)
+    report = fl.replace(model)
     assert report.replaced
     model(*inputs).sum().backward()
     used += [type(module) for module in model.modules() if not type(module).__module__.startswith("torch.")]

@@ -77,7 +77,7 @@ def test_its_rotary_embedding_with_our_layers(monkeypatch: pytest.MonkeyPatch) -
     liger.apply_liger_kernel_to_llama(fused_linear_cross_entropy=False, rms_norm=False)
     model = family.build().train()
     model.load_state_dict(plain.state_dict())
-    report = fl.replace(model, norm=True, strict=True)
+    report = fl.replace(model, strict=True)
     classes = [entry.module for entry in report.replaced]
     assert classes.count("LigerSwiGLUMLP") == LAYERS
     assert classes.count("LlamaRMSNorm") == 2 * LAYERS + 1
@@ -87,7 +87,7 @@ def test_its_rotary_embedding_with_our_layers(monkeypatch: pytest.MonkeyPatch) -
 
 def test_its_norms_stay_its_own() -> None:
     model = nn.Sequential(liger.LigerRMSNorm(WIDTH), known("liger_kernel.transformers.swiglu.LigerSwiGLUMLP"))
-    report = fl.replace(model, norm=True)
+    report = fl.replace(model)
     assert [entry.path for entry in report.replaced] == ["1"]
     assert not report.skipped
 
@@ -100,7 +100,7 @@ def test_a_model_that_it_changed_already_says_what_stays(monkeypatch: pytest.Mon
     for name in ("LlamaMLP", "LlamaRMSNorm"):
         monkeypatch.setattr(library, name, getattr(library, name))
     liger.apply_liger_kernel_to_llama(fused_linear_cross_entropy=False, model=model)
-    report = fl.replace(model, norm=True)
+    report = fl.replace(model)
     left = [entry for entry in report.skipped if "set on the instance" in entry.reason]
     assert [entry.module for entry in left].count("LlamaMLP") == LAYERS
     assert [entry.module for entry in left].count("LlamaRMSNorm") == 2 * LAYERS + 1

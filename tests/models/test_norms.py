@@ -1,4 +1,4 @@
-"""Models of transformers with `replace(norm=True)`: their norms run torch's fused ones, and everything else stays."""
+"""Models of transformers with `replace`: their norms run torch's fused ones, and everything else stays."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_model_trains_and_is_restored(name: str) -> None:
     truth = found.truth(copy.deepcopy(model).double(), inputs)
     theirs = found.results(model, inputs)
     keys, classes = model.state_dict().keys(), [type(module) for module in model.modules()]
-    report = fl.replace(model, norm=True)
+    report = fl.replace(model)
     assert not report.skipped
     assert len(norms(model)) == NORMS[name]
     ours = found.results(model, inputs)
@@ -76,7 +76,7 @@ def test_in_half_precision(name: str, way: str) -> None:
     truth = found.truth(copy.deepcopy(model).double(), inputs)
     with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
         theirs = found.results(model, inputs)
-        fl.replace(model, norm=True)
+        fl.replace(model)
         ours = found.results(model, inputs)
     assert norms(model)
     assert_all_close(ours, theirs, truth, computed_in=torch.bfloat16)
@@ -85,7 +85,7 @@ def test_in_half_precision(name: str, way: str) -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_checkpoints_compute_the_same_again() -> None:
     found, model, inputs = built("Llama")
-    fl.replace(model.train(), norm=True)
+    fl.replace(model.train())
     expected = found.results(model, inputs)
     model.gradient_checkpointing_enable()
     assert_same(found.results(model, inputs), expected)
@@ -96,7 +96,7 @@ def test_it_generates_the_same() -> None:
     model.eval()
     options = {"max_new_tokens": 6, "do_sample": False}
     expected = model.generate(inputs["input_ids"], **options)
-    fl.replace(model, norm=True)
+    fl.replace(model)
     assert torch.equal(model.generate(inputs["input_ids"], **options), expected)
 
 
@@ -107,7 +107,7 @@ def test_it_compiles_in_one_graph() -> None:
     model.loss_type = "ForCausalLM"
     truth = found.truth(copy.deepcopy(model).double(), inputs)
     theirs = found.results(model, inputs)
-    fl.replace(model, norm=True, loss=False)
+    fl.replace(model, loss=False)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     ours = {name.replace("_orig_mod.", ""): tensor for name, tensor in found.results(compiled, inputs).items()}  # type: ignore[arg-type]

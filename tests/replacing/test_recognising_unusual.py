@@ -384,7 +384,7 @@ class NormOfItsClass(nn.Module):
 
 def test_an_option_of_a_norms_class_is_noticed() -> None:
     model, own, x = nn.Sequential(NormOfItsClass()), NormOfItsClass(), torch.randn(3, 8)
-    assert fl.replace(model, norm=True).replaced
+    assert fl.replace(model).replaced
     for norm in (model[0], own):
         norm.eps = 1.0
     torch.testing.assert_close(model(x), own(x))

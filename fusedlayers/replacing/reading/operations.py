@@ -44,6 +44,7 @@ _OTHERS: dict[Any, str] = {
     torch.split: "split", torch.mean: "mean", torch.var: "var", torch.rsqrt: "rsqrt", torch.sqrt: "sqrt",
     torch.reciprocal: "reciprocal", torch.neg: "neg", F.rms_norm: "rms_norm", torch.rms_norm: "rms_norm",
     F.layer_norm: "layer_norm", torch.clamp: "clamp", torch.clip: "clamp", torch.unbind: "unbind",
+    torch.var_mean: "var_mean",
 }  # fmt: skip
 _TENSOR_METHODS = {
     *_METHODS, *_BINARY, "multiply", "subtract", "divide", "true_divide", "chunk", "split", "mean", "var", "rsqrt",
@@ -98,13 +99,22 @@ def binary(name: str, one: Any, other: Any) -> Formula:
     else:
         value = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}[name](first.value, second.value)
     widths = {each.width for each in (first, second) if each.width not in (1, 0)}
-    if len(widths) > 1 or None in widths:
+    if len(widths) > 1 or (None in widths and len(_inputs(first.value) | _inputs(second.value)) != 1):
         raise NotUnderstood("combines tensors of several widths")
     shaped = {each.shaped for each in (first, second) if each.width != 0}
     if len(shaped) > 1:
         raise NotUnderstood("combines tensors of several shapes")
     width = next(iter(widths), 1)
     return Formula(value, width, next(iter(shaped), True), first.wide or second.wide)
+
+
+def _inputs(value: Polynomial) -> set[polynomials.Atom]:
+    """What a tensor of unknown width may have its width from."""
+    found: set[polynomials.Atom] = set()
+    for each in value.atoms():
+        inner = [part for part in each if isinstance(part, Polynomial)]
+        found = found.union(*map(_inputs, inner)) if inner else found | {each}
+    return {each for each in found if each[0] != "parameter"}
 
 
 def _as_formula(value: Any) -> Formula:
@@ -286,6 +296,10 @@ def _var(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
     return x.with_value(polynomials.mean(x.value * x.value) - first * first, 1)
 
 
+def _var_mean(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> tuple[Formula, Formula]:
+    return _var(x, args, options), x.with_value(polynomials.mean(x.value), 1)
+
+
 def _of_power(exponent: float) -> Callable[..., Formula]:
     def run(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
         if args or options:
@@ -305,7 +319,11 @@ def _norm(name: str) -> Callable[..., Formula]:
         given = dict(zip(names, args, strict=False)) | options
         shape = _plain(given.get("normalized_shape"), name)
         eps = _plain(given.get("eps", Known(1e-5 if name == "layer_norm" else None)), name)
-        if set(given) - set(names) or (shape if isinstance(shape, tuple) else (shape,)) != (x.width,) or eps is None:
+        shape = shape if isinstance(shape, tuple) else (shape,)
+        if x.width is None and len(shape) == 1 and type(shape[0]) is int:
+            # It takes no other width, then.
+            x = dataclasses.replace(x, width=shape[0])
+        if set(given) - set(names) or shape != (x.width,) or eps is None:
             raise NotUnderstood(f"calls {name} otherwise than over the last dimension")
         value = normalised(x.value, name, eps)
         for part, combine in (("weight", operator.mul), ("bias", operator.add)):
@@ -400,7 +418,7 @@ def _dim(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Any:
 
 _HANDLERS: dict[str, Callable[[Formula, Sequence[Any], dict[str, Any]], Any]] = {
     "gelu": _gelu, "leaky_relu": _leaky_relu, "clamp": _clamp, "dropout": _dropout, "chunk": _chunk, "split": _split,
-    "glu": _glu, "mean": _mean, "var": _var, "rsqrt": _of_power(-0.5), "sqrt": _of_power(0.5),
+    "glu": _glu, "mean": _mean, "var": _var, "var_mean": _var_mean, "rsqrt": _of_power(-0.5), "sqrt": _of_power(0.5),
     "reciprocal": _of_power(-1.0), "neg": _neg, "rms_norm": _norm("rms_norm"), "layer_norm": _norm("layer_norm"),
     "to": _to, "float": _float, "type_as": _type_as, "view": _view, "reshape": _view, "view_as": _view_as,
     "reshape_as": _view_as, "flatten": _flatten, "contiguous": _contiguous, "size": _size, "dim": _dim,

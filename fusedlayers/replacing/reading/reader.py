@@ -30,7 +30,7 @@ from .activation_modules import known_activation
 from .polynomials import Polynomial, TooLarge, atom, function, linears_in
 from .sizes import linears, sizes_of_linear
 from .sources import tree_of
-from .values import Dtype, Formula, Known, Method, NotUnderstood, Part, Shape, Training, Unknown
+from .values import ABSENT, Dtype, Formula, Known, Method, NotUnderstood, Part, Shape, Training, Unknown
 
 PLAIN = (bool, int, float, str, type(None))
 _BINARY = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow"}
@@ -88,15 +88,18 @@ class Reader:
         linears: the linears that were called, in this order.
         called: activations that are parts, attributes or functions of torch: the path, "" for a function, and what it
             gave for what.
+        norms: for each of torch's fused norms that was called, whether all that it took was cast to float32.
     """
 
-    def __init__(self, block: nn.Module, *, lenient: bool = False) -> None:
-        self.block, self.lenient = block, lenient
+    def __init__(self, block: nn.Module, *, lenient: bool = False, dtype: torch.dtype | None = None) -> None:
+        # Where ``dtype`` is given, the reading holds for input and parameters of that dtype alone.
+        self.block, self.lenient, self.dtype = block, lenient, dtype
         self.watched: dict[str, Any] = {}
         self.methods: dict[tuple[type[nn.Module], str], Any] = {}
         self.functions: dict[tuple[str, str], Any] = {}
         self.holders: dict[str, type[nn.Module]] = {}
         self.linears: list[LinearCall] = []
+        self.norms: list[bool] = []
         self.called: list[tuple[str, Polynomial, Polynomial]] = []
         # Linears whose results went where a lenient reading does not follow.
         self.escaped: set[str] = set()
@@ -602,10 +605,11 @@ class Reader:
             raise NotUnderstood("compares several values at once")
         one, two, kind = self.value(node.left, frame), self.value(node.comparators[0], frame), type(node.ops[0])
         if isinstance(one, Dtype) or isinstance(two, Dtype):
-            return Undecided()
+            return Undecided() if self.dtype is None else Known(self._compared_dtypes(one, two, kind))
         if kind in (ast.Is, ast.IsNot) and Known(None) in (_bare(one), _bare(two)):
             same = _bare(one) == _bare(two)
-            if isinstance(one, Unknown) or isinstance(two, Unknown):
+            # What is read of a tensor, its gradient for one, may be None.
+            if isinstance(one, (Unknown, Method)) or isinstance(two, (Unknown, Method)):
                 raise NotUnderstood("asks whether something is None")
             return Known(same is (kind is ast.Is))
         if kind in (ast.In, ast.NotIn) and isinstance(one, Known):
@@ -616,6 +620,18 @@ class Reader:
         if not plain or kind not in _ARITHMETIC:
             raise NotUnderstood("compares what is not known")
         return Known(bool(_ARITHMETIC[kind](one.value, two.value)))
+
+    def _compared_dtypes(self, one: Any, two: Any, kind: type[ast.AST]) -> bool:
+        """What a comparison of dtypes is, for the dtype of this reading."""
+        others = self._items(two) if kind in (ast.In, ast.NotIn) else (two,)
+        found = [
+            (torch.float32 if each.wide else self.dtype) if isinstance(each, Dtype) else getattr(each, "value", None)
+            for each in (one, *(others or ()))
+        ]
+        equal = kind in (ast.Eq, ast.Is, ast.In)
+        if not all(map(operations.torch_constant, found)) or not (equal or kind in (ast.NotEq, ast.IsNot, ast.NotIn)):
+            raise NotUnderstood("compares what is not known")
+        return (found[0] in found[1:]) is equal
 
     def _truth(self, value: Any) -> bool | None:
         """What a condition is, None where it depends on dtypes alone, or on what a lenient reading does not know."""
@@ -688,6 +704,8 @@ class Reader:
             result = operations.method(args[0], name.removesuffix("_"), args[1:], options)
         else:
             result = operations.call(target, args, options)
+        if name in ("rms_norm", "layer_norm"):
+            self.norms.append(all(each.wide for each in (*args, *options.values()) if isinstance(each, Formula)))
         if inplace and x is not None:
             self._overwrite(x, result)
         elif name.removesuffix("_") in _VIEWS and x is not None:
@@ -771,7 +789,10 @@ class Reader:
                 self.holders.setdefault(args[0].path, type(args[0].module))
                 return Known(isinstance(args[0].module, tuple(kinds)))
         if target is hasattr and len(args) == 2 and isinstance(args[0], Part) and isinstance(args[1], Known):
-            return Known(hasattr(args[0].module, args[1].value))
+            found = hasattr(args[0].module, args[1].value)
+            if not found:
+                self.watched[args[0].inner(args[1].value)] = ABSENT
+            return Known(found)
         if target in (tuple, list, enumerate, zip, len) and args:
             items = [self._items(each) for each in args]
             if None not in items:

@@ -12,6 +12,16 @@ from torch import nn
 from .polynomials import Polynomial
 
 
+class _Absent:
+    """What stands for an attribute that there must not be."""
+
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT = _Absent()
+
+
 class NotUnderstood(Exception):
     """What a method does that no formula says, in words that follow "it" or name the line."""
 
