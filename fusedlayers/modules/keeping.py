@@ -77,7 +77,7 @@ class Kept:
         found: what to use again.
         names: of the parts of the block's FFNs, as attributes of the block; they may have dots.
         pieces: the FFNs.
-        methods: (class, name) of methods of the block's that count, too; those of the parts do anyway.
+        methods: (class or module, name) of methods and functions that count, too; the parts' forwards do anyway.
         whole: whether the block holds nothing else, so that new children and tensors of its own matter, too.
 
     ``stands(block)`` tells whether all of it is still so: then a search would find the same again.
@@ -132,6 +132,8 @@ class Kept:
             if id(part) in linears:
                 tensors |= _same_kinds(guard, index, part)
         for kind, name in counting:
+            if name != "forward" and isinstance(kind, type) and isinstance(block, kind):
+                guard.unless(f"{name!r} not in own0")
             guard.unless(f"{guard.value(kind)}.{name} is {guard.value(getattr(kind, name))}")
         guard.unless(f"{guard.value(same_as(*tensors.values()))}({', '.join(tensors)})")
         self.stands = guard.function()

@@ -30,6 +30,7 @@ from .blocks import (
     FusedTransformerEncoderLayer,
     ReplacedModule,
     fused_class,
+    functions_read,
 )
 from .expert_ffns import ExpertsFFN, find_experts, implementation, is_experts
 from .experts import FusedExperts, experts_class, why_class_stays
@@ -335,7 +336,8 @@ def _replace_norms(model: nn.Module, found: _Found) -> None:
         elif (reason := why_norm_left(module, norm)) is not None:
             found.skip(path, module, f"it is a norm, but {reason}")
         else:
-            fused = fused_class(FusedNorm, type(module), fused_norm=norm, fused_watched=norm.methods)
+            read = functions_read(norm.methods, norm.functions)
+            fused = fused_class(FusedNorm, type(module), fused_norm=norm, fused_functions=read)
             found.change(path, module, fused, str(norm), *facts_of_norm(module, norm))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, TypeVar, cast
@@ -106,6 +107,14 @@ class ReplacedModule(nn.Module):
     def run_fused(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the forward of the original class, which is ``method``, returns."""
         raise NotImplementedError
+
+
+def functions_read(
+    methods: Iterable[tuple[type[nn.Module], str]], functions: Iterable[tuple[str, str, Any]]
+) -> tuple[tuple[Any, str, Any], ...]:
+    """The methods and functions that were read, as ``ReplacedModule.fused_functions`` has them."""
+    of_classes = [(kind, name, getattr(kind, name)) for kind, name in methods]
+    return (*of_classes, *((sys.modules[module], name, function) for module, name, function in functions))
 
 
 _Kind = TypeVar("_Kind", bound=ReplacedModule)

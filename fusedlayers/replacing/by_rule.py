@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -28,19 +27,11 @@ from ..modules import (
 from .activations import torch_module_activation
 from .blocks import OWN_FORWARD, FusedOneFFN, restored_method, try_fused
 from .finding import attribute, find_by_rule
-from .rules import FFNRule, FoundRule
+from .rules import FoundRule
 from .stand_ins import InsideFFN, Places
 from .uncomputed import computed
 
 _Options = tuple[tuple[str, Any], ...]
-
-
-def functions_read(rule: FFNRule) -> tuple[tuple[Any, str, Any], ...]:
-    """The methods and functions that were read for a rule, by the class or module that has them."""
-    if not isinstance(rule, FoundRule):
-        return ()
-    methods = [(kind, name, getattr(kind, name)) for kind, name in rule.methods]
-    return (*methods, *((sys.modules[module], name, function) for module, name, function in rule.functions))
 
 
 class FusedByRule(FusedOneFFN):

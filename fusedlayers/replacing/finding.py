@@ -165,10 +165,15 @@ def why_not_whole(block: nn.Module, rule: FFNRule) -> str | None:
 
 def _why_other_options(block: nn.Module, rule: FFNRule) -> str | None:
     """Which option is no longer what it was when the block was found to compute its FFN, or None."""
-    for name, value in rule.options if isinstance(rule, FoundRule) else ():
+    if not isinstance(rule, FoundRule):
+        return None
+    for name, value in rule.options:
         now = attribute(block, name, _MISSING)
         if type(now) is not type(value) or now != value:
             return f"its {name} was {value!r} when it was replaced"
+    for kind, name in rule.methods:
+        if isinstance(block, kind) and name in vars(block):
+            return f"its {name} was set on the instance"
     return None
 
 

@@ -67,7 +67,7 @@ class FusedNorm(ReplacedModule):
             found = attribute(self, name, ABSENT)
             if found is not value and (type(found) is not type(value) or found != value):
                 return f"its {name} was {value!r} when it was replaced"
-        for name in norm.methods:
+        for _, name in norm.methods:
             if name in self.__dict__:
                 return f"its {name} was set on the instance"
         return None

@@ -18,13 +18,14 @@ from .blocks import (
     FusedTransformerEncoderLayer,
     FusedTransformerLayer,
     fused_class,
+    functions_read,
 )
-from .by_rule import FusedInside, FusedWholeBlock, functions_read
+from .by_rule import FusedInside, FusedWholeBlock
 from .finding import attribute, find_runs
 from .heads import FusedLossHead
 from .known_rules import KNOWN_RULES
 from .recognising import recognise
-from .rules import FFNRule
+from .rules import FFNRule, FoundRule
 from .signatures import signature
 from .stand_ins import why_no_stand_in
 from .unnamed import why_unnamed
@@ -110,7 +111,7 @@ class Patterns:
         if (rule := self.rule_for(module)) is None:
             return None
         mixin = FusedWholeBlock if rule.inside is None else FusedInside
-        read = functions_read(rule)
+        read = functions_read(rule.methods, rule.functions) if isinstance(rule, FoundRule) else ()
         return fused_class(mixin, kind, fused_rule=rule, fused_recompute=self.recompute, fused_functions=read)
 
     def is_one_ffn(self, sequential: nn.Module) -> bool:

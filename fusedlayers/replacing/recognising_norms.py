@@ -39,7 +39,8 @@ class Norm(NamedTuple):
 
     ``weight`` and ``bias`` are names of parameters; with ``one_plus`` the weight is 1 + parameter. ``width`` is the
     size of the last dimension, None where the forward takes any. ``options`` are the attributes that the forward reads,
-    by path, with the values for which this is what it computes, and ``methods`` the names of the methods that it calls.
+    by path, with the values for which this is what it computes, and ``methods``
+    and ``functions`` what it calls of the user's, as in ``FoundRule``.
     ``dtypes`` are those in which its result has the input's dtype, and ``others`` the rest of them, with the reasons.
     """
 
@@ -50,7 +51,8 @@ class Norm(NamedTuple):
     eps: float
     width: int | None = None
     options: tuple[tuple[str, Any], ...] = ()
-    methods: tuple[str, ...] = ()
+    methods: tuple[tuple[type[nn.Module], str], ...] = ()
+    functions: tuple[tuple[str, str, Any], ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
     others: tuple[tuple[torch.dtype, str], ...] = ()
 
@@ -108,8 +110,10 @@ def recognise_norm(module: nn.Module) -> Norm | str | None:
     options = {name: value for norm in found.values() for name, value in norm.options}
     if not all(isinstance(value, Hashable) for value in options.values()):
         return "reads an attribute that may change"
-    methods = tuple(dict.fromkeys(name for norm in found.values() for name in norm.methods))
-    return first._replace(options=tuple(options.items()), methods=methods, dtypes=tuple(found), others=tuple(others))
+    methods = tuple(dict.fromkeys(each for norm in found.values() for each in norm.methods))
+    functions = tuple(dict.fromkeys(each for norm in found.values() for each in norm.functions))
+    read = {"options": tuple(options.items()), "methods": methods, "functions": functions}
+    return first._replace(**read, dtypes=tuple(found), others=tuple(others))
 
 
 def may_be_norm(module: nn.Module) -> bool:
@@ -163,7 +167,10 @@ def _read(module: nn.Module, dtype: torch.dtype) -> Norm | None:
         return None
     if result.wide and dtype is not torch.float32:
         raise NotUnderstood(f"its own forward gives float32 for {str(dtype).removeprefix('torch.')}")
-    return norm._replace(width=result.width, options=tuple(reader.watched.items()), methods=tuple(reader.methods))
+    functions = tuple((space, name, function) for (space, name), function in reader.functions.items())
+    return norm._replace(
+        width=result.width, options=tuple(reader.watched.items()), methods=tuple(reader.methods), functions=functions
+    )
 
 
 def _norms(value: Polynomial, x: Polynomial) -> Iterator[Norm]:
