@@ -243,7 +243,8 @@ def _replace_ffns(model: nn.Module, patterns: Patterns, found: _Found) -> set[nn
                 found.skip(path, module, f"{linears}: {pieces}", is_ffn_left=True)
             else:
                 facts = facts_of_ffn(pieces, patterns.recompute)
-                found.change(path, module, fused, f"{linears}: {_description(pieces)}", *facts)
+                trusted = ", as a trusted rule says" if patterns.trusts(module) else ""
+                found.change(path, module, fused, f"{linears}: {_description(pieces)}{trusted}", *facts)
         parts |= _linears(ffns)
         if not ffns and sum(widths(child) is not None for child in module.children()) > 1:
             found.skip(path, module, "no two of its linears have just an activation and a dropout between")

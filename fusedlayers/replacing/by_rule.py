@@ -42,7 +42,7 @@ class FusedByRule(FusedOneFFN):
         rule = cls.fused_rule
         gated = attribute(module, rule.gate) is not None
         linears = (rule.up, rule.gate, rule.down) if rule.gate is not None and gated else (rule.up, rule.down)
-        return {", ".join(linears): find_by_rule(module, rule)}
+        return {", ".join(linears): cls.why_fused_class_changed() or find_by_rule(module, rule)}
 
     @classmethod
     def fused_options(cls) -> _Options:

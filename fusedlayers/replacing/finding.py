@@ -137,7 +137,7 @@ def find_by_rule(block: nn.Module, rule: FFNRule) -> FFNPieces | str:
     for name in (rule.dropout, rule.output_dropout):
         if name is not None and attribute(block, name, _MISSING) is _MISSING:
             return f"the rule's dropout {name!r} is no attribute of the block"
-    reason = _why_other_options(block, rule) or _why_not_held(block, rule)
+    reason = _why_other_options(block, rule) or why_not_held(block, rule)
     if reason is None and rule.inside is None:
         reason = why_not_whole(block, rule)
     if reason is not None:
@@ -177,7 +177,7 @@ def _why_other_options(block: nn.Module, rule: FFNRule) -> str | None:
     return None
 
 
-def _why_not_held(block: nn.Module, rule: FFNRule) -> str | None:
+def why_not_held(block: nn.Module, rule: FFNRule) -> str | None:
     """Why the parts of the FFN may not be read past the children that hold them, or None."""
     for name, path in rule.holder_paths:
         holder = attribute(block, name)

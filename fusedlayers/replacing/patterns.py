@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from .by_rule import FusedInside, FusedWholeBlock
 from .finding import attribute, find_runs
 from .heads import FusedLossHead
 from .known_rules import KNOWN_RULES
-from .recognising import recognise
+from .recognising import checked, recognise
 from .rules import FFNRule, FoundRule
 from .signatures import signature
 from .stand_ins import why_no_stand_in
@@ -61,6 +61,8 @@ class Patterns:
         # What modules alike were found to compute, and what each of them was.
         self._alike: dict[Hashable, FFNRule | str | None] = {}
         self._found: dict[nn.Module, FFNRule | str | None] = {}
+        # Modules whose rules say something else than their source -> what that says.
+        self._refused: dict[nn.Module, str] = {}
         known = {class_path(kind) for kind in _BUILT_IN}
         for rule in rules:
             kind = rule.module_class
@@ -73,10 +75,15 @@ class Patterns:
 
     def rule_for(self, module: nn.Module) -> FFNRule | None:
         """The rule for a module: the user's or ours for exactly its class, or what it was found to compute."""
-        if rule := self._rule_of_the_user(type(module)) or KNOWN_RULES.get(class_path(type(module))):
+        if rule := KNOWN_RULES.get(class_path(type(module))):
             return rule
         found = self._recognised(module)
         return found if isinstance(found, FFNRule) else None
+
+    def trusts(self, module: nn.Module) -> bool:
+        """Whether a rule of the user's is believed of a module without a look at its source."""
+        rule = self._rule_of_the_user(type(module))
+        return rule is not None and rule.trusted
 
     def _recognised(self, module: nn.Module) -> FFNRule | str | None:
         """What a module was found to compute, or why it was left; None: there is nothing to say."""
@@ -86,6 +93,8 @@ class Patterns:
 
     def _recognise(self, module: nn.Module) -> FFNRule | str | None:
         kind = type(module)
+        if rule := self._rule_of_the_user(kind):
+            return rule if rule.trusted else self._checked(module, rule)
         of_torch = kind.__module__.startswith("torch.nn.") and kind is not nn.Sequential
         known = isinstance(module, (FusedBlock, FusedFFN, FusedLossHead, torch.jit.ScriptModule))
         if of_torch or known or kind.forward is nn.Module.forward:
@@ -96,6 +105,16 @@ class Patterns:
         if key not in self._alike:
             self._alike[key] = recognise(module, self.taken)
         return self._alike[key]
+
+    def _checked(self, module: nn.Module, rule: FFNRule) -> FFNRule | str:
+        key = signature(module, set())
+        if key not in self._alike:
+            self._alike[key] = checked(module, rule)
+        found = self._alike[key]
+        if not isinstance(found, str):
+            return cast(FFNRule, found)
+        self._refused[module] = reason = f"its FFNRule is refused: {found}"
+        return reason
 
     def _rule_of_the_user(self, kind: type[nn.Module]) -> FFNRule | None:
         return self.rules.get(kind) or self.rules.get(class_path(kind))
@@ -157,4 +176,6 @@ class Patterns:
         if isinstance(module, (FusedBlock, FusedFFN)):
             return "already fused"
         found = self._recognised(module)
+        if module in self._refused:
+            return self._refused[module]
         return why_unnamed(module, self.taken, found if isinstance(found, str) else None)

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..modules import class_path
-from .finding import attribute, why_not_whole
+from ..modules import class_path, why_not_plain
+from ..modules.children import base_linear
+from .activations import torch_module_activation
+from .finding import attribute, why_not_held, why_not_whole
 from .reading.formulas import FFN, OtherFormula, ffn_before, ffn_of
 from .reading.polynomials import function, linears_in
 from .reading.reader import Reader, functions_of
@@ -99,7 +101,7 @@ def _whole_block(block: nn.Module, width: int) -> FFNRule:
     result = reader.read(method, x)
     if not isinstance(result, Formula):
         raise NotUnderstood("returns no tensor")
-    ffn = ffn_of(result.value)
+    ffn = ffn_of(result.value, reader.lines)
     if result.wide or not result.shaped:
         raise NotUnderstood("returns a tensor of another dtype or shape than that of its FFN")
     if ffn.input != x.value:
@@ -111,6 +113,48 @@ def _whole_block(block: nn.Module, width: int) -> FFNRule:
     values = {name: getattr(rule, name) for name in _FIELDS}
     options = tuple((path, value) for path, value in reader.watched.items() if path not in parts)
     return FoundRule(**values, options=options, methods=tuple(reader.methods), functions=_functions_read(reader))
+
+
+def checked(block: nn.Module, rule: FFNRule) -> FoundRule | str:
+    """A rule of the user's with what was read for it, or what the source of the block says instead."""
+    up, method = attribute(block, rule.up), rule.inside or "forward"
+    sizes = sizes_of_linear(up) if isinstance(up, nn.Module) else None
+    functions = dict(functions_of(type(block)))
+    several = rule.inside is None and _required(type(block).forward) != 1
+    parts = [attribute(block, name) for name in (rule.up, rule.gate, rule.down) if name is not None]
+    plain = all(isinstance(part, nn.Module) and why_not_plain(base_linear(part)) is None for part in parts if part)
+    known = torch_module_activation(attribute(block, rule.activation, rule.activation)) is not None
+    if sizes is None or several or method not in functions or not plain or not known or why_not_held(block, rule):
+        # What is wrong with it is said when its parts are looked for.
+        return FoundRule(**{name: getattr(rule, name) for name in _FIELDS})
+    reasons: list[str] = []
+    found: list[FFNRule] = []
+    if rule.inside is None:
+        found += filter(None, [_tried(lambda: _whole_block(block, sizes[0]), "forward", reasons)])
+    else:
+        paths = {path for path, _ in linears(block)}
+        for ffn, reader in _ffns_in(block, functions[method], paths, reasons):
+            found += filter(None, [_tried(lambda f=ffn, r=reader: _inside(block, method, f, r), method, reasons)])  # type: ignore[misc]
+    said = _parts_of(block, rule)
+    for each in found:
+        read = _parts_of(block, each)
+        if read == said:
+            values = {name: getattr(rule, name) for name in _FIELDS}
+            extra = {name: getattr(each, name, ()) for name in ("options", "methods", "functions")}
+            return FoundRule(**values, **extra)
+        differing = next(name for name in said if said[name] != read[name])
+        reasons.append(f"its source says {differing}={read[differing]!r}, the rule {said[differing]!r}")
+    return next(iter(reasons), "no FFN is seen in its source")
+
+
+def _parts_of(block: nn.Module, rule: FFNRule) -> dict[str, str | None]:
+    """What a rule says of a block, without what the block has not."""
+    names = {name: getattr(rule, name) for name in ("up", "gate", "down", "gate_rows", "dropout", "output_dropout")}
+    for name in ("gate", "dropout", "output_dropout"):
+        if names[name] is not None and isinstance(attribute(block, names[name]), (type(None), nn.Identity)):
+            names[name] = None
+    activation = torch_module_activation(attribute(block, rule.activation, rule.activation))
+    return names | {"activation": activation}
 
 
 _FIELDS = tuple(name for name in FFNRule.__dataclass_fields__ if name != "_")
@@ -162,10 +206,16 @@ def _ffns_in(
     found: dict[tuple[str | None, ...], list[FFN]] = {}
     for call in reader.linears:
         try:
-            ffn = ffn_before(call.path, call.input)
+            ffn = ffn_before(call.path, call.input, reader.lines)
         except NotUnderstood as reason:
             if linears_in(call.input):
                 reasons.append(str(reason))
+            continue
+        begin = min(each.time for each in reader.linears if each.path in (ffn.up, ffn.gate) and each.input == ffn.input)
+        if begin != call.time:
+            reasons.append(
+                f"its {method.__name__} does something between {ffn.up} and {ffn.down} that is not understood"
+            )
             continue
         parts = (ffn.up, ffn.down, ffn.gate, ffn.gate_rows, ffn.activation, ffn.dropout)
         found.setdefault(parts, []).append(ffn)

@@ -32,8 +32,10 @@ def _check_class(name: str, kind: object) -> None:
 class FFNRule:
     """Says that a class computes ``down(dropout(act(up(x))))``, or gated ``down(dropout(act(gate(x)) * up(x)))``.
 
-    A rule is data: the class, and the names of attributes of its instances. Its formula is believed, but a block that
-    holds children, parameters or buffers which the rule does not name must compute more than that, and is left alone.
+    A rule is data: the class, and the names of attributes of its instances. The source of the block's method is read,
+    and a rule that says something else is refused, with the line of code that differs; so is a block whose source is not
+    understood, unless the rule is ``trusted``. A block that holds children, parameters or buffers which the rule does
+    not name computes more than that, and is left alone.
 
     Where the FFN is only a part of what a method computes (a layer with attention, residual and norm), ``inside`` names
     the method. It runs as it is, on a stand-in for the block, in which ``up``, the activation and the dropout hand on
@@ -55,6 +57,7 @@ class FFNRule:
         into: the child that holds ``up`` and computes ``act(up(x))``, where it does not do so by calling
             ``activation``: then its forward is not run, and ``activation`` is a name. Only with ``inside``.
         holders: the child before each dot in a name, and its class: ``(("output", BertOutput), ...)``.
+        trusted: believe the rule without reading the source; the report says so.
 
     Raises:
         TypeError: ``module_class`` is not a subclass of ``nn.Module``, or another argument is not the name of one.
@@ -73,10 +76,13 @@ class FFNRule:
     inside: str | None = None
     into: str | None = None
     holders: tuple[tuple[str, type[nn.Module] | str], ...] = ()
+    trusted: bool = False
 
     def __post_init__(self) -> None:
         _check_class("module_class", self.module_class)
-        for field in fields(FFNRule)[1:-1]:
+        if not isinstance(self.trusted, bool):
+            raise TypeError(f"trusted must be a bool, got {self.trusted!r}")
+        for field in fields(FFNRule)[1:-2]:
             value = getattr(self, field.name)
             if not isinstance(value, str) and not (value is None and field.default is None):
                 raise TypeError(f"{field.name} must be the name of an attribute (str), got {value!r}")

@@ -83,10 +83,11 @@ def test_a_rule_may_name_the_activation() -> None:
     block = GatedBlock(F.silu)
     del block.act
     rule = FFNRule(
-        GatedBlock, up="fc", down="proj", gate="gate", activation="swish", dropout="p", output_dropout="drop"
-    )
+        GatedBlock, up="fc", down="proj", gate="gate", activation="swish", dropout="p", output_dropout="drop",
+        trusted=True,
+    )  # fmt: skip
     [entry] = fl.replace(block, rules=[rule]).replaced
-    assert entry.reason == "fc, gate, proj: gated silu, 6 -> 10 -> 6"
+    assert entry.reason == "fc, gate, proj: gated silu, 6 -> 10 -> 6, as a trusted rule says"
 
 
 class Swish(nn.Module):

@@ -217,7 +217,7 @@ class Refusing(Block):
 
 LEFT: dict[type[Block], str] = {
     Clamped: "its forward cuts values off by clamp in `return self.fc2(self.act(self.fc1(x)).clamp(max=7.0))`",
-    Normed: "its fc2 takes (mean(",
+    Normed: "its fc2 takes layer_norm(silu(fc1(x))), which is no activation of fc1(x)",
     Scaled: "its fc2 takes 1.001 * fc1(x) * sigmoid(1.001 * fc1(x)), which is no activation of fc1(x)",
     Sparse: "its fc2 takes relu(fc1(x) + -1 * mean(fc1(x))) * sigmoid(",
     DroppedFirst: "its fc2 takes drop(fc1(x)) * sigmoid(drop(fc1(x))), which is no activation of fc1(x)",

@@ -85,7 +85,7 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "forward set": (lambda: _with(GatedBlock(), forward=abs), "has a forward of its own, set on the instance"),
     "ff_block set": (lambda: _with(encoder("relu", False, False), _ff_block=abs), "has a _ff_block of its own"),
     "no such child": (lambda: _with(GatedBlock(), fc=None), "the rule's up='fc' or down='proj' is no child"),
-    "no such gate": (lambda: _with(GatedBlock(), gate=None, other=nn.Linear(6, 10)), "a child 'other' that the rule"),
+    "no such gate": (lambda: _with(GatedBlock(), gate=None, other=nn.Linear(6, 10)), "calls what is not known in"),
     "odd dropout": (lambda: _with(GatedBlock(), p="high"), "the dropout is a builtins.str, not an nn.Dropout"),
     "odd activation": (lambda: GatedBlock(F.softplus), "the activation softplus is not a known one"),
     "odd sizes": (lambda: _with(GatedBlock(), gate=nn.Linear(6, 1)), "up (10, 6), gate (1, 6), down (6, 10)"),

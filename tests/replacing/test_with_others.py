@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import logging
 from collections.abc import Callable
@@ -152,10 +153,11 @@ def test_a_rule_of_the_user_is_believed_of_a_class_that_was_patched_before(
     fused_calls: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, x = GatedBlock(), GatedBlock(), torch.randn(3, 6)
-    fl.replace(first, rules=RULES[:1])
+    trusted = dataclasses.replace(RULES[0], trusted=True)
+    fl.replace(first, rules=[trusted])
     own = GatedBlock.forward
     monkeypatch.setattr(GatedBlock, "forward", lambda self, x: own(self, x))
-    fl.replace(second, rules=RULES[:1])
+    fl.replace(second, rules=[trusted])
     first(x)
     assert not fused_calls
     second(x)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ast
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import NamedTuple
 
 from ...kernels.activations import ACTIVATIONS
+from .operations import normalised
 from .polynomials import Atom, Polynomial, function, linears_in
 from .values import NotUnderstood
 
@@ -30,8 +32,8 @@ class FFN(NamedTuple):
     output_dropout: str | None
 
 
-def ffn_of(output: Polynomial) -> FFN:
-    """The FFN that this is.
+def ffn_of(output: Polynomial, lines: Mapping[Polynomial, ast.stmt]) -> FFN:
+    """The FFN that this is; ``lines`` of the source are for the error.
 
     Raises:
         OtherFormula: it is none.
@@ -39,13 +41,13 @@ def ffn_of(output: Polynomial) -> FFN:
     inner, output_dropout = _undropped(output)
     last = inner.single
     if last is None or last[0] != "linear":
-        raise OtherFormula(f"its result is {text(output)}, which no linear gives")
+        raise OtherFormula(f"its result is {text(output)}, which no linear gives{_line(lines, output)}")
     _, down, hidden = last
-    return ffn_before(down, hidden)._replace(output_dropout=output_dropout)  # type: ignore[arg-type]
+    return ffn_before(down, hidden, lines)._replace(output_dropout=output_dropout)  # type: ignore[arg-type]
 
 
-def ffn_before(down: str, hidden: Polynomial) -> FFN:
-    """The FFN whose last linear is ``down``, which takes ``hidden``.
+def ffn_before(down: str, hidden: Polynomial, lines: Mapping[Polynomial, ast.stmt]) -> FFN:
+    """The FFN whose last linear is ``down``, which takes ``hidden``; ``lines`` of the source are for the error.
 
     Raises:
         OtherFormula: there is none.
@@ -69,7 +71,11 @@ def ffn_before(down: str, hidden: Polynomial) -> FFN:
                 merged, rows = str(gate[1][1]), str(gate[2])  # type: ignore[index]
                 return FFN(merged, down, None, rows, name, _of(gate), _input(gate), dropout, None)
     what = " or ".join(f"{text(_of(each))}" for each in products) or "a linear"
-    raise OtherFormula(f"its {down} takes {text(hidden)}, which is no activation of {what}")
+    raise OtherFormula(f"its {down} takes {text(hidden)}, which is no activation of {what}{_line(lines, hidden)}")
+
+
+def _line(lines: Mapping[Polynomial, ast.stmt], value: Polynomial) -> str:
+    return f" in `{ast.unparse(lines[value])}`" if value in lines else ""
 
 
 def _undropped(value: Polynomial) -> tuple[Polynomial, str | None]:
@@ -96,10 +102,8 @@ def _products(value: Polynomial) -> list[Atom]:
 
 def text(value: Polynomial) -> str:
     """A polynomial as a reader would write it."""
-    named = next((name for name, inner in _written(value)), None)
-    if named is not None:
-        [inner] = [inner for name, inner in _written(value) if name == named][:1]
-        return f"{named}({text(inner)})"
+    for name, inner in _written(value):
+        return f"{name}({text(inner)})"
     terms = []
     for monomial, factor in value.terms.items():
         factors = [_text_of(found) + (f"^{exponent}" if exponent > 1 else "") for found, exponent in monomial]
@@ -108,10 +112,18 @@ def text(value: Polynomial) -> str:
 
 
 def _written(value: Polynomial) -> Iterator[tuple[str, Polynomial]]:
+    """Activations and norms that a polynomial is, and of what."""
     for found in _products(value):
         for name in ACTIVATIONS:
             if name != "identity" and function(name, _of(found)) == value:
                 yield name, _of(found)
+    for found in value.atoms():
+        if found[0] == "power" and found[2] == -0.5:
+            variance: Polynomial = found[1]  # type: ignore[assignment]
+            eps = variance.terms.get(frozenset(), 0.0)
+            means = [each[1] for each in variance.atoms() if each[0] == "mean"]
+            for operation in ("layer_norm", "rms_norm"):
+                yield from ((operation, each) for each in means if normalised(each, operation, eps) == value)  # type: ignore[arg-type, misc]
 
 
 def _text_of(found: Sequence[object]) -> str:

@@ -64,11 +64,12 @@ class Weight:
 
 
 class LinearCall(typing.NamedTuple):
-    """A linear that was called, and with what."""
+    """A linear that was called, with what, and when: how many things were not understood before."""
 
     path: str
     input: Polynomial
     output: Polynomial
+    time: int
 
 
 class _Return(Exception):
@@ -103,10 +104,15 @@ class Reader:
         self.called: list[tuple[str, Polynomial, Polynomial]] = []
         # Linears whose results went where a lenient reading does not follow.
         self.escaped: set[str] = set()
+        # What statements compute -> the first of them, for errors.
+        self.lines: dict[Polynomial, ast.stmt] = {}
         self._operands: list[list[Any]] = []
         self._frames: list[_Frame] = []
         self._viewed: list[Formula] = []
         self._numbers = itertools.count()
+        # How many things a lenient reading did not understand.
+        self._misses = 0
+        self._written: set[str] = set()
         self._calls = 0
 
     def input(self, width: int | None, name: str = "x") -> Formula:
@@ -189,11 +195,13 @@ class Reader:
 
     def _body(self, body: Sequence[ast.stmt], frame: _Frame) -> None:
         for statement in body:
+            frame.statement = statement
             try:
                 self._statement(statement, frame)
             except NotUnderstood as reason:
                 if not self.lenient:
                     raise _with_line(reason, statement) from None
+                self._misses += 1
                 self._escape_names(statement, frame)
                 self._forget(statement, frame)
 
@@ -238,11 +246,25 @@ class Reader:
                 values = tuple(self.unknown() for _ in target.elts)
             for each, part in zip(target.elts, values, strict=True):
                 self._assign(each.value if isinstance(each, ast.Starred) else each, part, frame)
+        elif self.lenient and isinstance(target, ast.Attribute) and self._writes_a_number(target, value, frame):
+            pass
         else:
             raise NotUnderstood("writes to state")
 
+    def _writes_a_number(self, target: ast.Attribute, value: Any, frame: _Frame) -> bool:
+        """Whether a statement counts something in an attribute, of which nothing is known from then on."""
+        owner = self.value(target.value, frame)
+        if not isinstance(owner, Part) or type(owner.module).__setattr__ is not nn.Module.__setattr__:
+            return False
+        self._written.add(owner.inner(target.attr))
+        return isinstance(value, Known) and type(value.value) in PLAIN
+
     def _augmented(self, node: ast.AugAssign, frame: _Frame) -> None:
         name = _BINARY.get(type(node.op))
+        if isinstance(node.target, ast.Attribute) and self.lenient:
+            number = self.value(node.value, frame)
+            if self._writes_a_number(node.target, number, frame):
+                return
         if not isinstance(node.target, ast.Name) or name is None:
             raise NotUnderstood("writes to state")
         old = self.value(ast.copy_location(ast.Name(node.target.id, ast.Load()), node), frame)
@@ -327,23 +349,30 @@ class Reader:
         if not self.lenient:
             if method is None:
                 raise NotUnderstood(f"has an expression that is a {type(node).__name__.lower()}")
-            return method(node, frame)
+            return self._at_its_line(method(node, frame), frame)
         operands: list[Any] = []
         self._operands.append(operands)
         try:
             if method is None:
+                self._misses += 1
                 self._escape_names(node, frame)
                 result: Any = self.unknown()
             else:
                 result = method(node, frame)
         except NotUnderstood:
+            self._misses += 1
             self._escape(operands)
             result = self.unknown()
         finally:
             self._operands.pop()
         if self._operands:
             self._operands[-1].append(result)
-        return result
+        return self._at_its_line(result, frame)
+
+    def _at_its_line(self, value: Any, frame: _Frame) -> Any:
+        if isinstance(value, Formula) and frame.statement is not None:
+            self.lines.setdefault(value.value, frame.statement)
+        return value
 
     def _escape(self, values: Iterable[Any]) -> None:
         """What linears gave is handed to what is not understood."""
@@ -430,6 +459,8 @@ class Reader:
         kind = type(module)
         if kind.__getattr__ is not nn.Module.__getattr__ or kind.__getattribute__ is not object.__getattribute__:
             raise NotUnderstood(f"reads attributes of a {class_name(module)}, which finds them in its own way")
+        if path in self._written:
+            raise NotUnderstood(f"reads {path}, which it writes")
         if name == "training":
             return Training(owner.path)
         held = vars(module).get(name, _MISSING)
@@ -775,7 +806,7 @@ class Reader:
         if not isinstance(x, Formula) or x.width not in (None, sizes[0]):
             raise NotUnderstood(f"calls {part.path} with something else than a tensor of {sizes[0]} columns")
         output = atom("linear", part.path, x.value)
-        self.linears.append(LinearCall(part.path, x.value, output))
+        self.linears.append(LinearCall(part.path, x.value, output, self._misses))
         return dataclasses.replace(x, value=output, width=sizes[1], wide=False, given=False)
 
     def _call_builtin(self, target: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -813,6 +844,7 @@ class _Frame:
 
     def __init__(self, function: types.FunctionType, values: dict[str, Any]) -> None:
         self.function, self.locals = function, values
+        self.statement: ast.stmt | None = None
 
 
 def _is_row(module: nn.Module) -> bool:
