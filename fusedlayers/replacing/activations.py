@@ -1,73 +1,69 @@
-"""Which of our activations a module or function computes: known by its class, or found by comparing values."""
+"""Which of our activations a module or function computes: known by its class, or read from its source."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
-from collections.abc import Callable, Hashable
-from typing import Any
+import sys
+import types
+import weakref
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
+from torch import nn
 
-from ..kernels.activations import ACTIVATIONS, ALIASES, LEAKY_SLOPE, canonical_activation
+from ..kernels.activations import ACTIVATIONS, ALIASES, canonical_activation
 from ..modules import attributes_of
-from .formulas import PLAIN, TORCH_FUNCTIONS, is_formula
+from .reading import operations
+from .reading.activation_modules import known_activation
+from .reading.polynomials import TooLarge, function
+from .reading.reader import PLAIN, Reader
+from .reading.values import Formula, NotUnderstood
 from .remembering import Remembered
-from .trials import quietly
-
-_CLASSES: dict[type[nn.Module], str] = {
-    nn.Identity: "identity",
-    nn.ReLU: "relu",
-    nn.SiLU: "silu",
-    nn.Tanh: "tanh",
-    nn.Sigmoid: "sigmoid",
-}
-_FUNCTIONS: dict[Callable[..., Tensor], str] = {
-    F.gelu: "gelu",
-    **{function: name for name, functions in TORCH_FUNCTIONS.items() for function in functions},
-}
-# Values where activations differ: around zero, where they saturate, and where some are cut off.
-_VALUES = torch.cat([torch.linspace(-12, 12, 97), torch.tensor([-1e4, -300.0, -30.0, 30.0, 300.0, 1e4])]).double()
-# Some write a constant with ten digits.
-_TOLERANCE = 1e-9
 
 
 def torch_module_activation(activation: object) -> str | None:
     """Our name of an activation: a module, a function or a name; None: it is none of ours.
 
-    torch's own are known. Any other is called on some numbers: it is the one of ours that has the same values and
-    slopes, in training and in evaluation.
+    torch's own are known. Any other is read: it is the one of ours whose formula its source says.
     """
     if isinstance(activation, str):
         return canonical_activation(activation) if activation in ACTIVATIONS or activation in ALIASES else None
-    if isinstance(activation, functools.partial):
-        options = set(activation.keywords)
-        if activation.func is F.gelu and not activation.args and options <= {"approximate"}:
-            return _gelu(activation.keywords.get("approximate", "none"))
-        return None
-    if type(activation) is nn.GELU:
-        return _gelu(activation.approximate)
-    if type(activation) is nn.LeakyReLU:
-        return "leaky_relu" if activation.negative_slope == LEAKY_SLOPE else None
+    known = known_activation(activation)
+    if known is not None or isinstance(activation, functools.partial):
+        return known
+    found = _reading_of(activation)
+    return found.name if found is not None and found.stands() else None
+
+
+def functions_read(activation: object) -> list[tuple[Any, str]]:
+    """The methods and functions of the user's that an activation calls, by the class or module that has them."""
+    found = None if isinstance(activation, str) or known_activation(activation) else _reading_of(activation)
+    return [] if found is None else [(owner(), name) for owner, name, _ in found.functions]
+
+
+class _Reading(NamedTuple):
+    """An activation of ours, and what was read for it: weak references, since results are kept for long."""
+
+    name: str | None
+    functions: tuple[tuple[weakref.ref[Any], str, weakref.ref[Any]], ...] = ()
+
+    def stands(self) -> bool:
+        """Whether all functions that were read are still there."""
+        return all(getattr(owner(), name, None) is function() for owner, name, function in self.functions)
+
+
+def _reading_of(activation: object) -> _Reading | None:
     if isinstance(activation, nn.Module):
-        return _CLASSES.get(type(activation)) or _of_unknown_module(activation)
-    if callable(activation) and isinstance(activation, Hashable):
-        return _FUNCTIONS.get(activation) or _compared(activation, activation)
+        return _of_module(activation)
+    if callable(activation) and isinstance(activation, Hashable) and not isinstance(activation, functools.partial):
+        return _found.get(activation, lambda: _named(activation))
     return None
 
 
-def _gelu(approximate: str) -> str | None:
-    return {"none": "gelu", "tanh": "gelu_tanh"}.get(approximate)
-
-
-def _of_unknown_module(module: nn.Module) -> str | None:
-    # What has parameters, or modules of its own, computes more than a function of one number; and a dropout of p = 0
-    # is no activation.
-    if module._parameters or module._buffers or module._modules or isinstance(module, _DropoutNd):
+def _of_module(module: nn.Module) -> _Reading | None:
+    # What has parameters, or modules of its own, computes more than a function of one number.
+    if module._parameters or module._buffers or module._modules or "forward" in vars(module):
         return None
     options = _options(module)
     fixed = (
@@ -76,7 +72,8 @@ def _of_unknown_module(module: nn.Module) -> str | None:
     )
     if not all(fixed):
         return None
-    return _compared((type(module), type(module).forward, *sorted(options.items(), key=str)), module)
+    key = (type(module), type(module).forward, *sorted(options.items(), key=str))
+    return _found.get(key, lambda: _named(module))
 
 
 def _options(module: nn.Module) -> dict[str, Any]:
@@ -86,56 +83,40 @@ def _options(module: nn.Module) -> dict[str, Any]:
 
 # What every module has, and what a replaced one keeps.
 _OF_MODULES = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
-_found: Remembered[str | None] = Remembered()
+# By what is read; what was found once is not asked again.
+_found: Remembered[_Reading] = Remembered()
 
 
-def _compared(key: Hashable, activation: Any) -> str | None:
-    """The activation of ours that this one equals; what was found once under ``key`` is not asked again."""
-    return _found.get(key, lambda: _equal_one(activation))
+def _named(activation: Any) -> _Reading:
+    """The activation of ours that this one gives for a symbol."""
+    reader = Reader(activation if isinstance(activation, nn.Module) else nn.Module())
+    x = reader.input(None)
+    try:
+        result = _read(activation, reader, x)
+        functions = [(sys.modules.get(space), name, each) for (space, name), each in reader.functions.items()]
+        functions += [(kind, name, method) for (kind, name), method in reader.methods.items()]
+        read = tuple((weakref.ref(owner), name, weakref.ref(each)) for owner, name, each in functions)
+    except (NotUnderstood, TooLarge, TypeError):
+        # A property cannot be referred to.
+        return _Reading(None)
+    if not isinstance(result, Formula) or result.wide or not result.shaped:
+        return _Reading(None)
+    return _Reading(next((name for name in ACTIVATIONS if function(name, x.value) == result.value), None), read)
 
 
-def _equal_one(activation: Any) -> str | None:
-    # All of it, as the call that asks may be made without gradients.
-    with quietly():
-        results = []
-        for training in (True, False):
-            run = activation
-            if isinstance(activation, nn.Module):
-                run = copy.copy(activation)
-                run.training = training
-            try:
-                if not _is_of_torch(activation) and not is_formula(run):
-                    return None
-                results.append(_value_and_slope(run))
-            except Exception:
-                # What does not run on a vector of numbers is no activation, whatever else it is.
-                return None
-        for name, known in ACTIVATIONS.items():
-            value, slope = _value_and_slope(known.torch)
-            if all(_alike(mine, value) and _alike(theirs, slope) for mine, theirs in results):
-                return name
-    return None
-
-
-def _value_and_slope(activation: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    z = _VALUES.clone().requires_grad_()
-    # A tensor that an activation may change in place.
-    value = activation(z * 1)
-    [slope] = torch.autograd.grad(value.sum(), z)
-    return value, slope
+def _read(activation: Any, reader: Reader, x: Formula) -> Any:
+    if isinstance(activation, nn.Module):
+        return reader.read(type(activation).forward, x)
+    if operations.is_known(activation):
+        return operations.call(activation, (x,), {})
+    # A bound method may read whatever its owner has.
+    if not isinstance(activation, types.FunctionType):
+        raise NotUnderstood("is no function of Python")
+    return reader.inlined(activation, (x,), {})
 
 
 def watched_options(activation: object) -> list[str]:
     """The names of options by which a module of the user's may become another activation."""
-    if not isinstance(activation, nn.Module) or _is_of_torch(activation):
+    if not isinstance(activation, nn.Module) or type(activation).__module__.startswith("torch."):
         return []
     return [name for name, value in _options(activation).items() if type(value) is not functools.partial]
-
-
-def _is_of_torch(activation: object) -> bool:
-    kind = type(activation) if isinstance(activation, nn.Module) else activation
-    return inspect.isbuiltin(activation) or str(getattr(kind, "__module__", None)).startswith("torch.")
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE)

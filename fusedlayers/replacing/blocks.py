@@ -27,7 +27,7 @@ from ..modules import (
     traced_ffn,
     why_not_now,
 )
-from .activations import watched_options
+from . import activations
 from .finding import attribute, dropout_p, find_ffn, find_runs
 from .rules import FFNRule, FoundRule
 
@@ -189,6 +189,7 @@ class FusedBlock(ReplacedModule):
         if all(each.may_be_kept for each in pieces):
             methods = [(self.fused_from, name) for name in self.fused_methods]
             methods += [(owner, name) for owner, name, _ in self.fused_functions]
+            methods += [each for found_ffn in pieces for each in activations.functions_read(found_ffn.original)]
             keep(self, found, names, pieces, methods, whole=whole)
 
 
@@ -294,7 +295,7 @@ class FusedOneFFN(FusedBlock):
         if isinstance(found, FFNPieces):
             rule = self.fused_rule
             options = dict(rule.options) if isinstance(rule, FoundRule) else {}
-            options |= {f"{rule.activation}.{name}": None for name in watched_options(found.original)}
+            options |= {f"{rule.activation}.{name}": None for name in activations.watched_options(found.original)}
             names = (*rule.parts(), rule.output_dropout, "training", *dict(rule.holders), *options)
             self.keep_found(found, [name for name in names if name is not None], [found], whole=self.fused_whole)
         return found

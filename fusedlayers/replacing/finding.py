@@ -21,6 +21,7 @@ from ..modules import (
 )
 from .activations import torch_module_activation
 from .reading.sizes import widths
+from .reading.values import ABSENT
 from .rules import FFNRule, FoundRule
 
 _MISSING = object()
@@ -168,7 +169,7 @@ def _why_other_options(block: nn.Module, rule: FFNRule) -> str | None:
     if not isinstance(rule, FoundRule):
         return None
     for name, value in rule.options:
-        now = attribute(block, name, _MISSING)
+        now = attribute(block, name, ABSENT)
         if type(now) is not type(value) or now != value:
             return f"its {name} was {value!r} when it was replaced"
     for kind, name in rule.methods:

@@ -1,7 +1,8 @@
-"""Which activations `replace` knows: torch's own, by name, and others by their values."""
+"""Which activations `replace` knows: torch's own, by name, and others by their source."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.replacing import FFNRule, torch_module_activation
-from fusedlayers.replacing.formulas import TORCH_FUNCTIONS
 from tests.support.ffn_blocks import GatedBlock
 from tests.support.recognised_blocks import GLU, K, TanhGELU, Torchtune
 
@@ -63,8 +63,6 @@ def test_activations_are_recognised(activation: object, name: str | None) -> Non
 def test_torchs_functions_are_recognised_in_every_place(name: str) -> None:
     """By themselves, and called in a method, where they have to be known as formulas."""
     functions = {getattr(place, name) for place in (F, torch) if hasattr(place, name)}
-    known = {*TORCH_FUNCTIONS.get(name, ()), *([F.gelu] if name == "gelu" else [])}
-    assert functions <= known, f"missing in TORCH_FUNCTIONS of fusedlayers/replacing/formulas.py: {name}"
 
     class Calls(nn.Module):
         def __init__(self, function: Callable[..., Tensor]) -> None:
@@ -130,7 +128,7 @@ class LearntSlope(nn.Module):
         (print, None),
     ],
 )
-def test_activations_are_known_by_their_values(activation: Callable[..., Tensor], name: str | None) -> None:
+def test_activations_are_known_by_their_source(activation: Callable[..., Tensor], name: str | None) -> None:
     assert torch_module_activation(activation) == name
     assert torch_module_activation(activation) == name
 
@@ -163,3 +161,71 @@ def test_an_activation_that_is_exchanged_later_is_noticed() -> None:
     block.activation = Swish(1.5)
     hidden = Swish(1.5)(block.w1(x)) * block.w3(x)
     assert torch.equal(block(x), block.w2(hidden))
+
+
+def slope(z: Tensor) -> Tensor:
+    return torch.sigmoid(z)
+
+
+class OfFunctions(nn.Module):
+    """Calls a function of its module, and a method of its own."""
+
+    def scaled(self, z: Tensor) -> Tensor:
+        return z
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.scaled(z) * slope(z)
+
+
+def _by_function(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(globals(), "slope", lambda z: 2 * torch.sigmoid(z))
+
+
+def _by_method(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(OfFunctions, "scaled", lambda self, z: 2 * z)
+
+
+@pytest.mark.parametrize("change", [_by_function, _by_method])
+@pytest.mark.parametrize("block", [Torchtune, lambda: nn.Sequential(nn.Linear(K, 8), nn.Identity(), nn.Linear(8, K))])
+def test_functions_that_an_activation_calls_are_watched(
+    change: Callable[[pytest.MonkeyPatch], None], block: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(3)
+    ours, x = block(), torch.randn(2, K)
+    if isinstance(ours, nn.Sequential):
+        ours[1] = OfFunctions()
+    else:
+        ours.activation = OfFunctions()
+    theirs = copy.deepcopy(ours)
+    assert torch_module_activation(OfFunctions()) == "silu"
+    assert len(fl.replace(ours).replaced) == 1
+    for _ in range(3):
+        torch.testing.assert_close(ours(x), theirs(x))
+    change(monkeypatch)
+    torch.testing.assert_close(ours(x), theirs(x))
+    monkeypatch.undo()
+    assert torch_module_activation(OfFunctions()) == "silu"
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        lambda z: F.gelu(z).clamp(-20, 20),
+        lambda z: torch.nan_to_num(F.silu(z)),
+        lambda z: F.silu(z) if z.shape[0] < 512 else z,
+        lambda z: F.silu(z) if z.requires_grad else z,
+        lambda z: F.silu(z) if torch.is_grad_enabled() else z,
+        lambda z: F.silu(z) * len(ACTIVATIONS) / len(ACTIVATIONS),
+        lambda z: F.silu(z.float()),
+        lambda z: F.silu(z).flip(0),
+        lambda z: F.silu(z, inplace=True),
+        lambda z: F.dropout(F.silu(z), 0.5),
+    ],
+)
+def test_what_may_compute_something_else_is_no_activation_of_ours(activation: Callable[[Tensor], Tensor]) -> None:
+    assert torch_module_activation(activation) is None
+
+
+def test_a_lambda_is_read_where_it_stands() -> None:
+    one, two = (lambda z: z * torch.sigmoid(z)), (lambda z: z.relu() ** 2)
+    assert [torch_module_activation(each) for each in (one, two)] == ["silu", "relu2"]

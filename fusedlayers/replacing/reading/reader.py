@@ -16,6 +16,7 @@ import dataclasses
 import itertools
 import math
 import operator
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -413,6 +414,8 @@ class Reader:
             return Known(value)
         if isinstance(value, types.FunctionType) and not operations.is_known(value) and value is not typing.cast:
             # Somebody may put another function there: its name is watched.
+            if vars(sys.modules.get(str(space.get("__name__")), builtins)) is not space:
+                raise NotUnderstood(f"calls the function {name} of a module that nobody finds")
             self.functions[str(space.get("__name__")), name] = value
             return Known(value)
         if callable(value) or operations.torch_constant(value):
@@ -715,6 +718,10 @@ class Reader:
             if target is typing.cast:
                 return args[-1]
             return self._noted(called.path, args, self.inlined(target, args, options))
+        if isinstance(target, types.MethodType) and target.__self__ is self.block and called.path is not None:
+            # Of its class; what the attribute holds is watched, and stays that function.
+            result = self.inlined(target.__func__, (Part("", self.block), *args), options)
+            return self._noted(called.path, args, result)
         if callable(target) and not isinstance(target, type) and called.path is not None and len(args) == 1:
             name = known_activation(target)
             if name is not None and isinstance(args[0], Formula) and not options:

@@ -33,6 +33,8 @@ def tree_of(function: Callable[..., Any]) -> ast.FunctionDef:
 
 def _read(function: types.FunctionType) -> ast.FunctionDef | str:
     name = function.__qualname__
+    if function.__name__ == "<lambda>":
+        return _read_lambda(function) or f"has no source for {name}"
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError, IndentationError):
@@ -45,29 +47,55 @@ def _read(function: types.FunctionType) -> ast.FunctionDef | str:
     return definition
 
 
+def _read_lambda(function: types.FunctionType) -> ast.FunctionDef | None:
+    """The only lambda on its line that compiles to this code, as a definition."""
+    try:
+        lines, _ = inspect.findsource(function)
+        tree = ast.parse("".join(lines))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    first = function.__code__.co_firstlineno
+    found = [each for each in ast.walk(tree) if isinstance(each, ast.Lambda) and each.lineno == first]
+    made = [
+        ast.copy_location(
+            ast.FunctionDef(name="<lambda>", args=each.args, body=[ast.copy_location(ast.Return(each.body), each)],
+                            decorator_list=[], type_params=[]), each,
+        )
+        for each in found
+        if _compiles_to(each, function)
+    ]  # fmt: skip
+    return made[0] if len({ast.dump(each) for each in made}) == 1 else None
+
+
 def _is_same(function: types.FunctionType, definition: ast.FunctionDef) -> bool:
     """Whether the definition compiles to the function's code, whatever decorators there are: they have been called."""
-    code = function.__code__
     bare = ast.FunctionDef(**{name: getattr(definition, name, None) for name in definition._fields})
     bare.decorator_list, bare.returns = [], None
     if "type_params" in definition._fields:
         bare.type_params = []
+    return _compiles_to(bare, function)
+
+
+def _compiles_to(bare: ast.FunctionDef | ast.Lambda, function: types.FunctionType) -> bool:
+    code = function.__code__
     # A method that says super() takes its class from around it.
     parameters = [ast.arg(arg=name) for name in code.co_freevars]
     around = ast.arguments(posonlyargs=[], args=parameters, kwonlyargs=[], kw_defaults=[], defaults=[])
-    outer = ast.FunctionDef(name="outer", args=around, body=[bare], decorator_list=[], type_params=[])
+    inner = bare if isinstance(bare, ast.FunctionDef) else ast.Expr(bare)
+    outer = ast.FunctionDef(name="outer", args=around, body=[inner], decorator_list=[], type_params=[])
     # Calls of what a module imports compile to other instructions.
     modules = [name for name in code.co_names if isinstance(function.__globals__.get(name), types.ModuleType)]
     imports = [ast.Import(names=[ast.alias(name=name)]) for name in modules]
     module = ast.Module(body=[*imports, outer], type_ignores=[])
-    ast.copy_location(outer, definition)
+    ast.copy_location(inner, bare)
+    ast.copy_location(outer, bare)
     ast.fix_missing_locations(module)
     flags = code.co_flags & 0xFFFF0000
     try:
         whole = compile(module, code.co_filename, "exec", flags=flags, dont_inherit=True)
     except (SyntaxError, ValueError):
         return False
-    found = _code_named(whole, definition.name)
+    found = _code_named(whole, code.co_name)
     return found is not None and _alike(found, code)
 
 
