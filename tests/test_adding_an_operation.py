@@ -76,7 +76,7 @@ for backend, path in (("auto", "torch"), ("triton", "fused")):
     else:
         raise AssertionError("a vector has no rows")
 
-    text = fl.explain(row_sums, x.requires_grad_())
+    text = fl.explain(row_sums, x.requires_grad_(), details=True)
     assert text.split("\\n", 1)[1].startswith("row_sums: y = Σ_n x\\n  problem "), text
     assert "M=37 (rows) N=40, float32, forward and backward\\n" in text
     assert ("16 rows × 32 columns" in text) == (path == "fused")

@@ -41,10 +41,10 @@ EVERY_ROW_BUT_BENCH = {
     "releases": {"kernels.device", "planning", "sources", "folders"},
     "devices": {"kernels.device", "kernels.hopper", "planning", "calibrations", "releases", "folders"},
     "functional": {"kernels", "planning", "reference", "devices", "releases", "sources"},
-    "explaining": {"planning", "devices", "functional"},
     "modules": {"kernels", "planning", "reference", "functional"},
     "parallel": {"functional", "modules"},
     "replacing": {"kernels", "closeness", "planning", "reference", "devices", "functional", "modules"},
+    "explaining": {"planning", "devices", "functional", "modules", "replacing"},
     "verifying": {"closeness", "functional", "modules", "replacing"},
     "fusedlayers": {"functional", "modules", "explaining", "parallel", "replacing", "verifying"},
 }

@@ -297,14 +297,14 @@ def test_another_process_that_never_ends_is_not_waited_for(machine: Machine, mon
 def test_explain_names_the_release(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((16_384, 1024), (4096, 1024))]
     call = (fl.functional.ffn, *inputs, inputs[1].T)
-    passed = fl.explain(*call)
+    passed = fl.explain(*call, details=True)
     assert "  compiler" in passed
     assert "Triton 3.10.0, which passed the self-test on this machine" in passed
     releases.record(H200, "which failed the self-test on this machine (ffn)")
-    failed = fl.explain(*call)
+    failed = fl.explain(*call, details=True)
     assert failed.startswith("Runs through torch: Triton 3.10.0, which failed the self-test on this machine (ffn)")
     monkeypatch.setattr(releases, "release_is_known", lambda: True)
-    assert "Triton" not in fl.explain(*call)
+    assert "Triton" not in fl.explain(*call, details=True)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"NVIDIA H200": 1}'])

@@ -6,14 +6,14 @@ import json
 
 from fusedlayers import planning
 from fusedlayers.kernels.activations import canonical_activation
-from fusedlayers.planning import Device, Problem
+from fusedlayers.planning import Problem
 from train_examples.end_to_end import COLUMNS, RECORD, ROOT, cells_of, origin_of
 from train_examples.loop import Row
 from train_examples.settings import ModelSettings
 from train_examples.tables import aligned
 
 # The device of the record, as planning knows it.
-MEASURED = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
+MEASURED = planning.card("H200")
 # What matters beside another kind of layers; the page of results has the others, too.
 SHOWN = [column for column in COLUMNS if column not in ("TFLOP/s", "MFU")]
 

@@ -102,7 +102,7 @@ def plan_in_words(settings: LanguageModelSettings, device: torch.device) -> str:
     dtype = torch.bfloat16 if choose_precision(settings.run).startswith("bf16") else torch.float32
     layer = feed_forward(model, LayerSettings("fused", settings.layers.recompute)).to(device, dtype)
     x = torch.empty(settings.run.batch_size, model.context, model.d_model, device=device, dtype=dtype)
-    return fusedlayers.explain(layer, x.requires_grad_()).splitlines()[0]
+    return str(fusedlayers.explain(layer, x.requires_grad_()).lines[0])
 
 
 def seconds_per_step(settings: LanguageModelSettings, device: torch.device, threads: Iterable[int]) -> dict[int, float]:

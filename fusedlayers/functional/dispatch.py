@@ -44,10 +44,27 @@ def dispatch(problem: Any, device: torch.device) -> Any:
     if _counted is not None:
         _counted.problems[problem] = None
     plan = _cached_plan(problem, facts_for(problem, device, wish), wish)
-    if plan.unsupported is not None and not problem.empty and (wish == "triton" or (must and wish == "auto")):
-        switch = "FUSEDLAYERS_BACKEND=triton" if wish == "triton" else "FUSEDLAYERS_STRICT=1"
-        raise RuntimeError(f"{switch} is set, but {problem.operation} cannot run in Triton: {plan.unsupported}")
+    _refuse_torch(plan, wish, must)
     return plan
+
+
+def plan_on_card(problem: Any, facts: Device) -> Any:
+    """The plan of ``problem`` as if its tensors lay on a GPU with these ``facts``; it is no decision, and not logged.
+
+    Raises:
+        RuntimeError: as :func:`dispatch` would there.
+    """
+    wish = backend()
+    plan = planning.plan(problem, facts, wish)
+    _refuse_torch(plan, wish, strict())
+    return plan
+
+
+def _refuse_torch(plan: Decision, wish: str, must: bool) -> None:
+    """Raises where the user's switches allow kernels alone, and these cannot run."""
+    if plan.unsupported is not None and not plan.problem.empty and (wish == "triton" or (must and wish == "auto")):
+        switch = "FUSEDLAYERS_BACKEND=triton" if wish == "triton" else "FUSEDLAYERS_STRICT=1"
+        raise RuntimeError(f"{switch} is set, but {plan.problem.operation} cannot run in Triton: {plan.unsupported}")
 
 
 def facts_for(problem: Any, device: torch.device, wish: str) -> Device:

@@ -9,7 +9,7 @@ from typing import Any
 from .avoiding import configurations, without_avoided
 from .calibration import as_measured
 from .call import KERNEL_PATHS, Call, Decision, unmeasured, why_never_kernels
-from .devices import BACKENDS, Device, floor_seconds
+from .devices import BACKENDS, CARDS, Device, card, floor_seconds
 from .ffn_chunked import ChunkPlan
 from .gemm_gemm import Plan, Problem
 from .gemm_reduce import ReducePlan, ReduceProblem
@@ -33,6 +33,7 @@ def plan(problem: Call, device: Device, backend: str = "auto") -> Any:
 
 __all__ = [
     "BACKENDS",
+    "CARDS",
     "KERNEL_PATHS",
     "Call",
     "ChunkPlan",
@@ -50,6 +51,7 @@ __all__ = [
     "ReduceProblem",
     "WeightGradientPlan",
     "WeightGradientProblem",
+    "card",
     "configurations",
     "floor_seconds",
     "plan",

@@ -60,6 +60,25 @@ class Device:
         return self.figures.ceilings.get(self.name)
 
 
+# The GPUs that a plan may be asked for without one, by the names that users know them by. Nothing that a user's own
+# machine measured is in them, and the compiler is the one that everything on record was measured with.
+CARDS = {
+    "H100": Device("cuda", "NVIDIA H100 80GB HBM3", "sm_90", sms=132, triton=True, pipelined=True),
+    "H200": Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True),
+}
+
+
+def card(name: str) -> Device:
+    """The description of a GPU by its name.
+
+    Raises:
+        ValueError: no GPU of that name is described; the message names those that are.
+    """
+    if not isinstance(name, str) or name not in CARDS:
+        raise ValueError(f"on must be the name of a GPU, one of {', '.join(CARDS)}; got {name!r}")
+    return CARDS[name]
+
+
 def splits_of_full_waves(tiles: int, at_once: int, most: int) -> tuple[int, ...]:
     """One split of every tile, then those at which one more would need one more wave of programs, up to four waves."""
     found: tuple[int, ...] = (1,)

@@ -22,6 +22,7 @@ from torch import nn
 from ..functional.ffn.arguments import check_recompute
 from ..functional.operands import checked_flag
 from ..modules import FFNPieces, FusedFFN, SplitKLinear, class_name, class_path, forget, linear_weight, why_not_plain
+from ..planning import Device, card
 from .activations import torch_module_activation
 from .blocks import (
     FusedBlock,
@@ -70,7 +71,8 @@ _ALREADY = "already fused"
 class _Found:
     """What `replace` finds on its way: the entries of its report, and the classes to give to modules."""
 
-    def __init__(self) -> None:
+    def __init__(self, on: Device | None) -> None:
+        self.on = on  # the GPU that the report speaks of, None for the model's own device
         self.replaced: list[Entry] = []
         self.skipped: list[Entry] = []
         self.changes: dict[nn.Module, type[ReplacedModule]] = {}
@@ -94,6 +96,7 @@ def replace(
     norm: bool = True,
     strict: bool = False,
     dry_run: bool = False,
+    on: str | None = None,
 ) -> Report:
     """Let the FFN blocks of ``model`` run through ``functional.ffn``, experts through ``functional.moe_ffn``, norms
     through torch's fused ones, and the loss of a language model through ``functional.linear_cross_entropy``, in place;
@@ -126,21 +129,25 @@ def replace(
         strict: raise where an FFN, or what looks like one, would stay as it is; and where nothing in the model is
             fused, instead of warning. Nothing is changed then.
         dry_run: report and change nothing.
+        on: with ``dry_run`` the name of a GPU, "H100" or "H200": paths and bytes of the report are those of that GPU,
+            wherever the model lies (``meta`` needs no memory). None, the default, is the device of the model.
 
     Returns:
         What was replaced, and what was skipped and why; also logged once at INFO.
 
     Raises:
         TypeError: ``model`` is no module, ``rules`` is no tuple or list of rules, or ``loss`` or ``norm`` is no bool.
-        ValueError: two rules for one class, a rule for a class that needs none, an unknown ``recompute``, or an
-            FFN that stays under ``strict``.
+        ValueError: two rules for one class, a rule for a class that needs none, an unknown ``recompute``, an FFN that
+            stays under ``strict``, or ``on`` without ``dry_run`` or with a name that is not known.
     """
     _check_model(model)
     check_recompute(recompute)
     for name, value in (("loss", loss), ("norm", norm)):
         checked_flag(name, value)
     ffn_rules, linear_rules = _checked(rules)
-    found = _Found()
+    if on is not None and not dry_run:
+        raise ValueError(f"on={on!r} tells what another GPU would do: expected dry_run=True with it")
+    found = _Found(None if on is None else card(on))
     parts = _replace_ffns(model, Patterns(ffn_rules, recompute), found)
     _replace_experts(model, recompute, found)
     _replace_linears(model, linear_rules, parts, found)
@@ -154,7 +161,7 @@ def replace(
         if rule.class_path not in paths:
             name = rule.class_path.rpartition(".")[2]
             found.skipped.append(Entry("(rules)", name, None, "no module is exactly of this class"))
-    report = Report(tuple(found.replaced), tuple(found.skipped), dry_run)
+    report = Report(tuple(found.replaced), tuple(found.skipped), dry_run, on)
     fused_before = any(issubclass(kind, (ReplacedModule, FusedFFN, SplitKLinear)) for kind in classes)
     # Experts may be so by name, in modules of their own class.
     fused_before = fused_before or any(entry.reason == _ALREADY for entry in found.skipped)
@@ -242,7 +249,7 @@ def _replace_ffns(model: nn.Module, patterns: Patterns, found: _Found) -> set[nn
             if isinstance(pieces, str):
                 found.skip(path, module, f"{linears}: {pieces}", is_ffn_left=True)
             else:
-                facts = facts_of_ffn(pieces, patterns.recompute)
+                facts = facts_of_ffn(pieces, patterns.recompute, found.on)
                 trusted = ", as a trusted rule says" if patterns.trusts(module) else ""
                 found.change(path, module, fused, f"{linears}: {_description(pieces)}{trusted}", *facts)
         parts |= _linears(ffns)
@@ -274,7 +281,7 @@ def _replace_experts(model: nn.Module, recompute: Literal["auto"] | bool | int, 
         if isinstance(ffn, str):
             found.skip(path, module, f"experts of a mixture: {ffn}", is_ffn_left=True)
             continue
-        fused, facts = experts_class(type(module), ffn, recompute), facts_of_experts(module, ffn, recompute)
+        fused, facts = experts_class(type(module), ffn, recompute), facts_of_experts(module, ffn, recompute, found.on)
         found.change(path, module, fused, ffn.described(module), *facts)
 
 
@@ -295,7 +302,7 @@ def _replace_linears(model: nn.Module, rules: list[LinearRule], parts: set[nn.Mo
             continue
         fused = fused_class(FusedSplitKLinear, nn.Linear, split_k=rule.split_k, reduction=rule.reduction)
         text = f"split_k={rule.split_k!r}, {rule.reduction}, {module.in_features} -> {module.out_features}"
-        found.change(path, module, fused, text, None, why_no_kernels_for_linear(module, rule))
+        found.change(path, module, fused, text, None, why_no_kernels_for_linear(module, rule, found.on))
     found.skipped += [Entry("(rules)", "Linear", None, f"no linear meets the conditions of {rule}") for rule in idle]
 
 
@@ -315,7 +322,7 @@ def _replace_heads(model: nn.Module, found: _Found) -> None:
         head = getattr(module, name)
         text = f"{name}, loss_function: {head.in_features} -> {head.out_features} classes, without logits"
         fused = head_class(type(module), name)
-        found.change(path, module, fused, text, *facts_of_head(head), became=FusedLossHead.__name__)
+        found.change(path, module, fused, text, *facts_of_head(head, found.on), became=FusedLossHead.__name__)
 
 
 def _replace_norms(model: nn.Module, found: _Found) -> None:
@@ -339,7 +346,7 @@ def _replace_norms(model: nn.Module, found: _Found) -> None:
         else:
             read = functions_read(norm.methods, norm.functions)
             fused = fused_class(FusedNorm, type(module), fused_norm=norm, fused_functions=read)
-            found.change(path, module, fused, str(norm), *facts_of_norm(module, norm))
+            found.change(path, module, fused, str(norm), *facts_of_norm(module, norm, found.on))
 
 
 def _description(pieces: FFNPieces) -> str:

@@ -216,13 +216,6 @@ class FusedSequentialFFN(FusedBlock, nn.Sequential):
         runs = find_runs(list(cast(nn.Sequential, module)))
         return {f"{names[start]}..{names[stop - 1]}": found for start, stop, found in runs}
 
-    def call_arguments(self, x: Tensor) -> dict[str, Any]:
-        runs = [run for run in find_runs(list(self)) if isinstance(run[2], FFNPieces)]
-        if len(runs) != 1 or runs[0][0] != 0:
-            slices = ", ".join(f"[{start}:{stop}]" for start, stop, _ in runs)
-            raise ValueError(f"the FFNs of this nn.Sequential are its slices {slices}: explain one with its own input")
-        return super().call_arguments(x)
-
     @functools.wraps(nn.Sequential.forward)
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         if not isinstance(self, FusedSequentialFFN):

@@ -42,6 +42,7 @@ class Report:
     replaced: tuple[Entry, ...]
     skipped: tuple[Entry, ...]
     dry_run: bool = False
+    on: str | None = None  # the GPU that a dry run was for, None for the model's own device
 
     @property
     def saved_bytes(self) -> tuple[int, int]:
@@ -50,7 +51,8 @@ class Report:
         return sum(theirs for theirs, _ in known), sum(ours for _, ours in known)
 
     def __str__(self) -> str:
-        dry_run = " (dry run: nothing changed)" if self.dry_run else ""
+        where = "" if self.on is None else f", as on an {self.on}"
+        dry_run = f" (dry run: nothing changed{where})" if self.dry_run else ""
         title = f"fusedlayers.replace: {len(self.replaced)} replaced, {len(self.skipped)} skipped{dry_run}"
         if self.saved_bytes[0]:
             title += f"; {_saved(self.saved_bytes)}"

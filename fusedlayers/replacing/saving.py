@@ -30,8 +30,10 @@ from .rules import LinearRule
 TOKENS = 65_536
 
 
-def facts_of_ffn(pieces: FFNPieces, recompute: Literal["auto"] | bool | int) -> tuple[tuple[int, int], str | None, str]:
-    """What an entry of the report calls ``saved_bytes``, ``why_no_kernels`` and ``plan``.
+def facts_of_ffn(
+    pieces: FFNPieces, recompute: Literal["auto"] | bool | int, on: Device | None
+) -> tuple[tuple[int, int], str | None, str]:
+    """What an entry of the report calls ``saved_bytes``, ``why_no_kernels`` and ``plan``; here, or on another GPU.
 
     The bytes are those that the block by torch, and with ``functional.ffn``, keeps per token of a training batch: of
     the FFN with its input, and of the dropout of its result, which torch applies in both.
@@ -41,7 +43,7 @@ def facts_of_ffn(pieces: FFNPieces, recompute: Literal["auto"] | bool | int) -> 
         # Laid out as a batch is, without its memory.
         x = torch.empty(TOKENS, up.shape[1], dtype=up.dtype, device="meta", requires_grad=True)
         problem: Any = pieces.operation.problem(*pieces.operation.bound(**pieces.arguments(x, recompute=recompute)))
-    device = _facts(problem, up.device)
+    device = on or _facts(problem, up.device)
     plan = planning.plan(problem, device, backend())
     ours = plan.saved_bytes // TOKENS
     theirs = problem.kept_by_torch(device) // TOKENS
@@ -55,44 +57,49 @@ def facts_of_ffn(pieces: FFNPieces, recompute: Literal["auto"] | bool | int) -> 
 
 
 def facts_of_experts(
-    module: nn.Module, found: ExpertsFFN, recompute: Literal["auto"] | bool | int
+    module: nn.Module, found: ExpertsFFN, recompute: Literal["auto"] | bool | int, on: Device | None
 ) -> tuple[tuple[int, int] | None, str | None, str]:
     """The same of experts, as many to a token as the configuration of the model says; without it nobody counts."""
     given = found.tensors(module)
-    top_k = getattr(getattr(module, "config", None), "num_experts_per_tok", None)
-    chosen = top_k if isinstance(top_k, int) else 1
-    weight = given["w_up"]
+    width, chosen, weight = routing_of_experts(module, found)
     with torch.enable_grad():
-        width = weight.shape[1 if dict(found.formula)["transposed"] else 2]
         x = torch.empty(TOKENS, width, dtype=weight.dtype, device="meta", requires_grad=True)
-        index = torch.empty(TOKENS, chosen, dtype=torch.int64, device="meta")
-        scores = torch.empty(TOKENS, chosen, dtype=weight.dtype, device="meta", requires_grad=True)
+        index = torch.empty(TOKENS, chosen or 1, dtype=torch.int64, device="meta")
+        scores = torch.empty(TOKENS, chosen or 1, dtype=weight.dtype, device="meta", requires_grad=True)
         tensors, options = MOE_FFN.bound(x, index, scores, **given, **dict(found.formula), recompute=recompute is True)
         problem = MOE_FFN.problem(tensors, options)
-    device = _facts(problem, weight.device)
+    device = on or _facts(problem, weight.device)
     plan = planning.plan(problem, device, backend())
-    theirs = 0 if top_k is None else problem.kept_by_torch(device) // TOKENS
+    theirs = 0 if chosen is None else problem.kept_by_torch(device) // TOKENS
     saved = (theirs, plan.saved_bytes // TOKENS) if theirs else None
     return saved, _why_no_kernels(problem, device, backend()), plan.path
 
 
-def facts_of_head(head: nn.Linear) -> tuple[tuple[int, int], str | None, str]:
+def routing_of_experts(module: nn.Module, found: ExpertsFFN) -> tuple[int, int | None, Tensor]:
+    """The width of a token, to how many experts it goes where the configuration of the model says so, and a weight."""
+    weight = found.tensors(module)["w_up"]
+    top_k = getattr(getattr(module, "config", None), "num_experts_per_tok", None)
+    width = weight.shape[1 if dict(found.formula)["transposed"] else 2]
+    return width, top_k if isinstance(top_k, int) else None, weight
+
+
+def facts_of_head(head: nn.Linear, on: Device | None = None) -> tuple[tuple[int, int], str | None, str]:
     """The same of the loss of a model's last linear layer: the mean of a training batch's tokens."""
     weight, bias = head.weight, head.bias
     with torch.enable_grad():
         x = torch.empty(TOKENS, weight.shape[1], dtype=compute_dtype(weight), device="meta", requires_grad=True)
         target = torch.empty(TOKENS, dtype=torch.int64, device="meta")
         problem = loss_problem(x, weight, target, bias, reduction="mean")
-    device = _facts(problem, weight.device)
+    device = on or _facts(problem, weight.device)
     plan = planning.plan(problem, device, backend())
     saved = kept_for_loss(problem, chunked=False) // TOKENS, plan.saved_bytes // TOKENS
     return saved, _why_no_kernels(problem, device, backend()), plan.path
 
 
-def facts_of_norm(module: nn.Module, norm: Norm) -> tuple[tuple[int, int] | None, str | None]:
+def facts_of_norm(module: nn.Module, norm: Norm, on: Device | None) -> tuple[tuple[int, int] | None, str | None]:
     """The same of a norm, but for the path: its kernels are torch's, which has some for GPUs alone."""
     parameters = list(module.parameters())
-    other = next((each.device.type for each in parameters if not each.is_cuda), None)
+    other = None if on else next((each.device.type for each in parameters if not each.is_cuda), None)
     if other is not None:
         return None, f"torch has no fused norms on {other}"
     kept = kept_by_norm(module, norm)
@@ -147,13 +154,13 @@ def _kept_by_row(module: nn.Module, width: int, dtype: torch.dtype) -> int:
     return (found[1] - found[0]) // 2
 
 
-def why_no_kernels_for_linear(linear: nn.Linear, rule: LinearRule) -> str | None:
+def why_no_kernels_for_linear(linear: nn.Linear, rule: LinearRule, on: Device | None) -> str | None:
     """Why no kernel runs a linear that ``rule`` takes, or None."""
     x = linear.weight.detach().new_empty(1, linear.in_features)
     problem = LINEAR.problem((x, linear.weight, linear.bias), ("identity", rule.split_k, rule.reduction))
     # A rule that names a number of splits, or atomic addition, asks for kernels.
     wish = "triton" if problem.asks_for_kernels and backend() == "auto" else backend()
-    return _why_no_kernels(problem, describe(x.device), wish)
+    return _why_no_kernels(problem, on or describe(x.device), wish)
 
 
 def _facts(problem: Any, device: torch.device) -> Device:

@@ -57,13 +57,13 @@ def tensors(tokens: int, width: int, hidden: int, *, gradients: bool = True, **o
 
 def call(operands: dict[str, Tensor], **options: Any) -> dict[str, str]:
     x, w_up, w_down = operands.values()
-    return lines(fl.explain(functional.ffn, x, w_up, w_down, **options))
+    return lines(fl.explain(functional.ffn, x, w_up, w_down, **options, details=True))
 
 
 def test_every_line_on_a_cpu(pretend: Callable[[Device], None]) -> None:
     pretend(CPU)
     x, w_up, w_down = tensors(5, 16, 24, dtype=torch.float32).values()
-    text = fl.explain(functional.ffn, x, w_up, w_down, activation="relu2")
+    text = fl.explain(functional.ffn, x, w_up, w_down, activation="relu2", details=True)
     assert text.splitlines()[:2] == [
         "Runs through torch: the kernels need a CUDA or ROCm GPU, and the tensors are on device type cpu.",
         "ffn: act(x W_upᵀ) W_downᵀ, act = relu2: max(z, 0)²",
@@ -274,7 +274,7 @@ def test_the_first_line_says_what_runs_and_what_that_gains(
     pretend(device)
     call_options = {name: value for name, value in options.items() if name != "gradients"}
     operands = tensors(*sizes, gradients=options.get("gradients", True))
-    assert fl.explain(functional.ffn, *operands.values(), **call_options).splitlines()[0] == sentence
+    assert fl.explain(functional.ffn, *operands.values(), **call_options, details=True).splitlines()[0] == sentence
 
 
 def test_the_formula_has_the_operands_of_the_call() -> None:
@@ -286,7 +286,7 @@ def test_the_formula_has_the_operands_of_the_call() -> None:
         ("(act(x W_gateᵀ) ⊙ (x W_upᵀ + b_up)) W_downᵀ", {"w_gate": w_up, "b_up": hidden}),
         ("act(x W_upᵀ) W_downᵀ + residual", {"residual": x}),
     ):
-        text = fl.explain(functional.ffn, x, w_up, w_down, activation="relu", **options)
+        text = fl.explain(functional.ffn, x, w_up, w_down, activation="relu", **options, details=True)
         assert text.splitlines()[1] == f"ffn: {formula}, act = relu: max(z, 0)"
 
 
@@ -296,7 +296,7 @@ def test_gemm_gemm(pretend: Callable[[Device], None]) -> None:
         torch.empty(s, device="meta", dtype=torch.bfloat16)
         for s in ((128, 1024, 128), (128, 128, 1024), (128, 1024, 64))
     )
-    text = fl.explain(functional.gemm_gemm, a, b, c, activation="swish")
+    text = fl.explain(functional.gemm_gemm, a, b, c, activation="swish", details=True)
     assert text.splitlines()[1] == "gemm_gemm: act(a @ b) @ c, act = silu: z σ(z)"
     found = lines(text)
     assert found["problem"] == "B=128 M=1024 K=128 N=1024 O=64, bfloat16, forward"
@@ -312,16 +312,16 @@ def test_a_fused_ffn(pretend: Callable[[Device], None]) -> None:
     pretend(CPU)
     layer = fl.FusedFFN(16, 24, "silu", gated=True, dropout=0.25)
     x = torch.zeros(2, 3, 16)
-    text = fl.explain(layer, x)
+    text = fl.explain(layer, x, details=True)
     hidden = "dropout(act(x W_gateᵀ + b_gate) ⊙ (x W_upᵀ + b_up))"
     assert text.splitlines()[1] == f"ffn: {hidden} W_downᵀ + b_down, act = silu: z σ(z)"
     found = lines(text)
     assert found["problem"] == "M=6 (tokens) K=16 (d_model) N=24 (d_ff) O=16, float32, forward and backward"
     assert found["GEMM units"].startswith("3 forward, 4 backward; "), "x wants no gradient"
     layer.recompute = True
-    assert lines(fl.explain(layer, x))["path"].startswith("chunked: ")
+    assert lines(fl.explain(layer, x, details=True))["path"].startswith("chunked: ")
     with torch.no_grad():
-        assert lines(fl.explain(layer.eval(), x))["problem"].endswith("float32, forward")
+        assert lines(fl.explain(layer.eval(), x, details=True))["problem"].endswith("float32, forward")
 
 
 def test_modules_that_replace_has_fused(pretend: Callable[[Device], None]) -> None:
@@ -331,7 +331,7 @@ def test_modules_that_replace_has_fused(pretend: Callable[[Device], None]) -> No
     model = nn.ModuleList([block, encoder])
     fl.replace(model)
     x = torch.zeros(3, 5, 16)
-    first, second = fl.explain(block, x), fl.explain(encoder, x)
+    first, second = fl.explain(block, x, details=True), fl.explain(encoder, x, details=True)
     assert first.splitlines()[1].endswith("act = relu: max(z, 0)")
     assert "M=15 (tokens) K=16 (d_model) N=24 (d_ff) O=16" in lines(first)["problem"]
     assert "K=16 (d_model) N=40 (d_ff) O=16" in lines(second)["problem"]
@@ -342,17 +342,17 @@ def test_children_that_must_be_called_are_named(pretend: Callable[[Device], None
     layer = fl.FusedFFN(16, 24)
     x = torch.zeros(3, 16)
     with layer.up_proj.register_forward_hook(lambda *arguments: None):
-        text = fl.explain(layer, x)
+        text = fl.explain(layer, x, details=True)
     assert text == "FusedFFN calls its children instead of fusing them: the up linear has a forward hook"
-    assert lines(fl.explain(layer, x))["path"].startswith("torch: ")
+    assert lines(fl.explain(layer, x, details=True))["path"].startswith("torch: ")
 
 
 def test_a_copy_is_announced(pretend: Callable[[Device], None]) -> None:
     pretend(A100)
     layer = fl.FusedFFN(16, 24, recompute=True)
     x = torch.zeros(3, 5, 16)
-    assert "copies" not in lines(fl.explain(layer, x))
-    found = lines(fl.explain(layer, x.transpose(0, 1)))
+    assert "copies" not in lines(fl.explain(layer, x, details=True))
+    found = lines(fl.explain(layer, x.transpose(0, 1), details=True))
     assert found["copies"] == "x of shape [5, 3, 16] and strides [16, 80, 1] has no uniform rows: one contiguous copy"
 
 
@@ -361,8 +361,8 @@ def test_nothing_is_computed(pretend: Callable[[Device], None]) -> None:
     layer, x = fl.FusedFFN(16, 24, gated=True), torch.zeros(3, 16)
     before = torch.random.get_rng_state()
     with Allocations() as allocations:
-        fl.explain(layer, x)
-        fl.explain(functional.gemm_gemm, *(torch.ones(())[None, None, None] for _ in range(3)))
+        fl.explain(layer, x, details=True)
+        fl.explain(functional.gemm_gemm, *(torch.ones(())[None, None, None] for _ in range(3)), details=True)
     # The three matrices made here, and views.
     assert max(allocations.elements) <= 3 * 16
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -375,7 +375,8 @@ def test_nothing_is_computed(pretend: Callable[[Device], None]) -> None:
 )
 def test_other_targets_are_refused(target: Any) -> None:
     known = (
-        r"target must be .* MaxSim, .* fusedlayers.functional, or one block of a model that replace\(\) fused: .*, got "
+        r"target must be .* MaxSim, .* fusedlayers.functional, or one block of a model that replace\(\) fused: .*; "
+        r"or a model that holds such modules, got "
     )
     with pytest.raises(TypeError, match=known + type(target).__name__):
         fl.explain(target, torch.zeros(2, 3))

@@ -29,7 +29,7 @@ def meta(*shape: int, gradient: bool = False) -> Tensor:
 
 
 def explained(function: Callable[..., object], *inputs: Tensor, **options: object) -> tuple[str, dict[str, str]]:
-    _, title, *rest = fl.explain(function, *inputs, **options).splitlines()
+    _, title, *rest = fl.explain(function, *inputs, **options, details=True).splitlines()
     return title, {line[2:].split("  ")[0]: line[2:].split("  ", 1)[1].strip() for line in rest}
 
 

@@ -154,7 +154,7 @@ def test_explain_says_what_is_kept(
 ) -> None:
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
     given = tensors(case, without)
-    text = fl.explain(case.function, **given, **case.options)
+    text = fl.explain(case.function, **given, **case.options, details=True)
     found = re.search(r"\n  saved bytes +([\d,]+) ", text)
     assert found is not None
     said = int(found[1].replace(",", ""))
@@ -176,4 +176,4 @@ def test_bytes_are_a_gain_where_they_are_clearly_fewer(
     """For a maximum torch keeps no product either, and a sum gains more than the bytes of an operand."""
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
     case = Case(functional.gemm_reduce, "a b", {"op": op, "dim": -1})
-    assert gain in fl.explain(case.function, **tensors(case, None), **case.options).splitlines()[0]
+    assert gain in fl.explain(case.function, **tensors(case, None), **case.options, details=True).splitlines()[0]

@@ -136,7 +136,7 @@ def test_flop_counters_see_the_fewer_operations() -> None:
 
 
 def test_explain_names_the_order() -> None:
-    text = explain(functional.gemm_gemm, *inputs(**SIZES, batches=((), (), ())).values())
+    text = explain(functional.gemm_gemm, *inputs(**SIZES, batches=((), (), ())).values(), details=True)
     M, K, N, O = SIZES.values()
     assert text.splitlines()[:2] == [
         "Runs through torch, forward: without an activation (A B) C is A (B C), which is clearly cheaper.",

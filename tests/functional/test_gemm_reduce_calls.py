@@ -329,11 +329,11 @@ def test_splits_fill_the_device_within_bounds() -> None:
 
 
 def test_explain() -> None:
-    text = explain(functional.gemm_reduce, A, B)
+    text = explain(functional.gemm_reduce, A, B, details=True)
     assert "gemm_reduce: sum of a @ b over M" in text
     assert "algebraic: the sum of a product is the product of a sum" in text
     assert "not torch" in text
-    text = explain(functional.gemm_reduce, A.double(), B.double(), op="absmax", dim=-1, activation="relu")
+    text = explain(functional.gemm_reduce, A.double(), B.double(), op="absmax", dim=-1, activation="relu", details=True)
     assert "absmax of act(a @ b) over N, act = relu" in text
     assert "B=2 kept 5 reduced 4 K=3, float64, forward" in text
     assert (
@@ -344,7 +344,7 @@ def test_explain() -> None:
 @needs_kernels
 def test_explain_names_tiles_and_splits() -> None:
     with on_path("kernels", sms=64):
-        text = explain(functional.gemm_reduce, torch.zeros(3000, 8, device=DEVICE), torch.zeros(8, 5, device=DEVICE))
+        text = explain(functional.gemm_reduce, A.new_zeros(3000, 8), A.new_zeros(8, 5), details=True)
     assert "64 kept × 64 reduced × 16 inner" in text
     assert "12 ranges of the reduced axis, combined in a fixed order" in text
 

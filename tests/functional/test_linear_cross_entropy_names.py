@@ -52,7 +52,7 @@ def test_several_losses_of_a_token(
 
 
 def test_explain_says_why_torch_runs_several_losses() -> None:
-    text = str(explain(functional.linear_cross_entropy, **several((2, 3), torch.float32)))
+    text = str(explain(functional.linear_cross_entropy, **several((2, 3), torch.float32), details=True))
     assert "the kernel takes one loss of each token" in text
     assert "V=7 (vocabulary) × 6 positions" in text
 

@@ -221,7 +221,7 @@ def test_wrong_arguments(changes: dict[str, Any], error: type[Exception], messag
 
 def test_explained() -> None:
     tensors = inputs((4, 0, 3), bias=False)
-    text = fl.explain(functional.lora_ffn, **tensors, activation="silu")
+    text = fl.explain(functional.lora_ffn, **tensors, activation="silu", details=True)
     assert "lora_ffn: h W_downᵀ + s (h Aᵀ) Bᵀ, h = act(x W_gateᵀ) ⊙ (x W_upᵀ + s (x Aᵀ) Bᵀ), act = silu: z σ(z)" in text
     assert "ranks up 4, gate 0, down 3, float32, forward and backward" in text
 

@@ -202,7 +202,7 @@ def test_planned_as_without_dropout() -> None:
 
 def test_explained_and_verified() -> None:
     tensors = inputs((4, 0, 3), bias=False)
-    text = fl.explain(functional.lora_ffn, **tensors, activation="silu", adapter_dropout_p=0.5)
+    text = fl.explain(functional.lora_ffn, **tensors, activation="silu", adapter_dropout_p=0.5, details=True)
     assert "h W_downᵀ + s (dropout(h) Aᵀ) Bᵀ, h = act(x W_gateᵀ) ⊙ (x W_upᵀ + s (dropout(x) Aᵀ) Bᵀ)" in text
     assert "ranks up 4, gate 0, down 3, dropout in the adapters, float32" in text
     seed = draw_seed(DEVICE)

@@ -184,7 +184,7 @@ def test_verify_of_a_whole_model(implementation: str) -> None:
 def test_explain_and_verify() -> None:
     module = experts(build("gpt-oss"))[0]
     replaced(module)
-    assert "moe_ffn: y = " in fl.explain(module, *routed())
+    assert "moe_ffn: y = " in fl.explain(module, *routed(), details=True)
     found = fl.verify(module, *routed())
     assert found.ok
     assert found.paths == {"moe_ffn torch": 1}

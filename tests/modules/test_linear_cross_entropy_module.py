@@ -90,7 +90,7 @@ def test_what_it_shows() -> None:
     shown = repr(layer)
     assert "reduction='sum', ignore_index=3, label_smoothing=0.2, softcap=4.0, logit_scale=1.0, z_loss=0.0" in shown
     assert "(linear): Linear(in_features=6, out_features=5, bias=False)" in shown
-    text = fl.explain(layer, *(tensor.cpu() for tensor in batch()))
+    text = fl.explain(layer, *(tensor.cpu() for tensor in batch()), details=True)
     assert "linear_cross_entropy: Σ cross_entropy(logits)" in text
 
 
@@ -141,7 +141,7 @@ def test_a_child_that_is_not_plain_is_called(change: Any) -> None:
     # The logits are those of an identity.
     expected = functional.linear_cross_entropy(logits, torch.eye(5), call[1], **layer.options())
     torch.testing.assert_close(loss, expected)
-    assert "calls its children instead of fusing them: linear" in fl.explain(layer, *call)
+    assert "calls its children instead of fusing them: linear" in fl.explain(layer, *call, details=True)
 
 
 @pytest.mark.parametrize("path", [CHUNKED, "torch"])

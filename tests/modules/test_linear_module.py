@@ -92,7 +92,7 @@ def test_other_modules_call_it() -> None:
 
 def test_explain_takes_the_module() -> None:
     layer = SplitKLinear(6, 4)
-    text = fl.explain(layer, torch.ones(2, 6))
+    text = fl.explain(layer, torch.ones(2, 6), details=True)
     assert "\nlinear: x Wᵀ + b\n" in text
     for row in ("M=2 (rows) N=4 K=6, float32, forward and backward", "weight gradient", "not fused"):
         assert row in text
@@ -102,7 +102,7 @@ def test_explain_takes_the_module() -> None:
 def test_explain_shows_the_three_choices() -> None:
     layer, x = SplitKLinear(900, 40, split_k=3), torch.ones(200, 900, requires_grad=True)
     with on_path("kernels"):
-        text = fl.explain(layer, x)
+        text = fl.explain(layer, x, details=True)
     rows = {line[2:].split("  ")[0]: line for line in text.splitlines()[1:]}
     assert "3 ranges of K = 900, added in a fixed order" in rows["forward"]
     assert "2 ranges of N = 40, added in a fixed order" in rows["data gradient"]

@@ -253,7 +253,7 @@ def test_a_child_that_is_not_plain_is_called(change: str, gated: bool, fused_cal
     assert not fused_calls
     assert reason in why_not_plain(ffn.up_proj)
     assert ffn.why_called() == f"the up linear {why_not_plain(ffn.up_proj)}"
-    assert ffn.why_called() in explain(ffn, x)
+    assert ffn.why_called() in explain(ffn, x, details=True)
 
 
 @pytest.mark.parametrize("role", ["up_proj", "gate_proj", "down_proj"])

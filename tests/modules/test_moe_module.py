@@ -183,7 +183,7 @@ def test_compiled_and_explained() -> None:
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(filled(compiled, x).popitem()[1], filled(module, x).popitem()[1])
     with decisions() as paths:
-        text = fl.explain(module, x)
+        text = fl.explain(module, x, details=True)
     assert not paths
     assert "M=18 (tokens) K=24 N=20 E=5 (experts) k=2, float32, forward and backward" in text
     assert fl.verify(module, x).ok

@@ -141,7 +141,7 @@ def test_explain_names_what_is_avoided_and_why(monkeypatch: pytest.MonkeyPatch) 
         name = names(plan(problem, H200))[0]
         for module in (dispatch, explaining):
             monkeypatch.setattr(module, "describe", lambda where: replace(H200, avoided=frozenset({name})))
-        text = fl.explain(functional.ffn, x, w_up, w_down)
+        text = fl.explain(functional.ffn, x, w_up, w_down, details=True)
     assert f"{name}: gave wrong numbers here in the self-test (python -m fusedlayers.bench selftest)" in text
     assert "pipelined:" not in text
 

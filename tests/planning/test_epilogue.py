@@ -293,7 +293,7 @@ def explained(monkeypatch: pytest.MonkeyPatch) -> object:
             tensors[2] = tensors[1].T
         if w_down == "with gaps":
             tensors[2] = torch.empty(1024, 8192, device="meta", dtype=torch.bfloat16)[:, ::2]
-        _, _, *rest = fl.explain(functional.ffn, *tensors, activation="gelu_tanh", **options).splitlines()
+        _, _, *rest = fl.explain(functional.ffn, *tensors, activation="gelu_tanh", **options, details=True).splitlines()
         return {line[2:].split("  ")[0]: line[2:].split("  ", 1)[1].strip() for line in rest}
 
     return explain

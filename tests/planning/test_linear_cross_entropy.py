@@ -302,7 +302,9 @@ def given(M: int, K: int, V: int, dtype: torch.dtype = torch.bfloat16) -> dict[s
 @pytest.mark.usefixtures("on_h200")
 def test_explain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
-    text = fl.explain(functional.linear_cross_entropy, **given(16384, 2048, 32000), softcap=30.0, z_loss=1e-4)
+    text = fl.explain(
+        functional.linear_cross_entropy, **given(16384, 2048, 32000), softcap=30.0, z_loss=1e-4, details=True
+    )
     head, title, *rows = text.split("\n")
     assert head.startswith("Runs in chunks of tokens, forward and backward: keeps ")
     assert head.endswith(" bytes a token instead of 388,104.")
@@ -315,7 +317,7 @@ def test_explain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts["sum of dW"].strip() == "over chunks, inside the products, in float32, rounded once"
     assert facts["gradients"].strip() == "in the forward pass"
     assert facts["not torch"].strip() == "it would write all logits, and their gradient"
-    text = fl.explain(functional.linear_cross_entropy, **given(8192, 4096, 128256), recompute=True)
+    text = fl.explain(functional.linear_cross_entropy, **given(8192, 4096, 128256), recompute=True, details=True)
     facts = dict(row.strip().split("  ", 1) for row in text.split("\n")[2:])
     assert facts["path"].strip() == (
         "fused: no logits are in memory: their tiles are reduced on chip, and computed again in the backward pass"
@@ -324,20 +326,22 @@ def test_explain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts["gradients"].strip() == (
         "in the backward pass, 32 × 4,096 columns, 67,108,864 bytes of their gradient at once"
     )
-    text = fl.explain(functional.linear_cross_entropy, **given(8192, 4096, 128256), reduction="none")
+    text = fl.explain(functional.linear_cross_entropy, **given(8192, 4096, 128256), reduction="none", details=True)
     assert "in the backward pass, 4 × 32,768 columns, 536,870,912 bytes of their gradient at once" in text
     with torch.no_grad():
-        text = fl.explain(functional.linear_cross_entropy, **given(16384, 2048, 32000))
+        text = fl.explain(functional.linear_cross_entropy, **given(16384, 2048, 32000), details=True)
     assert "4 × 4,096 tokens, 262,144,000 bytes of logits at once" in text
 
 
 @pytest.mark.usefixtures("on_h200")
 def test_explain_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
-    text = fl.explain(functional.linear_log_probs, **given(8192, 768, 50257), return_entropy=True, logit_scale=0.5)
+    text = fl.explain(
+        functional.linear_log_probs, **given(8192, 768, 50257), return_entropy=True, logit_scale=0.5, details=True
+    )
     assert "linear_log_probs: log_softmax(logits)[target] and entropies, logits = 0.5 input linear_weightᵀ" in text
     with torch.no_grad():
-        text = fl.explain(functional.linear_log_probs, **given(8192, 768, 50257))
+        text = fl.explain(functional.linear_log_probs, **given(8192, 768, 50257), details=True)
     assert text.startswith(
         "Runs in the fused kernels, forward: no logits are in memory (their tiles are reduced on chip)."
     )

@@ -119,7 +119,7 @@ def explained(
 ) -> str:
     for module in (dispatch, explaining):
         monkeypatch.setattr(module, "describe", lambda where: device)
-    return fl.explain(target, *inputs, **options)  # type: ignore[arg-type]
+    return fl.explain(target, *inputs, **options, details=True)  # type: ignore[arg-type]
 
 
 def test_explain(monkeypatch: pytest.MonkeyPatch) -> None:

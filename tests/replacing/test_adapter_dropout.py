@@ -58,7 +58,7 @@ def test_it_trains_by_the_masks_of_a_seed(backend: str, monkeypatch: pytest.Monk
     truth = outcome(Written(copy.deepcopy(model).double(), seed), torch.float64)
     [entry] = fl.replace(model).replaced
     assert entry.reason == f"up, gate, down: gated silu, 24 -> 40 -> 24, with adapters and a dropout of {P} in them"
-    assert "dropout in the adapters" in fl.explain(model[0], torch.randn(2, 24, device=DEVICE))
+    assert "dropout in the adapters" in fl.explain(model[0], torch.randn(2, 24, device=DEVICE), details=True)
     torch.manual_seed(7)
     with decisions() as paths:
         ours = outcome(model)

@@ -133,7 +133,7 @@ def test_the_report_and_what_explains_a_block() -> None:
     assert entry.reason == "up, gate, down: gated silu, 24 -> 40 -> 24, with adapters"
     assert entry.became == "FusedGated"
     assert not report.skipped
-    text = fl.explain(model[0], torch.randn(2, 24, device=DEVICE))  # type: ignore[index]
+    text = fl.explain(model[0], torch.randn(2, 24, device=DEVICE), details=True)  # type: ignore[index]
     assert "lora_ffn: h W_downᵀ + b_down + s (h Aᵀ) Bᵀ" in text
     assert "ranks up 4, gate 4, down 4" in text
 

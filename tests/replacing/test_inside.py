@@ -201,7 +201,11 @@ def test_results_and_gradients_are_the_methods_own(
     assert training is False or len(fused_calls) == count
     if training and reason is not None:
         expected = "the method uses the hidden otherwise than its rule says"
-        for said in (caplog.text, fl.explain(twin, x), fl.replace(nn.ModuleList([twin])).skipped[0].reason):
+        for said in (
+            caplog.text,
+            fl.explain(twin, x, details=True),
+            fl.replace(nn.ModuleList([twin])).skipped[0].reason,
+        ):
             assert f"{expected} ({reason})" in said
 
 

@@ -287,15 +287,14 @@ def test_explain_speaks_of_the_ffn() -> None:
     for build in (mlp, GatedBlock, lambda: encoder("relu", False, False)):
         model = build()
         fl.replace(model, rules=[RULE])
-        assert "M=3 (tokens) K=6 (d_model) N=10 (d_ff) O=6" in fl.explain(model, x)
+        assert "M=3 (tokens) K=6 (d_model) N=10 (d_ff) O=6" in fl.explain(model, x, details=True)
     model = long_sequence()
     fl.replace(model)
-    with pytest.raises(ValueError, match=r"slices \[1:5\], \[6:9\]"):
-        fl.explain(model, x)
-    assert "tanh" in fl.explain(model[1:5], x)
+    assert [block.path for block in fl.explain(model, x).blocks] == ["up..down", "head..last"]
+    assert "tanh" in fl.explain(model[1:5], x, details=True)
     model[1].register_forward_hook(lambda *_: None)
-    assert "norm" not in fl.explain(model[6:9], torch.randn(3, 4))
-    assert "up..down: the up linear has a forward hook" in fl.explain(model[1:5], x)
+    assert "norm" not in fl.explain(model[6:9], torch.randn(3, 4), details=True)
+    assert "up..down: the up linear has a forward hook" in fl.explain(model[1:5], x, details=True)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_explain_speaks_of_the_ffn_inside(layer: str) -> None:
     build, rule = INSIDE[layer]
     model = build()
     fl.replace(model, rules=[rule])
-    assert "M=6 (tokens) K=6 (d_model) N=10 (d_ff) O=6" in fl.explain(model, torch.randn(2, 3, 6))
+    assert "M=6 (tokens) K=6 (d_model) N=10 (d_ff) O=6" in fl.explain(model, torch.randn(2, 3, 6), details=True)
 
 
 @pytest.mark.parametrize("p", [0, 1])

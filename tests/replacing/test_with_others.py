@@ -135,7 +135,7 @@ def test_a_class_that_is_patched_after_replace_runs_as_it_is_now(
         if name != "encoder's forward":
             assert len(caplog.records) == 1
             assert "forward" in caplog.text or "_ff_block" in caplog.text
-            assert "forward" in fl.explain(block, x) or "_ff_block" in fl.explain(block, x)
+            assert "forward" in fl.explain(block, x, details=True) or "_ff_block" in fl.explain(block, x, details=True)
         if name in ("whole block", "inside", "sequential"):
             skipped = fl.replace(model, rules=[INSIDE_RULE, rule_for(GatedBlock)]).skipped
             assert f"the {method} of {kind.__name__} was changed after replace" in skipped[0].reason
@@ -294,7 +294,7 @@ def test_a_class_and_its_path_are_one_class() -> None:
 
 def test_explain_takes_the_arguments_of_a_module_by_name() -> None:
     ffn, x = fl.FusedFFN(8, 16), torch.randn(3, 8)
-    assert fl.explain(ffn, x=x) == fl.explain(ffn, x)
+    assert fl.explain(ffn, x=x, details=True) == fl.explain(ffn, x, details=True)
     with pytest.raises(TypeError, match=r"residual .*expected the dtype of x"):
         fl.explain(ffn, x, residual=x.double())
     with pytest.raises(TypeError, match="nonsense"):

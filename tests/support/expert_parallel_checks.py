@@ -247,9 +247,9 @@ def check_explanation(kind: str) -> None:
     """``explain`` speaks of the experts here, and leaves all as it was."""
     made: Any = split(mixture(kind, torch.float32))
     if kind == "FusedMoE":
-        text = fusedlayers.explain(made, *routed()[:1])
+        text = fusedlayers.explain(made, *routed()[:1], details=True)
     else:
-        text = fusedlayers.explain(made.experts, *routed())
+        text = fusedlayers.explain(made.experts, *routed(), details=True)
     assert f"M={TOKENS} (tokens)" in text
     assert f"E={EXPERTS // 2} (experts)" in text
     assert "DTensor" not in text

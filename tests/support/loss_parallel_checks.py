@@ -179,7 +179,7 @@ def check_called_linears() -> None:
     x, target = batch(CLASSES[0], torch.float32)
     theirs, truth = found(deepcopy(whole), x, target), found(deepcopy(whole).double(), x.double(), target)
     loss = split(whole)
-    assert f"V={loss.linear.weight.to_local().shape[0]} (vocabulary)" in explain(loss, x, target)  # type: ignore[operator]
+    assert f"V={loss.linear.weight.to_local().shape[0]} (vocabulary)" in explain(loss, x, target, details=True)  # type: ignore[operator]
     seen: list[type] = []
     loss.linear.register_forward_hook(lambda module, inputs, output: seen.append(type(output)))
     assert loss.why_called(x, target) == "linear has a forward hook"

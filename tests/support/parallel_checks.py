@@ -353,7 +353,7 @@ def check_explanation() -> None:
     model = split(block("gated", True, torch.float32))
     x, _ = batch(torch.float32)
     share = D_FF // dist.get_world_size()
-    assert f"N={share} (d_ff)" in str(fusedlayers.explain(model, x))
+    assert f"N={share} (d_ff)" in str(fusedlayers.explain(model, x, details=True))
     assert "style=FusedFFNParallel(input_layouts=" in repr(model)
 
 

@@ -106,7 +106,7 @@ def test_the_bytes_kept_are_those_that_explain_names(model: ModelSettings, token
     facts = {name: getattr(H200, name) for name in ("kind", "name", "architecture", "sms", "triton", "pipelined")}
     layer = feed_forward(model, LayerSettings("fused", recompute)).bfloat16()
     with assumed(**facts):
-        said = fusedlayers.explain(layer, torch.empty(tokens, model.d_model, dtype=torch.bfloat16))
+        said = fusedlayers.explain(layer, torch.empty(tokens, model.d_model, dtype=torch.bfloat16), details=True)
     assert f"{fused * tokens:,} for the backward pass" in said
 
 

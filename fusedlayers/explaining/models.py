@@ -1,0 +1,149 @@
+"""The calls that a model's fused blocks would make, of tensors without memory: how many tokens there are is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import functional
+from ..functional.operands import autocast_dtype
+from ..functional.operation import Operation, operation_of
+from ..modules import FFNPieces, FusedFFN, FusedMoE, LinearCrossEntropyLoss, SplitKLinear, linear_weight
+from ..replacing.blocks import FusedBlock, FusedSequentialFFN
+from ..replacing.experts import FusedExperts
+from ..replacing.heads import FusedLossHead
+from ..replacing.saving import routing_of_experts
+
+_BLOCKS = (FusedBlock, FusedExperts, FusedFFN, FusedLossHead, FusedMoE, LinearCrossEntropyLoss, SplitKLinear)
+
+
+class BlockCall(NamedTuple):
+    """A call of an operation, unchecked; ``device`` is where the block's parameters lie."""
+
+    operation: Operation
+    tensors: tuple[Any, ...]
+    options: tuple[Any, ...]
+    device: torch.device
+
+
+def is_model(target: object) -> bool:
+    """Whether ``target`` holds blocks of this library that are explained one by one."""
+    if not isinstance(target, nn.Module):
+        return False
+    others = any(isinstance(module, _BLOCKS) for module in target.modules() if module is not target)
+    if isinstance(target, FusedSequentialFFN):
+        # The input of an nn.Sequential is that of its FFN only where this comes first, and alone.
+        starts = [linears.partition("..")[0] for linears in target.find_ffn_pieces(target)]
+        return others or starts != list(target._modules)[:1]
+    return isinstance(target, FusedLossHead) or (others and not isinstance(target, _BLOCKS))
+
+
+def calls_of_model(
+    model: nn.Module, tokens: int, wants_gradient: bool
+) -> Iterator[tuple[str, nn.Module, BlockCall | str]]:
+    """(path, block, the call it makes for so many tokens, or why its own forward runs) of every block.
+
+    The part of a block that holds several FFNs is named behind its path.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, _BLOCKS):
+            calls = _Calls(module, tokens, wants_gradient).found()
+            for part, found in calls.items():
+                yield f"{path} {part}".strip() if len(calls) > 1 else path, module, found
+
+
+class _Calls:
+    """The calls of one block, with inputs of its own widths."""
+
+    def __init__(self, module: nn.Module, tokens: int, wants_gradient: bool) -> None:
+        self.module, self.tokens, self.wants_gradient = module, tokens, wants_gradient
+
+    def found(self) -> dict[str, BlockCall | str]:
+        """By the name of the part that makes the call."""
+        module: Any = self.module
+        if isinstance(module, FusedBlock):
+            # An FFN has a reason of its own not to be fused, or one that all of the block have.
+            reason = module.why_called()
+            parts = module.find_ffn_pieces(module)
+            return {
+                name: pieces if isinstance(pieces, str) else reason or self.of_pieces(pieces)
+                for name, pieces in parts.items()
+            }
+        if isinstance(module, FusedLossHead):
+            return {module.fused_head: module.why_called() or self.of_head()}
+        if isinstance(module, FusedExperts):
+            given = self.of_experts()
+        elif isinstance(module, LinearCrossEntropyLoss):
+            given = (self.x(module.linear.in_features, module.linear), self.targets(*module.out_features))
+        else:
+            width = module.in_features if isinstance(module, SplitKLinear) else module.d_model
+            given = (self.x(width, module),)
+        reason = module.why_called(*given) if hasattr(module, "why_called") else None
+        if reason is not None:
+            return {"": reason}
+        arguments = module.call_arguments(*given)
+        adapted = "up_scale" in arguments
+        function = getattr(module, "function", functional.lora_ffn if adapted else functional.ffn)
+        return {"": self.call(function, arguments)}
+
+    def x(self, width: int, holder: nn.Module) -> Tensor:
+        """An input for the weights that ``holder`` has, in the dtype that its products have."""
+        weight = next(each for each in holder.parameters() if each.is_floating_point())
+        return self.input(width, weight)
+
+    def input(self, width: int, weight: Tensor) -> Tensor:
+        dtype = weight.dtype if weight.dtype is torch.float64 else autocast_dtype(weight.device) or weight.dtype
+        x = torch.empty(self.tokens, width, dtype=dtype, device="meta")
+        return x.requires_grad_(self.wants_gradient)
+
+    def targets(self, *more: int) -> Tensor:
+        return torch.empty(self.tokens, *more, dtype=torch.int64, device="meta")
+
+    def of_pieces(self, pieces: FFNPieces) -> BlockCall:
+        weight = linear_weight(pieces.up)
+        arguments = pieces.arguments(
+            self.input(weight.shape[1], weight),
+            recompute=self.module.fused_recompute,  # type: ignore[arg-type]
+        )
+        return self.call(pieces.operation.function, arguments)
+
+    def of_experts(self) -> tuple[Tensor, Tensor, Tensor]:
+        module: Any = self.module
+        width, chosen, weight = routing_of_experts(module, module.fused_ffn)
+        # Where the configuration does not say so, one expert for each token.
+        chosen = chosen or 1
+        return self.input(width, weight), self.targets(chosen), self.input(chosen, weight)
+
+    def of_head(self) -> BlockCall:
+        module: Any = self.module
+        head = getattr(module, module.fused_head)
+        given = {"input": self.x(head.in_features, head), "target": self.targets()}
+        weights = {"linear_weight": head.weight, "linear_bias": head.bias}
+        return self.call(functional.linear_cross_entropy, given | weights)
+
+    def call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> BlockCall:
+        operation = operation_of(function)
+        assert operation is not None
+        tensors, options = operation.bound(**arguments)
+        device = next(each.device for each in self.module.parameters())
+        moved: dict[int, Tensor] = {}
+        dtype = autocast_dtype(device)
+        return BlockCall(operation, tuple(_without_memory(each, dtype, moved) for each in tensors), options, device)
+
+
+def _without_memory(tensor: Tensor | None, cast: torch.dtype | None, moved: dict[int, Tensor]) -> Tensor | None:
+    """The same on the meta device, where the inputs are, and as autocast would ``cast`` it, which does nothing there.
+
+    The same tensor is the same one there, too.
+    """
+    if tensor is None or type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return tensor
+    if id(tensor) not in moved:
+        whole = not tensor.is_floating_point() or tensor.dtype is torch.float64
+        dtype = tensor.dtype if whole or cast is None else cast
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
+        moved[id(tensor)] = empty.requires_grad_(tensor.requires_grad)
+    return moved[id(tensor)]
