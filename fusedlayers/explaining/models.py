@@ -75,7 +75,7 @@ class _Calls:
         if isinstance(module, FusedLossHead):
             return {module.fused_head: module.why_called() or self.of_head()}
         if isinstance(module, FusedExperts):
-            given = self.of_experts()
+            given: tuple[Tensor, ...] = self.of_experts()
         elif isinstance(module, LinearCrossEntropyLoss):
             given = (self.x(module.linear.in_features, module.linear), self.targets(*module.out_features))
         else:

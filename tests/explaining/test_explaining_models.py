@@ -196,3 +196,33 @@ def test_nothing_runs_and_nothing_is_allocated(stack: Stack) -> None:
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(TypeError, match="or a model that holds such modules, got Sequential"):
         fl.explain(nn.Sequential(nn.Linear(3, 3)), torch.zeros(2, 3))
+
+
+def test_experts_and_the_loss_of_a_language_model() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[models]'")
+    config = transformers.MixtralConfig(
+        vocab_size=32000, hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(config).to(HALF)
+    there = fl.replace(model, dry_run=True, on="H200")
+    fl.replace(model)
+    ids = torch.zeros(16, 4096, dtype=torch.int64)
+    found = fl.explain(model, ids, on="H200")
+    assert [(block.path, block.module) for block in found.blocks] == [
+        ("", "FusedLossHead"),
+        ("model.layers.0.mlp.experts", "FusedMixtralExperts"),
+        ("model.layers.1.mlp.experts", "FusedMixtralExperts"),
+    ]
+    # The report of replace speaks of as many tokens, and counts bytes for each of them.
+    expected = {entry.path: (entry.plan, entry.saved_bytes) for entry in there.replaced}
+    for block in found.blocks:
+        explained = block.explanation
+        assert explained.saved_bytes is not None
+        assert explained.saved_by_torch is not None
+        kept = explained.saved_by_torch // found.tokens, explained.saved_bytes // found.tokens
+        assert (explained.path, kept) == expected[block.path]
+    model.lm_head.register_forward_hook(lambda *_: None)
+    hooked = fl.explain(model, input_ids=ids, on="H200").blocks[0].explanation
+    assert str(hooked) == "MixtralForCausalLM computes its logits: lm_head has a forward hook"
