@@ -18,11 +18,11 @@ WAYS = (
     (TORCH, "eager", "torch"),
     (TORCH, "compile", "`torch.compile`"),
     (LIGER, "eager", "Liger"),
-    (AUTO, "eager", "fusedlayers"),
-    (NORM, "eager", "fusedlayers, `norm=True`"),
+    (NORM, "eager", "fusedlayers"),
+    (AUTO, "eager", "`norm=False`"),
     (LIGER_AUTO, "eager", "Liger and fusedlayers"),
-    (AUTO, "compile", "fusedlayers, compiled"),
-    (NORM, "compile", "`norm=True`, compiled"),
+    (NORM, "compile", "fusedlayers, compiled"),
+    (AUTO, "compile", "`norm=False`, compiled"),
 )
 # Its lines: a wide and a narrow model, one with large logits, experts, and one for which the host sets the pace.
 FIRST_PAGE = ("llama-2048", "qwen2-896", "gpt2-768", "mixtral-1024", "llama-512")
@@ -33,7 +33,7 @@ _COLOURS = {
     AUTO: "#0072b2", NORM: "#009e73", KERNELS: "#e69f00", RECOMPUTE: "#56b4e9", LIGER: "#cc79a7", LIGER_AUTO: "#d55e00",
 }  # fmt: skip
 _LABELS = {
-    AUTO: "fusedlayers, auto mode", NORM: "fusedlayers with norm=True", KERNELS: "fusedlayers, kernels forced",
+    AUTO: "fusedlayers, norm=False", NORM: "fusedlayers", KERNELS: "fusedlayers, kernels forced",
     RECOMPUTE: "fusedlayers, recompute=True", LIGER: "Liger-Kernel", LIGER_AUTO: "Liger-Kernel with fusedlayers",
 }  # fmt: skip
 
