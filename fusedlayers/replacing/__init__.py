@@ -30,8 +30,8 @@ from .blocks import (
     FusedTransformerDecoderLayer,
     FusedTransformerEncoderLayer,
     ReplacedModule,
-    fused_class,
     functions_read,
+    fused_class,
 )
 from .expert_ffns import ExpertsFFN, find_experts, implementation, is_experts
 from .experts import FusedExperts, experts_class, why_class_stays
@@ -42,12 +42,12 @@ from .heads import why_class_stays as why_model_stays
 from .linears import FusedSplitKLinear
 from .norms import FusedNorm, why_norm_left
 from .patterns import Patterns
+from .reading.sizes import widths
 from .recognising_norms import Norm, may_be_norm, recognise_norm
 from .report import Entry, Report
 from .rules import FFNRule, LinearRule
 from .saving import facts_of_experts, facts_of_ffn, facts_of_head, facts_of_norm, why_no_kernels_for_linear
 from .signatures import signature
-from .small_copies import widths
 
 __all__ = [
     "Entry",

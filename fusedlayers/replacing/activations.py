@@ -17,8 +17,8 @@ from ..modules import attributes_of
 from .reading import operations
 from .reading.activation_modules import known_activation
 from .reading.polynomials import TooLarge, function
-from .reading.reader import PLAIN, Reader
-from .reading.values import Formula, NotUnderstood
+from .reading.reader import Reader
+from .reading.values import PLAIN, Formula, NotUnderstood
 from .remembering import Remembered
 
 

@@ -20,7 +20,8 @@ from .. import reference
 from ..kernels.activations import ACTIVATIONS
 from ..modules import attributes_of, class_name, why_not_plain_tensor, why_not_read_past
 from .activations import torch_module_activation
-from .formulas import PLAIN, codes_in
+from .reading.sources import codes_in
+from .reading.values import PLAIN
 from .small_copies import divisor, small_copy
 from .trials import SCALES, alike, gradients, quietly
 

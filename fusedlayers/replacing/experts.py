@@ -15,7 +15,7 @@ from ..modules import outside_of_traces, say_once, why_not_now
 from .activations import watched_options
 from .blocks import OWN_FORWARD, ReplacedModule, fused_class
 from .expert_ffns import ExpertsFFN, eager_forward, why_not_as_found
-from .formulas import PLAIN
+from .reading.values import PLAIN
 
 # What a traced call takes for constants: names, formula, activation, its options, other options.
 Facts = tuple[Any, ...]

@@ -20,9 +20,9 @@ from ..functional.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross
 from ..modules import class_name, outside_of_traces, say_once, why_not_now, why_not_plain
 from .blocks import OWN_FORWARD, ReplacedModule, fused_class
 from .causal_loss import IGNORED, PARAMETERS, divided, shifted, why_other_loss
-from .formulas import codes_in
 from .lazy_logits import LazyLogits
 from .logits import NO_LOGITS, Logits
+from .reading.sources import codes_in
 from .saving import facts_of_head
 from .stand_ins import StandIn, why_no_stand_in
 from .uncomputed import computed

@@ -17,8 +17,8 @@ from .blocks import (
     FusedTransformerDecoderLayer,
     FusedTransformerEncoderLayer,
     FusedTransformerLayer,
-    fused_class,
     functions_read,
+    fused_class,
 )
 from .by_rule import FusedInside, FusedWholeBlock
 from .finding import attribute, find_runs

@@ -8,7 +8,6 @@ call a stand-in then sees what the method does with the hidden.
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Callable, Iterator
 from itertools import permutations
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from .reading.formulas import FFN, OtherFormula, ffn_before, ffn_of
 from .reading.polynomials import function, linears_in
 from .reading.reader import Reader, functions_of
 from .reading.sizes import linears, sizes_of_linear
+from .reading.sources import codes_in
 from .reading.values import Formula, NotUnderstood
 from .rules import FFNRule, FoundRule
 from .stand_ins import why_no_stand_in
@@ -177,19 +177,11 @@ def _methods(block: nn.Module, paths: set[str]) -> Iterator[tuple[str, Callable[
         code = getattr(inspect.unwrap(methods[name]), "__code__", None) if name in methods else None
         if code is None:
             continue
-        names = {each for inner in _codes_in(code) for each in inner.co_names}
+        names = {each for inner in codes_in(code) for each in inner.co_names}
         if heads & names:
             yield name, methods[name]
         left += sorted(names - seen)
         seen |= names
-
-
-def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code of a function, and of the functions inside of it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes_in(constant)
 
 
 def _ffns_in(

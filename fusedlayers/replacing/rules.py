@@ -32,10 +32,10 @@ def _check_class(name: str, kind: object) -> None:
 class FFNRule:
     """Says that a class computes ``down(dropout(act(up(x))))``, or gated ``down(dropout(act(gate(x)) * up(x)))``.
 
-    A rule is data: the class, and the names of attributes of its instances. The source of the block's method is read,
-    and a rule that says something else is refused, with the line of code that differs; so is a block whose source is not
-    understood, unless the rule is ``trusted``. A block that holds children, parameters or buffers which the rule does
-    not name computes more than that, and is left alone.
+    A rule is data: the class, and the names of attributes of its instances. The source of the block's method is read: a
+    rule that says something else is refused, with the line of code that differs, and so is one for a source that is not
+    understood, unless it is ``trusted``. A block that holds children, parameters or buffers which the rule does not
+    name computes more than that, and is left alone.
 
     Where the FFN is only a part of what a method computes (a layer with attention, residual and norm), ``inside`` names
     the method. It runs as it is, on a stand-in for the block, in which ``up``, the activation and the dropout hand on

@@ -7,7 +7,8 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor, nn
 
-from .formulas import PLAIN, codes_in
+from .reading.sources import codes_in
+from .reading.values import PLAIN
 from .remembering import Remembered
 
 # What every module has.

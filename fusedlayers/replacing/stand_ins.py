@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.activations import ACTIVATIONS
-from .formulas import TORCH_FUNCTIONS
+from .reading.activation_modules import TORCH_FUNCTIONS
 from .uncomputed import Uncomputed, computed
 
 # Paths of up, activation, down, gate and the child that computes act(up(x)) in their block, name by name, None where

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from ...kernels.activations import LEAKY_SLOPE
 from ...modules import class_path
 
+# Functions that compute an activation without options, by our name of it.
+TORCH_FUNCTIONS: dict[str, tuple[Callable[..., Tensor], ...]] = {
+    "relu": (F.relu, torch.relu),
+    "silu": (F.silu,),
+    "tanh": (F.tanh, torch.tanh),
+    "sigmoid": (F.sigmoid, torch.sigmoid),
+    "leaky_relu": (F.leaky_relu,),
+}
 _CLASSES: dict[type[nn.Module], str] = {
     nn.Identity: "identity",
     nn.ReLU: "relu",

@@ -12,16 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import polynomials
+from . import polynomials, shapes
+from .activation_modules import TORCH_FUNCTIONS
+from .arguments import arguments, last_dimension, plain
 from .polynomials import Polynomial, atom, number
-from .values import Dtype, Formula, Known, NotUnderstood, Shape, Training
+from .values import Dtype, Formula, Known, NotUnderstood, Training
 
 # Elementary functions, and activations, by what they are called as: functions of torch and methods of tensors.
 _FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
-    "relu": (F.relu, torch.relu),
-    "silu": (F.silu,),
-    "tanh": (F.tanh, torch.tanh),
-    "sigmoid": (F.sigmoid, torch.sigmoid),
+    **{name: functions for name, functions in TORCH_FUNCTIONS.items() if name != "leaky_relu"},
     "erf": (torch.erf, torch.special.erf),
     "exp": (torch.exp,),
     "softplus": (F.softplus,),
@@ -157,45 +156,22 @@ def _flag(options: dict[str, Any], name: str, default: bool = False) -> bool:
     return value.value
 
 
-def _plain(value: Any, what: str) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple(_plain(each, what) for each in value)
-    if not isinstance(value, Known):
-        raise NotUnderstood(f"gives {what} what is no constant")
-    return tuple(value.value) if isinstance(value.value, (list, tuple)) else value.value
-
-
-def _arguments(args: Sequence[Any], options: dict[str, Any], what: str, **defaults: Any) -> dict[str, Any]:
-    """The constant arguments of a function, by name and in this order."""
-    if len(args) > len(defaults) or set(options) - set(defaults):
-        raise NotUnderstood(f"gives options to {what}")
-    given = dict(zip(defaults, args, strict=False)) | options
-    return {name: _plain(given[name], what) if name in given else value for name, value in defaults.items()}
-
-
-def _last(x: Formula, dim: Any, what: str) -> None:
-    if dim not in (-1, (-1,)):
-        raise NotUnderstood(f"calls {what} along another dimension than the last one")
-
-
 def _gelu(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
-    kind = _arguments(args, options, "gelu", approximate="none")["approximate"]
+    kind = arguments(args, options, "gelu", approximate="none")["approximate"]
     if kind not in ("none", "tanh"):
         raise NotUnderstood(f"approximates gelu by {kind!r}")
     return x.with_value(polynomials.function("gelu" if kind == "none" else "gelu_tanh", x.value))
 
 
 def _leaky_relu(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
-    given = _arguments(args, options, "leaky_relu", negative_slope=0.01, inplace=False)
+    given = arguments(args, options, "leaky_relu", negative_slope=0.01, inplace=False)
     _may_overwrite(x, given["inplace"])
     return x.with_value(atom("function", f"leaky_relu {given['negative_slope']:g}", x.value))
 
 
 def _clamp(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
-    given = _arguments(args, options, "clamp", min=None, max=None)
-    if given != {"min": 0, "max": None}:
-        raise NotUnderstood("cuts values off by clamp")
-    return x.with_value(polynomials.function("relu", x.value))
+    # Not even of one side at 0: its gradient at 0 is 1, that of relu 0.
+    raise NotUnderstood("cuts values off by clamp")
 
 
 def _dropout(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
@@ -211,84 +187,24 @@ def _dropout(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formul
     return x.with_value(atom("dropout", p.path, x.value))
 
 
-def _parts(x: Formula, sizes: Sequence[int]) -> tuple[Formula, ...]:
-    """The columns of a tensor, one group after the other."""
-    found, width = x.value.single, x.width
-    if found is None or width is None or sum(sizes) != width or len(set(sizes)) != 1 or len(sizes) != 2:
-        raise NotUnderstood("cuts a tensor otherwise than a linear's result into halves")
-    return tuple(x.with_value(atom("half", found, which), width // 2) for which in ("first", "last"))
-
-
-def _chunk(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> tuple[Formula, ...]:
-    given = _arguments(args, options, "chunk", chunks=None, dim=0)
-    _last(x, given["dim"], "chunk")
-    if x.width is None or given["chunks"] != 2 or x.width % 2:
-        raise NotUnderstood("cuts a tensor otherwise than a linear's result into halves")
-    return _parts(x, (x.width // 2,) * 2)
-
-
-def _split(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> tuple[Formula, ...]:
-    options = {("size" if name.startswith("split_size") else name): value for name, value in options.items()}
-    given = _arguments(args, options, "split", size=None, dim=0)
-    _last(x, given["dim"], "split")
-    size = given["size"]
-    if isinstance(size, int) and x.width is not None:
-        size = (size,) * (x.width // size)
-    return _parts(x, tuple(size or ()))
-
-
 def _glu(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
-    _last(x, _arguments(args, options, "glu", dim=-1)["dim"], "glu")
-    first, last = _parts(x, ((x.width or 0) // 2,) * 2)
+    last_dimension(x, arguments(args, options, "glu", dim=-1)["dim"], "glu")
+    first, last = shapes.halves_of(x, ((x.width or 0) // 2,) * 2)
     return first.with_value(first.value * polynomials.function("sigmoid", last.value))
-
-
-def _unflatten(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Halves:
-    given = _arguments(args, options, "unflatten", dim=None, sizes=None)
-    _last(x, given["dim"], "unflatten")
-    return Halves.of(x, given["sizes"])
-
-
-@dataclasses.dataclass(frozen=True)
-class Halves:
-    """A linear's result as ``[..., 2, N]`` or ``[..., N, 2]``: its halves, or its even and odd columns."""
-
-    of_tensor: Formula
-    interleaved: bool
-
-    @classmethod
-    def of(cls, x: Formula, sizes: Any) -> Halves:
-        """The tensor with its last dimension taken apart like this."""
-        if x.width is None or x.value.single is None or len(sizes) != 2 or x.width % 2:
-            raise NotUnderstood("takes the last dimension apart otherwise than into two")
-        sizes = tuple(x.width // 2 if size == -1 else size for size in sizes)
-        if sizes not in ((2, x.width // 2), (x.width // 2, 2)):
-            raise NotUnderstood("takes the last dimension apart otherwise than into two")
-        return cls(x, sizes[1] == 2)
-
-    def part(self, place: int) -> Formula:
-        """One of the two."""
-        x = self.of_tensor
-        names = ("even", "odd") if self.interleaved else ("first", "last")
-        return x.with_value(atom("half", x.value.single, names[place]), (x.width or 0) // 2)
-
-
-def _unbind(x: Any, args: Sequence[Any], options: dict[str, Any]) -> tuple[Formula, ...]:
-    raise NotUnderstood("takes a tensor apart by unbind")
 
 
 def _mean(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
     options = {("dim" if name == "axis" else name): value for name, value in options.items()}
-    given = _arguments(args, options, "mean", dim=None, keepdim=False)
-    _last(x, given["dim"], "mean")
+    given = arguments(args, options, "mean", dim=None, keepdim=False)
+    last_dimension(x, given["dim"], "mean")
     if not given["keepdim"] or x.width in (0, 1):
         raise NotUnderstood("takes a mean that does not keep its dimension")
     return x.with_value(polynomials.mean(x.value), 1)
 
 
 def _var(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
-    given = _arguments(args, options, "var", dim=None, unbiased=True, keepdim=False, correction=None)
-    _last(x, given["dim"], "var")
+    given = arguments(args, options, "var", dim=None, unbiased=True, keepdim=False, correction=None)
+    last_dimension(x, given["dim"], "var")
     biased = given["unbiased"] is False or given["correction"] == 0
     if not given["keepdim"] or not biased or x.width in (0, 1):
         raise NotUnderstood("takes a variance that is unbiased, or does not keep its dimension")
@@ -317,8 +233,8 @@ def _norm(name: str) -> Callable[..., Formula]:
     def run(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
         names = ("normalized_shape", "weight", *(("bias",) if name == "layer_norm" else ()), "eps")
         given = dict(zip(names, args, strict=False)) | options
-        shape = _plain(given.get("normalized_shape"), name)
-        eps = _plain(given.get("eps", Known(1e-5 if name == "layer_norm" else None)), name)
+        shape = plain(given.get("normalized_shape"), name)
+        eps = plain(given.get("eps", Known(1e-5 if name == "layer_norm" else None)), name)
         shape = shape if isinstance(shape, tuple) else (shape,)
         if x.width is None and len(shape) == 1 and type(shape[0]) is int:
             # It takes no other width, then.
@@ -365,64 +281,14 @@ def _type_as(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formul
     return dataclasses.replace(x, wide=args[0].wide)
 
 
-def _view(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Any:
-    sizes = list(args[0]) if len(args) == 1 and isinstance(args[0], tuple) else list(args)
-    if options or not sizes:
-        raise NotUnderstood("gives options to view")
-    if len(sizes) == 1 and isinstance(sizes[0], Shape):
-        shape = sizes[0]
-        if not shape.leading and shape.of.width == x.width:
-            return dataclasses.replace(x, shaped=shape.of.shaped)
-        raise NotUnderstood("changes shapes by view")
-    if isinstance(sizes[0], Shape) and sizes[0].leading:
-        shaped = sizes[0].of.shaped
-        inner = [_plain(size, "view") for size in sizes[1:]]
-        if len(inner) == 1 and inner[0] in (-1, x.width):
-            return dataclasses.replace(x, shaped=shaped)
-        if len(inner) == 2 and shaped == x.shaped:
-            return Halves.of(x, inner)
-    elif len(sizes) == 2 and _plain(sizes[0], "view") == -1 and _plain(sizes[1], "view") == x.width:
-        return dataclasses.replace(x, shaped=False)
-    raise NotUnderstood("changes shapes by view")
-
-
-def _view_as(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
-    if len(args) != 1 or not isinstance(args[0], Formula) or args[0].width != x.width:
-        raise NotUnderstood("changes shapes by view_as")
-    return dataclasses.replace(x, shaped=args[0].shaped)
-
-
-def _flatten(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
-    if _arguments(args, options, "flatten", start_dim=0, end_dim=-1) != {"start_dim": 0, "end_dim": -2}:
-        raise NotUnderstood("changes shapes by flatten")
-    return dataclasses.replace(x, shaped=False)
-
-
-def _contiguous(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
-    if args or options:
-        raise NotUnderstood("gives options to contiguous")
-    return x
-
-
-def _size(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Any:
-    if not args and not options:
-        return Shape(x)
-    if _arguments(args, options, "size", dim=None)["dim"] == -1 and x.width:
-        return Known(x.width)
-    raise NotUnderstood("asks for the shape of its input")
-
-
-def _dim(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Any:
-    raise NotUnderstood("asks how many dimensions its input has")
-
-
 _HANDLERS: dict[str, Callable[[Formula, Sequence[Any], dict[str, Any]], Any]] = {
-    "gelu": _gelu, "leaky_relu": _leaky_relu, "clamp": _clamp, "dropout": _dropout, "chunk": _chunk, "split": _split,
-    "glu": _glu, "mean": _mean, "var": _var, "var_mean": _var_mean, "rsqrt": _of_power(-0.5), "sqrt": _of_power(0.5),
-    "reciprocal": _of_power(-1.0), "neg": _neg, "rms_norm": _norm("rms_norm"), "layer_norm": _norm("layer_norm"),
-    "to": _to, "float": _float, "type_as": _type_as, "view": _view, "reshape": _view, "view_as": _view_as,
-    "reshape_as": _view_as, "flatten": _flatten, "contiguous": _contiguous, "size": _size, "dim": _dim,
-    "unflatten": _unflatten, "unbind": _unbind,
+    "gelu": _gelu, "leaky_relu": _leaky_relu, "clamp": _clamp, "dropout": _dropout, "chunk": shapes.chunk, "split":
+    shapes.split, "glu": _glu, "mean": _mean, "var": _var, "var_mean": _var_mean, "rsqrt": _of_power(-0.5), "sqrt":
+    _of_power(0.5), "reciprocal": _of_power(-1.0), "neg": _neg, "rms_norm": _norm("rms_norm"), "layer_norm":
+    _norm("layer_norm"), "to": _to, "float": _float, "type_as": _type_as, "view": shapes.view, "reshape": shapes.view,
+    "view_as": shapes.view_as, "reshape_as": shapes.view_as, "flatten": shapes.flatten, "contiguous":
+    shapes.contiguous, "size": shapes.size_of, "dim": shapes.dim, "unflatten": shapes.unflatten, "unbind":
+    shapes.unbind,
 }  # fmt: skip
 
 

@@ -6,13 +6,21 @@ import ast
 import inspect
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..remembering import Remembered
 from .values import NotUnderstood
 
 _trees: Remembered[ast.FunctionDef | str] = Remembered()
+
+
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code, and that of the functions inside of it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes_in(constant)
 
 
 def tree_of(function: Callable[..., Any]) -> ast.FunctionDef:

@@ -22,6 +22,10 @@ class _Absent:
 ABSENT = _Absent()
 
 
+# What is the same in every call, and compared by value.
+PLAIN = (bool, int, float, str, type(None))
+
+
 class NotUnderstood(Exception):
     """What a method does that no formula says, in words that follow "it" or name the line."""
 

@@ -1,0 +1,156 @@
+"""What names and attributes stand for: parts of the module, and what is watched from now on."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import sys
+import types
+import typing
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...modules import class_name
+from . import operations
+from .polynomials import atom
+from .state import Frame, State, Weight
+from .values import PLAIN, Dtype, Formula, Known, Method, NotUnderstood, Part, Shape, Training
+
+_MISSING = object()
+# The longest loop that is followed.
+MOST_ROUNDS = 200
+
+
+class Attributes(State):
+    """The part of a reading that resolves names."""
+
+    def _around(self, name: str, frame: Frame) -> Any:
+        """A name that is none of the function's own."""
+        code, closure = frame.function.__code__, frame.function.__closure__ or ()
+        if name in code.co_freevars or name in code.co_varnames:
+            raise NotUnderstood(f"reads the variable {name} of a function around it" if closure else f"reads {name}")
+        space = frame.function.__globals__
+        if name not in space:
+            if hasattr(builtins, name):
+                return Known(getattr(builtins, name))
+            raise NotUnderstood(f"reads the unknown name {name}")
+        value = space[name]
+        if isinstance(value, types.ModuleType):
+            return Known(value)
+        if isinstance(value, types.FunctionType) and not operations.is_known(value) and value is not typing.cast:
+            # Somebody may put another function there: its name is watched.
+            if vars(sys.modules.get(str(space.get("__name__")), builtins)) is not space:
+                raise NotUnderstood(f"calls the function {name} of a module that nobody finds")
+            self.functions[str(space.get("__name__")), name] = value
+            return Known(value)
+        if callable(value) or operations.torch_constant(value):
+            return Known(value)
+        raise NotUnderstood(f"reads the global variable {name}")
+
+    def attribute(self, owner: Any, name: str) -> Any:
+        """The attribute of a value."""
+        if isinstance(owner, Part):
+            return self._of_part(owner, name)
+        if isinstance(owner, Formula):
+            if name in ("shape", "dtype"):
+                return Shape(owner) if name == "shape" else Dtype(owner.wide)
+            return Method(owner, name)
+        if isinstance(owner, Weight) and name == "dtype":
+            return Dtype(False)
+        if isinstance(owner, Known) and isinstance(owner.value, types.ModuleType):
+            value = getattr(owner.value, name, _MISSING)
+            if isinstance(value, types.ModuleType) or operations.is_known(value) or operations.torch_constant(value):
+                return Known(value)
+            if owner.value is math or owner.value is typing or (owner.value is torch and name == "Tensor"):
+                return Known(value)
+            raise NotUnderstood(f"reads {owner.value.__name__}.{name}")
+        if isinstance(owner, Known) and owner.path is not None:
+            return self._of_object(owner, name)
+        raise NotUnderstood(f"reads the {name} of something")
+
+    def _of_object(self, owner: Known, name: str) -> Any:
+        """A plain value that an object among the attributes holds, such as a configuration."""
+        value = getattr(owner.value, "__dict__", {}).get(name, _MISSING)
+        if type(value) not in PLAIN:
+            raise NotUnderstood(f"reads {owner.path}.{name}")
+        return self._watch(f"{owner.path}.{name}", value)
+
+    def _of_part(self, owner: Part, name: str) -> Any:
+        module, path = owner.module, owner.inner(name)
+        kind = type(module)
+        if kind.__getattr__ is not nn.Module.__getattr__ or kind.__getattribute__ is not object.__getattribute__:
+            raise NotUnderstood(f"reads attributes of a {class_name(module)}, which finds them in its own way")
+        if path in self._written:
+            raise NotUnderstood(f"reads {path}, which it writes")
+        if name == "training":
+            return Training(owner.path)
+        held = vars(module).get(name, _MISSING)
+        if held is _MISSING:
+            for base in kind.__mro__:
+                if name in vars(base):
+                    return self._of_class(owner, name, vars(base)[name])
+            if name in module._parameters:
+                return self._parameter(path, module._parameters[name])
+            if name in module._modules:
+                return self._child(owner, name)
+            raise NotUnderstood(f"reads {path}, which is a buffer or missing")
+        return self._plain_or_callable(owner, path, held)
+
+    def _plain_or_callable(self, owner: Part, path: str, value: Any) -> Any:
+        if type(value) in PLAIN or (isinstance(value, tuple) and all(type(each) in PLAIN for each in value)):
+            return self._watch(path, value)
+        if isinstance(value, types.MethodType) and value.__self__ is owner.module:
+            self.watched[path] = value
+            return Method(owner, value.__name__, value.__func__)
+        if isinstance(value, Tensor):
+            raise NotUnderstood(f"reads the tensor {path}")
+        if callable(value):
+            self.watched[path] = value
+        return Known(value, path)
+
+    def _of_class(self, owner: Part, name: str, value: Any) -> Any:
+        if isinstance(value, types.FunctionType):
+            return Method(owner, name, value)
+        if isinstance(value, staticmethod):
+            return self._plain_or_callable(owner, owner.inner(name), value.__func__)
+        if isinstance(value, property) and value.fget is not None:
+            self.methods[type(owner.module), name] = value
+            return self.inlined(value.fget, (owner,), {})
+        if hasattr(type(value), "__get__"):
+            raise NotUnderstood(f"reads {owner.inner(name)}, which a descriptor computes")
+        return self._plain_or_callable(owner, owner.inner(name), value)
+
+    def _parameter(self, path: str, parameter: Tensor | None) -> Any:
+        if parameter is None:
+            self.watched[path] = None
+            return Known(None, path)
+        if parameter.dim() != 1:
+            return Weight(path)
+        return Formula(atom("parameter", path), parameter.shape[0], given=True)
+
+    def _child(self, owner: Part, name: str) -> Any:
+        child, path = owner.module._modules[name], owner.inner(name)
+        if child is None:
+            self.watched[path] = None
+            return Known(None, path)
+        return Part(path, child)
+
+    def _items(self, value: Any) -> tuple[Any, ...] | None:
+        if isinstance(value, tuple):
+            return value
+        if isinstance(value, Part) and is_row(value.module):
+            return tuple(self._child(value, name) for name in value.module._modules)
+        if isinstance(value, Known) and isinstance(value.value, (tuple, range)) and len(value.value) < MOST_ROUNDS:
+            return tuple(map(Known, value.value))
+        return None
+
+
+def is_row(module: nn.Module) -> bool:
+    """Whether a module is iterated as torch's list or sequence of modules is; sharding derives a class from it."""
+    own = type(module)
+    return any(
+        isinstance(module, kind) and own.__iter__ is kind.__iter__ and own.__getitem__ is kind.__getitem__  # type: ignore[attr-defined]
+        for kind in (nn.ModuleList, nn.Sequential)
+    )

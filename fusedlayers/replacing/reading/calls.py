@@ -1,0 +1,173 @@
+"""What calls give: of parts of the module, functions of torch, methods and functions of the user's."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import operations
+from .activation_modules import known_activation
+from .attributes import Attributes
+from .polynomials import atom, function
+from .sizes import linears, sizes_of_linear
+from .state import LinearCall, Weight
+from .values import ABSENT, Formula, Known, Method, NotUnderstood, Part, Unknown
+
+# What may be the same memory as the tensor that it was called with.
+_VIEWS = frozenset(
+    ("chunk", "split", "unflatten", "view", "reshape", "view_as", "reshape_as", "flatten", "contiguous", "to", "float",
+     "type_as", "dropout", "unbind", "clamp")
+)  # fmt: skip
+# Of a part whose forward is read on the way through a longer method.
+_MOST_CHILDREN = 8
+
+
+class Calls(Attributes):
+    """The part of a reading that follows calls."""
+
+    def call(self, called: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """What a call gives."""
+        if isinstance(called, Part):
+            return self._call_part(called, args, options)
+        if isinstance(called, Method):
+            if isinstance(called.owner, Formula):
+                return self._operation(called.name, None, (called.owner, *args), options)
+            return self._call_method(called, args, options)
+        if not isinstance(called, Known):
+            raise NotUnderstood("calls what is not known")
+        target = called.value
+        if operations.is_known(target):
+            result = self._operation(getattr(target, "__name__", ""), target, args, options)
+            return self._noted(called.path or "", args, result)
+        if isinstance(target, types.FunctionType):
+            if target is typing.cast:
+                return args[-1]
+            return self._noted(called.path, args, self.inlined(target, args, options))
+        if isinstance(target, types.MethodType) and target.__self__ is self.block and called.path is not None:
+            # Of its class; what the attribute holds is watched, and stays that function.
+            result = self.inlined(target.__func__, (Part("", self.block), *args), options)
+            return self._noted(called.path, args, result)
+        if callable(target) and not isinstance(target, type) and called.path is not None and len(args) == 1:
+            name = known_activation(target)
+            if name is not None and isinstance(args[0], Formula) and not options:
+                return self._noted(called.path, args, args[0].with_value(function(name, args[0].value)))
+        return self._call_builtin(target, args, options)
+
+    def _noted(self, path: str | None, args: Sequence[Any], result: Any) -> Any:
+        if path is not None and args and isinstance(args[0], Formula) and isinstance(result, Formula):
+            self.called.append((path, args[0].value, result.value))
+        return result
+
+    def _operation(self, name: str, target: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """A function of torch, or a method of a tensor, in place or not."""
+        inplace = options.get("inplace") == Known(True) or (name.endswith("_") and not name.endswith("__"))
+        options = {option: value for option, value in options.items() if option != "inplace"}
+        x = next((each for each in (*args, options.get("input")) if isinstance(each, Formula)), None)
+        if target is None:
+            result = operations.method(args[0], name.removesuffix("_"), args[1:], options)
+        else:
+            result = operations.call(target, args, options)
+        if name in ("rms_norm", "layer_norm"):
+            self.norms.append(all(each.wide for each in (*args, *options.values()) if isinstance(each, Formula)))
+        if inplace and x is not None:
+            self._overwrite(x, result)
+        elif name.removesuffix("_") in _VIEWS and x is not None:
+            self._viewed.append(x)
+            if isinstance(result, Formula):
+                return dataclasses.replace(result, given=True)
+            if isinstance(result, tuple):
+                return tuple(dataclasses.replace(each, given=True) for each in result)
+        return result
+
+    def _call_method(self, called: Method, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        owner = typing.cast(Part, called.owner)
+        if called.name == "forward" and owner.path:
+            return self._call_part(owner, args, options)
+        self.methods[type(owner.module), called.name] = called.function
+        return self.inlined(typing.cast(Any, called.function), (owner, *args), options)
+
+    def _call_part(self, part: Part, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        module = part.module
+        [x] = (*args, *options.values()) if len(args) + len(options) == 1 else [None]
+        if "forward" in vars(module):
+            raise NotUnderstood(f"calls {part.path}, whose forward was set on the instance")
+        if (sizes := sizes_of_linear(module)) is not None:
+            return self._call_linear(part, sizes, x)
+        if not isinstance(x, Formula):
+            return self._inlined_part(part, args, options)
+        if type(module) is nn.Dropout:
+            self._viewed.append(x)
+            dropped = x.with_value(atom("dropout", part.path, x.value))
+            if module.inplace:
+                raise NotUnderstood(f"calls {part.path}, which overwrites its input")
+            return dataclasses.replace(dropped, given=True)
+        name = known_activation(module)
+        if name is not None:
+            result = x.with_value(function(name, x.value)) if name != "identity" else x
+            if getattr(module, "inplace", False):
+                self._overwrite(x, result)
+            return self._noted(part.path, (x,), result)
+        if type(module) is nn.Identity:
+            return x
+        return self._noted(part.path, (x,), self._inlined_part(part, args, options))
+
+    def _inlined_part(self, part: Part, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        if self.lenient and (
+            any("." in path for path, _ in linears(part.module)) or len(part.module._modules) > _MOST_CHILDREN
+        ):
+            # It is a block of its own.
+            raise NotUnderstood(f"calls {part.path}")
+        self.holders[part.path] = type(part.module)
+        return self.inlined(type(part.module).forward, (part, *args), options)
+
+    def _call_linear(self, part: Part, sizes: tuple[int, int], x: Any) -> Formula:
+        if isinstance(x, Unknown):
+            x = Formula(atom("unknown", x.number), sizes[0])
+        if not isinstance(x, Formula) or x.width not in (None, sizes[0]):
+            raise NotUnderstood(f"calls {part.path} with something else than a tensor of {sizes[0]} columns")
+        output = atom("linear", part.path, x.value)
+        self.linears.append(LinearCall(part.path, x.value, output, self._misses))
+        return dataclasses.replace(x, value=output, width=sizes[1], wide=False, given=False)
+
+    def _call_builtin(self, target: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        if options:
+            raise NotUnderstood("calls what is not known")
+        if target is isinstance and len(args) == 2:
+            kinds = [getattr(each, "value", None) for each in (args[1] if isinstance(args[1], tuple) else (args[1],))]
+            if isinstance(args[0], (Formula, Weight)) and kinds == [torch.Tensor]:
+                return Known(True)
+            if isinstance(args[0], Part) and all(isinstance(kind, type) for kind in kinds):
+                self.holders.setdefault(args[0].path, type(args[0].module))
+                return Known(isinstance(args[0].module, tuple(kinds)))
+        if target is hasattr and len(args) == 2 and isinstance(args[0], Part) and isinstance(args[1], Known):
+            found = hasattr(args[0].module, args[1].value)
+            if not found:
+                self.watched[args[0].inner(args[1].value)] = ABSENT
+            return Known(found)
+        if target in (tuple, list, enumerate, zip, len) and args:
+            items = [self._items(each) for each in args]
+            if None not in items:
+                found = typing.cast(Any, items)
+                if target is len:
+                    return Known(len(found[0]))
+                if target is zip:
+                    return tuple(zip(*found, strict=False))
+                return (
+                    found[0]
+                    if target is not enumerate
+                    else tuple((Known(place), each) for place, each in enumerate(found[0]))
+                )
+        numbers = [each.value for each in args if isinstance(each, Known) and type(each.value) in (int, float)]
+        if len(numbers) == len(args) and (target in (int, float, min, max, abs, range) or _is_of_math(target)):
+            return Known(target(*numbers))
+        raise NotUnderstood(f"calls {getattr(target, '__name__', 'what is not known')}")
+
+
+def _is_of_math(target: Any) -> bool:
+    return getattr(target, "__module__", None) == "math" and isinstance(target, types.BuiltinFunctionType)

@@ -1,0 +1,277 @@
+"""What expressions stand for."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import operations, shapes
+from .attributes import is_row
+from .calls import Calls
+from .polynomials import atom
+from .state import Frame, Undecided
+from .values import PLAIN, Dtype, Formula, Known, Method, NotUnderstood, Part, Shape, Unknown
+
+BINARY = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow"}
+_ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.Pow: operator.pow, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
+}  # fmt: skip
+
+
+class Expressions(Calls):
+    """The part of a reading that evaluates expressions."""
+
+    def value(self, node: ast.expr, frame: Frame) -> Any:
+        """What an expression stands for."""
+        method = getattr(self, f"_of_{type(node).__name__.lower()}", None)
+        if not self.lenient:
+            if method is None:
+                raise NotUnderstood(f"has an expression that is a {type(node).__name__.lower()}")
+            return self._at_its_line(method(node, frame), frame)
+        operands: list[Any] = []
+        self._operands.append(operands)
+        try:
+            if method is None:
+                self._misses += 1
+                self._escape_names(node, frame)
+                result: Any = self.unknown()
+            else:
+                result = method(node, frame)
+        except NotUnderstood:
+            self._misses += 1
+            self._escape(operands)
+            result = self.unknown()
+        finally:
+            self._operands.pop()
+        if self._operands:
+            self._operands[-1].append(result)
+        return self._at_its_line(result, frame)
+
+    def _at_its_line(self, value: Any, frame: Frame) -> Any:
+        if isinstance(value, Formula) and frame.statement is not None:
+            self.lines.setdefault(value.value, frame.statement)
+        return value
+
+    def _of_constant(self, node: ast.Constant, frame: Frame) -> Any:
+        if node.value is not Ellipsis and type(node.value) not in PLAIN:
+            raise NotUnderstood("has a constant of an unknown kind")
+        return Known(node.value)
+
+    def _of_name(self, node: ast.Name, frame: Frame) -> Any:
+        if node.id in frame.locals:
+            return frame.locals[node.id]
+        return self._around(node.id, frame)
+
+    def _of_attribute(self, node: ast.Attribute, frame: Frame) -> Any:
+        return self.attribute(self.value(node.value, frame), node.attr)
+
+    def _of_subscript(self, node: ast.Subscript, frame: Frame) -> Any:
+        owner = self.value(node.value, frame)
+        if isinstance(owner, shapes.Halves):
+            return owner.part(_half_at(node.slice, owner.interleaved))
+        if isinstance(owner, Formula):
+            place = _columns_at(node.slice) or self._half_by_bounds(node.slice, owner, frame)
+            if place is None or owner.value.single is None or not owner.width or owner.width % 2:
+                raise NotUnderstood("takes some rows or columns of a tensor")
+            self._viewed.append(owner)
+            half = owner.with_value(atom("half", owner.value.single, place), owner.width // 2)
+            return dataclasses.replace(half, given=True)
+        if isinstance(node.slice, ast.Slice):
+            leading = ast.unparse(node.slice) == ":-1"
+            if isinstance(owner, Shape) and leading and not owner.leading:
+                return Shape(owner.of, leading=True)
+            raise NotUnderstood("takes a part of something")
+        place = self.value(node.slice, frame)
+        if not isinstance(place, Known) or type(place.value) not in (int, str):
+            raise NotUnderstood("takes a part of something")
+        if isinstance(owner, Shape) and not owner.leading and place.value == -1 and owner.of.width:
+            return Known(owner.of.width)
+        if isinstance(owner, dict) and place.value in owner:
+            return owner[place.value]
+        if isinstance(owner, tuple) and type(place.value) is int and -len(owner) <= place.value < len(owner):
+            return owner[place.value]
+        if isinstance(owner, Part) and is_row(owner.module):
+            names = list(owner.module._modules)
+            if type(place.value) is int and -len(names) <= place.value < len(names):
+                return self._child(owner, names[place.value])
+        if isinstance(owner, Part) and type(owner.module) is nn.ModuleDict and place.value in owner.module._modules:
+            return self._child(owner, place.value)
+        raise NotUnderstood("takes a part of something")
+
+    def _half_by_bounds(self, node: ast.expr, owner: Formula, frame: Frame) -> str | None:
+        """Which half ``[..., :n]`` or ``[..., n:]`` is."""
+        if not isinstance(node, ast.Tuple) or len(node.elts) != 2 or ast.unparse(node.elts[0]) != "...":
+            return None
+        columns = node.elts[1]
+        if not isinstance(columns, ast.Slice) or columns.step is not None or not owner.width:
+            return None
+        bounds = [None if each is None else self.value(each, frame) for each in (columns.lower, columns.upper)]
+        if not all(each is None or (isinstance(each, Known) and type(each.value) is int) for each in bounds):
+            return None
+        found = range(owner.width)[slice(*(each and each.value for each in bounds))]
+        half = owner.width // 2
+        return {range(half): "first", range(half, owner.width): "last"}.get(found)
+
+    def _of_dict(self, node: ast.Dict, frame: Frame) -> Any:
+        keys = [None if each is None else self.value(each, frame) for each in node.keys]
+        if not all(isinstance(each, Known) and type(each.value) in PLAIN for each in keys):
+            raise NotUnderstood("has a dictionary whose keys are not known")
+        values = [self.value(each, frame) for each in node.values]
+        return {each.value: value for each, value in zip(keys, values, strict=True)}  # type: ignore[union-attr]
+
+    def _of_tuple(self, node: ast.Tuple, frame: Frame) -> Any:
+        values: list[Any] = []
+        for each in node.elts:
+            if isinstance(each, ast.Starred):
+                inner = self.value(each.value, frame)
+                values += inner if isinstance(inner, tuple) else [inner]
+            else:
+                values.append(self.value(each, frame))
+        return tuple(values)
+
+    _of_list = _of_tuple
+
+    def _of_ifexp(self, node: ast.IfExp, frame: Frame) -> Any:
+        test = self._truth(self.value(node.test, frame))
+        if test is not None:
+            return self.value(node.body if test else node.orelse, frame)
+        one, two = self.value(node.body, frame), self.value(node.orelse, frame)
+        if same_value(one, two):
+            return one
+        raise NotUnderstood("computes something else in one of two cases")
+
+    def _of_unaryop(self, node: ast.UnaryOp, frame: Frame) -> Any:
+        value = self.value(node.operand, frame)
+        if isinstance(node.op, ast.Not):
+            test = self._truth(value)
+            return Undecided() if test is None else Known(not test)
+        if isinstance(node.op, ast.USub):
+            if isinstance(value, Formula):
+                return value.with_value(-value.value)
+            if isinstance(value, Known) and type(value.value) in (int, float):
+                return Known(-value.value)
+        raise NotUnderstood("computes with something else than tensors and numbers")
+
+    def _of_binop(self, node: ast.BinOp, frame: Frame) -> Any:
+        return self._binary(type(node.op), self.value(node.left, frame), self.value(node.right, frame))
+
+    def _binary(self, kind: type[ast.AST], one: Any, two: Any) -> Any:
+        if isinstance(one, Formula) or isinstance(two, Formula):
+            if kind not in BINARY:
+                raise NotUnderstood("combines tensors by an unknown operator")
+            return operations.binary(BINARY[kind], one, two)
+        if isinstance(one, tuple) and isinstance(two, tuple) and kind is ast.Add:
+            return one + two
+        numbers = all(isinstance(each, Known) and type(each.value) in (int, float) for each in (one, two))
+        if not numbers or kind not in _ARITHMETIC:
+            raise NotUnderstood("computes with something else than tensors and numbers")
+        try:
+            return Known(_ARITHMETIC[kind](one.value, two.value))
+        except (ArithmeticError, ValueError):
+            raise NotUnderstood("computes a number that there is not") from None
+
+    def _of_boolop(self, node: ast.BoolOp, frame: Frame) -> Any:
+        stop = isinstance(node.op, ast.Or)
+        undecided = False
+        value: Any = Known(not stop)
+        for each in node.values:
+            value = self.value(each, frame)
+            test = self._truth(value)
+            if test is stop and not undecided:
+                return value
+            undecided = undecided or test is None
+        return Undecided() if undecided else value
+
+    def _of_compare(self, node: ast.Compare, frame: Frame) -> Any:
+        if len(node.ops) != 1:
+            raise NotUnderstood("compares several values at once")
+        one, two, kind = self.value(node.left, frame), self.value(node.comparators[0], frame), type(node.ops[0])
+        if isinstance(one, Dtype) or isinstance(two, Dtype):
+            return Undecided() if self.dtype is None else Known(self._compared_dtypes(one, two, kind))
+        if kind in (ast.Is, ast.IsNot) and Known(None) in (_bare(one), _bare(two)):
+            same = _bare(one) == _bare(two)
+            # What is read of a tensor, its gradient for one, may be None.
+            if isinstance(one, (Unknown, Method)) or isinstance(two, (Unknown, Method)):
+                raise NotUnderstood("asks whether something is None")
+            return Known(same is (kind is ast.Is))
+        if kind in (ast.In, ast.NotIn) and isinstance(one, Known):
+            items = self._items(two)
+            if items is not None and all(isinstance(each, Known) for each in items):
+                return Known((one.value in [each.value for each in items]) is (kind is ast.In))
+        plain = all(isinstance(each, Known) and type(each.value) in PLAIN for each in (one, two))
+        if not plain or kind not in _ARITHMETIC:
+            raise NotUnderstood("compares what is not known")
+        return Known(bool(_ARITHMETIC[kind](one.value, two.value)))
+
+    def _compared_dtypes(self, one: Any, two: Any, kind: type[ast.AST]) -> bool:
+        """What a comparison of dtypes is, for the dtype of this reading."""
+        others = self._items(two) if kind in (ast.In, ast.NotIn) else (two,)
+        found = [
+            (torch.float32 if each.wide else self.dtype) if isinstance(each, Dtype) else getattr(each, "value", None)
+            for each in (one, *(others or ()))
+        ]
+        equal = kind in (ast.Eq, ast.Is, ast.In)
+        if not all(map(operations.torch_constant, found)) or not (equal or kind in (ast.NotEq, ast.IsNot, ast.NotIn)):
+            raise NotUnderstood("compares what is not known")
+        return (found[0] in found[1:]) is equal
+
+    def _truth(self, value: Any) -> bool | None:
+        """What a condition is, None where it depends on dtypes alone, or on what a lenient reading does not know."""
+        if isinstance(value, Known) and type(value.value) in PLAIN:
+            return bool(value.value)
+        if isinstance(value, Part):
+            return True
+        if isinstance(value, Undecided) or self.lenient:
+            return None
+        raise NotUnderstood("branches on what is not known")
+
+    def _of_call(self, node: ast.Call, frame: Frame) -> Any:
+        called = self.value(node.func, frame)
+        args = list(self._of_tuple(ast.Tuple(node.args, ast.Load()), frame))
+        options = {}
+        for each in node.keywords:
+            if each.arg is None:
+                self._poison((*args, *options.values()))
+                raise NotUnderstood("gives options of any name")
+            options[each.arg] = self.value(each.value, frame)
+        try:
+            return self.call(called, args, options)
+        except NotUnderstood:
+            self._poison((*args, *options.values(), called.owner if isinstance(called, Method) else None))
+            raise
+
+
+def _bare(value: Any) -> Any:
+    return Known(value.value) if isinstance(value, Known) and value.value is None else value
+
+
+def same_value(one: Any, two: Any) -> bool:
+    """Whether two values are the same in all that a formula says; casts that autocast or a dtype decides are none."""
+    if isinstance(one, Formula) and isinstance(two, Formula):
+        return one.value == two.value and one.width == two.width and one.shaped == two.shaped
+    return bool(type(one) is type(two) and one == two)
+
+
+def _half_at(place: ast.expr, interleaved: bool) -> int:
+    """Which half ``[..., i, :]`` is, or which columns ``[..., i]`` are."""
+    text = ast.unparse(place).replace("(", "").replace(")", "")
+    places = {"..., 0": 0, "..., 1": 1} if interleaved else {"..., 0, :": 0, "..., 1, :": 1}
+    found = places.get(text)
+    if found is None:
+        raise NotUnderstood("takes some rows or columns of a tensor")
+    return found
+
+
+def _columns_at(place: ast.expr) -> str | None:
+    """Whether ``[..., ::2]`` takes the even or the odd columns."""
+    text = ast.unparse(place).replace("(", "").replace(")", "").replace(" ", "")
+    return {"...,::2": "even", "...,0::2": "even", "...,1::2": "odd"}.get(text)

@@ -1,0 +1,132 @@
+"""What a reading has seen so far, and what becomes of values that it loses sight of."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import itertools
+import types
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .polynomials import Polynomial, linears_in
+from .values import Formula, Known, NotUnderstood, Unknown
+
+
+@dataclasses.dataclass(frozen=True)
+class Undecided:
+    """A condition on dtypes, which is another in every call: what follows must be the same either way."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A parameter that is no vector: its dtype is all that a formula may ask for."""
+
+    path: str
+
+
+class LinearCall(typing.NamedTuple):
+    """A linear that was called, with what, and when: how many things were not understood before."""
+
+    path: str
+    input: Polynomial
+    output: Polynomial
+    time: int
+
+
+class Frame:
+    """A function that is being read, and what its names stand for."""
+
+    def __init__(self, function: types.FunctionType, values: dict[str, Any]) -> None:
+        self.function, self.locals = function, values
+        self.statement: ast.stmt | None = None
+
+
+class State:
+    """One reading of a block: what it has found, and which names stand for what.
+
+    Attributes:
+        watched: attributes that were read, by path, with the values for which the reading holds.
+        methods: the methods that were read besides forward, by their classes and names.
+        functions: the user's functions that were read, by the names of their modules and their own.
+        holders: paths of parts whose forward was read, and their classes.
+        linears: the linears that were called, in this order.
+        called: activations that are parts, attributes or functions of torch: the path, "" for a function, and what it
+            gave for what.
+        norms: for each of torch's fused norms that was called, whether all that it took was cast to float32.
+    """
+
+    def __init__(self, block: nn.Module, *, lenient: bool = False, dtype: torch.dtype | None = None) -> None:
+        # Where ``dtype`` is given, the reading holds for input and parameters of that dtype alone.
+        self.block, self.lenient, self.dtype = block, lenient, dtype
+        self.watched: dict[str, Any] = {}
+        self.methods: dict[tuple[type[nn.Module], str], Any] = {}
+        self.functions: dict[tuple[str, str], Any] = {}
+        self.holders: dict[str, type[nn.Module]] = {}
+        self.linears: list[LinearCall] = []
+        self.norms: list[bool] = []
+        self.called: list[tuple[str, Polynomial, Polynomial]] = []
+        # Linears whose results went where a lenient reading does not follow.
+        self.escaped: set[str] = set()
+        # What statements compute -> the first of them, for errors.
+        self.lines: dict[Polynomial, ast.stmt] = {}
+        self._operands: list[list[Any]] = []
+        self._frames: list[Frame] = []
+        self._viewed: list[Formula] = []
+        self._numbers = itertools.count()
+        # How many things a lenient reading did not understand.
+        self._misses = 0
+        self._written: set[str] = set()
+        self._calls = 0
+
+    def inlined(self, function: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """What a function of Python gives, step by step."""
+        raise NotImplementedError
+
+    def value(self, node: ast.expr, frame: Frame) -> Any:
+        """What an expression stands for."""
+        raise NotImplementedError
+
+    def unknown(self) -> Unknown:
+        """A value of which nothing is known."""
+        return Unknown(next(self._numbers))
+
+    def _escape(self, values: Iterable[Any]) -> None:
+        """What linears gave is handed to what is not understood."""
+        for value in values:
+            if isinstance(value, Formula):
+                self.escaped.update(str(found[1]) for found in linears_in(value.value))
+            elif isinstance(value, (tuple, list)):
+                self._escape(value)
+            elif isinstance(value, dict):
+                self._escape(value.values())
+
+    def _escape_names(self, node: ast.AST, frame: Frame) -> None:
+        names = [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
+        self._escape([frame.locals.get(name) for name in names])
+
+    def _poison(self, values: Sequence[Any]) -> None:
+        """What an unknown function was given may have been overwritten."""
+        for each in values if self.lenient else ():
+            if isinstance(each, Formula):
+                self._replace(each, self.unknown())
+
+    def _overwrite(self, old: Formula, new: Any) -> None:
+        """A tensor was changed in place: every name for it now stands for the new value."""
+        if old.given or any(each is old for each in self._viewed):
+            raise NotUnderstood("overwrites a tensor that has another name")
+        self._replace(old, new)
+
+    def _replace(self, old: Formula, new: Any) -> None:
+        for frame in self._frames:
+            for name, value in frame.locals.items():
+                if value is old:
+                    frame.locals[name] = new
+
+    def _watch(self, path: str, value: Any) -> Known:
+        self.watched[path] = value
+        return Known(value, path)
