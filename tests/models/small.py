@@ -104,8 +104,9 @@ TORCH_GELU_TANH = {
 
 
 def blocks(entries: Sequence[fl.Entry]) -> list[fl.Entry]:
-    """The entries of a report that are not of the loss."""
-    return [entry for entry in entries if entry.became != "FusedLossHead" and "its loss " not in entry.reason]
+    """The entries of a report that are neither of the loss nor of norms."""
+    others = ("rms_norm", "layer_norm", "its loss ")
+    return [entry for entry in entries if entry.became != "FusedLossHead" and not entry.reason.startswith(others)]
 
 
 class InFloat64(TorchFunctionMode):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -38,8 +39,8 @@ def installed(name: str) -> Family:
     return family
 
 
-def _replaced(model: nn.Module, family: Family) -> None:
-    report = fl.replace(model)
+def _replaced(model: nn.Module, family: Family, **options: Any) -> None:
+    report = fl.replace(model, **options)
     replaced = blocks(report.replaced)
     assert len(replaced) == family.count
     assert {entry.became for entry in replaced} == {f"Fused{block}" for block in family.blocks}
@@ -104,7 +105,7 @@ def test_dropout_draws_the_same_numbers(name: str) -> None:
     model, inputs = family.build(**TORCH_GELU_TANH.get(name, {})).train(), family.inputs()
     with seeded_dropout():
         theirs = family.results(model, inputs)
-        fl.replace(model)
+        fl.replace(model, norm=False)
         ours = family.results(model, inputs)
     assert_same({key: ours[key] for key in ("logits", "loss")}, {key: theirs[key] for key in ("logits", "loss")})
     assert not torch.equal(family.results(model.eval(), inputs)["logits"], theirs["logits"])
@@ -121,7 +122,7 @@ def test_gradient_checkpointing_stays(name: str, monkeypatch: pytest.MonkeyPatch
     with seeded_dropout():
         theirs = family.results(model, inputs)
         calls = count_fused_calls(monkeypatch)
-        _replaced(model, family)
+        _replaced(model, family, norm=False)
         assert_same(family.results(model, inputs), theirs)
     assert len(calls) == 2 * family.count
 
@@ -171,7 +172,7 @@ def test_half_of_a_t5_in_float32_is_left() -> None:
         if hasattr(module, "wo"):
             module.wo.float()
     with pytest.warns(UserWarning, match="the linears differ in dtype or device"):
-        fl.replace(model)
+        fl.replace(model, norm=False)
 
 
 # transformers' names of activations, and ours, also of those that are none of ours.

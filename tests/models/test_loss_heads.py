@@ -158,7 +158,7 @@ def test_a_dry_run_changes_nothing() -> None:
 def test_losses_are_left_on_request() -> None:
     model = build("Llama")
     kind = type(model)
-    report = fl.replace(model, loss=False)
+    report = fl.replace(model, loss=False, norm=False)
     assert type(model) is kind
     assert {entry.path for entry in report.replaced} == {"model.layers.0.mlp"}
     with pytest.raises(TypeError, match="loss must be True or False, got 'no'"):
