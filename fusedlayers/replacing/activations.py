@@ -93,8 +93,10 @@ def _named(activation: Any) -> _Reading:
     x = reader.input(None)
     try:
         result = _read(activation, reader, x)
-        functions = [(sys.modules.get(space), name, each) for (space, name), each in reader.functions.items()]
-        functions += [(kind, name, method) for (kind, name), method in reader.methods.items()]
+        functions = [
+            *((sys.modules[space], name, each) for (space, name), each in reader.functions.items()),
+            *((kind, name, method) for (kind, name), method in reader.methods.items()),
+        ]
         read = tuple((weakref.ref(owner), name, weakref.ref(each)) for owner, name, each in functions)
     except (NotUnderstood, TooLarge, TypeError):
         # A property cannot be referred to.

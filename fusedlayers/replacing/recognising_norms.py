@@ -112,8 +112,8 @@ def recognise_norm(module: nn.Module) -> Norm | str | None:
         return "reads an attribute that may change"
     methods = tuple(dict.fromkeys(each for norm in found.values() for each in norm.methods))
     functions = tuple(dict.fromkeys(each for norm in found.values() for each in norm.functions))
-    read = {"options": tuple(options.items()), "methods": methods, "functions": functions}
-    return first._replace(**read, dtypes=tuple(found), others=tuple(others))
+    first = first._replace(options=tuple(options.items()), methods=methods, functions=functions)
+    return first._replace(dtypes=tuple(found), others=tuple(others))
 
 
 def may_be_norm(module: nn.Module) -> bool:

@@ -65,32 +65,34 @@ def _read_lambda(function: types.FunctionType) -> ast.FunctionDef | None:
     first = function.__code__.co_firstlineno
     found = [each for each in ast.walk(tree) if isinstance(each, ast.Lambda) and each.lineno == first]
     made = [
-        ast.copy_location(
-            ast.FunctionDef(name="<lambda>", args=each.args, body=[ast.copy_location(ast.Return(each.body), each)],
-                            decorator_list=[], type_params=[]), each,
-        )
+        ast.copy_location(_definition("<lambda>", each.args, [ast.copy_location(ast.Return(each.body), each)]), each)
         for each in found
         if _compiles_to(each, function)
-    ]  # fmt: skip
+    ]
     return made[0] if len({ast.dump(each) for each in made}) == 1 else None
 
 
 def _is_same(function: types.FunctionType, definition: ast.FunctionDef) -> bool:
     """Whether the definition compiles to the function's code, whatever decorators there are: they have been called."""
-    bare = ast.FunctionDef(**{name: getattr(definition, name, None) for name in definition._fields})
-    bare.decorator_list, bare.returns = [], None
-    if "type_params" in definition._fields:
-        bare.type_params = []
-    return _compiles_to(bare, function)
+    bare = _definition(definition.name, definition.args, definition.body)
+    return _compiles_to(ast.copy_location(bare, definition), function)
+
+
+def _definition(name: str, arguments: ast.arguments, body: list[Any]) -> ast.FunctionDef:
+    """A definition with nothing else."""
+    # A field of newer releases of Python.
+    others: dict[str, Any] = {"type_params": []} if "type_params" in ast.FunctionDef._fields else {}
+    return ast.FunctionDef(name=name, args=arguments, body=body, decorator_list=[], **others)
 
 
 def _compiles_to(bare: ast.FunctionDef | ast.Lambda, function: types.FunctionType) -> bool:
+    """Whether a definition without decorators, or a lambda, compiles to the function's code."""
     code = function.__code__
     # A method that says super() takes its class from around it.
     parameters = [ast.arg(arg=name) for name in code.co_freevars]
     around = ast.arguments(posonlyargs=[], args=parameters, kwonlyargs=[], kw_defaults=[], defaults=[])
     inner = bare if isinstance(bare, ast.FunctionDef) else ast.Expr(bare)
-    outer = ast.FunctionDef(name="outer", args=around, body=[inner], decorator_list=[], type_params=[])
+    outer = _definition("outer", around, [inner])
     # Calls of what a module imports compile to other instructions.
     modules = [name for name in code.co_names if isinstance(function.__globals__.get(name), types.ModuleType)]
     imports = [ast.Import(names=[ast.alias(name=name)]) for name in modules]
