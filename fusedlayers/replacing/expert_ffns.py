@@ -1,42 +1,41 @@
-"""What the experts of a mixture compute: read from numbers of a small copy, and believed only after proof.
+"""What the experts of a mixture compute, read from the source of their module's forward.
 
 transformers' experts share one interface: a module holds the weights of all experts, stacked, flags say how they lie,
-and its forward takes tokens, the experts of each token and their weights. The flags name the layout; activation and
-gate are those of ``functional.moe_ffn`` with which a small copy and ``reference.moe_ffn`` agree in the result and in
-all gradients, on random numbers, in float64.
+and its forward takes tokens, the experts of each token and their weights. What the forward says has to be the loop over
+experts, and one formula that ``functional.moe_ffn`` has for each.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import reference
 from ..kernels.activations import ACTIVATIONS
-from ..modules import attributes_of, class_name, why_not_plain_tensor, why_not_read_past
+from ..modules import why_not_plain_tensor, why_not_read_past
 from .activations import torch_module_activation
-from .reading.sources import codes_in
-from .reading.values import PLAIN
-from .small_copies import divisor, small_copy
-from .trials import SCALES, alike, gradients, quietly
+from .reading.experts import ExpertsReader, limited
+from .reading.formulas import OtherFormula, text
+from .reading.polynomials import Polynomial, atom, function, number
+from .reading.values import NotUnderstood
 
 # Set by the interface on every instance. The last two are missing in older releases, which had neither.
 _FLAGS = ("has_gate", "has_bias", "is_transposed")
 _CONCATENATED, _NORM = "is_concatenated", "has_post_expert_norm"
-# What users may write anew to gate in their own way.
+# What users may write anew to gate in their own way; every implementation calls it.
 _GATE = "_apply_gate"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Those that compute the forward of the class, each in its own way; others may be the user's.
 _IMPLEMENTATIONS = (None, "eager", "batched_mm", "grouped_mm", "fusedlayers")
 # Parallelism over experts changes it, and no sum depends on it.
 _NOT_OPTIONS = ("training", "num_experts")
-# Of a trial: its experts, those of every token, and its tokens for each scale of the input.
-_EXPERTS, _TOP_K, _TOKENS = 4, 2, 4
+# Where the forward asks which implementation its configuration names.
+_INTERFACE = "transformers.integrations.moe"
+# Which columns of a merged product are gate and up projection.
+_LAYOUTS = {"concatenated": ("first", "last"), "interleaved": ("even", "odd")}
 
 
 class ExpertsFFN(NamedTuple):
@@ -46,13 +45,16 @@ class ExpertsFFN(NamedTuple):
         names: arguments of ``functional.moe_ffn``, and the parameters that they are.
         formula: its other arguments, by name.
         activation: the attribute that holds the activation, if one does.
-        options: the other attributes that the forward reads, and what they were when it was tried.
+        options: the other attributes that the forward reads, and what they were when it was read.
+        methods, functions: what the forward calls of the user's, as in ``FoundRule``.
     """
 
     names: tuple[tuple[str, str], ...]
     formula: tuple[tuple[str, Any], ...]
     activation: str | None
     options: tuple[tuple[str, Any], ...]
+    methods: tuple[tuple[type[nn.Module], str], ...] = ()
+    functions: tuple[tuple[str, str, Any], ...] = ()
 
     def tensors(self, module: nn.Module) -> dict[str, Any]:
         """The parameters as arguments of ``functional.moe_ffn``."""
@@ -70,10 +72,6 @@ class ExpertsFFN(NamedTuple):
         return f"{', '.join(name for argument, name in self.names if argument[0] == 'w')}: {text}"
 
 
-class Unproven(Exception):
-    """Why no FFN is known that the experts compute."""
-
-
 def is_experts(module: nn.Module) -> bool:
     """Whether a module has the interface of transformers' experts."""
     return all(type(vars(module).get(flag)) is bool for flag in _FLAGS)
@@ -81,7 +79,10 @@ def is_experts(module: nn.Module) -> bool:
 
 def eager_forward(kind: type[nn.Module]) -> Callable[..., Tensor]:
     """The forward that the author of the class wrote, behind the one that asks for an implementation."""
-    return inspect.unwrap(kind.forward)
+    forward: Any = kind.forward
+    # Other wrappers compute something of their own.
+    asks = getattr(forward, "__globals__", {}).get("__name__") == _INTERFACE
+    return forward.__wrapped__ if asks and hasattr(forward, "__wrapped__") else forward  # type: ignore[no-any-return]
 
 
 def implementation(module: nn.Module) -> str | None:
@@ -110,13 +111,11 @@ def find_experts(module: nn.Module) -> ExpertsFFN | str:
     if reason := why_other_tensors(module, names):
         return reason
     try:
-        with quietly():
-            return _proven(module, names)
-    except Unproven as reason:
+        return _read(module, names)
+    except OtherFormula as reason:
         return str(reason)
-    except Exception as error:
-        # The forward is the user's, and the numbers are ours: whatever it raises, it could not be tried.
-        return f"a trial of it ended in {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+    except NotUnderstood as reason:
+        return f"its forward {reason}"
 
 
 def _names(module: Any) -> tuple[tuple[str, str], ...]:
@@ -144,9 +143,9 @@ def why_other_tensors(module: nn.Module, names: Sequence[tuple[str, str]]) -> st
 
 def why_not_as_found(module: nn.Module, found: ExpertsFFN) -> str | None:
     """What has changed since the FFN of the experts was found, or None."""
-    own = module.__dict__
-    if _GATE in own:
-        return f"has an {_GATE} of its own, set on the instance"
+    for name in (_GATE, *(name for _, name in found.methods)):
+        if name in module.__dict__:
+            return f"has an {name} of its own, set on the instance"
     for name, value in found.options:
         if getattr(module, name, None) != value:
             return f"its {name} was {value!r} when it was replaced"
@@ -159,137 +158,58 @@ def why_not_as_found(module: nn.Module, found: ExpertsFFN) -> str | None:
     return why_other_tensors(module, found.names)
 
 
-class _Trial:
-    """The forward of small copies of a module, on random tokens that a few of its experts get."""
+def _read(module: Any, names: tuple[tuple[str, str], ...]) -> ExpertsFFN:
+    """The FFN that the source of the forward says.
 
-    def __init__(self, module: nn.Module, names: Sequence[tuple[str, str]]) -> None:
-        self.module, self.names = module, names
-        self.method = eager_forward(type(module))
-        tensors = [getattr(module, name) for _, name in names]
-        self.sizes = {size for tensor in tensors if tensor.dim() == 3 for size in tensor.shape[1:]}
-        self.by = divisor(self.sizes)
-        self.experts = min(_EXPERTS, tensors[0].shape[0])
-        self.width = tensors[1].shape[2 if getattr(module, "is_transposed", False) else 1] // self.by
-        self._drawn: list[Tensor] = []
-
-    def copy(self, training: bool = False) -> nn.Module:
-        copied = small_copy(self.module, self.by, self._drawn, self.sizes)
-        for each in copied.modules():
-            each.__dict__["training"] = training
-        return copied
-
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, experts, weights."""
-        generator = torch.Generator().manual_seed(1)
-        scales = SCALES.flatten().repeat(_TOKENS)
-        x = torch.randn(len(scales), self.width, generator=generator, dtype=torch.float64) * scales.unsqueeze(-1)
-        top_k = min(_TOP_K, self.experts)
-        chosen = torch.rand(len(scales), self.experts, generator=generator).argsort(-1)[:, :top_k]
-        weights = torch.randn(len(scales), top_k, generator=generator, dtype=torch.float64)
-        return x.requires_grad_(), chosen, weights.requires_grad_()
-
-    def truth(self, copied: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        x, index, weights = inputs
-        return self.method(copied, x * 1, index, weights * 1)
-
-    def oracle(self, copied: nn.Module, inputs: tuple[Tensor, Tensor, Tensor], formula: dict[str, Any]) -> Tensor:
-        # A model may have hundreds of experts; the tokens go to the first ones.
-        given = {argument: getattr(copied, name)[: self.experts] for argument, name in self.names}
-        x, index, weights = inputs
-        return reference.moe_ffn(x, index, weights, **given, **formula)
+    Raises:
+        NotUnderstood: it says something else.
+    """
+    forward = eager_forward(type(module))
+    if hasattr(forward, "__wrapped__") or len(inspect.signature(forward).parameters) != 4:
+        raise NotUnderstood("does not take tokens, experts and weights alone")
+    down = module.down_proj
+    reader = ExpertsReader(module, down.shape[2 if module.is_transposed else 1])
+    expert = reader.expert(forward)
+    if expert.transposed is not module.is_transposed:
+        raise NotUnderstood(f"multiplies otherwise than is_transposed={module.is_transposed} says")
+    biases = {given: bias for given, bias in names if given[0] == "b"}
+    if expert.biases != ({names[0][1]: biases["b_up"], names[1][1]: biases["b_down"]} if biases else {}):
+        raise NotUnderstood(f"adds the biases {sorted(expert.biases.values())}, has_bias={module.has_bias}")
+    last = expert.value.single
+    if last is None or last[:2] != ("linear", names[1][1]):
+        raise OtherFormula(f"its experts give {text(expert.value)}, which {names[1][1]} does not")
+    formula, activated = _matching(module, names[0][1], last[2], reader.watched)  # type: ignore[arg-type]
+    result = function(formula["activation"], activated)
+    paths = [path for path, given, gave in reader.called if path and given == activated and gave == result]
+    # Of a module that calls another one the outer one.
+    activation = min(paths, key=len, default=None)
+    # What the activation reads is asked of it by itself.
+    options = tuple(
+        (path, value)
+        for path, value in reader.watched.items()
+        if path not in (activation, *_NOT_OPTIONS) and not path.startswith(f"{activation}.")
+    )
+    if dotted := next((path for path, _ in options if "." in path), None):
+        raise NotUnderstood(f"reads {dotted}")
+    functions = tuple((space, name, value) for (space, name), value in reader.functions.items())
+    return ExpertsFFN(names, tuple(formula.items()), activation, options, tuple(reader.methods), functions)
 
 
-def _proven(module: nn.Module, names: tuple[tuple[str, str], ...]) -> ExpertsFFN:
-    trial = _Trial(module, names)
-    own, inputs = trial.copy(), trial.inputs()
-    truth = trial.truth(own, inputs)
-    if not alike(trial.truth(trial.copy(training=True), inputs), truth):
-        raise Unproven("its experts compute something else in training")
-    if _multiplies_in_float32(trial):
-        raise Unproven("its experts multiply in float32, whatever their dtype")
-    activation, options = _options(module, trial.method)
-    formula = _matching(trial, activation, options, inputs, truth)
-    other, again = trial.copy(), trial.inputs()
-    expected = gradients((truth,), (inputs[0], inputs[2]), own)
-    found = gradients((trial.oracle(other, again, formula),), (again[0], again[2]), other)
-    if None in (*found, *expected) or not all(map(alike, found, expected)):  # type: ignore[arg-type]
-        raise Unproven("the gradients of its experts are not those of an FFN")
-    return ExpertsFFN(names, tuple(formula.items()), activation, tuple(options.items()))
-
-
-def _options(module: nn.Module, method: Callable[..., Any]) -> tuple[str | None, dict[str, Any]]:
-    """The attribute that holds the activation, and the others that the forward and the gate read, with their values."""
-    functions = (method, getattr(type(module), _GATE, None))
-    read = {
-        name
-        for function in functions
-        if hasattr(function, "__code__")
-        for code in codes_in(function.__code__)  # type: ignore[union-attr]
-        for name in code.co_names
-    }
-    activation: str | None = None
-    options: dict[str, Any] = {}
-    for name, value in {**module._modules, **attributes_of(module)}.items():
-        if name not in read or name in _NOT_OPTIONS:
-            continue
-        if type(value) in PLAIN:
-            options[name] = value
-        elif torch_module_activation(value) is not None and activation is None:
-            activation = name
-        else:
-            raise Unproven(f"its {name} is {f'a {class_name(value)}' if callable(value) else repr(value)}")
-    return activation, options
-
-
-def _matching(
-    trial: _Trial,
-    activation: str | None,
-    options: dict[str, Any],
-    inputs: tuple[Tensor, Tensor, Tensor],
-    truth: Tensor,
-) -> dict[str, Any]:
-    """The arguments of ``functional.moe_ffn`` with which it gives this result."""
-    with torch.no_grad():
-        for formula in _formulas(trial.module, activation, options):
-            if alike(trial.oracle(trial.copy(), inputs, formula), truth):
-                return formula
-    raise Unproven("the results of its experts are those of no known activation and gate")
-
-
-def _formulas(module: Any, activation: str | None, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The activation is the first argument of each."""
-    known = [name for name in ACTIVATIONS if name != "identity"]
-    held = torch_module_activation(getattr(module, activation)) if activation is not None else None
-    flag = getattr(module, _CONCATENATED, None)
-    layouts = [name for name, said in (("concatenated", True), ("interleaved", False)) if flag in (said, None)]
-    limits = [value for value in options.values() if type(value) in (int, float) and 0 < value < float("inf")]
-    clamped = [{"limit": float(limit)} for limit in dict.fromkeys(limits)] if module.has_gate else []
-    for gate in ({}, *clamped, *({**each, "up_offset": 1.0} for each in clamped)):
-        for layout in layouts if module.has_gate else ["separate"]:
-            for name in known if held is None else [held]:
-                yield {"activation": name, "gate_and_up": layout, "transposed": module.is_transposed} | gate
-
-
-class _Products(TorchDispatchMode):
-    """Notes the dtypes of what products of matrices are given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: set[torch.dtype] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if "mm" in str(func):
-            self.dtypes |= {each.dtype for each in args if isinstance(each, Tensor)}
-        return func(*args, **(kwargs or {}))
-
-
-def _multiplies_in_float32(trial: _Trial) -> bool:
-    """Whether the forward casts what it multiplies: in 16 bits the hidden would be rounded that it does not round."""
-    # Past the mode that makes float64 of float32.
-    with torch._C.DisableTorchFunction(), torch.no_grad(), _Products() as products:
-        copied = trial.copy().bfloat16()
-        x, index, weights = trial.inputs()
-        trial.method(copied, x.bfloat16(), index, weights.bfloat16())
-    return products.dtypes != {torch.bfloat16}
+def _matching(module: Any, up: str, hidden: Polynomial, options: dict[str, Any]) -> tuple[dict[str, Any], Polynomial]:
+    """The arguments of ``functional.moe_ffn`` that give this hidden, the activation first; and what is activated."""
+    x = atom("input", "x")
+    both = atom("linear", up, x)
+    limits = [float(value) for value in options.values() if type(value) in (int, float) and 0 < value < float("inf")]
+    for layout, halves in _LAYOUTS.items() if module.has_gate else (("separate", None),):
+        gate, rest = (both, number(1.0)) if halves is None else (atom("half", both.single, half) for half in halves)
+        for limit in (None, *dict.fromkeys(limits)) if module.has_gate else (None,):
+            activated, factor = gate, rest
+            if limit is not None:
+                activated, factor = limited(gate, "at most", limit), limited(rest, "within", limit)
+            for offset in (0.0, 1.0) if limit is not None else (0.0,):
+                for name in ACTIVATIONS:
+                    if name != "identity" and function(name, activated) * (factor + number(offset)) == hidden:
+                        formula = {"activation": name, "gate_and_up": layout, "transposed": module.is_transposed}
+                        formula |= {} if limit is None else {"limit": limit}
+                        return formula | ({"up_offset": offset} if offset else {}), activated
+    raise OtherFormula(f"the hidden of its experts is {text(hidden)}, of no known activation and gate")

@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from ..functional import moe_ffn
 from ..modules import outside_of_traces, say_once, why_not_now
 from .activations import watched_options
-from .blocks import OWN_FORWARD, ReplacedModule, fused_class
+from .blocks import OWN_FORWARD, ReplacedModule, functions_read, fused_class
 from .expert_ffns import ExpertsFFN, eager_forward, why_not_as_found
 from .reading.values import PLAIN
 
@@ -127,8 +127,9 @@ def experts_class(
     # The names are the author's: experts and weights, or router_indices and routing_weights.
     _, *arguments = inspect.signature(eager_forward(original)).parameters
     return fused_class(
-        FusedExperts, original, fused_ffn=found, fused_recompute=recompute, fused_arguments=tuple(arguments)
-    )
+        FusedExperts, original, fused_ffn=found, fused_recompute=recompute, fused_arguments=tuple(arguments),
+        fused_functions=functions_read(found.methods, found.functions),
+    )  # fmt: skip
 
 
 def why_class_stays(module: nn.Module) -> str | None:

@@ -231,7 +231,8 @@ def _inside(block: nn.Module, method: str, ffn: FFN, reader: Reader) -> FFNRule:
 def _rule(block: nn.Module, ffn: FFN, reader: Reader, inside: str | None) -> FFNRule:
     activated = function(ffn.activation, ffn.activated)
     paths = [path for path, given, result in reader.called if given == ffn.activated and result == activated]
-    activation = next(filter(None, paths), ffn.activation)
+    # Of a module that calls another one the outer one.
+    activation = min(filter(None, paths), key=len, default=ffn.activation)
     into, options, functions = None, (), ()
     if inside is not None and not paths:
         into = ffn.up.rpartition(".")[0]

@@ -107,7 +107,7 @@ def test_experts_that_compute_no_ffn_run_as_transformers_would(caplog: pytest.Lo
     with caplog.at_level("INFO", "fusedlayers"), decisions() as paths:
         assert torch.equal(module(*routed()), expected)
     assert not paths
-    assert "runs as with experts_implementation='grouped_mm': its act_fn is a Softplus" in caplog.text
+    assert "runs as with experts_implementation='grouped_mm': its forward gives options to softplus" in caplog.text
 
 
 def test_what_changes_later_runs_as_transformers_would() -> None:
