@@ -15,12 +15,12 @@ class Experts(nn.Module):
     """Each token ``[M, d_model]`` through its experts ``[M, k]``, and their results weighted and added up.
 
     The weights of all experts are stacked, and the module is called as transformers' experts are: by the three flags
-    `fusedlayers.replace` knows the interface, and finds out what the experts compute.
+    `fusedlayers.replace` knows the interface, and reads what the experts compute.
     """
 
     def __init__(self, d_model: int, d_ff: int, experts: int, activation: str, gated: bool) -> None:
         super().__init__()
-        self.activation = canonical_activation(activation)
+        self.num_experts, self.activate = experts, ACTIVATIONS[canonical_activation(activation)].torch
         self.has_gate, self.has_bias, self.is_transposed = gated, False, False
         if gated:
             self.gate_up_proj = _drawn(experts, 2 * d_ff, d_model)
@@ -29,16 +29,15 @@ class Experts(nn.Module):
         self.down_proj = _drawn(experts, d_model, d_ff)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        activate = ACTIVATIONS[self.activation].torch
         y = torch.zeros_like(hidden_states)
-        for expert in range(self.down_proj.shape[0]):
+        for expert in range(self.num_experts):
             token, place = torch.where(top_k_index == expert)
             x = hidden_states[token]
             if self.has_gate:
                 gate, up = F.linear(x, self.gate_up_proj[expert]).chunk(2, -1)
-                hidden = activate(gate) * up
+                hidden = self.activate(gate) * up
             else:
-                hidden = activate(F.linear(x, self.up_proj[expert]))
+                hidden = self.activate(F.linear(x, self.up_proj[expert]))
             found = F.linear(hidden, self.down_proj[expert]) * top_k_weights[token, place, None]
             y = y.index_add(0, token, found.to(y.dtype))
         return y

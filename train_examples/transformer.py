@@ -29,7 +29,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int, activation: str, gated: bool, bias: bool, dropout: float) -> None:
         super().__init__()
-        self.activation = canonical_activation(activation)
+        self.activate = ACTIVATIONS[canonical_activation(activation)].torch
         self.up_proj = nn.Linear(d_model, d_ff, bias=bias)
         if gated:
             self.gate_proj = nn.Linear(d_model, d_ff, bias=bias)
@@ -38,14 +38,14 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        activate = ACTIVATIONS[self.activation].torch
-        hidden = activate(self.gate_proj(x)) * self.up_proj(x) if self.gated else activate(self.up_proj(x))
+        up = self.up_proj(x)
+        hidden = self.activate(self.gate_proj(x)) * up if self.gated else self.activate(up)
         return self.down_proj(self.dropout(hidden))
 
 
 # What layers=replaced tells fusedlayers about the class above; a user writes the same for a class of theirs.
 FEED_FORWARD_RULE = FFNRule(
-    FeedForward, up="up_proj", down="down_proj", activation="activation", gate="gate_proj", dropout="dropout"
+    FeedForward, up="up_proj", down="down_proj", activation="activate", gate="gate_proj", dropout="dropout"
 )
 
 

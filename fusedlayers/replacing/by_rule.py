@@ -31,7 +31,8 @@ from .rules import FoundRule
 from .stand_ins import InsideFFN, Places
 from .uncomputed import computed
 
-_Options = tuple[tuple[str, Any], ...]
+# Attributes by path, and functions by what holds them, with what each of them was.
+_Watched = tuple[tuple[tuple[str, Any], ...], tuple[tuple[Any, str, Any], ...]]
 
 
 class FusedByRule(FusedOneFFN):
@@ -45,18 +46,19 @@ class FusedByRule(FusedOneFFN):
         return {", ".join(linears): cls.why_fused_class_changed() or find_by_rule(module, rule)}
 
     @classmethod
-    def fused_options(cls) -> _Options:
-        """What the rule was found with."""
+    def fused_watched_parts(cls) -> _Watched:
+        """What was read for the rule."""
         rule = cls.fused_rule
-        return rule.options if isinstance(rule, FoundRule) else ()
+        return rule.options if isinstance(rule, FoundRule) else (), cls.fused_functions
 
-    def has_other_options(self, options: _Options) -> bool:
-        """Whether these options are others now; Dynamo guards what it reads here."""
+    def has_changed(self, watched: _Watched) -> bool:
+        """Whether any of this is another one now; Dynamo guards what it reads here."""
+        options, functions = watched
         # A generator would be a frame more for Dynamo to trace.
         for name, value in options:
             if part_of(self, name) != value:
                 return True
-        for owner, name, function in self.fused_functions:  # noqa: SIM110
+        for owner, name, function in functions:  # noqa: SIM110
             if getattr(owner, name) is not function:
                 return True
         return False
@@ -100,8 +102,8 @@ class FusedWholeBlock(FusedByRule):
     def run_as_one_ffn(self, x: Any) -> Tensor | None:
         """The whole block for x, or None where the original forward must run."""
         if is_dynamo_compiling():
-            facts, path, is_module, options = self.traceable_block()
-            if self.has_other_options(options):
+            facts, path, is_module, watched = self.traceable_block()
+            if self.has_changed(watched):
                 return None
             y = None if facts is None else traced_ffn(self, facts, x, None, None)
             return y if y is None or path is None else F.dropout(y, traced_dropout_p(self, path, is_module))
@@ -111,11 +113,11 @@ class FusedWholeBlock(FusedByRule):
         return F.dropout(y, p) if y is not None and p else y
 
     @outside_of_traces
-    def traceable_block(self) -> tuple[tuple[Any, ...] | None, str | None, bool, _Options]:
-        """What a traced call takes for constants: of the FFN, where the dropout behind it is, and the options."""
+    def traceable_block(self) -> tuple[tuple[Any, ...] | None, str | None, bool, _Watched]:
+        """What a traced call takes for constants: of the FFN, where the dropout behind it is, and what is watched."""
         rule = self.fused_rule
         path = rule.output_dropout
-        return self.traceable_ffn(), path, isinstance(attribute(self, path), nn.Module), self.fused_options()
+        return self.traceable_ffn(), path, isinstance(attribute(self, path), nn.Module), self.fused_watched_parts()
 
 
 class FusedInside(FusedByRule):
@@ -139,8 +141,8 @@ class FusedInside(FusedByRule):
     def run_with_fused_ffn(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the method of the original class returns, with the FFN inside fused where it can be."""
         if is_dynamo_compiling():
-            facts, places, inplace, function, rows, options = self.traceable_inside()
-            if facts is None or self.has_other_options(options):
+            facts, places, inplace, function, rows, watched = self.traceable_inside()
+            if facts is None or self.has_changed(watched):
                 return method(self, *args, **kwargs)
             run: Callable[[Tensor, float], Tensor | None] = functools.partial(self._run_traced, facts)
         else:
@@ -157,13 +159,13 @@ class FusedInside(FusedByRule):
         return computed(method(ffn.stand_in(), *args, **kwargs), "as a result")
 
     @outside_of_traces
-    def traceable_inside(self) -> tuple[tuple[Any, ...] | None, Places, bool, str | None, str | None, _Options]:
+    def traceable_inside(self) -> tuple[tuple[Any, ...] | None, Places, bool, str | None, str | None, _Watched]:
         """What a traced call takes for constants: of the FFN, then what :class:`InsideFFN` takes."""
         rule = self.fused_rule
         activation = attribute(self, rule.activation)
         function = torch_module_activation(rule.activation) if activation is None else None
         inplace = getattr(activation, "inplace", False)
-        return self.traceable_ffn(), rule.inside_places, inplace, function, rule.gate_rows, self.fused_options()
+        return self.traceable_ffn(), rule.inside_places, inplace, function, rule.gate_rows, self.fused_watched_parts()
 
     def find_kept_ffn(self) -> FFNPieces | str:
         """The FFN, or why it is not fused: as it was found before, while nothing has changed since."""

@@ -82,7 +82,7 @@ def eager_forward(kind: type[nn.Module]) -> Callable[..., Tensor]:
     forward: Any = kind.forward
     # Other wrappers compute something of their own.
     asks = getattr(forward, "__globals__", {}).get("__name__") == _INTERFACE
-    return forward.__wrapped__ if asks and hasattr(forward, "__wrapped__") else forward  # type: ignore[no-any-return]
+    return forward.__wrapped__ if asks and hasattr(forward, "__wrapped__") else forward
 
 
 def implementation(module: nn.Module) -> str | None:

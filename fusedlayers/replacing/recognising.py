@@ -111,7 +111,11 @@ def _whole_block(block: nn.Module, width: int) -> FFNRule:
         raise OtherFormula(reason)
     parts = {*rule.parts(), rule.output_dropout}
     values = {name: getattr(rule, name) for name in _FIELDS}
-    options = tuple((path, value) for path, value in reader.watched.items() if path not in parts)
+    # What the activation reads is asked of it by itself.
+    inner = f"{rule.activation}."
+    options = tuple(
+        (path, value) for path, value in reader.watched.items() if path not in parts and not path.startswith(inner)
+    )
     return FoundRule(**values, options=options, methods=tuple(reader.methods), functions=_functions_read(reader))
 
 
@@ -136,11 +140,11 @@ def checked(block: nn.Module, rule: FFNRule) -> FoundRule | str:
         for ffn, reader in _ffns_in(block, functions[method], paths, reasons):
             found += filter(None, [_tried(lambda f=ffn, r=reader: _inside(block, method, f, r), method, reasons)])  # type: ignore[misc]
     said = _parts_of(block, rule)
+    values: dict[str, Any] = {name: getattr(rule, name) for name in _FIELDS}
     for each in found:
         read = _parts_of(block, each)
         if read == said:
-            values = {name: getattr(rule, name) for name in _FIELDS}
-            extra = {name: getattr(each, name, ()) for name in ("options", "methods", "functions")}
+            extra: dict[str, Any] = {name: getattr(each, name, ()) for name in ("options", "methods", "functions")}
             return FoundRule(**values, **extra)
         differing = next(name for name in said if said[name] != read[name])
         reasons.append(f"its source says {differing}={read[differing]!r}, the rule {said[differing]!r}")
@@ -233,7 +237,9 @@ def _rule(block: nn.Module, ffn: FFN, reader: Reader, inside: str | None) -> FFN
     paths = [path for path, given, result in reader.called if given == ffn.activated and result == activated]
     # Of a module that calls another one the outer one.
     activation = min(filter(None, paths), key=len, default=ffn.activation)
-    into, options, functions = None, (), ()
+    into: str | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+    functions: tuple[tuple[str, str, Any], ...] = ()
     if inside is not None and not paths:
         into = ffn.up.rpartition(".")[0]
         if not into or ffn.dropout or ffn.gate or ffn.gate_rows:
@@ -242,7 +248,7 @@ def _rule(block: nn.Module, ffn: FFN, reader: Reader, inside: str | None) -> FFN
         options, functions = _read_of_child(block, into, ffn)
     names = [ffn.up, ffn.gate, ffn.down, activation, ffn.dropout, ffn.output_dropout]
     holders = dict.fromkeys(name.rpartition(".")[0] for name in names if name is not None and "." in name)
-    values = {
+    values: dict[str, Any] = {
         "module_class": type(block), "up": ffn.up, "gate": ffn.gate, "gate_rows": ffn.gate_rows, "down": ffn.down,
         "activation": activation, "dropout": ffn.dropout, "output_dropout": ffn.output_dropout, "inside": inside,
         "into": into, "holders": tuple((path, class_path(type(attribute(block, path)))) for path in holders),
@@ -259,8 +265,8 @@ def _read_of_child(block: nn.Module, path: str, ffn: FFN) -> tuple[tuple[tuple[s
     child = attribute(block, path)
     reader = Reader(child)
     result = reader.read(type(child).forward, reader.input(None))
-    [call] = reader.linears or [None]
-    if call is None or not isinstance(result, Formula) or result.value != function(ffn.activation, call.output):
+    outputs = [call.output for call in reader.linears]
+    if len(outputs) != 1 or not isinstance(result, Formula) or result.value != function(ffn.activation, outputs[0]):
         raise NotUnderstood(f"calls {path}, which computes more than an activation of a linear")
     own = ffn.up.removeprefix(f"{path}.")
     options = tuple((f"{path}.{name}", value) for name, value in reader.watched.items() if name != own)

@@ -60,7 +60,7 @@ def _shorter(reason: str) -> str:
     """A reason without the sizes of the small model."""
     if reason.startswith(_EXPERTS):
         return "experts of a mixture"
-    return re.sub(r"^looks like an? .*?\), but (.*); if it is one.*$", r"\1", reason)
+    return re.sub(r"^looks like an? .*?\), but (.*)$", r"\1", reason)
 
 
 def record() -> dict[str, Any]:

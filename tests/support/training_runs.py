@@ -14,7 +14,6 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from torch import Tensor
 
-from fusedlayers.kernels.activations import ACTIVATIONS
 from train_examples import code_search, language_model, loop, package_classifier
 from train_examples.settings import CodeSearchSettings, LanguageModelSettings, PackageClassifierSettings, as_settings
 from train_examples.transformer import FeedForward
@@ -172,7 +171,7 @@ def reordered_forward(hidden_parts: int, token_parts: int) -> Callable[[FeedForw
     """The torch block in parts that are summed one after the other, forward and backward: a valid but other order."""
 
     def forward(self: FeedForward, x: Tensor) -> Tensor:
-        activate = ACTIVATIONS[self.activation].torch
+        activate = self.activate
         weights = (
             self.up_proj.weight.chunk(hidden_parts),
             self.up_proj.bias.chunk(hidden_parts),

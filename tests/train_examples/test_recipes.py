@@ -43,8 +43,8 @@ def test_a_recipe_trains_through_fused_layers(name: str, tmp_path: Path, capsys:
         losses = main(STEPS, str(tmp_path))
     operation = "lora_ffn" if name == "lora" else "ffn"
     assert paths[f"{operation} torch"] == STEPS * LAYERS, "every feed-forward block of every step"
-    # With the loss.
-    assert f"{LAYERS + 1} replaced" in capsys.readouterr().out
+    # With the loss and the norms.
+    assert f"{3 * LAYERS + 2} replaced" in capsys.readouterr().out
     assert all(math.isfinite(loss) for loss in losses)
     # Of random bytes it would be log 256 = 5.5 nats, from which the model starts.
     assert losses[-1] < (5.5 if len(losses) == 1 else losses[0])

@@ -197,7 +197,7 @@ def test_a_wrong_kernel_is_red_where_it_is_wrong(fault: str, monkeypatch: pytest
 
 
 def test_a_rule_with_a_wrong_formula_is_red() -> None:
-    """What replace believes of a class is compared with what the class computes."""
+    """What a trusted rule says of a class is compared with what the class computes."""
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -208,7 +208,7 @@ def test_a_rule_with_a_wrong_formula_is_red() -> None:
             return self.down(self.act(self.up(x))) * 2
 
     model = nn.Sequential(Twice(), nn.LayerNorm(16))
-    fl.replace(model, rules=[FFNRule(Twice, up="up", down="down", activation="act")])
+    fl.replace(model, rules=[FFNRule(Twice, up="up", down="down", activation="act", trusted=True)])
     found = fl.verify(model[0], normal(70, 16))
     assert not found.ok
     assert all(not verdict.ok for verdict in found.verdicts)

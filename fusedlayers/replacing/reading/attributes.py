@@ -149,8 +149,9 @@ class Attributes(State):
 
 def is_row(module: nn.Module) -> bool:
     """Whether a module is iterated as torch's list or sequence of modules is; sharding derives a class from it."""
-    own = type(module)
+    own: Any = type(module)
+    kinds: tuple[Any, ...] = (nn.ModuleList, nn.Sequential)
     return any(
-        isinstance(module, kind) and own.__iter__ is kind.__iter__ and own.__getitem__ is kind.__getitem__  # type: ignore[attr-defined]
-        for kind in (nn.ModuleList, nn.Sequential)
+        isinstance(module, kind) and own.__iter__ is kind.__iter__ and own.__getitem__ is kind.__getitem__
+        for kind in kinds
     )

@@ -95,8 +95,6 @@ class Calls(Attributes):
     def _call_part(self, part: Part, args: Sequence[Any], options: dict[str, Any]) -> Any:
         module = part.module
         [x] = (*args, *options.values()) if len(args) + len(options) == 1 else [None]
-        if "forward" in vars(module):
-            raise NotUnderstood(f"calls {part.path}, whose forward was set on the instance")
         if (sizes := sizes_of_linear(module)) is not None:
             return self._call_linear(part, sizes, x)
         if not isinstance(x, Formula):
@@ -113,11 +111,13 @@ class Calls(Attributes):
             if getattr(module, "inplace", False):
                 self._overwrite(x, result)
             return self._noted(part.path, (x,), result)
-        if type(module) is nn.Identity:
+        if type(module) is nn.Identity and "forward" not in vars(module):
             return x
         return self._noted(part.path, (x,), self._inlined_part(part, args, options))
 
     def _inlined_part(self, part: Part, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        if "forward" in vars(part.module) and not self.lenient:
+            raise NotUnderstood(f"calls {part.path}, whose forward was set on the instance")
         if self.lenient and (
             any("." in path for path, _ in linears(part.module)) or len(part.module._modules) > _MOST_CHILDREN
         ):

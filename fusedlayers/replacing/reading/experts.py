@@ -241,8 +241,8 @@ class ExpertsReader(Reader):
         if target is F.linear and len(args) in (2, 3) and not options:
             result = self._product(args[0], args[1], transposed=False)
             return result if len(args) == 2 else self._with_bias(result, args[2])
-        if isinstance(called, Method) and isinstance(called.owner, (Stage, Weighted)):  # type: ignore[unreachable]
-            return self._method(called.owner, called.name, args, options)  # type: ignore[unreachable]
+        if isinstance(called, Method) and isinstance(called.owner, (Stage, Weighted)):
+            return self._method(called.owner, called.name, args, options)
         if isinstance(called, Method) and isinstance(called.owner, Formula) and called.name == "clamp":
             return self._clamped(called.owner, args, options)
         return super().call(called, args, options)
@@ -287,14 +287,14 @@ class ExpertsReader(Reader):
         if found is None or not of_one or found[0] != "linear" or str(found[1]) in self._biases:
             raise NotUnderstood("adds something else than the bias of a product")
         self._biases[str(found[1])] = bias.path
-        return product  # type: ignore[no-any-return]
+        return product
 
     def _clamped(self, x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
         """Within a limit: a gate from above, an up projection from both sides."""
         given = dict(zip(("min", "max"), map(_plain, args), strict=False))
         given |= {name: _plain(value) for name, value in options.items()}
         low, high = given.get("min"), given.get("max")
-        if set(given) - {"min", "max"} or type(high) not in (int, float) or low not in (None, -high):
+        if set(given) - {"min", "max"} or not isinstance(high, (int, float)) or low not in (None, -high):
             raise NotUnderstood("cuts values off by clamp otherwise than within a limit")
         side = "at most" if low is None else "within"
         return x.with_value(limited(x.value, side, float(high)))

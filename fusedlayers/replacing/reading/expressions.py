@@ -237,7 +237,7 @@ class Expressions(Calls):
     def _of_call(self, node: ast.Call, frame: Frame) -> Any:
         called = self.value(node.func, frame)
         args = list(self._of_tuple(ast.Tuple(node.args, ast.Load()), frame))
-        options = {}
+        options: dict[str, Any] = {}
         for each in node.keywords:
             if each.arg is None:
                 self._poison((*args, *options.values()))

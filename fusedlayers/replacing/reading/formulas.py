@@ -92,7 +92,7 @@ def _of(found: Atom) -> Polynomial:
 def _input(found: Atom) -> Polynomial:
     """What the linear of an atom takes: the atom is a linear's result or a half of it."""
     linear = found if found[0] == "linear" else found[1]
-    return linear[2]  # type: ignore[index, return-value]
+    return linear[2]  # type: ignore[index]
 
 
 def _products(value: Polynomial) -> list[Atom]:

@@ -129,7 +129,7 @@ def power(base: Polynomial, exponent: float) -> Polynomial:
         # (c q^e)^f is c^f q^(e f) where q^e is no whole power: then q is not negative, or both are NaN.
         if factor > 0 and len(found) == 1 and found[0][0][0] == "power":
             (_, inner, first), times = found[0]
-            if first != int(first):  # type: ignore[arg-type, call-overload]
+            if first != int(first):  # type: ignore[call-overload]
                 return number(factor**exponent) * atom("power", inner, first * times * exponent)  # type: ignore[operator]
     return atom("power", base, exponent)
 
