@@ -104,13 +104,13 @@ def replace(
 
     Blocks are: every ``Linear, activation, [Dropout,] Linear`` in a row in an ``nn.Sequential`` (from the left, where
     two overlap); the feed-forward half of ``nn.TransformerEncoderLayer`` and ``nn.TransformerDecoderLayer``; instances
-    of the classes named in ``rules``; and every other module that is found to compute an FFN, in its forward or in a
-    part of a method: a small copy of it runs on random numbers, and results and gradients agree with those of the FFN.
+    of the classes named in ``rules``; and every other module whose source says an FFN, in its forward or in a part of a
+    method: the source is read as a formula, which has to be that of an FFN for every input. Nothing is run for that.
     Only plain children count, and those that peft wraps with adapters, which run through ``functional.lora_ffn``.
     Dropout follows the block's own modules at every call, but the mask of the hidden is not the one that ``nn.Dropout``
     would draw. A call with more than one tensor, with a tensor that is not plain, or
     after a child ceased to be plain runs the original forward.
-    Experts are the modules with the interface of transformers' experts, of which a small copy agrees, too.
+    Experts are the modules with the interface of transformers' experts, whose forward is read in the same way.
     Norms are the modules whose source says an RMSNorm or a LayerNorm in several operations, for every input: they run
     torch's fused one, which computes in float32 and rounds once.
     The loss is that of transformers' causal models, whose forward calls its last linear layer and then
@@ -121,7 +121,7 @@ def replace(
 
     Args:
         model: any module; it may be a block itself.
-        rules: what the classes of other blocks compute, believed without a trial; and
+        rules: what the classes of other blocks compute, held against their source unless a rule is ``trusted``; and
             which linears outside of FFNs become :class:`SplitKLinear` (none without a rule).
         recompute: as in ``functional.ffn``, for every block: True never allocates a hidden, forward or backward.
         loss: whether to take the loss of a language model, too.

@@ -1,4 +1,4 @@
-"""Blocks whose forward hides in kernels what it computes, so that no trial on a CPU can show it: rules by class.
+"""Blocks whose forward hides in kernels what it computes, so that their source does not show it: rules by class.
 
 Of Liger-Kernel, whose blocks take the place of a model's own. Its class for Falcon H1 has factors in its FFN, and the
 tiled ones are there to be run tile by tile: they are called.

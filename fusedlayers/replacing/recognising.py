@@ -201,11 +201,12 @@ def _ffns_in(
     called = [call.path for call in reader.linears]
     found: dict[tuple[str | None, ...], list[FFN]] = {}
     for call in reader.linears:
+        if not linears_in(call.input):
+            continue
         try:
             ffn = ffn_before(call.path, call.input, reader.lines)
         except NotUnderstood as reason:
-            if linears_in(call.input):
-                reasons.append(str(reason))
+            reasons.append(str(reason))
             continue
         begin = min(each.time for each in reader.linears if each.path in (ffn.up, ffn.gate) and each.input == ffn.input)
         if begin != call.time:

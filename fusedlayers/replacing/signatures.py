@@ -1,4 +1,4 @@
-"""What tells modules apart that may compute different things: one trial serves all that are alike."""
+"""What tells modules apart that may compute different things: what is read of one serves all that are alike."""
 
 from __future__ import annotations
 
