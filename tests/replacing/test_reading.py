@@ -1,0 +1,199 @@
+"""What the reader makes of source: formulas that are equal for every input, what it refuses, and common blocks."""
+
+from __future__ import annotations
+
+import copy
+import math
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fusedlayers as fl
+from fusedlayers.replacing.reading.polynomials import Polynomial, atom, function, mean, number, power
+from fusedlayers.replacing.reading.reader import Reader
+from fusedlayers.replacing.reading.sources import tree_of
+from fusedlayers.replacing.reading.values import Formula, NotUnderstood
+
+X = atom("input", "x")
+K, N = 16, 32
+
+
+def read(forward: types.FunctionType) -> Polynomial:
+    """The formula of a forward."""
+    block = type("Block", (nn.Module,), {"forward": forward})()
+    reader = Reader(block)
+    result = reader.read(forward, reader.input(K))
+    assert isinstance(result, Formula)
+    return result.value
+
+
+def gelu_written_out(self: nn.Module, x: Tensor) -> Tensor:
+    return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+
+
+def gelu_tanh_written_out(self: nn.Module, x: Tensor) -> Tensor:
+    inner = 0.7978845608 * (x + 0.044715 * x**3)
+    return x / 2 + x * torch.tanh(inner) * 0.5
+
+
+def swish_in_steps(self: nn.Module, x: Tensor) -> Tensor:
+    y = x.float()
+    y = y * y.sigmoid()
+    return y.to(x.dtype)
+
+
+def square_of_a_sum(self: nn.Module, x: Tensor) -> Tensor:
+    y = x + 1
+    y *= y
+    return y - 2 * x - 1
+
+
+FORMULAS = {
+    gelu_written_out: function("gelu", X),
+    gelu_tanh_written_out: function("gelu_tanh", X),
+    swish_in_steps: function("silu", X),
+    square_of_a_sum: X * X,
+}
+
+
+@pytest.mark.parametrize("forward", FORMULAS, ids=lambda forward: forward.__name__)
+def test_two_ways_to_write_a_formula_are_one(forward: types.FunctionType) -> None:
+    assert read(forward) == FORMULAS[forward]
+
+
+def test_what_is_not_equal_stays_apart() -> None:
+    assert function("gelu", X) != function("gelu_tanh", X)
+    assert function("silu", X) != function("quick_gelu", X)
+    assert power(X * X, 0.5) != X, "of negative numbers it is not"
+    assert mean(X * X) != mean(X) * mean(X)
+    assert number(0.5) * X != number(0.50001) * X
+    assert power(X, -1.0) * X != number(1.0), "0 / 0 is no number"
+
+
+def test_a_mean_is_linear_and_takes_numbers_of_rows_out() -> None:
+    centred = X - mean(X)
+    assert mean(centred) == number(0.0)
+    assert mean(centred * centred) == mean(X * X) - mean(X) * mean(X)
+
+
+def overwriting(self: nn.Module, x: Tensor) -> Tensor:
+    y = x * 2
+    z = y
+    y.mul_(3)
+    return z
+
+
+def overwriting_the_input(self: nn.Module, x: Tensor) -> Tensor:
+    x.mul_(3)
+    return x
+
+
+def overwriting_what_has_a_view(self: nn.Module, x: Tensor) -> Tensor:
+    y = x * 2
+    z = y.view(-1, y.shape[-1])
+    y.mul_(3)
+    return z
+
+
+def test_every_name_of_an_overwritten_tensor_changes() -> None:
+    assert read(overwriting) == number(6.0) * X
+    for forward in (overwriting_the_input, overwriting_what_has_a_view):
+        with pytest.raises(NotUnderstood, match="overwrites a tensor that has another name in `"):
+            read(forward)
+
+
+def test_code_that_its_source_does_not_say_is_refused() -> None:
+    def other(self: nn.Module, x: Tensor) -> Tensor:
+        return x * 3
+
+    changed = types.FunctionType(
+        gelu_written_out.__code__.replace(co_consts=other.__code__.co_consts), gelu_written_out.__globals__
+    )
+    assert tree_of(gelu_written_out).name == "gelu_written_out"
+    with pytest.raises(NotUnderstood, match="source"):
+        tree_of(changed)
+
+
+class WithAttention(nn.Module):
+    """As DETR's layers and many a tutorial's: attention and FFN in one method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(K, 2, dropout=0.1)
+        self.linear1, self.linear2, self.activation = nn.Linear(K, N), nn.Linear(N, K), F.relu
+        self.dropout, self.dropout1, self.norm = nn.Dropout(0.1), nn.Dropout(0.1), nn.LayerNorm(K)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.attention(x, x, value=x, attn_mask=mask)[0]
+        x = self.norm(x + self.dropout1(y))
+        y = self.linear2(self.dropout(self.activation(self.linear1(x))))
+        return x + self.dropout1(y)
+
+
+class Gate(nn.Module):
+    """As in diffusers: the second half is the gate, which a method activates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(K, 2 * N)
+
+    def activate(self, gate: Tensor) -> Tensor:
+        return F.gelu(gate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, gate = self.proj(x).chunk(2, dim=-1)
+        return hidden * self.activate(gate)
+
+
+class ModulesInARow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.ModuleList([Gate(), nn.Dropout(0.1), nn.Linear(N, K)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.net:
+            x = module(x)
+        return x
+
+
+class ThroughViews(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2, self.w3 = nn.Linear(K, N), nn.Linear(N, K), nn.Linear(K, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.w1(x.view_as(x)), self.w3(x.view_as(x))
+        return self.w2(F.silu(gate) * up)
+
+
+COMMON = {
+    "attention": (WithAttention, "linear1, linear2: relu, 16 -> 32 -> 16"),
+    "modules in a row": (ModulesInARow, "net.0.proj, net.2: gated gelu, 16 -> 32 -> 16"),
+    "views": (ThroughViews, "w3, w1, w2: gated silu, 16 -> 32 -> 16"),
+    "gate in a sequence": (lambda: nn.Sequential(Gate(), nn.Linear(N, K)), "0.proj, 1: gated gelu, 16 -> 32 -> 16"),
+}
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_common_blocks_are_fused_and_compute_the_same(name: str) -> None:
+    build, reason = COMMON[name]
+    model = nn.ModuleDict({"block": build()}).eval()
+    twin, x = copy.deepcopy(model), torch.randn(3, 2, K)
+    [entry] = fl.replace(model).replaced
+    assert entry.reason == reason
+    torch.testing.assert_close(model["block"](x), twin["block"](x))
+
+
+def test_a_helper_method_that_is_changed_later_runs() -> None:
+    model = nn.ModuleDict({"block": ModulesInARow()}).eval()
+    x = torch.randn(3, K)
+    fl.replace(model)
+    model["block"](x)
+    Gate.activate, own = (lambda self, gate: gate * 0), Gate.activate  # type: ignore[method-assign, assignment]
+    try:
+        assert torch.equal(model["block"](x), model["block"].net[2].bias.expand(3, K))
+    finally:
+        Gate.activate = own  # type: ignore[method-assign]
