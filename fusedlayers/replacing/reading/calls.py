@@ -94,6 +94,8 @@ class Calls(Attributes):
 
     def _call_part(self, part: Part, args: Sequence[Any], options: dict[str, Any]) -> Any:
         module = part.module
+        if type(module).__call__ is not nn.Module.__call__:
+            raise NotUnderstood(f"calls {part.path}, whose class has a call of its own")
         [x] = (*args, *options.values()) if len(args) + len(options) == 1 else [None]
         if (sizes := sizes_of_linear(module)) is not None:
             return self._call_linear(part, sizes, x)
