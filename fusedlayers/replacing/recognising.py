@@ -249,6 +249,10 @@ def _rule(block: nn.Module, ffn: FFN, reader: Reader, inside: str | None) -> FFN
         options, functions = _read_of_child(block, into, ffn)
     names = [ffn.up, ffn.gate, ffn.down, activation, ffn.dropout, ffn.output_dropout]
     holders = dict.fromkeys(name.rpartition(".")[0] for name in names if name is not None and "." in name)
+    for path in holders if inside is not None else ():
+        if isinstance(attribute(block, path), (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            # What stands for it there is called, and not iterated.
+            raise NotUnderstood(f"finds its linears in {path}, a row of modules")
     values: dict[str, Any] = {
         "module_class": type(block), "up": ffn.up, "gate": ffn.gate, "gate_rows": ffn.gate_rows, "down": ffn.down,
         "activation": activation, "dropout": ffn.dropout, "output_dropout": ffn.output_dropout, "inside": inside,

@@ -40,8 +40,8 @@ FUSED_BESIDES: dict[str, dict[str, int]] = {
     "minicpm_ocr": {"MiniCPMOcrViTWindowAttentionMerger": 1},
     "minicpmv4_6": {"MiniCPMV4_6ViTWindowAttentionMerger": 1},
     "minicpmv4_7": {"MiniCPMV4_7ViTWindowAttentionMerger": 1},
-    "rt_detr": {"RTDetrMLPPredictionHead": 2},
-    "rt_detr_v2": {"RTDetrV2MLPPredictionHead": 2},
+    "rt_detr": {"RTDetrMLPPredictionHead": 1},
+    "rt_detr_v2": {"RTDetrV2MLPPredictionHead": 1},
     "sam": {"SamFeedForward": 5},
     "zaya": {"ZayaRouterMLP": 2},
 }

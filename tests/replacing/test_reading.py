@@ -187,6 +187,27 @@ def test_common_blocks_are_fused_and_compute_the_same(name: str) -> None:
     torch.testing.assert_close(model["block"](x), twin["block"](x))
 
 
+class HeadOfAList(nn.Module):
+    """As the heads of detectors: the last of its linears has no activation behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(K, N), nn.Linear(N, N), nn.Linear(N, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, layer in enumerate(self.layers):
+            x = F.relu(layer(x)) if place < 2 else layer(x)
+        return x
+
+
+def test_a_part_of_a_row_of_modules_is_left() -> None:
+    model, x = nn.ModuleDict({"head": HeadOfAList(), "block": ModulesInARow()}), torch.randn(3, K)
+    expected = model["head"](x)
+    report = fl.replace(model)
+    assert [entry.path for entry in report.replaced] == ["block"]
+    assert torch.equal(model["head"](x), expected)
+
+
 def test_a_helper_method_that_is_changed_later_runs() -> None:
     model = nn.ModuleDict({"block": ModulesInARow()}).eval()
     x = torch.randn(3, K)
