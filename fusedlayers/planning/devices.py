@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from . import measured
 from .measured import FIGURES, Figures
 
 if TYPE_CHECKING:
@@ -60,11 +61,11 @@ class Device:
         return self.figures.ceilings.get(self.name)
 
 
-# The GPUs that a plan may be asked for without one, by the names that users know them by. Nothing that a user's own
-# machine measured is in them, and the compiler is the one that everything on record was measured with.
+# Descriptions of GPUs that are not there. Nothing that a user's own machine measured is in them, and the compiler is
+# the one that everything on record was measured with.
 CARDS = {
-    "H100": Device("cuda", "NVIDIA H100 80GB HBM3", "sm_90", sms=132, triton=True, pipelined=True),
-    "H200": Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True),
+    name: Device("cuda", full, architecture, sms=sms, triton=True, pipelined=True)
+    for name, (full, architecture, sms) in measured.CARDS.items()
 }
 
 

@@ -31,8 +31,8 @@ from .rules import FoundRule
 from .stand_ins import InsideFFN, Places
 from .uncomputed import computed
 
-# Attributes by path, and functions by what holds them, with what each of them was.
-_Watched = tuple[tuple[tuple[str, Any], ...], tuple[tuple[Any, str, Any], ...]]
+# Attributes by path, with what each of them was.
+_Watched = tuple[tuple[str, Any], ...]
 
 
 class FusedByRule(FusedOneFFN):
@@ -47,19 +47,18 @@ class FusedByRule(FusedOneFFN):
 
     @classmethod
     def fused_watched_parts(cls) -> _Watched:
-        """What was read for the rule."""
+        """The attributes that were read for the rule."""
         rule = cls.fused_rule
-        return rule.options if isinstance(rule, FoundRule) else (), cls.fused_functions
+        return rule.options if isinstance(rule, FoundRule) else ()
 
     def has_changed(self, watched: _Watched) -> bool:
-        """Whether any of this is another one now; Dynamo guards what it reads here."""
-        options, functions = watched
+        """Whether any of this is another one now; Dynamo guards what it reads here.
+
+        It cannot compare functions: one that is patched after compiling is noticed when the block is traced again.
+        """
         # A generator would be a frame more for Dynamo to trace.
-        for name, value in options:
+        for name, value in watched:  # noqa: SIM110
             if part_of(self, name) != value:
-                return True
-        for owner, name, function in functions:  # noqa: SIM110
-            if getattr(owner, name) is not function:
                 return True
         return False
 

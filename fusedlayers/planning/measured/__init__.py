@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pkgutil import iter_modules
 
+# The GPUs that a plan may be asked for without one, by the names that users know them by: the name that the driver
+# gives, the architecture, and how many SMs there are.
+CARDS = {"H100": ("NVIDIA H100 80GB HBM3", "sm_90", 132), "H200": ("NVIDIA H200", "sm_90", 132)}
+
 Threshold = tuple[int, int]
 Rows = tuple[tuple[int, Threshold], ...]
 
