@@ -1,9 +1,12 @@
 """The source of a function as a syntax tree, believed only where it compiles to the code that runs."""
 
 from __future__ import annotations
+import __future__
 
 import ast
+import functools
 import inspect
+import operator
 import textwrap
 import types
 from collections.abc import Callable, Iterator
@@ -12,6 +15,10 @@ from typing import Any
 from ..remembering import Remembered
 from .values import NotUnderstood
 
+# The features of Python that a module may have asked for.
+_FUTURE = functools.reduce(
+    operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+)
 _trees: Remembered[ast.FunctionDef | str] = Remembered()
 
 
@@ -100,13 +107,14 @@ def _compiles_to(bare: ast.FunctionDef | ast.Lambda, function: types.FunctionTyp
     ast.copy_location(inner, bare)
     ast.copy_location(outer, bare)
     ast.fix_missing_locations(module)
-    flags = code.co_flags & 0xFFFF0000
+    flags = code.co_flags & _FUTURE
     try:
         whole = compile(module, code.co_filename, "exec", flags=flags, dont_inherit=True)
     except (SyntaxError, ValueError):
         return False
     found = _code_named(whole, code.co_name)
-    return found is not None and _alike(found, code)
+    described = isinstance(bare, ast.FunctionDef) and ast.get_docstring(bare) is not None
+    return found is not None and _alike(found, code, described=described)
 
 
 def _code_named(code: types.CodeType, name: str) -> types.CodeType | None:
@@ -116,16 +124,26 @@ def _code_named(code: types.CodeType, name: str) -> types.CodeType | None:
     return next((each for each in inner if each.co_name == name), None)
 
 
-def _alike(one: types.CodeType, other: types.CodeType) -> bool:
-    """Whether two codes do the same: their instructions, names and constants, and those of functions inside."""
+def _alike(one: types.CodeType, other: types.CodeType, *, described: bool = False) -> bool:
+    """Whether two codes do the same: their instructions, names and constants, and those of functions inside.
+
+    The docstring of a function that is ``described`` may differ: the source of a method is indented.
+    """
     if one.co_code != other.co_code or one.co_names != other.co_names or one.co_varnames != other.co_varnames:
         return False
     if len(one.co_consts) != len(other.co_consts):
         return False
-    for mine, theirs in zip(one.co_consts, other.co_consts, strict=True):
+    for mine, theirs in [*zip(one.co_consts, other.co_consts, strict=True)][described:]:
         if isinstance(mine, types.CodeType) and isinstance(theirs, types.CodeType):
             if not _alike(mine, theirs):
                 return False
-        elif type(mine) is not type(theirs) or (mine != theirs and not isinstance(mine, str)):
+        elif type(mine) is not type(theirs) or (mine != theirs and not _are_names_inside(mine, theirs)):
             return False
     return True
+
+
+def _are_names_inside(one: Any, other: Any) -> bool:
+    """Whether these are the names of one function inside of another, which Python 3.10 keeps among the constants."""
+    inside = ".<locals>."
+    both = isinstance(one, str) and isinstance(other, str) and inside in one and inside in other
+    return both and one.rpartition(inside)[2] == other.rpartition(inside)[2]
