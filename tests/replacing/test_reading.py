@@ -124,9 +124,9 @@ def test_code_that_its_source_does_not_say_is_refused() -> None:
     assert tree_of(gelu_written_out).name == "gelu_written_out"
     consts = tuple("none" if each == "tanh" else each for each in of_torch.__code__.co_consts)
     renamed = types.FunctionType(of_torch.__code__.replace(co_consts=consts), of_torch.__globals__)
-    for function in (changed, renamed):
+    for each in (changed, renamed):
         with pytest.raises(NotUnderstood, match="source"):
-            tree_of(function)
+            tree_of(each)
 
 
 class WithAttention(nn.Module):
