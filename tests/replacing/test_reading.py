@@ -107,11 +107,41 @@ def overwriting_what_has_a_view(self: nn.Module, x: Tensor) -> Tensor:
     return z
 
 
+def overwriting_in_a_pair(self: nn.Module, x: Tensor) -> Tensor:
+    y = x * 2
+    pair = (y, x)
+    y.mul_(3)
+    return pair[0]
+
+
 def test_every_name_of_an_overwritten_tensor_changes() -> None:
     assert read(overwriting) == number(6.0) * X
+    assert read(overwriting_in_a_pair) == number(6.0) * X
     for forward in (overwriting_the_input, overwriting_what_has_a_view):
         with pytest.raises(NotUnderstood, match="overwrites a tensor that has another name in `"):
             read(forward)
+
+
+def rows_apart(self: nn.Module, x: Tensor) -> Tensor:
+    pair = (*x, 1)
+    return pair[0]
+
+
+def a_range_of_nothing(self: nn.Module, x: Tensor) -> Tensor:
+    for _ in range(1.5):  # type: ignore[arg-type]
+        x = x * 2
+    return x
+
+
+def cut_in_fractions(self: nn.Module, x: Tensor) -> Tensor:
+    y, _ = (x * 2).split(1.5, -1)  # type: ignore[arg-type]
+    return y
+
+
+@pytest.mark.parametrize("forward", [rows_apart, a_range_of_nothing, cut_in_fractions], ids=lambda each: each.__name__)
+def test_what_would_raise_or_means_something_else_is_refused(forward: types.FunctionType) -> None:
+    with pytest.raises(NotUnderstood):
+        read(forward)
 
 
 def test_code_that_its_source_does_not_say_is_refused() -> None:

@@ -39,13 +39,13 @@ class Attributes(State):
         value = space[name]
         if isinstance(value, types.ModuleType):
             return Known(value)
-        if isinstance(value, types.FunctionType) and not operations.is_known(value) and value is not typing.cast:
+        if callable(value) and not isinstance(value, type) and value is not typing.cast:
             # Somebody may put another function there: its name is watched.
             if vars(sys.modules.get(str(space.get("__name__")), builtins)) is not space:
                 raise NotUnderstood(f"calls the function {name} of a module that nobody finds")
             self.functions[str(space.get("__name__")), name] = value
             return Known(value)
-        if callable(value) or operations.torch_constant(value):
+        if isinstance(value, type) or value is typing.cast or operations.torch_constant(value):
             return Known(value)
         raise NotUnderstood(f"reads the global variable {name}")
 
@@ -61,6 +61,10 @@ class Attributes(State):
             return Dtype(False)
         if isinstance(owner, Known) and isinstance(owner.value, types.ModuleType):
             value = getattr(owner.value, name, _MISSING)
+            # Of other modules than torch's anybody may write what they have.
+            of_torch = owner.value.__name__.partition(".")[0] == "torch"
+            if not of_torch and owner.value not in (math, typing):
+                raise NotUnderstood(f"reads {owner.value.__name__}.{name}")
             if isinstance(value, types.ModuleType) or operations.is_known(value) or operations.torch_constant(value):
                 return Known(value)
             if owner.value is math or owner.value is typing or (owner.value is torch and name == "Tensor"):

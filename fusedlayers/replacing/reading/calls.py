@@ -167,7 +167,10 @@ class Calls(Attributes):
                 )
         numbers = [each.value for each in args if isinstance(each, Known) and type(each.value) in (int, float)]
         if len(numbers) == len(args) and (target in (int, float, min, max, abs, range) or _is_of_math(target)):
-            return Known(target(*numbers))
+            try:
+                return Known(target(*numbers))
+            except (ArithmeticError, TypeError, ValueError):
+                raise NotUnderstood(f"calls {target.__name__} of other numbers than it takes") from None
         raise NotUnderstood(f"calls {getattr(target, '__name__', 'what is not known')}")
 
 

@@ -133,7 +133,10 @@ class Expressions(Calls):
         for each in node.elts:
             if isinstance(each, ast.Starred):
                 inner = self.value(each.value, frame)
-                values += inner if isinstance(inner, tuple) else [inner]
+                if not isinstance(inner, tuple):
+                    # Of a tensor these would be its rows.
+                    raise NotUnderstood("takes apart what is no tuple")
+                values += inner
             else:
                 values.append(self.value(each, frame))
         return tuple(values)

@@ -32,9 +32,11 @@ def split(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> tuple[For
     given = arguments(args, options, "split", size=None, dim=0)
     last_dimension(x, given["dim"], "split")
     size = given["size"]
-    if isinstance(size, int) and x.width is not None:
+    if type(size) is int and size > 0 and x.width is not None:
         size = (size,) * (x.width // size)
-    return halves_of(x, tuple(size or ()))
+    if not isinstance(size, tuple) or not all(type(each) is int for each in size):
+        raise NotUnderstood("cuts a tensor into parts of unknown sizes")
+    return halves_of(x, size)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -123,10 +123,20 @@ class State:
 
     def _replace(self, old: Formula, new: Any) -> None:
         for frame in self._frames:
-            for name, value in frame.locals.items():
-                if value is old:
-                    frame.locals[name] = new
+            frame.locals = {name: _replaced(value, old, new) for name, value in frame.locals.items()}
 
     def _watch(self, path: str, value: Any) -> Known:
         self.watched[path] = value
         return Known(value, path)
+
+
+def _replaced(value: Any, old: Any, new: Any) -> Any:
+    """A value, however nested, with ``new`` where it had ``old``."""
+    if value is old:
+        return new
+    if type(value) is tuple:
+        changed = tuple(_replaced(each, old, new) for each in value)
+        return value if all(one is two for one, two in zip(value, changed, strict=True)) else changed
+    if isinstance(value, dict):
+        return {key: _replaced(each, old, new) for key, each in value.items()}
+    return value
