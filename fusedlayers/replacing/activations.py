@@ -18,7 +18,7 @@ from .reading import operations
 from .reading.activation_modules import known_activation
 from .reading.polynomials import TooLarge, function
 from .reading.reader import Reader
-from .reading.values import PLAIN, Formula, NotUnderstood
+from .reading.values import PLAIN, Formula, Known, NotUnderstood
 from .remembering import Remembered
 
 
@@ -110,7 +110,7 @@ def _read(activation: Any, reader: Reader, x: Formula) -> Any:
     if isinstance(activation, nn.Module):
         return reader.read(type(activation).forward, x)
     if operations.is_known(activation):
-        return operations.call(activation, (x,), {})
+        return reader.call(Known(activation), (x,), {})
     # A bound method may read whatever its owner has.
     if not isinstance(activation, types.FunctionType):
         raise NotUnderstood("is no function of Python")

@@ -191,8 +191,9 @@ def _read(module: Any, names: tuple[tuple[str, str], ...]) -> ExpertsFFN:
     )
     if dotted := next((path for path, _ in options if "." in path), None):
         raise NotUnderstood(f"reads {dotted}")
-    functions = tuple((space, name, value) for (space, name), value in reader.functions.items())
-    return ExpertsFFN(names, tuple(formula.items()), activation, options, tuple(reader.methods), functions)
+    return ExpertsFFN(
+        names, tuple(formula.items()), activation, options, tuple(reader.methods), reader.functions_read()
+    )
 
 
 def _matching(module: Any, up: str, hidden: Polynomial, options: dict[str, Any]) -> tuple[dict[str, Any], Polynomial]:

@@ -116,7 +116,7 @@ def _whole_block(block: nn.Module, width: int) -> FFNRule:
     options = tuple(
         (path, value) for path, value in reader.watched.items() if path not in parts and not path.startswith(inner)
     )
-    return FoundRule(**values, options=options, methods=tuple(reader.methods), functions=_functions_read(reader))
+    return FoundRule(**values, options=options, methods=tuple(reader.methods), functions=reader.functions_read())
 
 
 def checked(block: nn.Module, rule: FFNRule) -> FoundRule | str:
@@ -128,9 +128,10 @@ def checked(block: nn.Module, rule: FFNRule) -> FoundRule | str:
     parts = [attribute(block, name) for name in (rule.up, rule.gate, rule.down) if name is not None]
     plain = all(isinstance(part, nn.Module) and why_not_plain(base_linear(part)) is None for part in parts if part)
     known = torch_module_activation(attribute(block, rule.activation, rule.activation)) is not None
+    values: dict[str, Any] = {name: getattr(rule, name) for name in _FIELDS}
     if sizes is None or several or method not in functions or not plain or not known or why_not_held(block, rule):
         # What is wrong with it is said when its parts are looked for.
-        return FoundRule(**{name: getattr(rule, name) for name in _FIELDS})
+        return FoundRule(**values)
     reasons: list[str] = []
     found: list[FFNRule] = []
     if rule.inside is None:
@@ -140,7 +141,6 @@ def checked(block: nn.Module, rule: FFNRule) -> FoundRule | str:
         for ffn, reader in _ffns_in(block, functions[method], paths, reasons):
             found += filter(None, [_tried(lambda f=ffn, r=reader: _inside(block, method, f, r), method, reasons)])  # type: ignore[misc]
     said = _parts_of(block, rule)
-    values: dict[str, Any] = {name: getattr(rule, name) for name in _FIELDS}
     for each in found:
         read = _parts_of(block, each)
         if read == said:
@@ -261,10 +261,6 @@ def _rule(block: nn.Module, ffn: FFN, reader: Reader, inside: str | None) -> FFN
     return FoundRule(**values, options=options, functions=functions) if into else FFNRule(**values)
 
 
-def _functions_read(reader: Reader) -> tuple[tuple[str, str, Any], ...]:
-    return tuple((module, name, value) for (module, name), value in reader.functions.items())
-
-
 def _read_of_child(block: nn.Module, path: str, ffn: FFN) -> tuple[tuple[tuple[str, Any], ...], tuple[Any, ...]]:
     """The attributes and functions that the forward of a child reads which computes the hidden as a whole."""
     child = attribute(block, path)
@@ -275,4 +271,4 @@ def _read_of_child(block: nn.Module, path: str, ffn: FFN) -> tuple[tuple[tuple[s
         raise NotUnderstood(f"calls {path}, which computes more than an activation of a linear")
     own = ffn.up.removeprefix(f"{path}.")
     options = tuple((f"{path}.{name}", value) for name, value in reader.watched.items() if name != own)
-    return options, _functions_read(reader)
+    return options, reader.functions_read()

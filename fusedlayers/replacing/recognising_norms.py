@@ -167,10 +167,12 @@ def _read(module: nn.Module, dtype: torch.dtype) -> Norm | None:
         return None
     if result.wide and dtype is not torch.float32:
         raise NotUnderstood(f"its own forward gives float32 for {str(dtype).removeprefix('torch.')}")
-    functions = tuple((space, name, function) for (space, name), function in reader.functions.items())
     return norm._replace(
-        width=result.width, options=tuple(reader.watched.items()), methods=tuple(reader.methods), functions=functions
-    )
+        width=result.width,
+        options=tuple(reader.watched.items()),
+        methods=tuple(reader.methods),
+        functions=reader.functions_read(),
+    )  # fmt: skip
 
 
 def _norms(value: Polynomial, x: Polynomial) -> Iterator[Norm]:

@@ -100,6 +100,18 @@ def overwriting_the_input(self: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
+def overwriting_by_position(self: nn.Module, x: Tensor) -> Tensor:
+    y = x * 2
+    F.leaky_relu(y, 0.01, True)
+    return y
+
+
+def overwriting_now_and_then(self: nn.Module, x: Tensor) -> Tensor:
+    y = x * 2
+    F.relu(y, inplace=self.training)
+    return y
+
+
 def overwriting_what_has_a_view(self: nn.Module, x: Tensor) -> Tensor:
     y = x * 2
     z = y.view(-1, y.shape[-1])
@@ -120,6 +132,35 @@ def test_every_name_of_an_overwritten_tensor_changes() -> None:
     for forward in (overwriting_the_input, overwriting_what_has_a_view):
         with pytest.raises(NotUnderstood, match="overwrites a tensor that has another name in `"):
             read(forward)
+    for forward in (overwriting_by_position, overwriting_now_and_then):
+        with pytest.raises(NotUnderstood, match=r"gives options to leaky_relu|decides inplace at every call"):
+            read(forward)
+
+
+class Option(nn.Module):
+    """An activation that overwrites its input where an option says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inplace = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        F.relu(y, inplace=self.inplace)
+        return y
+
+
+def test_an_option_may_say_that_a_tensor_is_overwritten() -> None:
+    reader = Reader(Option())
+    assert reader.read(Option.forward, reader.input(K)).value == function("relu", number(2.0) * X)
+
+
+def test_an_identity_with_a_forward_of_its_own_is_called() -> None:
+    block = nn.Sequential(nn.Linear(K, N), nn.Identity())
+    block[1].forward = lambda x: x * 2  # type: ignore[method-assign]
+    reader = Reader(block)
+    with pytest.raises(NotUnderstood, match="whose forward was set on the instance"):
+        reader.read(nn.Sequential.forward, reader.input(K))
 
 
 def rows_apart(self: nn.Module, x: Tensor) -> Tensor:

@@ -66,7 +66,10 @@ class Calls(Attributes):
 
     def _operation(self, name: str, target: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """A function of torch, or a method of a tensor, in place or not."""
-        inplace = options.get("inplace") == Known(True) or (name.endswith("_") and not name.endswith("__"))
+        flag = options.get("inplace", Known(False))
+        if not isinstance(flag, Known) or type(flag.value) is not bool:
+            raise NotUnderstood("decides inplace at every call")
+        inplace = flag.value or (name.endswith("_") and not name.endswith("__"))
         options = {option: value for option, value in options.items() if option != "inplace"}
         x = next((each for each in (*args, options.get("input")) if isinstance(each, Formula)), None)
         if target is None:
@@ -107,14 +110,17 @@ class Calls(Attributes):
             if module.inplace:
                 raise NotUnderstood(f"calls {part.path}, which overwrites its input")
             return dataclasses.replace(dropped, given=True)
+        if type(module) is nn.Identity:
+            # No rule names it, so that nothing asks again at a call.
+            if "forward" in vars(module):
+                raise NotUnderstood(f"calls {part.path}, whose forward was set on the instance")
+            return x
         name = known_activation(module)
         if name is not None:
-            result = x.with_value(function(name, x.value)) if name != "identity" else x
+            result = x.with_value(function(name, x.value))
             if getattr(module, "inplace", False):
                 self._overwrite(x, result)
             return self._noted(part.path, (x,), result)
-        if type(module) is nn.Identity and "forward" not in vars(module):
-            return x
         return self._noted(part.path, (x,), self._inlined_part(part, args, options))
 
     def _inlined_part(self, part: Part, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -125,7 +131,6 @@ class Calls(Attributes):
         ):
             # It is a block of its own.
             raise NotUnderstood(f"calls {part.path}")
-        self.holders[part.path] = type(part.module)
         return self.inlined(type(part.module).forward, (part, *args), options)
 
     def _call_linear(self, part: Part, sizes: tuple[int, int], x: Any) -> Formula:
@@ -145,7 +150,6 @@ class Calls(Attributes):
             if isinstance(args[0], (Formula, Weight)) and kinds == [torch.Tensor]:
                 return Known(True)
             if isinstance(args[0], Part) and all(isinstance(kind, type) for kind in kinds):
-                self.holders.setdefault(args[0].path, type(args[0].module))
                 return Known(isinstance(args[0].module, tuple(kinds)))
         if target is hasattr and len(args) == 2 and isinstance(args[0], Part) and isinstance(args[1], Known):
             found = hasattr(args[0].module, args[1].value)

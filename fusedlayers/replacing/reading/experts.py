@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from .polynomials import Polynomial, atom
 from .reader import Reader
-from .state import Frame, LinearCall, Weight
-from .values import Dtype, Formula, Known, Method, NotUnderstood, Part
+from .state import Frame, LinearCall
+from .values import Dtype, Formula, Known, Method, NotUnderstood
 
 
 @dataclass(frozen=True)
@@ -309,6 +309,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
     return value.value if isinstance(value, Known) else value
-
-
-__all__ = ["Expert", "ExpertsReader", "Part", "Weight", "limited"]

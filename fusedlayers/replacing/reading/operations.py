@@ -1,4 +1,7 @@
-"""The functions and methods of torch that a formula may consist of, on tensors in normal form."""
+"""The functions and methods of torch that a formula may consist of, on tensors in normal form.
+
+What is done in place is the reader's to know: here ``inplace`` is no option.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +51,7 @@ _OTHERS: dict[Any, str] = {
 _TENSOR_METHODS = {
     *_METHODS, *_BINARY, "multiply", "subtract", "divide", "true_divide", "chunk", "split", "mean", "var", "rsqrt",
     "sqrt", "reciprocal", "neg", "to", "float", "type_as", "view", "reshape", "view_as", "reshape_as", "flatten",
-    "contiguous", "clamp", "clip", "size", "dim", "unflatten", "unbind", "mul_", "add_", "sub_", "div_", "relu_",
-    "sigmoid_", "tanh_",
+    "contiguous", "clamp", "clip", "size", "dim", "unflatten", "unbind",
 }  # fmt: skip
 _ALIASES = {"multiply": "mul", "subtract": "sub", "divide": "div", "true_divide": "div", "clip": "clamp"}
 
@@ -68,7 +70,7 @@ def call(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
     if "input" in options:
         args = (options.pop("input"), *args)
     if function in _INPLACE:
-        return _run(_INPLACE[function], args, options | {"inplace": Known(True)})
+        return _run(_INPLACE[function], args, options)
     return _run(_NAMES.get(function) or _OTHERS[function], args, options)
 
 
@@ -76,8 +78,6 @@ def method(owner: Formula, name: str, args: Sequence[Any], options: dict[str, An
     """What a method of a tensor gives."""
     if name not in _TENSOR_METHODS:
         raise NotUnderstood(f"calls {name} of a tensor")
-    if name.endswith("_"):
-        name, options = name[:-1], options | {"inplace": Known(True)}
     return _run(_ALIASES.get(name, name), (owner, *args), dict(options))
 
 
@@ -129,31 +129,14 @@ def _run(name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
         raise NotUnderstood(f"calls {name} without a tensor")
     x = args[0]
     if name in _BINARY:
-        inplace = _flag(options, "inplace")
         if len(args) != 2 or options:
             raise NotUnderstood(f"gives options to {name}")
-        _may_overwrite(x, inplace)
         return binary(name, x, args[1])
     if name in _FUNCTIONS:
-        inplace = _flag(options, "inplace")
         if len(args) != 1 or options:
             raise NotUnderstood(f"gives options to {name}")
-        _may_overwrite(x, inplace)
         return x.with_value(polynomials.function(name, x.value))
     return _HANDLERS[name](x, args[1:], options)
-
-
-def _may_overwrite(x: Formula, inplace: bool) -> None:
-    if inplace:
-        # Of other names for the same tensor nobody keeps account here.
-        raise NotUnderstood("overwrites a tensor")
-
-
-def _flag(options: dict[str, Any], name: str, default: bool = False) -> bool:
-    value = options.pop(name, Known(default))
-    if not isinstance(value, Known) or type(value.value) is not bool:
-        raise NotUnderstood(f"decides {name} at every call")
-    return value.value
 
 
 def _gelu(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
@@ -164,9 +147,8 @@ def _gelu(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
 
 
 def _leaky_relu(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
-    given = arguments(args, options, "leaky_relu", negative_slope=0.01, inplace=False)
-    _may_overwrite(x, given["inplace"])
-    return x.with_value(atom("function", f"leaky_relu {given['negative_slope']:g}", x.value))
+    slope = arguments(args, options, "leaky_relu", negative_slope=0.01)["negative_slope"]
+    return x.with_value(atom("function", f"leaky_relu {slope:g}", x.value))
 
 
 def _clamp(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
@@ -175,10 +157,9 @@ def _clamp(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
 
 
 def _dropout(x: Formula, args: Sequence[Any], options: dict[str, Any]) -> Formula:
-    given = dict(zip(("p", "training", "inplace"), args, strict=False)) | options
+    given = dict(zip(("p", "training"), args, strict=False)) | options
     training, p = given.get("training", Known(True)), given.get("p", Known(0.5))
-    inplace = given.get("inplace", Known(False))
-    if set(given) - {"p", "training", "inplace"} or not isinstance(inplace, Known) or not isinstance(p, Known):
+    if len(args) > 2 or set(given) - {"p", "training"} or not isinstance(p, Known):
         raise NotUnderstood("gives options to dropout")
     if training == Known(False) or (p.path is None and p.value == 0):
         return x

@@ -53,7 +53,6 @@ class State:
         watched: attributes that were read, by path, with the values for which the reading holds.
         methods: the methods that were read besides forward, by their classes and names.
         functions: the user's functions that were read, by the names of their modules and their own.
-        holders: paths of parts whose forward was read, and their classes.
         linears: the linears that were called, in this order.
         called: activations that are parts, attributes or functions of torch: the path, "" for a function, and what it
             gave for what.
@@ -66,7 +65,6 @@ class State:
         self.watched: dict[str, Any] = {}
         self.methods: dict[tuple[type[nn.Module], str], Any] = {}
         self.functions: dict[tuple[str, str], Any] = {}
-        self.holders: dict[str, type[nn.Module]] = {}
         self.linears: list[LinearCall] = []
         self.norms: list[bool] = []
         self.called: list[tuple[str, Polynomial, Polynomial]] = []
@@ -90,6 +88,10 @@ class State:
     def value(self, node: ast.expr, frame: Frame) -> Any:
         """What an expression stands for."""
         raise NotImplementedError
+
+    def functions_read(self) -> tuple[tuple[str, str, Any], ...]:
+        """The user's functions that were read: their modules, their names there, and the functions."""
+        return tuple((module, name, value) for (module, name), value in self.functions.items())
 
     def unknown(self) -> Unknown:
         """A value of which nothing is known."""

@@ -109,12 +109,3 @@ class Unknown:
     """What only a reading that looks for one FFN in a longer method may meet: it may be anything."""
 
     number: int
-
-
-def describe(value: object) -> str:
-    """A value in the words of an error."""
-    if isinstance(value, Formula):
-        return "a tensor"
-    if isinstance(value, Known):
-        return repr(value.value)
-    return type(value).__name__.lower()
