@@ -4,11 +4,11 @@ Where there is no Triton, or one whose Gluon has other names, inert stand-ins le
 done with them. Whether the kernels are right with a release that is not known, its self-test tells.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 import torch
 
-from .device import Inert
+from .device import Inert, tl
 
 # Gluon is experimental and changes its names.
 try:
@@ -28,6 +28,8 @@ try:
     copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
     _memory = gl.shared_memory_descriptor
     reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
+    # An aggregate is public since 3.9.
+    _aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else tl.core._aggregate
     # What every file of kernels needs as it is imported.
     HAS_GLUON = bool(gluon.jit and gl.constexpr)
 except (ImportError, AttributeError):
@@ -37,6 +39,34 @@ except (ImportError, AttributeError):
 
 ALIGNMENT = 16  # bytes: of a copied matrix's address and row stride
 _MOST_ROWS = 2**31 - 2**16  # coordinates have 32 bits, also those of a tile that reaches past the end
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+@dataclass_transform(kw_only_default=True)
+def resources(cls: _Class) -> _Class:
+    """A class whose annotated fields travel through device code as one argument, each of them by name.
+
+    A field may be a tensor, a descriptor, shared memory, another such object, a compile-time value or None: what
+    depends on a field that is None leaves no instruction behind. Fields are given by keyword, because Triton's key of a
+    compiled kernel knows the calls but not the order of the fields.
+    """
+    if not HAS_GLUON:
+        return cls
+    names = tuple(cls.__annotations__)
+
+    def fill(self: Any, **fields: Any) -> None:
+        for name in names:
+            value = fields.pop(name)
+            setattr(self, name, value if isinstance(value, tl.core.base_value) else tl.constexpr(value))
+        assert not fields, f"{cls.__name__} has no {', '.join(fields)}"
+
+    fill.__triton_builtin__ = True  # type: ignore[attr-defined]
+    cls.__init__ = fill
+    # Triton compares each value with the annotation of its field.
+    cls.__annotations__ = dict.fromkeys(names, object)
+    return _aggregate(cls)
 
 
 def runs_on(architecture: str) -> bool:
@@ -168,6 +198,7 @@ __all__ = [
     "matrix",
     "mbarrier",
     "reinterpret",
+    "resources",
     "stacked",
     "tma",
     "untransposed",

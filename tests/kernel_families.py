@@ -81,6 +81,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "cross_entropy": _CROSS_ENTROPY,
     "grouped_gemm": _EXPERTS,
+    "matmul": (
+        *(*_EPILOGUE, "functional/lora_ffn", "functional/moe_ffn", "functional/weight_gradient"),
+        *("kernels/code_generation_epilogue", "kernels/code_generation_moe", "kernels/code_generation_gradients"),
+        *("kernels/code_generation_cross_entropy", "kernels/hopper"),
+    ),
     "maxsim": (
         "functional/maxsim",
         "functional/maxsim_arguments",
@@ -145,6 +150,7 @@ GPU_TESTS: dict[str, tuple[str, ...]] = {
     "gemm_epilogue": (*_GPU_EPILOGUE, "hidden_gradient_gpu", "lora_ffn_gpu"),
     "gemm_reduce": ("gemm_reduce_gpu", "pipelined_reduce", "maxsim_gpu"),
     "grouped_gemm": ("moe_ffn_gpu", "grouped_gemm_gpu", "model_experts_gpu"),
+    "matmul": (*_GPU_EPILOGUE, "lora_ffn_gpu", "grouped_gemm_gpu", "weight_gradient_gpu"),
     "maxsim": ("maxsim_gpu",),
     "cross_entropy": _GPU_CROSS_ENTROPY,
     "split_k": ("linear_gpu",),

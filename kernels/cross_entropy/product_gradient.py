@@ -15,7 +15,7 @@ from ..gemm_reduce.operands import scores
 from ..launching import ceil_div, launch
 from ..tiles import grouped_tile, load_vector, store_tile
 from ..tuning.cross_entropy import GradientTiles
-from . import pipelined
+from . import sm90
 from .elements import gradient_of, logits_of
 from .losses import LossArithmetic, class_weight, gradient_factors
 
@@ -161,9 +161,9 @@ def gradient_of_product(
     matrices = None
     # Gradients of entropies and of a softcap together take more registers than the pipelined kernel has left.
     if tiles.pipelined is not None and not (capped and factors[3] is not None):
-        matrices = pipelined.takes(input, linear_weight)
+        matrices = sm90.takes(input, linear_weight)
     if tiles.pipelined is not None and matrices is not None:
-        pipelined.gradient(matrices, out, vectors, start, numbers, capped, arithmetic.accuracy, tiles.pipelined)
+        sm90.gradient(matrices, out, vectors, start, numbers, capped, arithmetic.accuracy, tiles.pipelined)
         return
     bands, tile_columns = ceil_div(rows, tiles.block_m), ceil_div(columns, tiles.block_n)
     launch(

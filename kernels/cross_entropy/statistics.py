@@ -12,7 +12,7 @@ from ..gemm_reduce.operands import exponential, scores
 from ..launching import ceil_div, launch
 from ..tiles import load_vector
 from ..tuning.cross_entropy import LogitTiles, pipelined_shares, portable_shares
-from . import pipelined
+from . import sm90
 from .elements import LOWEST, logits_of
 from .losses import LossArithmetic, class_weight, loss_of
 from .tile import add_tile, ranges_of
@@ -152,7 +152,7 @@ def losses_of_product(
     matrices = None
     # Weights of a tile's columns take more registers than the pipelined kernel has left.
     if tiles.pipelined is not None and not (smoothed and weight is not None):
-        matrices = pipelined.takes(input, linear_weight)
+        matrices = sm90.takes(input, linear_weight)
     if tiles.pipelined is None or matrices is None:
         shares = portable_shares(tiles, rows, columns, ranges)
     else:
@@ -178,7 +178,7 @@ def losses_of_product(
         )  # fmt: skip
     else:
         vectors = (target, bias, *partials)
-        pipelined.statistics(matrices, vectors, numbers, capped, arithmetic.accuracy, shares, tiles.pipelined)
+        sm90.statistics(matrices, vectors, numbers, capped, arithmetic.accuracy, shares, tiles.pipelined)
     launch(
         _combined_losses_kernel,
         ceil_div(rows, _COMBINED_ROWS),

@@ -18,17 +18,17 @@ the hidden is in memory in groups of units only, dx is a sum over them in float3
 and writes that sum in its epilogue.
 
 Where a weight is adapted by a product of low rank, x (W + s B A)ᵀ, a second product u Bᵀ with u = s x Aᵀ ``[M, R]``
-joins the first one on chip, and v A with v = s dy B joins dH: ``low_rank.py``.
+joins the first one on chip, and v A with v = s dy B joins dH: ``matmul/low_rank.py``.
 
 Sums over rows are float32 partials of every band of rows, added up in a fixed order by ``kernels.partials`` and rounded
 once: no atomics, the same bits every time. The files beside this one hold the portable kernels, of any
-strides and sizes, and launch those of ``pipelined/`` where the plan names them and the operands lie as TMA
+strides and sizes, and launch those of ``matmul/sm90`` where the plan names them and the operands lie as TMA
 wants them.
 """
 
+from ..matmul.low_rank import LowRank, aligned_columns
+from ..matmul.sm90 import data_gradient
 from .hidden import hidden
 from .hidden_gradient import HiddenGradients, hidden_gradient
-from .low_rank import LowRank, aligned_columns
-from .pipelined import data_gradient
 
 __all__ = ["HiddenGradients", "LowRank", "aligned_columns", "data_gradient", "hidden", "hidden_gradient"]

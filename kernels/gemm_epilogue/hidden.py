@@ -10,10 +10,10 @@ from ..device import tl, triton
 from ..dropout import NO_DROPOUT, Dropout, keep_factor
 from ..hopper import ALIGNMENT, Matrix, matrix, untransposed
 from ..launching import Launch, ceil_div, empty_rows, prepared, vector_unit
+from ..matmul import sm90
+from ..matmul.low_rank import LowRank
 from ..tiles import add_product, grouped_tile, in_units, load_tile, load_vector, store_tile
 from ..tuning import EpiloguePipeline, EpilogueTiles, hidden_stride
-from . import pipelined
-from .low_rank import LowRank
 
 _GROUP = 8  # programs below one another, before those to their right: they share rows of the weights in the cache
 
@@ -111,7 +111,7 @@ def hidden(
         z_gate = x.new_empty(x.shape[0], width)
     if is_pipelined:
         more = (None,) * 3 if low_rank is None else low_rank.copied(w_up.stride(1) != 1)[:3]
-        pipelined.launch_hidden(launch, (x, w_up, w_gate, found, kept, z_gate, *more), (b_up, b_gate, dropout.seed))
+        sm90.launch_hidden(launch, (x, w_up, w_gate, found, kept, z_gate, *more), (b_up, b_gate, dropout.seed))
     else:
         launch((x, w_up, w_gate, b_up, b_gate, dropout.seed, found, kept, z_gate))
     return found, kept, z_gate
@@ -141,7 +141,7 @@ def _prepare(
     pipeline = pipeline if dropout.in_whole_draws else None
     matrices = None if pipeline is None else _matrices(x, w_up, w_gate, b_up, b_gate)
     if pipeline is not None and matrices is not None:
-        made = pipelined.prepare_hidden(
+        made = sm90.prepare_hidden(
             *matrices, columns, keep, activation, accuracy, pipeline, dropout, low_rank, width=width
         )
         if made is not None:

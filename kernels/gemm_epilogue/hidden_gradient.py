@@ -11,11 +11,11 @@ from ..device import tl, triton
 from ..dropout import NO_DROPOUT, Dropout, keep_factor
 from ..hopper import ALIGNMENT, Matrix, matrix, untransposed
 from ..launching import Launch, ceil_div, empty_rows, layout_of, prepared, vector_unit
+from ..matmul import sm90
+from ..matmul.low_rank import LowRank
 from ..partials import ReduceBlocks, reduce_partials
 from ..tiles import add_product, grouped_tile, in_units, load_tile, store_tile
 from ..tuning import BAND_BLOCKS, ColumnSumTiles, EpiloguePipeline, EpilogueTiles, gradients_joined, hidden_stride
-from . import pipelined
-from .low_rank import LowRank
 
 _GROUP = 8  # programs below one another, before those to their right: they share columns of w_down in the cache
 _BAND_BLOCKS = ReduceBlocks(*BAND_BLOCKS)
@@ -184,7 +184,7 @@ def hidden_gradient(
     dy_sums = None if column_sums is None else column_partials(dy, column_sums, made.ready)
     if made.pipelined:
         more = (None, None) if low_rank is None else low_rank.copied(w_down.stride(1) != 1)[:2]
-        pipelined.launch_hidden_gradient(
+        sm90.launch_hidden_gradient(
             made.launch, (dy, w_down, z, z_gate, dz, d_gate, hidden, *more), (sums, dropout.seed, added)
         )
     else:
@@ -257,7 +257,7 @@ def _prepare(
     if pipeline is not None and matrices is not None:
         bands = pipeline.bands(rows, columns, z_gate is not None)
         sums = _sums(bands, columns, parts, given_sums) if bias else None
-        made = pipelined.prepare_hidden_gradient(
+        made = sm90.prepare_hidden_gradient(
             *matrices, (row_stride, stride), keep_hidden, bias, activation, accuracy, pipeline, dropout, low_rank
         )
         if made is not None:

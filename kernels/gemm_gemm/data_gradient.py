@@ -10,7 +10,7 @@ from ..dropout import keep
 from ..launching import Launch, ceil_div, layout_of, prepared
 from ..tiles import add_product, batch_and_tile, in_units, load_tile, load_vector, product, store_tile, strides_in_units
 from ..tuning import TileConfig
-from . import pipelined
+from . import sm90
 from .operands import Operands, dense_strides, rows_of, strides
 
 
@@ -94,7 +94,7 @@ def data_gradient(
     name = ("data gradient", column_sums, *layout_of(dy))
     made = prepared(operands.ready, name, _prepare, operands, dy, tiles, column_sums)
     if not isinstance(made, Launch):
-        return pipelined.data_gradient(operands, dy, made)
+        return sm90.data_gradient(operands, dy, made)
     x = operands.x
     dx = x.new_empty(x.shape)
     made((*operands.pointers(), dy, dx))
@@ -106,7 +106,7 @@ def _prepare(operands: Operands, dy: torch.Tensor, tiles: TileConfig, column_sum
     if tiles.pipelined is not None and (matrices := operands.matrices) is not None:
         dy_rows = rows_of(dy)
         if dy_rows is not None:
-            return pipelined.prepare_data_gradient(operands, matrices, dy_rows, column_sums, tiles.pipelined)
+            return sm90.prepare_data_gradient(operands, matrices, dy_rows, column_sums, tiles.pipelined)
     batch, rows, _, hidden, _ = operands.sizes()
     return Launch(
         _data_gradient_kernel,

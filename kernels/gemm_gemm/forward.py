@@ -8,7 +8,7 @@ from ..dropout import keep
 from ..launching import Launch, ceil_div, prepared
 from ..tiles import add_product, batch_and_tile, in_units, load_tile, load_vector, product, store_tile, strides_in_units
 from ..tuning import TileConfig
-from . import pipelined
+from . import sm90
 from .operands import Operands, dense_strides, rows_of, stride, strides, unit_stride
 
 
@@ -81,7 +81,7 @@ def forward(
     """y ``[Z, M, O]``, contiguous, in the dtype of x; ``[M, O]`` where the operands have no batch."""
     shape, launch, is_pipelined = prepared(operands.ready, "forward", _prepare, operands, down_bias, residual, tiles)
     if is_pipelined:
-        return pipelined.forward(operands, down_bias, residual, shape, launch)
+        return sm90.forward(operands, down_bias, residual, shape, launch)
     y = operands.x.new_empty(shape)
     launch((*operands.pointers(), down_bias, residual, y))
     return y
@@ -96,7 +96,7 @@ def _prepare(
     if tiles.pipelined is not None and (matrices := operands.matrices) is not None:
         added = None if residual is None else rows_of(residual)
         if (residual is None) == (added is None) and unit_stride(down_bias):
-            return shape, pipelined.prepare_forward(operands, matrices, added, tiles.pipelined), True
+            return shape, sm90.prepare_forward(operands, matrices, added, tiles.pipelined), True
     launch = Launch(
         _forward_kernel,
         batch * ceil_div(rows, tiles.block_m),

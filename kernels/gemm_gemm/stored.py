@@ -15,7 +15,7 @@ from ..activations import activation_unit
 from ..launching import Launch, layout_of, prepared
 from ..partials import split_size, summed_over_splits
 from ..tuning import StoredConfig
-from . import pipelined
+from . import sm90
 from .operands import Operands, rows_of
 from .weight_gradient import WeightGradients
 
@@ -37,10 +37,10 @@ def stored_gradients(
     made = prepared(operands.ready, name, _prepare, operands, dy, up_bias, gate_bias, down_bias, splits, config)
     if made is None:
         return None
-    stored = pipelined.hidden_gradient(operands, dy, made.stored, made.hidden_gradient)
+    stored = sm90.hidden_gradient(operands, dy, made.stored, made.hidden_gradient)
 
     def fill(targets: list[torch.Tensor | None], _: int) -> None:
-        pipelined.launch_stored_weight_gradients(operands.x, dy, stored, targets, made.weight_gradients)
+        sm90.launch_stored_weight_gradients(operands.x, dy, stored, targets, made.weight_gradients)
 
     *found, d_down_bias = summed_over_splits(operands.x, made.shapes, splits, fill, made.ready)
     return _data_gradient(operands, stored), WeightGradients(*found), d_down_bias
@@ -77,8 +77,8 @@ def _prepare(
         (hidden,) if gate_bias else None,
         (out_width,) if down_bias else None,
     )
-    stored, launch = pipelined.prepare_hidden_gradient(operands, matrices, dy_rows, config)
-    weights = pipelined.prepare_stored_weight_gradients(
+    stored, launch = sm90.prepare_hidden_gradient(operands, matrices, dy_rows, config)
+    weights = sm90.prepare_stored_weight_gradients(
         operands, matrices, dy_rows, stored, split_size(shapes, splits), splits, config
     )
     return _Prepared(stored, shapes, launch, weights, {})

@@ -13,7 +13,7 @@ from ..launching import Launch, ceil_div, layout_of, prepared
 from ..partials import split_size, summed_over_splits
 from ..tiles import add_product, in_units, load_tile, load_vector, product, store_tile, strides_in_units
 from ..tuning import TileConfig
-from . import pipelined
+from . import sm90
 from .operands import Operands, rows_of, strides
 
 
@@ -185,7 +185,7 @@ def weight_gradients(
         for launch, yields in made.passes:
             own = [target if each else None for target, each in zip(targets, yields, strict=True)]
             if made.pipelined:
-                pipelined.launch_weight_gradient(operands, dy, own, launch)
+                sm90.launch_weight_gradient(operands, dy, own, launch)
             else:
                 launch((*operands.pointers(), dy, *own))
 
@@ -227,7 +227,7 @@ def _prepare(
             continue
         size = split_size(shapes, splits)
         if config is not None and matrices is not None and dy_rows is not None:
-            launch = pipelined.prepare_weight_gradient(operands, matrices, dy_rows, size, transposed, splits, config)
+            launch = sm90.prepare_weight_gradient(operands, matrices, dy_rows, size, transposed, splits, config)
         else:
             launch = _prepare_portable(operands, dy, size, transposed, splits, tiles)
         passes.append((launch, yields))

@@ -9,7 +9,7 @@ from ..device import tl, triton
 from ..launching import Launch, ceil_div, prepared
 from ..tiles import store_tile
 from ..tuning import ReduceConfig
-from . import pipelined
+from . import sm90
 from .operands import ReduceOperands, add_biases, entry_rows, exponential, operand_in_units, scores
 
 _COMBINED = 128  # elements of the result that one program combines from their partials
@@ -233,7 +233,7 @@ def reduce(
         sums = torch.empty_like(target) if arithmetic.op == "logsumexp" else None
     divisors = None if made.combine is not None else counts
     if made.pipelined:
-        pipelined.launch_reduce(operands, divisors, target, target_index, sums, made.launch)
+        sm90.launch_reduce(operands, divisors, target, target_index, sums, made.launch)
     else:
         made.launch((*operands.pointers(), divisors, target, target_index, sums, product))
     if made.combine is not None:
@@ -270,9 +270,9 @@ def _prepare(
             (arithmetic.op, _COMBINED, arithmetic.accuracy),
         )
     if tiles.pipelined is not None and product is None and not atomic and not in_shares:
-        matrices = pipelined.takes(operands, tiles.pipelined)
+        matrices = sm90.takes(operands, tiles.pipelined)
         if matrices is not None:
-            launch = pipelined.prepare_reduce(operands, matrices, splits, tiles.pipelined)
+            launch = sm90.prepare_reduce(operands, matrices, splits, tiles.pipelined)
             return _Prepared(launch, True, combine)
     # Split or of lengths of its own, an entry ends anywhere; with splits one variant less is compiled, too.
     even = operands.whole and splits == 1 and reduced % tiles.block_r == 0

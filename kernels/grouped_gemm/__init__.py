@@ -22,7 +22,7 @@ from .elements import Arithmetic, HiddenGradients
 from .hidden import hidden
 from .hidden_gradient import hidden_gradient
 from .moving import combine, score_gradient, spread
-from .pipelined import longest_first
+from .order import longest_first
 from .product import product
 from .sorting import SortedRows, rows_of, sizes, sort
 from .weight_gradient import expert_sums, weight_gradient

@@ -10,7 +10,7 @@ from ..launching import Launch, ceil_div, prepared
 from ..tiles import add_product, grouped_tile, load_tile, load_vector, store_tile
 from ..tuning import EpiloguePipeline
 from ..tuning.grouped_gemm import GroupedTiles
-from . import pipelined
+from . import sm90
 from .elements import Arithmetic, hidden_and_slopes
 from .sorting import SortedRows
 
@@ -92,7 +92,7 @@ def hidden(
     biases ``[E, N]`` are views of any strides. Nothing is written to tiles of padding.
     """
     if pipeline is not None and gathered:
-        kept = pipelined.hidden(
+        kept = sm90.hidden(
             x, w_up, w_gate, b_up, b_gate, rows, keep, arithmetic, config=pipeline, ready=ready
         )  # fmt: skip
         if kept is not None:

@@ -10,7 +10,7 @@ from ..launching import Launch, ceil_div, prepared
 from ..tiles import grouped_tile, load_tile, only_before, store_tile
 from ..tuning import EpiloguePipeline
 from ..tuning.grouped_gemm import GroupedTiles
-from . import pipelined
+from . import sm90
 from .elements import Arithmetic, HiddenGradients, add_rows_times_weight, hidden_and_slopes
 from .hidden import GROUP
 from .sorting import SortedRows
@@ -87,7 +87,7 @@ def hidden_gradient(
     w ⊙ H, ``want_weights`` for the partial sums. ``in_place`` dz and dg replace z and g.
     """
     if pipeline is not None:
-        found = pipelined.hidden_gradient(
+        found = sm90.hidden_gradient(
             dy, w_down, z, g, row_weights, rows, keep_hidden, want_weights, arithmetic, in_place=in_place,
             config=pipeline, ready=ready,
         )  # fmt: skip

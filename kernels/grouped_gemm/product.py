@@ -10,7 +10,7 @@ from ..launching import Launch, ceil_div, prepared
 from ..tiles import grouped_tile, load_vector, store_tile
 from ..tuning.grouped_gemm import GroupedTiles
 from ..tuning.grouped_gemm_pipelines import CooperativePipeline
-from . import pipelined
+from . import sm90
 from .elements import add_rows_times_weight
 from .hidden import GROUP
 from .sorting import SortedRows
@@ -63,7 +63,7 @@ def product(
     Weights and the bias ``[E, out]`` are views of any strides. Nothing is written to tiles of padding.
     """
     if pipeline is not None:
-        found = pipelined.product(pairs, bias, rows, config=pipeline, ready=ready)
+        found = sm90.product(pairs, bias, rows, config=pipeline, ready=ready)
         if found is not None:
             return found
     [(a, w), *more] = pairs

@@ -9,7 +9,7 @@ from ..launching import Launch, ceil_div, prepared
 from ..tiles import add_product, grouped_tile, load_tile, store_tile
 from ..tuning.grouped_gemm import GroupedTiles
 from ..tuning.grouped_gemm_pipelines import CooperativePipeline
-from . import pipelined
+from . import sm90
 from .hidden import GROUP
 from .sorting import SortedRows
 
@@ -75,7 +75,7 @@ def weight_gradient(
     An expert without rows gets zeros. ``order`` names the experts in that of their work, for the pipelined kernel.
     ``name`` tells the gradients of one call apart in ``ready``.
     """
-    if pipeline is not None and pipelined.weight_gradient(
+    if pipeline is not None and sm90.weight_gradient(
         a, b, rows, out, config=pipeline, ready=ready, name=name, order=order
     ):  # fmt: skip
         return

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..device import tl, triton
-from ..gemm_reduce import pipelined
+from ..gemm_reduce import sm90
 from ..launching import Launch, ceil_div, prepared
 from ..partials import summed_over_splits
 from ..tiles import add_product
@@ -201,9 +201,9 @@ def _prepare_one_hot_product(
     """The launch, and whether it is that of the pipelined kernel."""
     documents, (tokens, width) = operands.document_count, queries.shape
     length, offsets = operands.documents.shape[-2], operands.document_offsets
-    if splits == 1 and offsets is None and (kept := pipelined.takes_one_hot(queries, tiles.pipelined)) is not None:
+    if splits == 1 and offsets is None and (kept := sm90.takes_one_hot(queries, tiles.pipelined)) is not None:
         assert tiles.pipelined is not None
-        return pipelined.prepare_one_hot(kept, (documents, length, width), tokens, tiles.pipelined), True
+        return sm90.prepare_one_hot(kept, (documents, length, width), tokens, tiles.pipelined), True
     blocks_each = ceil_div(length, tiles.block_l)
     # Of packed documents at most, without waiting for the lengths.
     blocks = documents * blocks_each if offsets is None else blocks_each + documents

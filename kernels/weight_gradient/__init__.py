@@ -7,8 +7,8 @@ of dW and walks over rows of dy and x; those of the first column of tiles also s
 Where the tiles are fewer than the SMs, rows are split: float32 partials, summed in a fixed order by
 ``kernels.partials`` and rounded once: no atomics, the same bits every time.
 
-``weight_gradient`` launches the portable kernel, or that of ``pipelined/`` where the plan names it and the operands lie
-as its copies need them; both compute the same.
+``weight_gradient`` launches the portable kernel, or that of ``matmul/sm90`` where the plan names it and the operands
+lie as TMA wants them; both compute the same.
 """
 
 from .launcher import weight_gradient

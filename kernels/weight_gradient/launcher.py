@@ -6,9 +6,9 @@ import torch
 
 from ..hopper import Matrix, untransposed
 from ..launching import Launch, layout_of, prepared
+from ..matmul import sm90
 from ..partials import split_size, summed_over_splits
 from ..tuning import WeightGradientPipeline, WeightGradientTiles
-from . import pipelined
 from .portable import launch_weight_gradient, prepare_weight_gradient
 
 
@@ -30,7 +30,7 @@ def weight_gradient(
     made = prepared(ready, name, _prepare, dy, x, bias, splits, input_precision, tiles, pipeline)
 
     def fill(targets: list[torch.Tensor | None], _: int) -> None:
-        run = pipelined.launch_weight_gradient if made.pipelined else launch_weight_gradient
+        run = sm90.launch_weight_gradient if made.pipelined else launch_weight_gradient
         run(dy, x, targets, made.launch)
 
     dw, db = summed_over_splits(dy, made.shapes, splits, fill, made.ready)
@@ -60,7 +60,7 @@ def _prepare(
     size = split_size(shapes, splits)
     matrices = None if pipeline is None else _matrices(dy, x)
     if pipeline is not None and matrices is not None:
-        return _Prepared(shapes, pipelined.prepare_weight_gradient(*matrices, size, splits, pipeline), True, {})
+        return _Prepared(shapes, sm90.prepare_weight_gradient(*matrices, size, splits, pipeline), True, {})
     return _Prepared(shapes, prepare_weight_gradient(dy, x, size, splits, input_precision, tiles), False, {})
 
 

@@ -16,7 +16,7 @@ from fusedlayers import functional, planning, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.functional.dispatch import decisions
 from fusedlayers.kernels.gemm_epilogue import LowRank
-from fusedlayers.kernels.gemm_epilogue.low_rank import low_rank_copies
+from fusedlayers.kernels.matmul.low_rank import low_rank_copies
 from fusedlayers.planning.lora_ffn import LoRAProblem
 from tests.support import seeds
 from tests.support.operands import DEVICE, DTYPES, assert_draws_close, infinities, needs_kernels

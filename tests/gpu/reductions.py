@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fusedlayers.kernels.gemm_reduce import ReduceOperands, pipelined
+from fusedlayers.kernels.gemm_reduce import ReduceOperands, sm90
 from fusedlayers.kernels.tuning import PipelinedReduceConfig
 from tests.support.operands import forget_calls
 
@@ -23,7 +23,7 @@ def watch_reductions(monkeypatch: pytest.MonkeyPatch) -> list[Reduction]:
     """A list that every launch from now on is added to, those of prepared calls included."""
     found: list[Reduction] = []
     known: dict[Any, Reduction] = {}
-    prepare, launch = pipelined.prepare_reduce, pipelined.launch_reduce
+    prepare, launch = sm90.prepare_reduce, sm90.launch_reduce
 
     def preparing(operands: ReduceOperands, matrices: Any, splits: int, config: PipelinedReduceConfig) -> Any:
         prepared = prepare(operands, matrices, splits, config)
@@ -36,6 +36,6 @@ def watch_reductions(monkeypatch: pytest.MonkeyPatch) -> list[Reduction]:
 
     # What earlier tests have prepared is not known here.
     forget_calls()
-    monkeypatch.setattr(pipelined, "prepare_reduce", preparing)
-    monkeypatch.setattr(pipelined, "launch_reduce", launching)
+    monkeypatch.setattr(sm90, "prepare_reduce", preparing)
+    monkeypatch.setattr(sm90, "launch_reduce", launching)
     return found

@@ -14,7 +14,7 @@ from fusedlayers.devices import describe
 from fusedlayers.functional import dispatch
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.kernels.dropout import draw_seed, keep_mask
-from fusedlayers.kernels.gemm_epilogue import pipelined
+from fusedlayers.kernels.matmul import sm90
 from tests.functional.test_ffn_chunked import cut
 from tests.gpu.exact import DENSITIES, exact, exact_ffn
 from tests.gpu.graphs import assert_replays_like_launched
@@ -62,7 +62,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return lambda *arguments: (names.append(name), function(*arguments))[1]
 
     for name in BOTH:
-        monkeypatch.setattr(pipelined, name, noting(name, getattr(pipelined, name)))
+        monkeypatch.setattr(sm90, name, noting(name, getattr(sm90, name)))
     return names
 
 

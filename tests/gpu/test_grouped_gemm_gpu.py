@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fusedlayers.devices import describe
-from fusedlayers.kernels.grouped_gemm import Arithmetic, SortedRows, pipelined, sort
+from fusedlayers.kernels.grouped_gemm import Arithmetic, SortedRows, longest_first, sm90, sort
 from fusedlayers.kernels.grouped_gemm import rows_of as sorted_rows
 from fusedlayers.kernels.tuning.grouped_gemm_pipelines import BLOCK, GROUPED_PIPELINES
 from tests.support.operands import DEVICE
@@ -97,7 +97,7 @@ def test_products(K: int, N: int, layout: str, routing: str, dtype: torch.dtype)
     dx = by_expert(h, up.mT, rows) + by_expert(d_gate, gate.mT, rows)
     for _ in range(3):
         for gated in (False, True):
-            found = pipelined.hidden(
+            found = sm90.hidden(
                 x, w_up, w_gate if gated else None, b_up, b_gate if gated else None, rows, True, IDENTITY,
                 config=GROUPED_PIPELINES["hidden", gated],
             )  # fmt: skip
@@ -106,10 +106,10 @@ def test_products(K: int, N: int, layout: str, routing: str, dtype: torch.dtype)
             assert_rows(found[1], z, rows)
             if gated:
                 assert_rows(found[2], g, rows)
-        product = pipelined.product([(h, w_down)], b_down, rows, config=GROUPED_PIPELINES["product", False])
+        product = sm90.product([(h, w_down)], b_down, rows, config=GROUPED_PIPELINES["product", False])
         assert_rows(product, y, rows)
         pairs = [(h, w_up.mT), (d_gate, w_gate.mT)]
-        product = pipelined.product(pairs, None, rows, config=GROUPED_PIPELINES["product", True])
+        product = sm90.product(pairs, None, rows, config=GROUPED_PIPELINES["product", True])
         if N % 64 and layout != "transposed":
             assert product is None, "the inner axis ends within a step"
         else:
@@ -129,7 +129,7 @@ def test_hidden_gradient(in_place: bool, gated: bool, routing: str, dtype: torch
     for _ in range(3):
         z, g = integers(dtype, 2, rows.capacity, N), integers(dtype, 2, rows.capacity, N) if gated else None
         wide = z.double(), torch.ones_like(z).double() if g is None else g.double()
-        found = pipelined.hidden_gradient(
+        found = sm90.hidden_gradient(
             dy, w_down, z, g, weights, rows, True, True, IDENTITY, in_place=in_place,
             config=GROUPED_PIPELINES["hidden_gradient", gated],
         )  # fmt: skip
@@ -148,7 +148,7 @@ def test_padding_stays_zero_beside_infinite_weights() -> None:
     dy, w_down = rows_like(rows, 64, torch.bfloat16, 1), integers(torch.bfloat16, 1, E, 64, 128)
     w_down[:, 3, 5] = float("inf")
     z, g = (torch.full((rows.capacity, 128), value, device=DEVICE, dtype=torch.bfloat16) for value in (1.0, NAN))
-    found = pipelined.hidden_gradient(
+    found = sm90.hidden_gradient(
         dy, w_down, z, g, (rows.slots >= 0).float(), rows, True, False, Arithmetic("silu", "coarse"), in_place=False,
         config=GROUPED_PIPELINES["hidden_gradient", True],
     )  # fmt: skip
@@ -169,12 +169,12 @@ def test_weight_gradient(ordered: bool, layout: str, routing: str, dtype: torch.
     a, b = rows_like(rows, units, dtype, 1), rows_like(rows, columns, dtype, 1)
     bounds = zip(rows.starts[:-1].tolist(), rows.starts[1:].tolist(), strict=True)
     expected = torch.stack([a[first:end].double().T @ b[first:end].double() for first, end in bounds])
-    order = pipelined.longest_first(rows.starts) if ordered else None
+    order = longest_first(rows.starts) if ordered else None
     for _ in range(3):
         blank = torch.full((E, units, columns), 7.0, dtype=dtype, device=DEVICE)
         out, beside = laid_out(layout, blank, blank.clone())
         config = GROUPED_PIPELINES["weight_gradient", True]
-        assert pipelined.weight_gradient(a, b, rows, out, config=config, order=order)
+        assert sm90.weight_gradient(a, b, rows, out, config=config, order=order)
         assert torch.equal(out, expected.to(dtype))
         assert bool((beside == 7.0).all())
 
@@ -185,12 +185,12 @@ def test_what_is_refused() -> None:
     x, up = rows_like(rows, 72, torch.bfloat16, 1), integers(torch.bfloat16, 1, E, 64, 72)
     config = GROUPED_PIPELINES["hidden", False]
     options = (None, None, None)
-    assert pipelined.hidden(x, up, *options, rows, False, IDENTITY, config=config) is not None
+    assert sm90.hidden(x, up, *options, rows, False, IDENTITY, config=config) is not None
     odd = rows_like(rows, 71, torch.bfloat16, 1), integers(torch.bfloat16, 1, E, 64, 71)
-    assert pipelined.hidden(*odd, *options, rows, False, IDENTITY, config=config) is None
-    assert pipelined.hidden(x, up.mT.contiguous().mT, *options, rows, False, IDENTITY, config=config) is None
-    assert pipelined.hidden(x, up, *options, rows._replace(block=64), False, IDENTITY, config=config) is None
+    assert sm90.hidden(*odd, *options, rows, False, IDENTITY, config=config) is None
+    assert sm90.hidden(x, up.mT.contiguous().mT, *options, rows, False, IDENTITY, config=config) is None
+    assert sm90.hidden(x, up, *options, rows._replace(block=64), False, IDENTITY, config=config) is None
     out = torch.empty(E, 72, 64, device=DEVICE, dtype=torch.bfloat16)
-    assert not pipelined.weight_gradient(
+    assert not sm90.weight_gradient(
         x, rows_like(rows, 64, torch.bfloat16, 1), rows, out, config=GROUPED_PIPELINES["weight_gradient", True]
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusedlayers import functional
 from fusedlayers.devices import describe
-from fusedlayers.kernels.gemm_epilogue import pipelined
+from fusedlayers.kernels.matmul import sm90
 from tests.functional.test_lora_ffn import ADAPTERS, SCALES, assert_close_to_torch, inputs, outcome
 from tests.gpu.graphs import assert_replays_like_launched
 from tests.support.operands import DEVICE
@@ -43,7 +43,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return lambda *arguments: (names.append(name), function(*arguments))[1]
 
     for name in BOTH:
-        monkeypatch.setattr(pipelined, name, noting(name, getattr(pipelined, name)))
+        monkeypatch.setattr(sm90, name, noting(name, getattr(sm90, name)))
     return names
 
 

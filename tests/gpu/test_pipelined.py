@@ -13,7 +13,7 @@ from fusedlayers import functional, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.devices import describe
 from fusedlayers.kernels import gemm_gemm as kernels
-from fusedlayers.kernels.gemm_gemm import pipelined
+from fusedlayers.kernels.gemm_gemm import sm90
 from tests.gpu.exact import exact_ffn
 from tests.support.operands import (
     DEVICE,
@@ -47,7 +47,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return lambda *arguments: names.append(name) or function(*arguments)
 
     for name in dict.fromkeys((*RECOMPUTING, *STORING)):
-        monkeypatch.setattr(pipelined, name, noting(name, getattr(pipelined, name)))
+        monkeypatch.setattr(sm90, name, noting(name, getattr(sm90, name)))
     return names
 
 
@@ -206,4 +206,4 @@ def test_the_same_numbers_as_the_portable_kernels(width: int) -> None:
 
 
 def test_the_module_is_what_the_operations_call() -> None:
-    assert kernels.forward.__globals__["pipelined"] is pipelined
+    assert kernels.forward.__globals__["sm90"] is sm90

@@ -12,7 +12,7 @@ from torch import Tensor
 from fusedlayers import functional, planning, reference
 from fusedlayers.devices import describe
 from fusedlayers.functional.gemm_reduce import GEMM_REDUCE
-from fusedlayers.kernels.gemm_reduce import ReduceArithmetic, ReduceOperands, pipelined
+from fusedlayers.kernels.gemm_reduce import ReduceArithmetic, ReduceOperands, sm90
 from fusedlayers.kernels.tuning import pipelined_reduce_config
 from tests.gpu.exact import exact_reduction
 from tests.gpu.reductions import Reduction, watch_reductions
@@ -281,7 +281,7 @@ def test_packed_rows_and_the_bands_around_outputs(op: str, kept: int, splits: in
         a.to(BFLOAT16).expand(len(lengths), -1, -1), b.to(BFLOAT16), None, None, None, None, offsets,
         ReduceArithmetic(op, "identity", "ieee", "half"),
     )  # fmt: skip
-    matrices = pipelined.takes(operands, config)
+    matrices = sm90.takes(operands, config)
     assert matrices is not None
     shape = (splits, len(lengths), kept)
     buffers = [
@@ -290,9 +290,9 @@ def test_packed_rows_and_the_bands_around_outputs(op: str, kept: int, splits: in
         banded(*shape, dtype=torch.float32),
     ]
     (_, found), (_, index), (_, sums) = buffers
-    launch = pipelined.prepare_reduce(operands, matrices, splits, config)
+    launch = sm90.prepare_reduce(operands, matrices, splits, config)
     for _ in range(20):
-        pipelined.launch_reduce(
+        sm90.launch_reduce(
             operands, None, found, index if indices else None, sums if splits > 1 and op == "logsumexp" else None,
             launch,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from fusedlayers.bench.cases.trial import Trial
 from fusedlayers.bench.selftest import running
 from fusedlayers.bench.selftest.trials import all_trials, launched
 from fusedlayers.devices import describe
-from fusedlayers.kernels.gemm_gemm import pipelined
+from fusedlayers.kernels.gemm_gemm import sm90
 from tests.support.operands import DEVICE
 
 FACTS = describe(DEVICE)
@@ -32,14 +32,14 @@ def test_a_trial_of_each_kind_passes(trial: Trial) -> None:
 
 @pytest.mark.skipif(not FACTS.pipelined, reason="no Hopper GPU with Gluon")
 def test_a_fault_in_a_pipelined_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = pipelined.forward
+    run = sm90.forward
 
     def off_by_one(*arguments: Any) -> torch.Tensor:
         y = run(*arguments)
         y.view(-1)[-1] += 1
         return y
 
-    monkeypatch.setattr(pipelined, "forward", off_by_one)
+    monkeypatch.setattr(sm90, "forward", off_by_one)
     trial = next(one for one in all_trials(FACTS) if one.case == "ffn" and one.machine == "few")
     [(name, reason)] = running.run(trial, DEVICE).failures.items()
     assert name == launched(trial.plan(FACTS))["forward_tiles"]

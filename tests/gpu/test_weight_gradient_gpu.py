@@ -14,8 +14,9 @@ from fusedlayers import functional, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.devices import describe
 from fusedlayers.kernels import weight_gradient as kernels
+from fusedlayers.kernels.matmul import sm90
 from fusedlayers.kernels.tuning import PIPELINES, WeightGradientPipeline, weight_gradient_tiles
-from fusedlayers.kernels.weight_gradient import launcher, pipelined
+from fusedlayers.kernels.weight_gradient import launcher
 from tests.gpu.graphs import assert_replays_like_launched
 from tests.support.operands import DEVICE, Tensors, assert_equal, leaves, on_path
 
@@ -42,7 +43,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments: names.append(name) or function(*arguments)
 
-    for name, module in (("pipelined", pipelined), ("portable", launcher)):
+    for name, module in (("pipelined", sm90), ("portable", launcher)):
         monkeypatch.setattr(module, "launch_weight_gradient", noting(name, module.launch_weight_gradient))
     return names
 

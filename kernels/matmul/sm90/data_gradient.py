@@ -6,85 +6,70 @@ multiplies.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from ...hopper import fence_async_shared, gl, gluon, matrix, tma, untransposed
+from ...hopper import fence_async_shared, gl, gluon, matrix, resources, tma, untransposed
 from ...launching import Launch, prepared
 from ...pipeline import specialize
-from ...tiles import grouped_tile
 from ...tuning import EpiloguePipeline
-from .products import HALF, TILE, column_halves, columns_at_once, copy_tile, make_ring, multiply, send
+from .elements import zeros
+from .loading import Term, load_tiles
+from .pingpong import columns_at_once, mma_tiles, pingpong_ring
+from .ring import HALF, TILE, column_halves, make_staging, tma_store
+from .schedules import dense_schedule
+
+
+@resources
+class _Sum:
+    """What the epilogue adds up: the sum in memory, and the result that the last part leaves."""
+
+    dx: Any
+    total_ptr: Any
+    rows: Any
+    columns: Any
+    staging: Any
+    FIRST: Any
+    LAST: Any
 
 
 @gluon.jit
-def _copy_terms(
-    dz_desc, up_desc, d_gate_desc, w_gate_desc, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
-    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    position = 0
-    for index in range(gl.program_id(0), tile_rows * tile_columns, gl.num_programs(0)):
-        tile_row, tile_column = grouped_tile(index, tile_rows, tile_columns, GROUP)
-        row = tile_row * TILE
-        column = tile_column * TILE
-        position = copy_tile(
-            dz_desc, up_desc, None, left_ring, right_ring, full, empty, row, column, inner, position, 0,
-            RIGHT_TRANSPOSED, STEP, STAGES,
-        )  # fmt: skip
-        if d_gate_desc is not None:
-            position = copy_tile(
-                d_gate_desc, w_gate_desc, None, left_ring, right_ring, full, empty, row, column, inner, position, 0,
-                RIGHT_TRANSPOSED, STEP, STAGES,
-            )  # fmt: skip
+def _nothing(tile, given):
+    acc = zeros(HALF, TILE)
+    return acc, acc, None
 
 
 @gluon.jit
-def _finish(
-    consumer: gl.constexpr, part, row, column, rows, columns, dx_desc, total_ptr, places, sent,
-    FIRST: gl.constexpr, LAST: gl.constexpr, PLACES: gl.constexpr,
-):  # fmt: skip
+def _accumulate(consumer: gl.constexpr, part, row, column, given, stored):
     """Adds half of a tile, all of its columns, to the sum in memory, or the sum to it."""
     layout: gl.constexpr = part.type.layout
-    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     its_rows = gl.expand_dims(row + gl.arange(0, HALF, gl.SliceLayout(1, layout)), 1)
     its_columns = gl.expand_dims(column + gl.arange(0, TILE, gl.SliceLayout(0, layout)), 0)
-    pointers = total_ptr + its_rows.to(gl.int64) * columns + its_columns
-    inside = (its_rows < rows) & (its_columns < columns)
-    if not FIRST:
+    pointers = given.total_ptr + its_rows.to(gl.int64) * given.columns + its_columns
+    inside = (its_rows < given.rows) & (its_columns < given.columns)
+    if not given.FIRST:
         part += gl.load(pointers, mask=inside, other=0.0)
-    if LAST:
-        left, right = column_halves(part, half_layout)
-        sent = send(consumer, dx_desc, row, column, left, places, sent, PLACES)
-        sent = send(consumer, dx_desc, row, column + HALF, right, places, sent, PLACES)
+    if given.LAST:
+        left, right = column_halves(part)
+        stored = tma_store(consumer, given.dx, row, column, left, given.staging, stored)
+        stored = tma_store(consumer, given.dx, row, column + HALF, right, given.staging, stored)
     else:
         gl.store(pointers, part, mask=inside)
-    return sent
+    return stored
 
 
 @gluon.jit
-def _consume(
-    consumer: gl.constexpr, dx_desc, total_ptr, left_ring, right_ring, places, full, empty, turns, tile_rows,
-    tile_columns, steps, rows, columns,
-    RIGHT_TRANSPOSED: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
-    FIRST: gl.constexpr, LAST: gl.constexpr,
-):  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    turn = 0
-    sent = 0
-    first = gl.program_id(0) + consumer * gl.num_programs(0)
-    for index in range(first, tile_rows * tile_columns, 2 * gl.num_programs(0)):
-        tile_row, tile_column = grouped_tile(index, tile_rows, tile_columns, GROUP)
-        row = tile_row * TILE
-        column = tile_column * TILE
-        start = gl.zeros([HALF, TILE], gl.float32, layout)
-        top, bottom = multiply(
-            consumer, start, start, left_ring, right_ring, full, empty, turns, turn, steps, RIGHT_TRANSPOSED, STAGES
-        )
-        turn += 1
-        sent = _finish(consumer, top, row, column, rows, columns, dx_desc, total_ptr, places, sent, FIRST, LAST, PLACES)
-        sent = _finish(
-            consumer, bottom, row + HALF, column, rows, columns, dx_desc, total_ptr, places, sent, FIRST, LAST, PLACES
-        )
+def _epilogue(consumer: gl.constexpr, tile, top, bottom, loaded, given, stored):
+    row, column, _ = tile
+    stored = _accumulate(consumer, top, row, column, given, stored)
+    return _accumulate(consumer, bottom, row + HALF, column, given, stored)
+
+
+@gluon.jit
+def _consume(consumer: gl.constexpr, ring, schedule, steps, given):
+    stored = 0
+    mma_tiles(consumer, ring, schedule, steps, _nothing, _epilogue, given, stored)
     tma.store_wait(0)
 
 
@@ -95,17 +80,19 @@ def _pipelined_data_gradient_kernel(
     GROUP: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     PARTS: gl.constexpr = 1 if d_gate_desc is None else 2
-    steps = PARTS * gl.cdiv(inner, STEP)
-    left_ring, right_ring, full, empty, turns = make_ring(dz_desc, up_desc, RIGHT_TRANSPOSED, STEP, STAGES)
-    places = gl.allocate_shared_memory(dz_desc.dtype, [2 * PLACES, HALF, HALF], dx_desc.layout)
+    schedule = dense_schedule(tile_rows, tile_columns, GROUP, TILE)
+    ring = pingpong_ring(dz_desc, up_desc, RIGHT_TRANSPOSED, STEP, STAGES)
+    given = _Sum(
+        dx=dx_desc, total_ptr=total_ptr, rows=rows, columns=columns, staging=make_staging(dx_desc, PLACES), FIRST=FIRST,
+        LAST=LAST,
+    )  # fmt: skip
+    up_term = Term(left=dz_desc, right=up_desc, other=None, inner=inner, first=0)
+    gate_term = Term(left=d_gate_desc, right=w_gate_desc, other=None, inner=inner, first=0)
     fence_async_shared()
-    specialize(2, _consume, (
-        dx_desc, total_ptr, left_ring, right_ring, places, full, empty, turns, tile_rows, tile_columns, steps, rows,
-        columns, RIGHT_TRANSPOSED, STAGES, PLACES, GROUP, FIRST, LAST,
-    ), _copy_terms, (
-        dz_desc, up_desc, d_gate_desc, w_gate_desc, left_ring, right_ring, full, empty, tile_rows, tile_columns, inner,
-        RIGHT_TRANSPOSED, STEP, STAGES, GROUP,
-    ))  # fmt: skip
+    specialize(
+        2, _consume, (ring, schedule, PARTS * gl.cdiv(inner, STEP), given),
+        load_tiles, (ring, schedule, up_term, gate_term),
+    )  # fmt: skip
 
 
 def data_gradient(

@@ -2,8 +2,8 @@
 
 import torch
 
-from ...device import tl, triton
-from ...launching import launch
+from ..device import tl, triton
+from ..launching import launch
 
 _EXPERTS = 16  # of one program
 

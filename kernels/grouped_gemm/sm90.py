@@ -10,17 +10,22 @@ from typing import Any
 
 import torch
 
-from ...dropout import NO_DROPOUT
-from ...gemm_epilogue.pipelined import launch_hidden, launch_hidden_gradient, prepare_hidden, prepare_hidden_gradient
-from ...gemm_epilogue.pipelined.products import HALF, TILE
-from ...hopper import ALIGNMENT, Matrix, stacked, untransposed
-from ...launching import Launch, ceil_div, prepared
-from ...tuning import EpiloguePipeline
-from ...tuning.grouped_gemm_pipelines import CooperativePipeline
-from ..elements import Arithmetic, HiddenGradients
-from ..sorting import SortedRows
-from .product import prepare_product
-from .weight_gradient import prepare_weight_gradient
+from ..dropout import NO_DROPOUT
+from ..hopper import ALIGNMENT, Matrix, stacked, untransposed
+from ..launching import Launch, ceil_div, prepared
+from ..matmul.sm90 import (
+    launch_hidden,
+    launch_hidden_gradient,
+    prepare_grouped_weight_gradient,
+    prepare_hidden,
+    prepare_hidden_gradient,
+    prepare_product,
+)
+from ..matmul.sm90.ring import HALF, TILE
+from ..tuning import EpiloguePipeline
+from ..tuning.grouped_gemm_pipelines import CooperativePipeline
+from .elements import Arithmetic, HiddenGradients
+from .sorting import SortedRows
 
 
 def _weights(weights: Sequence[torch.Tensor], step: int) -> list[Matrix] | None:
@@ -188,7 +193,7 @@ def weight_gradient(
         # Half of a tile ends where the units of the next expert begin.
         if units % HALF.value:
             return None
-        return prepare_weight_gradient(left, right, gradient, experts, units, config)
+        return prepare_grouped_weight_gradient(left, right, gradient, experts, units, config)
 
     launch = prepared(ready, ("pipelined weight gradient", name), prepare)
     if launch is None:

@@ -1,0 +1,89 @@
+"""What prologues and epilogues on Hopper share: the bias that a tile starts with, and the dropout of its elements."""
+
+from typing import Any
+
+from ...dropout import LANES as DRAWN_LANES
+from ...dropout import above, swapped, words
+from ...hopper import gl, gluon, resources
+from .ring import HALF, TILE
+
+LANES = gl.constexpr(DRAWN_LANES)
+
+
+@resources
+class Dropout:
+    """The dropout of a hidden whose first element has ``row`` and ``column`` of the mask; without a seed, none."""
+
+    seed_ptr: Any
+    limit: Any
+    scale: Any
+    row: Any
+    column: Any
+
+
+@resources
+class Activation:
+    """What is computed of a pre-activation: see ``activations.limited_hidden_and_slopes``."""
+
+    limit: Any
+    offset: Any
+    GATED: Any
+    LIMITED: Any
+    NAME: Any
+    ACCURACY: Any
+
+
+@gluon.jit
+def zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    return gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+
+
+@gluon.jit
+def bias_of_columns(bias_ptr, first, column, N, COLUMNS: gl.constexpr):
+    """A tile that starts with the bias of its columns, ``N`` of which lie from ``first`` on; zeros without a bias."""
+    acc = zeros(HALF, COLUMNS)
+    if bias_ptr is not None:
+        cols = gl.arange(0, COLUMNS, gl.SliceLayout(0, acc.type.layout))
+        acc += gl.expand_dims(gl.load(bias_ptr + first + gl.minimum(column + cols, N - 1)).to(gl.float32), 0)
+    return acc
+
+
+@gluon.jit
+def biases_of_halves(up_bias_ptr, gate_bias_ptr, first, column, N):
+    """The same for a gated hidden, whose gate has the columns behind the first half of the tile."""
+    acc = zeros(HALF, TILE)
+    cols = gl.arange(0, TILE, gl.SliceLayout(0, acc.type.layout))
+    inside = first + gl.minimum(column + cols % HALF, N - 1)
+    if up_bias_ptr is not None and gate_bias_ptr is not None:
+        bias = gl.load(gl.where(cols < HALF, up_bias_ptr + inside, gate_bias_ptr + inside)).to(gl.float32)
+        acc += gl.expand_dims(bias, 0)
+    elif up_bias_ptr is not None:
+        acc += gl.expand_dims(gl.where(cols < HALF, gl.load(up_bias_ptr + inside).to(gl.float32), 0.0), 0)
+    elif gate_bias_ptr is not None:
+        acc += gl.expand_dims(gl.where(cols < HALF, 0.0, gl.load(gate_bias_ptr + inside).to(gl.float32)), 0)
+    return acc
+
+
+@gluon.jit
+def draw(dropout, row, column, layout: gl.constexpr):
+    """Which elements of a quarter of a tile are kept: boolean, in the registers where ``layout`` has the elements."""
+    # A thread has two columns of eight in this one, and in that of the tile the same two of every eight.
+    lanes: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LANES, 16])
+    rows = row + dropout.row + gl.arange(0, HALF, gl.SliceLayout(1, lanes))
+    draws = (column + dropout.column) // HALF * LANES + gl.arange(0, LANES, gl.SliceLayout(0, lanes))
+    first, second, third, fourth = words(
+        gl.load(dropout.seed_ptr), gl.expand_dims(rows, 1).to(gl.int64), gl.expand_dims(draws, 0)
+    )
+    left = gl.join(gl.join(swapped(first), first), gl.join(swapped(second), second))
+    right = gl.join(gl.join(swapped(third), third), gl.join(swapped(fourth), fourth))
+    # [rows, lanes, half, word % 2, word // 2] -> [rows, columns].
+    drawn = gl.join(left, right).permute((0, 4, 3, 2, 1)).reshape([HALF, HALF])
+    return above(gl.convert_layout(drawn, layout, assert_trivial=True), dropout.limit)
+
+
+@gluon.jit
+def dropped(values, kept, dropout):
+    """The values of a tile times the scale where they are ``kept``, else times 0."""
+    # Among the factors: to choose among 16-bit results, the compiler takes them out of their pairs and pairs them anew.
+    return values * gl.where(kept, dropout.scale, 0.0)

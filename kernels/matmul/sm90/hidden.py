@@ -1,0 +1,184 @@
+"""H on Hopper, and Z and Zg where they are kept, from one product: gated, from both projections in one pass over x."""
+
+from typing import Any
+
+import torch
+
+from ...activations import activation_unit, limited_hidden_and_slopes
+from ...dropout import Dropout as DropoutNumbers
+from ...hopper import Matrix, dense, fence_async_shared, gl, gluon, resources, tma
+from ...launching import Launch
+from ...pipeline import specialize
+from ...tuning import EpiloguePipeline
+from ..low_rank import LowRank, low_rank_copies
+from .elements import Activation, Dropout, bias_of_columns, biases_of_halves, draw, dropped
+from .loading import Term, load_tiles
+from .pingpong import columns_at_once, mma_tiles, pingpong_ring
+from .ring import HALF, TILE, column_halves, make_staging, tma_store
+from .schedules import make_schedule
+
+
+@resources
+class _Hidden:
+    """What the epilogue reads and writes besides the product."""
+
+    hidden: Any
+    z: Any
+    z_gate: Any
+    up_bias_ptr: Any
+    gate_bias_ptr: Any
+    N: Any
+    dropout: Any
+    activation: Any
+    staging: Any
+
+
+@gluon.jit
+def _biases(tile, given):
+    _, column, expert = tile
+    if given.activation.GATED:
+        acc = biases_of_halves(given.up_bias_ptr, given.gate_bias_ptr, expert * given.N, column, given.N)
+    else:
+        acc = bias_of_columns(given.up_bias_ptr, expert * given.N, column, given.N, TILE)
+    return acc, acc, None
+
+
+@gluon.jit
+def _activate(consumer: gl.constexpr, z, z_gate, row, column, given, stored):
+    """Stores the hidden of a quarter of a tile, and its pre-activations; returns how many parts were stored."""
+    how = given.activation
+    UNIT: gl.constexpr = activation_unit(how.NAME, how.ACCURACY)
+    if given.z is not None:
+        stored = tma_store(consumer, given.z, row, column, z, given.staging, stored)
+        if how.GATED:
+            stored = tma_store(consumer, given.z_gate, row, column, z_gate, given.staging, stored)
+    hidden, _, _ = limited_hidden_and_slopes(
+        z, z_gate, how.limit, how.offset, how.GATED, how.LIMITED, how.NAME, how.ACCURACY
+    )
+    if given.dropout.seed_ptr is not None:
+        hidden = dropped(hidden, draw(given.dropout, row, column, z.type.layout), given.dropout)
+    return tma_store(consumer, given.hidden, row, column, hidden * UNIT, given.staging, stored)
+
+
+@gluon.jit
+def _epilogue(consumer: gl.constexpr, tile, top, bottom, loaded, given, stored):
+    row, column, _ = tile
+    # One copy of the code for all quarters: see the hidden's gradient.
+    for half in range(2):
+        left, right = column_halves(top)
+        if given.activation.GATED:
+            stored = _activate(consumer, left, right, row + half * HALF, column, given, stored)
+        else:
+            for side in range(2):
+                stored = _activate(consumer, left, left, row + half * HALF, column + side * HALF, given, stored)
+                left = right
+        top = bottom
+    return stored
+
+
+@gluon.jit
+def _consume(consumer: gl.constexpr, ring, schedule, steps, given):
+    stored = 0
+    mma_tiles(consumer, ring, schedule, steps, _biases, _epilogue, given, stored)
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "expert_count", "weight_rows", "tile_rows", "group", "drop_limit", "keep_scale", "mask_row", "mask_column",
+        "limit", "offset",
+    ]
+)  # fmt: skip
+def _pipelined_hidden_kernel(
+    x_desc, up_desc, w_gate_desc, hidden_desc, z_desc, gate_desc, u_desc, b_desc, b_gate_desc, up_bias_ptr,
+    gate_bias_ptr, seed_ptr, tile_expert_ptr, starts_ptr, inner, N, tile_columns, whole, rank, gate_first, expert_count,
+    weight_rows, tile_rows, group, drop_limit, keep_scale, mask_row, mask_column, limit, offset,
+    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
+    LIMITED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+):  # fmt: skip
+    GATED: gl.constexpr = w_gate_desc is not None
+    schedule = make_schedule(
+        tile_rows, tile_columns, group, tile_expert_ptr, starts_ptr, expert_count, weight_rows, HALF if GATED else TILE
+    )
+    ring = pingpong_ring(x_desc, up_desc, RIGHT_TRANSPOSED, STEP, STAGES)
+    given = _Hidden(
+        hidden=hidden_desc, z=z_desc, z_gate=gate_desc, up_bias_ptr=up_bias_ptr, gate_bias_ptr=gate_bias_ptr, N=N,
+        dropout=Dropout(seed_ptr=seed_ptr, limit=drop_limit, scale=keep_scale, row=mask_row, column=mask_column),
+        activation=Activation(
+            limit=limit, offset=offset, GATED=GATED, LIMITED=LIMITED, NAME=ACTIVATION, ACCURACY=ACCURACY
+        ),
+        staging=make_staging(hidden_desc, PLACES),
+    )  # fmt: skip
+    x_term = Term(left=x_desc, right=up_desc, other=w_gate_desc, inner=inner, first=0)
+    low_rank = Term(left=u_desc, right=b_desc, other=b_gate_desc, inner=rank, first=gate_first)
+    fence_async_shared()
+    specialize(
+        2, _consume, (ring, schedule, gl.cdiv(whole, STEP), given),
+        load_tiles, (ring, schedule, x_term, low_rank),
+    )  # fmt: skip
+
+
+def prepare_hidden(
+    x: Matrix,
+    up: Matrix,
+    gate: Matrix | None,
+    columns: int,
+    keep: bool,
+    activation: str,
+    accuracy: str,
+    pipeline: EpiloguePipeline,
+    dropout: DropoutNumbers,
+    low_rank: LowRank | None,
+    experts: int = 0,
+    limits: tuple[float, float] | None = None,
+    width: int = 0,
+) -> Launch | None:
+    """The launch for operands of these layouts, with results of so many columns; None: TMA cannot read ``low_rank``.
+
+    With ``experts``, rows are sorted by them, and both weights are those of all, behind one another. ``limits``
+    are those of :func:`limited_hidden_and_slopes`. Results may be of more columns, ``width``.
+    """
+    tile, half = TILE.value, HALF.value
+    rows = x.rows
+    tile_rows, tile_columns = -(-rows // tile), -(-columns // (tile if gate is None else half))
+    right_transposed = not up.transposed
+    units = columns_at_once(right_transposed, gate is not None)
+    copies = low_rank_copies(low_rank, up.transposed, (half, pipeline.step), (units, pipeline.step))
+    if copies is None:
+        return None
+    out = dense(rows, width or columns, half, half)
+    return Launch(
+        _pipelined_hidden_kernel,
+        min(tile_rows * tile_columns, pipeline.programs),
+        (
+            x.columns, columns, tile_columns, copies.whole(x.columns, pipeline.step), copies.columns, copies.first,
+            experts, up.step,
+        ),
+        (tile_rows, pipeline.group, *dropout.numbers(), *(limits or (0.0, 0.0))),
+        (
+            right_transposed, pipeline.step, pipeline.stages, pipeline.places, limits is not None, activation, accuracy,
+        ),
+        geometries=(
+            x.geometry(half, pipeline.step),
+            up.geometry(units, pipeline.step),
+            None if gate is None else gate.geometry(units, pipeline.step),
+            out,
+            out if keep else None,
+            out if keep and gate is not None else None,
+            *copies.geometries,
+        ),
+    )  # fmt: skip
+
+
+def launch_hidden(
+    prepared: Launch,
+    matrices: tuple[torch.Tensor | None, ...],
+    vectors: tuple[torch.Tensor | None, ...],
+    sorting: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+) -> None:
+    """Fills the last three of (x, up, gate, hidden, z, z_gate), where they are given: ``[M, N]``.
+
+    Behind them come the three of a ``LowRank`` as TMA copies them. ``vectors`` are the biases of up and of the gate,
+    and the seed; ``sorting`` the expert of each row of tiles, and where the rows of each expert begin.
+    """
+    prepared((*vectors, *sorting), matrices)

@@ -1,0 +1,398 @@
+"""dZ and dZg on Hopper, their sums over bands of rows, and H once more, from the product dy W_down.
+
+A warp of its own loads the pre-activations of a tile, a quarter at a time, while its product is computed. Every thread
+adds up what it has of a column; threads are asked for theirs only where the sums of a band are complete.
+"""
+
+from typing import Any
+
+import torch
+
+from ...activations import activation_unit, limited_hidden_and_slopes, through_activation
+from ...dropout import Dropout as DropoutNumbers
+from ...hopper import Matrix, copy_in, dense, fence_async_shared, gl, gluon, mbarrier, resources, tma
+from ...launching import Launch
+from ...pipeline import init_barriers, specialize, stage_of
+from ...tiles import only_before
+from ...tuning import EpiloguePipeline
+from ..low_rank import LowRank, low_rank_copies
+from .elements import Activation, Dropout, draw, dropped, zeros
+from .loading import Term, load_tiles
+from .pingpong import columns_at_once, mma_tiles, pingpong_ring
+from .ring import HALF, TILE, column_halves, make_staging, tma_store
+from .schedules import make_schedule, tile_at, tile_count
+
+
+@resources
+class _Quarters:
+    """The pre-activations of each consumer's tile, a quarter of it in each of ``STAGES`` stages."""
+
+    tiles: Any
+    full: Any
+    empty: Any
+    STAGES: Any
+
+
+@resources
+class _Gradient:
+    """What the epilogue reads and writes besides the product; where rows have weights, they are those of experts."""
+
+    dz: Any
+    d_gate: Any
+    hidden: Any
+    sums_ptr: Any
+    added_ptr: Any
+    weights_ptr: Any
+    weight_sums_ptr: Any
+    M: Any
+    N: Any
+    dropout: Any
+    activation: Any
+    quarters: Any
+    staging: Any
+    SUMS_STAY: Any
+    WHOLE_COLUMNS: Any
+
+
+@gluon.jit
+def _load_quarter(desc, row, column, quarters, consumer, position):
+    stage, phase = stage_of(position, quarters.STAGES)
+    stage += consumer * quarters.STAGES
+    mbarrier.wait(quarters.empty.index(stage), phase ^ 1)
+    mbarrier.expect(quarters.full.index(stage), desc.block_type.nbytes)
+    copy_in(desc, [row, column], quarters.full.index(stage), quarters.tiles.index(stage))
+    return position + 1
+
+
+@gluon.jit
+def _load_pre_activations(z_desc, gate_desc, quarters, schedule):
+    PARTS: gl.constexpr = 1 if gate_desc is None else 2
+    count = 0
+    for index in range(gl.program_id(0), tile_count(schedule), gl.num_programs(0)):
+        first_row, first_column, _ = tile_at(schedule, index)
+        consumer = count % 2
+        position = count // 2 * (4 * PARTS)
+        for quarter in gl.static_range(4):
+            row, column = first_row + quarter // 2 * HALF, first_column + quarter % 2 * HALF
+            position = _load_quarter(z_desc, row, column, quarters, consumer, position)
+            if gate_desc is not None:
+                position = _load_quarter(gate_desc, row, column, quarters, consumer, position)
+        count += 1
+
+
+@gluon.jit
+def _take(consumer: gl.constexpr, quarters, position, layout: gl.constexpr):
+    stage, phase = stage_of(position, quarters.STAGES)
+    stage += consumer * quarters.STAGES
+    mbarrier.wait(quarters.full.index(stage), phase)
+    return quarters.tiles.index(stage).load(layout).to(gl.float32)
+
+
+@gluon.jit
+def _release(consumer: gl.constexpr, quarters, position, PARTS: gl.constexpr):
+    """Gives the stages of pre-activations back.
+
+    Only once all that was made of them is stored: the next copy must not overtake a read that is still under way.
+    """
+    for part in gl.static_range(PARTS):
+        mbarrier.arrive(quarters.empty.index(consumer * quarters.STAGES + (position + part) % quarters.STAGES))
+
+
+@gluon.jit
+def _own_sums(gradient, valid_rows):
+    """Each thread's sums of the rows it has, ``[warps, rows of threads, columns]``: no thread asks another."""
+    COLUMNS: gl.constexpr = gradient.shape[1]
+    if valid_rows < gradient.shape[0]:
+        # Past M the product is 0, but 0 times an infinite weight is NaN.
+        rows = gl.arange(0, gradient.shape[0], gl.SliceLayout(1, gradient.type.layout))
+        gradient = gl.where(gl.expand_dims(rows < valid_rows, 1), gradient, 0.0)
+    return gl.sum(gradient.reshape([4, 2, 8, COLUMNS]), 1)
+
+
+@gluon.jit
+def _store_sums(sums_ptr, sums, column, N):
+    """Adds up the sums of all threads, and stores those of the columns."""
+    total = gl.sum(gl.sum(sums, 1), 0)
+    cols = column + gl.arange(0, total.shape[0], total.type.layout)
+    gl.store(sums_ptr + cols, total.to(sums_ptr.dtype.element_ty), mask=cols < N)
+
+
+@gluon.jit
+def _weights_of(weights_ptr, row):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    rows = row + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    if weights_ptr is None:
+        return gl.full([HALF], 1.0, gl.float32, rows.type.layout)
+    else:
+        return gl.load(weights_ptr + rows)
+
+
+@gluon.jit
+def _through_quarter(
+    consumer: gl.constexpr, d_hidden, row, column, position, stored, sums, weights, weight_sums, given
+):  # fmt: skip
+    """The results of a quarter of a tile; ``sums`` with its own added. With a gate, they are stored at once instead.
+
+    Where rows have weights, ``d_hidden`` is without them, and the hidden is stored weighted; ``weight_sums`` come back
+    with what the quarter adds to the gradient of each row's weight.
+    """
+    how = given.activation
+    layout: gl.constexpr = d_hidden.type.layout
+    WHOLE: gl.constexpr = activation_unit(how.NAME, how.ACCURACY)
+    WEIGHTED: gl.constexpr = given.weights_ptr is not None
+    # The weights of rows come in that unit.
+    UNIT: gl.constexpr = 1.0 if WEIGHTED else WHOLE
+    GATED: gl.constexpr = how.GATED
+    PARTS: gl.constexpr = 2 if GATED else 1
+    # In float32, what waits for its turn to be stored takes more registers than there are.
+    BOTH_FIRST: gl.constexpr = GATED and given.sums_ptr is None
+    if WEIGHTED:
+        # Here, where little else is in registers; the hidden behind N is that of zeros.
+        cols = column + gl.arange(0, HALF, gl.SliceLayout(0, layout))
+        d_hidden = only_before(d_hidden, cols, given.N, given.WHOLE_COLUMNS)
+    if given.dropout.seed_ptr is not None:
+        kept = draw(given.dropout, row, column, layout)
+        d_hidden = dropped(d_hidden, kept, given.dropout)
+    z = _take(consumer, given.quarters, position, layout)
+    if GATED:
+        z_gate = _take(consumer, given.quarters, position + 1, layout)
+    else:
+        z_gate = z
+    hidden, slope, gate_slope = limited_hidden_and_slopes(
+        z, z_gate, how.limit, how.offset, GATED, how.LIMITED, how.NAME, how.ACCURACY
+    )
+    if WEIGHTED:
+        weight_sums += gl.sum(d_hidden * hidden, 1) * WHOLE
+        weights = gl.expand_dims(weights * WHOLE, 1)
+        hidden *= weights
+        d_hidden *= weights
+    if BOTH_FIRST:
+        dz = d_hidden * slope * UNIT
+        d_gate = through_activation(d_hidden, gate_slope, z_gate, how.NAME) * UNIT
+        if WEIGHTED:
+            # Padding, which has no weight, ends as zeros: 0 times an infinite weight of the layer is NaN.
+            dz, d_gate = gl.where(weights != 0, dz, 0.0), gl.where(weights != 0, d_gate, 0.0)
+        dz, d_gate = dz.to(given.dz.dtype), d_gate.to(given.dz.dtype)
+    if WEIGHTED:
+        gl.static_assert(given.sums_ptr is None, "the sums of rows with weights are another kernel's")
+        hidden = gl.where(weights != 0, hidden, 0.0)
+    if given.hidden is not None:
+        if given.dropout.seed_ptr is not None:
+            hidden = dropped(hidden, kept, given.dropout)
+        stored = tma_store(consumer, given.hidden, row, column, hidden * UNIT, given.staging, stored)
+        _release(consumer, given.quarters, position, PARTS)
+    if not BOTH_FIRST:
+        if GATED:
+            dz = d_hidden * slope * UNIT
+        else:
+            dz = through_activation(d_hidden, slope, z, how.NAME) * UNIT
+            if WEIGHTED:
+                dz = gl.where(weights != 0, dz, 0.0)
+    stored = tma_store(consumer, given.dz, row, column, dz, given.staging, stored)
+    if not GATED and given.hidden is None:
+        _release(consumer, given.quarters, position, PARTS)
+    if given.sums_ptr is not None:
+        if GATED:
+            band_ptr = given.sums_ptr + (row // HALF).to(gl.int64) * PARTS * given.N
+            _store_sums(band_ptr, _own_sums(dz, given.M - row), column, given.N)
+        else:
+            sums += _own_sums(dz, given.M - row)
+    if GATED:
+        if not BOTH_FIRST:
+            d_gate = through_activation(d_hidden, gate_slope, z_gate, how.NAME) * UNIT
+        stored = tma_store(consumer, given.d_gate, row, column, d_gate, given.staging, stored)
+        if given.sums_ptr is not None:
+            _store_sums(band_ptr + given.N, _own_sums(d_gate, given.M - row), column, given.N)
+    if GATED and given.hidden is None:
+        _release(consumer, given.quarters, position, PARTS)
+    return position + PARTS, stored, sums, weight_sums
+
+
+@gluon.jit
+def _added(given, row, column):
+    """What the product of half a tile joins: nothing, or the same part of what is given."""
+    acc = zeros(HALF, TILE)
+    if given.added_ptr is not None:
+        layout: gl.constexpr = acc.type.layout
+        rows = gl.expand_dims(row + gl.arange(0, HALF, gl.SliceLayout(1, layout)), 1)
+        cols = gl.expand_dims(column + gl.arange(0, TILE, gl.SliceLayout(0, layout)), 0)
+        offsets = rows.to(gl.int64) * given.N + cols
+        acc = gl.load(given.added_ptr + offsets, mask=(rows < given.M) & (cols < given.N), other=0.0).to(gl.float32)
+    return acc
+
+
+@gluon.jit
+def _prologue(tile, given):
+    row, column, _ = tile
+    top, bottom = _added(given, row, column), _added(given, row + HALF, column)
+    return top, bottom, (_weights_of(given.weights_ptr, row), _weights_of(given.weights_ptr, row + HALF))
+
+
+@gluon.jit
+def _epilogue(consumer: gl.constexpr, tile, top, bottom, weights, given, state):
+    first_row, column, _ = tile
+    position, stored, left_sums, right_sums, no_left, no_right = state
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    top_weights, bottom_weights = weights
+    # The quarters take turns in the same registers, so that the code is there once, not four times: fetching four
+    # copies took 22 of 128 µs (16,384 × 512 × 2048 on an H100), and 142 of 258 with a gate and sums.
+    for half in range(2):
+        left, right = column_halves(top)
+        row = first_row + half * HALF
+        weight_sums = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, layout))
+        for side in range(2):
+            position, stored, sums, weight_sums = _through_quarter(
+                consumer, left, row, column + side * HALF, position, stored, left_sums, top_weights, weight_sums, given
+            )
+            left, left_sums, right_sums = right, right_sums, sums
+        if given.weight_sums_ptr is not None:
+            row_ptr = given.weight_sums_ptr + (column // TILE).to(gl.int64) * given.M + row
+            gl.store(row_ptr + gl.arange(0, HALF, gl.SliceLayout(1, layout)), weight_sums)
+        top, top_weights = bottom, bottom_weights
+    if given.sums_ptr is not None and not given.activation.GATED and not given.SUMS_STAY:
+        band_ptr = given.sums_ptr + (first_row // TILE).to(gl.int64) * given.N
+        _store_sums(band_ptr, left_sums, column, given.N)
+        _store_sums(band_ptr, right_sums, column + HALF, given.N)
+        left_sums, right_sums = no_left, no_right
+    return position, stored, left_sums, right_sums, no_left, no_right
+
+
+@gluon.jit
+def _consume(consumer: gl.constexpr, ring, schedule, steps, given):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    position = 0
+    stored = 0
+    # Two values: a loop takes a variable for unchanged that is given what it had, and would not exchange equal ones.
+    no_left = _own_sums(gl.zeros([HALF, HALF], gl.float32, layout), HALF)
+    no_right = _own_sums(gl.zeros([HALF, HALF], gl.float32, layout), HALF)
+    state = (position, stored, no_left, no_right, no_left, no_right)
+    state = mma_tiles(consumer, ring, schedule, steps, _prologue, _epilogue, given, state)
+    if given.sums_ptr is not None and not given.activation.GATED and given.SUMS_STAY:
+        # A consumer without a tile stores zeros.
+        column = gl.program_id(0) % schedule.tile_columns * TILE
+        band = gl.program_id(0) // schedule.tile_columns * 2 + consumer
+        band_ptr = given.sums_ptr + band.to(gl.int64) * given.N
+        _store_sums(band_ptr, state[2], column, given.N)
+        _store_sums(band_ptr, state[3], column + HALF, given.N)
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "expert_count", "weight_rows", "tile_rows", "group", "M", "drop_limit", "keep_scale", "mask_row",
+        "mask_column", "limit", "offset",
+    ]
+)  # fmt: skip
+def _pipelined_epilogue_gradient_kernel(
+    dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, v_desc, a_desc, sums_ptr, seed_ptr,
+    added_ptr, tile_expert_ptr, starts_ptr, weights_ptr, weight_sums_ptr, inner, N, tile_columns, whole, rank,
+    expert_count, weight_rows, tile_rows, group, M, drop_limit, keep_scale, mask_row, mask_column, limit, offset,
+    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr,
+    PLACES: gl.constexpr, STAYS: gl.constexpr, WHOLE_COLUMNS: gl.constexpr, LIMITED: gl.constexpr,
+    ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+):  # fmt: skip
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    schedule = make_schedule(
+        tile_rows, tile_columns, group, tile_expert_ptr, starts_ptr, expert_count, weight_rows, TILE
+    )
+    ring = pingpong_ring(dy_desc, down_desc, RIGHT_TRANSPOSED, STEP, STAGES)
+    quarters = _Quarters(
+        tiles=gl.allocate_shared_memory(dy_desc.dtype, [2 * Z_STAGES, HALF, HALF], z_desc.layout),
+        full=gl.allocate_shared_memory(gl.int64, [2 * Z_STAGES, 1], barrier),
+        empty=gl.allocate_shared_memory(gl.int64, [2 * Z_STAGES, 1], barrier),
+        STAGES=Z_STAGES,
+    )
+    init_barriers(quarters.full, quarters.empty, 2 * Z_STAGES, 1)
+    given = _Gradient(
+        dz=dz_desc, d_gate=d_gate_desc, hidden=hidden_desc, sums_ptr=sums_ptr, added_ptr=added_ptr,
+        weights_ptr=weights_ptr, weight_sums_ptr=weight_sums_ptr, M=M, N=N,
+        dropout=Dropout(seed_ptr=seed_ptr, limit=drop_limit, scale=keep_scale, row=mask_row, column=mask_column),
+        activation=Activation(
+            limit=limit, offset=offset, GATED=gate_desc is not None, LIMITED=LIMITED, NAME=ACTIVATION, ACCURACY=ACCURACY
+        ),
+        quarters=quarters, staging=make_staging(dz_desc, PLACES), SUMS_STAY=STAYS, WHOLE_COLUMNS=WHOLE_COLUMNS,
+    )  # fmt: skip
+    dy_term = Term(left=dy_desc, right=down_desc, other=None, inner=inner, first=0)
+    low_rank = Term(left=v_desc, right=a_desc, other=None, inner=rank, first=0)
+    fence_async_shared()
+    specialize(
+        2, _consume, (ring, schedule, gl.cdiv(whole, STEP), given),
+        load_tiles, (ring, schedule, dy_term, low_rank),
+        _load_pre_activations, (z_desc, gate_desc, quarters, schedule),
+    )  # fmt: skip
+
+
+def prepare_hidden_gradient(
+    dy: Matrix,
+    down: Matrix,
+    z: Matrix,
+    z_gate: Matrix | None,
+    row_strides: tuple[int, int],
+    keep_hidden: bool,
+    bias: bool,
+    activation: str,
+    accuracy: str,
+    pipeline: EpiloguePipeline,
+    dropout: DropoutNumbers,
+    low_rank: LowRank | None,
+    experts: int = 0,
+    limits: tuple[float, float] | None = None,
+) -> Launch | None:
+    """The launch for operands of these layouts; rows of the gradients and of the hidden are ``row_strides`` apart.
+
+    None where TMA cannot read ``low_rank``. With ``experts``, rows are sorted by them, and have weights; w_down is
+    those of all, behind one another. ``limits`` are those of :func:`limited_hidden_and_slopes`.
+    """
+    tile, half = TILE.value, HALF.value
+    rows, columns = z.rows, z.columns
+    tile_rows, tile_columns = -(-rows // tile), -(-columns // tile)
+    stays = pipeline.stays and bias and z_gate is None and tile_rows > 1 and not experts
+    # Asked only where sums over columns are taken, so that no other variant is compiled twice.
+    whole_columns = not experts or columns % tile == 0
+    programs = pipeline.programs_for_columns(tile_columns) if stays else pipeline.programs
+    assert programs > 0, "planned for fewer columns of tiles"
+    right_block = pipeline.step, columns_at_once(down.transposed)
+    copies = low_rank_copies(low_rank, down.transposed, (half, pipeline.step), right_block)
+    if copies is None:
+        return None
+    gradient_stride, hidden_stride = row_strides
+    out = dense(rows, columns, half, half, gradient_stride)
+    return Launch(
+        _pipelined_epilogue_gradient_kernel,
+        min(tile_rows * tile_columns, programs),
+        (
+            dy.columns, columns, tile_columns, copies.whole(dy.columns, pipeline.step), copies.columns, experts,
+            down.step,
+        ),
+        (tile_rows, 1 if stays else pipeline.group, rows, *dropout.numbers(), *(limits or (0.0, 0.0))),
+        (
+            down.transposed, pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places,
+            stays, whole_columns, limits is not None, activation, accuracy,
+        ),
+        geometries=(
+            dy.geometry(half, pipeline.step),
+            down.geometry(*right_block),
+            z.geometry(half, half),
+            None if z_gate is None else z_gate.geometry(half, half),
+            out,
+            None if z_gate is None else out,
+            dense(rows, columns, half, half, hidden_stride) if keep_hidden else None,
+            *copies.geometries[:2],
+        ),
+    )  # fmt: skip
+
+
+def launch_hidden_gradient(
+    prepared: Launch,
+    matrices: tuple[torch.Tensor | None, ...],
+    vectors: tuple[torch.Tensor | None, ...],
+    sorting: tuple[torch.Tensor | None, ...] = (None, None, None, None),
+) -> None:
+    """Fills the last three of (dy, down, z, z_gate, dz, d_gate, hidden), ``[M, N]``, where they are given.
+
+    Behind them come the first two of a ``LowRank`` as TMA copies them. ``vectors`` are the sums,
+    ``[bands, parts × N]``, the seed, and what is added to dH, contiguous; ``sorting`` the expert of each row of tiles,
+    where the rows of each expert begin, the weights ``[M]`` of the rows in float32, and the sums for their gradients,
+    one for each column of tiles, ``[columns of tiles, M]``.
+    """
+    prepared((*vectors, *sorting), matrices)

@@ -1,0 +1,92 @@
+"""The load warp: the operands of tile after tile, through TMA, into the stages of the ring."""
+
+from typing import Any
+
+from ...hopper import copy_in, gl, gluon, mbarrier, reinterpret, resources
+from ...pipeline import stage_of
+from .ring import HALF
+from .schedules import tile_at, tile_count
+
+
+@resources
+class Term:
+    """One of the products that are added up in a tile: descriptors of its operands, and the length of its inner axis.
+
+    Half of the columns of a tile are products with ``other``, where it is given, whose inner axis begins at ``first``:
+    TMA fills what lies before it with zeros.
+    """
+
+    left: Any
+    right: Any
+    other: Any
+    inner: Any
+    first: Any
+
+
+@gluon.jit
+def load_tiles(ring, schedule, first_term, second_term):
+    """The load warp: both terms of one tile after another."""
+    position = 0
+    for index in range(gl.program_id(0), tile_count(schedule), gl.num_programs(0)):
+        row, column, expert = tile_at(schedule, index)
+        first = expert * schedule.weight_rows
+        position = load_term(ring, first_term, row, column, first, position)
+        if second_term.left is not None:
+            position = load_term(ring, second_term, row, column, first, position)
+
+
+@gluon.jit
+def load_term(ring, term, row, column, first, position):
+    """Loads what the product of one tile reads into the ring from ``position`` on; returns the position behind it.
+
+    A row of the right operand in memory is a column of the result where it is ``RIGHT_TRANSPOSED``: y = x Wᵀ of a
+    linear layer. The operand is the part of its matrix from row ``first`` on.
+    """
+    ROWS: gl.constexpr = term.left.block_type.shape[0]
+    # One copy brings the right operand of a tile, or two of them half of its columns each.
+    COPIES: gl.constexpr = ring.right.shape[1] * ring.right.shape[2] // term.right.block_type.numel
+    BYTES: gl.constexpr = 2 * term.left.block_type.nbytes + COPIES * term.right.block_type.nbytes
+    for k in range(0, term.inner, ring.STEP):
+        stage, phase = stage_of(position, ring.STAGES)
+        full = ring.full.index(stage)
+        mbarrier.wait(ring.empty.index(stage), phase ^ 1)
+        mbarrier.expect(full, BYTES)
+        copy_in(term.left, [row, k], full, ring.left.index(stage * 2))
+        copy_in(term.left, [row + ROWS, k], full, ring.left.index(stage * 2 + 1))
+        right = ring.right.index(stage)
+        if COPIES == 1:
+            if ring.RIGHT_TRANSPOSED:
+                copy_in(term.right, [first + column, k], full, right)
+            else:
+                copy_in(term.right, [first + k, column], full, right)
+        else:
+            halves = reinterpret(right, right.dtype, [2] + term.right.block_type.shape, term.right.layout)
+            if ring.RIGHT_TRANSPOSED:
+                copy_in(term.right, [first + column, k], full, halves.index(0))
+                if term.other is None:
+                    copy_in(term.right, [first + column + HALF, k], full, halves.index(1))
+                else:
+                    copy_in(term.other, [first + column, k - term.first], full, halves.index(1))
+            else:
+                copy_in(term.right, [first + k, column], full, halves.index(0))
+                copy_in(term.other, [first + k - term.first, column], full, halves.index(1))
+        position += 1
+    return position
+
+
+@gluon.jit
+def load_rows(ring, left_desc, right_desc, unit, column, row, steps, position):
+    """The same for a product over rows of both operands, from ``row`` on, as weight gradients are."""
+    UNITS: gl.constexpr = left_desc.block_type.shape[1]
+    BYTES: gl.constexpr = 2 * left_desc.block_type.nbytes + right_desc.block_type.nbytes
+    for step in range(steps):
+        stage, phase = stage_of(position, ring.STAGES)
+        full = ring.full.index(stage)
+        mbarrier.wait(ring.empty.index(stage), phase ^ 1)
+        mbarrier.expect(full, BYTES)
+        first = row + step * ring.STEP
+        copy_in(left_desc, [first, unit], full, ring.left.index(stage * 2))
+        copy_in(left_desc, [first, unit + UNITS], full, ring.left.index(stage * 2 + 1))
+        copy_in(right_desc, [first, column], full, ring.right.index(stage))
+        position += 1
+    return position
