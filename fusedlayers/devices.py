@@ -68,7 +68,7 @@ def _describe(device: torch.device) -> Device:
             architecture=architecture,
             sms=found.multi_processor_count,
             triton=HAS_TRITON,
-            pipelined=hopper.runs_on(architecture),
+            backend=hopper.backend_of(architecture),
             triton_release=RELEASE,
         )
     if not facts.triton:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar, dataclass_transform
 import torch
 
 from .device import Inert, tl
+from .tuning.dtypes import FORMATS, GENERIC, SM90
 
 # Gluon is experimental and changes its names.
 try:
@@ -69,9 +70,9 @@ def resources(cls: _Class) -> _Class:
     return _aggregate(cls)
 
 
-def runs_on(architecture: str) -> bool:
-    """Whether the kernels that use these instructions run on GPUs of ``architecture``."""
-    return HAS_GLUON and architecture == "sm_90"
+def backend_of(architecture: str) -> str:
+    """Whose kernels run on GPUs of ``architecture``: those that use these instructions, or the generic ones alone."""
+    return SM90 if HAS_GLUON and architecture == "sm_90" else GENERIC
 
 
 class Matrix(NamedTuple):
@@ -173,7 +174,7 @@ class Descriptor(NamedTuple):
 
     def complete(self) -> Any:
         """Gluon's own descriptor, with the layout of the block in shared memory, as compilation needs it."""
-        dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[self.base.dtype]
+        dtype = getattr(gl, FORMATS[str(self.base.dtype).removeprefix("torch.")].gluon)
         layout = gl.NVMMASharedLayout.get_default_for(self.block_shape, dtype)
         return TensorDescriptor(self.base, self.shape, self.strides, self.block_shape, layout)
 

@@ -83,7 +83,9 @@ class Case:
 
 
 def _device(target: str, pipelined: bool) -> planning.Device:
-    return planning.Device("cuda", target, target, SMS, triton=True, pipelined=pipelined, triton_release=RELEASE)
+    return planning.Device(
+        "cuda", target, target, SMS, triton=True, backend="sm90" if pipelined else "generic", triton_release=RELEASE
+    )
 
 
 def _problem(case: Case) -> planning.Problem:

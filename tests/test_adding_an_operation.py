@@ -94,7 +94,7 @@ import torch
 from fusedlayers import planning
 from fusedlayers.bench.selftest import running
 from fusedlayers.bench.selftest.trials import all_trials, covered, few_trials
-device = planning.Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
+device = planning.Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 trials = [trial for trial in all_trials(device) if trial.case == "row_sums"]
 names = covered(trials, device)
 assert names == {f"row_sums tiles, {bits} bits: RowSumTiles(block_m=16, block_n=32)" for bits in (16, 32)}

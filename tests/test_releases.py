@@ -26,7 +26,7 @@ from fusedlayers.planning import Device, Problem
 from fusedlayers.replacing import saving
 
 CPU = torch.device("cpu")
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 FFN = Problem("ffn", 1, 16_384, 1024, 4096, 1024, "bfloat16", "gelu", needs_data_gradient=True)
 # Torch's, whatever is known of kernels.
 TINY = Problem("ffn", 1, 1, 1024, 4096, 1024, "bfloat16", "gelu")

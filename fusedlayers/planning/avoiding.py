@@ -6,7 +6,7 @@ from typing import Any
 
 from ..kernels import tuning
 from .call import Decision
-from .devices import Device
+from .devices import GENERIC, Device
 
 # Of a pipelined configuration: the number of SMs and the order of tiles, which change nothing that is compiled.
 _UNNAMED = ("pipelined", "programs", "group")
@@ -42,7 +42,7 @@ def _name(problem: Any, field: str, config: Any) -> str:
     kernel = f"{problem.family or problem.operation} {field.removesuffix('_tiles')}"
     gated = ", gated" if getattr(problem, "gated", False) else ""
     numbers = [f"{part.name}={getattr(config, part.name)}" for part in fields(config) if part.name not in _UNNAMED]
-    return f"{kernel}{gated}, {8 * problem.element_bytes} bits: {type(config).__name__}({', '.join(numbers)})"
+    return f"{kernel}{gated}, {problem.format.bits} bits: {type(config).__name__}({', '.join(numbers)})"
 
 
 def without_avoided(make: Callable[[Device, str], Any], device: Device, backend: str) -> Any:
@@ -55,7 +55,7 @@ def without_avoided(make: Callable[[Device, str], Any], device: Device, backend:
     avoided = _avoided(plan, device)
     if not avoided:
         return plan
-    portable = replace(device, pipelined=False)
+    portable = replace(device, backend=GENERIC)
     untrusted = _avoided(make(portable, "triton"), device)
     if untrusted:
         portable = replace(device, why_no_kernels=f"{untrusted[0]} {WHY_AVOIDED}")

@@ -6,7 +6,8 @@ from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 from ..kernels.tuning import has_tanh
-from .devices import DTYPE_BYTES, KERNEL_DTYPES, Device, floor_seconds
+from ..kernels.tuning.dtypes import FORMATS, KERNEL_DTYPES, UNKNOWN, Format
+from .devices import Device, floor_seconds
 
 # Rows of what ``explain`` prints: (what, text).
 Facts = list[tuple[str, str]]
@@ -67,7 +68,12 @@ class Call:
     @property
     def element_bytes(self) -> int:
         """The size of an operand's elements; every operation has their ``dtype``, at its own place among its sizes."""
-        return DTYPE_BYTES.get(vars(self)["dtype"], 4)
+        return FORMATS.get(vars(self)["dtype"], UNKNOWN).bytes
+
+    @property
+    def format(self) -> Format:
+        """What else is to be known of its dtype."""
+        return FORMATS.get(vars(self)["dtype"], UNKNOWN)
 
     @cached_property
     def _hash(self) -> int:
@@ -289,10 +295,9 @@ def direction(problem: Any) -> str:
 
 def activation_accuracy(problem: Any, device: Device) -> str:
     """The accuracy that kernels compute activations with: one of ``kernels.activations.ACCURACIES``."""
-    if problem.dtype == "float32":
-        return "exact"
-    # The error of the hardware tanh is above the rounding of float16.
-    return "coarse" if problem.dtype == "bfloat16" and has_tanh(device.architecture) else "half"
+    accuracy: str = problem.format.accuracy
+    # Coarse is a hardware instruction.
+    return "half" if accuracy == "coarse" and not has_tanh(device.architecture) else accuracy
 
 
 def _in_brackets(reason: str) -> str:

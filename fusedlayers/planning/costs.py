@@ -109,4 +109,4 @@ def mask_bytes(problem: Any, device: Device) -> int:
 
 def keeps_mask(problem: Any, device: Device) -> bool:
     """Whether torch's path keeps the mask of a dropout, as large as the hidden: one kernel draws it again."""
-    return not (device.kind == "cuda" and device.triton and problem.element_bytes <= 4)
+    return not (device.kind == "cuda" and device.triton and problem.format.backends)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..kernels.tuning.dtypes import FORMATS, GENERIC, SM90, UNKNOWN
 from . import measured
 from .measured import FIGURES, Figures
 
@@ -16,9 +17,7 @@ BACKENDS = ("auto", "triton", "torch")
 # Bound of temporary memory, in bytes: the float32 partials of one call.
 PARTIALS_LIMIT = 128 * 2**20
 
-SIXTEEN_BITS = ("float16", "bfloat16")
-DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-KERNEL_DTYPES = ("float16", "bfloat16", "float32")
+_RATED_BITS = 16  # of the operands that peak rates are on record for
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Device:
     architecture: str = ""
     sms: int = 1
     triton: bool = False
-    pipelined: bool = False  # whether the warp-specialised kernels run on it too
+    backend: str = GENERIC  # whose kernels run on it, besides the generic ones, which run everywhere
     triton_release: tuple[int, ...] = (3, 6)
     avoided: frozenset[str] = frozenset()
     calibration: Calibration | None = None
@@ -44,6 +43,10 @@ class Device:
     release_note: str = ""
     untested: bool = False
     why_no_kernels: str = ""  # why no kernel may run although Triton is there
+
+    def backend_for(self, dtype: str) -> str:
+        """The back end whose kernels take operands of ``dtype`` on it: its own, or the generic one."""
+        return self.backend if self.backend in FORMATS.get(dtype, UNKNOWN).backends else GENERIC
 
     @property
     def measured(self) -> bool:
@@ -64,7 +67,7 @@ class Device:
 # Descriptions of GPUs that are not there. Nothing that a user's own machine measured is in them, and the compiler is
 # the one that everything on record was measured with.
 CARDS = {
-    name: Device("cuda", full, architecture, sms=sms, triton=True, pipelined=True)
+    name: Device("cuda", full, architecture, sms=sms, triton=True, backend=SM90)
     for name, (full, architecture, sms) in measured.CARDS.items()
 }
 
@@ -94,6 +97,6 @@ def splits_of_full_waves(tiles: int, at_once: int, most: int) -> tuple[int, ...]
 
 def floor_seconds(flops: int, moved_bytes: int, dtype: str, device: Device) -> float | None:
     """The time no version beats by much, from the device's measured ceilings; None where these are unknown."""
-    if device.ceilings is None or dtype not in SIXTEEN_BITS:
+    if device.ceilings is None or FORMATS.get(dtype, UNKNOWN).bits != _RATED_BITS:
         return None
     return max(flops / device.ceilings[0], moved_bytes / device.ceilings[1])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..kernels.tuning import CONSUMER_ROWS, epilogue_tiles
-from .devices import SIXTEEN_BITS, Device
+from .devices import Device
 
 # The temporary memory of a call with recompute=True, in bytes of x; and what it may be however small x is.
 WORKSPACE_COPIES, LEAST_WORKSPACE = 8, 256 * 2**20
@@ -68,7 +68,7 @@ def plan(problem: Any, device: Device, kernels: bool) -> ChunkPlan:
     if not p.training:
         return ChunkPlan(rows, 0, 0, False, 0, rows * forward)
     # A wider dx is its own sum.
-    summed = p.dtype in SIXTEEN_BITS and p.needs_data_gradient
+    summed = p.format.narrow and p.needs_data_gradient
     sums = 4 * p.M * p.K * summed
     if device.kind != "cuda":
         # Without a product of 16-bit operands that adds to float32, both are converted, piece by piece.
@@ -130,7 +130,7 @@ def _hidden_bytes(problem: Any) -> int:
 def _partial_bytes(problem: Any, device: Device) -> int:
     """Of each hidden unit, the kernels' partial sums of the gradients of biases: one for each tile's rows, or fewer."""
     p, parts = problem, 2 if problem.gated else 1
-    tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
+    tiles = epilogue_tiles(device.architecture, p.format.bits, p.gated, p.dropout)
     bands = math.ceil(p.M / min(tiles.block_m, 2 * CONSUMER_ROWS // parts))
     return 4 * bands * parts * int(p.needs_bias_gradient)
 

@@ -19,7 +19,7 @@ from ..kernels.tuning import (
 )
 from . import hidden_gradient
 from .call import VECTOR, no_kernels, too_small, uneven
-from .devices import SIXTEEN_BITS, Device
+from .devices import GENERIC, Device
 from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem
 from .measured import Epilogue
 
@@ -53,7 +53,7 @@ def plan(problem: Any, device: Device, columns: int, summed: bool = False) -> Ep
     if not summed and torch_multiplies_hidden(p, device):
         return EpiloguePlan(EPILOGUE_ELEMENTS[p.gated], None, gradient, data)
     pipeline = hidden_gradient.epilogue_pipeline("hidden", p, device)
-    tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
+    tiles = epilogue_tiles(device.architecture, p.format.bits, p.gated, p.dropout)
     return EpiloguePlan(tiles, pipeline, gradient, data)
 
 
@@ -64,7 +64,7 @@ def torch_multiplies_hidden(problem: Any, device: Device) -> bool:
     number of tokens asks, too.
     """
     p, figures = problem, device.figures.epilogue
-    if figures is None or _adapted(p) or p.dtype not in SIXTEEN_BITS:
+    if figures is None or _adapted(p) or not p.format.narrow:
         return False
     few_units = not p.gated and figures.few_units_width <= p.K and 2 * p.N <= p.K
     return few_units or _starts_unevenly(p.K, figures.uneven_from)
@@ -130,7 +130,7 @@ def why_unsupported(problem: Any, device: Device) -> str | None:
 def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
     p = problem
-    if device.pipelined and min(p.K, p.O) < figures.least_width:
+    if device.backend != GENERIC and min(p.K, p.O) < figures.least_width:
         return f"not measured on this path below width {figures.least_width}"
     if (reason := _why_portable(p, device)) is not None:
         return reason
@@ -161,7 +161,7 @@ def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:
 
 def _why_portable(problem: Any, device: Device) -> str | None:
     """Why the warp-specialised kernels do not run ``problem``, or None."""
-    if not device.pipelined:
+    if device.backend == GENERIC:
         return "only the warp-specialised kernels were measured faster than torch, and they do not run here"
     if problem.K % VECTOR or problem.N % VECTOR or problem.O % VECTOR:
         return f"only the warp-specialised kernels were measured faster; their widths are multiples of {VECTOR}"

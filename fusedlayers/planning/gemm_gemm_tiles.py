@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..kernels.tuning import PipelinedConfig, StoredConfig, TileConfig, pipelined_config, stored_config, tile_config
-from .devices import Device
+from .devices import GENERIC, Device
 
 
 def chosen_tiles(kernel: str, problem: Any, device: Device) -> TileConfig | None:
@@ -17,7 +17,7 @@ def chosen_tiles(kernel: str, problem: Any, device: Device) -> TileConfig | None
 def portable_tiles(kernel: str, problem: Any, device: Device) -> TileConfig | None:
     """The tiles of the portable kernel, or None where its widths do not fit on chip."""
     width = max(problem.K, problem.O)
-    return tile_config(kernel, device.architecture, 8 * problem.element_bytes, problem.gated, width)
+    return tile_config(kernel, device.architecture, problem.format.bits, problem.gated, width)
 
 
 def all_pipelined(problem: Any, device: Device) -> bool:
@@ -34,7 +34,7 @@ def stored_tiles(problem: Any, device: Device) -> StoredConfig | None:
 
 
 def _pipelined(kernel: str, problem: Any, device: Device) -> PipelinedConfig | None:
-    if not device.pipelined or problem.element_bytes != 2 or problem.dropout:
+    if device.backend_for(problem.dtype) == GENERIC or problem.dropout:
         return None
     sizes = (problem.batch, problem.M, problem.K, problem.N, problem.O)
     return pipelined_config(kernel, problem.gated, *sizes, device.sms)

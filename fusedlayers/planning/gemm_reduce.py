@@ -18,7 +18,7 @@ from ..kernels.tuning import (
 )
 from .call import NO_OTHER_PATH, Call, Decision, Facts, Yields, direction, no_kernels, too_small, why_not_kernels
 from .costs import SAVED_FOR_SLOPE, SLOPE_FROM_VALUE
-from .devices import PARTIALS_LIMIT, Device, floor_seconds
+from .devices import GENERIC, PARTIALS_LIMIT, Device, floor_seconds
 from .measured import GemmReduce
 
 # A split of the reduced axis shorter than this many tiles spends more on its partials than on its products.
@@ -193,7 +193,7 @@ def why_slower(problem: ReduceProblem, device: Device, figures: GemmReduce) -> s
     """Why torch is expected to be faster, from measurements, or None."""
     if problem.activation != "identity" or problem.biased or problem.product:
         return "bias, activation and writing the product were not measured; FUSEDLAYERS_BACKEND=triton runs the kernels"
-    if not device.pipelined or problem.K % 8:
+    if device.backend == GENERIC or problem.K % 8:
         return f"inner width {problem.K} is none of the warp-specialised kernel, which was measured"
     use = "training" if problem.training else "inference"
     rows = figures.faster_from.get((problem.op, problem.training))
@@ -210,9 +210,9 @@ def why_slower(problem: ReduceProblem, device: Device, figures: GemmReduce) -> s
 
 def forward_tiles(problem: ReduceProblem, device: Device) -> ReduceConfig:
     """The tiles of the forward pass, and of the warp-specialised kernel where it computes the problem."""
-    tiles = reduce_config(device.architecture, 8 * problem.element_bytes, problem.K)
+    tiles = reduce_config(device.architecture, problem.format.bits, problem.K)
     plain = problem.activation == "identity" and not (problem.product or problem.atomic)
-    if not device.pipelined or problem.element_bytes != 2 or not plain:
+    if device.backend_for(problem.dtype) == GENERIC or not plain:
         return tiles
     costly = problem.masked or problem.finds_indices
     pipelined = pipelined_reduce_config(problem.kept, problem.reduced, problem.K, device.sms, costly)
@@ -243,7 +243,7 @@ def choose_one_pass(problem: ReduceProblem, device: Device) -> tuple[ReduceConfi
     if problem.indexed or problem.linear or problem.needs_bias_gradient or not both:
         return None, 1
     alone = 3 * device.sms < 4 * problem.batch <= 4 * device.sms
-    tiles = one_pass_config(device.architecture, 8 * problem.element_bytes, problem.kept, problem.K, alone)
+    tiles = one_pass_config(device.architecture, problem.format.bits, problem.kept, problem.K, alone)
     if tiles is None:
         return None, 1
     partials = 4 * problem.batch * problem.kept * problem.K
@@ -262,7 +262,7 @@ def choose_one_pass(problem: ReduceProblem, device: Device) -> tuple[ReduceConfi
 def choose_accuracy(problem: ReduceProblem) -> str:
     """How closely activations and exponentials are computed."""
     chosen_by_errors = problem.op == "min" and problem.activation in _FALLING
-    return "exact" if problem.dtype == "float32" or chosen_by_errors else "half"
+    return "half" if problem.format.narrow and not chosen_by_errors else "exact"
 
 
 def _flops(problem: ReduceProblem, path: str, one_pass: bool) -> int:

@@ -16,7 +16,7 @@ from ..kernels.tuning import (
     epilogue_tiles,
 )
 from .call import Call, Decision, Facts, activation_accuracy, no_kernels, too_small, why_not_kernels
-from .devices import PARTIALS_LIMIT, SIXTEEN_BITS, Device
+from .devices import GENERIC, PARTIALS_LIMIT, Device
 from .measured import HiddenGradient
 
 # Partial sums of the rows beyond this number are added up by a program itself, one tile after the other.
@@ -93,7 +93,7 @@ def plan(
         if torch_multiplies:
             tiles, pipeline = EPILOGUE_ELEMENTS[p.gated], None
         else:
-            tiles = epilogue_tiles(device.architecture, 8 * p.element_bytes, p.gated, p.dropout)
+            tiles = epilogue_tiles(device.architecture, p.format.bits, p.gated, p.dropout)
             pipeline = choose_pipeline(problem, device)
         row_tiles = choose_row_tiles(problem, tiles, device)
         options = {
@@ -115,7 +115,7 @@ def plan(
 
 def why_slower(problem: HiddenGradientProblem, device: Device, figures: HiddenGradient) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
-    if not device.pipelined:
+    if device.backend == GENERIC:
         return "only the warp-specialised kernel was measured faster than torch, and it does not run here"
     if figures.least_width > problem.O:
         return f"torch was as fast or faster below width {figures.least_width}"
@@ -160,7 +160,7 @@ def _programs_stay(problem: HiddenGradientProblem, pipeline: EpiloguePipeline, f
 
 def epilogue_pipeline(kernel: str, problem: Any, device: Device) -> EpiloguePipeline | None:
     """The warp-specialised ``kernel`` of the epilogue path, where it runs: 16-bit operands on Hopper."""
-    if not device.pipelined or problem.dtype not in SIXTEEN_BITS:
+    if device.backend_for(problem.dtype) == GENERIC:
         return None
     pipeline = _pipeline_on(kernel, problem.gated, device.sms)
     if problem.gated or kernel == "data_gradient":

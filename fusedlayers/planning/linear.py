@@ -20,7 +20,7 @@ from .call import (
     why_not_kernels,
 )
 from .costs import SAVED_FOR_SLOPE, SLOPE_FROM_VALUE
-from .devices import PARTIALS_LIMIT, SIXTEEN_BITS, Device, floor_seconds, splits_of_full_waves
+from .devices import PARTIALS_LIMIT, Device, floor_seconds, splits_of_full_waves
 from .measured import Linear
 from .weight_gradient import WeightGradientPlan, WeightGradientProblem
 
@@ -247,7 +247,7 @@ def _padded_columns(
     """To how many columns dz and W are padded, where torch computes the gradients and is faster so; else 0."""
     figures, columns = device.figures.linear, -(-problem.N // VECTOR) * VECTOR
     by_torch = (data is None or data.tiles is None) and (weight is None or weight.path == "torch")
-    if figures is None or columns == problem.N or problem.dtype not in SIXTEEN_BITS or not by_torch:
+    if figures is None or columns == problem.N or not problem.format.narrow or not by_torch:
         return 0
     small = too_small((problem.M + problem.N) * problem.K, "elements", figures.padded_from, problem.captured)
     return 0 if small or (data is None and weight is None) else columns
@@ -271,7 +271,7 @@ def _tiles_and_splits(problem: LinearProblem, product: Product, device: Device) 
     # A product that reads its right operand across rows takes tiles that hold whole vectors of them.
     least_rows, least_columns = (2, LEAST_COLUMNS) if product.name == DATA_GRADIENT else (1, 1)
     sides = max(least_rows, product.M), max(least_columns, product.N)
-    tiles = split_tiles(device.architecture, 8 * problem.element_bytes, *sides)
+    tiles = split_tiles(device.architecture, problem.format.bits, *sides)
     return tiles, choose_splits(product, tiles, device.sms, problem.split_k, problem.atomic)
 
 

@@ -31,7 +31,7 @@ from ..kernels.tuning.cross_entropy import (
 )
 from . import linear_cross_entropy_chunks as cutting
 from .call import Call, Decision, Facts, Yields, direction, no_kernels, too_small, why_not_kernels
-from .devices import Device
+from .devices import GENERIC, Device
 from .measured import LinearCrossEntropy
 
 # Rows of logits are a multiple of so many elements long. Products of a vocabulary that divides into no vectors of 16
@@ -96,10 +96,10 @@ class LossProblem(Call):
     def deferred(self) -> bool:
         """Whether what a mean divides by waits for the backward pass, as the upstream gradient's loss scale does.
 
-        float16 has no numbers for a small probability's share of thousands of tokens, nor for large sums of shares: all
-        gradients stay float32 until then.
+        A small range has no numbers for a small probability's share of thousands of tokens, nor for large sums of
+        shares: all gradients stay float32 until then.
         """
-        return self.early and self.dtype == "float16"
+        return self.early and self.format.small_range
 
     @property
     def decisive(self) -> "LossProblem":
@@ -194,7 +194,7 @@ class LossPlan(Decision):
         if p.pads_weight:
             rows.append(("weight", f"copied with {p.padded_columns:,} rows, so that products read whole vectors"))
         if p.needs_weight_gradient and self.chunks > 1:
-            how = "in float32, rounded once" if self.wide_sum or p.element_bytes > 2 else f"in {p.dtype}"
+            how = "in float32, rounded once" if self.wide_sum or not p.format.narrow else f"in {p.dtype}"
             rows.append(("sum of dW", f"over chunks, inside the products, {how}"))
         if p.training:
             rows.append(("gradients", "in the forward pass"))
@@ -214,7 +214,7 @@ def plan(problem: LossProblem, device: Device, backend: str = "auto") -> LossPla
     flops = sum(p.model_flops) + (product if path != "torch" and p.training and not p.early else 0)
     moved = p.element_bytes * (p.M * p.K + p.V * p.K) * (2 if p.training else 1)
     moved += p.element_bytes * (p.M * p.K * p.needs_data_gradient + p.V * p.K * p.needs_weight_gradient)
-    options: dict[str, Any] = {"accuracy": "exact" if p.dtype == "float32" else "half"}
+    options: dict[str, Any] = {"accuracy": "half" if p.format.narrow else "exact"}
     if path == "fused":
         options |= fused_options(problem, device)
     elif path == "chunked":
@@ -247,7 +247,8 @@ def kernel_path(problem: LossProblem) -> str:
 def fused_options(problem: LossProblem, device: Device) -> dict[str, Any]:
     """The tiles of the fused path, how many programs share a row of them, and the bytes of their partial results."""
     p = problem
-    tiles = logit_tiles(device.architecture, 8 * p.element_bytes, device.sms, device.pipelined)
+    specialised = device.backend_for(p.dtype) != GENERIC
+    tiles = logit_tiles(device.architecture, p.format.bits, device.sms, specialised)
     bands, columns = -(-p.M // tiles.block_m), -(-p.V // tiles.block_n)
     ranges = max(1, min(RESIDENT * device.sms // bands, columns))
     shares = portable_shares(tiles, p.M, p.V, ranges)
@@ -258,18 +259,20 @@ def fused_options(problem: LossProblem, device: Device) -> dict[str, Any]:
         "logit_tiles": tiles,
         "ranges": ranges,
         # Where they fail the self-test, calls without gradients leave this path, too.
-        "gradient_tiles": gradient_tiles(device.architecture, 8 * p.element_bytes, device.sms, device.pipelined),
+        "gradient_tiles": gradient_tiles(
+            device.architecture, p.format.bits, device.sms, device.backend_for(p.dtype) != GENERIC
+        ),
         "workspace_bytes": forward,
     }
     if not p.training:
         return options
     gradient_columns = cutting.choose_columns(problem)
     backward = cutting.part_bytes(problem, gradient_columns)
-    backward += 4 * p.M * p.K * (p.needs_data_gradient and p.element_bytes < 4)
+    backward += 4 * p.M * p.K * (p.needs_data_gradient and p.format.narrow)
     return options | {
         "columns": gradient_columns,
         "wide_sum": cutting.wide_part(problem, gradient_columns),
-        "wide_data_gradient": p.needs_data_gradient and p.element_bytes < 4,
+        "wide_data_gradient": p.needs_data_gradient and p.format.narrow,
         "workspace_bytes": max(forward, backward),
     }
 

@@ -63,7 +63,7 @@ def choose_columns(problem: LossProblem) -> int:
     p = problem
     limit = FEW_COLUMNS_BYTES if p.recompute else COLUMNS_BYTES
     if p.workspace_limit:
-        limit = p.workspace_limit - 4 * p.M * p.K * (p.needs_data_gradient and p.element_bytes < 4)
+        limit = p.workspace_limit - 4 * p.M * p.K * (p.needs_data_gradient and p.format.narrow)
     columns = max(COLUMN_STEP, limit // (p.element_bytes * p.M) // COLUMN_STEP * COLUMN_STEP)
     columns = min(columns, p.padded_columns)
     while columns > COLUMN_STEP and part_bytes(p, columns) > limit:
@@ -74,7 +74,7 @@ def choose_columns(problem: LossProblem) -> int:
 def wide_part(problem: LossProblem, columns: int) -> bool:
     """Whether so many rows of dW are float32 until they are rounded: cuBLAS cuts the product, as one of a small dx."""
     p = problem
-    return p.needs_weight_gradient and p.element_bytes < 4 and columns * p.K <= SMALL_DATA_GRADIENT
+    return p.needs_weight_gradient and p.format.narrow and columns * p.K <= SMALL_DATA_GRADIENT
 
 
 def part_bytes(problem: LossProblem, columns: int) -> int:
@@ -105,20 +105,20 @@ def needs_wide_sum(problem: LossProblem, chunks: int) -> bool:
     """Whether the sum of dW over so many chunks is float32, and no sum of results that were rounded."""
     p = problem
     rounded = chunks == 1 or (chunks == ROUNDED_CHUNKS and rounds_first_chunk(p))
-    return p.needs_weight_gradient and (p.deferred or (p.element_bytes < 4 and not rounded))
+    return p.needs_weight_gradient and (p.deferred or (p.format.narrow and not rounded))
 
 
 def rounds_first_chunk(problem: LossProblem) -> bool:
     """Whether two chunks do without a float32 sum of dW."""
     p = problem
-    return p.needs_weight_gradient and not p.deferred and p.element_bytes < 4 and 4 * p.V * p.K > LARGE_SUM
+    return p.needs_weight_gradient and not p.deferred and p.format.narrow and 4 * p.V * p.K > LARGE_SUM
 
 
 def wide_data_gradient(problem: LossProblem) -> bool:
     """Whether dx is float32 until the backward pass rounds it."""
     p = problem
     small = min(p.M, SOME_TOKENS) * p.K <= SMALL_DATA_GRADIENT
-    return p.needs_data_gradient and (p.deferred or (p.element_bytes < 4 and small))
+    return p.needs_data_gradient and (p.deferred or (p.format.narrow and small))
 
 
 def wide_gradients(problem: LossProblem) -> tuple[bool, bool, bool]:

@@ -15,7 +15,7 @@ from ..kernels.tuning import (
     reduce_config,
 )
 from .call import Call, Decision, Facts, Yields, direction, no_kernels, too_small, why_not_kernels
-from .devices import PARTIALS_LIMIT, Device
+from .devices import GENERIC, PARTIALS_LIMIT, Device
 from .gemm_reduce import reduce_text
 from .measured import MaxSim
 
@@ -133,7 +133,7 @@ def plan(problem: MaxSimProblem, device: Device, backend: str = "auto") -> MaxSi
 def why_slower(problem: MaxSimProblem, device: Device, figures: MaxSim) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
     thresholds = figures.faster_from.get(problem.training)
-    if thresholds is None or figures.widest < problem.K or not device.pipelined:
+    if thresholds is None or figures.widest < problem.K or device.backend == GENERIC:
         return "not measured; FUSEDLAYERS_BACKEND=triton runs the kernels"
     similarities = problem.query_tokens * problem.document_tokens
     return too_small(similarities, "similarities", thresholds, problem.captured)
@@ -152,12 +152,12 @@ def choose_chunk(problem: MaxSimProblem) -> int:
 def _kernels(problem: MaxSimProblem, device: Device) -> dict[str, Any]:
     """Tiles, chunk, splits and workspace of the kernels."""
     p, sms = problem, device.sms
-    facts = (device.architecture, 8 * p.element_bytes, p.K)
+    facts = (device.architecture, p.format.bits, p.K)
     forward, gather, one_hot = reduce_config(*facts), gather_config(*facts), one_hot_config(*facts)
     chunk = choose_chunk(p)
     maxima = 4 * chunk * p.query_tokens
     rows, steps, programs = forward.block_p, -(-p.document_length // forward.block_r), FORWARD_PROGRAMS
-    if device.pipelined and p.element_bytes == 2:
+    if device.backend_for(p.dtype) != GENERIC:
         costly = p.training or p.document_layout == "masked"
         pipelined = pipelined_reduce_config(p.query_tokens, p.document_length, p.K, sms, costly)
         if pipelined is not None:
@@ -176,7 +176,7 @@ def _kernels(problem: MaxSimProblem, device: Device) -> dict[str, Any]:
         workspace = max(workspace, found * partial if found > 1 else 0)
     if p.needs_document_gradient:
         pipeline = None
-        if device.pipelined and p.element_bytes == 2 and p.document_layout != "packed":
+        if device.backend_for(p.dtype) != GENERIC and p.document_layout != "packed":
             pipeline = one_hot_pipeline(p.query_tokens, p.document_length, p.K, sms)
         one_hot = replace(one_hot, pipelined=pipeline)
         columns, partial = -(-p.K // one_hot.block_k), 4 * p.document_tokens * p.K

@@ -19,7 +19,7 @@ from .call import (
     why_not_kernels,
 )
 from .costs import hidden_copies
-from .devices import Device
+from .devices import GENERIC, Device
 from .measured import MoeFFN
 
 # Rows have 32-bit numbers.
@@ -169,7 +169,7 @@ def why_unsupported(problem: MoeProblem, device: Device) -> str | None:
 
 def why_slower(problem: MoeProblem, device: Device, figures: MoeFFN) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
-    if not device.pipelined:
+    if device.backend == GENERIC:
         return "without the warp-specialised kernels torch was as fast or faster"
     # Rows of N elements are those of w_down, which a forward pass reads fast enough.
     widths = (problem.K, problem.N) if problem.training else (problem.K,)
@@ -183,11 +183,11 @@ def tiles(problem: MoeProblem, device: Device) -> dict[str, GroupedTiles | Group
     steps = {"hidden": "wide" if problem.gated else "product", "product": "product"}
     if problem.training:
         steps |= {"hidden_gradient": "wide" if problem.gated else "product", "weight_gradient": "weight_gradient"}
-    bits = 8 * problem.element_bytes
+    bits = problem.format.bits
     found: dict[str, GroupedTiles | GroupedPipeline] = {
         f"{name}_tiles": grouped_tiles(device.architecture, bits, step, problem.block) for name, step in steps.items()
     }
-    if device.pipelined and problem.element_bytes == 2 and problem.block == BLOCK:
+    if device.backend_for(problem.dtype) != GENERIC and problem.block == BLOCK:
         found |= {
             f"{name}_pipeline": replace(GROUPED_PIPELINES[name, problem.gated], programs=device.sms) for name in steps
         }

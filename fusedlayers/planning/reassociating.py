@@ -28,9 +28,9 @@ def why_not(problem: Any, device: Device, backend: str, other: str) -> str | Non
         return f"an operand is a {problem.subclass}: torch's plain expression leaves most to it"
     if problem.empty:
         return "there is nothing to compute"
-    if problem.dtype == "float16":
+    if problem.format.small_range:
         # Users scale gradients until torch's products just fit, and to look for overflow the host would have to wait.
-        return "float16: B C and its gradient may overflow where A B and the gradient of that do not"
+        return f"{problem.dtype}: B C and its gradient may overflow where A B and the gradient of that do not"
     if problem.shared_hidden:
         return "several entries of C multiply one A B"
     share = share_of_time(problem, device, other)

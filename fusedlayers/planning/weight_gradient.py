@@ -14,7 +14,7 @@ from ..kernels.tuning import (
     weight_gradient_tiles,
 )
 from .call import Call, Decision, Facts, no_kernels, too_small, why_not_kernels
-from .devices import PARTIALS_LIMIT, Device, splits_of_full_waves
+from .devices import GENERIC, PARTIALS_LIMIT, Device, splits_of_full_waves
 from .measured import TileCosts, WeightGradient
 
 # A split shorter than this many row blocks spends more on its partial than on its products.
@@ -105,7 +105,7 @@ def plan(problem: WeightGradientProblem, device: Device, backend: str = "auto") 
     if fused is None:
         tiles = weight_gradient_tiles(device.architecture, 8 * element)
         pipeline = None
-        if device.pipelined and element == 2:
+        if device.backend_for(problem.dtype) != GENERIC:
             pipeline, splits = choose_pipeline(problem, device.sms, device.figures.tile_costs)
         else:
             splits = choose_splits(problem, device, tiles)
@@ -129,7 +129,7 @@ def plan(problem: WeightGradientProblem, device: Device, backend: str = "auto") 
 
 def why_slower_sums(problem: WeightGradientProblem, device: Device, figures: WeightGradient) -> str | None:
     """Why torch's own sums of dy are expected to be as fast as those of a kernel, from measurements, or None."""
-    if not problem.bias or problem.layer or problem.training or not device.pipelined:
+    if not problem.bias or problem.layer or problem.training or device.backend == GENERIC:
         return "not measured"
     if figures.summed_columns <= problem.O:
         return f"{problem.O:,} columns of dy: torch's sums were as fast from {figures.summed_columns:,} on"
@@ -143,7 +143,7 @@ def _filled(width: int) -> float:
 
 def why_slower(problem: WeightGradientProblem, device: Device, figures: WeightGradient) -> str | None:
     """Why torch is expected to be faster, from measurements, or None."""
-    least = figures.faster_from[problem.bias] if device.pipelined else None
+    least = figures.faster_from[problem.bias] if device.backend != GENERIC else None
     if least is None:
         return "torch was as fast or faster" + ("" if problem.bias else " where only dW is wanted")
     weights, most, in_tiles = problem.O * problem.K, figures.most_weights, ""

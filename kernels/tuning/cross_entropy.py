@@ -109,7 +109,7 @@ LOGIT_TILES: dict[tuple[str, int], LogitTiles] = {
 def logit_tiles(architecture: str, bits: int, sms: int, pipelined: bool) -> LogitTiles:
     """The tiles of logits for operands of ``bits`` bits; ``pipelined``: where the warp-specialised kernel runs."""
     tiles = LOGIT_TILES.get((architecture, bits)) or LOGIT_TILES["other", bits]
-    if not pipelined or bits != 16:
+    if not pipelined:
         return tiles
     return replace(tiles, pipelined=LogitPipeline(programs=sms))
 

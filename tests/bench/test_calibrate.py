@@ -109,7 +109,7 @@ def test_wins(found: dict[str, Timing | NotTimed], launched: str | None, replaye
 
 def test_what_the_figures_say_is_measured_where_it_is_something_else() -> None:
     """Auto mode takes the epilogue path of some layers that force would run in the fused kernels."""
-    h200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
+    h200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
     forced: Any = replace(BLOCK, shape=(4096, 512, 2048), dtype="bf16").plan(h200)
     ways = {
         FUSED: measuring.Way("triton", (replace(forced, path="fused"),) * 2),

@@ -24,7 +24,7 @@ from fusedlayers.kernels.device import HAS_TRITON
 from fusedlayers.planning import Device
 
 CPU = torch.device("cpu")
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 [BLOCK] = [trial for trial in few_trials() if str(trial) == "ffn 37x24x40 relu fp16 (all)"]
 
 
@@ -194,7 +194,7 @@ from fusedlayers.bench.selftest.trials import all_trials, launched
 from fusedlayers.functional import dispatch, switches
 from fusedlayers.planning import Device
 
-device = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
+device = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 seen = set()
 for trial in all_trials(device):
     case, options = trial.prepared()

@@ -119,7 +119,7 @@ def test_what_the_kernels_would_do_on_an_h200(pretend: Callable[[Device], None])
 
 
 def test_pipelined_kernels_are_named(pretend: Callable[[Device], None]) -> None:
-    pretend(changed(H200, pipelined=True))
+    pretend(changed(H200, backend="sm90"))
     found = call(tensors(2**20, 128, 512), activation="gelu_tanh")
     size = "pipelined: 64 rows × {} hidden columns for each consumer, consumers 2, stages {}"
     assert found["forward tiles"] == size.format(128, 2)
@@ -131,7 +131,7 @@ def test_pipelined_kernels_are_named(pretend: Callable[[Device], None]) -> None:
 
 
 def test_a_stored_backward_pass_is_named(pretend: Callable[[Device], None]) -> None:
-    pretend(changed(H200, pipelined=True))
+    pretend(changed(H200, backend="sm90"))
     operands = tensors(2**20, 256, 1024)
     found = call(operands, activation="gelu_tanh")
     assert found["backward"].startswith("stores what is hidden")
@@ -162,7 +162,7 @@ def test_lines_follow_the_call(pretend: Callable[[Device], None]) -> None:
     assert wide["path"].startswith("chunked: recompute=True forbids keeping the hidden")
     assert wide["chunks"] == "16384 tokens at a time; backward 2048 hidden units at a time"
     assert "does not fit on chip" in wide["not fused"]
-    pretend(changed(H200, pipelined=True))
+    pretend(changed(H200, backend="sm90"))
     grouped = call(tensors(8192, 2048, 8192), recompute=True)
     assert grouped["chunks"] == "4096 tokens at a time; backward 4096 hidden units at a time"
     assert grouped["data-gradient tiles"].startswith("pipelined: 128 × 128 of the product")
@@ -212,25 +212,25 @@ def test_the_backend_that_the_user_set(pretend: Callable[[Device], None], monkey
     ("device", "sizes", "options", "sentence"),
     [
         (
-            changed(H200, pipelined=True),
+            changed(H200, backend="sm90"),
             (2**20, 64, 256),
             {},
             "Runs in the fused kernels, forward and backward: keeps 128 bytes a token instead of 1,152.",
         ),
         (
-            changed(H200, pipelined=True),
+            changed(H200, backend="sm90"),
             (2**20, 64, 256),
             {"dropout_p": 0.1},
             "Runs in the fused kernels, forward and backward: keeps 128 bytes a token instead of 1,408.",
         ),
         (
-            changed(H200, pipelined=True),
+            changed(H200, backend="sm90"),
             (2**14, 1024, 4096),
             {},
             "Runs in the epilogue kernels, forward and backward: keeps 10,240 bytes a token instead of 18,432.",
         ),
         (
-            changed(H200, pipelined=True),
+            changed(H200, backend="sm90"),
             (2**14, 1024, 4096),
             {"gradients": False},
             "Runs in the epilogue kernels, forward: activations are computed with the products.",
@@ -249,7 +249,7 @@ def test_the_backend_that_the_user_set(pretend: Callable[[Device], None], monkey
             "when launched one by one).",
         ),
         (
-            changed(H200, pipelined=True),
+            changed(H200, backend="sm90"),
             (100, 1024, 4096),
             {},
             "Runs through torch: 100 tokens (torch was as fast or faster below 1,024).",

@@ -13,7 +13,7 @@ from fusedlayers import explaining, functional
 from fusedlayers.functional import dispatch
 from fusedlayers.planning import Device
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 
 
 @pytest.fixture

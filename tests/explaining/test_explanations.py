@@ -82,12 +82,12 @@ def test_the_cards_are_those_that_were_measured() -> None:
     """A plan for a card is the plan of such a GPU as it describes itself, before anybody calibrates it."""
     assert list(CARDS) == ["H100", "H200"]
     for each in CARDS.values():
-        assert (each.kind, each.architecture, each.sms, each.triton, each.pipelined) == (
+        assert (each.kind, each.architecture, each.sms, each.triton, each.backend) == (
             "cuda",
             "sm_90",
             132,
             True,
-            True,
+            "sm90",
         )
         assert each.measured
         assert each.calibration is None

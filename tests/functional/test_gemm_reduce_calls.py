@@ -30,7 +30,7 @@ from tests.support.reduce_operands import DIFFERENTIABLE, reduce_inputs, reduce_
 from tests.support.selection import draws
 
 TWO_PATHS = [PATHS[0], PATHS[2]]
-H200 = Device("cuda", "NVIDIA H200", "sm_90", 132, triton=True, pipelined=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", 132, triton=True, backend="sm90")
 A, B = torch.zeros(2, 5, 3), torch.zeros(2, 3, 4)
 
 

@@ -23,7 +23,7 @@ from tests.support.operands import DEVICE, DTYPES, assert_draws_close, infinitie
 
 ADAPTERS = ("up_a", "up_b", "down_a", "down_b", "gate_a", "gate_b")
 SCALES = {"up_scale": 0.5, "down_scale": 2.0, "gate_scale": 1.5}
-H200 = planning.Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
+H200 = planning.Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 
 
 def inputs(

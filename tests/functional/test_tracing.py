@@ -22,7 +22,7 @@ from fusedlayers.functional.ffn import FFN
 from fusedlayers.planning import Device, Problem
 from tests.support.operands import Allocations
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 
 
 @pytest.fixture

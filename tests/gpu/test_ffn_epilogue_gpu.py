@@ -44,7 +44,7 @@ TILED: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
 BOTH = ["launch_hidden", "launch_hidden_gradient"]
 NAN = float("nan")
 
-on_hopper = pytest.mark.skipif(not describe(DEVICE).pipelined, reason="no Hopper GPU with Gluon")
+on_hopper = pytest.mark.skipif(describe(DEVICE).backend != "sm90", reason="no Hopper GPU with Gluon")
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ def test_close_to_torch(size: tuple[int, int, int], dtype: torch.dtype, gated: b
 
 
 @GATED
-@pytest.mark.parametrize("facts", [{}, {"pipelined": False}], ids=str)
+@pytest.mark.parametrize("facts", [{}, {"backend": "generic"}], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation(activation: str, facts: dict[str, Any], gated: bool) -> None:
     for dtype in (BFLOAT16, FLOAT16):
@@ -92,7 +92,7 @@ def test_every_activation(activation: str, facts: dict[str, Any], gated: bool) -
 
 
 @GATED
-@pytest.mark.parametrize("facts", [{}, {"pipelined": False}], ids=str)
+@pytest.mark.parametrize("facts", [{}, {"backend": "generic"}], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation_with_dropout(activation: str, facts: dict[str, Any], gated: bool) -> None:
     inputs = ffn_inputs(700, 136, 328, 72, BFLOAT16, gated=gated)
@@ -158,7 +158,7 @@ def long_exact_ffn(
         ((1061, 520, 1032), {"sms": 3}),
         ((2000, 64, 520), {"sms": 1}),
         ((129, 512, 8), {}),
-        ((1061, 520, 1032), {"pipelined": False}),
+        ((1061, 520, 1032), {"backend": "generic"}),
         ((777, 101, 333), {}),
         ((33_000, 512, 256), {"torch_multiplies": True}),
         ((1061, 616, 1032), {"torch_multiplies": True}),
@@ -216,7 +216,7 @@ def test_transposed_weights_are_close_to_torch(dropout_p: float, gated: bool, la
 @GATED
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize(
-    ("size", "facts"), [*TILED, ((1061, 520, 1032), {"pipelined": False}), ((777, 101, 333), {})], ids=str
+    ("size", "facts"), [*TILED, ((1061, 520, 1032), {"backend": "generic"}), ((777, 101, 333), {})], ids=str
 )
 def test_exact_integers_with_dropout(
     size: tuple[int, int, int], facts: dict[str, Any], dtype: torch.dtype, gated: bool

@@ -224,7 +224,7 @@ def pattern(tensor: Tensor) -> Tensor:
 
 @PLAIN_OR_GATED
 # tanh is left out: torch rounds it to 1 in 16 bits, so that its slope is 0 where the float32 slope in a kernel is not.
-@pytest.mark.parametrize("facts", [{}, {"pipelined": False}], ids=str)
+@pytest.mark.parametrize("facts", [{}, {"backend": "generic"}], ids=str)
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=dtype_name)
 def test_nan_and_infinity_come_out_where_torch_has_them(

@@ -63,7 +63,7 @@ def test_exact_integers_again_and_again(
             limit = 2 / torch.finfo(dtype).eps if name.startswith("dz") else 2**24
             assert float(tensor.abs().max()) <= limit, name
     expected = {name: None if tensor is None else tensor.to(dtype) for name, tensor in truth.items()}
-    for facts in ({}, {"pipelined": False}):
+    for facts in ({}, {"backend": "generic"}):
         with on_path("kernels", **facts):
             for _ in range(20):
                 assert_equal(found(functional.hidden_gradient, tensors, activation), expected)
@@ -77,7 +77,7 @@ def test_close_to_torch(activation: str | None, gated: bool, dtype: torch.dtype)
         tensors = drawn(size, dtype, gated)
         theirs = found(reference.hidden_gradient, tensors, activation)
         truth = found(reference.hidden_gradient, in_float64(tensors), activation)
-        for facts in ({}, {"pipelined": False}):
+        for facts in ({}, {"backend": "generic"}):
             with on_path("kernels", **facts):
                 assert_all_close(found(functional.hidden_gradient, tensors, activation), theirs, truth)
 
@@ -88,7 +88,7 @@ def test_the_same_bits_every_time(gated: bool) -> None:
     """With one tile of rows for each program, and with several."""
     for size in ((5000, 520, 264), (70_000, 136, 72)):
         tensors = drawn(size, BFLOAT16, gated)
-        for facts in ({}, {"pipelined": False}):
+        for facts in ({}, {"backend": "generic"}):
             with on_path("kernels", **facts):
                 runs = [found(functional.hidden_gradient, tensors, "gelu") for _ in range(10)]
             for run in runs:

@@ -168,7 +168,7 @@ def test_more_than_two_to_the_31_logits() -> None:
 
 
 # As many SMs as there are, and few, each of which computes many tiles; and where the pipelined kernels do not run.
-MACHINES: dict[str, dict[str, Any]] = {"all": {}, "few": {"sms": 7}, "portable": {"pipelined": False}}
+MACHINES: dict[str, dict[str, Any]] = {"all": {}, "few": {"sms": 7}, "portable": {"backend": "generic"}}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "log_probs": ("linear_log_probs", {}),
     "entropies": ("linear_log_probs", {"return_entropy": True}),

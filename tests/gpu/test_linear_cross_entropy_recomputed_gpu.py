@@ -22,7 +22,7 @@ DRAWS, AGAIN = 12, 6
 # In float32 torch itself differs by more from torch with another order of K, where few logits decide of a token.
 PEAKS = {BFLOAT16: 5.0, FLOAT16: 5.0, FLOAT32: 1.0}
 # As many SMs as there are, and few, each of which computes many tiles.
-MACHINES: dict[str, dict[str, Any]] = {"all": {}, "few": {"sms": 7}, "portable": {"pipelined": False}}
+MACHINES: dict[str, dict[str, Any]] = {"all": {}, "few": {"sms": 7}, "portable": {"backend": "generic"}}
 
 
 # Of float32 the errors are those of cuBLAS's sums, whose order depends on the number of columns.

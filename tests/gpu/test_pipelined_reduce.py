@@ -41,7 +41,7 @@ RANGES = (1, 2, 3, 7)
 SMS = 16  # so that programs take several tiles
 BAND = 256  # elements before and behind an output
 
-pytestmark = pytest.mark.skipif(not describe(DEVICE).pipelined, reason="no Hopper GPU with Gluon")
+pytestmark = pytest.mark.skipif(describe(DEVICE).backend != "sm90", reason="no Hopper GPU with Gluon")
 Size = tuple[int, int, int, int]
 
 

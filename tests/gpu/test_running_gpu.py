@@ -205,7 +205,7 @@ def test_a_stream_that_is_not_the_default() -> None:
         (42, "_"),
         pytest.param(
             56, "_pipelined_",
-            marks=pytest.mark.skipif(not describe(DEVICE).pipelined, reason="no Hopper GPU with Gluon"),
+            marks=pytest.mark.skipif(describe(DEVICE).backend != "sm90", reason="no Hopper GPU with Gluon"),
         ),
     ],
 )  # fmt: skip

@@ -30,7 +30,7 @@ def test_a_trial_of_each_kind_passes(trial: Trial) -> None:
     assert running.run(trial, DEVICE) == running.Outcome({})
 
 
-@pytest.mark.skipif(not FACTS.pipelined, reason="no Hopper GPU with Gluon")
+@pytest.mark.skipif(FACTS.backend != "sm90", reason="no Hopper GPU with Gluon")
 def test_a_fault_in_a_pipelined_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     run = sm90.forward
 

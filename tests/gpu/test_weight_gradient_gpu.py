@@ -26,7 +26,7 @@ PUBLISHED = [(8192, 4096, 1024), (65536, 1024, 256), (131072, 512, 128), (131072
 RAGGED = [(1, 8, 8), (63, 136, 264), (65, 520, 72), (1000, 8, 1032), (4099, 328, 400), (20_000, 136, 24)]
 NAN = float("nan")
 
-on_hopper = pytest.mark.skipif(not describe(DEVICE).pipelined, reason="no Hopper GPU with Gluon")
+on_hopper = pytest.mark.skipif(describe(DEVICE).backend != "sm90", reason="no Hopper GPU with Gluon")
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +105,7 @@ def test_exact_integers_again_and_again(size: tuple[int, int, int], bias: bool, 
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
-@pytest.mark.parametrize("facts", [{}, {"pipelined": False}, {"sms": 16}], ids=str)
+@pytest.mark.parametrize("facts", [{}, {"backend": "generic"}, {"sms": 16}], ids=str)
 @pytest.mark.parametrize("size", [*RAGGED, (70, 33, 65), (5000, 767, 431), (4096, 1024, 512)], ids=str)
 def test_close_to_torch(size: tuple[int, int, int], facts: dict[str, Any], dtype: torch.dtype) -> None:
     dy, x = normal(*size, dtype).values()
@@ -194,7 +194,7 @@ def test_more_than_two_to_the_31_elements(role: str, launched: list[str]) -> Non
         dw, db = dw + more[0], db + more[1]
     truth = {"dw": dw.to(BFLOAT16), "db": db.to(BFLOAT16)}
     assert float(dw.abs().max()) < 2**24
-    for facts in ({}, {"pipelined": False}):
+    for facts in ({}, {"backend": "generic"}):
         with on_path("kernels", **facts):
             assert_equal(named(functional.weight_gradient(**drawn)), truth)
     assert launched == ["pipelined", "portable"]

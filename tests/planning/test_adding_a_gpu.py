@@ -72,7 +72,7 @@ device = devices.describe(torch.device("cuda", 0))
 release = tuple(map(int, triton.__version__.split(".")[:2]))
 assert device == Device("cuda", "Dummy 9000", "sm_77", sms=64, triton=True, triton_release=release), device
 # As if its kernels were the warp-specialised ones, which alone are chosen unasked.
-device = replace(device, pipelined=True)
+device = replace(device, backend="sm90")
 
 large = WeightGradientProblem(M=65_536, O=512, K=256, dtype="bfloat16")
 made = plan(large, device)
@@ -84,7 +84,7 @@ assert "faster than torch from 1,073,741,824 on when launched one by one" in dic
 
 scores = MaxSimProblem(queries=64, documents=64, query_tokens=2048, document_tokens=8192, K=64, dtype="bfloat16")
 assert plan(scores, device).path == "fused"
-assert plan(scores, replace(device, pipelined=False), "triton").forward_tiles.block_p == 32
+assert plan(scores, replace(device, backend="generic"), "triton").forward_tiles.block_p == 32
 for change in ({"K": 128}, {"needs_query_gradient": True}):
     assert plan(replace(scores, **change), device).path == "torch"
 
@@ -93,7 +93,7 @@ linear = LinearProblem(M=64, N=64, K=65_536, dtype="bfloat16", captured=True)
 assert "linear was not measured on sm_77" in plan(linear, device).why_torch(device)
 assert plan(linear, device, "triton").path == "fused"
 
-names = covered(all_trials(device), replace(device, pipelined=False))
+names = covered(all_trials(device), replace(device, backend="generic"))
 assert any("WeightGradientTiles(block_o=32, block_k=64, block_m=32," in name for name in names)
 """
 

@@ -30,7 +30,7 @@ from fusedlayers.planning import (
 from fusedlayers.planning.linear_cross_entropy import LossProblem
 from fusedlayers.planning.lora_ffn import LoRAProblem
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 SIZES = {"M": 2**20, "K": 128, "N": 512, "O": 128}
 BLOCK = Problem(
     "ffn", batch=1, **SIZES, dtype="bfloat16", activation="gelu", needs_data_gradient=True, needs_weight_gradient=True
@@ -87,7 +87,7 @@ def test_without_a_pipelined_configuration_the_portable_kernels_run() -> None:
     made = plan(BLOCK, replace(H200, avoided=frozenset({pipelined})), "triton")
     assert made.path == "fused"
     assert made.forward_tiles.pipelined is None
-    assert made == replace(plan(BLOCK, replace(H200, pipelined=False), "triton"), avoided=(pipelined,))
+    assert made == replace(plan(BLOCK, replace(H200, backend="generic"), "triton"), avoided=(pipelined,))
     # One that could run in place of a pipelined one leaves nothing to trust.
     made = plan(BLOCK, replace(H200, avoided=frozenset({portable})), "triton")
     assert made.path == "torch"

@@ -19,7 +19,7 @@ from fusedlayers.planning import Device, LinearProblem, Problem, ReduceProblem, 
 from fusedlayers.planning.calibration import Calibration, Entry, features
 
 CARD = Device("cuda", "Some Card", "sm_86", sms=82, triton=True)
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 FFN = Problem(
     "ffn", batch=1, M=4096, K=1024, N=4096, O=1024, dtype="bfloat16", activation="silu", gated=True,
     needs_data_gradient=True, needs_weight_gradient=True,

@@ -7,7 +7,7 @@ import pytest
 from fusedlayers.planning import Device
 from tests.gpu.captured_calls import CALLS, CapturedCall
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 FLAT = {f"{group}, {name}": call for group, calls in CALLS.items() for name, call in calls.items()}
 
 

@@ -15,7 +15,7 @@ from fusedlayers.planning import Device, Problem, plan
 from fusedlayers.planning.lora_ffn import LoRAProblem
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
-PIPELINED = replace(H200, pipelined=True)
+PIPELINED = replace(H200, backend="sm90")
 A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
 INFERENCE = Problem("ffn", batch=1, M=16_384, K=1024, N=4096, O=1024, dtype="bfloat16", activation="gelu_tanh")
 assert H200.figures.epilogue is not None

@@ -25,7 +25,7 @@ def test_partial_sums_are_bounded() -> None:
 @pytest.mark.parametrize(("gated", "most"), [(False, 299_520), (True, 74_880)], ids=["plain", "gated"])
 def test_the_pipelined_kernel_runs_while_its_partial_sums_are_bounded(gated: bool, most: int) -> None:
     """It keeps sums of tiles of 128 rows, of both their halves with a gate, and never adds up bands itself."""
-    device = replace(H200, pipelined=True, sms=99)
+    device = replace(H200, backend="sm90", sms=99)
     for rows in (1, 64, 65, 128, 129, most, most + 1, 2**27):
         problem = planning.HiddenGradientProblem(M=rows, N=14336, O=4096, dtype="bfloat16", gated=gated)
         made = planning.plan(problem, device, "triton")
@@ -56,7 +56,7 @@ def test_the_pipelined_kernel_runs_while_its_partial_sums_are_bounded(gated: boo
     ids=str,
 )
 def test_programs_stay_in_a_column_where_that_was_faster(N: int, O: int, stays: bool) -> None:
-    device = replace(H200, pipelined=True)
+    device = replace(H200, backend="sm90")
     for rows in (1, 129, 1024, 2**15, 2**24):
         problem = planning.HiddenGradientProblem(M=rows, N=N, O=O, dtype="bfloat16")
         made = planning.plan(problem, device, "triton")

@@ -26,7 +26,7 @@ from fusedlayers.planning import (
 )
 from tests.support.operands import forget_calls
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 LAYERS = ((128, 512), (256, 1024), (512, 2048), (1024, 4096), (2048, 5632), (4096, 14_336), (8192, 28_672))
 # Whether the gradients of x and of the weights are.
 WANTED = ((True, True), (True, False), (False, True), (False, False))

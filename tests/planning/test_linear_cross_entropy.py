@@ -30,7 +30,7 @@ from fusedlayers.planning.linear_cross_entropy_chunks import (
 )
 
 MIB = 2**20
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 BOTH = {"needs_data_gradient": True, "needs_weight_gradient": True}
 
 
@@ -244,7 +244,7 @@ def test_without_gradients_no_logits_are_written(dtype: str, operation: str) -> 
     assert made.logit_tiles is not None
     assert (made.logit_tiles.pipelined is None) == (dtype == "float32")
     assert made.accuracy == ("exact" if dtype == "float32" else "half")
-    assert plan(problem, replace(H200, pipelined=False), "triton").logit_tiles.pipelined is None
+    assert plan(problem, replace(H200, backend="generic"), "triton").logit_tiles.pipelined is None
     assert plan(problem, H200).path == ("torch" if dtype == "float32" else "fused")
 
 
@@ -254,7 +254,7 @@ def test_without_gradients_no_logits_are_written(dtype: str, operation: str) -> 
 @pytest.mark.parametrize("M", [1, 128, 129, 8192, 10_000, 65_537, 2**20])
 def test_partial_results_are_few(M: int, V: int, pipelined: bool, entropy: bool) -> None:
     """Those of every row at least once; at most those of each program for each group of bands, and never 100 MiB."""
-    device = replace(H200, pipelined=pipelined)
+    device = replace(H200, backend="sm90" if pipelined else "generic")
     made = plan(forward(M, 768, V, entropy=entropy, reduction="none"), device, "triton")
     tiles = made.logit_tiles
     assert tiles is not None

@@ -14,7 +14,7 @@ from fusedlayers import explaining, functional, planning
 from fusedlayers.functional import dispatch
 from fusedlayers.planning import Device, MaxSimPlan, MaxSimProblem
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
 CPU = Device("cpu", "cpu")
 MANY = MaxSimProblem(

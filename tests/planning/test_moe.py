@@ -14,7 +14,7 @@ from fusedlayers.planning import Device, plan
 from fusedlayers.planning.moe_ffn import MOST_ROWS, MoeProblem
 
 MIB = 2**20
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 STEPS = ("hidden", "product", "hidden_gradient", "weight_gradient")
 
 
@@ -70,7 +70,7 @@ def test_which_kernels_run(dtype: str, training: bool, tokens: int) -> None:
     for step in STEPS[:3]:
         tiles = getattr(made, f"{step}_tiles")
         assert tiles is None or made.problem.block % tiles.block_m == 0
-    few = plan(made.problem, replace(H200, pipelined=False, sms=4), "triton")
+    few = plan(made.problem, replace(H200, backend="generic", sms=4), "triton")
     assert few.hidden_pipeline is None
     text = dict(made.facts(H200))
     assert ("pipelined" in text["hidden"]) == pipelined
@@ -114,7 +114,7 @@ def test_auto_mode_takes_what_was_measured_faster(training: bool, captured: bool
     facts = {"training": training, "captured": captured}
     for sizes in ((16384, 2048, 768, 128, 8), (8192, 4096, 14336, 8, 2), (16384, 1024, 512, 64, 6)):
         assert plan(problem(*sizes, **facts), H200).path == "epilogue"
-        assert "warp-specialised" in plan(problem(*sizes, **facts), replace(H200, pipelined=False)).rejected[0][1]
+        assert "warp-specialised" in plan(problem(*sizes, **facts), replace(H200, backend="generic")).rejected[0][1]
         assert plan(problem(*sizes, dtype="float32", **facts), H200).path == "torch"
     small = plan(problem(1, 64, 64, 4, 2, **facts), H200)
     assert small.path == "torch"

@@ -16,7 +16,7 @@ from fusedlayers.planning import Device, Plan, Problem, plan
 H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
 A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
 MI300 = Device("cuda", "AMD Instinct MI300X", "gfx942", sms=304, triton=True)
-PIPELINED = replace(H200, pipelined=True)
+PIPELINED = replace(H200, backend="sm90")
 NO_TRITON = replace(H200, triton=False)
 CPU = Device("cpu", "cpu")
 DEVICES = [H200, PIPELINED, A100, MI300, NO_TRITON, CPU]

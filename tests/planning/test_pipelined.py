@@ -10,7 +10,7 @@ from fusedlayers.kernels import tuning
 from fusedlayers.planning import Device, Problem, plan
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
-PIPELINED = replace(H200, pipelined=True)
+PIPELINED = replace(H200, backend="sm90")
 TRAINING = Problem(
     "ffn", batch=1, M=1_048_576, K=64, N=256, O=64, dtype="bfloat16", activation="gelu_tanh",
     needs_data_gradient=True, needs_weight_gradient=True,

@@ -10,7 +10,7 @@ from fusedlayers.kernels.tuning import PipelinedReduceConfig, one_hot_pipeline, 
 from fusedlayers.kernels.tuning.limits import BARRIER_BYTES, CONSUMER_ROWS, SHARED_MEMORY
 from fusedlayers.planning import Device, ReducePlan, ReduceProblem, plan
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 PROBLEM = ReduceProblem(batch=64, kept=1024, reduced=1024, K=128, dtype="bfloat16", op="max")
 SIZES = [1, 2, 3, 15, 16, 17, 31, 33, 63, 65, 127, 129, 200, 300, 431, 512, 767, 1024, 2048, 4096]
 

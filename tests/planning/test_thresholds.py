@@ -10,7 +10,7 @@ import pytest
 from fusedlayers.planning import Device, Problem, plan
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
-PIPELINED = replace(H200, pipelined=True)
+PIPELINED = replace(H200, backend="sm90")
 FIGURES = H200.figures.gemm_gemm
 
 
@@ -30,12 +30,12 @@ def test_thresholds_decide_at_the_element(device: Device) -> None:
                 )  # fmt: skip
                 made = plan(problem, device)
                 assert made.path == "fused", (kind, training, width)
-                assert (made.forward_tiles.pipelined is not None) == device.pipelined
-                by_host = device.pipelined and kind != "gemm_gemm" and not training and not captured
+                assert (made.forward_tiles.pipelined is not None) == (device.backend == "sm90")
+                by_host = device.backend == "sm90" and kind != "gemm_gemm" and not training and not captured
                 # Where it is not the fused path, the one of wider layers may be next.
-                others = ("torch",) if kind == "gemm_gemm" or not device.pipelined else ("torch", "epilogue")
+                others = ("torch",) if kind == "gemm_gemm" or device.backend != "sm90" else ("torch", "epilogue")
                 assert plan(replace(problem, M=least // 64 - 1), device).path in (("fused",) if by_host else others)
-                if not device.pipelined:
+                if device.backend != "sm90":
                     # The wider of both sides counts, padded to a power of two; a padded y was slower.
                     assert plan(replace(problem, O=16), device).path == "fused"
                     assert plan(replace(problem, K=width // 2 + 1), device).path == "fused"

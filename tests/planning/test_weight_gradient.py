@@ -14,7 +14,7 @@ from fusedlayers.planning import Device, WeightGradientPlan, WeightGradientProbl
 from fusedlayers.planning.devices import PARTIALS_LIMIT
 from fusedlayers.planning.weight_gradient import choose_pipeline, pipelined_seconds, tile_count
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 COSTS = H200.figures.tile_costs
 A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
 CPU = Device("cpu", "cpu")
@@ -58,11 +58,11 @@ def test_auto_mode_takes_what_was_measured_faster(measured: Callable[..., None])
         assert "too small: 4,294,967,296 FLOPs, faster than torch from 17,179,869,184 on" in why(plan(small, H200))
         assert plan(replace(small, captured=True), H200).path == "fused"
     assert "where only dW is wanted" in why(plan(replace(LARGE, bias=False), H200))
-    assert "torch was as fast or faster" in why(plan(LARGE, replace(H200, pipelined=False)))
+    assert "torch was as fast or faster" in why(plan(LARGE, replace(H200, backend="generic")))
     assert "not measured on sm_80" in why(plan(LARGE, A100))
     assert "float32 products" in why(plan(replace(LARGE, dtype="float32"), H200))
     assert why(plan(LARGE, H200, "torch")) == "the backend is set to torch"
-    for unlike in (A100, replace(H200, pipelined=False)):
+    for unlike in (A100, replace(H200, backend="generic")):
         assert plan(LARGE, unlike, "triton").path == "fused"
 
 
@@ -169,7 +169,7 @@ def test_the_expected_time_grows_with_waves_and_with_splits() -> None:
     assert pipelined_seconds(LARGE, large, 17, 132, COSTS) > times[-1]
 
 
-@pytest.mark.parametrize("device", [H200, replace(H200, pipelined=False), A100], ids=["pipelined", "sm_90", "sm_80"])
+@pytest.mark.parametrize("device", [H200, replace(H200, backend="generic"), A100], ids=["pipelined", "sm_90", "sm_80"])
 def test_splits_and_partials_are_bounded(device: Device) -> None:
     for M in (1, 63, 64, 257, 4096, 2**20, 2**26):
         for O in (1, 8, 129, 1000, 4096, 2**15):

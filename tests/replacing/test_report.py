@@ -225,7 +225,7 @@ def test_strict_refuses_what_would_stay(left: Callable[[], nn.Module]) -> None:
     assert not fl.replace(model, strict=True).replaced
 
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, pipelined=True)
+H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
 HALF = torch.bfloat16
 

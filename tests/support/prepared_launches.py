@@ -13,7 +13,7 @@ from fusedlayers import planning
 from fusedlayers.kernels import hopper, launching, relaunching
 from tests.support.stand_in_launchers import Compiled, stand_in_driver
 
-HOPPER = planning.Device("cuda", "sm_90", "a Hopper GPU", 132, triton=True, pipelined=True)
+HOPPER = planning.Device("cuda", "sm_90", "a Hopper GPU", 132, triton=True, backend="sm90")
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

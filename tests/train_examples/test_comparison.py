@@ -103,7 +103,7 @@ def test_the_bytes_kept_are_those_that_explain_names(model: ModelSettings, token
     torchs, fused = gpu_results.bytes_kept(model, tokens, recompute)
     # Of torch: the input, the pre-activation and the activation of every hidden unit, two bytes each.
     assert torchs == 2 * (model.d_model + 2 * model.d_ff)
-    facts = {name: getattr(H200, name) for name in ("kind", "name", "architecture", "sms", "triton", "pipelined")}
+    facts = {name: getattr(H200, name) for name in ("kind", "name", "architecture", "sms", "triton", "backend")}
     layer = feed_forward(model, LayerSettings("fused", recompute)).bfloat16()
     with assumed(**facts):
         said = fusedlayers.explain(layer, torch.empty(tokens, model.d_model, dtype=torch.bfloat16), details=True)
@@ -270,7 +270,7 @@ def test_the_opening_says_what_a_gpu_runs(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     narrow = ("model.d_model=256", "model.d_ff=1024", "model.context=512", "run.precision=bf16-mixed")
     chosen, short = (settings(tmp_path, *narrow, f"run.batch_size={size}") for size in (256, 2))
-    facts = {"kind": "cuda", "architecture": "sm_90", "sms": 132, "triton": True, "pipelined": True}
+    facts = {"kind": "cuda", "architecture": "sm_90", "sms": 132, "triton": True, "backend": "sm90"}
     with assumed(**facts):
         assert opening.plan_in_words(chosen, cpu).startswith("Runs in the fused kernels, forward and backward")
         assert opening.plan_in_words(short, cpu).startswith("Runs through torch: the call is too small")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ... import functional, planning, reference
 from ...kernels import tuning
+from ...kernels.tuning.dtypes import GENERIC
 from ...planning import Device
 from .case import DTYPES, Case, Grid, Operand, Options, Shape
 from .trial import MACHINES, RAGGED, WHOLE, Trial
@@ -90,7 +91,7 @@ def _trials(device: Device) -> Iterator[Trial]:
 
 def _fused_trials(relu: Options, plain: Options, device: Device) -> Iterator[Trial]:
     """Blocks that are one kernel."""
-    if device.pipelined:
+    if device.backend != GENERIC:
         for machine in ("few", "all", "recomputing", "recomputing, all"):
             for width in _PIPELINED_WIDTHS:
                 if "recompute" in MACHINES[machine] and width < 256:
@@ -109,7 +110,7 @@ def _fused_trials(relu: Options, plain: Options, device: Device) -> Iterator[Tri
 def _wide_trials(relu: Options, plain: Options, device: Device) -> Iterator[Trial]:
     """Blocks that are too wide to be one kernel: activations in the epilogues of products."""
     for width, (M, N) in zip(_WIDE, (WHOLE, RAGGED), strict=True):
-        if device.pipelined:
+        if device.backend != GENERIC:
             for backward in (False, True):
                 yield Trial("ffn", relu, (M, width, N), "bf16", "few", backward)
                 yield Trial("ffn", plain, (M, width, N), "fp16", "few", backward)
@@ -121,21 +122,22 @@ def _wide_trials(relu: Options, plain: Options, device: Device) -> Iterator[Tria
             yield Trial("ffn", plain, (M, width, N), dtype, "portable")
     # Half of the hidden: what is left is doubled.
     dropping = replace(relu, dropout_p=0.5)
-    for machine in ("few", "portable") if device.pipelined else ("portable",):
+    for machine in ("few", "portable") if device.backend != GENERIC else ("portable",):
         for dtype in ("bf16", "fp16") if machine == "few" else DTYPES:
             yield Trial("ffn", dropping, (RAGGED[0], _WIDE[1], RAGGED[1]), dtype, machine)
-    if device.pipelined:
+    if device.backend != GENERIC:
         for options, dtype in ((relu, "bf16"), (plain, "fp16"), (dropping, "bf16")):
             yield Trial("ffn", options, (RAGGED[0], _UNEVEN, RAGGED[1]), dtype, "all")
 
 
 def _grouped_trials(relu: Options, plain: Options, device: Device) -> Iterator[Trial]:
     """Blocks whose gradient of x is summed over groups of hidden units."""
-    for machine in ("recomputing", "recomputing, portable") if device.pipelined else ("recomputing, portable",):
+    generic = "recomputing, portable"
+    for machine in (generic,) if device.backend == GENERIC else ("recomputing", generic):
         for shape in _GROUPED:
             yield Trial("ffn", relu, shape, "bf16", machine)
             yield Trial("ffn", plain, shape, "fp16", machine)
-    if device.pipelined:
+    if device.backend != GENERIC:
         yield Trial("ffn", relu, _GROUPED[1], "bf16", "recomputing, transposed")
         yield Trial("ffn", plain, _GROUPED[0], "fp16", "recomputing, transposed")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ... import functional, reference
+from ...kernels.tuning.dtypes import GENERIC
 from ...planning import Device
 from .case import Case, Grid, Operand, Options, Shape
 from .trial import RAGGED, WHOLE, Trial
@@ -26,7 +27,7 @@ def _gemm_gemm_flops(shape: Shape, options: Options) -> int:
 
 def _trials(device: Device) -> Iterator[Trial]:
     # The kernels are those of a feed-forward block, whose trials have as many columns out as in.
-    if device.pipelined:
+    if device.backend != GENERIC:
         for machine in ("few", "all"):
             for K, O in ((64, 128), (128, 64)):
                 for M, N in (WHOLE, RAGGED):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ... import functional, reference
 from ...kernels.activations import ACTIVATIONS
+from ...kernels.tuning.dtypes import GENERIC
 from ...planning import Device
 from .case import Case, Grid, Operand, Options, Shape
 from .trial import Trial
@@ -53,7 +54,7 @@ def _grid(name: str, title: str, op: str, dim: int, shapes: tuple[Shape, ...]) -
 def _trials(device: Device) -> Iterator[Trial]:
     # Indices are found for the gradients of a maximum alone, and a sum of squares stays exact in float16 alone.
     kinds = (("max", "bf16"), ("sumsq", "fp16"))
-    if device.pipelined:
+    if device.backend != GENERIC:
         for kept, reduced in _REDUCED:
             for width in (64, 128):
                 for op, dtype in kinds:

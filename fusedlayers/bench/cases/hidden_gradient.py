@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ... import functional, reference
+from ...kernels.tuning.dtypes import GENERIC
 from ...planning import Device
 from .case import DTYPES, Case, Operand, Options, Results, Shape
 from .trial import Trial
@@ -37,7 +38,7 @@ def _ordered(call: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Re
 def _trials(device: Device) -> Iterator[Trial]:
     for gated in (False, True):
         relu, plain = (Options(activation, gated=gated, bias=True) for activation in ("relu", "identity"))
-        if device.pipelined:
+        if device.backend != GENERIC:
             for dtype in ("bf16", "fp16"):
                 yield Trial("hidden_gradient", relu, (1000, 392, 200), dtype, "few")
                 yield Trial("hidden_gradient", plain, (1024, 384, 512), dtype, "few")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ... import functional, reference
+from ...kernels.tuning.dtypes import GENERIC
 from ...planning import Device
 from .case import DTYPES, Case, Grid, Operand, Options, Shape
 from .trial import RAGGED, WHOLE, Trial
@@ -42,7 +43,7 @@ def _trials(device: Device) -> Iterator[Trial]:
         for (M, N), width, rank in ((WHOLE, 512, 64), (RAGGED, 520, 20)):
             # So many factors make integers that are too large for the eight bits of bfloat16, if there are many rows.
             exact = "fp16" if gated and (M, N) == WHOLE else "bf16"
-            if device.pipelined:
+            if device.backend != GENERIC:
                 for machine in ("few", "few, transposed"):
                     yield Trial("lora_ffn", relu, (M, width, N, rank), exact, machine)
                     yield Trial("lora_ffn", plain, (M, width, N, rank), "fp16", machine)

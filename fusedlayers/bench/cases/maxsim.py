@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ... import functional, reference
+from ...kernels.tuning.dtypes import GENERIC
 from ...planning import Device
 from .case import Case, Grid, Operand, Options, Shape
 from .trial import Trial
@@ -45,7 +46,7 @@ class _MaxSimCase(Case):
 
 
 def _trials(device: Device) -> Iterator[Trial]:
-    if device.pipelined:
+    if device.backend != GENERIC:
         for sizes in _PAIRS:
             for width in (64, 128):
                 for backward in (False, True):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ... import functional, reference
 from ...functional.moe_ffn.grouped import grouped_product
+from ...kernels.tuning.dtypes import GENERIC
 from ...kernels.tuning.grouped_gemm import BLOCKS
 from ...planning import Device
 from .case import DTYPES, Case, Grid, Operand, Options, Shape
@@ -94,7 +95,7 @@ def _liger() -> Callable[..., Tensor]:
 def _trials(device: Device) -> Iterator[Trial]:
     for gated in (False, True):
         relu, plain = (Options(activation, gated=gated, bias=True) for activation in ("relu", "identity"))
-        for machine in ("few", "all", "recomputing", "portable") if device.pipelined else ("portable",):
+        for machine in ("few", "all", "recomputing", "portable") if device.backend != GENERIC else ("portable",):
             for dtype in ("bf16", "fp16") if machine != "portable" else DTYPES:
                 yield Trial("moe_ffn", plain, (300, *_WHOLE), dtype, machine)
                 yield Trial("moe_ffn", relu, (301, *_RAGGED), dtype, machine)

@@ -9,6 +9,7 @@ import torch
 
 from ... import planning
 from ...functional.switches import switched
+from ...kernels.tuning.dtypes import GENERIC
 from ...planning import Call, Decision, Device
 from .case import ALL, DTYPES, Case, Inputs, Options, Shape
 
@@ -21,13 +22,13 @@ WHOLE, RAGGED = (1024, 512), (1061, 488)
 MACHINES: dict[str, dict[str, Any]] = {
     "few": {"sms": 4},
     "all": {},
-    "portable": {"pipelined": False},
+    "portable": {"backend": GENERIC},
     "recomputing": {"sms": 4, "recompute": True},
     "recomputing, all": {"recompute": True},
-    "recomputing, portable": {"pipelined": False, "recompute": True},
+    "recomputing, portable": {"backend": GENERIC, "recompute": True},
     "in chunks": {"sms": 4, "workspace": 2},
     "in chunks, recomputing": {"sms": 4, "recompute": True, "workspace": 2},
-    "in chunks, recomputing, portable": {"pipelined": False, "recompute": True, "workspace": 2},
+    "in chunks, recomputing, portable": {"backend": GENERIC, "recompute": True, "workspace": 2},
     "few, transposed": {"sms": 4, "transposed": True},
     "recomputing, transposed": {"sms": 4, "recompute": True, "transposed": True},
 }

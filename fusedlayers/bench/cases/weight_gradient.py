@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ... import functional, reference
+from ...kernels.tuning.dtypes import GENERIC
 from ...planning import Device
 from .case import DTYPES, Case, Grid, Operand, Options, Shape
 from .trial import Trial
@@ -18,7 +19,7 @@ def _operands(shape: Shape, options: Options) -> dict[str, Operand]:
 
 def _trials(device: Device) -> Iterator[Trial]:
     for bias in (False, True):
-        if device.pipelined:
+        if device.backend != GENERIC:
             for shape in ((1000, 64, 136), (1024, 128, 64), (1000, 136, 264), (512, 128, 1024), (1000, 520, 128)):
                 for dtype in ("bf16", "fp16"):
                     yield Trial("weight_gradient", Options(bias=bias), shape, dtype, "few")

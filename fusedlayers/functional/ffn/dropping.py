@@ -13,10 +13,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ... import reference
 from ...kernels import dropout as kernels
 from ...kernels.device import HAS_TRITON, interpreted
+from ...kernels.tuning.dtypes import KERNEL_DTYPES
 from ..call import PLAIN_TENSORS, observed, transformed
 from ..operands import rows
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_DTYPES = tuple(getattr(torch, name) for name in KERNEL_DTYPES)
 
 
 def draw_seed(*tensors: Tensor | None) -> Tensor | None:

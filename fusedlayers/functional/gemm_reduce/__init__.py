@@ -261,7 +261,8 @@ def _flat_lengths(lengths: Tensor | None, batch: torch.Size) -> Tensor | None:
     if lengths is None:
         return None
     # Within 32 bits before they are cut to them.
-    return lengths.clamp(0, 2**31 - 1 if lengths.element_size() > 4 else None).expand(batch).reshape(-1).to(torch.int32)
+    most = 2**31 - 1 if lengths.dtype in (torch.int64, torch.uint64) else None
+    return lengths.clamp(0, most).expand(batch).reshape(-1).to(torch.int32)
 
 
 def _gradients(

@@ -143,7 +143,7 @@ def reduced(head: Head, wanted: Sequence[bool]) -> tuple[Tensor, Tensors]:
     counted = head.counted() if mean else None
     factor = None if counted is None else counted.reciprocal()
     # The same kernel runs with and without gradients: another one might round otherwise.
-    early = None if problem.dtype == "float16" else factor
+    early = None if problem.format.small_range else factor
     sums = Sums(head, wanted) if any(wanted) else None
     losses = head.input.new_empty(head.input.shape[0], dtype=torch.float32)
 

@@ -1,0 +1,44 @@
+"""What is to be known of a dtype, in one table: its width, and which back ends have kernels for operands of it.
+
+Back ends are named: ``generic`` kernels are in Triton and run wherever it compiles; ``sm90`` ones are warp-specialised
+and run on Hopper alone.
+"""
+
+from dataclasses import dataclass, field
+
+GENERIC = "generic"
+SM90 = "sm90"
+
+
+@dataclass(frozen=True)
+class Format:
+    """``bits`` of an element, as tables of tiles have it, the ``backends`` whose kernels take it, its name in Gluon.
+
+    Activations need no more than ``accuracy`` (``kernels.activations``): that under which their error is below the
+    rounding of a result. ``narrow`` formats are narrower than the float32 in which products are summed, and sums that
+    float32 holds may exceed those of a ``small_range``.
+    """
+
+    bits: int
+    backends: tuple[str, ...] = ()
+    gluon: str = ""
+    accuracy: str = "exact"
+    small_range: bool = False
+    bytes: int = field(init=False)
+    narrow: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bytes", self.bits // 8)
+        object.__setattr__(self, "narrow", self.bits < 32)
+
+
+# By torch's name of the dtype.
+FORMATS: dict[str, Format] = {
+    "float16": Format(16, (GENERIC, SM90), "float16", accuracy="half", small_range=True),
+    "bfloat16": Format(16, (GENERIC, SM90), "bfloat16", accuracy="coarse"),
+    "float32": Format(32, (GENERIC,), "float32"),
+    "float64": Format(64),
+}
+# Of a dtype that no kernel takes.
+UNKNOWN = Format(32)
+KERNEL_DTYPES = tuple(name for name, found in FORMATS.items() if found.backends)
