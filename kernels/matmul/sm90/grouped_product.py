@@ -28,7 +28,7 @@ class _Rows:
 @gluon.jit
 def _bias(consumer: gl.constexpr, tile, given):
     _, column, expert = tile
-    return bias_of_columns(given.bias_ptr, expert * given.columns, column, given.columns, WIDE), None
+    return bias_of_columns(given.bias_ptr, expert * given.columns, column, given.columns, WIDE), 0
 
 
 @gluon.jit

@@ -40,7 +40,7 @@ def _biases(tile, given):
         acc = biases_of_halves(given.up_bias_ptr, given.gate_bias_ptr, expert * given.N, column, given.N)
     else:
         acc = bias_of_columns(given.up_bias_ptr, expert * given.N, column, given.N, TILE)
-    return acc, acc, None
+    return acc, acc, 0
 
 
 @gluon.jit

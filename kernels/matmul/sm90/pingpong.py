@@ -30,8 +30,8 @@ def mma_tiles(
     """A consumer: the products of its tiles, of so many ``steps`` of the ring each.
 
     ``prologue(tile, resources)`` gives what both halves of a tile's rows start with, and whatever else is to be loaded
-    while the product is computed; ``epilogue(consumer, tile, top, bottom, loaded, resources, state)`` takes the sums
-    of both halves, and returns the state that the next tile begins with.
+    while the product is computed, or 0. ``epilogue(consumer, tile, top, bottom, loaded, resources, state)`` takes the
+    sums of both halves, and returns the state that the next tile begins with.
     """
     turn = 0
     first = gl.program_id(0) + consumer * gl.num_programs(0)
