@@ -6,10 +6,11 @@ import torch
 
 from ..hopper import Matrix, untransposed
 from ..launching import Launch, layout_of, prepared
+from ..matmul.generic import prepare_weight_gradient
 from ..partials import split_size, summed_over_splits
 from ..tuning import WeightGradientPipeline, WeightGradientTiles
+from ..tuning.grouped_gemm import GroupedTiles
 from . import pipelined
-from .portable import launch_weight_gradient, prepare_weight_gradient
 
 
 def weight_gradient(
@@ -30,8 +31,10 @@ def weight_gradient(
     made = prepared(ready, name, _prepare, dy, x, bias, splits, input_precision, tiles, pipeline)
 
     def fill(targets: list[torch.Tensor | None], _: int) -> None:
-        run = pipelined.launch_weight_gradient if made.pipelined else launch_weight_gradient
-        run(dy, x, targets, made.launch)
+        if made.pipelined:
+            pipelined.launch_weight_gradient(dy, x, targets, made.launch)
+        else:
+            made.launch((dy, x, *targets, None))
 
     dw, db = summed_over_splits(dy, made.shapes, splits, fill, made.ready)
     assert dw is not None
@@ -61,7 +64,9 @@ def _prepare(
     matrices = None if pipeline is None else _matrices(dy, x)
     if pipeline is not None and matrices is not None:
         return _Prepared(shapes, pipelined.prepare_weight_gradient(*matrices, size, splits, pipeline), True, {})
-    return _Prepared(shapes, prepare_weight_gradient(dy, x, size, splits, input_precision, tiles), False, {})
+    blocks = GroupedTiles(tiles.block_o, tiles.block_k, tiles.block_m, tiles.num_warps, tiles.num_stages)
+    strides = (size, x.shape[1], 1)
+    return _Prepared(shapes, prepare_weight_gradient(dy, x, strides, splits, input_precision, blocks), False, {})
 
 
 def _matrices(dy: torch.Tensor, x: torch.Tensor) -> tuple[Matrix, Matrix] | None:
