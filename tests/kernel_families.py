@@ -81,10 +81,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "cross_entropy": _CROSS_ENTROPY,
     "grouped_gemm": _EXPERTS,
+    # What is put together of the same parts: its users, which compare bits, and what compilers make of each kernel.
     "matmul": (
-        *(*_EPILOGUE, "functional/lora_ffn", "functional/moe_ffn", "functional/weight_gradient"),
-        *("kernels/code_generation_epilogue", "kernels/code_generation_moe", "kernels/code_generation_gradients"),
-        *("kernels/code_generation_cross_entropy", "kernels/hopper"),
+        *(*_EPILOGUE, "functional/ffn_layouts", "functional/hidden_gradient", "functional/lora_ffn"),
+        *("functional/moe_ffn", "functional/linear", "functional/weight_gradient", "kernels/hopper"),
+        *("kernels/code_generation_epilogue", "kernels/code_generation_moe", "kernels/code_generation_split_k"),
+        *("kernels/code_generation_gradients", "kernels/code_generation_cross_entropy", "kernels/prepared_launches"),
     ),
     "maxsim": (
         "functional/maxsim",
@@ -150,7 +152,7 @@ GPU_TESTS: dict[str, tuple[str, ...]] = {
     "gemm_epilogue": (*_GPU_EPILOGUE, "hidden_gradient_gpu", "lora_ffn_gpu"),
     "gemm_reduce": ("gemm_reduce_gpu", "pipelined_reduce", "maxsim_gpu"),
     "grouped_gemm": ("moe_ffn_gpu", "grouped_gemm_gpu", "model_experts_gpu"),
-    "matmul": (*_GPU_EPILOGUE, "lora_ffn_gpu", "grouped_gemm_gpu", "weight_gradient_gpu"),
+    "matmul": (*_GPU_EPILOGUE, "lora_ffn_gpu", "grouped_gemm_gpu", "linear_gpu", "weight_gradient_gpu"),
     "maxsim": ("maxsim_gpu",),
     "cross_entropy": _GPU_CROSS_ENTROPY,
     "split_k": ("linear_gpu",),

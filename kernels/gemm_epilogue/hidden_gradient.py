@@ -5,102 +5,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..activations import activation_unit, hidden_and_slopes, through_activation
 from ..column_sums import column_partials
-from ..device import tl, triton
-from ..dropout import NO_DROPOUT, Dropout, keep_factor
+from ..dropout import NO_DROPOUT, Dropout
 from ..hopper import ALIGNMENT, Matrix, matrix, untransposed
-from ..launching import Launch, ceil_div, empty_rows, layout_of, prepared, vector_unit
-from ..matmul import sm90
+from ..launching import Launch, ceil_div, empty_rows, layout_of, prepared
+from ..matmul import generic, sm90
+from ..matmul.arithmetic import Arithmetic
 from ..matmul.low_rank import LowRank
 from ..partials import ReduceBlocks, reduce_partials
-from ..tiles import add_product, grouped_tile, in_units, load_tile, store_tile
 from ..tuning import BAND_BLOCKS, ColumnSumTiles, EpiloguePipeline, EpilogueTiles, gradients_joined, hidden_stride
 
-_GROUP = 8  # programs below one another, before those to their right: they share columns of w_down in the cache
 _BAND_BLOCKS = ReduceBlocks(*BAND_BLOCKS)
-
-
-@triton.jit
-def _stored_and_summed(ptr, gradient, rows, cols, stride_m, M, N, UNIT: tl.constexpr, SUMMED: tl.constexpr):
-    """Stores a tile of an ``[M, N]`` gradient, and returns it or, ``SUMMED``, its sum over the rows."""
-    # Past M the product is 0, but 0 times an infinite weight is NaN.
-    gradient = tl.where((rows < M)[:, None], gradient * UNIT, 0.0)
-    store_tile(ptr, gradient, rows, cols, stride_m, 1, M, N)
-    if SUMMED:
-        return tl.sum(gradient, 0)
-    else:
-        return gradient
-
-
-@triton.jit(do_not_specialize=["M", "row_tiles", "zero", "drop_limit", "keep_scale", "mask_row", "mask_column"])
-def _hidden_gradient_kernel(
-    dy_ptr, down_ptr, z_ptr, gate_ptr, dz_ptr, d_gate_ptr, hidden_ptr, sums_ptr, seed_ptr, added_ptr,
-    stride_dym, stride_dyo, stride_do, stride_dn, stride_zm, stride_zn, stride_gm, stride_gn, stride_out,
-    stride_hidden, O, N,
-    M, row_tiles, zero, drop_limit, keep_scale, mask_row, mask_column,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, GROUP: tl.constexpr,
-    VECTOR: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
-):  # fmt: skip
-    # A program has ``row_tiles`` tiles below one another. ``zero`` is 0, which only the caller knows. With a
-    # BLOCK_INNER of 0 the product lies where dz will, and is summed up by element before it is by column.
-    MULTIPLIES: tl.constexpr = BLOCK_INNER != 0
-    GATED: tl.constexpr = gate_ptr is not None
-    UNIT: tl.constexpr = activation_unit(ACTIVATION, ACCURACY)
-    bands = tl.cdiv(tl.cdiv(M, BLOCK_M), row_tiles)
-    band, column = grouped_tile(tl.program_id(0), bands, tl.cdiv(N, BLOCK_N), GROUP)
-    cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    N, stride_out = in_units(N, VECTOR), in_units(stride_out, VECTOR)
-    stride_zm, stride_gm = in_units(stride_zm, VECTOR), in_units(stride_gm, VECTOR)
-    stride_hidden = in_units(stride_hidden, VECTOR)
-    if MULTIPLIES:
-        sums = tl.zeros([BLOCK_N], tl.float32)
-        gate_sums = tl.zeros([BLOCK_N], tl.float32)
-    else:
-        sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        gate_sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    first_row = (band.to(tl.int64) * row_tiles * BLOCK_M).to(tl.int32)
-    for index in range(tl.minimum(row_tiles, tl.cdiv(M - first_row, BLOCK_M))):
-        rows = first_row + index * BLOCK_M + tl.arange(0, BLOCK_M)
-        if added_ptr is None:
-            d_hidden = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        else:
-            d_hidden = load_tile(added_ptr, rows, cols, N, 1, M, N).to(tl.float32)
-        if MULTIPLIES:
-            for o in tl.range(0, O, BLOCK_INNER):
-                outer = o + tl.arange(0, BLOCK_INNER)
-                dy_tile = load_tile(dy_ptr, rows, outer, stride_dym, stride_dyo, M, O)
-                down_tile = load_tile(down_ptr, outer, cols, stride_do, stride_dn, O, N)
-                d_hidden = add_product(d_hidden, dy_tile, down_tile, zero, INPUT_PRECISION)
-        else:
-            d_hidden += load_tile(dz_ptr, rows, cols, stride_out, 1, M, N).to(tl.float32)
-        if seed_ptr is not None:
-            factor = keep_factor((seed_ptr, drop_limit, keep_scale, mask_row, mask_column), rows, cols)
-            d_hidden *= factor
-        z = load_tile(z_ptr, rows, cols, stride_zm, stride_zn, M, N).to(tl.float32)
-        if GATED:
-            z_gate = load_tile(gate_ptr, rows, cols, stride_gm, stride_gn, M, N).to(tl.float32)
-            hidden, slope, gate_slope = hidden_and_slopes(z, z_gate, True, ACTIVATION, ACCURACY)
-            sums += _stored_and_summed(dz_ptr, d_hidden * slope, rows, cols, stride_out, M, N, UNIT, MULTIPLIES)
-            d_gate = through_activation(d_hidden, gate_slope, z_gate, ACTIVATION)
-            gate_sums += _stored_and_summed(d_gate_ptr, d_gate, rows, cols, stride_out, M, N, UNIT, MULTIPLIES)
-        else:
-            hidden, slope, _ = hidden_and_slopes(z, z, False, ACTIVATION, ACCURACY)
-            dz = through_activation(d_hidden, slope, z, ACTIVATION)
-            sums += _stored_and_summed(dz_ptr, dz, rows, cols, stride_out, M, N, UNIT, MULTIPLIES)
-        if hidden_ptr is not None:
-            if seed_ptr is not None:
-                hidden *= factor
-            store_tile(hidden_ptr, hidden * UNIT, rows, cols, stride_hidden, 1, M, N)
-    if sums_ptr is not None:
-        if not MULTIPLIES:
-            sums, gate_sums = tl.sum(sums, 0), tl.sum(gate_sums, 0)
-        if GATED:
-            partial = sums_ptr + band.to(tl.int64) * 2 * N
-            tl.store(partial + N + cols, gate_sums, mask=cols < N)
-        else:
-            partial = sums_ptr + band.to(tl.int64) * N
-        tl.store(partial + cols, sums.to(sums_ptr.dtype.element_ty), mask=cols < N)
 
 
 class HiddenGradients(NamedTuple):
@@ -192,7 +107,7 @@ def hidden_gradient(
             dy, w_down, _ = low_rank.joined(dy, w_down, None, 0)
         if not tiles.block_inner:
             torch.mm(dy, w_down, out=dz)
-        made.launch((dy, w_down, z, z_gate, dz, d_gate, hidden, sums, dropout.seed, added))
+        made.launch((dy, w_down, z, z_gate, dz, d_gate, hidden, sums, dropout.seed, added, None, None, None))
     other: tuple[torch.Tensor, torch.Tensor] | None = None
     db_down = dy_sums
     if dy_sums is not None and dy_sums.dim() == 2:
@@ -265,19 +180,9 @@ def _prepare(
     if low_rank is not None:
         dy, w_down, _ = low_rank.joined(dy, w_down, None, 0)
     bands = ceil_div(ceil_div(rows, tiles.block_m), row_tiles)
-    gate_strides = (0, 0) if z_gate is None else z_gate.stride()
-    # Beside a product's tiles there are no registers for more than one piece of a row at a time.
-    vector = 1 if tiles.block_inner else vector_unit(z, columns, row_stride, stride, z.stride(0), gate_strides[0])
-    launch = Launch(
-        _hidden_gradient_kernel,
-        bands * ceil_div(columns, tiles.block_n),
-        (*dy.stride(), *w_down.stride(), *z.stride(), *gate_strides, row_stride, stride, dy.shape[1], columns),
-        (rows, row_tiles, 0.0, *dropout.numbers()),
-        (
-            tiles.block_m, tiles.block_n, tiles.block_inner, _GROUP, vector, activation, accuracy, input_precision,
-        ),
-        tiles.num_warps,
-        tiles.num_stages,
+    arithmetic = Arithmetic(activation, accuracy, input_precision)
+    launch = generic.prepare_hidden_gradient(
+        dy, w_down, (z, z_gate), (row_stride, stride), arithmetic, tiles, row_tiles=row_tiles, dropout=dropout
     )  # fmt: skip
     sums = _sums(bands, columns, parts, given_sums) if bias else None
     return _Prepared(shape, sums, copied, side_by_side, False, launch, {})

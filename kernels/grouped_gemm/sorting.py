@@ -11,6 +11,7 @@ import torch
 
 from ..device import tl, triton
 from ..launching import Launch, ceil_div, prepared
+from ..matmul.generic.operands import RowOrder
 from ..tuning.grouped_gemm import padded_rows
 
 _SLOTS = 128  # of a chunk, which a program counts or places
@@ -40,6 +41,10 @@ class SortedRows(NamedTuple):
     def capacity(self) -> int:
         """P, the number of rows that operands are allocated for."""
         return self.slots.shape[0]
+
+    def order(self, gathered: bool = True) -> RowOrder:
+        """How the kernels of ``matmul`` find the expert of a tile, and the token of a row."""
+        return RowOrder(self.block, self.k, gathered)
 
 
 def sizes(slots: int, experts: int, block: int) -> tuple[int, int, int, int]:

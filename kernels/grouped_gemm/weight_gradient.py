@@ -6,36 +6,14 @@ import torch
 
 from ..device import tl, triton
 from ..launching import Launch, ceil_div, prepared
-from ..tiles import add_product, grouped_tile, load_tile, store_tile
+from ..matmul import generic
+from ..tiles import load_tile
 from ..tuning.grouped_gemm import GroupedTiles
 from ..tuning.grouped_gemm_pipelines import CooperativePipeline
 from . import sm90
-from .hidden import GROUP
 from .sorting import SortedRows
 
 _SUM_ROWS, _SUM_COLUMNS = 32, 64
-
-
-@triton.jit(do_not_specialize=["zero"])
-def _experts_weight_gradient_kernel(
-    a_ptr, b_ptr, starts_ptr, out_ptr, stride_oe, stride_om, stride_on, R, C, zero,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, GROUP: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-):  # fmt: skip
-    # ``zero`` is 0, which only the caller knows.
-    tiles = tl.cdiv(R, BLOCK_M) * tl.cdiv(C, BLOCK_N)
-    expert = tl.program_id(0) // tiles
-    tile_row, tile_column = grouped_tile(tl.program_id(0) % tiles, tl.cdiv(R, BLOCK_M), tl.cdiv(C, BLOCK_N), GROUP)
-    units = tile_row * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tile_column * BLOCK_N + tl.arange(0, BLOCK_N)
-    end = tl.load(starts_ptr + expert + 1)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first in tl.range(tl.load(starts_ptr + expert), end, BLOCK_INNER):
-        rows = first + tl.arange(0, BLOCK_INNER)
-        a_tile = load_tile(a_ptr, rows, units, R, 1, end, R)
-        b_tile = load_tile(b_ptr, rows, cols, C, 1, end, C)
-        acc = add_product(acc, a_tile.T, b_tile, zero, INPUT_PRECISION)
-    store_tile(out_ptr + expert.to(tl.int64) * stride_oe, acc, units, cols, stride_om, stride_on, R, C)
 
 
 @triton.jit
@@ -79,20 +57,11 @@ def weight_gradient(
         a, b, rows, out, config=pipeline, ready=ready, name=name, order=order
     ):  # fmt: skip
         return
-    experts, units, columns = out.shape
 
     def make() -> Launch:
-        return Launch(
-            _experts_weight_gradient_kernel,
-            experts * ceil_div(units, tiles.block_m) * ceil_div(columns, tiles.block_n),
-            (*out.stride(), units, columns),
-            (0.0,),
-            (tiles.block_m, tiles.block_n, tiles.block_inner, GROUP, input_precision),
-            tiles.num_warps,
-            tiles.num_stages,
-        )
+        return generic.prepare_weight_gradient(a, b, out.stride(), out.shape[0], input_precision, tiles)
 
-    prepared(ready, ("weight gradient", name), make)((a, b, rows.starts, out))
+    prepared(ready, ("weight gradient", name), make)((a, b, out, None, rows.starts))
 
 
 def expert_sums(

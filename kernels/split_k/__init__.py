@@ -11,8 +11,8 @@ float32 partial goes to a workspace ``[S, M, N]``, and ``kernels.partials`` adds
 bias and activation, and rounds once: the same bits every time. The reducing kernel is launched as dependent: its
 programs are in place when the last partial is written. Atomic addition into one float32 ``[M, N]`` is there on request.
 
-``product`` launches ``tiles_product`` (matrix units), or for one row ``row_product`` (multiply-adds on rows of the
-right operand as they arrive from memory: there is nothing to share that a matrix unit would need).
+``product`` launches the product of ``matmul.generic`` (matrix units), or for one row ``row_product`` (multiply-adds on
+rows of the right operand as they arrive from memory: there is nothing to share that a matrix unit would need).
 """
 
 from .launcher import product

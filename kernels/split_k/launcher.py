@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..launching import Launch, ceil_div, layout_of, lines, prepared, unit_to_tell
+from ..matmul import generic
+from ..matmul.arithmetic import Arithmetic
 from ..partials import Epilogue, ReduceBlocks, reduce_partials
 from ..tuning import SplitTiles, reduce_blocks
+from ..tuning.grouped_gemm import GroupedTiles
 from .row_product import row_product_kernel
-from .tiles_product import tiles_product_kernel
 
 
 def product(
@@ -39,14 +41,14 @@ def product(
     dtype, device = left.dtype, left.device
     out = torch.empty(made.shape, dtype=dtype, device=device)
     if made.partials is None:
-        made.launch((left, right, bias, out))
+        made.launch((left, right, bias, out, *made.nothing))
         return out
     rows, columns = made.shape
     if atomic:
         target = torch.zeros(rows, columns, dtype=torch.float32, device=device).view(1, -1)
     else:
         target = torch.empty(made.partials, dtype=torch.float32, device=device)
-    made.launch((left, right, None, target))
+    made.launch((left, right, None, target, *made.nothing))
     epilogue = Epilogue(bias, columns, activation, accuracy)
     reduce_partials(target, [out], epilogue, made.blocks, dependent, ready=made.ready)
     return out
@@ -58,6 +60,7 @@ class _Prepared(NamedTuple):
     shape: tuple[int, int]
     partials: tuple[int, int] | None
     launch: Launch
+    nothing: tuple[None, ...]  # what the kernel could take beside the operands, the bias and the result
     blocks: ReduceBlocks
     ready: dict[Any, Any]
 
@@ -79,32 +82,31 @@ def _prepare(
     splits = ceil_div(blocks, ceil_div(blocks, splits))
     partials = (1 if atomic else splits, rows * columns) if atomic or splits > 1 else None
     apart = partials is not None
-    end = (apart, atomic, "identity" if apart else activation, accuracy)
-    units = _units(left, right)
-    stride_b = 0 if apart or bias is None else bias.stride(0)
+    end = ("atomic" if atomic else "partial") if apart else "result"
+    arithmetic = Arithmetic("identity" if apart else activation, accuracy, input_precision)
+    transposed, unit = _units(left, right)
+    given = None if apart else bias
     if tiles.block_m == 1:
         launch = Launch(
             row_product_kernel,
             ceil_div(columns, tiles.block_n) * splits,
-            (left.stride(1), *right.stride(), stride_b, columns, inner),
+            (left.stride(1), *right.stride(), 0 if given is None else given.stride(0), columns, inner),
             (splits,),
-            (tiles.block_n, tiles.block_k, *end, *units, dependent),
+            (tiles.block_n, tiles.block_k, end, arithmetic.activation, accuracy, transposed, unit, dependent),
             tiles.num_warps,
             dependent=dependent,
         )
     else:
-        launch = Launch(
-            tiles_product_kernel,
-            ceil_div(rows, tiles.block_m) * ceil_div(columns, tiles.block_n) * splits,
-            (*left.stride(), *right.stride(), stride_b, columns, inner),
-            (rows, splits, 0.0),
-            (tiles.block_m, tiles.block_n, tiles.block_k, tiles.swapped, *end, input_precision, *units, dependent),
-            tiles.num_warps,
-            tiles.num_stages,
-            dependent=dependent,
-        )
+        blocks_of_product = GroupedTiles(
+            tiles.block_m, tiles.block_n, tiles.block_k, tiles.num_warps, tiles.num_stages
+        )  # fmt: skip
+        launch = generic.prepare_product(
+            left, (right, None), given, arithmetic, blocks_of_product, splits=splits, end=end, swapped=tiles.swapped,
+            units=(transposed, unit), dependent=dependent,
+        )  # fmt: skip
     blocks_of_sum = ReduceBlocks() if partials is None else ReduceBlocks(*reduce_blocks(rows * columns, partials[0]))
-    return _Prepared((rows, columns), partials, launch, blocks_of_sum, {})
+    nothing = () if tiles.block_m == 1 else (None,) * 4
+    return _Prepared((rows, columns), partials, launch, nothing, blocks_of_sum, {})
 
 
 def _units(left: torch.Tensor, right: torch.Tensor) -> tuple[bool, int]:

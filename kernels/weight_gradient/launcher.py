@@ -6,10 +6,10 @@ import torch
 
 from ..hopper import Matrix, untransposed
 from ..launching import Launch, layout_of, prepared
-from ..matmul import sm90
+from ..matmul import generic, sm90
 from ..partials import split_size, summed_over_splits
 from ..tuning import WeightGradientPipeline, WeightGradientTiles
-from .portable import launch_weight_gradient, prepare_weight_gradient
+from ..tuning.grouped_gemm import GroupedTiles
 
 
 def weight_gradient(
@@ -30,8 +30,10 @@ def weight_gradient(
     made = prepared(ready, name, _prepare, dy, x, bias, splits, input_precision, tiles, pipeline)
 
     def fill(targets: list[torch.Tensor | None], _: int) -> None:
-        run = sm90.launch_weight_gradient if made.pipelined else launch_weight_gradient
-        run(dy, x, targets, made.launch)
+        if made.pipelined:
+            sm90.launch_weight_gradient(dy, x, targets, made.launch)
+        else:
+            made.launch((dy, x, *targets, None))
 
     dw, db = summed_over_splits(dy, made.shapes, splits, fill, made.ready)
     assert dw is not None
@@ -61,7 +63,10 @@ def _prepare(
     matrices = None if pipeline is None else _matrices(dy, x)
     if pipeline is not None and matrices is not None:
         return _Prepared(shapes, sm90.prepare_weight_gradient(*matrices, size, splits, pipeline), True, {})
-    return _Prepared(shapes, prepare_weight_gradient(dy, x, size, splits, input_precision, tiles), False, {})
+    blocks = GroupedTiles(tiles.block_o, tiles.block_k, tiles.block_m, tiles.num_warps, tiles.num_stages)
+    strides = (size, x.shape[1], 1)
+    launch = generic.prepare_weight_gradient(dy, x, strides, splits, input_precision, blocks)
+    return _Prepared(shapes, launch, False, {})
 
 
 def _matrices(dy: torch.Tensor, x: torch.Tensor) -> tuple[Matrix, Matrix] | None:

@@ -21,7 +21,7 @@ KERNELS = {
     "_hidden_kernel": ("products", "experts"),
     "_gradient_kernel": ("products", "reductions", "experts"),
     "_reduce_partials_kernel": ("products", "reductions", "splits"),
-    "s_product_kernel": ("splits", "experts"),
+    "_product_kernel": ("splits", "experts"),
     "grouped_product_kernel": ("experts",),
     "_count_kernel": ("experts",),
     "_scan_kernel": ("experts",),

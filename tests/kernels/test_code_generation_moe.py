@@ -65,7 +65,7 @@ VARIANTS = """
 for tokens in (1, 2, 3, 7, 15, 16, 17, 31, 64, 100, 128, 255, 777, 1024, 2048, 3000, 4096):
     step("sm_90", "bfloat16", (tokens, 256, 128, 8, 2), pipelined=True)
 """
-STEPS = {"experts_hidden", "experts_product", "experts_hidden_gradient", "experts_weight_gradient"}
+STEPS = {"hidden", "product", "hidden_gradient", "weight_and_bias_gradient"}
 PIPELINED = {
     "pipelined_hidden", "pipelined_grouped_product", "pipelined_epilogue_gradient", "pipelined_grouped_weight_gradient"
 }  # fmt: skip
@@ -102,7 +102,7 @@ def test_portable(tmp_path: Path) -> None:
     kernels = {(report["target"], report["kernel"]) for report in found}
     assert kernels == {(t, kernel) for t in targets for kernel in STEPS | SORTING | MANY | {"experts_sums"}}
     # As many rows as an expert has when words are generated one by one, and a few more.
-    blocks = {report["constants"]["BLOCK_M"] for report in found if report["kernel"] == "experts_hidden"}
+    blocks = {report["constants"]["BLOCK_M"] for report in found if report["kernel"] == "hidden"}
     assert {16, 32, 64, 128} >= blocks >= {16, 64}
 
 

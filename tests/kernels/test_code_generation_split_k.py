@@ -12,7 +12,7 @@ from tests.kernels.test_code_generation import SHARED_LIMITS, compiled, faults
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
-TILES, ROW = "tiles_product", "row_product"
+TILES, ROW = "product", "row_product"
 
 PRODUCTS = """
 import json

@@ -23,7 +23,7 @@ TARGETS = ("sm_90", "gfx942")
 # The mask by itself is drawn by torch where there is no GPU.
 NOT_CALLED = {"keep"}
 # The rows of some experts are no multiples of 16 bytes, and two registers are named in the lint of every configuration.
-MAY_SPILL = {"experts_hidden", "experts_product", "experts_hidden_gradient", "pipelined_hidden_gradient"}
+MAY_SPILL = {"hidden", "product", "hidden_gradient", "pipelined_hidden_gradient"}
 # Bytes at most, with a gate and sums: see the lint of its configurations.
 MOST_SPILLED = {"pipelined_epilogue_gradient": 24}
 

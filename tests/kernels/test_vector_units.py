@@ -63,7 +63,7 @@ def test_whole_vectors_are_loaded_at_once(tmp_path: Path) -> None:
     """Rows that are an odd multiple of 16 bytes long, which the compiler does not know of itself."""
     (tmp_path / "vectors.py").write_text(PRODUCTS)
     found = compiled(tmp_path, "vectors.py")
-    kernels = {"forward", "data_gradient", "weight_gradient", "tiles_product", "row_product"}
+    kernels = {"forward", "data_gradient", "weight_gradient", "product", "row_product"}
     for step in (8, 4):
         reports = [report for report in found if report["step"] == step and report["kernel"] in kernels]
         assert {report["kernel"] for report in reports} == kernels

@@ -21,10 +21,11 @@ from tests.support.planting import Fault, copied, noticed
 from tests.support.planting import fault as _fault
 
 _TILES, _PARTIALS, _DROPOUT = "kernels/tiles.py", "kernels/partials.py", "kernels/dropout.py"
-_SPLIT, _SPLIT_TILES = "kernels/split_k/launcher.py", "kernels/split_k/tiles_product.py"
+_SPLIT, _SCHEDULES = "kernels/split_k/launcher.py", "kernels/matmul/generic/schedules.py"
 _FFN_FORWARD, _FFN_DATA = "kernels/gemm_gemm/forward.py", "kernels/gemm_gemm/data_gradient.py"
 _FFN_WEIGHT = "kernels/gemm_gemm/weight_gradient.py"
-_HIDDEN, _HIDDEN_GRADIENT = "kernels/gemm_epilogue/hidden.py", "kernels/gemm_epilogue/hidden_gradient.py"
+_HIDDEN, _HIDDEN_GRADIENT = "kernels/gemm_epilogue/hidden.py", "kernels/matmul/generic/hidden_gradient.py"
+_GENERIC_HIDDEN, _EPILOGUES = "kernels/matmul/generic/hidden.py", "kernels/matmul/generic/epilogues.py"
 _LINEAR = "fusedlayers/functional/linear.py"
 _LOSSES, _LOGITS = "kernels/cross_entropy/losses.py", "kernels/cross_entropy/rows.py"
 _HEAD = "fusedlayers/functional/linear_cross_entropy/chunked.py"
@@ -33,9 +34,9 @@ _LORA, _ADAPTERS = "fusedlayers/functional/lora_ffn/__init__.py", "fusedlayers/f
 FAULTS: tuple[Fault, ...] = (
     # Tiles: what lies outside, and where.
     _fault(
-        "tail of the inner axis dropped", _SPLIT_TILES,
-        "tl.minimum(first + split_size, K), BLOCK_K)",
-        "tl.minimum(first + split_size, K // BLOCK_K * BLOCK_K), BLOCK_K)",
+        "tail of the inner axis dropped", _SCHEDULES,
+        "return first, tl.minimum(first + size, inner)",
+        "return first, tl.minimum(first + size, inner // BLOCK_INNER * BLOCK_INNER)",
         "functional/test_linear sizes_one_at_a_time",
     ),
     _fault(
@@ -89,10 +90,10 @@ FAULTS: tuple[Fault, ...] = (
         "functional/test_linear activation_and_bias_are_applied_once",
     ),
     _fault(
-        "activation before the bias", _SPLIT_TILES,
+        "activation before the bias", _EPILOGUES,
         "acc = activated(acc, ACTIVATION, ACCURACY)",
-        "bias = load_vector(bias_ptr, cols, stride_b, N)[None, :]\n"
-        "            acc = activated(acc - bias, ACTIVATION, ACCURACY) + bias",
+        "added = add_bias(acc * 0.0, bias, batch, cols)\n"
+        "            acc = activated(acc - added, ACTIVATION, ACCURACY) + added",
         "functional/test_linear activation_and_bias_are_applied_once",
     ),
     _fault(
@@ -106,8 +107,8 @@ FAULTS: tuple[Fault, ...] = (
         "kernels/test_column_sums exact_integers",
     ),
     _fault(
-        "bias gradient not summed over the rows", "kernels/weight_gradient/portable.py",
-        "                sums += dy_tile.to(tl.float32)", "                sums = dy_tile.to(tl.float32)",
+        "bias gradient not summed over the rows", "kernels/matmul/generic/mainloop.py",
+        "                sums += left_tile.T.to(tl.float32)", "                sums = left_tile.T.to(tl.float32)",
         "functional/test_weight_gradient exact_integers",
     ),
     _fault(
@@ -117,7 +118,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "sums of what follows a product of torch end with the last tile", _HIDDEN_GRADIENT,
-        "            sums += _stored_and_summed(dz_ptr, dz,", "            sums = _stored_and_summed(dz_ptr, dz,",
+        "sums = totals[0] + _stored_and_summed(", "sums = _stored_and_summed(",
         "functional/test_hidden_gradient exact_integers_for_any_number_of_row_tiles",
     ),
     _fault(
@@ -126,7 +127,7 @@ FAULTS: tuple[Fault, ...] = (
         "functional/test_ffn_layouts rows_for_products_begin_with_a_sector",
     ),
     _fault(
-        "pre-activations of torch read as rows of whole sectors", _HIDDEN,
+        "pre-activations of torch read as rows of whole sectors", _GENERIC_HIDDEN,
         "z = load_tile(z_ptr, rows, cols, N, 1, M, N)", "z = load_tile(z_ptr, rows, cols, width, 1, M, N)",
         "functional/test_ffn_layouts rows_for_products_begin_with_a_sector",
     ),
@@ -152,13 +153,14 @@ FAULTS: tuple[Fault, ...] = (
         "functional/test_ffn activations",
     ),
     _fault(
-        "pre-activation kept after the activation", _HIDDEN,
-        "store_tile(z_ptr, z, rows", "store_tile(z_ptr, tl.maximum(z, 0.0), rows",
+        "pre-activation kept after the activation", _EPILOGUES,
+        "store_tile(out.z_ptr, z, rows", "store_tile(out.z_ptr, tl.maximum(z, 0.0), rows",
         "functional/test_ffn_epilogue activations_without_biases",
     ),
     _fault(
-        "memory behind the last hidden unit left as it was", _HIDDEN,
-        "store_tile(z_ptr, z, rows, cols, width, 1, M, width)", "store_tile(z_ptr, z, rows, cols, width, 1, M, N)",
+        "memory behind the last hidden unit left as it was", _EPILOGUES,
+        "store_tile(out.z_ptr, z, rows, cols, out.width, 1, out.row_limit, out.width)",
+        "store_tile(out.z_ptr, z, rows, cols, out.width, 1, out.row_limit, out.width - 1)",
         "functional/test_ffn_epilogue nothing_outside_of_the_outputs",
     ),
     _fault(

@@ -24,8 +24,8 @@ EXPERTS: tuple[Fault, ...] = (
         "functional/test_moe_ffn nobody_writes",
     ),
     _fault(
-        "tokens' weights left out of dx", "kernels/grouped_gemm/hidden_gradient.py",
-        "            scaled = d_hidden * weights\n", "            scaled = d_hidden\n",
+        "tokens' weights left out of dx", "kernels/matmul/generic/hidden_gradient.py",
+        "        scaled = d_hidden * weights\n", "        scaled = d_hidden\n",
         "functional/test_moe_ffn any_routing",
     ),
     _fault(

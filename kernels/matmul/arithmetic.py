@@ -1,0 +1,33 @@
+"""What a product with an activation computes, besides its tensors."""
+
+import math
+from typing import NamedTuple
+
+
+class Arithmetic(NamedTuple):
+    """``accuracy`` is that of activations: see ``kernels.activations``.
+
+    With a limit the hidden is ``act(min(g, limit)) ⊙ (clamp(z, -limit, limit) + offset)``, else
+    ``act(g) ⊙ (z + offset)``.
+    """
+
+    activation: str
+    accuracy: str
+    input_precision: str = "ieee"
+    limit: float | None = None
+    offset: float = 0.0
+
+    @property
+    def clamped(self) -> bool:
+        """Whether limit or offset say anything."""
+        return self.limit is not None or self.offset != 0
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        """(limit, offset) as kernels take them."""
+        return math.inf if self.limit is None else self.limit, self.offset
+
+    @property
+    def constants(self) -> tuple[str, str, str, bool]:
+        """(activation, accuracy, input precision, clamped) as kernels take them: one compile-time argument."""
+        return self.activation, self.accuracy, self.input_precision, self.clamped

@@ -1,0 +1,57 @@
+"""Epilogues: what becomes of an accumulator, in float32 and in registers, before it is rounded once and stored."""
+
+from ...activations import activated, activation_unit, limited_hidden_and_slopes
+from ...device import tl, triton
+from ...dropout import keep_factor
+from ...tiles import load_vector, store_tile
+
+
+@triton.jit
+def add_bias(acc, bias, batch, cols):
+    """``acc`` with the bias of entry ``batch``, if there is one: behind the mainloop, which sums the product alone."""
+    if bias.ptr is not None:
+        acc += load_vector(bias.ptr + batch * bias.stride_batch, cols, bias.stride, bias.columns)[None, :]
+    return acc
+
+
+@triton.jit
+def finish(
+    acc, out, bias, batch, rows, cols, split, END: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr
+):  # fmt: skip
+    """Stores act(acc + bias); or, where several splits make one sum, its part of it: bias and activation come once.
+
+    ``END`` is "result", "partial" (a workspace of all splits, summed in a fixed order later), or "atomic".
+    """
+    if END == "result":
+        acc = add_bias(acc, bias, batch, cols)
+        if ACTIVATION != "identity":
+            acc = activated(acc, ACTIVATION, ACCURACY)
+        store_tile(out.ptr, acc, rows, cols, out.columns, 1, out.row_limit, out.columns)
+    elif END == "partial":
+        own_ptr = out.ptr + split.to(tl.int64) * out.rows * out.columns
+        store_tile(own_ptr, acc, rows, cols, out.columns, 1, out.row_limit, out.columns)
+    else:
+        tl.static_assert(END == "atomic", "finish() has no such end")
+        offsets = rows.to(tl.int64)[:, None] * out.columns + cols.to(tl.int64)[None, :]
+        inside = (rows < out.row_limit)[:, None] & (cols < out.columns)[None, :]
+        tl.atomic_add(out.ptr + offsets, acc, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def activate(
+    z, z_gate, out, rows, cols, dropout, limit, offset, GATED: tl.constexpr, KEPT: tl.constexpr,
+    ARITHMETIC: tl.constexpr,
+):  # fmt: skip
+    """H = act(Z) or act(Zg) ⊙ Z, with dropout; Z and Zg, too, where they are ``KEPT`` and there is memory for them."""
+    ACTIVATION: tl.constexpr = ARITHMETIC[0]
+    ACCURACY: tl.constexpr = ARITHMETIC[1]
+    LIMITED: tl.constexpr = ARITHMETIC[3]
+    UNIT: tl.constexpr = activation_unit(ACTIVATION, ACCURACY)
+    if KEPT and out.z_ptr is not None:
+        store_tile(out.z_ptr, z, rows, cols, out.width, 1, out.row_limit, out.width)
+        if GATED:
+            store_tile(out.gate_ptr, z_gate, rows, cols, out.width, 1, out.row_limit, out.width)
+    hidden, _, _ = limited_hidden_and_slopes(z, z_gate, limit, offset, GATED, LIMITED, ACTIVATION, ACCURACY)
+    if dropout.seed_ptr is not None:
+        hidden *= keep_factor(dropout, rows, cols)
+    store_tile(out.hidden_ptr, hidden * UNIT, rows, cols, out.width, 1, out.row_limit, out.width)

@@ -1,0 +1,106 @@
+"""H = act(Z), gated act(Zg) ⊙ Z, from both projections in one mainloop; Z and Zg where a backward pass reads them."""
+
+import torch
+
+from ...device import tl, triton
+from ...dropout import NO_DROPOUT, Dropout
+from ...launching import Launch, ceil_div, vector_unit
+from ...tiles import in_units, load_tile
+from ...tuning import EpilogueTiles
+from ...tuning.grouped_gemm import GroupedTiles
+from ..arithmetic import Arithmetic
+from .epilogues import activate, add_bias
+from .mainloop import mainloop
+from .operands import DENSE, Bias, DropoutNumbers, HiddenOutputs, Operand, RowOrder, strides
+from .schedules import end_of_rows, expert_of, swizzled_tile
+
+
+@triton.jit(
+    do_not_specialize=["M", "zero", "drop_limit", "keep_scale", "mask_row", "mask_column", "limit", "offset"]
+)  # fmt: skip
+def _hidden_kernel(
+    x_ptr, up_ptr, w_gate_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, slots_ptr, tile_expert_ptr, hidden_ptr, z_ptr,
+    gate_ptr,
+    stride_xm, stride_xk, stride_ue, stride_un, stride_uk, stride_ge, stride_gn, stride_gk, stride_ube, stride_ubn,
+    stride_gbe, stride_gbn, width, K, N,
+    M, zero, drop_limit, keep_scale, mask_row, mask_column, limit, offset,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, VECTOR: tl.constexpr,
+    ORDER: tl.constexpr, ARITHMETIC: tl.constexpr,
+):  # fmt: skip
+    # Results have M rows, of ``width`` columns: N or a few more. ``zero`` is 0, which only the caller knows. With a
+    # BLOCK_INNER of 0 the pre-activations are there, of N columns, and no operand of theirs is given.
+    INPUT_PRECISION: tl.constexpr = ARITHMETIC[2]
+    BLOCK: tl.constexpr = ORDER[0]
+    TOP_K: tl.constexpr = ORDER[1]
+    GATHERED: tl.constexpr = ORDER[2]
+    GATED: tl.constexpr = w_gate_ptr is not None or gate_ptr is not None
+    N, width = in_units(N, VECTOR), in_units(width, VECTOR)
+    row, column = swizzled_tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
+    first_row = row * BLOCK_M
+    expert = expert_of(tile_expert_ptr, slots_ptr, first_row, BLOCK)
+    # Nobody reads a tile of padding alone.
+    if expert >= 0:
+        rows = first_row + tl.arange(0, BLOCK_M)
+        cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
+        row_limit = end_of_rows(slots_ptr, first_row, M, BLOCK_M)
+        out = HiddenOutputs(hidden_ptr, z_ptr, gate_ptr, row_limit, width)
+        if BLOCK_INNER == 0:
+            z = load_tile(z_ptr, rows, cols, N, 1, M, N).to(tl.float32)
+            z_gate = z
+            if GATED:
+                z_gate = load_tile(gate_ptr, rows, cols, N, 1, M, N).to(tl.float32)
+        else:
+            if GATHERED:
+                sources, source_limit = rows, row_limit
+            else:
+                # There are no more tokens than sorted rows: padding finds none at M.
+                slots = tl.load(slots_ptr + rows)
+                sources, source_limit = tl.where(slots >= 0, slots // TOP_K, M), M
+            x = Operand(x_ptr, 0, stride_xm, stride_xk, source_limit, K)
+            up = Operand(up_ptr, stride_ue, stride_un, stride_uk, N, K)
+            gate = Operand(w_gate_ptr, stride_ge, stride_gn, stride_gk, N, K)
+            z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            z, z_gate, _ = mainloop(
+                z, z, x, up, gate, sources, cols, expert, 0, K, zero, False, BLOCK_INNER, INPUT_PRECISION
+            )  # fmt: skip
+            z = add_bias(z, Bias(up_bias_ptr, stride_ube, stride_ubn, N), expert, cols)
+            if GATED:
+                z_gate = add_bias(z_gate, Bias(gate_bias_ptr, stride_gbe, stride_gbn, N), expert, cols)
+        dropout = DropoutNumbers(seed_ptr, drop_limit, keep_scale, mask_row, mask_column)
+        activate(z, z_gate, out, rows, cols, dropout, limit, offset, GATED, BLOCK_INNER != 0, ARITHMETIC)
+
+
+def prepare_hidden(
+    x: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor | None],
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    rows: int,
+    width: int,
+    arithmetic: Arithmetic,
+    tiles: EpilogueTiles | GroupedTiles,
+    *,
+    dropout: Dropout = NO_DROPOUT,
+    order: RowOrder = DENSE,
+) -> Launch:
+    """The launch for x ``[*, K]``, weights ``[N, K]`` or ``[E, N, K]``, up and gate, and results ``[rows, width]``.
+
+    Pointers are x, both weights, both biases, the seed of the dropout, slots and experts of tiles, H, Z and Zg: None
+    for what is not there. Where ``tiles`` have no inner axis, Z and Zg ``[rows, N]`` are read.
+    """
+    up, gate = weights
+    columns = up.shape[-2]
+    return Launch(
+        _hidden_kernel,
+        ceil_div(rows, tiles.block_m) * ceil_div(columns, tiles.block_n),
+        (
+            *x.stride(), *strides(up, 3), *strides(gate, 3), *strides(biases[0], 2), *strides(biases[1], 2), width,
+            x.shape[1], columns,
+        ),
+        (rows, 0.0, *dropout.numbers(), *arithmetic.numbers),
+        (
+            tiles.block_m, tiles.block_n, tiles.block_inner,
+            1 if tiles.block_inner else vector_unit(x, columns, width), order, arithmetic.constants,
+        ),
+        tiles.num_warps,
+        tiles.num_stages,
+    )  # fmt: skip

@@ -1,0 +1,59 @@
+"""The tile mainloop."""
+
+from ...device import tl, triton
+from ...tiles import add_product, load_tile
+from .operands import Operand
+
+
+@triton.jit
+def mainloop(
+    acc, other_acc, left, right, other, rows, cols, batch, first, end, zero, SUMMED: tl.constexpr,
+    BLOCK_INNER: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(``acc + left rightᵀ``, ``other_acc + left otherᵀ``, sums of left) for the tile ``[rows, cols]``.
+
+    The inner axis runs from ``first`` to ``end``. ``right`` and ``other`` are the entry ``batch`` of their batches;
+    where ``other`` is no matrix ``other_acc`` stays as it is. ``SUMMED`` adds up ``left`` along the inner axis while
+    its tile is on chip: float32 ``[BLOCK_INNER, rows]``, still to be reduced. ``zero`` is that of ``add_product``.
+    """
+    sums = 0.0
+    if SUMMED:
+        sums = tl.zeros([BLOCK_INNER, rows.shape[0]], tl.float32)
+        lost = tl.zeros([BLOCK_INNER, rows.shape[0]], tl.float32)
+    right_ptr = right.ptr + batch * right.stride_batch
+    if other.ptr is not None:
+        other_ptr = other.ptr + batch * other.stride_batch
+    for start in tl.range(first, end, BLOCK_INNER):
+        inner = start + tl.arange(0, BLOCK_INNER)
+        left_tile = load_tile(left.ptr, rows, inner, left.stride_row, left.stride_inner, left.rows, left.inner)
+        right_tile = load_tile(right_ptr, inner, cols, right.stride_inner, right.stride_row, right.inner, right.rows)
+        acc = add_product(acc, left_tile, right_tile, zero, INPUT_PRECISION)
+        if other.ptr is not None:
+            other_tile = load_tile(
+                other_ptr, inner, cols, other.stride_inner, other.stride_row, other.inner, other.rows
+            )  # fmt: skip
+            other_acc = add_product(other_acc, left_tile, other_tile, zero, INPUT_PRECISION)
+        if SUMMED:
+            if left_tile.dtype == tl.float32:
+                # What an addition rounds away is part of the next term (Kahan's summation), as torch loses little too.
+                term = left_tile.T - lost
+                longer = sums + term
+                lost = (longer - sums) - term
+                # Infinities leave no remainder: it would be NaN.
+                lost = tl.where(tl.abs(longer) < float("inf"), lost, 0.0)
+                sums = longer
+            else:
+                sums += left_tile.T.to(tl.float32)
+    return acc, other_acc, sums
+
+
+@triton.jit
+def multiply(
+    acc, left, right, rows, cols, batch, first, end, zero, BLOCK_INNER: tl.constexpr, INPUT_PRECISION: tl.constexpr
+):  # fmt: skip
+    """``acc + left rightᵀ`` alone."""
+    nothing = Operand(None, 0, 0, 0, 0, 0)
+    acc, _, _ = mainloop(
+        acc, acc, left, right, nothing, rows, cols, batch, first, end, zero, False, BLOCK_INNER, INPUT_PRECISION
+    )  # fmt: skip
+    return acc

@@ -1,0 +1,105 @@
+"""act(Σ a wᵀ + b) over one or two pairs of operands, or the partial sums of ranges of the inner axis."""
+
+import torch
+
+from ...device import tl, triton
+from ...launching import Launch, ceil_div
+from ...tiles import follow_kernel_before, in_units, strides_in_units
+from ...tuning.grouped_gemm import GroupedTiles
+from ..arithmetic import Arithmetic
+from .epilogues import finish
+from .mainloop import multiply
+from .operands import DENSE, Bias, Operand, ProductOutput, RowOrder, strides
+from .schedules import end_of_rows, expert_of, split_range, swizzled_tile
+
+
+@triton.jit(do_not_specialize=["M", "splits", "zero"])
+def _product_kernel(
+    a_ptr, w_ptr, bias_ptr, out_ptr, other_ptr, w_other_ptr, slots_ptr, tile_expert_ptr,
+    stride_am, stride_ak, stride_we, stride_wn, stride_wk, stride_oe, stride_on, stride_ok, stride_be, stride_bn, N, K,
+    M, splits, zero,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, SWAPPED: tl.constexpr, END: tl.constexpr,
+    BLOCK: tl.constexpr, ARITHMETIC: tl.constexpr, W_TRANSPOSED: tl.constexpr, UNIT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    # Both left operands lie alike. The result is dense. ``zero`` is 0, which only the caller knows.
+    ACTIVATION: tl.constexpr = ARITHMETIC[0]
+    ACCURACY: tl.constexpr = ARITHMETIC[1]
+    INPUT_PRECISION: tl.constexpr = ARITHMETIC[2]
+    follow_kernel_before(DEPENDENT)
+    K, stride_am = in_units(K, UNIT), in_units(stride_am, UNIT)
+    _, stride_wn, stride_wk = strides_in_units(0, stride_wn, stride_wk, W_TRANSPOSED, UNIT)
+    if W_TRANSPOSED:
+        N = in_units(N, UNIT)
+    split = 0
+    first = 0
+    end = K
+    if tile_expert_ptr is None:
+        # Few rows: tiles below one another share the weights, which are what takes time to read.
+        row_tiles = tl.cdiv(M, BLOCK_M)
+        tiles = row_tiles * tl.cdiv(N, BLOCK_N)
+        split = tl.program_id(0) // tiles
+        row, column = tl.program_id(0) % tiles % row_tiles, tl.program_id(0) % tiles // row_tiles
+        first, end = split_range(split, K, splits, BLOCK_INNER)
+    else:
+        row, column = swizzled_tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
+    first_row = row * BLOCK_M
+    expert = expert_of(tile_expert_ptr, slots_ptr, first_row, BLOCK)
+    # Nobody reads a tile of padding alone.
+    if expert >= 0:
+        rows = first_row + tl.arange(0, BLOCK_M)
+        cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
+        row_limit = end_of_rows(slots_ptr, first_row, M, BLOCK_M)
+        a = Operand(a_ptr, 0, stride_am, stride_ak, row_limit, K)
+        w = Operand(w_ptr, stride_we, stride_wn, stride_wk, N, K)
+        if SWAPPED:
+            # With the smaller side second, the larger one fills the rows of a matrix instruction.
+            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            acc = multiply(acc, w, a, cols, rows, 0, first, end, zero, BLOCK_INNER, INPUT_PRECISION).T
+        else:
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            acc = multiply(acc, a, w, rows, cols, expert, first, end, zero, BLOCK_INNER, INPUT_PRECISION)
+        if other_ptr is not None:
+            other = Operand(other_ptr, 0, stride_am, stride_ak, row_limit, K)
+            w_other = Operand(w_other_ptr, stride_oe, stride_on, stride_ok, N, K)
+            acc = multiply(
+                acc, other, w_other, rows, cols, expert, first, end, zero, BLOCK_INNER, INPUT_PRECISION
+            )  # fmt: skip
+        bias, out = Bias(bias_ptr, stride_be, stride_bn, N), ProductOutput(out_ptr, M, N, row_limit)
+        finish(acc, out, bias, expert, rows, cols, split, END, ACTIVATION, ACCURACY)
+
+
+def prepare_product(
+    a: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor | None],
+    bias: torch.Tensor | None,
+    arithmetic: Arithmetic,
+    tiles: GroupedTiles,
+    *,
+    order: RowOrder = DENSE,
+    splits: int = 1,
+    end: str = "result",
+    swapped: bool = False,
+    units: tuple[bool, int] = (False, 1),
+    dependent: bool = False,
+) -> Launch:
+    """The launch for a ``[M, K]`` and a weight ``[N, K]`` or ``[E, N, K]``, or two of each that lie alike.
+
+    ``end`` says what is stored, see ``epilogues.finish``; ``units`` whether weights lie transposed, and in units of how
+    many elements both operands lie (``tiles.in_units``). Pointers are a, the weight, the bias, the result, the other
+    pair, slots and experts of tiles: None for what is not there.
+    """
+    (rows, inner), columns = a.shape, weights[0].shape[-2]
+    return Launch(
+        _product_kernel,
+        ceil_div(rows, tiles.block_m) * ceil_div(columns, tiles.block_n) * splits,
+        (*a.stride(), *strides(weights[0], 3), *strides(weights[1], 3), *strides(bias, 2), columns, inner),
+        (rows, splits, 0.0),
+        (
+            tiles.block_m, tiles.block_n, tiles.block_inner, swapped, end, order.block, arithmetic.constants, *units,
+            dependent,
+        ),
+        tiles.num_warps,
+        tiles.num_stages,
+        dependent=dependent,
+    )  # fmt: skip

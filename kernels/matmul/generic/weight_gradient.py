@@ -1,0 +1,71 @@
+"""aᵀ b, and Σ a where it is wanted, over all rows, over ranges of them (split K), or over each expert's (grouped K)."""
+
+import torch
+
+from ...device import tl, triton
+from ...launching import Launch, ceil_div
+from ...tiles import store_tile
+from ...tuning.grouped_gemm import GroupedTiles
+from .mainloop import mainloop
+from .operands import Operand
+from .schedules import split_range, swizzled_tile
+
+
+@triton.jit(do_not_specialize=["M", "splits", "zero"])
+def _weight_and_bias_gradient_kernel(
+    a_ptr, b_ptr, dw_ptr, db_ptr, starts_ptr,
+    stride_am, stride_ao, stride_bm, stride_bk, stride_part, stride_wo, stride_wk, O, K,
+    M, splits, zero,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    # A part is the sum of one range of rows: a split, or an expert. ``zero`` is 0, which only the caller knows.
+    tiles = tl.cdiv(O, BLOCK_M) * tl.cdiv(K, BLOCK_N)
+    part = tl.program_id(0) // tiles
+    tile_o, tile_k = swizzled_tile(tl.program_id(0) % tiles, O, K, BLOCK_M, BLOCK_N)
+    outer = tile_o * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tile_k * BLOCK_N + tl.arange(0, BLOCK_N)
+    if starts_ptr is None:
+        first, end = split_range(part, M, splits, BLOCK_INNER)
+        row_limit = M
+    else:
+        first, end = tl.load(starts_ptr + part), tl.load(starts_ptr + part + 1)
+        row_limit = end
+    # Both are read along their columns: the inner axis is that of the rows.
+    a = Operand(a_ptr, 0, stride_ao, stride_am, O, row_limit)
+    b = Operand(b_ptr, 0, stride_bk, stride_bm, K, row_limit)
+    nothing = Operand(None, 0, 0, 0, 0, 0)
+    SUMMED: tl.constexpr = db_ptr is not None
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc, _, sums = mainloop(
+        acc, acc, a, b, nothing, outer, cols, 0, first, end, zero, SUMMED, BLOCK_INNER, INPUT_PRECISION
+    )  # fmt: skip
+    offset = part.to(tl.int64) * stride_part
+    store_tile(dw_ptr + offset, acc, outer, cols, stride_wo, stride_wk, O, K)
+    if db_ptr is not None:
+        total = tl.sum(sums, 0).to(db_ptr.dtype.element_ty)
+        tl.store(db_ptr + offset + outer, total, mask=(outer < O) & (tile_k == 0))
+
+
+def prepare_weight_gradient(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out_strides: tuple[int, int, int],
+    parts: int,
+    input_precision: str,
+    tiles: GroupedTiles,
+) -> Launch:
+    """The launch for a ``[M, O]`` and b ``[M, K]``, whose results ``[parts, O, K]`` have these strides.
+
+    Parts are ranges of equal length, or experts. Pointers are a, b, the products, the sums of a, as far apart as the
+    products, and the first row of each expert: None for what is not there.
+    """
+    (rows, units), columns = a.shape, b.shape[1]
+    return Launch(
+        _weight_and_bias_gradient_kernel,
+        ceil_div(units, tiles.block_m) * ceil_div(columns, tiles.block_n) * parts,
+        (*a.stride(), *b.stride(), *out_strides, units, columns),
+        (rows, parts, 0.0),
+        (tiles.block_m, tiles.block_n, tiles.block_inner, input_precision),
+        tiles.num_warps,
+        tiles.num_stages,
+    )
