@@ -128,7 +128,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "dropout": _DROPOUT,
     "partials": ("functional/ffn", "functional/linear", "functional/weight_gradient"),
     "tiles": ("functional/ffn", "functional/gemm_gemm", "functional/linear", "functional/weight_gradient"),
-    "pipeline": ("kernels/hopper", "planning/pipelined", "kernels/code_generation"),
     "hopper": ("kernels/hopper", "functional/layouts", "planning/pipelined"),
     "tuning": (
         *("planning/paths", "planning/pipelined", "planning/epilogue", "planning/linear", "planning/reduce"),
@@ -169,7 +168,6 @@ GPU_TESTS: dict[str, tuple[str, ...]] = {
     "dropout": ("ffn_gpu", "ffn_epilogue_gpu"),
     "partials": ("ffn_gpu", "linear_gpu", "weight_gradient_gpu"),
     "tiles": ("ffn_gpu", "gemm_gemm_gpu", "linear_gpu"),
-    "pipeline": ("pipelined", "pipelined_reduce"),
     "hopper": ("pipelined", "pipelined_reduce"),
     "tuning": ("exact_integers",),
     "launching": ("capture", "capturing_gpu", "running_gpu"),

@@ -11,8 +11,8 @@ from ...matmul.sm90.cooperative import cooperative_ring, mma_tiles
 from ...matmul.sm90.elements import bias_of_columns
 from ...matmul.sm90.loading import Term, load_tiles
 from ...matmul.sm90.ring import HALF, TILE, column_halves, make_staging, tma_store
+from ...matmul.sm90.roles import specialize
 from ...matmul.sm90.schedules import dense_schedule
-from ...pipeline import specialize
 from ...tuning import CONSUMER_ROWS
 from ...tuning.cross_entropy import GradientPipeline
 from ..elements import gradient_of, logits_of

@@ -11,7 +11,7 @@ from ...matmul.sm90.cooperative import cooperative_ring, multiply
 from ...matmul.sm90.elements import bias_of_columns
 from ...matmul.sm90.loading import Term, load_term
 from ...matmul.sm90.ring import HALF, TILE, column_halves
-from ...pipeline import specialize
+from ...matmul.sm90.roles import specialize
 from ...tuning import CONSUMER_ROWS
 from ...tuning.cross_entropy import LogitPipeline, Shares
 from ..elements import LOWEST, logits_of

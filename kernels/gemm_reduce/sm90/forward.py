@@ -1,4 +1,6 @@
-"""GEMM-reduce on Hopper: consumers hold rows of the kept side, the producer streams the reduced side past them."""
+"""GEMM-reduce on Hopper: consumers hold rows of the kept side, the load warp streams the reduced side past them."""
+
+from typing import Any
 
 import torch
 
@@ -10,65 +12,89 @@ from ...hopper import (
     gluon,
     matrix,
     mbarrier,
+    resources,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from ...launching import Launch
-from ...pipeline import copy_hidden_tile, init_barriers, matrix_of, release_after_load, specialize, stage_of
+from ...matmul.sm90.elements import zeros
+from ...matmul.sm90.loading import load_block, rows_first
+from ...matmul.sm90.ring import HALF, acquire, operand_ring, release_after_load, wait_full
+from ...matmul.sm90.roles import specialize
 from ...tuning import CONSUMER_ROWS, PipelinedReduceConfig
 from ..operands import ReduceOperands
 
 _NOWHERE = gl.constexpr(2**30)  # behind every column
 
 
+@resources
+class _Schedule:
+    """Tiles of ``ROWS`` kept rows, each over one of ``splits`` parts of its entry's reduced rows.
+
+    An entry has ``R`` of those, or the rows between two offsets, and of them no more than its length, if it has one.
+    """
+
+    tiles: Any
+    row_tiles: Any
+    splits: Any
+    R: Any
+    reduced_step: Any
+    lengths_ptr: Any
+    offsets_ptr: Any
+    ROWS: Any
+    BLOCK: Any
+
+
+@resources
+class _Reduction:
+    """What is reduced with which operation, and where the results of all ``P`` kept rows of an entry go."""
+
+    counts_ptr: Any
+    values_ptr: Any
+    sums_ptr: Any
+    indices_ptr: Any
+    mask_ptr: Any
+    stride_mask_z: Any
+    stride_mask_r: Any
+    stride_split: Any
+    P: Any
+    OP: Any
+    NOTHING: Any
+    PARTIAL: Any
+
+
 @gluon.jit
-def _tile(tile, row_tiles, splits, R, lengths_ptr, offsets_ptr, reduced_step, TILE_ROWS: gl.constexpr,
-          BLOCK: gl.constexpr):  # fmt: skip
+def _tile_at(schedule, index):
     """(batch entry, its first row, its split, where its reduced rows start, the first of them here and the end)."""
-    split = tile % splits
-    row = tile // splits % row_tiles * TILE_ROWS
-    batch = tile // splits // row_tiles
-    if offsets_ptr is not None:
+    split = index % schedule.splits
+    row = index // schedule.splits % schedule.row_tiles * schedule.ROWS
+    batch = index // schedule.splits // schedule.row_tiles
+    if schedule.offsets_ptr is not None:
         # Offsets may have 64 bits; TMA's coordinates have 32.
-        start = gl.load(offsets_ptr + batch).to(gl.int32)
-        length = gl.load(offsets_ptr + batch + 1).to(gl.int32) - start
+        start = gl.load(schedule.offsets_ptr + batch).to(gl.int32)
+        length = gl.load(schedule.offsets_ptr + batch + 1).to(gl.int32) - start
     else:
-        start = batch * reduced_step
-        length = R
-    if lengths_ptr is not None:
-        length = gl.minimum(gl.load(lengths_ptr + batch), length)
-    share = gl.cdiv(gl.cdiv(length, BLOCK), splits) * BLOCK
+        start = batch * schedule.reduced_step
+        length = schedule.R
+    if schedule.lengths_ptr is not None:
+        length = gl.minimum(gl.load(schedule.lengths_ptr + batch), length)
+    share = gl.cdiv(gl.cdiv(length, schedule.BLOCK), schedule.splits) * schedule.BLOCK
     return batch, row, split, start, split * share, gl.minimum(split * share + share, length)
 
 
 @gluon.jit
-def _produce(
-    kept_desc, reduced_desc, lengths_ptr, offsets_ptr, kept_ring, reduced_ring, kept_full, kept_empty, full, empty,
-    kept_step, reduced_step, R, tiles, row_tiles, splits,
-    BLOCK: gl.constexpr, CONSUMERS: gl.constexpr, KEPT_STAGES: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
-    KEPT_TRANSPOSED: gl.constexpr, REDUCED_TRANSPOSED: gl.constexpr,
-):  # fmt: skip
+def _load(kept, reduced, schedule, CONSUMERS: gl.constexpr):
     position = 0
     turn = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        batch, row, _, start, first, end = _tile(
-            tile, row_tiles, splits, R, lengths_ptr, offsets_ptr, reduced_step, ROWS * CONSUMERS, BLOCK
-        )
-        stage, phase = stage_of(turn, KEPT_STAGES)
-        mbarrier.wait(kept_empty.index(stage), phase ^ 1)
-        mbarrier.expect(kept_full.index(stage), CONSUMERS * kept_desc.block_type.nbytes)
+    for index in range(gl.program_id(0), schedule.tiles, gl.num_programs(0)):
+        batch, row, _, start, first, end = _tile_at(schedule, index)
+        stage, full = acquire(kept, turn, CONSUMERS * kept.desc.block_type.nbytes)
         for consumer in gl.static_range(CONSUMERS):
-            kept_tile = kept_ring.index(stage * CONSUMERS + consumer)
-            copy_hidden_tile(
-                kept_desc, batch * kept_step, row + consumer * ROWS, kept_full.index(stage), kept_tile, KEPT_TRANSPOSED
-            )
+            load_block(kept, batch * kept.step, row + consumer * HALF, full, stage * CONSUMERS + consumer)
         turn += 1
-        for r in range(first, end, BLOCK):
-            stage, phase = stage_of(position, STAGES)
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-            mbarrier.expect(full.index(stage), reduced_desc.block_type.nbytes)
-            reduced_tile = reduced_ring.index(stage)
-            copy_hidden_tile(reduced_desc, start, r, full.index(stage), reduced_tile, REDUCED_TRANSPOSED)
+        for r in range(first, end, schedule.BLOCK):
+            stage, full = acquire(reduced, position, reduced.desc.block_type.nbytes)
+            load_block(reduced, start, r, full, stage)
             position += 1
 
 
@@ -127,118 +153,105 @@ def _reduce_tile(c, value, other, index, cols, OP: gl.constexpr, INDICES: gl.con
 
 
 @gluon.jit
-def _prepared(c, mask_ptr, batch, stride_mask_z, stride_mask_r, cols, end, last, OP: gl.constexpr):
+def _prepared(c, reduction, batch, cols, end, last):
     """What is reduced of the product ``c``: nothing of columns that do not take part."""
-    NOTHING: gl.constexpr = 0.0 if (OP == "sum") or (OP == "mean") or (OP == "sumsq") else float("-inf")
-    if OP == "min":
+    if reduction.OP == "min":
         c = -c
-    elif OP == "absmax":
+    elif reduction.OP == "absmax":
         c = gl.abs(c)
-    if mask_ptr is not None:
-        mask_at = mask_ptr + (batch.to(gl.int64) * stride_mask_z + cols.to(gl.int64) * stride_mask_r)
+    if reduction.mask_ptr is not None:
+        mask_at = reduction.mask_ptr + (
+            batch.to(gl.int64) * reduction.stride_mask_z + cols.to(gl.int64) * reduction.stride_mask_r
+        )
         taking = gl.load(mask_at, mask=cols < end, other=0) != 0
-        c = gl.where(gl.expand_dims(taking, 0), c, NOTHING)
+        c = gl.where(gl.expand_dims(taking, 0), c, reduction.NOTHING)
     elif last:
-        c = gl.where(gl.expand_dims(cols < end, 0), c, NOTHING)
+        c = gl.where(gl.expand_dims(cols < end, 0), c, reduction.NOTHING)
     return c
 
 
 @gluon.jit
+def _store(reduction, value, other, index, batch, split, row):
+    """Stores the results of a consumer's rows, or the partials of one split."""
+    rows = gl.arange(0, HALF, value.type.layout)
+    at = split.to(gl.int64) * reduction.stride_split + batch.to(gl.int64) * reduction.P + row + rows
+    inside = rows < reduction.P - row
+    if reduction.OP == "logsumexp":
+        if reduction.PARTIAL:
+            gl.store(reduction.sums_ptr + at, other, mask=inside)
+        else:
+            value = _finite(value) + gl.log(other)
+    elif reduction.OP == "mean":
+        if not reduction.PARTIAL:
+            value = gl.div_rn(value, gl.zeros_like(value) + gl.load(reduction.counts_ptr + batch))
+    elif reduction.OP == "min":
+        if not reduction.PARTIAL:
+            value = -value
+    gl.store(reduction.values_ptr + at, value.to(reduction.values_ptr.dtype.element_ty), mask=inside)
+    if reduction.indices_ptr is not None:
+        gl.store(reduction.indices_ptr + at, index, mask=inside)
+
+
+@gluon.jit
 def _consume(
-    consumer: gl.constexpr, counts_ptr, values_ptr, sums_ptr, indices_ptr, mask_ptr, lengths_ptr, offsets_ptr,
-    kept_ring, reduced_ring, kept_full, kept_empty, full, empty,
-    stride_mask_z, stride_mask_r, stride_split, reduced_step, P, R, tiles, row_tiles, splits,
-    BLOCK: gl.constexpr, CONSUMERS: gl.constexpr, KEPT_STAGES: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
-    KEPT_TRANSPOSED: gl.constexpr, REDUCED_TRANSPOSED: gl.constexpr, OP: gl.constexpr, PARTIAL: gl.constexpr,
-    IN_REGISTERS: gl.constexpr,
+    consumer: gl.constexpr, kept, reduced, schedule, reduction, CONSUMERS: gl.constexpr, IN_REGISTERS: gl.constexpr
 ):  # fmt: skip
-    INDICES: gl.constexpr = indices_ptr is not None
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    NOTHING: gl.constexpr = 0.0 if (OP == "sum") or (OP == "mean") or (OP == "sumsq") else float("-inf")
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    BLOCK: gl.constexpr = schedule.BLOCK
+    INDICES: gl.constexpr = reduction.indices_ptr is not None
+    layout: gl.constexpr = zeros(HALF, BLOCK).type.layout
     cols = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
     position = 0
     turn = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        batch, row, split, _, first, end = _tile(
-            tile, row_tiles, splits, R, lengths_ptr, offsets_ptr, reduced_step, ROWS * CONSUMERS, BLOCK
-        )
-        kept_stage, phase = stage_of(turn, KEPT_STAGES)
-        mbarrier.wait(kept_full.index(kept_stage), phase)
-        kept = matrix_of(kept_ring.index(kept_stage * CONSUMERS + consumer))
-        if KEPT_TRANSPOSED:
-            kept = kept.permute((1, 0))
+    for tile in range(gl.program_id(0), schedule.tiles, gl.num_programs(0)):
+        batch, row, split, _, first, end = _tile_at(schedule, tile)
+        kept_stage = wait_full(kept, turn)
+        kept_tile = rows_first(kept, kept_stage * CONSUMERS + consumer)
         if IN_REGISTERS:
-            kept = kept.load(gl.DotOperandLayout(0, layout, 2))
-            release_after_load(kept_empty.index(kept_stage))
-        value = gl.full([ROWS], NOTHING, gl.float32, gl.SliceLayout(1, layout))
-        other = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
-        index = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, layout))
+            kept_tile = kept_tile.load(gl.DotOperandLayout(0, layout, 2))
+            release_after_load(kept.empty.index(kept_stage))
+        value = gl.full([HALF], reduction.NOTHING, gl.float32, gl.SliceLayout(1, layout))
+        other = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, layout))
+        index = gl.zeros([HALF], gl.int32, gl.SliceLayout(1, layout))
         for r in range(first, end, BLOCK):
-            stage, phase = stage_of(position, STAGES)
-            mbarrier.wait(full.index(stage), phase)
-            reduced = matrix_of(reduced_ring.index(stage))
-            if not REDUCED_TRANSPOSED:
-                reduced = reduced.permute((1, 0))
-            c = gl.zeros([ROWS, BLOCK], gl.float32, layout)
-            c = warpgroup_mma_wait(0, [warpgroup_mma(kept, reduced, c, use_acc=False, is_async=True)])
-            mbarrier.arrive(empty.index(stage))
+            stage = wait_full(reduced, position)
+            reduced_tile = rows_first(reduced, stage).permute((1, 0))
+            c = warpgroup_mma(kept_tile, reduced_tile, zeros(HALF, BLOCK), use_acc=False, is_async=True)
+            c = warpgroup_mma_wait(0, [c])
+            mbarrier.arrive(reduced.empty.index(stage))
             position += 1
-            c = _prepared(c, mask_ptr, batch, stride_mask_z, stride_mask_r, cols + r, end, r + BLOCK > end, OP)
-            value, other, index = _reduce_tile(c, value, other, index, cols + r, OP, INDICES)
+            c = _prepared(c, reduction, batch, cols + r, end, r + BLOCK > end)
+            value, other, index = _reduce_tile(c, value, other, index, cols + r, reduction.OP, INDICES)
         if not IN_REGISTERS:
-            mbarrier.arrive(kept_empty.index(kept_stage))
+            mbarrier.arrive(kept.empty.index(kept_stage))
         turn += 1
-        row += consumer * ROWS
-        at = split.to(gl.int64) * stride_split + batch.to(gl.int64) * P + row + rows
-        inside = rows < P - row
-        if OP == "logsumexp":
-            if PARTIAL:
-                gl.store(sums_ptr + at, other, mask=inside)
-            else:
-                value = _finite(value) + gl.log(other)
-        elif OP == "mean":
-            if not PARTIAL:
-                value = gl.div_rn(value, gl.zeros_like(value) + gl.load(counts_ptr + batch))
-        elif OP == "min":
-            if not PARTIAL:
-                value = -value
-        gl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=inside)
-        if INDICES:
-            gl.store(indices_ptr + at, index, mask=inside)
+        _store(reduction, value, other, index, batch, split, row + consumer * HALF)
 
 
 @gluon.jit(do_not_specialize=["stride_split", "kept_step", "reduced_step", "P", "R", "tiles", "row_tiles", "splits"])
 def _pipelined_reduce_kernel(
     kept_desc, reduced_desc, counts_ptr, values_ptr, sums_ptr, indices_ptr, mask_ptr, lengths_ptr, offsets_ptr,
     stride_mask_z, stride_mask_r, stride_split, kept_step, reduced_step, P, R, tiles, row_tiles, splits,
-    BLOCK: gl.constexpr, CONSUMERS: gl.constexpr, KEPT_STAGES: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    BLOCK: gl.constexpr, CONSUMERS: gl.constexpr, KEPT_STAGES: gl.constexpr, STAGES: gl.constexpr,
     KEPT_TRANSPOSED: gl.constexpr, REDUCED_TRANSPOSED: gl.constexpr, OP: gl.constexpr, PARTIAL: gl.constexpr,
     IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = kept_desc.dtype
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    kept_ring = gl.allocate_shared_memory(
-        dtype, [KEPT_STAGES * CONSUMERS] + kept_desc.block_type.shape, kept_desc.layout
-    )
-    reduced_ring = gl.allocate_shared_memory(dtype, [STAGES] + reduced_desc.block_type.shape, reduced_desc.layout)
-    kept_full = gl.allocate_shared_memory(gl.int64, [KEPT_STAGES, 1], barrier)
-    kept_empty = gl.allocate_shared_memory(gl.int64, [KEPT_STAGES, 1], barrier)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    init_barriers(kept_full, kept_empty, KEPT_STAGES, CONSUMERS)
-    init_barriers(full, empty, STAGES, CONSUMERS)
+    NOTHING: gl.constexpr = 0.0 if (OP == "sum") or (OP == "mean") or (OP == "sumsq") else float("-inf")
+    kept = operand_ring(kept_desc, kept_step, KEPT_TRANSPOSED, KEPT_STAGES, CONSUMERS, CONSUMERS)
+    reduced = operand_ring(reduced_desc, reduced_step, REDUCED_TRANSPOSED, STAGES, CONSUMERS)
+    schedule = _Schedule(
+        tiles=tiles, row_tiles=row_tiles, splits=splits, R=R, reduced_step=reduced_step, lengths_ptr=lengths_ptr,
+        offsets_ptr=offsets_ptr, ROWS=HALF * CONSUMERS, BLOCK=BLOCK,
+    )  # fmt: skip
+    reduction = _Reduction(
+        counts_ptr=counts_ptr, values_ptr=values_ptr, sums_ptr=sums_ptr, indices_ptr=indices_ptr, mask_ptr=mask_ptr,
+        stride_mask_z=stride_mask_z, stride_mask_r=stride_mask_r, stride_split=stride_split, P=P, OP=OP,
+        NOTHING=NOTHING, PARTIAL=PARTIAL,
+    )  # fmt: skip
     fence_async_shared()
-    specialize(CONSUMERS, _consume, (
-        counts_ptr, values_ptr, sums_ptr, indices_ptr, mask_ptr, lengths_ptr, offsets_ptr, kept_ring, reduced_ring,
-        kept_full, kept_empty, full, empty, stride_mask_z, stride_mask_r, stride_split, reduced_step, P, R, tiles,
-        row_tiles, splits, BLOCK, CONSUMERS, KEPT_STAGES, STAGES, ROWS, KEPT_TRANSPOSED, REDUCED_TRANSPOSED, OP,
-        PARTIAL, IN_REGISTERS,
-    ), _produce, (
-        kept_desc, reduced_desc, lengths_ptr, offsets_ptr, kept_ring, reduced_ring, kept_full, kept_empty, full, empty,
-        kept_step, reduced_step, R, tiles, row_tiles, splits, BLOCK, CONSUMERS, KEPT_STAGES, STAGES, ROWS,
-        KEPT_TRANSPOSED, REDUCED_TRANSPOSED,
-    ))  # fmt: skip
+    specialize(
+        CONSUMERS, _consume, (kept, reduced, schedule, reduction, CONSUMERS, IN_REGISTERS),
+        _load, (kept, reduced, schedule, CONSUMERS),
+    )  # fmt: skip
 
 
 def takes(operands: ReduceOperands, config: PipelinedReduceConfig) -> tuple[Matrix, Matrix] | None:
@@ -269,7 +282,7 @@ def prepare_reduce(
         (0, 0) if operands.mask is None else operands.mask.stride(),
         (batch * kept, kept_matrix.step, reduced_matrix.step, kept, reduced, tiles, row_tiles, splits),
         (
-            config.block, config.consumers, config.kept_stages, config.stages, CONSUMER_ROWS, kept_matrix.transposed,
+            config.block, config.consumers, config.kept_stages, config.stages, kept_matrix.transposed,
             reduced_matrix.transposed, operands.arithmetic.op, splits > 1, config.in_registers,
         ),
         geometries=(

@@ -2,8 +2,10 @@
 
     out[z,r] = Σ_p W[r,p] kept[z,p],    W[r,p] = weights[z,p] where indices[z,p] = r, else 0
 
-Consumers hold the sums of 64 reduced rows each, the producer streams the kept rows past them.
+Consumers hold the sums of 64 reduced rows each, the load warp streams the kept rows past them.
 """
+
+from typing import Any
 
 import torch
 
@@ -16,28 +18,40 @@ from ...hopper import (
     gluon,
     matrix,
     mbarrier,
+    resources,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from ...launching import Launch
-from ...pipeline import copy_hidden_tile, init_barriers, matrix_of, specialize, stage_of
+from ...matmul.sm90.elements import zeros
+from ...matmul.sm90.loading import load_block, rows_first
+from ...matmul.sm90.ring import HALF, acquire, operand_ring, wait_full
+from ...matmul.sm90.roles import specialize
+from ...matmul.sm90.schedules import RowSchedule, rows_at
 from ...tuning import CONSUMER_ROWS, OneHotPipeline
 
 
+@resources
+class _Chosen:
+    """What the one-hot matrix W is built from, for ``P`` kept rows of every batch entry, and out of ``R`` rows."""
+
+    indices_ptr: Any
+    weights_ptr: Any
+    out: Any
+    out_tiles: Any
+    P: Any
+    R: Any
+
+
 @gluon.jit
-def _produce(
-    kept_desc, ring, full, empty, kept_step, P, tiles, row_tiles,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
-):  # fmt: skip
+def _load(kept, schedule, P, BLOCK: gl.constexpr):
     position = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        batch = tile // row_tiles
+    for index in range(gl.program_id(0), schedule.tiles, gl.num_programs(0)):
+        batch, _ = rows_at(schedule, index)
         for p in range(0, P, BLOCK):
-            stage, phase = stage_of(position, STAGES)
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-            mbarrier.expect(full.index(stage), kept_desc.block_type.nbytes)
-            copy_hidden_tile(kept_desc, batch * kept_step, p, full.index(stage), ring.index(stage), TRANSPOSED)
+            stage, full = acquire(kept, position, kept.desc.block_type.nbytes)
+            load_block(kept, batch * kept.step, p, full, stage)
             position += 1
 
 
@@ -49,77 +63,62 @@ def _one_hot(rows, index, weight, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _consume(
-    consumer: gl.constexpr, out_desc, indices_ptr, weights_ptr, ring, out_tiles, full, empty, P, R, tiles, row_tiles,
-    WIDTH: gl.constexpr, BLOCK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
-):  # fmt: skip
-    dtype: gl.constexpr = ring.dtype
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    one_hot_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    left_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+def _chosen_of(chosen, entry, cols):
+    """(index, weight) of some kept rows."""
+    index = gl.load(chosen.indices_ptr + entry + cols, mask=cols < chosen.P, other=-1)
+    return index, gl.load(chosen.weights_ptr + entry + cols, mask=cols < chosen.P, other=0.0)
+
+
+@gluon.jit
+def _consume(consumer: gl.constexpr, kept, schedule, chosen, WIDTH: gl.constexpr, BLOCK: gl.constexpr):
+    DTYPE: gl.constexpr = kept.desc.dtype
+    left_layout: gl.constexpr = gl.DotOperandLayout(0, zeros(HALF, WIDTH).type.layout, 2)
+    one_hot_layout: gl.constexpr = zeros(HALF, BLOCK).type.layout
     cols = gl.arange(0, BLOCK, gl.SliceLayout(0, one_hot_layout))
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, one_hot_layout))
+    rows = gl.arange(0, HALF, gl.SliceLayout(1, one_hot_layout))
     position = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        batch = tile // row_tiles
-        row = tile % row_tiles * (ROWS * CONSUMERS) + consumer * ROWS
-        entry = batch.to(gl.int64) * P
-        indices_at = indices_ptr + entry
-        weights_at = weights_ptr + entry
-        acc = gl.zeros([ROWS, WIDTH], gl.float32, layout)
+    for tile in range(gl.program_id(0), schedule.tiles, gl.num_programs(0)):
+        batch, row = rows_at(schedule, tile)
+        row += consumer * HALF
+        entry = batch.to(gl.int64) * chosen.P
+        acc = zeros(HALF, WIDTH)
         rows_here = gl.expand_dims(row + rows, 1)
-        index = gl.load(indices_at + cols, mask=cols < P, other=-1)
-        weight = gl.load(weights_at + cols, mask=cols < P, other=0.0)
-        one_hot = _one_hot(rows_here, index, weight, dtype, left_layout)
-        index = gl.load(indices_at + BLOCK + cols, mask=cols < P - BLOCK, other=-1)
-        weight = gl.load(weights_at + BLOCK + cols, mask=cols < P - BLOCK, other=0.0)
-        for p in range(0, P, BLOCK):
-            stage, phase = stage_of(position, STAGES)
-            mbarrier.wait(full.index(stage), phase)
-            kept = matrix_of(ring.index(stage))
-            if TRANSPOSED:
-                kept = kept.permute((1, 0))
-            acc = warpgroup_mma(one_hot, kept, acc, is_async=True)
+        index, weight = _chosen_of(chosen, entry, cols)
+        one_hot = _one_hot(rows_here, index, weight, DTYPE, left_layout)
+        index, weight = _chosen_of(chosen, entry, BLOCK + cols)
+        for p in range(0, chosen.P, BLOCK):
+            stage = wait_full(kept, position)
+            acc = warpgroup_mma(one_hot, rows_first(kept, stage), acc, is_async=True)
             # Meanwhile the left side of the next product is built, and the numbers for the one after it are fetched.
-            one_hot_next = _one_hot(rows_here, index, weight, dtype, left_layout)
-            next_cols = p + 2 * BLOCK + cols
-            index = gl.load(indices_at + next_cols, mask=next_cols < P, other=-1)
-            weight = gl.load(weights_at + next_cols, mask=next_cols < P, other=0.0)
+            one_hot_next = _one_hot(rows_here, index, weight, DTYPE, left_layout)
+            index, weight = _chosen_of(chosen, entry, p + 2 * BLOCK + cols)
             acc, one_hot = warpgroup_mma_wait(0, [acc, one_hot])
-            mbarrier.arrive(empty.index(stage))
+            mbarrier.arrive(kept.empty.index(stage))
             position += 1
             one_hot = one_hot_next
         # The tile of the turn before may still be on its way out.
         tma.store_wait(0)
-        out_tile = out_tiles.index(consumer)
-        out_tile.reshape([ROWS, WIDTH]).store(acc.to(dtype))
+        out_tile = chosen.out_tiles.index(consumer)
+        out_tile.reshape([HALF, WIDTH]).store(acc.to(DTYPE))
         fence_async_shared()
-        if row < R:
-            copy_out(out_desc, [batch, row, 0], out_tile)
+        if row < chosen.R:
+            copy_out(chosen.out, [batch, row, 0], out_tile)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["kept_step", "P", "R", "tiles", "row_tiles"])
 def _pipelined_one_hot_kernel(
     kept_desc, out_desc, indices_ptr, weights_ptr, kept_step, P, R, tiles, row_tiles,
-    WIDTH: gl.constexpr, BLOCK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
+    WIDTH: gl.constexpr, BLOCK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = kept_desc.dtype
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    ring = gl.allocate_shared_memory(dtype, [STAGES] + kept_desc.block_type.shape, kept_desc.layout)
-    out_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    init_barriers(full, empty, STAGES, CONSUMERS)
+    schedule = RowSchedule(tiles=tiles, entry_tiles=row_tiles, ROWS=HALF * CONSUMERS)
+    kept = operand_ring(kept_desc, kept_step, TRANSPOSED, STAGES, CONSUMERS)
+    out_tiles = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
+    chosen = _Chosen(
+        indices_ptr=indices_ptr, weights_ptr=weights_ptr, out=out_desc, out_tiles=out_tiles, P=P, R=R
+    )  # fmt: skip
     fence_async_shared()
-    specialize(CONSUMERS, _consume, (
-        out_desc, indices_ptr, weights_ptr, ring, out_tiles, full, empty, P, R, tiles, row_tiles, WIDTH, BLOCK,
-        CONSUMERS, STAGES, ROWS, TRANSPOSED,
-    ), _produce, (
-        kept_desc, ring, full, empty, kept_step, P, tiles, row_tiles, BLOCK, STAGES, TRANSPOSED,
-    ))  # fmt: skip
+    specialize(CONSUMERS, _consume, (kept, schedule, chosen, WIDTH, BLOCK), _load, (kept, schedule, P, BLOCK))
 
 
 def takes_one_hot(kept: torch.Tensor, config: OneHotPipeline | None) -> Matrix | None:
@@ -143,7 +142,7 @@ def prepare_one_hot(kept: Matrix, shape: tuple[int, int, int], P: int, config: O
         min(tiles, config.programs),
         (),
         (kept.step, P, reduced, tiles, row_tiles),
-        (config.width, config.block, config.consumers, config.stages, CONSUMER_ROWS, kept.transposed),
+        (config.width, config.block, config.consumers, config.stages, kept.transposed),
         geometries=(
             kept.geometry(config.block, config.width),
             Geometry([batch, reduced, width], [reduced * width, width, 1], [1, CONSUMER_ROWS, config.width]),

@@ -7,8 +7,7 @@ so that one of them has the matrix units meanwhile.
 """
 
 from ...hopper import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
-from ...pipeline import stage_of
-from .ring import column_halves, make_ring, tma_store
+from .ring import column_halves, make_ring, tma_store, wait_full
 from .schedules import tile_at, tile_count
 
 
@@ -55,8 +54,7 @@ def multiply(
     if LEAD > 0 and consumer == 1:
         mbarrier.wait(ring.order.index(0), count & 1, pred=leads)
     for step in range(steps):
-        stage, phase = stage_of(position, ring.STAGES)
-        mbarrier.wait(ring.full.index(stage), phase)
+        stage = wait_full(ring, position)
         left, right = ring.left.index(stage * 2 + consumer), ring.right.index(stage)
         if ring.LEFT_TRANSPOSED:
             left = left.permute((1, 0))

@@ -12,12 +12,12 @@ import torch
 
 from ...hopper import fence_async_shared, gl, gluon, matrix, resources, tma, untransposed
 from ...launching import Launch, prepared
-from ...pipeline import specialize
 from ...tuning import EpiloguePipeline
 from .elements import zeros
 from .loading import Term, load_tiles
 from .pingpong import columns_at_once, mma_tiles, pingpong_ring
 from .ring import HALF, TILE, column_halves, make_staging, tma_store
+from .roles import specialize
 from .schedules import dense_schedule
 
 

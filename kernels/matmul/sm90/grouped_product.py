@@ -4,12 +4,12 @@ from typing import Any
 
 from ...hopper import Matrix, dense, fence_async_shared, gl, gluon, resources, tma
 from ...launching import Launch, ceil_div
-from ...pipeline import specialize
 from ...tuning.grouped_gemm_pipelines import COOPERATIVE_COLUMNS, CooperativePipeline
 from .cooperative import cooperative_ring, mma_tiles, store_rows
 from .elements import bias_of_columns
 from .loading import Term, load_tiles
 from .ring import HALF, TILE, make_staging
+from .roles import specialize
 from .schedules import make_schedule
 
 WIDE = gl.constexpr(COOPERATIVE_COLUMNS)

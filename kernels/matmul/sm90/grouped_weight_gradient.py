@@ -7,7 +7,6 @@ from typing import Any
 
 from ...hopper import Matrix, fence_async_shared, gl, gluon, resources, tma
 from ...launching import Launch, ceil_div
-from ...pipeline import specialize
 from ...tiles import grouped_tile
 from ...tuning.grouped_gemm_pipelines import CooperativePipeline
 from .cooperative import cooperative_ring, multiply, store_rows
@@ -15,6 +14,7 @@ from .elements import zeros
 from .grouped_product import WIDE
 from .loading import load_rows
 from .ring import HALF, TILE, make_staging
+from .roles import specialize
 
 
 @resources

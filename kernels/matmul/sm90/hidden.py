@@ -8,13 +8,13 @@ from ...activations import activation_unit, limited_hidden_and_slopes
 from ...dropout import Dropout as DropoutNumbers
 from ...hopper import Matrix, dense, fence_async_shared, gl, gluon, resources, tma
 from ...launching import Launch
-from ...pipeline import specialize
 from ...tuning import EpiloguePipeline
 from ..low_rank import LowRank, low_rank_copies
 from .elements import Activation, Dropout, bias_of_columns, biases_of_halves, draw, dropped
 from .loading import Term, load_tiles
 from .pingpong import columns_at_once, mma_tiles, pingpong_ring
 from .ring import HALF, TILE, column_halves, make_staging, tma_store
+from .roles import specialize
 from .schedules import make_schedule
 
 

@@ -12,14 +12,14 @@ from ...activations import activation_unit, limited_hidden_and_slopes, through_a
 from ...dropout import Dropout as DropoutNumbers
 from ...hopper import Matrix, copy_in, dense, fence_async_shared, gl, gluon, mbarrier, resources, tma
 from ...launching import Launch
-from ...pipeline import init_barriers, specialize, stage_of
 from ...tiles import only_before
 from ...tuning import EpiloguePipeline
 from ..low_rank import LowRank, low_rank_copies
 from .elements import Activation, Dropout, draw, dropped, zeros
 from .loading import Term, load_tiles
 from .pingpong import columns_at_once, mma_tiles, pingpong_ring
-from .ring import HALF, TILE, column_halves, make_staging, tma_store
+from .ring import HALF, TILE, column_halves, make_barriers, make_staging, stage_of, tma_store
+from .roles import specialize
 from .schedules import make_schedule, tile_at, tile_count
 
 
@@ -291,18 +291,14 @@ def _pipelined_epilogue_gradient_kernel(
     PLACES: gl.constexpr, STAYS: gl.constexpr, WHOLE_COLUMNS: gl.constexpr, LIMITED: gl.constexpr,
     ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
 ):  # fmt: skip
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
     schedule = make_schedule(
         tile_rows, tile_columns, group, tile_expert_ptr, starts_ptr, expert_count, weight_rows, TILE
     )
     ring = pingpong_ring(dy_desc, down_desc, RIGHT_TRANSPOSED, STEP, STAGES)
+    tiles = gl.allocate_shared_memory(dy_desc.dtype, [2 * Z_STAGES, HALF, HALF], z_desc.layout)
     quarters = _Quarters(
-        tiles=gl.allocate_shared_memory(dy_desc.dtype, [2 * Z_STAGES, HALF, HALF], z_desc.layout),
-        full=gl.allocate_shared_memory(gl.int64, [2 * Z_STAGES, 1], barrier),
-        empty=gl.allocate_shared_memory(gl.int64, [2 * Z_STAGES, 1], barrier),
-        STAGES=Z_STAGES,
+        tiles=tiles, full=make_barriers(2 * Z_STAGES, 1), empty=make_barriers(2 * Z_STAGES, 1), STAGES=Z_STAGES
     )
-    init_barriers(quarters.full, quarters.empty, 2 * Z_STAGES, 1)
     given = _Gradient(
         dz=dz_desc, d_gate=d_gate_desc, hidden=hidden_desc, sums_ptr=sums_ptr, added_ptr=added_ptr,
         weights_ptr=weights_ptr, weight_sums_ptr=weight_sums_ptr, M=M, N=N,

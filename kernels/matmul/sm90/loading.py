@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from ...hopper import copy_in, gl, gluon, mbarrier, reinterpret, resources
-from ...pipeline import stage_of
-from .ring import HALF
+from ...hopper import copy_in, gl, gluon, reinterpret, resources
+from .ring import HALF, acquire
 from .schedules import tile_at, tile_count
 
 
@@ -47,10 +46,7 @@ def load_term(ring, term, row, column, first, position):
     COPIES: gl.constexpr = ring.right.shape[1] * ring.right.shape[2] // term.right.block_type.numel
     BYTES: gl.constexpr = 2 * term.left.block_type.nbytes + COPIES * term.right.block_type.nbytes
     for k in range(0, term.inner, ring.STEP):
-        stage, phase = stage_of(position, ring.STAGES)
-        full = ring.full.index(stage)
-        mbarrier.wait(ring.empty.index(stage), phase ^ 1)
-        mbarrier.expect(full, BYTES)
+        stage, full = acquire(ring, position, BYTES)
         copy_in(term.left, [row, k], full, ring.left.index(stage * 2))
         copy_in(term.left, [row + ROWS, k], full, ring.left.index(stage * 2 + 1))
         right = ring.right.index(stage)
@@ -80,13 +76,34 @@ def load_rows(ring, left_desc, right_desc, unit, column, row, steps, position):
     UNITS: gl.constexpr = left_desc.block_type.shape[1]
     BYTES: gl.constexpr = 2 * left_desc.block_type.nbytes + right_desc.block_type.nbytes
     for step in range(steps):
-        stage, phase = stage_of(position, ring.STAGES)
-        full = ring.full.index(stage)
-        mbarrier.wait(ring.empty.index(stage), phase ^ 1)
-        mbarrier.expect(full, BYTES)
+        stage, full = acquire(ring, position, BYTES)
         first = row + step * ring.STEP
         copy_in(left_desc, [first, unit], full, ring.left.index(stage * 2))
         copy_in(left_desc, [first, unit + UNITS], full, ring.left.index(stage * 2 + 1))
         copy_in(right_desc, [first, column], full, ring.right.index(stage))
         position += 1
     return position
+
+
+@gluon.jit
+def load_block(ring, start, first, full, index):
+    """Copies a block of an ``OperandRing``: rows from ``first`` on, of the entry that begins at ``start``."""
+    APART: gl.constexpr = len(ring.desc.block_type.shape) == 3
+    if APART:
+        copy_in(ring.desc, [start, 0, first], full, ring.tiles.index(index))
+    elif ring.TRANSPOSED:
+        copy_in(ring.desc, [start, first], full, ring.tiles.index(index))
+    else:
+        copy_in(ring.desc, [start + first, 0], full, ring.tiles.index(index))
+
+
+@gluon.jit
+def rows_first(ring, index):
+    """A block of an ``OperandRing`` as ``[rows, columns]``, however it lies in memory."""
+    tile = ring.tiles.index(index)
+    APART: gl.constexpr = len(tile.shape) == 3
+    if APART:
+        tile = tile.reshape([tile.shape[1], tile.shape[2]])
+    if ring.TRANSPOSED:
+        tile = tile.permute((1, 0))
+    return tile

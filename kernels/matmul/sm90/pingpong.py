@@ -7,8 +7,7 @@ the phase of a stage's barrier would not tell a filling from the one two before 
 """
 
 from ...hopper import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
-from ...pipeline import stage_of
-from .ring import HALF, TILE, make_ring
+from .ring import HALF, TILE, make_ring, wait_full
 from .schedules import tile_at, tile_count
 
 
@@ -50,8 +49,7 @@ def multiply(consumer: gl.constexpr, top, bottom, ring, turn, steps):
     position = (2 * turn + consumer) * steps
     mbarrier.wait(ring.order.index(consumer), (turn & 1) ^ (1 - consumer))
     for step in range(steps):
-        stage, phase = stage_of(position, ring.STAGES)
-        mbarrier.wait(ring.full.index(stage), phase)
+        stage = wait_full(ring, position)
         upper, lower, right = ring.left.index(stage * 2), ring.left.index(stage * 2 + 1), ring.right.index(stage)
         if ring.RIGHT_TRANSPOSED:
             right = right.permute((1, 0))

@@ -67,3 +67,18 @@ def tile_at(schedule, index):
         height = gl.minimum(rows, count - first)
         inside -= first * schedule.tile_columns
         return (begin + first + inside % height) * TILE, inside // height * schedule.COLUMNS, expert
+
+
+@resources
+class RowSchedule:
+    """``tiles`` bands of ``ROWS`` rows with all of their columns, ``entry_tiles`` of them in every entry of a batch."""
+
+    tiles: Any
+    entry_tiles: Any
+    ROWS: Any
+
+
+@gluon.jit
+def rows_at(schedule, index):
+    """(batch entry, first row in it) of the ``index``-th band."""
+    return index // schedule.entry_tiles, index % schedule.entry_tiles * schedule.ROWS

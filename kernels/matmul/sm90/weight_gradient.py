@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from ...hopper import Matrix, fence_async_shared, gl, gluon, mbarrier, resources
+from ...hopper import Matrix, fence_async_shared, gl, gluon, resources
 from ...launching import Launch
-from ...pipeline import release_after_load, specialize, stage_of
 from ...tuning import WeightGradientPipeline
 from .cooperative import cooperative_ring, multiply
 from .elements import zeros
 from .loading import load_rows
+from .ring import release_after_load, wait_full
+from .roles import specialize
 
 
 @resources
@@ -94,8 +95,7 @@ def _sum(ring, schedule, db_ptr, stride_split, WARPS: gl.constexpr):
         sums_0 = gl.zeros([SUM_ROWS, UNITS], gl.float32, layout)
         sums_1 = gl.zeros([SUM_ROWS, UNITS], gl.float32, layout)
         for _ in range(steps):
-            stage, phase = stage_of(position, ring.STAGES)
-            mbarrier.wait(ring.full.index(stage), phase)
+            stage = wait_full(ring, position)
             if column == 0:
                 sums_0 = _add_rows(sums_0, ring.left.index(stage * 2))
                 sums_1 = _add_rows(sums_1, ring.left.index(stage * 2 + 1))
