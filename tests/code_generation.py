@@ -64,7 +64,7 @@ class Case:
     """One training step of ``functional.ffn`` with K = O = ``width``, compiled for ``target``.
 
     ``hidden`` 0 means four times the width. ``kernel`` compiles launches of that kernel alone. ``wanted`` names the
-    tensors that ask for a gradient; None means all. ``pipelined`` lets the warp-specialised kernels run; ``recompute``
+    tensors that ask for a gradient; None means all. ``sm90`` lets the warp-specialised kernels run; ``recompute``
     is the argument of that name.
     """
 
@@ -78,13 +78,13 @@ class Case:
     hidden: int = 0
     kernel: str | None = None
     wanted: tuple[str, ...] | None = None
-    pipelined: bool = False
+    sm90: bool = False
     recompute: bool | str = "auto"
 
 
-def _device(target: str, pipelined: bool) -> planning.Device:
+def _device(target: str, sm90: bool) -> planning.Device:
     return planning.Device(
-        "cuda", target, target, SMS, triton=True, backend="sm90" if pipelined else "generic", triton_release=RELEASE
+        "cuda", target, target, SMS, triton=True, backend="sm90" if sm90 else "generic", triton_release=RELEASE
     )
 
 
@@ -114,7 +114,7 @@ class _StandInDriver:
 
 @contextlib.contextmanager
 def compiling_for(
-    target: str, kernels: Collection[str] | None = None, pipelined: bool = False
+    target: str, kernels: Collection[str] | None = None, sm90: bool = False
 ) -> Iterator[list[dict[str, Any]]]:
     """Inside, kernels on CPU tensors are compiled for ``target`` instead of run; yields the reports as they grow.
 
@@ -130,7 +130,7 @@ def compiling_for(
             about = {"kernel": name, "target": target, "triton": triton.__version__}
             reports.append(_launch(function, args, kwargs) | about | _outcome(compile_it))
 
-    described = _device(target, pipelined)
+    described = _device(target, sm90)
     dispatch._cached_plan.cache_clear()
     driver.set_active(_StandInDriver(target))
     with (
@@ -275,7 +275,7 @@ def compile_case(case: Case) -> list[dict[str, Any]]:
     if case.gated:
         weights |= {"w_gate": operand("w_gate", hidden, case.width), "b_gate": operand("b_gate", hidden)}
     dropout_p = 0.1 if case.dropout else 0.0
-    with compiling_for(case.target, case.kernel and (case.kernel,), case.pipelined) as reports:
+    with compiling_for(case.target, case.kernel and (case.kernel,), case.sm90) as reports:
         x = operand("x", case.rows, case.width)
         y = functional.ffn(x, **weights, activation=case.activation, dropout_p=dropout_p, recompute=case.recompute)
         y.backward(torch.empty_like(y))
@@ -298,7 +298,7 @@ def shipped(target: str, dtype: str, selection: str) -> list[Case]:
         widest_of_row: dict[str, Case] = {}
         for width in WIDTHS:
             case = Case(target, dtype, width, gated)
-            plan = planning.plan(_problem(case), _device(target, pipelined=False), "triton")
+            plan = planning.plan(_problem(case), _device(target, sm90=False), "triton")
             if plan.path != "fused":
                 break
             row = (plan.forward_tiles, plan.data_gradient_tiles, plan.weight_gradient_tiles)
@@ -314,7 +314,7 @@ def shipped(target: str, dtype: str, selection: str) -> list[Case]:
             "all": [*found, *costly, *ragged],
         }[selection]
         if target == "sm_90" and dtype != "float32":
-            whole = [Case(target, dtype, width, gated, pipelined=True) for width in (64, 128, 256)]
+            whole = [Case(target, dtype, width, gated, sm90=True) for width in (64, 128, 256)]
             uneven = [replace(case, rows=4099, hidden=4 * case.width - 8, activation="gelu") for case in whole]
             # The backward pass that stores what is hidden runs instead of kernels that others still need.
             recomputing = [replace(case, recompute=True) for case in (whole[-1], uneven[-1])]

@@ -76,7 +76,7 @@ def calls() -> Iterator[Callable[[], torch.Tensor]]:
 if __name__ == "__main__":
     for target in sys.argv[1:]:
         for call in calls():
-            with compiling_for(target, pipelined=target == "sm_90") as reports:
+            with compiling_for(target, sm90=target == "sm_90") as reports:
                 y = call()
                 if y.requires_grad and y.grad_fn is not None:
                     y.backward(torch.empty_like(y))

@@ -23,12 +23,12 @@ _GEMM_GEMM = (
         "functional/ffn_layouts",
         "functional/autograd",
         "planning/paths",
-        "planning/pipelined",
+        "planning/sm90",
         "kernels/code_generation",
     ),
     "kernels/prepared_launches",
 )
-_GPU_GEMM_GEMM = ("gemm_gemm_gpu", "ffn_gpu", "pipelined", "exact_integers")
+_GPU_GEMM_GEMM = ("gemm_gemm_gpu", "ffn_gpu", "sm90", "exact_integers")
 _EPILOGUE = (
     "functional/ffn_epilogue",
     "functional/ffn_chunked",
@@ -128,9 +128,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "dropout": _DROPOUT,
     "partials": ("functional/ffn", "functional/linear", "functional/weight_gradient"),
     "tiles": ("functional/ffn", "functional/gemm_gemm", "functional/linear", "functional/weight_gradient"),
-    "hopper": ("kernels/hopper", "functional/layouts", "planning/pipelined"),
+    "hopper": ("kernels/hopper", "functional/layouts", "planning/sm90"),
     "tuning": (
-        *("planning/paths", "planning/pipelined", "planning/epilogue", "planning/linear", "planning/reduce"),
+        *("planning/paths", "planning/sm90", "planning/epilogue", "planning/linear", "planning/reduce"),
         *("planning/weight_gradient", "planning/maxsim", "kernels/code_generation"),
     ),
     # How kernels are launched.
@@ -149,7 +149,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 GPU_TESTS: dict[str, tuple[str, ...]] = {
     "gemm_gemm": _GPU_GEMM_GEMM,
     "gemm_epilogue": (*_GPU_EPILOGUE, "hidden_gradient_gpu", "lora_ffn_gpu"),
-    "gemm_reduce": ("gemm_reduce_gpu", "pipelined_reduce", "maxsim_gpu"),
+    "gemm_reduce": ("gemm_reduce_gpu", "sm90_reduce", "maxsim_gpu"),
     "grouped_gemm": ("moe_ffn_gpu", "grouped_gemm_gpu", "model_experts_gpu"),
     "matmul": (*_GPU_EPILOGUE, "lora_ffn_gpu", "grouped_gemm_gpu", "linear_gpu", "weight_gradient_gpu"),
     "maxsim": ("maxsim_gpu",),
@@ -168,7 +168,7 @@ GPU_TESTS: dict[str, tuple[str, ...]] = {
     "dropout": ("ffn_gpu", "ffn_epilogue_gpu"),
     "partials": ("ffn_gpu", "linear_gpu", "weight_gradient_gpu"),
     "tiles": ("ffn_gpu", "gemm_gemm_gpu", "linear_gpu"),
-    "hopper": ("pipelined", "pipelined_reduce"),
+    "hopper": ("sm90", "sm90_reduce"),
     "tuning": ("exact_integers",),
     "launching": ("capture", "capturing_gpu", "running_gpu"),
     "relaunching": ("capture", "running_gpu"),

@@ -4,7 +4,7 @@ Run as a script it prints one JSON object per kernel:
 
     python tests/reduce_code_generation.py rows sm_90/bfloat16 sm_80/float16
     python tests/reduce_code_generation.py few gfx942/bfloat16
-    python tests/reduce_code_generation.py pipelined sm_90/bfloat16
+    python tests/reduce_code_generation.py sm90 sm_90/bfloat16
 """
 
 import itertools
@@ -24,9 +24,9 @@ from fusedlayers import functional
 class ReduceCase:
     """One training step of ``gemm_reduce``: a ``[batch, rows, width]``, b ``[batch, width, columns]``.
 
-    ``pipelined`` lets the warp-specialised kernel run, of operands whose rows lie behind one another in memory, or
+    ``sm90`` lets the warp-specialised kernel run, of operands whose rows lie behind one another in memory, or
     ``transposed``. Without ``training`` there is no backward pass, and no index is found. ``packed`` is a ``maxsim`` of
-    ``rows`` query tokens with ``batch`` documents of ``columns`` tokens, behind one another. Of a pipelined case the
+    ``rows`` query tokens with ``batch`` documents of ``columns`` tokens, behind one another. Of an sm90 case the
     other kernels are not compiled.
     """
 
@@ -41,7 +41,7 @@ class ReduceCase:
     batch: int = 64
     masked: bool = False
     bias: bool = False
-    pipelined: bool = False
+    sm90: bool = False
     transposed: bool = False
     training: bool = True
     packed: bool = False
@@ -56,12 +56,12 @@ def compile_case(case: ReduceCase) -> list[dict[str, Any]]:
         return torch.empty(*shape, dtype=dtype, requires_grad=case.training)
 
     a, b = operand(case.batch, case.rows, case.width), operand(case.batch, case.width, case.columns)
-    if case.pipelined:
+    if case.sm90:
         # The rows of either side lie transposed, or neither.
         a = operand(case.batch, case.width, case.rows).mT if case.transposed else a
         b = b if case.transposed else operand(case.batch, case.columns, case.width).mT
     mask = torch.empty(case.batch, case.rows if case.dim == -2 else case.columns, dtype=torch.bool)
-    with compiling_for(case.target, ("pipelined_reduce",) if case.pipelined else None, case.pipelined) as reports:
+    with compiling_for(case.target, ("sm90_reduce",) if case.sm90 else None, case.sm90) as reports:
         if case.packed:
             ends = torch.arange(case.batch + 1) * case.columns
             tokens = operand(case.batch * case.columns, case.width)
@@ -85,8 +85,8 @@ def shipped(selection: str, target: str, dtype: str) -> Iterator[ReduceCase]:
         yield ReduceCase(target, dtype, 1024, "max", -1, masked=True, rows=256, columns=9000, batch=1)
         yield ReduceCase(target, dtype, 64, "logsumexp", -1, rows=61, columns=1208)
         return
-    if selection == "pipelined":
-        yield from pipelined(target, dtype)
+    if selection == "sm90":
+        yield from sm90(target, dtype)
         return
     for dim in (-2, -1):
         for width in (16, 64, 128, 256, 1024):
@@ -113,14 +113,14 @@ def shipped(selection: str, target: str, dtype: str) -> Iterator[ReduceCase]:
         yield replace(many, dim=-2, rows=1208, columns=61)
 
 
-def pipelined(target: str, dtype: str) -> Iterator[ReduceCase]:
+def sm90(target: str, dtype: str) -> Iterator[ReduceCase]:
     """Every number of consumers and size of a block, with and without indices and masks, in either layout."""
     sizes = [(56, 16), (128, 304), (504, 304), (304, 1000), (104, 600)]
     for number, (kept, reduced) in enumerate(sizes):
         # Each size with both operations and both layouts, each operation with each layout at every other size.
         for width, transposed in ((64, True), (128, False)):
             plain = ReduceCase(
-                target, dtype, width, "max", -1, rows=kept, columns=reduced, pipelined=True, transposed=transposed,
+                target, dtype, width, "max", -1, rows=kept, columns=reduced, sm90=True, transposed=transposed,
                 training=False,
             )  # fmt: skip
             yield replace(plain, op="max" if transposed == (number % 2 == 0) else "logsumexp")

@@ -8,15 +8,15 @@ from ..kernels import tuning
 from .call import Decision
 from .devices import GENERIC, Device
 
-# Of a pipelined configuration: the number of SMs and the order of tiles, which change nothing that is compiled.
-_UNNAMED = ("pipelined", "programs", "group")
+# Of an sm90 configuration: the number of SMs and the order of tiles, which change nothing that is compiled.
+_UNNAMED = ("sm90", "programs", "group")
 WHY_AVOIDED = "gave wrong numbers here in the self-test"
 
 
 def configurations(plan: Decision) -> dict[str, tuple[str, ...]]:
-    """Field of the plan -> the names of what it may launch: the pipelined configuration first, if there is one.
+    """Field of the plan -> the names of what it may launch: the sm90 configuration first, if there is one.
 
-    A portable configuration is named beside the pipelined one, as it runs where operands lie otherwise than its copies
+    A generic configuration is named beside the sm90 one, as it runs where operands lie otherwise than its copies
     need them. What a plan within the plan has is behind the name of that one's field and a space.
     """
     return dict(_found(plan, plan.problem))
@@ -34,7 +34,7 @@ def _found(plan: Any, problem: Any, inside: str = "") -> Iterator[tuple[str, tup
         if not type(config).__module__.startswith(tuning.__name__):
             yield from _found(config, problem, f"{place} ")
             continue
-        nested = getattr(config, "pipelined", None)
+        nested = getattr(config, "sm90", None)
         yield place, tuple(_name(problem, place, one) for one in (nested, config) if one is not None)
 
 
@@ -48,18 +48,18 @@ def _name(problem: Any, field: str, config: Any) -> str:
 def without_avoided(make: Callable[[Device, str], Any], device: Device, backend: str) -> Any:
     """The plan that ``make`` makes for ``device`` and ``backend``, with nothing that the device avoids.
 
-    Without the pipelined kernels where one of these is avoided, and through torch where a portable one is: that one
-    could run in place of any pipelined one.
+    Without the sm90 kernels where one of these is avoided, and through torch where a generic one is: that one
+    could run in place of any sm90 one.
     """
     plan = make(device, backend)
     avoided = _avoided(plan, device)
     if not avoided:
         return plan
-    portable = replace(device, backend=GENERIC)
-    untrusted = _avoided(make(portable, "triton"), device)
+    generic = replace(device, backend=GENERIC)
+    untrusted = _avoided(make(generic, "triton"), device)
     if untrusted:
-        portable = replace(device, why_no_kernels=f"{untrusted[0]} {WHY_AVOIDED}")
-    return replace(make(portable, backend), avoided=avoided)
+        generic = replace(device, why_no_kernels=f"{untrusted[0]} {WHY_AVOIDED}")
+    return replace(make(generic, backend), avoided=avoided)
 
 
 def _avoided(plan: Decision, device: Device) -> tuple[str, ...]:

@@ -132,7 +132,7 @@ def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:
     p = problem
     if device.backend != GENERIC and min(p.K, p.O) < figures.least_width:
         return f"not measured on this path below width {figures.least_width}"
-    if (reason := _why_portable(p, device)) is not None:
+    if (reason := _why_generic(p, device)) is not None:
         return reason
     if not (p.gated or p.training) and torch_multiplies_hidden(p, device):
         return f"{p.N} hidden units over rows of {p.K} elements: torch's product was as fast or faster"
@@ -159,12 +159,12 @@ def why_slower(problem: Any, device: Device, figures: Epilogue) -> str | None:
     return None
 
 
-def _why_portable(problem: Any, device: Device) -> str | None:
+def _why_generic(problem: Any, device: Device) -> str | None:
     """Why the warp-specialised kernels do not run ``problem``, or None."""
     if device.backend == GENERIC:
         return "only the warp-specialised kernels were measured faster than torch, and they do not run here"
     if problem.K % VECTOR or problem.N % VECTOR or problem.O % VECTOR:
         return f"only the warp-specialised kernels were measured faster; their widths are multiples of {VECTOR}"
-    if problem.portable:
-        return f"only the warp-specialised kernels were measured faster; they cannot copy {problem.portable} as it lies"
+    if problem.generic:
+        return f"only the warp-specialised kernels were measured faster; they cannot copy {problem.generic} as it lies"
     return None

@@ -7,7 +7,7 @@ through device memory.
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from ..kernels.tuning import CONSUMER_ROWS, hidden_stride, padded_width, pipelined_width, stored_config
+from ..kernels.tuning import CONSUMER_ROWS, hidden_stride, padded_width, sm90_width, stored_config
 from . import ffn_chunked, ffn_epilogue, gemm_gemm_facts, reassociating
 from .call import (
     NO_OTHER_PATH,
@@ -26,7 +26,7 @@ from .devices import Device, floor_seconds
 from .ffn_chunked import ChunkPlan
 from .ffn_epilogue import EpiloguePlan
 from .gemm_gemm_splits import choose_splits, choose_stored_splits
-from .gemm_gemm_tiles import all_pipelined, chosen_tiles, portable_tiles, stored_tiles
+from .gemm_gemm_tiles import all_on_sm90, chosen_tiles, generic_tiles, stored_tiles
 from .measured import GemmGemm
 
 # Rows of the kernels' largest tiles.
@@ -58,7 +58,7 @@ class Problem(Call):
     recompute: bool | str = "auto"
     saved_limit: int | None = None
     shared_hidden: bool = False  # whether several entries of C multiply one A B
-    portable: str = ""  # the name of an operand of a wide FFN that only portable kernels can read, if there is one
+    generic: str = ""  # the name of an operand of a wide FFN that only generic kernels can read, if there is one
 
     family: ClassVar[str] = "gemm_gemm"  # an FFN and a batched GEMM-GEMM are the same kernels
 
@@ -230,7 +230,7 @@ def why_unsupported(problem: Problem, device: Device) -> str | None:
         return reason
     width = max(problem.K, problem.O)
     for kernel in problem.kernels:
-        if portable_tiles(kernel, problem, device) is None:
+        if generic_tiles(kernel, problem, device) is None:
             return f"width {width} (padded {padded_width(width)}) of {problem.dtype} does not fit on chip in {kernel}"
     return None
 
@@ -241,29 +241,29 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
         return None  # the alternative is to recompute in chunks, many launches for each
     batched = problem.operation == "gemm_gemm"
     kind = problem.operation if batched else "gated ffn" if problem.gated else "ffn"
-    pipelined = all_pipelined(problem, device)
-    width = (pipelined_width if pipelined else padded_width)(max(problem.K, problem.O))
+    sm90 = all_on_sm90(problem, device)
+    width = (sm90_width if sm90 else padded_width)(max(problem.K, problem.O))
     tiles = problem.batch * -(-problem.M // ROW_TILE)
-    if batched and tiles < device.sms * figures.least_tiles[0 if pipelined else 1 + (problem.N % VECTOR > 0)]:
+    if batched and tiles < device.sms * figures.least_tiles[0 if sm90 else 1 + (problem.N % VECTOR > 0)]:
         return f"{tiles} tiles of {ROW_TILE} rows leave SMs idle: torch was as fast or faster"
     even = padded_width(problem.O) == problem.O or (batched and not problem.training and problem.O % VECTOR == 0)
-    if not (pipelined or even):
+    if not (sm90 or even):
         return f"width {problem.O} is padded to {padded_width(problem.O)}: torch was as fast or faster"
-    if batched and not pipelined and tiles < 2 * device.sms and figures.most_padding < (more := _padding(problem)):
+    if batched and not sm90 and tiles < 2 * device.sms and figures.most_padding < (more := _padding(problem)):
         return f"tiles are {more:.1f} times as large as what they hold: torch was as fast or faster"
-    one_launch = pipelined and not batched and problem.waits_for_host
+    one_launch = sm90 and not batched and problem.waits_for_host
     if one_launch and width * problem.N <= figures.weights_of_one_launch[problem.gated]:
         return None
-    if pipelined and not batched and _fills_too_few(tiles, width, problem, device, figures):
+    if sm90 and not batched and _fills_too_few(tiles, width, problem, device, figures):
         return f"{problem.M:,} rows keep too few SMs busy: the path for wider layers divides hidden units, too"
     ends_within_tile = False
-    if pipelined and width > 128 and problem.needs_data_gradient and problem.needs_weight_gradient:
+    if sm90 and width > 128 and problem.needs_data_gradient and problem.needs_weight_gradient:
         # Such a pass was measured faster than torch's only where it stores what is hidden.
         stored = stored_config(problem.gated, problem.K, problem.N, problem.O, device.sms, device.triton_release)
-        pipelined = stored is not None
+        sm90 = stored is not None
         ends_within_tile = stored is not None and problem.N % stored.block > 0
-    rows = (figures.pipelined_faster_from if pipelined else figures.faster_from)[kind, problem.training]
-    if pipelined and problem.training and not (problem.captured or problem.compiled):
+    rows = (figures.sm90_faster_from if sm90 else figures.faster_from)[kind, problem.training]
+    if sm90 and problem.training and not (problem.captured or problem.compiled):
         rows = (*figures.trained_from.get(kind, ()), *rows)
     thresholds = next((limits for largest, limits in rows if width <= largest), None)
     if thresholds is None:
@@ -271,7 +271,7 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
         return f"in {use} torch was as fast or faster at width {width}"
     units = problem.N if batched else min(problem.N, 4 * width)
     elements = problem.batch * problem.M * units
-    if pipelined and units < problem.N and figures.busy_rows > problem.M:
+    if sm90 and units < problem.N and figures.busy_rows > problem.M:
         elements = elements * units // problem.N  # each tile takes longer, while other SMs are idle
     reason = too_small(elements, "hidden elements", thresholds, problem.captured)
     many = problem.gated and problem.training and (units < problem.N or ends_within_tile)
@@ -281,7 +281,7 @@ def why_slower(problem: Problem, device: Device, figures: GemmGemm) -> str | Non
 
 
 def _padding(problem: Problem) -> float:
-    """How many times as large the portable kernel's tiles of x and y are as what they hold."""
+    """How many times as large the generic kernel's tiles of x and y are as what they hold."""
     rows = -(-problem.M // ROW_TILE) * ROW_TILE / problem.M
     return rows * (padded_width(problem.K) + padded_width(problem.O)) / (problem.K + problem.O)
 
@@ -312,7 +312,7 @@ def plan_on(
     weight_tiles = None
     if path == "fused" and problem.needs_weight_gradient:
         weight_tiles = chosen_tiles("weight_gradient", problem, device)
-    passes = 1 if weight_tiles is None else (weight_tiles.pipelined or weight_tiles).passes
+    passes = 1 if weight_tiles is None else (weight_tiles.sm90 or weight_tiles).passes
     chunks = ffn_chunked.plan(problem, device, chunk_kernels) if path == "chunked" else None
     stored = stored_tiles(problem, device) if path == "fused" else None
     forward_units, backward_units = gemm_units(problem, path, passes, stored is not None)

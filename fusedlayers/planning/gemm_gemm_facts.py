@@ -18,7 +18,7 @@ def kernel_facts(plan: Any) -> Facts:
         rows += _tiles("data-gradient tiles", plan.data_gradient_tiles)
         rows += _tiles("weight-gradient tiles", plan.weight_gradient_tiles)
         if plan.weight_gradient_tiles is not None:
-            passes = (plan.weight_gradient_tiles.pipelined or plan.weight_gradient_tiles).passes
+            passes = (plan.weight_gradient_tiles.sm90 or plan.weight_gradient_tiles).passes
             rows.append(("splits", f"{plan.splits} token ranges of the weight gradients, in {passes} launch(es)"))
     if plan.epilogue is not None:
         rows += _epilogue(plan.epilogue)
@@ -47,13 +47,13 @@ def _tiles(name: str, tiles: TileConfig | None) -> Facts:
     """The tiles of one fused kernel, if it runs."""
     if tiles is None:
         return []
-    config = tiles.pipelined
+    config = tiles.sm90
     if config is None:
         size = f"{tiles.block_m} rows × {tiles.block_n} hidden columns"
         return [(name, f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages")]
     sides = ("hidden units", "rows") if name.startswith("weight") else ("rows", "hidden columns")
     size = f"{CONSUMER_ROWS} {sides[0]} × {config.block} {sides[1]} for each consumer"
-    return [(name, f"pipelined: {size}, consumers {config.consumers}, stages {config.stages}")]
+    return [(name, f"sm90: {size}, consumers {config.consumers}, stages {config.stages}")]
 
 
 def _stored(config: StoredConfig, splits: int) -> Facts:
@@ -62,10 +62,10 @@ def _stored(config: StoredConfig, splits: int) -> Facts:
     blocks = f"{rows} rows × {config.block} hidden columns"
     return [
         ("backward", "stores what is hidden, and its gradient, while it runs: fewer products than recomputing"),
-        ("hidden-gradient tiles", f"pipelined: {blocks}, stages {config.up_stages} and {config.down_stages}"),
+        ("hidden-gradient tiles", f"sm90: {blocks}, stages {config.up_stages} and {config.down_stages}"),
         (
             "weight-gradient tiles",
-            f"pipelined: {rows} × {config.block_columns} of a matrix, stages {config.stages}",
+            f"sm90: {rows} × {config.block_columns} of a matrix, stages {config.stages}",
         ),
         ("splits", f"{splits} token ranges of the weight gradients, in 1 launch(es)"),
     ]

@@ -15,8 +15,8 @@ LESS = 0.95
 
 def choose_splits(problem: Any, device: Device, tiles: TileConfig) -> int:
     """Token ranges the weight gradient is split into: few waves of programs that fill the SMs, bounded partials."""
-    if tiles.pipelined is not None:
-        columns, rows, resident = tiles.pipelined.consumers * CONSUMER_ROWS, tiles.pipelined.block, 1
+    if tiles.sm90 is not None:
+        columns, rows, resident = tiles.sm90.consumers * CONSUMER_ROWS, tiles.sm90.block, 1
     else:
         # The accumulators take most of the registers: one program of 8 warps, or two of 4, fit on an SM.
         columns, rows, resident = tiles.block_n, tiles.block_m, 8 // tiles.num_warps

@@ -12,9 +12,9 @@ from ..kernels.tuning import (
     ReduceConfig,
     one_pass_config,
     padded_width,
-    pipelined_reduce_config,
     reduce_config,
     reduce_gradient_config,
+    sm90_reduce_config,
 )
 from .call import NO_OTHER_PATH, Call, Decision, Facts, Yields, direction, no_kernels, too_small, why_not_kernels
 from .costs import SAVED_FOR_SLOPE, SLOPE_FROM_VALUE
@@ -215,8 +215,8 @@ def forward_tiles(problem: ReduceProblem, device: Device) -> ReduceConfig:
     if device.backend_for(problem.dtype) == GENERIC or not plain:
         return tiles
     costly = problem.masked or problem.finds_indices
-    pipelined = pipelined_reduce_config(problem.kept, problem.reduced, problem.K, device.sms, costly)
-    return replace(tiles, pipelined=pipelined)
+    sm90 = sm90_reduce_config(problem.kept, problem.reduced, problem.K, device.sms, costly)
+    return replace(tiles, sm90=sm90)
 
 
 def choose_reduced_splits(problem: ReduceProblem, device: Device, tiles: ReduceConfig) -> int:
@@ -225,9 +225,9 @@ def choose_reduced_splits(problem: ReduceProblem, device: Device, tiles: ReduceC
         return 1  # a program writes its tiles of the product anyway: memory is the limit
     rows, resident = tiles.block_p, RESIDENT
     most = -(-problem.reduced // (tiles.block_r * SHORTEST_REDUCED_SPLIT))
-    if tiles.pipelined is not None:
-        rows, resident = tiles.pipelined.consumers * CONSUMER_ROWS, 1
-        most = problem.reduced // (tiles.pipelined.block * SHORTEST_REDUCED_SPLIT)
+    if tiles.sm90 is not None:
+        rows, resident = tiles.sm90.consumers * CONSUMER_ROWS, 1
+        most = problem.reduced // (tiles.sm90.block * SHORTEST_REDUCED_SPLIT)
     programs = problem.batch * -(-problem.kept // rows)
     partials = 8 * problem.batch * problem.kept  # a value and an index, or a maximum and a sum
     return _splits(device, programs, resident, most, partials)
@@ -351,9 +351,9 @@ def saved_bytes(problem: ReduceProblem, path: str) -> int:
 
 def reduce_text(tiles: ReduceConfig, kept: str, reduced: str) -> str:
     """The tiles of a product that is reduced, in words; ``kept`` and ``reduced`` name its axes."""
-    config = tiles.pipelined
+    config = tiles.sm90
     if config is None:
         size = f"{tiles.block_p} {kept} × {tiles.block_r} {reduced} × {tiles.block_k} inner"
         return f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages"
     size = f"{config.consumers * CONSUMER_ROWS} {kept} × {config.block} {reduced} × {config.width} inner"
-    return f"pipelined: {size}, consumers {config.consumers}, stages {config.stages}"
+    return f"sm90: {size}, consumers {config.consumers}, stages {config.stages}"

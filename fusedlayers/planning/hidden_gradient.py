@@ -68,7 +68,7 @@ class HiddenGradientPlan(Decision):
 
     tiles: EpilogueTiles | None = None
     pipeline: EpiloguePipeline | None = None  # what runs instead, where the operands lie as its copies need them
-    row_tiles: int = 1  # that a program of the portable kernel computes
+    row_tiles: int = 1  # that a program of the generic kernel computes
     accuracy: str = "exact"  # of activations: one of kernels.activations.ACCURACIES
 
     def kernel_facts(self) -> Facts:
@@ -101,7 +101,7 @@ def plan(
             "pipeline": pipeline,
             "row_tiles": row_tiles,
             "accuracy": activation_accuracy(problem, device),
-            "workspace_bytes": _pipelined_partial_bytes(problem, pipeline)
+            "workspace_bytes": _sm90_partial_bytes(problem, pipeline)
             if pipeline is not None
             else _partial_bytes(problem, math.ceil(p.M / (row_tiles * tiles.block_m))),
         }
@@ -142,7 +142,7 @@ def choose_pipeline(problem: HiddenGradientProblem, device: Device) -> EpilogueP
     pipeline = epilogue_pipeline("hidden_gradient", problem, device)
     if pipeline is not None and _programs_stay(problem, pipeline, device.figures.hidden_gradient):
         pipeline = _pipeline_on("hidden_gradient", problem.gated, device.sms, stays=True)
-    if pipeline is not None and _pipelined_partial_bytes(problem, pipeline) > PARTIALS_LIMIT:
+    if pipeline is not None and _sm90_partial_bytes(problem, pipeline) > PARTIALS_LIMIT:
         return None
     return pipeline
 
@@ -182,7 +182,7 @@ def _partial_bytes(problem: HiddenGradientProblem, bands: int) -> int:
     return 4 * bands * (2 if problem.gated else 1) * problem.N * problem.bias
 
 
-def _pipelined_partial_bytes(problem: HiddenGradientProblem, pipeline: EpiloguePipeline) -> int:
+def _sm90_partial_bytes(problem: HiddenGradientProblem, pipeline: EpiloguePipeline) -> int:
     return _partial_bytes(problem, pipeline.bands(problem.M, problem.N, problem.gated))
 
 
@@ -191,7 +191,7 @@ def epilogue_text(tiles: EpilogueTiles, pipeline: EpiloguePipeline | None) -> st
     if pipeline is not None:
         size = f"{2 * CONSUMER_ROWS} × {2 * CONSUMER_ROWS} of the product"
         order = ", each program in one column of them" if pipeline.stays else ""
-        return f"pipelined: {size}, {pipeline.step} inner, consumers 2 in turn, stages {pipeline.stages}{order}"
+        return f"sm90: {size}, {pipeline.step} inner, consumers 2 in turn, stages {pipeline.stages}{order}"
     if not tiles.block_inner:
         return f"torch's product, then {tiles.block_m} × {tiles.block_n} of its elements, {tiles.num_warps} warps"
     size = f"{tiles.block_m} × {tiles.block_n} of the product, {tiles.block_inner} inner"

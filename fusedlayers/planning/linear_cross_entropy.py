@@ -23,11 +23,11 @@ from ..kernels.tuning.cross_entropy import (
     GradientTiles,
     LogitTiles,
     RowTiles,
+    generic_shares,
     gradient_tiles,
     logit_tiles,
-    pipelined_shares,
-    portable_shares,
     row_tiles,
+    sm90_shares,
 )
 from . import linear_cross_entropy_chunks as cutting
 from .call import Call, Decision, Facts, Yields, direction, no_kernels, too_small, why_not_kernels
@@ -39,7 +39,7 @@ from .measured import LinearCrossEntropy
 # whatever the stride of the rows of logits, those of 50,304 at 600 to 730.
 ALIGNED_COLUMNS = 64
 VECTOR_BYTES = 16
-# Programs of the portable fused kernel that run on an SM at once.
+# Programs of the generic fused kernel that run on an SM at once.
 RESIDENT = 2
 
 
@@ -157,7 +157,7 @@ class LossPlan(Decision):
     tiles: RowTiles | None = None
     logit_tiles: LogitTiles | None = None  # of the fused path
     gradient_tiles: GradientTiles | None = None  # of its backward pass
-    ranges: int = 1  # into which its portable kernel divides the columns
+    ranges: int = 1  # into which its generic kernel divides the columns
     accuracy: str = "exact"  # of exponentials in the kernel: one of kernels.activations.ACCURACIES
 
     @property
@@ -251,9 +251,9 @@ def fused_options(problem: LossProblem, device: Device) -> dict[str, Any]:
     tiles = logit_tiles(device.architecture, p.format.bits, device.sms, specialised)
     bands, columns = -(-p.M // tiles.block_m), -(-p.V // tiles.block_n)
     ranges = max(1, min(RESIDENT * device.sms // bands, columns))
-    shares = portable_shares(tiles, p.M, p.V, ranges)
-    if tiles.pipelined is not None:
-        shares = pipelined_shares(tiles.pipelined, p.M, p.V)
+    shares = generic_shares(tiles, p.M, p.V, ranges)
+    if tiles.sm90 is not None:
+        shares = sm90_shares(tiles.sm90, p.M, p.V)
     forward = (12 if p.entropy else 8) * shares.partials + 4 * p.M
     options = {
         "logit_tiles": tiles,
@@ -279,12 +279,12 @@ def fused_options(problem: LossProblem, device: Device) -> dict[str, Any]:
 
 def logit_text(tiles: LogitTiles, ranges: int) -> str:
     """The tiles of logits in words."""
-    config = tiles.pipelined
+    config = tiles.sm90
     if config is None:
         size = f"{tiles.block_m} tokens × {tiles.block_n} columns × {tiles.block_k} inner"
         return f"{size}, {tiles.num_warps} warps, {tiles.num_stages} stages, columns in {ranges} ranges"
     size = f"{2 * CONSUMER_ROWS} tokens × {config.columns} columns × {config.step} inner"
-    return f"pipelined: {size}, consumers 2, stages {config.stages}"
+    return f"sm90: {size}, consumers 2, stages {config.stages}"
 
 
 def why_unsupported(problem: LossProblem, device: Device) -> str | None:

@@ -11,8 +11,8 @@ from ..kernels.tuning import (
     gather_config,
     one_hot_config,
     one_hot_pipeline,
-    pipelined_reduce_config,
     reduce_config,
+    sm90_reduce_config,
 )
 from .call import Call, Decision, Facts, Yields, direction, no_kernels, too_small, why_not_kernels
 from .devices import GENERIC, PARTIALS_LIMIT, Device
@@ -159,10 +159,10 @@ def _kernels(problem: MaxSimProblem, device: Device) -> dict[str, Any]:
     rows, steps, programs = forward.block_p, -(-p.document_length // forward.block_r), FORWARD_PROGRAMS
     if device.backend_for(p.dtype) != GENERIC:
         costly = p.training or p.document_layout == "masked"
-        pipelined = pipelined_reduce_config(p.query_tokens, p.document_length, p.K, sms, costly)
-        if pipelined is not None:
-            forward = replace(forward, pipelined=pipelined)
-            rows, steps, programs = pipelined.consumers * CONSUMER_ROWS, p.document_length // pipelined.block, 1
+        sm90 = sm90_reduce_config(p.query_tokens, p.document_length, p.K, sms, costly)
+        if sm90 is not None:
+            forward = replace(forward, sm90=sm90)
+            rows, steps, programs = sm90.consumers * CONSUMER_ROWS, p.document_length // sm90.block, 1
     splits = _splits(chunk * -(-p.query_tokens // rows), programs * sms, steps, 2 * maxima)
     workspace = maxima * (1 if splits == 1 else 1 + splits * (2 if p.training else 1))
     options: dict[str, Any] = {"forward_tiles": forward, "chunk": chunk, "splits": splits}
@@ -178,7 +178,7 @@ def _kernels(problem: MaxSimProblem, device: Device) -> dict[str, Any]:
         pipeline = None
         if device.backend_for(p.dtype) != GENERIC and p.document_layout != "packed":
             pipeline = one_hot_pipeline(p.query_tokens, p.document_length, p.K, sms)
-        one_hot = replace(one_hot, pipelined=pipeline)
+        one_hot = replace(one_hot, sm90=pipeline)
         columns, partial = -(-p.K // one_hot.block_k), 4 * p.document_tokens * p.K
         found = _splits(
             p.documents * -(-p.document_length // one_hot.block_l) * columns, DOCUMENT_GRADIENT_PROGRAMS * sms,

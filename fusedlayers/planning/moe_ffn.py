@@ -126,7 +126,7 @@ class MoePlan(Decision):
             tiles: GroupedTiles | None = getattr(self, f"{step}_tiles")
             pipeline: GroupedPipeline | None = getattr(self, f"{step}_pipeline")
             if pipeline is not None:
-                size = f"pipelined: {pipeline.tile[0]} × {pipeline.tile[1]}, {pipeline.step} inner"
+                size = f"sm90: {pipeline.tile[0]} × {pipeline.tile[1]}, {pipeline.step} inner"
                 found.append((name, f"{size}, consumers 2, stages {pipeline.stages}"))
             elif tiles is not None:
                 size = f"{tiles.block_m} × {tiles.block_n}, {tiles.block_inner} inner"
@@ -179,7 +179,7 @@ def why_slower(problem: MoeProblem, device: Device, figures: MoeFFN) -> str | No
 
 
 def tiles(problem: MoeProblem, device: Device) -> dict[str, GroupedTiles | GroupedPipeline]:
-    """The tiles of every step that runs, and those of the pipelined kernels."""
+    """The tiles of every step that runs, and those of the sm90 kernels."""
     steps = {"hidden": "wide" if problem.gated else "product", "product": "product"}
     if problem.training:
         steps |= {"hidden_gradient": "wide" if problem.gated else "product", "weight_gradient": "weight_gradient"}

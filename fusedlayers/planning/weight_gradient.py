@@ -85,7 +85,7 @@ class WeightGradientPlan(Decision):
         if self.pipeline is not None:
             units, columns = self.pipeline.tile
             size = f"{units} × {columns} of dW, {self.pipeline.rows} rows in each of {self.pipeline.stages} stages"
-            rows.append(("tiles", f"pipelined: {size}, consumers {self.pipeline.consumers}"))
+            rows.append(("tiles", f"sm90: {size}, consumers {self.pipeline.consumers}"))
         elif self.tiles is not None:
             t = self.tiles
             size = f"{t.block_o} × {t.block_k} of dW, {t.block_m} rows at a time"
@@ -159,7 +159,7 @@ def why_slower(problem: WeightGradientProblem, device: Device, figures: WeightGr
 
 
 def choose_splits(problem: WeightGradientProblem, device: Device, tiles: WeightGradientTiles) -> int:
-    """Row ranges of the portable kernel: enough programs for every SM, bounded partials."""
+    """Row ranges of the generic kernel: enough programs for every SM, bounded partials."""
     programs = -(-problem.O // tiles.block_o) * -(-problem.K // tiles.block_k)
     # The accumulators take most of the registers: one program of 8 warps, or two of 4, fit on an SM.
     resident = device.sms * 8 // tiles.num_warps
@@ -172,7 +172,7 @@ def choose_pipeline(problem: WeightGradientProblem, sms: int, costs: TileCosts) 
     for pipeline in PIPELINES:
         most = most_splits(problem, pipeline.rows)
         for splits in splits_of_full_waves(tile_count(problem, pipeline), sms, most):
-            choices.append((pipelined_seconds(problem, pipeline, splits, sms, costs), pipeline, splits))
+            choices.append((sm90_seconds(problem, pipeline, splits, sms, costs), pipeline, splits))
     _, pipeline, splits = min(choices, key=lambda choice: choice[0])
     return replace(pipeline, programs=sms), splits
 
@@ -189,10 +189,10 @@ def tile_count(problem: WeightGradientProblem, pipeline: WeightGradientPipeline)
     return -(-problem.O // units) * -(-problem.K // columns)
 
 
-def pipelined_seconds(
+def sm90_seconds(
     problem: WeightGradientProblem, pipeline: WeightGradientPipeline, splits: int, sms: int, costs: TileCosts
 ) -> float:
-    """What the pipelined kernel, and the sum of its partials, are expected to take: waves of programs × their work.
+    """What the sm90 kernel, and the sum of its partials, are expected to take: waves of programs × their work.
 
     A wave is as slow as the matrix units, the L2 cache or the memory allow, and ends with a store.
     """

@@ -151,7 +151,7 @@ def gradient_of_product(
 
     linear_weight ``[≤ C, K]``, linear_bias and weight are those of these classes, the first of which is number
     ``start``. ``top`` ``[M]`` is the first of the statistics, ``factors`` are those of :func:`row_factors`. The
-    pipelined kernel takes a whole number of vectors of 16 bytes as C.
+    sm90 kernel takes a whole number of vectors of 16 bytes as C.
     """
     (rows, width), columns, classes = input.shape, out.shape[1], linear_weight.shape[0]
     *_, scale, softcap, inverse_cap = arithmetic.numbers()
@@ -159,11 +159,11 @@ def gradient_of_product(
     bias = None if linear_bias is None else linear_bias.contiguous()
     vectors = (target, bias, weight if smoothed else None, top, *factors)
     matrices = None
-    # Gradients of entropies and of a softcap together take more registers than the pipelined kernel has left.
-    if tiles.pipelined is not None and not (capped and factors[3] is not None):
+    # Gradients of entropies and of a softcap together take more registers than the sm90 kernel has left.
+    if tiles.sm90 is not None and not (capped and factors[3] is not None):
         matrices = sm90.takes(input, linear_weight)
-    if tiles.pipelined is not None and matrices is not None:
-        sm90.gradient(matrices, out, vectors, start, numbers, capped, arithmetic.accuracy, tiles.pipelined)
+    if tiles.sm90 is not None and matrices is not None:
+        sm90.gradient(matrices, out, vectors, start, numbers, capped, arithmetic.accuracy, tiles.sm90)
         return
     bands, tile_columns = ceil_div(rows, tiles.block_m), ceil_div(columns, tiles.block_n)
     launch(

@@ -11,7 +11,7 @@ from ..device import tl, triton
 from ..gemm_reduce.operands import exponential, scores
 from ..launching import ceil_div, launch
 from ..tiles import load_vector
-from ..tuning.cross_entropy import LogitTiles, pipelined_shares, portable_shares
+from ..tuning.cross_entropy import LogitTiles, generic_shares, sm90_shares
 from . import sm90
 from .elements import LOWEST, logits_of
 from .losses import LossArithmetic, class_weight, loss_of
@@ -144,25 +144,25 @@ def losses_of_product(
 
     ``weight``, float32 ``[V]``, and ``weight_sum``, its sum, are those of the classes. ``entropy`` ``[M]`` and
     ``statistics`` ``[2, M]``, top and total, are filled where they are given. ``ranges`` is how many programs of the
-    portable kernel share a row; the pipelined one decides for itself.
+    generic kernel share a row; the sm90 one decides for itself.
     """
     (rows, width), columns = input.shape, linear_weight.shape[0]
     _, smoothing, z_loss, *numbers = arithmetic.numbers()
     smoothed, capped = arithmetic.label_smoothing > 0, arithmetic.softcap is not None
     matrices = None
-    # Weights of a tile's columns take more registers than the pipelined kernel has left.
-    if tiles.pipelined is not None and not (smoothed and weight is not None):
+    # Weights of a tile's columns take more registers than the sm90 kernel has left.
+    if tiles.sm90 is not None and not (smoothed and weight is not None):
         matrices = sm90.takes(input, linear_weight)
-    if tiles.pipelined is None or matrices is None:
-        shares = portable_shares(tiles, rows, columns, ranges)
+    if tiles.sm90 is None or matrices is None:
+        shares = generic_shares(tiles, rows, columns, ranges)
     else:
-        shares = pipelined_shares(tiles.pipelined, rows, columns)
+        shares = sm90_shares(tiles.sm90, rows, columns)
     top, total, *more = loss.new_empty(2 + (entropy is not None) + smoothed, shares.partials).unbind()
     spread = None if entropy is None else more.pop(0)
     weighted = more.pop(0) if smoothed else None
     partials = (top, total, spread, weighted, torch.empty_like(loss))
     bias = None if linear_bias is None else linear_bias.contiguous()
-    if tiles.pipelined is None or matrices is None:
+    if tiles.sm90 is None or matrices is None:
         launch(
             _statistics_kernel,
             shares.bands * shares.programs,
@@ -178,7 +178,7 @@ def losses_of_product(
         )  # fmt: skip
     else:
         vectors = (target, bias, *partials)
-        sm90.statistics(matrices, vectors, numbers, capped, arithmetic.accuracy, shares, tiles.pipelined)
+        sm90.statistics(matrices, vectors, numbers, capped, arithmetic.accuracy, shares, tiles.sm90)
     launch(
         _combined_losses_kernel,
         ceil_div(rows, _COMBINED_ROWS),

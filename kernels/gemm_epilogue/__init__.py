@@ -21,7 +21,7 @@ Where a weight is adapted by a product of low rank, x (W + s B A)ᵀ, a second p
 joins the first one on chip, and v A with v = s dy B joins dH: ``matmul/low_rank.py``.
 
 Sums over rows are float32 partials of every band of rows, added up in a fixed order by ``kernels.partials`` and rounded
-once: no atomics, the same bits every time. The files beside this one hold the portable kernels, of any
+once: no atomics, the same bits every time. The files beside this one hold the generic kernels, of any
 strides and sizes, and launch those of ``matmul/sm90`` where the plan names them and the operands lie as TMA
 wants them.
 """

@@ -33,16 +33,16 @@ def hidden(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(H, Z, Zg) ``[M, N]``, contiguous; Z, and Zg with a gate, only to ``keep``. Operands of any strides.
 
-    With ``low_rank`` its products are part of Z and Zg; the pipelined kernel adds them on chip. Where ``tiles`` have no
+    With ``low_rank`` its products are part of Z and Zg; the sm90 kernel adds them on chip. Where ``tiles`` have no
     inner axis, torch computes Z and Zg, and one kernel H from them. If H is ``for_products`` alone, rows that a kernel
     fills begin with a sector of memory: Z and Zg may have a few more columns then, which say nothing.
     ``ready`` belongs to one prepared call: see ``gemm_gemm.Operands``. The place of the dropout is one of its options.
     """
-    columns, width, launch, is_pipelined = prepared(
+    columns, width, launch, on_sm90 = prepared(
         ready, ("hidden", keep), _prepare, x, w_up, b_up, w_gate, b_gate, keep, activation, accuracy, input_precision,
         tiles, pipeline, dropout, low_rank, for_products,
     )  # fmt: skip
-    if low_rank is not None and not is_pipelined:
+    if low_rank is not None and not on_sm90:
         x, w_up, w_gate = low_rank.joined(x, w_up, w_gate, 1)
     z_gate: torch.Tensor | None = None
     if not tiles.block_inner:
@@ -56,7 +56,7 @@ def hidden(
     kept = x.new_empty(x.shape[0], width) if keep else None
     if keep and w_gate is not None:
         z_gate = x.new_empty(x.shape[0], width)
-    if is_pipelined:
+    if on_sm90:
         more = (None,) * 3 if low_rank is None else low_rank.copied(w_up.stride(1) != 1)[:3]
         sm90.launch_hidden(launch, (x, w_up, w_gate, found, kept, z_gate, *more), (b_up, b_gate, dropout.seed))
     else:
@@ -81,7 +81,7 @@ def _prepare(
     for_products: bool,
 ) -> tuple[int, int, Launch, bool]:
     """What all executions of one prepared call share: the results' columns and those in memory, the launch, whether
-    it is the pipelined one.
+    it is the sm90 one.
     """
     rows, columns = x.shape[0], w_up.shape[0]
     width = hidden_stride(columns, x.element_size()) if for_products else columns

@@ -65,7 +65,7 @@ def hidden_gradient(
     ``in_place``, they replace z and z_gate, whose rows are contiguous and start alike then.
     The sums fill ``sums_into``, of up and of the gate, or new tensors of dy's dtype; partial ones before them lie in
     ``partials_into``, a float32 vector, if that is large enough. The hidden, if it is to be kept, is a new tensor or
-    ``hidden_into``, which is contiguous. A program of the portable kernel computes ``row_tiles`` tiles.
+    ``hidden_into``, which is contiguous. A program of the generic kernel computes ``row_tiles`` tiles.
 
     ``ready`` belongs to one prepared call (see ``gemm_gemm.Operands``), whose options are all but those that say what
     is asked for and where; dy may lie differently from call to call.
@@ -77,7 +77,7 @@ def hidden_gradient(
         pipeline, keep_hidden, for_products, in_place, bool(sums_into), dropout, low_rank,
     )  # fmt: skip
     if made.copied:
-        # What autograd gives may be expanded, or transposed: a copy costs less than the portable kernel does.
+        # What autograd gives may be expanded, or transposed: a copy costs less than the generic kernel does.
         dy = dy.contiguous()
     rows, columns, _ = made.shape
     d_gate: torch.Tensor | None = None
@@ -97,7 +97,7 @@ def hidden_gradient(
         sums = dy.new_empty(made.sums) if complete else _partials(dy, made.sums, partials_into)
     # First, so that the kernel behind it finds dy in the cache.
     dy_sums = None if column_sums is None else column_partials(dy, column_sums, made.ready)
-    if made.pipelined:
+    if made.sm90:
         more = (None, None) if low_rank is None else low_rank.copied(w_down.stride(1) != 1)[:2]
         sm90.launch_hidden_gradient(
             made.launch, (dy, w_down, z, z_gate, dz, d_gate, hidden, *more), (sums, dropout.seed, added)
@@ -133,7 +133,7 @@ class _Prepared(NamedTuple):
     sums: tuple[int, ...] | None
     copied: bool
     side_by_side: bool
-    pipelined: bool
+    sm90: bool
     launch: Launch
     ready: dict[Any, Any]
 

@@ -102,11 +102,11 @@ def data_gradient(
 
 
 def _prepare(operands: Operands, dy: torch.Tensor, tiles: TileConfig, column_sums: bool) -> Any:
-    """What the pipelined kernel prepares, or the launch of the portable one."""
-    if tiles.pipelined is not None and (matrices := operands.matrices) is not None:
+    """What the sm90 kernel prepares, or the launch of the generic one."""
+    if tiles.sm90 is not None and (matrices := operands.matrices) is not None:
         dy_rows = rows_of(dy)
         if dy_rows is not None:
-            return sm90.prepare_data_gradient(operands, matrices, dy_rows, column_sums, tiles.pipelined)
+            return sm90.prepare_data_gradient(operands, matrices, dy_rows, column_sums, tiles.sm90)
     batch, rows, _, hidden, _ = operands.sizes()
     return Launch(
         _data_gradient_kernel,

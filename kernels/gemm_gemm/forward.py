@@ -79,8 +79,8 @@ def forward(
     operands: Operands, down_bias: torch.Tensor | None, residual: torch.Tensor | None, tiles: TileConfig
 ) -> torch.Tensor:
     """y ``[Z, M, O]``, contiguous, in the dtype of x; ``[M, O]`` where the operands have no batch."""
-    shape, launch, is_pipelined = prepared(operands.ready, "forward", _prepare, operands, down_bias, residual, tiles)
-    if is_pipelined:
+    shape, launch, on_sm90 = prepared(operands.ready, "forward", _prepare, operands, down_bias, residual, tiles)
+    if on_sm90:
         return sm90.forward(operands, down_bias, residual, shape, launch)
     y = operands.x.new_empty(shape)
     launch((*operands.pointers(), down_bias, residual, y))
@@ -90,13 +90,13 @@ def forward(
 def _prepare(
     operands: Operands, down_bias: torch.Tensor | None, residual: torch.Tensor | None, tiles: TileConfig
 ) -> tuple[tuple[int, ...], Launch, bool]:
-    """What all executions of one prepared call share: the shape of y, the launch, whether it is the pipelined one."""
+    """What all executions of one prepared call share: the shape of y, the launch, whether it is the sm90 one."""
     batch, rows, _, hidden, out_width = operands.sizes()
     shape = (*operands.x.shape[:-1], out_width)
-    if tiles.pipelined is not None and (matrices := operands.matrices) is not None:
+    if tiles.sm90 is not None and (matrices := operands.matrices) is not None:
         added = None if residual is None else rows_of(residual)
         if (residual is None) == (added is None) and unit_stride(down_bias):
-            return shape, sm90.prepare_forward(operands, matrices, added, tiles.pipelined), True
+            return shape, sm90.prepare_forward(operands, matrices, added, tiles.sm90), True
     launch = Launch(
         _forward_kernel,
         batch * ceil_div(rows, tiles.block_m),

@@ -77,9 +77,9 @@ class Operands:
 
     @property
     def matrices(self) -> Matrices | None:
-        """The operands for the pipelined kernels, or None where one does not lie as their copies need it.
+        """The operands for the sm90 kernels, or None where one does not lie as their copies need it.
 
-        The portable kernels take any strides.
+        The generic kernels take any strides.
         """
         if self._found is None:
             self._found = (self._matrices(),)
@@ -131,7 +131,7 @@ def rows_of(tensor: torch.Tensor) -> Matrix | None:
 
 
 def unit_stride(vector: torch.Tensor | None) -> bool:
-    """Whether the pipelined kernels can read this bias."""
+    """Whether the sm90 kernels can read this bias."""
     return vector is None or vector.stride(0) == 1 or vector.numel() == 1
 
 

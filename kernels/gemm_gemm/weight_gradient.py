@@ -184,7 +184,7 @@ def weight_gradients(
     def fill(targets: list[torch.Tensor | None], _: int) -> None:
         for launch, yields in made.passes:
             own = [target if each else None for target, each in zip(targets, yields, strict=True)]
-            if made.pipelined:
+            if made.sm90:
                 sm90.launch_weight_gradient(operands, dy, own, launch)
             else:
                 launch((*operands.pointers(), dy, *own))
@@ -198,7 +198,7 @@ class _Prepared(NamedTuple):
 
     shapes: tuple[tuple[int, ...] | None, ...]
     passes: list[tuple[Launch, tuple[bool, ...]]]
-    pipelined: bool
+    sm90: bool
     ready: dict[Any, Any]
 
 
@@ -216,12 +216,12 @@ def _prepare(
     batch = operands.x.shape[:-2]
     all_shapes = [(*batch, *shape) for shape in (up_shape, up_shape, down_shape, (hidden,), (hidden,))]
     shapes = tuple([shape if want else None for shape, want in zip(all_shapes, wanted, strict=True)])
-    config, matrices, dy_rows = tiles.pipelined, None, None
+    config, matrices, dy_rows = tiles.sm90, None, None
     if config is not None and (matrices := operands.matrices) is not None:
         dy_rows = rows_of(dy)
-    is_pipelined = dy_rows is not None
+    on_sm90 = dy_rows is not None
     passes: list[tuple[Launch, tuple[bool, ...]]] = []
-    for names in _PASSES[config.passes if config is not None and is_pipelined else tiles.passes]:
+    for names in _PASSES[config.passes if config is not None and on_sm90 else tiles.passes]:
         yields = tuple([bool(want) and name in names for name, want in zip(_GRADIENT_NAMES, wanted, strict=True)])
         if not any(yields):
             continue
@@ -229,12 +229,12 @@ def _prepare(
         if config is not None and matrices is not None and dy_rows is not None:
             launch = sm90.prepare_weight_gradient(operands, matrices, dy_rows, size, transposed, splits, config)
         else:
-            launch = _prepare_portable(operands, dy, size, transposed, splits, tiles)
+            launch = _prepare_generic(operands, dy, size, transposed, splits, tiles)
         passes.append((launch, yields))
-    return _Prepared(shapes, passes, is_pipelined, {})
+    return _Prepared(shapes, passes, on_sm90, {})
 
 
-def _prepare_portable(
+def _prepare_generic(
     operands: Operands, dy: torch.Tensor, stride_split: int, transposed: bool, splits: int, tiles: TileConfig
 ) -> Launch:
     batch, rows, width, hidden, out_width = operands.sizes()

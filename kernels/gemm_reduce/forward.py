@@ -232,7 +232,7 @@ def reduce(
         target_index = like.new_empty((splits, *shape), dtype=torch.int32) if indices else None
         sums = torch.empty_like(target) if arithmetic.op == "logsumexp" else None
     divisors = None if made.combine is not None else counts
-    if made.pipelined:
+    if made.sm90:
         sm90.launch_reduce(operands, divisors, target, target_index, sums, made.launch)
     else:
         made.launch((*operands.pointers(), divisors, target, target_index, sums, product))
@@ -245,7 +245,7 @@ class _Prepared(NamedTuple):
     """What all executions of one prepared call share; ``combine`` makes the results from the partials of all splits."""
 
     launch: Launch
-    pipelined: bool
+    sm90: bool
     combine: Launch | None
 
 
@@ -269,10 +269,10 @@ def _prepare(
             (kept, count, splits),
             (arithmetic.op, _COMBINED, arithmetic.accuracy),
         )
-    if tiles.pipelined is not None and product is None and not atomic and not in_shares:
-        matrices = sm90.takes(operands, tiles.pipelined)
+    if tiles.sm90 is not None and product is None and not atomic and not in_shares:
+        matrices = sm90.takes(operands, tiles.sm90)
         if matrices is not None:
-            launch = sm90.prepare_reduce(operands, matrices, splits, tiles.pipelined)
+            launch = sm90.prepare_reduce(operands, matrices, splits, tiles.sm90)
             return _Prepared(launch, True, combine)
     # Split or of lengths of its own, an entry ends anywhere; with splits one variant less is compiled, too.
     even = operands.whole and splits == 1 and reduced % tiles.block_r == 0

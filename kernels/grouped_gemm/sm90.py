@@ -1,4 +1,4 @@
-"""The launches of the kernels for experts, with the same arguments as those of the portable ones.
+"""The launches of the kernels for experts, with the same arguments as those of the generic ones.
 
 Each returns None, or False, where an operand does not lie as TMA takes it, or where nothing here computes what is
 asked. Rows are in blocks of 128. ``ready`` belongs to one prepared call: it keeps the launches, for calls that differ
@@ -77,7 +77,7 @@ def hidden(
             None, experts, _limits(arithmetic),
         )  # fmt: skip
 
-    launch = prepared(ready, ("pipelined hidden", keep), prepare)
+    launch = prepared(ready, ("sm90 hidden", keep), prepare)
     if launch is None:
         return None
     found = x.new_empty(rows.capacity, units)
@@ -111,7 +111,7 @@ def product(
             return None
         return prepare_product(lefts[0], weights, columns, experts, config)
 
-    launch = prepared(ready, ("pipelined product", len(pairs)), prepare)
+    launch = prepared(ready, ("sm90 product", len(pairs)), prepare)
     if launch is None:
         return None
     out = a.new_empty(rows.capacity, columns)
@@ -156,7 +156,7 @@ def hidden_gradient(
             config, NO_DROPOUT, None, experts, _limits(arithmetic),
         )  # fmt: skip
 
-    launch = prepared(ready, ("pipelined hidden gradient", keep_hidden, want_weights), prepare)
+    launch = prepared(ready, ("sm90 hidden gradient", keep_hidden, want_weights), prepare)
     if launch is None:
         return None
     dz, dg = (z, g) if in_place else (torch.empty_like(z), None if g is None else torch.empty_like(g))
@@ -195,7 +195,7 @@ def weight_gradient(
             return None
         return prepare_grouped_weight_gradient(left, right, gradient, experts, units, config)
 
-    launch = prepared(ready, ("pipelined weight gradient", name), prepare)
+    launch = prepared(ready, ("sm90 weight gradient", name), prepare)
     if launch is None:
         return False
     launch((rows.starts, order), (a, b, out))

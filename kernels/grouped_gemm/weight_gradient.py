@@ -50,7 +50,7 @@ def weight_gradient(
 ) -> None:
     """Fills ``out[e] = a_eᵀ b_e``, a view ``[E, R, C]`` of any strides, from contiguous a ``[P, R]`` and b ``[P, C]``.
 
-    An expert without rows gets zeros. ``order`` names the experts in that of their work, for the pipelined kernel.
+    An expert without rows gets zeros. ``order`` names the experts in that of their work, for the sm90 kernel.
     ``name`` tells the gradients of one call apart in ``ready``.
     """
     if pipeline is not None and sm90.weight_gradient(

@@ -184,10 +184,10 @@ def _one_hot_product(
 ) -> None:
     """Fills ``out``, or the partials of the splits, of which ``out`` is the first."""
     offsets, ends = operands.document_offsets, None
-    launch, is_pipelined = prepared(
+    launch, on_sm90 = prepared(
         operands.ready, "one-hot product", _prepare_one_hot_product, operands, queries, split_size, splits, tiles
     )
-    if is_pipelined:
+    if on_sm90:
         launch((chosen, weights), (queries, out))
         return
     if offsets is not None:
@@ -198,12 +198,12 @@ def _one_hot_product(
 def _prepare_one_hot_product(
     operands: MaxSimOperands, queries: torch.Tensor, split_size: int, splits: int, tiles: OneHotConfig
 ) -> tuple[Launch, bool]:
-    """The launch, and whether it is that of the pipelined kernel."""
+    """The launch, and whether it is that of the sm90 kernel."""
     documents, (tokens, width) = operands.document_count, queries.shape
     length, offsets = operands.documents.shape[-2], operands.document_offsets
-    if splits == 1 and offsets is None and (kept := sm90.takes_one_hot(queries, tiles.pipelined)) is not None:
-        assert tiles.pipelined is not None
-        return sm90.prepare_one_hot(kept, (documents, length, width), tokens, tiles.pipelined), True
+    if splits == 1 and offsets is None and (kept := sm90.takes_one_hot(queries, tiles.sm90)) is not None:
+        assert tiles.sm90 is not None
+        return sm90.prepare_one_hot(kept, (documents, length, width), tokens, tiles.sm90), True
     blocks_each = ceil_div(length, tiles.block_l)
     # Of packed documents at most, without waiting for the lengths.
     blocks = documents * blocks_each if offsets is None else blocks_each + documents

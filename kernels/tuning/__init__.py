@@ -19,26 +19,26 @@ from .gemm_epilogue import (
 from .gemm_gemm import (
     SHORTEST_SPLIT,
     WIDEST_X_IN_REGISTERS,
-    PipelinedConfig,
+    Sm90Config,
     StoredConfig,
     TileConfig,
     padded_widths,
-    pipelined_config,
     rows,
+    sm90_config,
     stored_config,
     tile_config,
 )
 from .gemm_reduce import (
     OneHotPipeline,
-    PipelinedReduceConfig,
     ReduceConfig,
+    Sm90ReduceConfig,
     one_hot_pipeline,
     one_pass_config,
-    pipelined_reduce_config,
     reduce_config,
     reduce_gradient_config,
+    sm90_reduce_config,
 )
-from .limits import CONSUMER_ROWS, SHARED_MEMORY, has_tanh, padded_width, pipelined_width, starts_early
+from .limits import CONSUMER_ROWS, SHARED_MEMORY, has_tanh, padded_width, sm90_width, starts_early
 from .maxsim import GatherConfig, OneHotConfig, gather_config, one_hot_config
 from .split_k import SplitTiles, reduce_blocks, split_tiles
 from .weight_gradient import PIPELINES, WeightGradientPipeline, WeightGradientTiles, weight_gradient_tiles
@@ -62,9 +62,9 @@ __all__ = [
     "GatherConfig",
     "OneHotConfig",
     "OneHotPipeline",
-    "PipelinedConfig",
-    "PipelinedReduceConfig",
     "ReduceConfig",
+    "Sm90Config",
+    "Sm90ReduceConfig",
     "SplitTiles",
     "StoredConfig",
     "TileConfig",
@@ -80,13 +80,13 @@ __all__ = [
     "one_pass_config",
     "padded_width",
     "padded_widths",
-    "pipelined_config",
-    "pipelined_reduce_config",
-    "pipelined_width",
     "reduce_blocks",
     "reduce_config",
     "reduce_gradient_config",
     "rows",
+    "sm90_config",
+    "sm90_reduce_config",
+    "sm90_width",
     "split_tiles",
     "starts_early",
     "stored_config",

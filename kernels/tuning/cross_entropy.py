@@ -57,9 +57,9 @@ class GradientPipeline(LogitPipeline):
 
 @dataclass(frozen=True)
 class LogitTiles:
-    """The portable kernel: ``block_m × block_n`` logits at once, ``block_k`` of the inner axis at a time.
+    """The generic kernel: ``block_m × block_n`` logits at once, ``block_k`` of the inner axis at a time.
 
-    ``pipelined`` is the warp-specialised kernel, if it may compute the call.
+    ``sm90`` is the warp-specialised kernel, if it may compute the call.
     """
 
     block_m: int
@@ -67,14 +67,14 @@ class LogitTiles:
     block_k: int
     num_warps: int
     num_stages: int
-    pipelined: LogitPipeline | None = None
+    sm90: LogitPipeline | None = None
 
 
 @dataclass(frozen=True)
 class GradientTiles(LogitTiles):
     """The same for the gradient of logits."""
 
-    pipelined: GradientPipeline | None = None
+    sm90: GradientPipeline | None = None
 
 
 class Shares(NamedTuple):
@@ -106,28 +106,28 @@ LOGIT_TILES: dict[tuple[str, int], LogitTiles] = {
 }
 
 
-def logit_tiles(architecture: str, bits: int, sms: int, pipelined: bool) -> LogitTiles:
-    """The tiles of logits for operands of ``bits`` bits; ``pipelined``: where the warp-specialised kernel runs."""
+def logit_tiles(architecture: str, bits: int, sms: int, sm90: bool) -> LogitTiles:
+    """The tiles of logits for operands of ``bits`` bits; ``sm90``: where the warp-specialised kernel runs."""
     tiles = LOGIT_TILES.get((architecture, bits)) or LOGIT_TILES["other", bits]
-    if not pipelined:
+    if not sm90:
         return tiles
-    return replace(tiles, pipelined=LogitPipeline(programs=sms))
+    return replace(tiles, sm90=LogitPipeline(programs=sms))
 
 
-def gradient_tiles(architecture: str, bits: int, sms: int, pipelined: bool) -> GradientTiles:
+def gradient_tiles(architecture: str, bits: int, sms: int, sm90: bool) -> GradientTiles:
     """The tiles of the gradient of logits, likewise."""
-    tiles = logit_tiles(architecture, bits, sms, pipelined)
-    pipeline = None if tiles.pipelined is None else GradientPipeline(programs=sms)
+    tiles = logit_tiles(architecture, bits, sms, sm90)
+    pipeline = None if tiles.sm90 is None else GradientPipeline(programs=sms)
     return GradientTiles(tiles.block_m, tiles.block_n, tiles.block_k, tiles.num_warps, tiles.num_stages, pipeline)
 
 
-def portable_shares(tiles: LogitTiles, rows: int, columns: int, ranges: int) -> Shares:
-    """Those of the portable kernel, whose programs have a band of rows and one of so many ranges each."""
+def generic_shares(tiles: LogitTiles, rows: int, columns: int, ranges: int) -> Shares:
+    """Those of the generic kernel, whose programs have a band of rows and one of so many ranges each."""
     tile_columns = -(-columns // tiles.block_n)
     return Shares(tiles.block_m, -(-rows // tiles.block_m), tile_columns, min(ranges, tile_columns), 1)
 
 
-def pipelined_shares(pipeline: LogitPipeline, rows: int, columns: int) -> Shares:
+def sm90_shares(pipeline: LogitPipeline, rows: int, columns: int) -> Shares:
     """Those of the warp-specialised kernel, whose programs take a range of every group of bands."""
     band = 2 * CONSUMER_ROWS
     bands, tile_columns = -(-rows // band), -(-columns // pipeline.columns)

@@ -1,4 +1,4 @@
-"""The wide FFN's products with their epilogues: architecture, dtype and gate -> tiles; and the pipelined kernels'."""
+"""The wide FFN's products with their epilogues: architecture, dtype and gate -> tiles; and the sm90 kernels'."""
 
 import math
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ def gradients_joined(rows: int, columns: int, element_bytes: int) -> bool:
 
 @dataclass(frozen=True)
 class EpilogueTiles:
-    """The portable kernels: ``block_m × block_n`` of the result for each program, ``block_inner`` at a time.
+    """The generic kernels: ``block_m × block_n`` of the result for each program, ``block_inner`` at a time.
 
     With a ``block_inner`` of 0 torch computes the product, and the kernel what follows it: of the hidden's gradient in
     about ``programs`` programs for each SM, each of which takes tile after tile.
@@ -129,7 +129,7 @@ EPILOGUE_PIPELINES: dict[tuple[str, bool], EpiloguePipeline] = {
 
 
 def epilogue_tiles(architecture: str, bits: int, gated: bool, dropout: bool = False) -> EpilogueTiles:
-    """The portable kernels' tiles for operands of ``bits`` bits."""
+    """The generic kernels' tiles for operands of ``bits`` bits."""
     if dropout:
         return EPILOGUE_DROPOUT_TILES[bits]
     return EPILOGUE_TILES.get((architecture, bits, gated)) or EPILOGUE_TILES[("other", bits, gated)]

@@ -7,7 +7,7 @@ H200; rows of other architectures are conservative ones.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .limits import BARRIER_BYTES, CONSUMER_ROWS, MOST_STAGES, SHARED_MEMORY, padded_width, pipelined_width
+from .limits import BARRIER_BYTES, CONSUMER_ROWS, MOST_STAGES, SHARED_MEMORY, padded_width, sm90_width
 
 # In the forward pass 64 rows of x take 32 registers up to here, and y has a place of its own in shared memory; wider
 # ones stay there, and y takes their place.
@@ -19,7 +19,7 @@ SHORTEST_SPLIT = 4
 
 
 @dataclass(frozen=True)
-class PipelinedConfig:
+class Sm90Config:
     """A warp-specialised kernel: its consumers of 64 rows each, and the ring that a producer fills for them.
 
     A stage holds the weights of ``block`` hidden units; in the weight gradient, whose consumers have 64 hidden units
@@ -68,7 +68,7 @@ class TileConfig:
     """Tile rows and columns of one kernel, its warps, and the depth of its software pipeline.
 
     ``passes`` is for weight gradients alone: how many launches share out the gradients, each of which keeps an
-    accumulator in registers. ``pipelined`` is what runs instead where the operands lie as its copies need them.
+    accumulator in registers. ``sm90`` is what runs instead where the operands lie as its copies need them.
     """
 
     block_m: int
@@ -76,7 +76,7 @@ class TileConfig:
     num_warps: int
     num_stages: int
     passes: int = 1
-    pipelined: PipelinedConfig | None = None
+    sm90: Sm90Config | None = None
 
 
 def padded_widths(width: int, out_width: int) -> tuple[int, int]:
@@ -177,7 +177,7 @@ def tile_config(kernel: str, architecture: str, bits: int, gated: bool, width: i
     return None
 
 
-class _Pipelined(NamedTuple):
+class _Sm90(NamedTuple):
     """Up to ``width``, the larger of K and O: the large block, and the small one where that is padded too much."""
 
     width: int
@@ -190,43 +190,41 @@ class _Pipelined(NamedTuple):
 # By (kernel, gated), narrowest first. Measured on an H200 at the tokens above, in microseconds beside the row; after
 # the comma for batched products of 64 × 1024 × 1024. None spills registers but the weight gradients of several passes,
 # a few, where what does not was slower: 424 (width 256, block 16), 252 (gated 128, three passes), 778 (gated 256).
-_PIPELINED: dict[tuple[str, bool], tuple[_Pipelined, ...]] = {
+_PIPELINED: dict[tuple[str, bool], tuple[_Sm90, ...]] = {
     ("forward", False): (
-        _Pipelined(64, 128, 64),  # 36, 29
-        _Pipelined(128, 128, 64),  # 72, 51
-        _Pipelined(256, 64, 32),  # 124
+        _Sm90(64, 128, 64),  # 36, 29
+        _Sm90(128, 128, 64),  # 72, 51
+        _Sm90(256, 64, 32),  # 124
     ),
     ("forward", True): (
-        _Pipelined(64, 64, 64),  # 26
-        _Pipelined(128, 64, 32),  # 59
-        _Pipelined(256, 32, 32),  # 137
+        _Sm90(64, 64, 64),  # 26
+        _Sm90(128, 64, 32),  # 59
+        _Sm90(256, 32, 32),  # 137
     ),
     ("data_gradient", False): (
-        _Pipelined(64, 64, 64),  # 60, 40
-        _Pipelined(128, 64, 32),  # 122, 63
-        _Pipelined(256, 32, 16),  # 220
+        _Sm90(64, 64, 64),  # 60, 40
+        _Sm90(128, 64, 32),  # 122, 63
+        _Sm90(256, 32, 16),  # 220
     ),
     ("data_gradient", True): (
-        _Pipelined(64, 64, 64),  # 39
-        _Pipelined(128, 32, 32),  # 117
-        _Pipelined(256, 16, 16),  # 294
+        _Sm90(64, 64, 64),  # 39
+        _Sm90(128, 32, 32),  # 117
+        _Sm90(256, 16, 16),  # 294
     ),
     ("weight_gradient", False): (
-        _Pipelined(64, 64, 32),  # 54, 62
-        _Pipelined(128, 32, 32),  # 143, 124
-        _Pipelined(256, 32, 32, passes=2),  # 317
+        _Sm90(64, 64, 32),  # 54, 62
+        _Sm90(128, 32, 32),  # 143, 124
+        _Sm90(256, 32, 32, passes=2),  # 317
     ),
     ("weight_gradient", True): (
-        _Pipelined(64, 32, 32),  # 65
-        _Pipelined(128, 32, 32, passes=2),  # 201
-        _Pipelined(256, 32, 32, passes=3, consumers=1),  # 534
+        _Sm90(64, 32, 32),  # 65
+        _Sm90(128, 32, 32, passes=2),  # 201
+        _Sm90(256, 32, 32, passes=3, consumers=1),  # 534
     ),
 }
 
 
-def pipelined_config(
-    kernel: str, gated: bool, batch: int, M: int, K: int, N: int, O: int, sms: int
-) -> PipelinedConfig | None:
+def sm90_config(kernel: str, gated: bool, batch: int, M: int, K: int, N: int, O: int, sms: int) -> Sm90Config | None:
     """The warp-specialised configuration of ``kernel`` on Hopper, or None where it does not take these sizes.
 
     Tiles of x and y have 64 or 128 columns, padded with zeros, or both 256 without: the path for wider layers was as
@@ -237,7 +235,7 @@ def pipelined_config(
     padded = not (wide or (K in (64, 128) and O in (64, 128)))
     if N % 8 or K % 8 or O % 8 or (wide and not K == O == 256) or (padded and batch > 1):
         return None
-    width, out_width = pipelined_width(K), pipelined_width(O)
+    width, out_width = sm90_width(K), sm90_width(O)
     row = next(row for row in _PIPELINED[(kernel, gated)] if widest <= row.width)
     consumers, row_stages, projections = row.consumers, 1, 2 if gated else 1
     if kernel == "weight_gradient":
@@ -264,7 +262,7 @@ def pipelined_config(
     if batch > 1 and not inside:
         return None
     stages = min(MOST_STAGES, (SHARED_MEMORY - BARRIER_BYTES - 2 * kept) // (2 * stage))
-    return PipelinedConfig(block, consumers, stages, sms, row_stages, row.passes)
+    return Sm90Config(block, consumers, stages, sms, row_stages, row.passes)
 
 
 def stored_config(

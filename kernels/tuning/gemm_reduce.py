@@ -5,11 +5,11 @@ Rows of every architecture are conservative ones that were compiled for it.
 
 from dataclasses import dataclass, replace
 
-from .limits import BARRIER_BYTES, CONSUMER_ROWS, SHARED_MEMORY, padded_width, pipelined_width
+from .limits import BARRIER_BYTES, CONSUMER_ROWS, SHARED_MEMORY, padded_width, sm90_width
 
 
 @dataclass(frozen=True)
-class PipelinedReduceConfig:
+class Sm90ReduceConfig:
     """A warp-specialised forward pass: consumers of 64 kept rows each, which a producer feeds through two rings.
 
     ``width`` is the inner dimension, padded; a stage of the first ring has kept rows for all consumers, one of the
@@ -44,7 +44,7 @@ class OneHotPipeline:
 class ReduceConfig:
     """Tile of a kernel: kept rows × reduced rows × inner columns, its warps, and the depth of its software pipeline.
 
-    ``pipelined`` is what runs instead where the operands lie as its copies need them.
+    ``sm90`` is what runs instead where the operands lie as its copies need them.
     """
 
     block_p: int
@@ -52,7 +52,7 @@ class ReduceConfig:
     block_k: int
     num_warps: int
     num_stages: int
-    pipelined: PipelinedReduceConfig | None = None
+    sm90: Sm90ReduceConfig | None = None
 
 
 # Up to which padded width a row holds; a narrower one takes fewer columns at once.
@@ -143,7 +143,7 @@ def _fitted(rows: _Rows, padded: int) -> ReduceConfig:
 _LONG = 512
 
 
-def pipelined_reduce_config(P: int, R: int, K: int, sms: int, costly: bool = False) -> PipelinedReduceConfig | None:
+def sm90_reduce_config(P: int, R: int, K: int, sms: int, costly: bool = False) -> Sm90ReduceConfig | None:
     """The warp-specialised forward pass of P kept rows, R reduced ones and inner dimension K, or None.
 
     ``costly`` says that indices are found or a mask is read: four consumers have no registers for that and for blocks
@@ -154,7 +154,7 @@ def pipelined_reduce_config(P: int, R: int, K: int, sms: int, costly: bool = Fal
     """
     if not 0 < K <= 128 or K % 8:
         return None
-    width = pipelined_width(K)
+    width = sm90_width(K)
     block = 64 if R < _LONG else 128
     if P <= 2 * CONSUMER_ROWS or (costly and block == 128):
         consumers = 1 if P <= CONSUMER_ROWS and block == 64 else 2
@@ -169,18 +169,18 @@ def pipelined_reduce_config(P: int, R: int, K: int, sms: int, costly: bool = Fal
     stages = min(6, (room - kept_stages * kept_bytes) // block_bytes)
     # The registers of four consumers do not hold the rows and a block of 128, or the rows and indices.
     in_registers = block < 128 and not costly
-    return PipelinedReduceConfig(block, width, consumers, kept_stages, stages, in_registers, sms)
+    return Sm90ReduceConfig(block, width, consumers, kept_stages, stages, in_registers, sms)
 
 
 def one_hot_pipeline(P: int, R: int, K: int, sms: int) -> OneHotPipeline | None:
     """The warp-specialised gradient of R reduced rows from P kept ones, K columns wide, or None.
 
-    Microseconds on an H200 for (Z, P, R, K): 770 for (32, 32768, 1024, 128), where the portable kernel takes 1500; 60
+    Microseconds on an H200 for (Z, P, R, K): 770 for (32, 32768, 1024, 128), where the generic kernel takes 1500; 60
     for (64, 1024, 1024, 128), where it is as fast.
     """
     if not 0 < K <= 128 or K % 8:
         return None
-    width = pipelined_width(K)
+    width = sm90_width(K)
     block = 64 if P > 32 else 32
     consumers = 1 if R <= CONSUMER_ROWS else 2
     stages = min(6, (SHARED_MEMORY - BARRIER_BYTES - 2 * consumers * CONSUMER_ROWS * width) // (2 * block * width))

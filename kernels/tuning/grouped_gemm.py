@@ -1,4 +1,4 @@
-"""Experts: how rows are padded, and the tiles of the portable kernels, by architecture and dtype. Plain data."""
+"""Experts: how rows are padded, and the tiles of the generic kernels, by architecture and dtype. Plain data."""
 
 from dataclasses import dataclass
 
@@ -58,7 +58,7 @@ def padded_rows(rows: int, experts: int, block: int) -> int:
 
 
 def grouped_tiles(architecture: str, bits: int, step: str, block: int) -> GroupedTiles:
-    """The portable kernels' tiles for operands of ``bits`` bits, whose rows are in blocks of ``block``."""
+    """The generic kernels' tiles for operands of ``bits`` bits, whose rows are in blocks of ``block``."""
     few = FEW_ROWS_TILES.get((architecture, bits, block)) or FEW_ROWS_TILES.get(("other", bits, block))
     if step != "weight_gradient" and few is not None:
         return few

@@ -23,6 +23,6 @@ def padded_width(width: int) -> int:
     return max(MINIMUM_WIDTH, 1 << (width - 1).bit_length())
 
 
-def pipelined_width(width: int) -> int:
+def sm90_width(width: int) -> int:
     """The same for the warp-specialised kernels, which hold up to 256 columns, and 128 bytes at least."""
     return 64 if width <= 64 else 128 if width <= 128 else 256

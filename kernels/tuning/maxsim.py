@@ -25,7 +25,7 @@ class GatherConfig:
 class OneHotConfig:
     """Tile of the documents' gradient: document rows × columns, and the query tokens that join it at once.
 
-    ``pipelined`` is what runs instead for padded documents, where the queries lie as its copies need them.
+    ``sm90`` is what runs instead for padded documents, where the queries lie as its copies need them.
     """
 
     block_l: int
@@ -33,7 +33,7 @@ class OneHotConfig:
     block_k: int
     num_warps: int
     num_stages: int
-    pipelined: OneHotPipeline | None = None
+    sm90: OneHotPipeline | None = None
 
 
 # By (architecture, bits of an element); architectures without a row take that of "other". Narrower

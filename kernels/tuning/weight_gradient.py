@@ -1,6 +1,6 @@
 """Weight and bias gradient in one pass over dy: architecture and dtype -> tiles.
 
-Rows of ``other`` are conservative ones. The pipelined tiles are all that fill the registers of two consumers, or half
+Rows of ``other`` are conservative ones. The sm90 tiles are all that fill the registers of two consumers, or half
 of them; which one a problem takes is a matter of its sizes, and decided by ``planning``.
 """
 
@@ -11,7 +11,7 @@ from .limits import CONSUMER_ROWS
 
 @dataclass(frozen=True)
 class WeightGradientTiles:
-    """The portable kernel: ``block_o × block_k`` of dW for each program, from ``block_m`` rows at a time."""
+    """The generic kernel: ``block_o × block_k`` of dW for each program, from ``block_m`` rows at a time."""
 
     block_o: int
     block_k: int
@@ -60,5 +60,5 @@ PIPELINES = (
 
 
 def weight_gradient_tiles(architecture: str, bits: int) -> WeightGradientTiles:
-    """The portable kernel's tiles for operands of ``bits`` bits."""
+    """The generic kernel's tiles for operands of ``bits`` bits."""
     return TABLE.get((architecture, bits)) or TABLE[("other", bits)]

@@ -30,7 +30,7 @@ def weight_gradient(
     made = prepared(ready, name, _prepare, dy, x, bias, splits, input_precision, tiles, pipeline)
 
     def fill(targets: list[torch.Tensor | None], _: int) -> None:
-        if made.pipelined:
+        if made.sm90:
             sm90.launch_weight_gradient(dy, x, targets, made.launch)
         else:
             made.launch((dy, x, *targets, None))
@@ -45,7 +45,7 @@ class _Prepared(NamedTuple):
 
     shapes: tuple[tuple[int, int], tuple[int] | None]
     launch: Launch
-    pipelined: bool
+    sm90: bool
     ready: dict[Any, Any]
 
 

@@ -159,18 +159,18 @@ def test_without_anything_to_test_the_reason_is_said(
         ("gated ffn 1024x256x512 relu bf16 (recomputing)", "db_gate", ["weight_gradient"]),
         ("gemm_reduce 2x200x64x64 identity bf16 (few)", "db", ["gradient"]),
         ("weight_gradient 1000x64x136 identity bf16 (few)", "dw", ["pipeline"]),
-        ("hidden_gradient 300x127x72 relu bf16 (portable)", "dz", ["tiles"]),
+        ("hidden_gradient 300x127x72 relu bf16 (generic)", "dz", ["tiles"]),
         ("hidden_gradient 1000x392x200 relu bf16 (few)", "db_up", ["pipeline"]),
         ("gated ffn 1024x512x512 relu bf16 (few)", "y", ["epilogue hidden_pipeline"]),
         ("gated ffn 1024x512x512 relu bf16 (few)", "dx", ["pipeline"]),
-        ("gated ffn 1024x512x512 relu bf16 (portable)", None, ["epilogue hidden", "tiles"]),
+        ("gated ffn 1024x512x512 relu bf16 (generic)", None, ["epilogue hidden", "tiles"]),
         ("gated ffn 2048x512x1024 relu bf16 (recomputing)", "dx", ["epilogue data_gradient_pipeline"]),
-        ("ffn 2077x544x1000 relu bf16 (recomputing, portable)", "dx", ["tiles"]),
+        ("ffn 2077x544x1000 relu bf16 (recomputing, generic)", "dx", ["tiles"]),
         ("gated ffn 2048x512x1024 relu bf16 (recomputing)", "dw_up", ["pipeline"]),
         ("split_k 64x4096x1032 identity bf16 (all)", "y", ["forward tiles"]),
         ("split_k 64x4096x1032 identity bf16 (all)", "dx", ["data_gradient tiles"]),
         ("split_k 64x4096x1032 identity bf16 (all)", "dbias", ["pipeline"]),
-        ("split_k 65x127x1001 identity bf16 (portable)", "dweight", ["tiles"]),
+        ("split_k 65x127x1001 identity bf16 (generic)", "dweight", ["tiles"]),
         ("maxsim 4x9x32x40x64 identity fp16 (few)", "dqueries", ["query_gradient"]),
         ("ffn 1024x64x512 relu bf16 (few)", None, ["data_gradient", "forward", "weight_gradient"]),
     ],
@@ -179,7 +179,7 @@ def test_the_kernel_that_computed_a_result_is_blamed(trial: str, result: str | N
     found = next(one for one in selftest.all_trials(H200) if str(one) == trial)
     blamed = running.blamed(found.plan(H200), result, "wrong")
     assert sorted(name.split(",")[0].split(" ", 1)[1] for name in blamed) == kernels
-    assert not any("TileConfig" in name for name in blamed), "the pipelined kernel ran, not the one beside it"
+    assert not any("TileConfig" in name for name in blamed), "the sm90 kernel ran, not the one beside it"
 
 
 # As if every kernel were launched on an H200: kernel by kernel what each trial launches, as far as trials differ.
@@ -219,16 +219,16 @@ for trial in all_trials(device):
     ):
         frozen = frozenset(name for name, each in inputs.items() if not each.requires_grad)
         Work(inputs, upstream, case.backward, frozen=frozen).run(ours.call)
-    pipelined = sum("Pipeline" in kind or kind == "StoredConfig" for kind in kinds)
+    sm90 = sum("Pipeline" in kind or kind == "StoredConfig" for kind in kinds)
     stored = "StoredConfig" in kinds
-    ran = sum(name.startswith(("_pipelined", "_stored")) for name in names)
-    assert ran == pipelined + stored, (str(trial), kinds, names)
+    ran = sum(name.startswith(("_on_sm90", "_stored")) for name in names)
+    assert ran == sm90 + stored, (str(trial), kinds, names)
 assert len(seen) > 15
 """
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-def test_trials_launch_the_pipelined_kernels_that_they_are_meant_for(run_python: Callable[..., object]) -> None:
+def test_trials_launch_the_sm90_kernels_that_they_are_meant_for(run_python: Callable[..., object]) -> None:
     run_python(LAUNCHES, TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
 
 

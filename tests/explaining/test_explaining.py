@@ -118,14 +118,14 @@ def test_what_the_kernels_would_do_on_an_h200(pretend: Callable[[Device], None])
     assert "chunks" not in found
 
 
-def test_pipelined_kernels_are_named(pretend: Callable[[Device], None]) -> None:
+def test_sm90_kernels_are_named(pretend: Callable[[Device], None]) -> None:
     pretend(changed(H200, backend="sm90"))
     found = call(tensors(2**20, 128, 512), activation="gelu_tanh")
-    size = "pipelined: 64 rows × {} hidden columns for each consumer, consumers 2, stages {}"
+    size = "sm90: 64 rows × {} hidden columns for each consumer, consumers 2, stages {}"
     assert found["forward tiles"] == size.format(128, 2)
     assert found["data-gradient tiles"] == size.format(64, 3)
     assert found["weight-gradient tiles"] == (
-        "pipelined: 64 hidden units × 32 rows for each consumer, consumers 2, stages 4"
+        "sm90: 64 hidden units × 32 rows for each consumer, consumers 2, stages 4"
     )
     assert found["splits"] == "33 token ranges of the weight gradients, in 1 launch(es)"
 
@@ -135,8 +135,8 @@ def test_a_stored_backward_pass_is_named(pretend: Callable[[Device], None]) -> N
     operands = tensors(2**20, 256, 1024)
     found = call(operands, activation="gelu_tanh")
     assert found["backward"].startswith("stores what is hidden")
-    assert found["hidden-gradient tiles"] == "pipelined: 128 rows × 64 hidden columns, stages 4 and 4"
-    assert found["weight-gradient tiles"] == "pipelined: 128 × 256 of a matrix, stages 4"
+    assert found["hidden-gradient tiles"] == "sm90: 128 rows × 64 hidden columns, stages 4 and 4"
+    assert found["weight-gradient tiles"] == "sm90: 128 × 256 of a matrix, stages 4"
     assert found["splits"] == "8 token ranges of the weight gradients, in 1 launch(es)"
     assert "data-gradient tiles" not in found
     recomputed = call(operands, activation="gelu_tanh", recompute=True)
@@ -165,7 +165,7 @@ def test_lines_follow_the_call(pretend: Callable[[Device], None]) -> None:
     pretend(changed(H200, backend="sm90"))
     grouped = call(tensors(8192, 2048, 8192), recompute=True)
     assert grouped["chunks"] == "4096 tokens at a time; backward 4096 hidden units at a time"
-    assert grouped["data-gradient tiles"].startswith("pipelined: 128 × 128 of the product")
+    assert grouped["data-gradient tiles"].startswith("sm90: 128 × 128 of the product")
     assert wide["not torch"] == "recompute=True forbids keeping the hidden"
 
 

@@ -41,7 +41,7 @@ def test_a_weight_gradient() -> None:
         "problem": "M=65536 (rows) O=1024 K=256, bfloat16",
         "device": "NVIDIA H200 sm_90",
         "path": "fused: one kernel reads dy once, for both gradients",
-        "tiles": "pipelined: 128 × 256 of dW, 64 rows in each of 4 stages, consumers 2",
+        "tiles": "sm90: 128 × 256 of dW, 64 rows in each of 4 stages, consumers 2",
         "splits": "16 row ranges",
         "FLOPs": f"{2 * 65536 * 1024 * 256:,}",
         "bytes moved": f"at least {2 * (65536 * 1280 + 1024 * 257):,}",
@@ -68,7 +68,7 @@ def test_a_hidden_gradient() -> None:
     assert title == "hidden_gradient: dH ⊙ act'(z), dH = dy W_down, act = silu: z σ(z)"
     assert found["problem"] == "M=8192 (rows) N=4096 (d_ff) O=1024, bfloat16"
     assert found["path"] == "fused: one kernel writes dZ, and sums it up on the way"
-    tiles = "pipelined: 128 × 128 of the product, 64 inner, consumers 2 in turn, stages 5"
+    tiles = "sm90: 128 × 128 of the product, 64 inner, consumers 2 in turn, stages 5"
     assert found["tiles"] == f"{tiles}, each program in one column of them"
     assert found["workspace"] == f"{4 * 8 * 4096:,} bytes of temporary memory"
     title, found = explained(functional.hidden_gradient, *tensors, meta(8192, 4096), activation=None, bias=False)

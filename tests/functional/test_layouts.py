@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedlayers.functional.ffn.arguments import portable_operand
+from fusedlayers.functional.ffn.arguments import generic_operand
 from tests.support.operands import Tensors, ffn_inputs
 
 WIDTH, HIDDEN = 512, 72
@@ -22,7 +22,7 @@ def named(changes: dict[str, Callable[[Tensor], Tensor]], gated: bool = True, wi
         assert original is not None
         tensors[name] = change(original)
         assert torch.equal(tensors[name], original)
-    return portable_operand(**{name: each for name, each in tensors.items() if name not in ("b_down", "residual")})  # type: ignore[arg-type]
+    return generic_operand(**{name: each for name, each in tensors.items() if name not in ("b_down", "residual")})  # type: ignore[arg-type]
 
 
 def transposed(t: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def test_what_is_no_dense_matrix_is_for_the_checks(role: str) -> None:
     names = (*MATRICES, "b_up", "b_gate")
     rows = original.reshape(-1, original.shape[-1])
     for other in (original.to_sparse(), rows.to_sparse_csr(), original.flatten()[0], rows[None].mT):
-        portable_operand(**{name: other if name == role else tensors[name] for name in names})  # type: ignore[arg-type]
+        generic_operand(**{name: other if name == role else tensors[name] for name in names})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("role", ["b_up", "b_gate"])

@@ -18,7 +18,7 @@ from fusedlayers.functional.dispatch import decisions
 from fusedlayers.kernels import cross_entropy as kernels
 from fusedlayers.kernels.cross_entropy import statistics
 from fusedlayers.kernels.launching import ceil_div, launch
-from fusedlayers.kernels.tuning.cross_entropy import LogitPipeline, pipelined_shares
+from fusedlayers.kernels.tuning.cross_entropy import LogitPipeline, sm90_shares
 from tests.support.allocations import AllocatedBytes
 from tests.support.loss_operands import (
     FLOATING,
@@ -258,7 +258,7 @@ def test_autocast(dtype: torch.dtype) -> None:
 def test_partial_results_of_groups_of_bands(M: int, V: int, programs: int, group: int, entropy: bool) -> None:
     """What the warp-specialised kernel leaves behind is combined: here torch makes it, in the kernel's order."""
     pipeline = LogitPipeline(programs=programs, group=group)
-    shares = pipelined_shares(pipeline, M, V)
+    shares = sm90_shares(pipeline, M, V)
     logits = torch.randn(M, V, device=DEVICE) * 4
     target = torch.randint(V, (M,), device=DEVICE)
     partials = torch.full((3, shares.partials), torch.nan, device=DEVICE)

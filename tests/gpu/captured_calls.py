@@ -70,7 +70,7 @@ def _rows(*rest: int) -> tuple[Shape, ...]:
 _FFN, _GATED = Options("gelu_tanh", bias=True), Options("silu", gated=True)
 CALLS: dict[str, dict[str, CapturedCall]] = {
     "narrow": {
-        # No multiple of eight hidden units: the portable kernels, which are faster in a graph alone.
+        # No multiple of eight hidden units: the generic kernels, which are faster in a graph alone.
         "ffn": CapturedCall(CASES["ffn"], _FFN, _rows(64, 252)),
         "gated ffn": CapturedCall(CASES["ffn"], _GATED, _rows(64, 252)),
         "gemm_gemm": CapturedCall(CASES["gemm_gemm"], Options("gelu_tanh"), ((192, 256, 256, 64, 64),)),

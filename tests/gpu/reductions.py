@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from fusedlayers.kernels.gemm_reduce import ReduceOperands, sm90
-from fusedlayers.kernels.tuning import PipelinedReduceConfig
+from fusedlayers.kernels.tuning import Sm90ReduceConfig
 from tests.support.operands import forget_calls
 
 
 class Reduction(NamedTuple):
     """One launch: its configuration, its splits, and whether kept and reduced lie transposed in memory."""
 
-    config: PipelinedReduceConfig
+    config: Sm90ReduceConfig
     splits: int
     transposed: tuple[bool, bool]
 
@@ -25,7 +25,7 @@ def watch_reductions(monkeypatch: pytest.MonkeyPatch) -> list[Reduction]:
     known: dict[Any, Reduction] = {}
     prepare, launch = sm90.prepare_reduce, sm90.launch_reduce
 
-    def preparing(operands: ReduceOperands, matrices: Any, splits: int, config: PipelinedReduceConfig) -> Any:
+    def preparing(operands: ReduceOperands, matrices: Any, splits: int, config: Sm90ReduceConfig) -> Any:
         prepared = prepare(operands, matrices, splits, config)
         known[prepared] = Reduction(config, splits, (matrices[0].transposed, matrices[1].transposed))
         return prepared

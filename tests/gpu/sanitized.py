@@ -22,7 +22,7 @@ from fusedlayers.kernels.tuning import EPILOGUE_ELEMENTS, EPILOGUE_PIPELINES, ep
 from fusedlayers.kernels.tuning.cross_entropy import gradient_tiles, logit_tiles, row_tiles
 from tests.support.operands import ffn_inputs, leaves, like_result
 
-# Widths of pipelined and of portable kernels; rows and hidden units that no tile divides.
+# Widths of sm90 and of generic kernels; rows and hidden units that no tile divides.
 FFNS = [
     (130, 64, 136, False, False),
     (200, 64, 192, True, False),
@@ -35,14 +35,14 @@ FFNS = [
     (100, 48, 50, True, False),
 ]
 BATCHES = [(3, 128, 64, 128, 64), (2, 128, 128, 64, 128), (3, 50, 33, 20, 17)]
-# Rows, columns of dy and of x: with one split and with several; the last is for the portable kernel.
+# Rows, columns of dy and of x: with one split and with several; the last is for the generic kernel.
 WEIGHT_GRADIENTS = [(70, 136, 264), (1500, 72, 40), (3000, 264, 72), (700, 50, 33)]
-# Rows, width and hidden units of a wide FFN; the last is for the portable kernels.
+# Rows, width and hidden units of a wide FFN; the last is for the generic kernels.
 WIDE = [(150, 136, 200), (70, 33, 50)]
 # Groups, rows, hidden units of a group, columns of x, whether weights lie transposed.
 DATA_GRADIENTS = [(3, 150, 40, 96, False), (2, 300, 200, 168, True)]
-# Batch, M, N, K, operation, axis. Kept rows for one, two and four consumers of the pipelined kernel, splits of a long
-# axis; the last two are for the portable kernels.
+# Batch, M, N, K, operation, axis. Kept rows for one, two and four consumers of the sm90 kernel, splits of a long
+# axis; the last two are for the generic kernels.
 REDUCTIONS = [
     (3, 200, 40, 64, "max", -2),
     (2, 200, 130, 64, "min", -2),
@@ -59,7 +59,7 @@ LINEARS = [(1, 40, 5000), (16, 30, 4100), (9, 200, 3001), (40, 72, 2064), (200, 
 # Tokens and classes: less than a block of columns, one, and several, the last of which is ragged.
 LOGITS = [(5, 100), (9, 4096), (33, 9001)]
 DOCUMENTS = [33, 0, 130, 64, 1]
-# Tokens, width, hidden units, experts, experts of a token; the last is for the portable kernels.
+# Tokens, width, hidden units, experts, experts of a token; the last is for the generic kernels.
 MIXTURES = [(150, 136, 200, 5, 2), (300, 64, 128, 3, 3), (70, 33, 50, 4, 2)]
 
 
@@ -199,8 +199,8 @@ def losses() -> None:
         cross_entropy.scaled(memory, weight[0], torch.bfloat16)
         input = torch.randn(tokens, 320, device="cuda", dtype=torch.bfloat16)
         linear_weight = torch.randn(classes, 320, device="cuda", dtype=torch.bfloat16)
-        for pipelined in (False, True):
-            tiles = logit_tiles("sm_90", 16, 4, pipelined)
+        for sm90 in (False, True):
+            tiles = logit_tiles("sm_90", 16, 4, sm90)
             for arithmetic, given in ((plain, (None, None)), (full, (weight, weight.sum())), (full, (None, None))):
                 cross_entropy.losses_of_product(
                     input, linear_weight, linear_weight[:, 0], target, *given, arithmetic, "ieee", tiles, 3,
@@ -209,7 +209,7 @@ def losses() -> None:
                 factors = cross_entropy.row_factors(target, *given, classes, arithmetic, statistics, found[0])
                 cross_entropy.gradient_of_product(
                     input, linear_weight, linear_weight[:, 0], target, given[0], statistics[0], factors, 0, arithmetic,
-                    "ieee", gradient_tiles("sm_90", 16, 4, pipelined), out=torch.empty_like(memory),
+                    "ieee", gradient_tiles("sm_90", 16, 4, sm90), out=torch.empty_like(memory),
                 )  # fmt: skip
 
 

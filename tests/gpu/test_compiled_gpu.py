@@ -120,7 +120,7 @@ def test_inductor_fuses_the_path_of_torch(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("mode", ["reduce-overhead", "default"])
 def test_the_mode_decides_how_small_a_problem_may_be(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In CUDA graphs the host costs nothing, so that smaller problems gain; replays have the bits of eager kernels."""
-    # No multiple of eight hidden units: the portable kernels.
+    # No multiple of eight hidden units: the generic kernels.
     ffn = fl.FusedFFN(64, 252, "gelu_tanh", device="cuda", dtype=torch.bfloat16)
     compiled = torch.compile(ffn, fullgraph=True, mode=mode)
     parameters = dict(ffn.named_parameters())

@@ -45,8 +45,8 @@ def cases() -> list[tuple[torch.dtype, int, bool, str, tuple[int, int]]]:
 
 
 def machines(dtype: torch.dtype, width: int) -> list[str]:
-    """Those that differ for this width; float32, odd widths and those from 129 to 255 have portable kernels alone."""
-    takes = tuning.pipelined_config("forward", False, 1, WHOLE[0], width, WHOLE[1], width, FACTS.sms) is not None
+    """Those that differ for this width; float32, odd widths and those from 129 to 255 have generic kernels alone."""
+    takes = tuning.sm90_config("forward", False, 1, WHOLE[0], width, WHOLE[1], width, FACTS.sms) is not None
     if dtype == FLOAT32 or not (takes and FACTS.backend == "sm90"):
         return ["all"]
     fused = {name: facts for name, facts in MACHINES.items() if not facts.keys() & {"workspace", "transposed"}}

@@ -35,7 +35,7 @@ BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 # Tokens, d_model, d_ff: no multiple of a tile, fewer hidden units than a tile has, a common one with a ragged end.
 SIZES = [(1000, 576, 1032), (129, 512, 8), (4097, 768, 3072), (3001, 192, 768)]
-# Those of pipelined kernels, and facts of the device: programs with a tile or two, with many, with part of one.
+# Those of sm90 kernels, and facts of the device: programs with a tile or two, with many, with part of one.
 TILED: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
     ((9000, 512, 256), {}),
     ((1061, 520, 1032), {"sms": 3}),
@@ -55,7 +55,7 @@ def no_memory_is_kept() -> Iterator[None]:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which of the pipelined kernels run; where they do not, the portable ones do."""
+    """Which of the sm90 kernels run; where they do not, the generic ones do."""
     names: list[str] = []
 
     def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -250,13 +250,13 @@ def test_each_element_is_kept_or_dropped_as_the_mask_says(launched: list[str]) -
 
 
 @on_hopper
-@pytest.mark.parametrize(("width", "columns", "pipelined"), [(512, 256, 2), (512, 128, 4), (520, 264, 1)])
+@pytest.mark.parametrize(("width", "columns", "sm90"), [(512, 256, 2), (512, 128, 4), (520, 264, 1)])
 def test_chunks_have_the_mask_of_the_whole_hidden(
-    launched: list[str], monkeypatch: pytest.MonkeyPatch, width: int, columns: int, pipelined: int
+    launched: list[str], monkeypatch: pytest.MonkeyPatch, width: int, columns: int, sm90: int
 ) -> None:
     """The same of three chunks of rows forward, and groups of hidden units backward.
 
-    A group that begins within a block of draws is left to the portable kernels.
+    A group that begins within a block of draws is left to the generic kernels.
     """
     rows = 1000
     seed, identity = draw_seed(DEVICE), torch.eye(width, device=DEVICE, dtype=BFLOAT16)
@@ -271,7 +271,7 @@ def test_chunks_have_the_mask_of_the_whole_hidden(
     mask = keep_mask(seed.cpu(), 0, rows, width, 0.5, BFLOAT16) * 2
     assert torch.equal(y.cpu(), mask)
     assert torch.equal(dx.cpu(), mask)
-    assert launched == BOTH[:1] * 3 + BOTH[1:] * pipelined
+    assert launched == BOTH[:1] * 3 + BOTH[1:] * sm90
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -293,7 +293,7 @@ def test_the_same_bits_every_time(
         assert_equal(found, runs[0])
 
 
-# Whether TMA takes them; the portable kernels take the rest.
+# Whether TMA takes them; the generic kernels take the rest.
 LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "columns from the middle on": (lambda t: torch.nn.functional.pad(t, (8, 8), value=NAN)[..., 8:-8], True),
     "every other row": (lambda t: torch.stack((t, torch.full_like(t, NAN)), 1).flatten(0, 1)[::2], True),
@@ -301,7 +301,7 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "odd rows": (lambda t: torch.nn.functional.pad(t, (0, 1), value=NAN)[..., :-1], False),
     "transposed": (lambda t: t.T.contiguous().T, False),
 }
-# The pipelined kernel that reads an operand as it is; dy is copied for it. Both weights of one may be transposed.
+# The sm90 kernel that reads an operand as it is; dy is copied for it. Both weights of one may be transposed.
 READER = {"x": BOTH[0], "w_up": BOTH[0], "w_gate": BOTH[0], "w_down": BOTH[1], "dy": None}
 
 
@@ -309,7 +309,7 @@ READER = {"x": BOTH[0], "w_up": BOTH[0], "w_gate": BOTH[0], "w_down": BOTH[1], "
 @pytest.mark.parametrize("role", READER)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, role: str, launched: list[str]) -> None:
-    """What one kernel cannot take runs in its portable twin, with the same result."""
+    """What one kernel cannot take runs in its generic twin, with the same result."""
     lay, taken = LAYOUTS[layout]
     taken = taken or (layout, role) == ("transposed", "w_down")
     inputs, dy, expected = exact_ffn(300, 136, 264, 136, BFLOAT16, gated=True, activation="relu")

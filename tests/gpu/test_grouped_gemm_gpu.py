@@ -180,7 +180,7 @@ def test_weight_gradient(ordered: bool, layout: str, routing: str, dtype: torch.
 
 
 def test_what_is_refused() -> None:
-    """What TMA does not take, and rows in other blocks: the portable kernels run then."""
+    """What TMA does not take, and rows in other blocks: the generic kernels run then."""
     rows = routed("few")
     x, up = rows_like(rows, 72, torch.bfloat16, 1), integers(torch.bfloat16, 1, E, 64, 72)
     config = GROUPED_PIPELINES["hidden", False]

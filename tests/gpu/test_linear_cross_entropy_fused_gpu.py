@@ -1,4 +1,4 @@
-"""The loss head without gradients on a GPU: no logits in memory, in the warp-specialised kernel and in the portable."""
+"""The loss head without gradients on a GPU: no logits in memory, in the warp-specialised kernel and in the generic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.operands import DEVICE
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 MIB = 2**20
 # As many SMs as there are, and few, each of which computes many tiles of several groups of bands.
-MACHINES: dict[str, dict[str, Any]] = {"all": {}, "few": {"sms": 7}, "portable": {"backend": "generic"}}
+MACHINES: dict[str, dict[str, Any]] = {"all": {}, "few": {"sms": 7}, "generic": {"backend": "generic"}}
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
@@ -124,7 +124,7 @@ def test_memory_of_a_large_vocabulary() -> None:
             assert peak <= 10, f"{peak:.0f} MiB"
 
 
-@pytest.mark.parametrize("machine", [MACHINES["all"], MACHINES["portable"]], ids=["all", "portable"])
+@pytest.mark.parametrize("machine", [MACHINES["all"], MACHINES["generic"]], ids=["all", "generic"])
 def test_more_than_two_to_the_31_logits(machine: dict[str, Any]) -> None:
     tokens, K, V = 18432, 64, 131072
     inputs = {name: each for name, each in loss_inputs((tokens,), K, V, BFLOAT16).items() if each is not None}

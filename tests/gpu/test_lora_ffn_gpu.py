@@ -1,4 +1,4 @@
-"""The FFN with adapters on a GPU: pipelined and portable kernels, any rank, the same bits again, memory, graphs."""
+"""The FFN with adapters on a GPU: sm90 and generic kernels, any rank, the same bits again, memory, graphs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def in_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which of the pipelined kernels run; where they do not, the portable ones do."""
+    """Which of the sm90 kernels run; where they do not, the generic ones do."""
     names: list[str] = []
 
     def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,7 +71,7 @@ def test_transposed_weights(launched: list[str]) -> None:
 
 
 @GATED
-def test_portable_kernels(gated: bool, launched: list[str]) -> None:
+def test_generic_kernels(gated: bool, launched: list[str]) -> None:
     draws = [
         inputs((4, 7, 12), gated=gated, dtype=BFLOAT16, leading=(1061,), sizes=(515, 1029, 775)) for _ in range(DRAWS)
     ]
@@ -100,7 +100,7 @@ def test_a_mask_of_gate_and_up_projection(launched: list[str]) -> None:
 
 
 @GATED
-def test_dropout_in_portable_kernels(gated: bool, launched: list[str]) -> None:
+def test_dropout_in_generic_kernels(gated: bool, launched: list[str]) -> None:
     draws = [
         inputs((4, 7, 12), gated=gated, dtype=BFLOAT16, leading=(1061,), sizes=(515, 1029, 775)) for _ in range(DRAWS)
     ]

@@ -30,10 +30,10 @@ BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 MIB = 2**20
 REPEATS = 10
 DENSITIES = (0.2, 0.12, 0.07, 0.05, 0.04, 0.035, 0.03, 0.025, 0.02)
-# Tokens, width, hidden units, experts, experts of a token: whole tiles of the pipelined kernels, tails, and what their
+# Tokens, width, hidden units, experts, experts of a token: whole tiles of the sm90 kernels, tails, and what their
 # copies cannot take.
 WHOLE, RAGGED, ODD = (1024, 512, 256, 8, 2), (1061, 328, 200, 8, 3), (700, 131, 77, 8, 2)
-MACHINES: dict[str, dict[str, Any]] = {"all": {}, "few": {"sms": 4}, "portable": {"backend": "generic"}}
+MACHINES: dict[str, dict[str, Any]] = {"all": {}, "few": {"sms": 4}, "generic": {"backend": "generic"}}
 
 
 @pytest.fixture(autouse=True)

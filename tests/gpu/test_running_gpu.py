@@ -204,7 +204,7 @@ def test_a_stream_that_is_not_the_default() -> None:
     [
         (42, "_"),
         pytest.param(
-            56, "_pipelined_",
+            56, "_sm90_",
             marks=pytest.mark.skipif(describe(DEVICE).backend != "sm90", reason="no Hopper GPU with Gluon"),
         ),
     ],

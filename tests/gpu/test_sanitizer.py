@@ -42,8 +42,8 @@ KERNELS = {
     "_weights_kernel": ("reductions",),
 }
 
-# Where a pipelined kernel starts, and where it forks.
-STARTS = r"^def (_(?:pipelined|stored)\w+_kernel)\("
+# Where an sm90 kernel starts, and where it forks.
+STARTS = r"^def (_(?:sm90|stored)\w+_kernel)\("
 FORKS = (
     r"^def specialize\(|^ +(?:el)?if CONSUMERS == .*:$|^ +if db_ptr is None:$|^ +gl\.warp_specialize\(\[$"
     r"|^ +specialize\([^#]*"
@@ -70,7 +70,7 @@ def test_nothing_is_out_of_bounds(kernels: str) -> None:
 
 
 def of_the_compiler(kernel: str, file: str, line: int) -> bool:
-    """Whether this line is where a pipelined kernel starts or forks: the compiler's own protocol between its warps.
+    """Whether this line is where an sm90 kernel starts or forks: the compiler's own protocol between its warps.
 
     It meets at named barriers, which the tool does not follow.
     """

@@ -1,4 +1,4 @@
-"""The self-test on a GPU: in this process, a trial of each kind; and a fault in one pipelined kernel is named."""
+"""The self-test on a GPU: in this process, a trial of each kind; and a fault in one sm90 kernel is named."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_trial_of_each_kind_passes(trial: Trial) -> None:
 
 
 @pytest.mark.skipif(FACTS.backend != "sm90", reason="no Hopper GPU with Gluon")
-def test_a_fault_in_a_pipelined_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_a_sm90_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     run = sm90.forward
 
     def off_by_one(*arguments: Any) -> torch.Tensor:

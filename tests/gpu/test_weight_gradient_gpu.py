@@ -43,7 +43,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments: names.append(name) or function(*arguments)
 
-    for name, module in (("pipelined", sm90), ("portable", launcher)):
+    for name, module in (("sm90", sm90), ("generic", launcher)):
         monkeypatch.setattr(module, "launch_weight_gradient", noting(name, module.launch_weight_gradient))
     return names
 
@@ -87,7 +87,7 @@ def test_every_pipeline_with_any_number_of_splits(
             for programs in (132, 5):
                 config = replace(pipeline, programs=programs)
                 assert_equal(named(kernels.weight_gradient(dy, x, bias, splits, "ieee", tiles, config)), truth)
-    assert set(launched) == {"pipelined"}
+    assert set(launched) == {"sm90"}
 
 
 @on_hopper
@@ -101,7 +101,7 @@ def test_exact_integers_again_and_again(size: tuple[int, int, int], bias: bool, 
     with on_path("kernels"):
         for _ in range(20):
             assert_equal(named(functional.weight_gradient(dy, x, bias=bias)), truth)
-    assert set(launched) == {"pipelined"}
+    assert set(launched) == {"sm90"}
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
@@ -135,7 +135,7 @@ def test_the_same_bits_every_time(size: tuple[int, int, int]) -> None:
         assert_equal(run, runs[0])
 
 
-# Whether TMA takes them; the portable kernel takes the rest.
+# Whether TMA takes them; the generic kernel takes the rest.
 LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "contiguous": (lambda t: t, True),
     "columns of a wider matrix": (lambda t: torch.cat((t, torch.full_like(t, NAN)), -1)[:, : t.shape[1]], True),
@@ -156,7 +156,7 @@ def test_layouts(layout: str, role: str, launched: list[str]) -> None:
     truth = expected(**tensors)
     with on_path("kernels"):
         assert_equal(named(functional.weight_gradient(**{**tensors, role: lay(tensors[role])})), truth)
-    assert launched == ["pipelined" if taken else "portable"]
+    assert launched == ["sm90" if taken else "generic"]
 
 
 def test_expanded_gradients() -> None:
@@ -197,7 +197,7 @@ def test_more_than_two_to_the_31_elements(role: str, launched: list[str]) -> Non
     for facts in ({}, {"backend": "generic"}):
         with on_path("kernels", **facts):
             assert_equal(named(functional.weight_gradient(**drawn)), truth)
-    assert launched == ["pipelined", "portable"]
+    assert launched == ["sm90", "generic"]
 
 
 @on_hopper

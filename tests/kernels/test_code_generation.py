@@ -34,13 +34,13 @@ SHARED_LIMITS = {
     "gfx950": 160 * 1024,
 }
 KERNELS = {"forward", "data_gradient", "weight_gradient"}
-PIPELINED_KERNELS = {f"pipelined_{kernel}" for kernel in KERNELS}
-STORING_KERNELS = {"pipelined_hidden_gradient", "stored_weight_gradient"}
+PIPELINED_KERNELS = {f"sm90_{kernel}" for kernel in KERNELS}
+STORING_KERNELS = {"sm90_hidden_gradient", "stored_weight_gradient"}
 # Weight gradients of several passes, faster than their alternatives without: see the table. A few instructions of a
 # loop of several hundred move what they spill.
-SPILLING = {("pipelined_weight_gradient", gated, width) for gated, width in ((False, 256), (True, 128), (True, 256))}
+SPILLING = {("sm90_weight_gradient", gated, width) for gated, width in ((False, 256), (True, 128), (True, 256))}
 # With an exact gelu, two registers.
-SPILLING |= {("pipelined_hidden_gradient", gated, 256) for gated in (False, True)}
+SPILLING |= {("sm90_hidden_gradient", gated, 256) for gated in (False, True)}
 MOST_LOOP_SPILLS = 12
 # What needs more registers since Triton 3.9, which has another assembler for sm_90: at most so many bytes, and so many
 # instructions of a loop that move them.
@@ -48,10 +48,10 @@ SPILLING_SINCE_3_9 = {
     "document_gradient": (28, 0),
     "hidden_gradient": (536, 0),
     "logit_gradient": (192, 25),
-    "pipelined_data_gradient": (524, 51),
-    "pipelined_epilogue_gradient": (1012, 0),
-    "pipelined_reduce": (236, 0),
-    "pipelined_weight_and_bias_gradient": (384, 4),
+    "sm90_data_gradient": (524, 51),
+    "sm90_epilogue_gradient": (1012, 0),
+    "sm90_reduce": (236, 0),
+    "sm90_weight_and_bias_gradient": (384, 4),
     "weight_gradient": (304, 17),
 }
 # The same with any release, of both gradients of a reduction at once with 128 kept rows: at 43 sizes on an H200 a
@@ -130,15 +130,13 @@ def test_shipped_configurations(tmp_path: Path, selection: str, target: str, dty
             if selection in ("ends", "even"):
                 rows = (rows[0], rows[-1])
             assert tiles == {(row.block_m, row.block_n, row.num_warps, row.num_stages) for _, row in rows}, kernel
-        pipelined = {
-            (report["kernel"], report["width"])
-            for report in reports
-            if report["pipelined"] and report["gated"] == gated
+        sm90 = {
+            (report["kernel"], report["width"]) for report in reports if report["sm90"] and report["gated"] == gated
         }
         if target == "sm_90" and dtype != "float32" and selection != "even":
-            assert pipelined >= {(kernel, width) for kernel in PIPELINED_KERNELS for width in (64, 104, 128, 256)}
+            assert sm90 >= {(kernel, width) for kernel in PIPELINED_KERNELS for width in (64, 104, 128, 256)}
             if not gated or RELEASE < (3, 9):
-                assert pipelined >= {(kernel, 256) for kernel in STORING_KERNELS}
+                assert sm90 >= {(kernel, 256) for kernel in STORING_KERNELS}
 
 
 @pytest.mark.parametrize(
@@ -151,12 +149,12 @@ def test_shipped_configurations(tmp_path: Path, selection: str, target: str, dty
         ({"matrix_instructions": 0}, "matrix instructions"),
         ({"spill_bytes": 4}, "4 bytes of registers"),
         (
-            {"kernel": "pipelined_weight_gradient", "gated": True, "width": 128, "spill_bytes": 4, "loop_spills": 13},
+            {"kernel": "sm90_weight_gradient", "gated": True, "width": 128, "spill_bytes": 4, "loop_spills": 13},
             "4 bytes of registers",
         ),
-        ({"triton": "3.9.0", "kernel": "pipelined_reduce", "spill_bytes": 237}, "237 bytes of registers"),
-        ({"triton": "3.9.0", "kernel": "pipelined_reduce", "spill_bytes": 4, "loop_spills": 1}, "4 bytes of registers"),
-        ({"triton": "3.8.0", "kernel": "pipelined_reduce", "spill_bytes": 4}, "4 bytes of registers"),
+        ({"triton": "3.9.0", "kernel": "sm90_reduce", "spill_bytes": 237}, "237 bytes of registers"),
+        ({"triton": "3.9.0", "kernel": "sm90_reduce", "spill_bytes": 4, "loop_spills": 1}, "4 bytes of registers"),
+        ({"triton": "3.8.0", "kernel": "sm90_reduce", "spill_bytes": 4}, "4 bytes of registers"),
         ({"serialised": True}, "serialised"),
         ({"dtype": "float32", "tf32": 2}, "2 TF32"),
     ],
@@ -169,7 +167,7 @@ def test_every_fault_is_named(change: dict[str, Any], word: str) -> None:
         "matrix_instructions": 3, "spill_bytes": 0, "loop_spills": 0, "serialised": False, "tf32": 0,
     }  # fmt: skip
     assert faults(good) == []
-    assert faults(good | {"triton": "3.10.0", "kernel": "pipelined_reduce", "spill_bytes": 236}) == []
+    assert faults(good | {"triton": "3.10.0", "kernel": "sm90_reduce", "spill_bytes": 236}) == []
     (fault,) = faults(good | change)
     assert word in fault
 
@@ -305,9 +303,9 @@ import json
 
 from code_generation import Case, compile_case
 
-for width, pipelined in ((64, False), (64, True), (256, True)):
+for width, sm90 in ((64, False), (64, True), (256, True)):
     for rows in (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 100, 127, 128, 255, 512, 777, 1024, 2048, 3000, 4096):
-        for report in compile_case(Case("sm_90", "bfloat16", width, rows=rows, pipelined=pipelined)):
+        for report in compile_case(Case("sm_90", "bfloat16", width, rows=rows, sm90=sm90)):
             print(json.dumps(report))
 """
 
@@ -317,7 +315,7 @@ def test_few_variants_for_many_row_counts(tmp_path: Path) -> None:
     rows = defaultdict(lambda: defaultdict(set))
     for report in compiled(tmp_path, "variants.py"):
         rows[report["width"], report["kernel"]][report["hash"]].add(report["rows"])
-    storing = {(256, kernel) for kernel in {"pipelined_forward", "reduce_partials"} | STORING_KERNELS}
+    storing = {(256, kernel) for kernel in {"sm90_forward", "reduce_partials"} | STORING_KERNELS}
     assert (
         rows.keys()
         == {(64, kernel) for kernel in KERNELS | PIPELINED_KERNELS | {"reduce_partials", "column_sums"}} | storing

@@ -43,16 +43,16 @@ def step(target, dtype, tokens, vocabulary, name="linear_cross_entropy", **optio
             print(json.dumps(report | facts))
 
 
-def statistics(target, dtype, sizes, pipelined, bias=False, entropy=False, weight=False, **options):
+def statistics(target, dtype, sizes, sm90, bias=False, entropy=False, weight=False, **options):
     M, K, V = sizes
     dtype = getattr(torch, dtype)
     bits = 8 * dtype.itemsize
-    tiles = logit_tiles(target, bits, 132, pipelined)
+    tiles = logit_tiles(target, bits, 132, sm90)
     tensors = torch.empty(M, K, dtype=dtype), torch.empty(V, K, dtype=dtype)
     bias = torch.empty(V, dtype=dtype) if bias else None
     weight, found = torch.ones(V) if weight else None, torch.empty(4, M)
     arithmetic = cross_entropy.LossArithmetic(-100, "exact" if bits == 32 else "half", **options)
-    with code_generation.compiling_for(target, pipelined=pipelined) as reports:
+    with code_generation.compiling_for(target, sm90=sm90) as reports:
         cross_entropy.losses_of_product(
             *tensors, bias, torch.zeros(M, dtype=torch.int64), weight, weight if weight is None else weight.sum(),
             arithmetic, "ieee", tiles, 4, loss=found[0], entropy=found[1] if entropy else None, statistics=found[2:],
@@ -62,16 +62,16 @@ def statistics(target, dtype, sizes, pipelined, bias=False, entropy=False, weigh
         print(json.dumps(report | facts | {"entropy": entropy}))
 
 
-def gradient(target, dtype, sizes, pipelined, bias=False, weight=False, entropy=False, **options):
+def gradient(target, dtype, sizes, sm90, bias=False, weight=False, entropy=False, **options):
     M, K, V = sizes
     dtype = getattr(torch, dtype)
     bits = 8 * dtype.itemsize
-    tiles = gradient_tiles(target, bits, 132, pipelined)
+    tiles = gradient_tiles(target, bits, 132, sm90)
     tensors = torch.empty(M, K, dtype=dtype), torch.empty(V, K, dtype=dtype)
     bias, weight = torch.empty(V, dtype=dtype) if bias else None, torch.ones(V) if weight else None
     classes, statistics = torch.zeros(M, dtype=torch.int64), torch.empty(2, M)
     arithmetic = cross_entropy.LossArithmetic(-100, "exact" if bits == 32 else "half", **options)
-    with code_generation.compiling_for(target, pipelined=pipelined) as reports:
+    with code_generation.compiling_for(target, sm90=sm90) as reports:
         factors = cross_entropy.row_factors(
             classes, weight, None if weight is None else weight.sum(), V, arithmetic, statistics, torch.empty(M),
             *([torch.empty(M)] * 2 if entropy else []),
@@ -113,7 +113,7 @@ gradient("sm_90", "bfloat16", (1003, 776, 4096), True, softcap=30.0, entropy=Tru
 gradient("sm_90", "bfloat16", (1003, 776, 4096), True, bias=True, logit_scale=0.5, **EVERYTHING)
 gradient("sm_90", "bfloat16", (1, 16, 100), True)
 """
-PORTABLE = """
+GENERIC = """
 for target in sys.argv[1:]:
     for dtype in ("bfloat16", "float32"):
         statistics(target, dtype, (8192, 4096, 128256), False)
@@ -160,10 +160,10 @@ def test_the_product_without_logits_on_hopper(tmp_path: Path) -> None:
     found = reports(tmp_path, ON_HOPPER)
     for report in found:
         assert not faults(report), (report["dtype"], report["vocabulary"], faults(report))
-    pipelined = [report for report in found if report["kernel"] == "pipelined_statistics"]
-    assert len(pipelined) == 5
+    sm90 = [report for report in found if report["kernel"] == "sm90_statistics"]
+    assert len(sm90) == 5
     assert len(found) == 10, "what is combined"
-    for report in pipelined:
+    for report in sm90:
         config = LogitPipeline()
         assert report["wgmma"] == 2 * config.step // 16
         assert ("spread_ptr" in report["pointers"]) == report["entropy"]
@@ -174,15 +174,15 @@ def test_the_gradient_of_some_columns_on_hopper(tmp_path: Path) -> None:
     found = reports(tmp_path, GRADIENTS_ON_HOPPER)
     for report in found:
         assert not faults(report), (report["kernel"], report["dtype"], report["vocabulary"], faults(report))
-    pipelined = [report for report in found if report["kernel"] == "pipelined_logit_gradient"]
-    assert [report["wgmma"] for report in pipelined] == [2 * GradientPipeline().step // 16] * 5
+    sm90 = [report for report in found if report["kernel"] == "sm90_logit_gradient"]
+    assert [report["wgmma"] for report in sm90] == [2 * GradientPipeline().step // 16] * 5
     assert len(found) == 12, "factors of rows, and a softcap with entropies"
 
 
 @pytest.mark.full
 def test_the_product_without_logits_elsewhere(tmp_path: Path) -> None:
     targets = tuple(SHARED_LIMITS) if FULL else ("sm_80", "sm_90", "gfx942")
-    found = reports(tmp_path, PORTABLE, *targets)
+    found = reports(tmp_path, GENERIC, *targets)
     for report in found:
         assert not faults(report), (report["target"], report["kernel"], report["dtype"], faults(report))
     kernels = [report["kernel"] for report in found]

@@ -14,20 +14,20 @@ from tests.kernels.test_code_generation import COMPILE_ALL, SHARED_LIMITS, compi
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
-PIPELINED = {"pipelined_hidden": "hidden", "pipelined_epilogue_gradient": "hidden_gradient"}
-SUMMING = "pipelined_data_gradient"
-PORTABLES = ("hidden", "hidden_gradient")
+SM90 = {"sm90_hidden": "hidden", "sm90_epilogue_gradient": "hidden_gradient"}
+SUMMING = "sm90_data_gradient"
+GENERICS = ("hidden", "hidden_gradient")
 TARGETS = tuple(SHARED_LIMITS) if COMPILE_ALL else ("sm_80", "sm_90", "gfx942")
 # Bytes, by kernel, gate and activation, where sums and the hidden are wanted, too. The quarters of a tile take turns in
 # the same registers, and those that wait are alive: all of these were measured faster than four copies of the code.
 DROPPING = {
-    "pipelined_epilogue_gradient": {
+    "sm90_epilogue_gradient": {
         (True, "gelu"): 304, (True, "gelu_tanh"): 328, (False, "gelu"): 340, (False, "gelu_tanh"): 8,
     },
 }  # fmt: skip
 SPILLING = {
     # Three registers without a gate of Triton 3.7, where programs stay in a column.
-    "pipelined_epilogue_gradient": {(False, "gelu_tanh"): 12, (True, "gelu_tanh"): 16, (True, "gelu"): 116},
+    "sm90_epilogue_gradient": {(False, "gelu_tanh"): 12, (True, "gelu_tanh"): 16, (True, "gelu"): 116},
     "hidden_gradient": {(False, "gelu_tanh"): 320, (True, "gelu_tanh"): 160},
 }
 
@@ -48,14 +48,14 @@ def matrix(rows, columns, dtype, transposed):
 
 
 def compile_all(
-    target, dtype, sizes, pipelined, variants, activation, accuracy, dropping=False, stays=False, transposed=False,
+    target, dtype, sizes, sm90, variants, activation, accuracy, dropping=False, stays=False, transposed=False,
     rank=0, adding=False, torch_multiplies=False,
 ):
     M, K, N, O = sizes
     dropout = Dropout(torch.zeros(1, dtype=torch.int64), 0.1) if dropping else NO_DROPOUT
     for gated, bias, more in variants:
         def pipeline(kernel):
-            return replace(EPILOGUE_PIPELINES[kernel, gated], stays=stays) if pipelined else None
+            return replace(EPILOGUE_PIPELINES[kernel, gated], stays=stays) if sm90 else None
 
         tiles = epilogue_tiles(target, 8 * dtype.itemsize, gated, dropping)
         if torch_multiplies:
@@ -68,7 +68,7 @@ def compile_all(
             right, left = torch.empty(N, rank, dtype=dtype), torch.empty(M, 32, dtype=dtype)
             joining = [LowRank(left, right, right if gated else None, 16), LowRank(left, right.T.contiguous())]
         rest = (activation, accuracy, "ieee", tiles)
-        with compiling_for(target, pipelined=pipelined) as reports:
+        with compiling_for(target, sm90=sm90) as reports:
             kernels.hidden(
                 x, w, b, w if gated else None, b if gated else None, more, *rest, pipeline("hidden"), dropout,
                 low_rank=joining[0],
@@ -90,7 +90,7 @@ def compile_sums(dtype, sizes, gates=(False, True), transposed=False):
     total = torch.empty(M, K)
     for gated in gates:
         for first, last in ((True, False), (False, False), (False, True)):
-            with compiling_for("sm_90", pipelined=True) as reports:
+            with compiling_for("sm_90", sm90=True) as reports:
                 terms, pipeline = [(d_pre, weight)] * (1 + gated), EPILOGUE_PIPELINES["data_gradient", gated]
                 assert kernels.data_gradient(terms, dx, total, first, last, pipeline)
             for report in reports:
@@ -123,7 +123,7 @@ for options in ({}, {"dropping": True}):
     compile_all("sm_90", torch.float16, (4099, 616, 1032, 616), False, COSTLIEST, "gelu", "half", **arguments)
 """
 
-PORTABLE = """
+GENERIC = """
 import sys
 
 for target in sys.argv[1:]:
@@ -160,29 +160,29 @@ def red(reports: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def test_pipelined_kernels(tmp_path: Path) -> None:
+def test_sm90_kernels(tmp_path: Path) -> None:
     """No serialised products, rings that fit, and no spills but for the one that is named."""
-    (tmp_path / "pipelined.py").write_text(STEP + ON_HOPPER)
-    found = [report for report in compiled(tmp_path, "pipelined.py") if report["kernel"] != "reduce_partials"]
+    (tmp_path / "sm90.py").write_text(STEP + ON_HOPPER)
+    found = [report for report in compiled(tmp_path, "sm90.py") if report["kernel"] != "reduce_partials"]
     assert not red(found), "\n".join(red(found))
     kinds = {(report["kernel"], report["gated"], report["bias"], report["more"]) for report in found}
-    assert kinds == {(kernel, gated, both, both) for kernel in PIPELINED for gated in (0, 1) for both in (0, 1)}
+    assert kinds == {(kernel, gated, both, both) for kernel in SM90 for gated in (0, 1) for both in (0, 1)}
     assert sum(report["constants"].get("STAYS", False) for report in found) == 2
     for report in found:
         # Two instructions for each 16 of the inner axis, one for each half of the rows.
-        assert report["wgmma"] >= 2 * EPILOGUE_PIPELINES[PIPELINED[report["kernel"]], report["gated"]].step // 16
+        assert report["wgmma"] >= 2 * EPILOGUE_PIPELINES[SM90[report["kernel"]], report["gated"]].step // 16
         assert ("seed_ptr" in report["pointers"]) == report["dropout"]
         assert ("added_ptr" in report["pointers"]) == (report["adding"] and "gradient" in report["kernel"])
         assert ("sums_ptr" in report["pointers"]) == (report["bias"] and "gradient" in report["kernel"])
 
 
-def test_portable_kernels(tmp_path: Path) -> None:
-    (tmp_path / "portable.py").write_text(STEP + PORTABLE)
-    reports = compiled(tmp_path, "portable.py", *TARGETS)
+def test_generic_kernels(tmp_path: Path) -> None:
+    (tmp_path / "generic.py").write_text(STEP + GENERIC)
+    reports = compiled(tmp_path, "generic.py", *TARGETS)
     found = [report for report in reports if report["kernel"] != "reduce_partials"]
     assert not red(found), "\n".join(red(found))
     kinds = {(report["target"], report["kernel"], report["gated"]) for report in found}
-    assert kinds == {(target, kernel, gated) for target in TARGETS for kernel in PORTABLES for gated in (0, 1)}
+    assert kinds == {(target, kernel, gated) for target in TARGETS for kernel in GENERICS for gated in (0, 1)}
 
 
 def test_what_follows_products_of_torch(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_what_follows_products_of_torch(tmp_path: Path) -> None:
     (tmp_path / "elements.py").write_text(STEP + TORCH_MULTIPLIES)
     found = [report for report in compiled(tmp_path, "elements.py") if report["kernel"] != "reduce_partials"]
     assert not red(found), "\n".join(red(found))
-    assert {report["kernel"] for report in found} == set(PORTABLES)
+    assert {report["kernel"] for report in found} == set(GENERICS)
     for report in found:
         assert (report["products"], report["spill_bytes"]) == (0, 0), report
 
@@ -215,7 +215,7 @@ def test_kernels_that_add_to_a_sum(tmp_path: Path) -> None:
 
 def test_the_lint_still_sees_what_is_not_named() -> None:
     report = {
-        "target": "sm_90", "kernel": "pipelined_epilogue_gradient", "dtype": "bfloat16", "width": 512, "gated": False,
+        "target": "sm_90", "kernel": "sm90_epilogue_gradient", "dtype": "bfloat16", "width": 512, "gated": False,
         "bias": True, "more": True, "dropout": False, "activation": "gelu_tanh", "shared": 0, "int32_products": [],
         "scalar_products": 0, "triton": "3.7.1",
         "products": 1, "matrix_instructions": 8, "spill_bytes": 12, "loop_spills": 0, "serialised": False, "tf32": 0,
@@ -235,9 +235,9 @@ def test_the_lint_still_sees_what_is_not_named() -> None:
 
 
 VARIANTS = """
-for pipelined in (False, True):
+for sm90 in (False, True):
     for rows in (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 100, 127, 128, 255, 512, 777, 1024, 2048, 3000, 4096):
-        compile_all("sm_90", torch.bfloat16, (rows, 512, 1024, 512), pipelined, COSTLIEST[:1], "silu", "coarse")
+        compile_all("sm_90", torch.bfloat16, (rows, 512, 1024, 512), sm90, COSTLIEST[:1], "silu", "coarse")
 """
 
 
@@ -246,6 +246,6 @@ def test_few_variants_for_many_row_counts(tmp_path: Path) -> None:
     variants = defaultdict(set)
     for report in compiled(tmp_path, "variants.py"):
         variants[report["kernel"]].add(report["hash"])
-    assert variants.keys() == {*PIPELINED, *PORTABLES, "reduce_partials"}
+    assert variants.keys() == {*SM90, *GENERICS, "reduce_partials"}
     for kernel, hashes in variants.items():
         assert len(hashes) <= 3, f"{kernel} is compiled {len(hashes)} times"

@@ -12,7 +12,7 @@ from tests.kernels.test_code_generation import SHARED_LIMITS, compiled, faults
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
-PORTABLE, PIPELINED = "weight_and_bias_gradient", "pipelined_weight_and_bias_gradient"
+GENERIC, SM90 = "weight_and_bias_gradient", "sm90_weight_and_bias_gradient"
 HIDDEN = "hidden_gradient"
 
 EVERY_PIPELINE = """
@@ -30,7 +30,7 @@ for dtype, (M, O, K), biased_splits in (
 ):
     for pipeline in PIPELINES:
         for bias, splits in ((True, biased_splits), (False, 5 - biased_splits)):
-            with compiling_for("sm_90", pipelined=True) as reports:
+            with compiling_for("sm_90", sm90=True) as reports:
                 dy, x = torch.empty(M, O, dtype=dtype), torch.empty(M, K, dtype=dtype)
                 weight_gradient(dy, x, bias, splits, "ieee", tiles, pipeline)
             for report in reports:
@@ -39,19 +39,19 @@ for dtype, (M, O, K), biased_splits in (
 """
 
 
-def test_pipelined_kernels(tmp_path: Path) -> None:
+def test_sm90_kernels(tmp_path: Path) -> None:
     """No spills, no serialised products, and rings that fit."""
     (tmp_path / "pipelines.py").write_text(EVERY_PIPELINE)
     found = [report for report in compiled(tmp_path, "pipelines.py") if report["kernel"] != "reduce_partials"]
     assert len(found) == 2 * 3 * 2
     assert len({(*report["pipeline"], report["bias"], report["splits"]) for report in found}) == 3 * 2 * 2
-    assert {report["kernel"] for report in found} == {PIPELINED}
+    assert {report["kernel"] for report in found} == {SM90}
     for report in found:
         assert not faults(report), (report["pipeline"], report["bias"], faults(report))
         assert report["wgmma"] >= 8
 
 
-PORTABLE_ON = """
+GENERIC_ON = """
 import json
 import sys
 
@@ -74,10 +74,10 @@ for target in sys.argv[1:]:
 """
 
 
-def test_the_portable_kernels(tmp_path: Path) -> None:
-    (tmp_path / "portable.py").write_text(PORTABLE_ON)
-    found = compiled(tmp_path, "portable.py", *SHARED_LIMITS)
-    for kernel in (PORTABLE, HIDDEN):
+def test_the_generic_kernels(tmp_path: Path) -> None:
+    (tmp_path / "generic.py").write_text(GENERIC_ON)
+    found = compiled(tmp_path, "generic.py", *SHARED_LIMITS)
+    for kernel in (GENERIC, HIDDEN):
         reports = [report for report in found if report["kernel"] == kernel]
         assert {report["target"] for report in reports} == set(SHARED_LIMITS)
         for report in reports:
@@ -91,12 +91,12 @@ import torch
 from code_generation import compiling_for
 from fusedlayers import functional
 
-for pipelined in (False, True):
+for sm90 in (False, True):
     for rows in (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 100, 127, 128, 255, 512, 777, 1024, 2048, 3000, 4096):
-        with compiling_for("sm_90", pipelined=pipelined) as reports:
+        with compiling_for("sm_90", sm90=sm90) as reports:
             dy, x = (torch.empty(rows, columns, dtype=torch.bfloat16) for columns in (1024, 256))
             functional.weight_gradient(dy, x)
-            if not pipelined:
+            if not sm90:
                 z = torch.empty(rows, 512, dtype=torch.bfloat16)
                 functional.hidden_gradient(dy, torch.empty(1024, 512, dtype=torch.bfloat16), z, activation="silu")
         for report in reports:
@@ -109,6 +109,6 @@ def test_few_variants_for_many_row_counts(tmp_path: Path) -> None:
     variants = defaultdict(set)
     for report in compiled(tmp_path, "variants.py"):
         variants[report["kernel"]].add(report["hash"])
-    assert variants.keys() == {PORTABLE, PIPELINED, HIDDEN, "reduce_partials"}
+    assert variants.keys() == {GENERIC, SM90, HIDDEN, "reduce_partials"}
     for kernel, hashes in variants.items():
         assert len(hashes) <= 3, f"{kernel} is compiled {len(hashes)} times"

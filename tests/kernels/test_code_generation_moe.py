@@ -23,7 +23,7 @@ import torch
 from fusedlayers import functional
 
 
-def step(target, dtype, sizes, layout="separate", gated=True, bias=False, training=True, pipelined=False, **options):
+def step(target, dtype, sizes, layout="separate", gated=True, bias=False, training=True, sm90=False, **options):
     M, K, N, E, k = sizes
     leaf = {"dtype": getattr(torch, dtype), "requires_grad": training}
     merged = gated and layout != "separate"
@@ -35,7 +35,7 @@ def step(target, dtype, sizes, layout="separate", gated=True, bias=False, traini
         tensors["w_gate"] = torch.empty(E, N, K, **leaf)
     if bias:
         tensors |= {"b_up": torch.empty(E, rows, **leaf), "b_down": torch.empty(E, K, **leaf)}
-    with code_generation.compiling_for(target, pipelined=pipelined) as reports, torch.set_grad_enabled(training):
+    with code_generation.compiling_for(target, sm90=sm90) as reports, torch.set_grad_enabled(training):
         y = functional.moe_ffn(**tensors, gate_and_up=layout if merged else "separate", **options)
         if training:
             y.backward(torch.empty_like(y))
@@ -48,12 +48,12 @@ LIMITED = {"activation": "quick_gelu", "limit": 7.0, "up_offset": 1.0}
 """
 ON_HOPPER = """
 for dtype in ("bfloat16", "float16"):
-    step("sm_90", dtype, (16384, 2048, 768, 128, 8), "concatenated", pipelined=True)
-step("sm_90", "bfloat16", (512, 2880, 2880, 32, 4), "interleaved", bias=True, pipelined=True, **LIMITED)
-step("sm_90", "bfloat16", (4096, 1024, 512, 64, 6), gated=False, activation="relu2", pipelined=True)
-step("sm_90", "bfloat16", (4096, 512, 320, 8, 2), gated=False, activation="sigmoid", pipelined=True)
+    step("sm_90", dtype, (16384, 2048, 768, 128, 8), "concatenated", sm90=True)
+step("sm_90", "bfloat16", (512, 2880, 2880, 32, 4), "interleaved", bias=True, sm90=True, **LIMITED)
+step("sm_90", "bfloat16", (4096, 1024, 512, 64, 6), gated=False, activation="relu2", sm90=True)
+step("sm_90", "bfloat16", (4096, 512, 320, 8, 2), gated=False, activation="sigmoid", sm90=True)
 """
-PORTABLE = """
+GENERIC = """
 for target in sys.argv[1:]:
     for dtype in ("bfloat16", "float32"):
         step(target, dtype, (16384, 2048, 768, 128, 8), "concatenated")
@@ -63,11 +63,11 @@ for target in sys.argv[1:]:
 """
 VARIANTS = """
 for tokens in (1, 2, 3, 7, 15, 16, 17, 31, 64, 100, 128, 255, 777, 1024, 2048, 3000, 4096):
-    step("sm_90", "bfloat16", (tokens, 256, 128, 8, 2), pipelined=True)
+    step("sm_90", "bfloat16", (tokens, 256, 128, 8, 2), sm90=True)
 """
 STEPS = {"hidden", "product", "hidden_gradient", "weight_and_bias_gradient"}
-PIPELINED = {
-    "pipelined_hidden", "pipelined_grouped_product", "pipelined_epilogue_gradient", "pipelined_grouped_weight_gradient"
+SM90 = {
+    "sm90_hidden", "sm90_grouped_product", "sm90_epilogue_gradient", "sm90_grouped_weight_gradient"
 }  # fmt: skip
 SORTING = {"place", "spread", "combine", "score_gradient"}
 MANY = {"count", "scan"}
@@ -85,18 +85,18 @@ def test_on_hopper(tmp_path: Path) -> None:
     """
     found = reports(tmp_path, ON_HOPPER)
     for report in found:
-        if report["limited"] and report["kernel"] == "pipelined_epilogue_gradient":
+        if report["limited"] and report["kernel"] == "sm90_epilogue_gradient":
             assert not report["loop_spills"]
             report["spill_bytes"] = 0
         assert not faults(report), (report["kernel"], report["dtype"], faults(report))
-        if report["kernel"] == "pipelined_epilogue_gradient":
+        if report["kernel"] == "sm90_epilogue_gradient":
             assert report["constants"]["WHOLE_COLUMNS"] == (report["units"] % 128 == 0)
-    assert {report["kernel"] for report in found} == PIPELINED | SORTING | MANY | {"experts_sums", "order"}
+    assert {report["kernel"] for report in found} == SM90 | SORTING | MANY | {"experts_sums", "order"}
 
 
-def test_portable(tmp_path: Path) -> None:
+def test_generic(tmp_path: Path) -> None:
     targets = tuple(SHARED_LIMITS) if FULL else ("sm_80", "sm_90", "gfx942")
-    found = reports(tmp_path, PORTABLE, *targets)
+    found = reports(tmp_path, GENERIC, *targets)
     for report in found:
         assert not faults(report), (report["target"], report["kernel"], report["dtype"], faults(report))
     kernels = {(report["target"], report["kernel"]) for report in found}
@@ -111,7 +111,7 @@ def test_few_variants_for_many_tokens(tmp_path: Path) -> None:
     variants: dict[str, set[str]] = defaultdict(set)
     for report in reports(tmp_path, VARIANTS):
         variants[report["kernel"]].add(report["hash"])
-    assert set(variants) >= PIPELINED | SORTING
+    assert set(variants) >= SM90 | SORTING
     for kernel, found in variants.items():
         # Spread and combined for two purposes each.
         assert len(found) <= 4, f"{kernel} is compiled {len(found)} times"

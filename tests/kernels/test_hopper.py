@@ -55,7 +55,7 @@ def test_matrices(given: Tensor, expected: tuple[int, int, int, int, bool]) -> N
     ],
     ids=lambda given: f"{tuple(given.shape)}-{given.stride()}",
 )
-def test_what_only_the_portable_kernels_take(given: Tensor) -> None:
+def test_what_only_the_generic_kernels_take(given: Tensor) -> None:
     assert matrix(given) is None
 
 

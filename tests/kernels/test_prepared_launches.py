@@ -201,9 +201,7 @@ def both_passes(width: int, gated: bool) -> Callable[[dict[Any, Any] | None], No
 @pytest.mark.parametrize("nested", [False, True], ids=["one by one", "in a tuple"])
 @GATED
 @pytest.mark.parametrize("width", [64, 128, 256, 768])
-def test_pipelined_kernels_are_told_the_same(
-    width: int, gated: bool, nested: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sm90_kernels_are_told_the_same(width: int, gated: bool, nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_told_the_same(both_passes(width, gated), nested, monkeypatch)
 
 

@@ -104,7 +104,7 @@ def late_interaction(ready: dict[Any, Any] | None, tensors: tuple[Tensor, ...]) 
         needs_document_gradient=True,
     )  # fmt: skip
     plan = planning.plan(problem, HOPPER, "triton")
-    assert plan.forward_tiles.pipelined is not None
+    assert plan.forward_tiles.sm90 is not None
     operands = MaxSimOperands(queries, documents, 32, None, None, None, None, "ieee", ready)
     _, chosen = maxsim.forward(operands, indices=True, splits=plan.splits, chunk=plan.chunk, tiles=plan.forward_tiles)
     assert chosen is not None
@@ -122,7 +122,7 @@ def logsumexp(ready: dict[Any, Any] | None, tensors: tuple[Tensor, ...]) -> None
         needs_kept_gradient=True, needs_reduced_gradient=True,
     )  # fmt: skip
     plan = planning.plan(problem, HOPPER, "triton")
-    assert plan.forward_tiles.pipelined is not None
+    assert plan.forward_tiles.sm90 is not None
     arithmetic = ReduceArithmetic("logsumexp", "identity", "ieee", plan.accuracy)
     operands = ReduceOperands(kept, documents, None, None, None, None, None, arithmetic, ready)
     result, _ = gemm_reduce.reduce(operands, indices=False, out_dtype=torch.float32, splits=2, tiles=plan.forward_tiles)
@@ -133,7 +133,7 @@ def logsumexp(ready: dict[Any, Any] | None, tensors: tuple[Tensor, ...]) -> None
 
 @pytest.mark.skipif(not hopper.HAS_GLUON, reason="this Triton has no Gluon")
 @pytest.mark.parametrize("run", [late_interaction, logsumexp])
-def test_pipelined_reductions_are_told_the_same(
+def test_sm90_reductions_are_told_the_same(
     run: Callable[[dict[Any, Any] | None, tuple[Tensor, ...]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = ((128, 128), (50, 200, 128), (4, 50))

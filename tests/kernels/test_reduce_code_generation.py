@@ -36,12 +36,12 @@ def test_shipped_configurations(tmp_path: Path, selection: str, target: str, dty
     assert of_both == {True, False}
 
 
-def test_the_pipelined_kernel(tmp_path: Path) -> None:
+def test_the_sm90_kernel(tmp_path: Path) -> None:
     """Every tile of its table compiles without spills and within shared memory, whatever is reduced how."""
-    reports = compiled(tmp_path, str(TESTS / "reduce_code_generation.py"), "pipelined", "sm_90/bfloat16")
+    reports = compiled(tmp_path, str(TESTS / "reduce_code_generation.py"), "sm90", "sm_90/bfloat16")
     red = [f"{name(report)}: {fault}" for report in reports for fault in faults(report)]
     assert not red, "\n".join(red)
-    assert {report["kernel"] for report in reports} == {"pipelined_reduce"}
+    assert {report["kernel"] for report in reports} == {"sm90_reduce"}
     constants = [report["constants"] for report in reports]
     assert {(c["CONSUMERS"], c["BLOCK"]) for c in constants} == {(1, 64), (2, 64), (2, 128), (4, 64), (4, 128)}
     for flag in ("KEPT_TRANSPOSED", "REDUCED_TRANSPOSED", "PARTIAL", "IN_REGISTERS"):

@@ -18,14 +18,14 @@ from tests.kernels.test_code_generation import faults
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = [Path(name) for name in os.environ.get("FUSEDLAYERS_TRITONS", "").split()]
-# One with the warp-specialised kernels, and one with the portable ones, through another compiler.
+# One with the warp-specialised kernels, and one with the generic ones, through another compiler.
 TARGETS = ("sm_90", "gfx942")
 # The mask by itself is drawn by torch where there is no GPU.
 NOT_CALLED = {"keep"}
 # The rows of some experts are no multiples of 16 bytes, and two registers are named in the lint of every configuration.
-MAY_SPILL = {"hidden", "product", "hidden_gradient", "pipelined_hidden_gradient"}
+MAY_SPILL = {"hidden", "product", "hidden_gradient", "sm90_hidden_gradient"}
 # Bytes at most, with a gate and sums: see the lint of its configurations.
-MOST_SPILLED = {"pipelined_epilogue_gradient": 24}
+MOST_SPILLED = {"sm90_epilogue_gradient": 24}
 
 
 def kernels() -> set[str]:

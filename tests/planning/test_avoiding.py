@@ -59,10 +59,10 @@ def names(made: Any) -> list[str]:
 def test_names_tell_kernels_gates_and_sizes_apart() -> None:
     made = plan(BLOCK, H200)
     assert set(configurations(made)) == {"forward_tiles", "data_gradient_tiles", "weight_gradient_tiles"}
-    pipelined, portable = configurations(made)["forward_tiles"]
-    assert pipelined.startswith("gemm_gemm forward, 16 bits: PipelinedConfig(block=128, consumers=2, stages=")
-    assert portable.startswith("gemm_gemm forward, 16 bits: TileConfig(block_m=128,")
-    assert "programs" not in pipelined, "another number of SMs compiles nothing else"
+    sm90, generic = configurations(made)["forward_tiles"]
+    assert sm90.startswith("gemm_gemm forward, 16 bits: Sm90Config(block=128, consumers=2, stages=")
+    assert generic.startswith("gemm_gemm forward, 16 bits: TileConfig(block_m=128,")
+    assert "programs" not in sm90, "another number of SMs compiles nothing else"
     gated = configurations(plan(replace(BLOCK, gated=True), H200))["forward_tiles"][0]
     assert gated.startswith("gemm_gemm forward, gated, 16 bits: ")
     assert configurations(plan(replace(BLOCK, dtype="float32"), H200, "torch")) == {}
@@ -82,35 +82,35 @@ def test_no_plan_has_what_is_avoided(operation: str) -> None:
                 assert made.avoided == (name,)
 
 
-def test_without_a_pipelined_configuration_the_portable_kernels_run() -> None:
-    pipelined, portable = configurations(plan(BLOCK, H200))["data_gradient_tiles"]
-    made = plan(BLOCK, replace(H200, avoided=frozenset({pipelined})), "triton")
+def test_without_a_sm90_configuration_the_generic_kernels_run() -> None:
+    sm90, generic = configurations(plan(BLOCK, H200))["data_gradient_tiles"]
+    made = plan(BLOCK, replace(H200, avoided=frozenset({sm90})), "triton")
     assert made.path == "fused"
-    assert made.forward_tiles.pipelined is None
-    assert made == replace(plan(BLOCK, replace(H200, backend="generic"), "triton"), avoided=(pipelined,))
-    # One that could run in place of a pipelined one leaves nothing to trust.
-    made = plan(BLOCK, replace(H200, avoided=frozenset({portable})), "triton")
+    assert made.forward_tiles.sm90 is None
+    assert made == replace(plan(BLOCK, replace(H200, backend="generic"), "triton"), avoided=(sm90,))
+    # One that could run in place of an sm90 one leaves nothing to trust.
+    made = plan(BLOCK, replace(H200, avoided=frozenset({generic})), "triton")
     assert made.path == "torch"
-    assert made.unsupported == f"{portable} gave wrong numbers here in the self-test"
+    assert made.unsupported == f"{generic} gave wrong numbers here in the self-test"
     assert dict(made.rejected)["fused"] == made.unsupported
 
 
 def test_a_plan_within_a_plan_avoids_what_the_operation_itself_does() -> None:
     wide, layer = PROBLEMS["wide ffn"], PROBLEMS["linear"]
     gradient = replace(PROBLEMS["hidden_gradient"], gated=True)
-    pipelined, portable = (configurations(plan(gradient, H200, "triton"))[field][0] for field in ("pipeline", "tiles"))
+    sm90, generic = (configurations(plan(gradient, H200, "triton"))[field][0] for field in ("pipeline", "tiles"))
     found = configurations(plan(wide, H200))
-    assert found["epilogue gradient pipeline"] == (pipelined,)
-    assert found["epilogue gradient tiles"] == (portable,)
-    made = plan(wide, replace(H200, avoided=frozenset({pipelined})), "triton")
+    assert found["epilogue gradient pipeline"] == (sm90,)
+    assert found["epilogue gradient tiles"] == (generic,)
+    made = plan(wide, replace(H200, avoided=frozenset({sm90})), "triton")
     assert (made.path, made.epilogue.hidden_pipeline, made.epilogue.gradient.pipeline) == ("epilogue", None, None)
-    # The portable kernels were not measured faster than torch.
-    assert plan(wide, replace(H200, avoided=frozenset({pipelined}))).path == "torch"
-    assert plan(wide, replace(H200, avoided=frozenset({portable})), "triton").path == "torch"
+    # The generic kernels were not measured faster than torch.
+    assert plan(wide, replace(H200, avoided=frozenset({sm90}))).path == "torch"
+    assert plan(wide, replace(H200, avoided=frozenset({generic})), "triton").path == "torch"
 
-    [pipelined] = configurations(plan(layer, H200, "triton"))["weight_gradient pipeline"]
-    assert pipelined.startswith("weight_gradient pipeline, 16 bits: WeightGradientPipeline(")
-    made = plan(layer, replace(H200, avoided=frozenset({pipelined})), "triton")
+    [sm90] = configurations(plan(layer, H200, "triton"))["weight_gradient pipeline"]
+    assert sm90.startswith("weight_gradient pipeline, 16 bits: WeightGradientPipeline(")
+    made = plan(layer, replace(H200, avoided=frozenset({sm90})), "triton")
     assert made.weight_gradient.pipeline is None
     assert made.forward.tiles is not None
     [tiles] = configurations(made)["forward tiles"]
@@ -143,7 +143,7 @@ def test_explain_names_what_is_avoided_and_why(monkeypatch: pytest.MonkeyPatch) 
             monkeypatch.setattr(module, "describe", lambda where: replace(H200, avoided=frozenset({name})))
         text = fl.explain(functional.ffn, x, w_up, w_down, details=True)
     assert f"{name}: gave wrong numbers here in the self-test (python -m fusedlayers.bench selftest)" in text
-    assert "pipelined:" not in text
+    assert "sm90:" not in text
 
 
 def every_problem() -> Iterator[Call]:

@@ -10,7 +10,7 @@ from hypothesis import strategies
 
 from fusedlayers.planning import Device, ffn_chunked, plan
 from fusedlayers.planning.ffn_chunked import LEAST_WORKSPACE, MOST_ROWS
-from tests.planning.test_paths import DEVICES, H200, NO_TRITON, PIPELINED, TRAINING
+from tests.planning.test_paths import DEVICES, H200, NO_TRITON, SM90, TRAINING
 
 GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 
@@ -52,19 +52,19 @@ def test_layers_of_usual_widths_have_two_groups(size: tuple[int, int, int], gate
     """In the kernels: the sum of dx takes twice x, and at most six times x are left for a group and its hidden."""
     M, K, N = size
     problem = replace(TRAINING, M=M, K=K, N=N, O=K, dtype="bfloat16", gated=gated, recompute=True)
-    made = plan(problem, PIPELINED)
+    made = plan(problem, SM90)
     assert (made.chunks.columns, made.chunks.hidden_columns, made.chunks.hidden_in_dx) == (N // 2, N // 2, False)
     assert made.workspace_bytes == 2 * M * (2 * K + N // 2 * (3 if gated else 2)) <= 8 * 2 * M * K
     assert made.backward_units == (8 if gated else 5), "the pre-activations are computed once more"
     # Partial sums of biases lie in the gradient of w_up, unless it is too small, which both together may find it.
-    biased = plan(replace(problem, needs_bias_gradient=True), PIPELINED)
+    biased = plan(replace(problem, needs_bias_gradient=True), SM90)
     assert biased.chunks.columns == made.chunks.columns
     assert biased.workspace_bytes <= 8 * 2 * M * K
     assert biased.chunks.hidden_in_dx == (gated and M > 16 * K)
 
 
 @hypothesis.given(
-    device=strategies.sampled_from([PIPELINED, H200, NO_TRITON]),
+    device=strategies.sampled_from([SM90, H200, NO_TRITON]),
     size=strategies.tuples(*[strategies.integers(2, most) for most in (200_000, 9000, 30_000)]),
     facts=strategies.fixed_dictionaries(
         {"dtype": strategies.sampled_from(["bfloat16", "float32"])}
@@ -87,7 +87,7 @@ def test_any_size_keeps_to_the_limit(
 
 def test_the_hidden_lies_in_dx_where_that_is_free() -> None:
     problem = replace(TRAINING, M=16_384, K=2048, N=16_384, O=2048, dtype="bfloat16", recompute=True)
-    made = plan(problem, PIPELINED).chunks
+    made = plan(problem, SM90).chunks
     assert (made.columns, made.hidden_columns, made.hidden_in_dx) == (8192, 2048, True)
     for other in (
         replace(problem, dtype="float32"),  # dx is its own sum
@@ -95,17 +95,17 @@ def test_the_hidden_lies_in_dx_where_that_is_free() -> None:
         replace(problem, needs_weight_gradient=False),  # there is no hidden
         replace(problem, M=512),  # 256 MiB are more than eight times x
     ):
-        assert not plan(other, PIPELINED, "triton").chunks.hidden_in_dx, other
+        assert not plan(other, SM90, "triton").chunks.hidden_in_dx, other
 
 
 @GATED
 def test_a_kernel_sums_dx_where_it_runs(gated: bool) -> None:
     problem = replace(TRAINING, M=8192, K=4096, N=14_336, O=4096, dtype="bfloat16", gated=gated, recompute=True)
-    assert plan(problem, PIPELINED).epilogue.data_gradient_pipeline is not None
+    assert plan(problem, SM90).epilogue.data_gradient_pipeline is not None
     for other in (
         plan(problem, H200, "triton"),
-        plan(replace(problem, dtype="float32"), PIPELINED, "triton"),
-        plan(replace(problem, needs_data_gradient=False), PIPELINED),
+        plan(replace(problem, dtype="float32"), SM90, "triton"),
+        plan(replace(problem, needs_data_gradient=False), SM90),
     ):
         assert other.epilogue is not None
         assert other.epilogue.data_gradient_pipeline is None

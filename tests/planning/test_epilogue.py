@@ -15,7 +15,7 @@ from fusedlayers.planning import Device, Problem, plan
 from fusedlayers.planning.lora_ffn import LoRAProblem
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
-PIPELINED = replace(H200, backend="sm90")
+SM90 = replace(H200, backend="sm90")
 A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
 INFERENCE = Problem("ffn", batch=1, M=16_384, K=1024, N=4096, O=1024, dtype="bfloat16", activation="gelu_tanh")
 assert H200.figures.epilogue is not None
@@ -36,10 +36,10 @@ def test_thresholds_decide_at_the_operation(gated: bool, training: bool, capture
         "ffn", batch=1, M=rows, K=width, N=units, O=width, dtype="bfloat16", gated=gated, captured=captured,
         needs_data_gradient=training, needs_weight_gradient=training,
     )  # fmt: skip
-    assert plan(problem, PIPELINED).path == "epilogue"
+    assert plan(problem, SM90).path == "epilogue"
     if captured and (gated or training):
         return  # where much smaller ones are faster: below
-    made = plan(replace(problem, N=units - 8), PIPELINED)
+    made = plan(replace(problem, N=units - 8), SM90)
     assert made.path == "torch"
     assert "too small" in dict(made.rejected)["epilogue"]
     assert f"faster than torch from {least:,} on" in dict(made.rejected)["epilogue"]
@@ -51,18 +51,18 @@ def test_a_graph_takes_small_layers_of_few_rows(change: dict[str, object]) -> No
     least, weights, rows = FIGURES.recorded_from, FIGURES.few_rows_weights, FIGURES.few_rows
     units = least // (2 * rows * 64 * (2 if "gated" in change else 1))
     problem = replace(INFERENCE, M=rows, K=64, O=64, N=units, captured=True, dtype="float16", dropout=True, **change)
-    assert plan(problem, PIPELINED).path == "epilogue"
-    assert "too small" in dict(plan(replace(problem, N=units - 8), PIPELINED).rejected)["epilogue"]
+    assert plan(problem, SM90).path == "epilogue"
+    assert "too small" in dict(plan(replace(problem, N=units - 8), SM90).rejected)["epilogue"]
     wide = replace(problem, K=1024, O=1024, N=weights // 1024)
-    assert plan(wide, PIPELINED).path == "epilogue"
+    assert plan(wide, SM90).path == "epilogue"
     few = f"{rows} tokens: torch was as fast or faster below {FIGURES.least_rows:,}"
-    assert dict(plan(replace(wide, N=wide.N + 8), PIPELINED).rejected)["epilogue"] == few
+    assert dict(plan(replace(wide, N=wide.N + 8), SM90).rejected)["epilogue"] == few
     fewer = f"{rows - 1} tokens: torch was as fast or faster below {rows}"
-    assert dict(plan(replace(wide, M=rows - 1), PIPELINED).rejected)["epilogue"] == fewer
-    compiled = plan(replace(wide, compiled=True), PIPELINED)
+    assert dict(plan(replace(wide, M=rows - 1), SM90).rejected)["epilogue"] == fewer
+    compiled = plan(replace(wide, compiled=True), SM90)
     assert compiled.path == ("epilogue" if "gated" in change else "torch"), "the compiler fuses what follows a product"
     adapted = LoRAProblem(**{field.name: getattr(wide, field.name) for field in fields(wide)}, rank_up=8)
-    assert planning.plan(adapted, PIPELINED).path == "torch"
+    assert planning.plan(adapted, SM90).path == "torch"
 
 
 def test_a_graph_can_only_help_a_training_step() -> None:
@@ -71,15 +71,15 @@ def test_a_graph_can_only_help_a_training_step() -> None:
 
 def test_few_tokens_take_two_launches_for_five() -> None:
     gated = replace(INFERENCE, M=64, N=2816, gated=True)
-    assert plan(gated, PIPELINED).path == "epilogue"
+    assert plan(gated, SM90).path == "epilogue"
     for change in ({"M": 63}, {"gated": False}, {"needs_data_gradient": True}, {"N": 1024}):
-        assert plan(replace(gated, **change), PIPELINED).path == "torch", change
+        assert plan(replace(gated, **change), SM90).path == "torch", change
 
 
 def test_sums_that_nobody_wants_limit_nothing() -> None:
     rows = replace(TRAINING, M=2**20, N=2**13)
-    assert plan(rows, PIPELINED).path == "torch"
-    assert plan(replace(rows, needs_bias_gradient=False), PIPELINED).path == "epilogue"
+    assert plan(rows, SM90).path == "torch"
+    assert plan(replace(rows, needs_bias_gradient=False), SM90).path == "epilogue"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_sums_that_nobody_wants_limit_nothing() -> None:
         ({"N": 4097}, "only the warp-specialised kernels were measured faster; their widths are multiples of 8"),
         ({"M": 2**20, "N": 2**13}, "the sums of so many rows pass their limit"),
         (
-            {"portable": "w_up"},
+            {"generic": "w_up"},
             "only the warp-specialised kernels were measured faster; they cannot copy w_up as it lies",
         ),
         ({"recompute": True}, "it keeps pre-activations, which recompute=True forbids"),
@@ -104,7 +104,7 @@ def test_sums_that_nobody_wants_limit_nothing() -> None:
     ids=str,
 )
 def test_who_is_left_to_others(change: dict[str, object], reason: str) -> None:
-    made = plan(replace(TRAINING, **change), PIPELINED)
+    made = plan(replace(TRAINING, **change), SM90)
     assert made.path == ("chunked" if "recompute" in change else "torch")
     assert dict(made.rejected)["epilogue"].startswith(reason)
     # Chunks are computed by the same kernels.
@@ -113,12 +113,12 @@ def test_who_is_left_to_others(change: dict[str, object], reason: str) -> None:
 
 @pytest.mark.parametrize("change", [{"M": 1024, "N": 2**17}, {"K": 512, "O": 512, "N": 8192}, {"dtype": "float16"}])
 def test_who_is_taken_at_the_limits(change: dict[str, object]) -> None:
-    assert plan(replace(TRAINING, **change), PIPELINED).path == "epilogue"
+    assert plan(replace(TRAINING, **change), SM90).path == "epilogue"
 
 
 def multiplied_by_torch(problem: Problem) -> tuple[bool, bool]:
     """Whether torch computes the product of the hidden, and that of its gradient, on the epilogue path."""
-    made = plan(problem, PIPELINED)
+    made = plan(problem, SM90)
     assert made.path == "epilogue", made.rejected
     epilogue = made.epilogue
     assert epilogue is not None
@@ -168,27 +168,27 @@ def test_torch_multiplies_for_few_hidden_units_over_wide_rows() -> None:
 
 def test_torch_has_no_epilogue_for_few_hidden_units_over_wide_rows() -> None:
     few = replace(INFERENCE, M=65_536, N=512)
-    made = plan(few, PIPELINED)
+    made = plan(few, SM90)
     assert made.path == "torch"
     assert dict(made.rejected)["epilogue"].startswith("512 hidden units over rows of 1024 elements")
     for change in ({"N": 520}, {"gated": True}, {"K": 1008}, {"needs_data_gradient": True}):
-        assert plan(replace(few, **change), PIPELINED).path == "epilogue", change
+        assert plan(replace(few, **change), SM90).path == "epilogue", change
 
 
 def test_adapters_have_their_products_within_one_kernel() -> None:
     wanted = {"needs_data_gradient": True, "needs_adapter_gradient": True}
     problem = LoRAProblem("lora_ffn", 1, 16_384, 1024, 4096, 1024, "bfloat16", rank_up=8, **wanted)
-    made = planning.plan(problem, PIPELINED)
+    made = planning.plan(problem, SM90)
     assert made.path == "epilogue"
     assert made.epilogue.hidden_pipeline is not None
-    assert planning.plan(replace(problem, K=1592), PIPELINED).path == "epilogue"
-    uneven = planning.plan(replace(problem, K=1608), PIPELINED)
+    assert planning.plan(replace(problem, K=1592), SM90).path == "epilogue"
+    uneven = planning.plan(replace(problem, K=1608), SM90)
     assert uneven.path == "torch"
     reason = "rows of 1608 elements: torch was as fast or faster at no multiple of 16"
     assert dict(uneven.rejected)["epilogue"] == reason
 
 
-@pytest.mark.parametrize("device", [H200, A100], ids=["portable", "sm_80"])
+@pytest.mark.parametrize("device", [H200, A100], ids=["generic", "sm_80"])
 def test_only_the_measured_kernels_run_unasked(device: Device) -> None:
     made = plan(TRAINING, device)
     assert made.path == "torch"
@@ -199,42 +199,42 @@ def test_only_the_measured_kernels_run_unasked(device: Device) -> None:
     assert forced.epilogue.hidden_pipeline is None
     assert forced.epilogue.gradient is not None
     assert forced.epilogue.gradient.pipeline is None
-    assert plan(TRAINING, PIPELINED, "torch").path == "torch"
+    assert plan(TRAINING, SM90, "torch").path == "torch"
 
 
 def test_the_fused_kernels_come_first_where_both_can() -> None:
-    made = plan(replace(TRAINING, K=128, O=128), PIPELINED, "triton")
+    made = plan(replace(TRAINING, K=128, O=128), SM90, "triton")
     assert made.path == "fused"
     assert dict(made.rejected)["epilogue"] == "the fused path keeps no pre-activations, and is one kernel"
 
 
 def test_what_cannot_run_is_named_for_the_error() -> None:
-    assert plan(TRAINING, PIPELINED).unsupported is None
+    assert plan(TRAINING, SM90).unsupported is None
     for change in ({"dropout": True}, {"recompute": True}, {"dropout": True, "recompute": True}):
-        assert plan(replace(TRAINING, **change), PIPELINED).unsupported is None
+        assert plan(replace(TRAINING, **change), SM90).unsupported is None
     # What is not measured still runs for whoever must have kernels.
-    assert plan(replace(TRAINING, portable="w_up"), PIPELINED, "triton").path == "epilogue"
-    assert plan(TRAINING, replace(PIPELINED, triton=False)).unsupported == "Triton is not installed"
+    assert plan(replace(TRAINING, generic="w_up"), SM90, "triton").path == "epilogue"
+    assert plan(TRAINING, replace(SM90, triton=False)).unsupported == "Triton is not installed"
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("change", [{}, {"K": 264, "O": 264}, {"K": 516}, {"O": 273}, {"portable": "w_up"}], ids=str)
+@pytest.mark.parametrize("change", [{}, {"K": 264, "O": 264}, {"K": 516}, {"O": 273}, {"generic": "w_up"}], ids=str)
 def test_kernels_compute_chunks_of_every_width(change: dict[str, object], gated: bool) -> None:
-    """Portable ones, too, which take a third of the time of torch's operations in chunks or less."""
+    """Generic ones, too, which take a third of the time of torch's operations in chunks or less."""
     problem = replace(TRAINING, recompute=True, gated=gated, **change)
-    made = plan(problem, PIPELINED)
+    made = plan(problem, SM90)
     assert made.path == "chunked"
     assert made.epilogue is not None
-    assert plan(replace(problem, dtype="float32"), PIPELINED).epilogue is None
+    assert plan(replace(problem, dtype="float32"), SM90).epilogue is None
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("recompute", ["auto", True])
-def test_dropout_changes_the_portable_tiles_alone(recompute: bool | str, dtype: str, gated: bool) -> None:
+def test_dropout_changes_the_generic_tiles_alone(recompute: bool | str, dtype: str, gated: bool) -> None:
     """Where the kernels compute chunks, too."""
     problem = replace(TRAINING, dtype=dtype, gated=gated, recompute=recompute)
-    made, dropped = (plan(replace(problem, dropout=dropout), PIPELINED, "triton") for dropout in (False, True))
+    made, dropped = (plan(replace(problem, dropout=dropout), SM90, "triton") for dropout in (False, True))
     assert made.path == dropped.path == ("chunked" if recompute is True else "epilogue")
     assert made.epilogue is not None
     assert dropped.epilogue is not None
@@ -251,7 +251,7 @@ def test_dropout_changes_the_portable_tiles_alone(recompute: bool | str, dtype: 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_tiles_and_costs(gated: bool) -> None:
     parts, hidden = (2 if gated else 1), 2 * 16_384 * 4096
-    made = plan(replace(TRAINING, gated=gated), replace(PIPELINED, sms=99))
+    made = plan(replace(TRAINING, gated=gated), replace(SM90, sms=99))
     epilogue = made.epilogue
     assert epilogue is not None
     assert epilogue.gradient is not None
@@ -268,12 +268,12 @@ def test_tiles_and_costs(gated: bool) -> None:
     # a column. Gradients of the pre-activations have places of their own side by side, or in a graph that is compiled.
     sums = 4 * (256 if gated else 2 * 3) * parts * 4096
     assert made.workspace_bytes == hidden * (3 if gated else 1) + sums
-    wide = plan(replace(TRAINING, gated=gated, M=8192), replace(PIPELINED, sms=99))
-    compiled = plan(replace(TRAINING, gated=gated, M=8192, compiled=True), replace(PIPELINED, sms=99))
+    wide = plan(replace(TRAINING, gated=gated, M=8192), replace(SM90, sms=99))
+    compiled = plan(replace(TRAINING, gated=gated, M=8192, compiled=True), replace(SM90, sms=99))
     assert compiled.workspace_bytes - wide.workspace_bytes == parts * hidden // 2
     assert (made.forward_units, made.backward_units) == ((3, 6) if gated else (2, 4))
     assert (made.splits, made.chunks, made.forward_tiles, made.stored) == (1, None, None, None)
-    alone = plan(replace(INFERENCE, gated=gated), PIPELINED)
+    alone = plan(replace(INFERENCE, gated=gated), SM90)
     assert (alone.path, alone.saved_bytes, alone.workspace_bytes) == ("epilogue", 0, hidden)
     assert alone.epilogue is not None
     assert alone.epilogue.gradient is None
@@ -300,8 +300,8 @@ def explained(monkeypatch: pytest.MonkeyPatch) -> object:
 
 
 def test_explained_lines(explained, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
-    found = explained(PIPELINED)
-    tiles = "pipelined: 128 × 128 of the product, 64 inner, consumers 2 in turn, stages 5"
+    found = explained(SM90)
+    tiles = "sm90: 128 × 128 of the product, 64 inner, consumers 2 in turn, stages 5"
     assert found["path"].startswith("epilogue: activations and bias gradients are computed with the products")
     assert found["hidden tiles"] == tiles
     assert found["hidden-gradient tiles"] == f"{tiles}, each program in one column of them"
@@ -309,16 +309,16 @@ def test_explained_lines(explained, monkeypatch: pytest.MonkeyPatch) -> None:  #
     assert found["saved bytes"] == f"{2 * 16_384 * (1024 + 4096):,} for the backward pass"
     assert found["not fused"] == "width 1024 (padded 1024) of bfloat16 does not fit on chip in forward"
     assert {name for name in found if name.startswith("not ")} == {"not fused", "not chunked", "not torch"}
-    assert "hidden-gradient tiles" not in explained(PIPELINED, gradient=False)
-    assert explained(PIPELINED, dropout_p=0.1)["path"].startswith("epilogue: ")
-    assert explained(PIPELINED, w_down="tied")["path"].startswith("epilogue: ")
-    gaps = explained(PIPELINED, w_down="with gaps")
+    assert "hidden-gradient tiles" not in explained(SM90, gradient=False)
+    assert explained(SM90, dropout_p=0.1)["path"].startswith("epilogue: ")
+    assert explained(SM90, w_down="tied")["path"].startswith("epilogue: ")
+    gaps = explained(SM90, w_down="with gaps")
     assert gaps["path"].startswith("torch: ")
     assert gaps["not epilogue"].endswith("they cannot copy w_down as it lies")
-    kept = explained(PIPELINED, recompute=True)
+    kept = explained(SM90, recompute=True)
     assert kept["path"].startswith("chunked: ")
     assert kept["not epilogue"] == "it keeps pre-activations, which recompute=True forbids"
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", "triton")
-    portable = explained(H200)
+    generic = explained(H200)
     tiles = "128 × 128 of the product, 64 inner, 8 warps, 3 stages"
-    assert (portable["hidden tiles"], portable["hidden-gradient tiles"]) == (tiles, tiles)
+    assert (generic["hidden tiles"], generic["hidden-gradient tiles"]) == (tiles, tiles)

@@ -23,7 +23,7 @@ def test_partial_sums_are_bounded() -> None:
 
 
 @pytest.mark.parametrize(("gated", "most"), [(False, 299_520), (True, 74_880)], ids=["plain", "gated"])
-def test_the_pipelined_kernel_runs_while_its_partial_sums_are_bounded(gated: bool, most: int) -> None:
+def test_the_sm90_kernel_runs_while_its_partial_sums_are_bounded(gated: bool, most: int) -> None:
     """It keeps sums of tiles of 128 rows, of both their halves with a gate, and never adds up bands itself."""
     device = replace(H200, backend="sm90", sms=99)
     for rows in (1, 64, 65, 128, 129, most, most + 1, 2**27):
@@ -35,8 +35,8 @@ def test_the_pipelined_kernel_runs_while_its_partial_sums_are_bounded(gated: boo
             partials = 4 * bands * (2 if gated else 1) * 14336 if bands > 1 else 0
             assert made.workspace_bytes == partials <= planning.devices.PARTIALS_LIMIT
         else:
-            portable = planning.plan(problem, H200, "triton")
-            assert (made.pipeline, made.workspace_bytes) == (None, portable.workspace_bytes)
+            generic = planning.plan(problem, H200, "triton")
+            assert (made.pipeline, made.workspace_bytes) == (None, generic.workspace_bytes)
         assert planning.plan(replace(problem, bias=False), device, "triton").pipeline is not None
         assert planning.plan(replace(problem, dtype="float32"), device, "triton").pipeline is None
 

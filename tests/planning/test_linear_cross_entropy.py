@@ -15,7 +15,7 @@ import fusedlayers as fl
 from fusedlayers import explaining, functional, planning
 from fusedlayers.functional import dispatch
 from fusedlayers.functional.linear_cross_entropy.arguments import loss_problem
-from fusedlayers.kernels.tuning.cross_entropy import pipelined_shares, portable_shares
+from fusedlayers.kernels.tuning.cross_entropy import generic_shares, sm90_shares
 from fusedlayers.planning import Device, plan
 from fusedlayers.planning.calibration import Calibration, Entry, features
 from fusedlayers.planning.linear_cross_entropy import LossPlan, LossProblem
@@ -242,25 +242,25 @@ def test_without_gradients_no_logits_are_written(dtype: str, operation: str) -> 
     made = plan(problem, H200, "triton")
     assert (made.path, made.rows, made.tiles) == ("fused", 0, None)
     assert made.logit_tiles is not None
-    assert (made.logit_tiles.pipelined is None) == (dtype == "float32")
+    assert (made.logit_tiles.sm90 is None) == (dtype == "float32")
     assert made.accuracy == ("exact" if dtype == "float32" else "half")
-    assert plan(problem, replace(H200, backend="generic"), "triton").logit_tiles.pipelined is None
+    assert plan(problem, replace(H200, backend="generic"), "triton").logit_tiles.sm90 is None
     assert plan(problem, H200).path == ("torch" if dtype == "float32" else "fused")
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("sm90", [False, True])
 @pytest.mark.parametrize("V", [1, 100, 32_000, 50_257, 262_144])
 @pytest.mark.parametrize("M", [1, 128, 129, 8192, 10_000, 65_537, 2**20])
-def test_partial_results_are_few(M: int, V: int, pipelined: bool, entropy: bool) -> None:
+def test_partial_results_are_few(M: int, V: int, sm90: bool, entropy: bool) -> None:
     """Those of every row at least once; at most those of each program for each group of bands, and never 100 MiB."""
-    device = replace(H200, backend="sm90" if pipelined else "generic")
+    device = replace(H200, backend="sm90" if sm90 else "generic")
     made = plan(forward(M, 768, V, entropy=entropy, reduction="none"), device, "triton")
     tiles = made.logit_tiles
     assert tiles is not None
-    shares = portable_shares(tiles, M, V, made.ranges)
-    if tiles.pipelined is not None:
-        shares = pipelined_shares(tiles.pipelined, M, V)
+    shares = generic_shares(tiles, M, V, made.ranges)
+    if tiles.sm90 is not None:
+        shares = sm90_shares(tiles.sm90, M, V)
         groups = -(-shares.bands // shares.group)
         assert shares.partials <= 128 * 132 * groups
     assert shares.partials >= M
@@ -274,8 +274,8 @@ def test_every_program_of_the_warp_specialised_kernel_has_work() -> None:
     for M, V in ((8192, 128_256), (16_384, 32_000), (16_384, 50_257)):
         tiles = plan(forward(M, 4096, V, reduction="none"), H200, "triton").logit_tiles
         assert tiles is not None
-        assert tiles.pipelined is not None
-        shares = pipelined_shares(tiles.pipelined, M, V)
+        assert tiles.sm90 is not None
+        shares = sm90_shares(tiles.sm90, M, V)
         work = [0] * shares.programs
         for first in range(0, shares.bands, shares.group):
             height = min(shares.group, shares.bands - first)
@@ -347,7 +347,7 @@ def test_explain_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     facts = dict(row.strip().split("  ", 1) for row in text.split("\n")[2:])
     assert facts["logits"].strip() == "none in memory"
-    assert facts["tiles"].strip() == "pipelined: 128 tokens × 256 columns × 64 inner, consumers 2, stages 4"
+    assert facts["tiles"].strip() == "sm90: 128 tokens × 256 columns × 64 inner, consumers 2, stages 4"
     assert facts["not torch"].strip() == "it would write all logits"
     assert "sum of dW" not in text
 

@@ -64,16 +64,16 @@ def test_which_kernels_run(dtype: str, training: bool, tokens: int) -> None:
     made = plan(problem(tokens, 2048, 768, 128, 8, dtype, training=training), H200, "triton")
     steps = STEPS if training else STEPS[:2]
     assert [step for step in STEPS if getattr(made, f"{step}_tiles") is not None] == list(steps)
-    pipelined = dtype != "float32" and (training or tokens > 64)
+    sm90 = dtype != "float32" and (training or tokens > 64)
     found = [step for step in STEPS if getattr(made, f"{step}_pipeline") is not None]
-    assert found == (list(steps) if pipelined else [])
+    assert found == (list(steps) if sm90 else [])
     for step in STEPS[:3]:
         tiles = getattr(made, f"{step}_tiles")
         assert tiles is None or made.problem.block % tiles.block_m == 0
     few = plan(made.problem, replace(H200, backend="generic", sms=4), "triton")
     assert few.hidden_pipeline is None
     text = dict(made.facts(H200))
-    assert ("pipelined" in text["hidden"]) == pipelined
+    assert ("sm90" in text["hidden"]) == sm90
     assert f"padded to a multiple of {made.problem.block}" in text["rows"]
 
 

@@ -16,10 +16,10 @@ from fusedlayers.planning import Device, Plan, Problem, plan
 H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
 A100 = Device("cuda", "NVIDIA A100", "sm_80", sms=108, triton=True)
 MI300 = Device("cuda", "AMD Instinct MI300X", "gfx942", sms=304, triton=True)
-PIPELINED = replace(H200, backend="sm90")
+SM90 = replace(H200, backend="sm90")
 NO_TRITON = replace(H200, triton=False)
 CPU = Device("cpu", "cpu")
-DEVICES = [H200, PIPELINED, A100, MI300, NO_TRITON, CPU]
+DEVICES = [H200, SM90, A100, MI300, NO_TRITON, CPU]
 
 INFERENCE = Problem("ffn", batch=1, M=131_072, K=128, N=512, O=128, dtype="bfloat16", activation="gelu_tanh")
 NARROW = {"M": 1_048_576, "K": 64, "N": 256, "O": 64}
@@ -142,7 +142,7 @@ def test_torch_runs_elsewhere_and_the_plan_says_why(problem: Problem, device: De
         ),
         (
             replace(TRAINING, K=1024, O=1024),
-            PIPELINED,
+            SM90,
             {
                 "fused": "does not fit on chip",
                 "chunked": "only recompute=True needs",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fusedlayers.kernels.tuning import PipelinedReduceConfig, one_hot_pipeline, pipelined_reduce_config
+from fusedlayers.kernels.tuning import Sm90ReduceConfig, one_hot_pipeline, sm90_reduce_config
 from fusedlayers.kernels.tuning.limits import BARRIER_BYTES, CONSUMER_ROWS, SHARED_MEMORY
 from fusedlayers.planning import Device, ReducePlan, ReduceProblem, plan
 
@@ -21,7 +21,7 @@ def planned(problem: ReduceProblem) -> ReducePlan:
     return made
 
 
-def shared_bytes(config: PipelinedReduceConfig) -> int:
+def shared_bytes(config: Sm90ReduceConfig) -> int:
     kept = 2 * config.consumers * CONSUMER_ROWS * config.width * config.kept_stages
     return kept + 2 * config.block * config.width * config.stages + BARRIER_BYTES
 
@@ -32,13 +32,13 @@ def test_configurations_fit_on_chip(K: int, costly: bool) -> None:
     for size in SIZES:
         for other in (32, 300, 1024):
             for P, R in ((size, other), (other, size)):
-                config = pipelined_reduce_config(P, R, K, 132, costly)
+                config = sm90_reduce_config(P, R, K, 132, costly)
                 assert config is not None
                 assert shared_bytes(config) <= SHARED_MEMORY
                 assert config.stages >= 2
                 assert config.width >= K
-    assert pipelined_reduce_config(1024, 1024, K + 1, 132, costly) is None
-    assert pipelined_reduce_config(1024, 1024, 136, 132, costly) is None
+    assert sm90_reduce_config(1024, 1024, K + 1, 132, costly) is None
+    assert sm90_reduce_config(1024, 1024, 136, 132, costly) is None
 
 
 @pytest.mark.parametrize("axis", ["kept", "reduced"])
@@ -52,21 +52,21 @@ def test_few_variants_are_compiled(batch: int, other: int, training: bool, axis:
         sizes = {"kept": other, "reduced": other, axis: size}
         made = planned(replace(PROBLEM, batch=batch, **sizes, needs_reduced_gradient=training))
         assert made.forward_tiles is not None
-        forward.add((made.forward_tiles.pipelined, made.splits > 1))
+        forward.add((made.forward_tiles.sm90, made.splits > 1))
     assert len(forward) <= 3
 
 
 def test_indices_and_masks_take_fewer_consumers() -> None:
     plain, indexed = planned(PROBLEM), planned(replace(PROBLEM, needs_reduced_gradient=True))
     assert plain.forward_tiles is not None
-    assert plain.forward_tiles.pipelined == pipelined_reduce_config(1024, 1024, 128, 132)
+    assert plain.forward_tiles.sm90 == sm90_reduce_config(1024, 1024, 128, 132)
     assert indexed.forward_tiles is not None
-    assert indexed.forward_tiles.pipelined == pipelined_reduce_config(1024, 1024, 128, 132, costly=True)
+    assert indexed.forward_tiles.sm90 == sm90_reduce_config(1024, 1024, 128, 132, costly=True)
     assert planned(replace(PROBLEM, masked=True)).forward_tiles == indexed.forward_tiles
 
 
 @pytest.mark.parametrize(
-    ("change", "pipelined"),
+    ("change", "sm90"),
     [
         ({}, True),
         ({"dtype": "float16"}, True),
@@ -77,10 +77,10 @@ def test_indices_and_masks_take_fewer_consumers() -> None:
         ({"product": True}, False),
     ],
 )
-def test_which_problems_are_pipelined(change: dict[str, object], pipelined: bool) -> None:
+def test_which_problems_are_sm90(change: dict[str, object], sm90: bool) -> None:
     made = planned(replace(PROBLEM, **change))  # type: ignore[arg-type]
     assert made.forward_tiles is not None
-    assert (made.forward_tiles.pipelined is not None) == pipelined
+    assert (made.forward_tiles.sm90 is not None) == sm90
 
 
 def test_long_axes_are_split_where_tiles_are_few() -> None:

@@ -10,14 +10,14 @@ import pytest
 from fusedlayers.planning import Device, Problem, plan
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
-PIPELINED = replace(H200, backend="sm90")
+SM90 = replace(H200, backend="sm90")
 FIGURES = H200.figures.gemm_gemm
 
 
-@pytest.mark.parametrize("device", [H200, PIPELINED], ids=["portable", "pipelined"])
+@pytest.mark.parametrize("device", [H200, SM90], ids=["generic", "sm90"])
 def test_thresholds_decide_at_the_element(device: Device) -> None:
     assert FIGURES is not None
-    tables = {H200: FIGURES.faster_from, PIPELINED: FIGURES.pipelined_faster_from}
+    tables = {H200: FIGURES.faster_from, SM90: FIGURES.sm90_faster_from}
     for (kind, training), rows in tables[device].items():
         assert [width for width, _ in rows] == sorted(width for width, _ in rows)
         for width, thresholds in rows:
@@ -30,7 +30,7 @@ def test_thresholds_decide_at_the_element(device: Device) -> None:
                 )  # fmt: skip
                 made = plan(problem, device)
                 assert made.path == "fused", (kind, training, width)
-                assert (made.forward_tiles.pipelined is not None) == (device.backend == "sm90")
+                assert (made.forward_tiles.sm90 is not None) == (device.backend == "sm90")
                 by_host = device.backend == "sm90" and kind != "gemm_gemm" and not training and not captured
                 # Where it is not the fused path, the one of wider layers may be next.
                 others = ("torch",) if kind == "gemm_gemm" or device.backend != "sm90" else ("torch", "epilogue")
@@ -45,8 +45,8 @@ def test_thresholds_decide_at_the_element(device: Device) -> None:
 
 @pytest.mark.parametrize(
     ("device", "tiles", "units"),
-    [(PIPELINED, 27, 4096), (H200, 60, 4096), (H200, 132, 4100)],  # rows of 4100 units are no whole vectors
-    ids=["pipelined", "portable", "uneven"],
+    [(SM90, 27, 4096), (H200, 60, 4096), (H200, 132, 4100)],  # rows of 4100 units are no whole vectors
+    ids=["sm90", "generic", "uneven"],
 )
 def test_few_tiles_of_a_batch_leave_sms_idle(device: Device, tiles: int, units: int) -> None:
     problem = Problem(
@@ -60,13 +60,13 @@ def test_few_tiles_of_a_batch_leave_sms_idle(device: Device, tiles: int, units: 
 
 def test_half_empty_tiles_of_a_batch_are_left_to_torch() -> None:
     problem = Problem("gemm_gemm", 64, M=272, K=88, N=1280, O=88, dtype="bfloat16", activation="relu", captured=True)
-    empty = plan(problem, PIPELINED)
+    empty = plan(problem, SM90)
     assert empty.path == "torch"
     assert (
         dict(empty.rejected)["fused"] == "tiles are 2.1 times as large as what they hold: torch was as fast or faster"
     )
     for change in ({"batch": 88}, {"M": 384}, {"K": 120, "O": 120}):
-        assert plan(replace(problem, **change), PIPELINED).path == "fused", change
+        assert plan(replace(problem, **change), SM90).path == "fused", change
 
 
 def test_many_gated_hidden_units_take_the_path_of_wider_layers() -> None:
@@ -74,14 +74,14 @@ def test_many_gated_hidden_units_take_the_path_of_wider_layers() -> None:
         "ffn", batch=1, M=2**16, K=256, N=1024, O=256, dtype="bfloat16", gated=True, captured=True,
         needs_data_gradient=True, needs_weight_gradient=True,
     )  # fmt: skip
-    assert plan(problem, PIPELINED).path == "fused"
+    assert plan(problem, SM90).path == "fused"
     many = replace(problem, N=1032)
-    assert plan(many, PIPELINED).path == "epilogue"
+    assert plan(many, SM90).path == "epilogue"
     # And those that end within a tile.
-    assert plan(replace(problem, N=960), PIPELINED).path == "fused"
-    assert plan(replace(problem, N=968), PIPELINED).path == "epilogue"
+    assert plan(replace(problem, N=960), SM90).path == "fused"
+    assert plan(replace(problem, N=968), SM90).path == "epilogue"
     for change in ({"gated": False}, {"K": 128, "O": 128}):
-        assert plan(replace(many, **change), PIPELINED).path == "fused", change
+        assert plan(replace(many, **change), SM90).path == "fused", change
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -89,8 +89,8 @@ def test_a_gated_forward_pass_of_width_256_takes_the_path_of_wider_layers(captur
     problem = Problem(
         "ffn", batch=1, M=2**14, K=256, N=1032, O=256, dtype="bfloat16", gated=True, captured=captured
     )  # fmt: skip
-    assert plan(problem, PIPELINED).path == "epilogue"
-    assert plan(replace(problem, K=128, O=128), PIPELINED).path == "fused"
+    assert plan(problem, SM90).path == "epilogue"
+    assert plan(replace(problem, K=128, O=128), SM90).path == "fused"
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
@@ -98,9 +98,9 @@ def test_one_launch_saves_the_host_more_than_a_few_tiles_take(gated: bool) -> No
     assert FIGURES is not None
     units = FIGURES.weights_of_one_launch[gated] // 256
     problem = Problem("ffn", batch=1, M=1, K=256, N=units, O=256, dtype="bfloat16", gated=gated)
-    assert plan(problem, PIPELINED).path == "fused"
+    assert plan(problem, SM90).path == "fused"
     for change in ({"N": units + 8}, {"captured": True}, {"needs_data_gradient": True}, {"dtype": "float32"}):
-        assert plan(replace(problem, **change), PIPELINED).path == "torch", change
+        assert plan(replace(problem, **change), SM90).path == "torch", change
     assert plan(problem, H200).path == "torch"
 
 
@@ -112,13 +112,13 @@ def test_hidden_units_do_not_make_up_for_rows(training: bool, captured: bool) ->
         "ffn", batch=1, M=128, K=256, N=2**16, O=256, dtype="bfloat16", captured=captured, needs_data_gradient=training,
         needs_weight_gradient=training,
     )  # fmt: skip
-    made = plan(problem, PIPELINED)
+    made = plan(problem, SM90)
     assert made.path == "torch"
     assert ("too few SMs" if captured else "2,048 hidden elements") in dict(made.rejected)["fused"]
-    assert plan(replace(problem, M=2**14), PIPELINED).path == "fused"
+    assert plan(replace(problem, M=2**14), SM90).path == "fused"
     # Half of them would be busy: the other path divides the hidden units among all.
     for rows in (2**13, 2**14 + 1024):
-        made = plan(replace(problem, M=rows), PIPELINED)
+        made = plan(replace(problem, M=rows), SM90)
         assert made.path == "epilogue"
         assert "too few SMs" in dict(made.rejected)["fused"]
 
@@ -144,7 +144,7 @@ def test_few_rows_take_the_path_that_divides_hidden_units(change: dict[str, Any]
         "ffn", batch=1, M=39 * 128, K=128, N=512, O=128, dtype="bfloat16", captured=True,
         needs_data_gradient=True, needs_weight_gradient=True,
     )  # fmt: skip
-    assert plan(replace(problem, **change), PIPELINED).path == path
+    assert plan(replace(problem, **change), SM90).path == path
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
@@ -153,18 +153,18 @@ def test_few_rows_take_the_path_that_divides_hidden_units(change: dict[str, Any]
 def test_a_graph_takes_kernels_earlier_unless_units_outnumber_rows(width: int, training: bool, gated: bool) -> None:
     """The launches are recorded, so that the device alone decides; but one tile of rows computes all hidden units."""
     assert FIGURES is not None
-    launched, replayed = FIGURES.pipelined_faster_from["gated ffn" if gated else "ffn", training][width > 64][1]
+    launched, replayed = FIGURES.sm90_faster_from["gated ffn" if gated else "ffn", training][width > 64][1]
     assert replayed < launched
     units = 4 * (128 if width > 64 else 64)
     problem = Problem(
         "ffn", batch=1, M=replayed // units, K=width, N=units, O=width, dtype="bfloat16", captured=True, gated=gated,
         needs_data_gradient=training, needs_weight_gradient=training,
     )  # fmt: skip
-    assert plan(problem, PIPELINED).path == "fused"
-    assert plan(replace(problem, M=problem.M - 1), PIPELINED).path != "fused"
+    assert plan(problem, SM90).path == "fused"
+    assert plan(replace(problem, M=problem.M - 1), SM90).path != "fused"
     busy = FIGURES.busy_rows <= problem.M
-    assert (plan(replace(problem, N=4 * units), PIPELINED).path == "fused") == busy
-    assert plan(replace(problem, M=FIGURES.busy_rows, N=4 * units), PIPELINED).path == "fused"
+    assert (plan(replace(problem, N=4 * units), SM90).path == "fused") == busy
+    assert plan(replace(problem, M=FIGURES.busy_rows, N=4 * units), SM90).path == "fused"
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
@@ -172,13 +172,13 @@ def test_a_training_step_that_waits_for_the_host_takes_kernels_earlier(gated: bo
     """Five launches cost the host as much as torch's ten, gated less than its fifteen. What is compiled has fewer."""
     assert FIGURES is not None
     kind = "gated ffn" if gated else "ffn"
-    widest = FIGURES.pipelined_faster_from[kind, True][-1]
+    widest = FIGURES.sm90_faster_from[kind, True][-1]
     for width, (launched, _) in (*FIGURES.trained_from[kind], widest):
         problem = Problem(
             "ffn", batch=1, M=launched // width, K=width, N=width, O=width, dtype="bfloat16", gated=gated,
             needs_data_gradient=True, needs_weight_gradient=True,
         )  # fmt: skip
-        assert plan(problem, PIPELINED).path == "fused", width
-        assert plan(replace(problem, M=problem.M - 1), PIPELINED).path != "fused", width
-        assert (plan(replace(problem, compiled=True), PIPELINED).path == "fused") == (width == 256)
+        assert plan(problem, SM90).path == "fused", width
+        assert plan(replace(problem, M=problem.M - 1), SM90).path != "fused", width
+        assert (plan(replace(problem, compiled=True), SM90).path == "fused") == (width == 256)
         assert plan(problem, H200).path == "torch"

@@ -12,7 +12,7 @@ from fusedlayers.kernels.tuning import PIPELINES, SHARED_MEMORY
 from fusedlayers.kernels.tuning.limits import BARRIER_BYTES
 from fusedlayers.planning import Device, WeightGradientPlan, WeightGradientProblem, plan
 from fusedlayers.planning.devices import PARTIALS_LIMIT
-from fusedlayers.planning.weight_gradient import choose_pipeline, pipelined_seconds, tile_count
+from fusedlayers.planning.weight_gradient import choose_pipeline, sm90_seconds, tile_count
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True, backend="sm90")
 COSTS = H200.figures.tile_costs
@@ -160,16 +160,16 @@ def test_the_choice_of_tile_and_splits(sizes: tuple[int, int, int], tile: tuple[
 
 def test_the_expected_time_grows_with_waves_and_with_splits() -> None:
     large = PIPELINES[0]
-    one_wave = pipelined_seconds(problem(65_536, 128 * 132, 256), large, 1, 132, COSTS)
-    two_waves = pipelined_seconds(problem(65_536, 128 * 133, 256), large, 1, 132, COSTS)
+    one_wave = sm90_seconds(problem(65_536, 128 * 132, 256), large, 1, 132, COSTS)
+    two_waves = sm90_seconds(problem(65_536, 128 * 133, 256), large, 1, 132, COSTS)
     assert 1.9 * one_wave < two_waves < 2.1 * one_wave
     # 8 tiles: 17 splits need a second wave.
-    times = [pipelined_seconds(LARGE, large, splits, 132, COSTS) for splits in (1, 2, 8, 16)]
+    times = [sm90_seconds(LARGE, large, splits, 132, COSTS) for splits in (1, 2, 8, 16)]
     assert times == sorted(times, reverse=True)
-    assert pipelined_seconds(LARGE, large, 17, 132, COSTS) > times[-1]
+    assert sm90_seconds(LARGE, large, 17, 132, COSTS) > times[-1]
 
 
-@pytest.mark.parametrize("device", [H200, replace(H200, backend="generic"), A100], ids=["pipelined", "sm_90", "sm_80"])
+@pytest.mark.parametrize("device", [H200, replace(H200, backend="generic"), A100], ids=["sm90", "sm_90", "sm_80"])
 def test_splits_and_partials_are_bounded(device: Device) -> None:
     for M in (1, 63, 64, 257, 4096, 2**20, 2**26):
         for O in (1, 8, 129, 1000, 4096, 2**15):
@@ -188,7 +188,7 @@ def test_rings_fit_in_shared_memory() -> None:
         assert units * columns // (128 * pipeline.consumers) <= 128, "registers of a consumer's sums"
 
 
-def test_float32_takes_the_portable_kernel() -> None:
+def test_float32_takes_the_generic_kernel() -> None:
     made = plan(replace(LARGE, dtype="float32"), H200, "triton")
     assert made.path == "fused"
     assert made.pipeline is None

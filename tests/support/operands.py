@@ -55,7 +55,7 @@ def on_path(
     products are those of its kernels, or where ``torch_multiplies`` those of torch. The reassociated path takes what
     it can, whatever the sizes and the dtype.
     ``recompute`` keeps the kernels from storing what is hidden in their backward pass. ``facts`` change what the
-    planner knows of the device: its SMs, whether pipelined kernels run on it.
+    planner knows of the device: its SMs, whether sm90 kernels run on it.
     """
 
     fused, in_triton = path.replace("kernels", "fused"), path in ("kernels", "epilogue")

@@ -17,7 +17,7 @@ from ...planning import Device
 from .case import DTYPES, Case, Grid, Operand, Options, Shape
 from .trial import MACHINES, RAGGED, WHOLE, Trial
 
-_PIPELINED_WIDTHS = (64, 104, 128, 256)
+_SM90_WIDTHS = (64, 104, 128, 256)
 # Widths of a block that no fused kernel holds: whole tiles, and tails.
 _WIDE = (512, 520)
 # The same of one that takes groups of hidden units.
@@ -93,7 +93,7 @@ def _fused_trials(relu: Options, plain: Options, device: Device) -> Iterator[Tri
     """Blocks that are one kernel."""
     if device.backend != GENERIC:
         for machine in ("few", "all", "recomputing", "recomputing, all"):
-            for width in _PIPELINED_WIDTHS:
+            for width in _SM90_WIDTHS:
                 if "recompute" in MACHINES[machine] and width < 256:
                     continue
                 for M, N in (WHOLE, RAGGED, (RAGGED[0], _FEW_UNITS)):
@@ -103,8 +103,8 @@ def _fused_trials(relu: Options, plain: Options, device: Device) -> Iterator[Tri
         for width in widths_of_rows(bits, device):
             if not supported(DTYPES[dtype], width, relu.gated, device):
                 continue
-            yield Trial("ffn", relu, (RAGGED[0], width, RAGGED[1]), dtype, "portable")
-            yield Trial("ffn", plain, (WHOLE[0], width, WHOLE[1]), "fp16" if dtype == "bf16" else dtype, "portable")
+            yield Trial("ffn", relu, (RAGGED[0], width, RAGGED[1]), dtype, "generic")
+            yield Trial("ffn", plain, (WHOLE[0], width, WHOLE[1]), "fp16" if dtype == "bf16" else dtype, "generic")
 
 
 def _wide_trials(relu: Options, plain: Options, device: Device) -> Iterator[Trial]:
@@ -118,11 +118,11 @@ def _wide_trials(relu: Options, plain: Options, device: Device) -> Iterator[Tria
                 yield Trial("ffn", relu, (M, width, N), "bf16", "few, transposed")
                 yield Trial("ffn", plain, (M, width, N), "fp16", "few, transposed")
         for dtype in DTYPES:
-            yield Trial("ffn", relu, (M, width, N), dtype, "portable")
-            yield Trial("ffn", plain, (M, width, N), dtype, "portable")
+            yield Trial("ffn", relu, (M, width, N), dtype, "generic")
+            yield Trial("ffn", plain, (M, width, N), dtype, "generic")
     # Half of the hidden: what is left is doubled.
     dropping = replace(relu, dropout_p=0.5)
-    for machine in ("few", "portable") if device.backend != GENERIC else ("portable",):
+    for machine in ("few", "generic") if device.backend != GENERIC else ("generic",):
         for dtype in ("bf16", "fp16") if machine == "few" else DTYPES:
             yield Trial("ffn", dropping, (RAGGED[0], _WIDE[1], RAGGED[1]), dtype, machine)
     if device.backend != GENERIC:
@@ -132,7 +132,7 @@ def _wide_trials(relu: Options, plain: Options, device: Device) -> Iterator[Tria
 
 def _grouped_trials(relu: Options, plain: Options, device: Device) -> Iterator[Trial]:
     """Blocks whose gradient of x is summed over groups of hidden units."""
-    generic = "recomputing, portable"
+    generic = "recomputing, generic"
     for machine in (generic,) if device.backend == GENERIC else ("recomputing", generic):
         for shape in _GROUPED:
             yield Trial("ffn", relu, shape, "bf16", machine)

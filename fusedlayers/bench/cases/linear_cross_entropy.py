@@ -124,7 +124,7 @@ def _trials(device: Device) -> Iterator[Trial]:
             yield Trial("linear_cross_entropy", Options(op="sum"), (TOKENS, WIDTH, vocabulary), dtype)
     # Without gradients: one step of the inner axis, and more than the stages of a ring.
     for sizes in ((TOKENS, WIDTH, 250), (TOKENS, 5 * WIDTH, 1000)):
-        for machine in ("few", "all", "portable"):
+        for machine in ("few", "all", "generic"):
             for dtype in DTYPES if machine == "all" else ("bf16", "fp16"):
                 yield Trial("linear_cross_entropy", Options(op="none"), sizes, dtype, machine, backward=False)
     # Several chunks, whose weight gradients are added up in float32; and in the backward pass.
@@ -136,7 +136,7 @@ def _trials(device: Device) -> Iterator[Trial]:
         for machine in ("recomputing", "recomputing, all"):
             for dtype in DTYPES if machine == "recomputing, all" else ("bf16", "fp16"):
                 yield Trial("linear_cross_entropy", Options(op="sum"), sizes, dtype, machine)
-    for machine in ("in chunks, recomputing", "in chunks, recomputing, portable"):
+    for machine in ("in chunks, recomputing", "in chunks, recomputing, generic"):
         for dtype, op in (("bf16", "none"), ("fp16", "sum")):
             yield Trial("linear_cross_entropy", Options(op=op), (TOKENS, WIDTH, 5003), dtype, machine)
 

@@ -48,7 +48,7 @@ def _trials(device: Device) -> Iterator[Trial]:
                     yield Trial("lora_ffn", relu, (M, width, N, rank), exact, machine)
                     yield Trial("lora_ffn", plain, (M, width, N, rank), "fp16", machine)
             for dtype in (each for each in DTYPES if each in (exact, "fp16", "fp32")):
-                yield Trial("lora_ffn", relu, (M, width, N, rank), dtype, "portable")
+                yield Trial("lora_ffn", relu, (M, width, N, rank), dtype, "generic")
 
 
 CASE = Case(

@@ -53,7 +53,7 @@ def _trials(device: Device) -> Iterator[Trial]:
                     yield Trial("maxsim", Options(), (*sizes, width), "fp16", "few", backward)
     for width in _PORTABLE_WIDTHS:
         for dtype in ("fp16", "fp32"):
-            yield Trial("maxsim", Options(), (7, 13, 31, 130, width), dtype, "portable")
+            yield Trial("maxsim", Options(), (7, 13, 31, 130, width), dtype, "generic")
 
 
 CASE = _MaxSimCase(

@@ -95,8 +95,8 @@ def _liger() -> Callable[..., Tensor]:
 def _trials(device: Device) -> Iterator[Trial]:
     for gated in (False, True):
         relu, plain = (Options(activation, gated=gated, bias=True) for activation in ("relu", "identity"))
-        for machine in ("few", "all", "recomputing", "portable") if device.backend != GENERIC else ("portable",):
-            for dtype in ("bf16", "fp16") if machine != "portable" else DTYPES:
+        for machine in ("few", "all", "recomputing", "generic") if device.backend != GENERIC else ("generic",):
+            for dtype in ("bf16", "fp16") if machine != "generic" else DTYPES:
                 yield Trial("moe_ffn", plain, (300, *_WHOLE), dtype, machine)
                 yield Trial("moe_ffn", relu, (301, *_RAGGED), dtype, machine)
         # Without a backward pass rows are in smaller blocks: as many rows for each expert, or a few more.

@@ -44,7 +44,7 @@ def _trials(device: Device) -> Iterator[Trial]:
         yield Trial("split_k", Options("relu", bias=True), shape, "bf16", backward=False)
     for shape in _ODD_SHAPES:
         for dtype in DTYPES:
-            yield Trial("split_k", biased, shape, dtype, "portable")
+            yield Trial("split_k", biased, shape, dtype, "generic")
 
 
 CASE = Case(

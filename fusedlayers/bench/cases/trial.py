@@ -15,20 +15,20 @@ from .case import ALL, DTYPES, Case, Inputs, Options, Shape
 
 # (tokens, hidden) of a feed-forward block: whole tiles, and tails in both.
 WHOLE, RAGGED = (1024, 512), (1061, 488)
-# Few SMs, so that each program of a pipelined kernel takes many tiles, with two consumers; as many as there are,
-# with one consumer; the portable kernels, where the pipelined ones would run; recomputing, where a backward pass would
+# Few SMs, so that each program of an sm90 kernel takes many tiles, with two consumers; as many as there are,
+# with one consumer; the generic kernels, where the sm90 ones would run; recomputing, where a backward pass would
 # store what is hidden, or pre-activations; in little memory, so that there are several chunks of logits; and weights
-# that lie transposed, which the pipelined kernels read as they are.
+# that lie transposed, which the sm90 kernels read as they are.
 MACHINES: dict[str, dict[str, Any]] = {
     "few": {"sms": 4},
     "all": {},
-    "portable": {"backend": GENERIC},
+    "generic": {"backend": GENERIC},
     "recomputing": {"sms": 4, "recompute": True},
     "recomputing, all": {"recompute": True},
-    "recomputing, portable": {"backend": GENERIC, "recompute": True},
+    "recomputing, generic": {"backend": GENERIC, "recompute": True},
     "in chunks": {"sms": 4, "workspace": 2},
     "in chunks, recomputing": {"sms": 4, "recompute": True, "workspace": 2},
-    "in chunks, recomputing, portable": {"backend": GENERIC, "recompute": True, "workspace": 2},
+    "in chunks, recomputing, generic": {"backend": GENERIC, "recompute": True, "workspace": 2},
     "few, transposed": {"sms": 4, "transposed": True},
     "recomputing, transposed": {"sms": 4, "recompute": True, "transposed": True},
 }

@@ -24,7 +24,7 @@ def _trials(device: Device) -> Iterator[Trial]:
                 for dtype in ("bf16", "fp16"):
                     yield Trial("weight_gradient", Options(bias=bias), shape, dtype, "few")
         for dtype in DTYPES:
-            yield Trial("weight_gradient", Options(bias=bias), (1000, 127, 200), dtype, "portable")
+            yield Trial("weight_gradient", Options(bias=bias), (1000, 127, 200), dtype, "generic")
 
 
 CASE = Case(

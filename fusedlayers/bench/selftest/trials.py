@@ -44,7 +44,7 @@ def launched(plan: Decision) -> dict[str, str]:
         # Its kernels take the place of both gradients'.
         return {field: name for field, name in found.items() if field in ("forward_tiles", "stored")}
     for field in [field for field in found if field.endswith("pipeline")]:
-        # In the place of a portable kernel, or of torch's product.
+        # In the place of a generic kernel, or of torch's product.
         found.pop(field.removesuffix("pipeline") + "tiles", None)
     return found
 

@@ -127,12 +127,12 @@ def ffn_problem(
         recompute=recompute if isinstance(recompute, (bool, str)) else "auto",
         saved_limit=budget,
         compiled=traced(),
-        portable=portable_operand(x, w_up, w_down, b_up, w_gate, b_gate),
+        generic=generic_operand(x, w_up, w_down, b_up, w_gate, b_gate),
         **call_facts(x, w_up, w_down, b_up, b_down, w_gate, b_gate, residual),
     )
 
 
-def portable_operand(
+def generic_operand(
     x: Tensor,
     w_up: Tensor,
     w_down: Tensor,
@@ -140,7 +140,7 @@ def portable_operand(
     w_gate: Tensor | None = None,
     b_gate: Tensor | None = None,
 ) -> str:
-    """The name of the first operand of a wide FFN that only portable kernels can read, or an empty string.
+    """The name of the first operand of a wide FFN that only generic kernels can read, or an empty string.
 
     Narrow layers are not asked, nor is anything but plain tensors: what is traced has no address.
     """

@@ -117,8 +117,8 @@ def gradients(
         in_place=in_place, tiles=plan.hidden_gradient_tiles, pipeline=plan.hidden_gradient_pipeline, ready=ready,
     )  # fmt: skip
     del z, g
-    pipelined = plan.weight_gradient_pipeline is not None
-    order = kernels.longest_first(rows.starts) if pipelined and any(wanted[_W_UP : _W_GATE + 1]) else None
+    sm90 = plan.weight_gradient_pipeline is not None
+    order = kernels.longest_first(rows.starts) if sm90 and any(wanted[_W_UP : _W_GATE + 1]) else None
     if partials is not None:
         found[SCORES] = kernels.score_gradient(partials, index, dy, experts.b_down, rows, scores.dtype, ready=ready)
     if (dw_down := results(_W_DOWN).w_down) is not None:

@@ -26,16 +26,16 @@ class GemmGemm:
     """The fused kernels of a GEMM-GEMM or an FFN: hidden elements (batch × M × N) by padded width.
 
     By (kind, whether gradients are wanted); the kinds are "ffn", "gated ffn" and "gemm_gemm". Of an FFN at most four
-    times the width count as hidden units: more of them do not keep more SMs busy. Of a pipelined call with too few rows
+    times the width count as hidden units: more of them do not keep more SMs busy. Of an sm90 call with too few rows
     for all SMs, more of them count for less: beyond four times the width, twice as many units for half of that.
     """
 
     faster_from: Mapping[tuple[str, bool], Rows]
-    pipelined_faster_from: Mapping[tuple[str, bool], Rows]  # where every kernel of the problem is a pipelined one
+    sm90_faster_from: Mapping[tuple[str, bool], Rows]  # where every kernel of the problem is an sm90 one
     # The same of a training step that is launched one by one and was not compiled; wider ones as all others.
     trained_from: Mapping[str, Rows]
     busy_rows: int
-    # By gated, elements of one projection's weights (padded width × N) up to which a pipelined forward pass of an FFN
+    # By gated, elements of one projection's weights (padded width × N) up to which an sm90 forward pass of an FFN
     # that is launched one by one is faster with any rows.
     weights_of_one_launch: Mapping[bool, int]
     # Wider than this, a gated training step was slower with more than four times the width of hidden units, and where
@@ -44,8 +44,8 @@ class GemmGemm:
     # By gated, (width, share, units): the share of the SMs that tiles of rows must fill, over all of their waves; with
     # less the path for wider layers was faster if there are more hidden units, beyond 64 columns in gated training any.
     least_filled: Mapping[bool, tuple[tuple[int, float, int], ...]]
-    # A batched GEMM-GEMM with fewer tiles of rows for each SM was slower, however long they take: in pipelined kernels,
-    # in portable ones if the number of hidden units is a multiple of 8, and else.
+    # A batched GEMM-GEMM with fewer tiles of rows for each SM was slower, however long they take: in sm90 kernels,
+    # in generic ones if the number of hidden units is a multiple of 8, and else.
     least_tiles: tuple[float, float, float]
     most_padding: float  # how many times as large its tiles may be as what they hold, with less than two for each SM
 
@@ -169,7 +169,7 @@ class MoeFFN:
 
 @dataclass(frozen=True, kw_only=True)
 class TileCosts:
-    """What a pipelined tile of a weight gradient costs, which the choice among them is made by."""
+    """What an sm90 tile of a weight gradient costs, which the choice among them is made by."""
 
     clock: float  # of an SM, Hz, under this load
     products_per_cycle: int  # multiply-adds of an SM's matrix unit, in 16 bits

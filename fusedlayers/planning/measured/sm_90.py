@@ -37,7 +37,7 @@ FIGURES = Figures(
             ("gemm_gemm", True): ((64, (2**24, 2**23)),),
         },
         # An FFN costs the host as much as torch's launches or less, so that the device alone decides.
-        pipelined_faster_from={
+        sm90_faster_from={
             # Replayed, 0.97 to 2.0 times the best of torch's speed from these up to eight times as many elements.
             ("ffn", False): ((64, (2**20, 2**16)), (128, (2**21, 2**18)), (256, (2**23, 3 * 2**21))),
             ("ffn", True): ((64, (2**21, 2**16)), (128, (2**23, 5 * 2**18)), (256, (2**23, 7 * 2**20))),
@@ -202,7 +202,7 @@ FIGURES = Figures(
     # Against transformers' experts through torch._grouped_mm, eager and compiled: 1.4 to 1.5 times as fast with 64 and
     # 128 experts, 1.15 with 8 wide ones, 1.4 for 64 tokens in a graph. Launched one by one, a pass costs the host a
     # quarter to a half of what eager torch costs it, whatever the sizes.
-    # Weights with rows of an odd multiple of 16 bytes are slow to read across, and in portable kernels to read at all:
+    # Weights with rows of an odd multiple of 16 bytes are slow to read across, and in generic kernels to read at all:
     # 0.3 to 0.9 of torch's speed.
     moe_ffn=MoeFFN(faster_from={False: (2**24, 2**30), True: (2**24, 2**32)}, row_elements=16),
     tile_costs=TileCosts(

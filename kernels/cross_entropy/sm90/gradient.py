@@ -115,7 +115,7 @@ def _consume(consumer: gl.constexpr, ring, schedule, steps, given, LEAD: gl.cons
 
 
 @gluon.jit(do_not_specialize=["M", "bands", "start", "scale", "softcap", "inverse_cap"])
-def _pipelined_logit_gradient_kernel(
+def _sm90_logit_gradient_kernel(
     x_desc, w_desc, out_desc, target_ptr, bias_ptr, weight_ptr, top_ptr, by_share_ptr, by_target_ptr, by_weight_ptr,
     by_logarithm_ptr, inner, V, tile_columns, M, bands, start, scale, softcap, inverse_cap,
     COLUMNS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, PLACES: gl.constexpr,
@@ -153,7 +153,7 @@ def gradient(
     bands, tile_columns = -(-rows // TILE.value), -(-columns // pipeline.columns)
     geometry = dense(rows, columns, CONSUMER_ROWS, HALF.value)
     launch(
-        _pipelined_logit_gradient_kernel,
+        _sm90_logit_gradient_kernel,
         min(pipeline.programs, bands * tile_columns),
         vectors,
         (x.columns, weight.rows, tile_columns),

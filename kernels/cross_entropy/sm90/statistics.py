@@ -152,7 +152,7 @@ def _consume(consumer: gl.constexpr, ring, schedule, steps, given, LEAD: gl.cons
 
 
 @gluon.jit(do_not_specialize=["M", "bands", "group", "scale", "softcap", "inverse_cap"])
-def _pipelined_statistics_kernel(
+def _sm90_statistics_kernel(
     x_desc, w_desc, target_ptr, bias_ptr, top_ptr, total_ptr, spread_ptr, weighted_ptr, chosen_ptr,
     inner, V, tile_columns, M, bands, group, scale, softcap, inverse_cap,
     COLUMNS: gl.constexpr, LEVELS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr,
@@ -183,7 +183,7 @@ def statistics(
     x, weight = matrices
     levels = (pipeline.columns // QUAD.value).bit_length() - 1
     launch(
-        _pipelined_statistics_kernel,
+        _sm90_statistics_kernel,
         shares.programs,
         vectors,
         (x.columns, weight.rows, shares.tile_columns),

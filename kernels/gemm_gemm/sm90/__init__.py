@@ -1,7 +1,7 @@
-"""The kernels of GEMM-GEMM and the narrow FFN for Hopper: warp-specialised, in Gluon, beside the portable ones.
+"""The kernels of GEMM-GEMM and the narrow FFN for Hopper: warp-specialised, in Gluon, beside the generic ones.
 
-They take what ``tuning.pipelined_config`` admits (16 bits; K and O up to 128, or both 256; no dropout) where the
-tensors lie as TMA wants them; anything else runs in the portable kernels, which compute the same.
+They take what ``tuning.sm90_config`` admits (16 bits; K and O up to 128, or both 256; no dropout) where the
+tensors lie as TMA wants them; anything else runs in the generic kernels, which compute the same.
 """
 
 from .data_gradient import data_gradient, prepare_data_gradient

@@ -28,7 +28,7 @@ from ...matmul.sm90.roles import specialize
 from ...matmul.sm90.schedules import RowSchedule, rows_at
 from ...partials import reduce_partials
 from ...tiles import only_before
-from ...tuning import CONSUMER_ROWS, PipelinedConfig, pipelined_width
+from ...tuning import CONSUMER_ROWS, Sm90Config, sm90_width
 from ..operands import Matrices, Operands
 from .mainloop import (
     add_product,
@@ -124,7 +124,7 @@ def _consume(consumer: gl.constexpr, products, schedule, output):
 
 
 @gluon.jit(do_not_specialize=["up_step", "down_step", "N", "M", "tiles", "row_tiles"])
-def _pipelined_data_gradient_kernel(
+def _sm90_data_gradient_kernel(
     x_desc, dy_desc, up_desc, gate_desc, down_desc, dx_desc, up_bias_ptr, gate_bias_ptr, dy_sums_ptr,
     up_step, down_step, N, M, tiles, row_tiles,
     O: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr,
@@ -151,11 +151,11 @@ class Prepared(NamedTuple):
 
 
 def prepare_data_gradient(
-    operands: Operands, matrices: Matrices, dy: Matrix, column_sums: bool, config: PipelinedConfig
+    operands: Operands, matrices: Matrices, dy: Matrix, column_sums: bool, config: Sm90Config
 ) -> Prepared:
     """The launch for operands that fit: see ``Operands.matrices``."""
     batch, rows, width, hidden, out_width = operands.sizes()
-    block, block_k, block_o = config.block, pipelined_width(width), pipelined_width(out_width)
+    block, block_k, block_o = config.block, sm90_width(width), sm90_width(out_width)
     row_tiles = -(-rows // (CONSUMER_ROWS * config.consumers))
     tiles = batch * row_tiles
     programs = min(tiles, config.programs)
@@ -164,7 +164,7 @@ def prepare_data_gradient(
     if column_sums and not (matrices.gate is not None and width > 128):
         partials = (programs * config.consumers, out_width)
     prepared = Launch(
-        _pipelined_data_gradient_kernel,
+        _sm90_data_gradient_kernel,
         programs,
         (),
         (matrices.up.step, matrices.down.step, hidden, rows, tiles, row_tiles),

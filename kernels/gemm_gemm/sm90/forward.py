@@ -25,7 +25,7 @@ from ...matmul.sm90.ring import HALF, release_after_load, wait_full
 from ...matmul.sm90.roles import specialize
 from ...matmul.sm90.schedules import RowSchedule, rows_at
 from ...tiles import only_before
-from ...tuning import CONSUMER_ROWS, WIDEST_X_IN_REGISTERS, PipelinedConfig, pipelined_width
+from ...tuning import CONSUMER_ROWS, WIDEST_X_IN_REGISTERS, Sm90Config, sm90_width
 from ..operands import Matrices, Operands
 from .mainloop import (
     geometries,
@@ -128,7 +128,7 @@ def _consume(consumer: gl.constexpr, products, schedule, output):
 
 
 @gluon.jit(do_not_specialize=["up_step", "down_step", "N", "M", "tiles", "row_tiles"])
-def _pipelined_forward_kernel(
+def _sm90_forward_kernel(
     x_desc, up_desc, gate_desc, down_desc, y_desc, up_bias_ptr, gate_bias_ptr, down_bias_ptr, residual_ptr,
     stride_rm, up_step, down_step, N, M, tiles, row_tiles,
     O: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, EVEN_N: gl.constexpr,
@@ -150,14 +150,14 @@ def _pipelined_forward_kernel(
     specialize(CONSUMERS, _consume, (products, schedule, output), load_tiles, (products, schedule))
 
 
-def prepare_forward(operands: Operands, matrices: Matrices, residual: Matrix | None, config: PipelinedConfig) -> Launch:
+def prepare_forward(operands: Operands, matrices: Matrices, residual: Matrix | None, config: Sm90Config) -> Launch:
     """The launch for operands that fit: see ``Operands.matrices``."""
     batch, rows, width, hidden, out_width = operands.sizes()
-    block, block_k, block_o = config.block, pipelined_width(width), pipelined_width(out_width)
+    block, block_k, block_o = config.block, sm90_width(width), sm90_width(out_width)
     row_tiles = -(-rows // (CONSUMER_ROWS * config.consumers))
     tiles = batch * row_tiles
     return Launch(
-        _pipelined_forward_kernel,
+        _sm90_forward_kernel,
         min(tiles, config.programs),
         (0 if residual is None else residual.row_stride,),
         (matrices.up.step, matrices.down.step, hidden, rows, tiles, row_tiles),

@@ -200,7 +200,7 @@ def _consume(consumer: gl.constexpr, products, tiles):
 
 
 @gluon.jit(do_not_specialize=["N", "tiles"])
-def _pipelined_hidden_gradient_kernel(
+def _sm90_hidden_gradient_kernel(
     x_desc, dy_desc, up_desc, gate_desc, down_desc, stored_desc, up_bias_ptr, gate_bias_ptr, N, tiles,
     K: gl.constexpr, O: gl.constexpr, UP_STAGES: gl.constexpr, DOWN_STAGES: gl.constexpr, OUT_TILES: gl.constexpr,
     ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
@@ -228,7 +228,7 @@ def prepare_hidden_gradient(
     parts = 2 if matrices.gate is None else 3
     columns = -(-hidden // block) * block
     prepared = Launch(
-        _pipelined_hidden_gradient_kernel,
+        _sm90_hidden_gradient_kernel,
         min(tiles, config.programs),
         (),
         (hidden, tiles),

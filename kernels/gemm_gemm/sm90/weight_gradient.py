@@ -15,7 +15,7 @@ from ...matmul.sm90.loading import rows_first
 from ...matmul.sm90.ring import HALF, acquire, wait_full
 from ...matmul.sm90.roles import specialize
 from ...tiles import only_before
-from ...tuning import CONSUMER_ROWS, PipelinedConfig, pipelined_width
+from ...tuning import CONSUMER_ROWS, Sm90Config, sm90_width
 from ..operands import Matrices, Operands
 from .mainloop import (
     add_product,
@@ -170,7 +170,7 @@ def _consume(consumer: gl.constexpr, products, split, given):
 
 
 @gluon.jit(do_not_specialize=["stride_split", "up_step", "down_step", "N", "M", "splits"])
-def _pipelined_weight_gradient_kernel(
+def _sm90_weight_gradient_kernel(
     x_desc, dy_desc, up_desc, gate_desc, down_desc, up_bias_ptr, gate_bias_ptr,
     d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr, d_gate_bias_ptr,
     stride_split, up_step, down_step, N, M, splits,
@@ -209,17 +209,17 @@ def prepare_weight_gradient(
     split_size: int,
     transposed: bool,
     splits: int,
-    config: PipelinedConfig,
+    config: Sm90Config,
 ) -> Launch:
     """The launch of one pass over x and dy.
 
     ``transposed`` gradients have the layout of a batched GEMM-GEMM's operands.
     """
     batch, rows, width, hidden, out_width = operands.sizes()
-    block_k, block_o = pipelined_width(width), pipelined_width(out_width)
+    block_k, block_o = sm90_width(width), sm90_width(out_width)
     even = rows % config.block == 0 and (splits > 1 or batch > 1)
     return Launch(
-        _pipelined_weight_gradient_kernel,
+        _sm90_weight_gradient_kernel,
         batch * -(-hidden // (CONSUMER_ROWS * config.consumers)) * splits,
         (),
         (split_size, matrices.up.step, matrices.down.step, hidden, rows, splits),

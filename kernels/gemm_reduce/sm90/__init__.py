@@ -1,4 +1,4 @@
-"""The warp-specialised kernels for Hopper, beside the portable ones: the forward pass, and the gradient of maxima.
+"""The warp-specialised kernels for Hopper, beside the generic ones: the forward pass, and the gradient of maxima.
 
 They take 16 bits and an inner dimension up to 128, the forward pass without biases and activation, where the operands
 lie as TMA needs them.

@@ -21,7 +21,7 @@ from ...matmul.sm90.elements import zeros
 from ...matmul.sm90.loading import load_block, rows_first
 from ...matmul.sm90.ring import HALF, acquire, operand_ring, release_after_load, wait_full
 from ...matmul.sm90.roles import specialize
-from ...tuning import CONSUMER_ROWS, PipelinedReduceConfig
+from ...tuning import CONSUMER_ROWS, Sm90ReduceConfig
 from ..operands import ReduceOperands
 
 _NOWHERE = gl.constexpr(2**30)  # behind every column
@@ -228,7 +228,7 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=["stride_split", "kept_step", "reduced_step", "P", "R", "tiles", "row_tiles", "splits"])
-def _pipelined_reduce_kernel(
+def _sm90_reduce_kernel(
     kept_desc, reduced_desc, counts_ptr, values_ptr, sums_ptr, indices_ptr, mask_ptr, lengths_ptr, offsets_ptr,
     stride_mask_z, stride_mask_r, stride_split, kept_step, reduced_step, P, R, tiles, row_tiles, splits,
     BLOCK: gl.constexpr, CONSUMERS: gl.constexpr, KEPT_STAGES: gl.constexpr, STAGES: gl.constexpr,
@@ -254,7 +254,7 @@ def _pipelined_reduce_kernel(
     )  # fmt: skip
 
 
-def takes(operands: ReduceOperands, config: PipelinedReduceConfig) -> tuple[Matrix, Matrix] | None:
+def takes(operands: ReduceOperands, config: Sm90ReduceConfig) -> tuple[Matrix, Matrix] | None:
     """kept and reduced as matrices to copy, or None where this kernel does not compute the call."""
     if operands.arithmetic.activation != "identity":
         return None
@@ -269,7 +269,7 @@ def takes(operands: ReduceOperands, config: PipelinedReduceConfig) -> tuple[Matr
 
 
 def prepare_reduce(
-    operands: ReduceOperands, matrices: tuple[Matrix, Matrix], splits: int, config: PipelinedReduceConfig
+    operands: ReduceOperands, matrices: tuple[Matrix, Matrix], splits: int, config: Sm90ReduceConfig
 ) -> Launch:
     """The launch of :func:`launch_reduce`, of matrices that :func:`takes` gave; with several splits, of partials."""
     batch, kept, reduced, _ = operands.sizes()
@@ -277,7 +277,7 @@ def prepare_reduce(
     row_tiles = -(-kept // (CONSUMER_ROWS * config.consumers))
     tiles = batch * row_tiles * splits
     return Launch(
-        _pipelined_reduce_kernel,
+        _sm90_reduce_kernel,
         min(tiles, config.programs),
         (0, 0) if operands.mask is None else operands.mask.stride(),
         (batch * kept, kept_matrix.step, reduced_matrix.step, kept, reduced, tiles, row_tiles, splits),

@@ -107,7 +107,7 @@ def _consume(consumer: gl.constexpr, kept, schedule, chosen, WIDTH: gl.constexpr
 
 
 @gluon.jit(do_not_specialize=["kept_step", "P", "R", "tiles", "row_tiles"])
-def _pipelined_one_hot_kernel(
+def _sm90_one_hot_kernel(
     kept_desc, out_desc, indices_ptr, weights_ptr, kept_step, P, R, tiles, row_tiles,
     WIDTH: gl.constexpr, BLOCK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
@@ -138,7 +138,7 @@ def prepare_one_hot(kept: Matrix, shape: tuple[int, int, int], P: int, config: O
     row_tiles = -(-reduced // (CONSUMER_ROWS * config.consumers))
     tiles = batch * row_tiles
     return Launch(
-        _pipelined_one_hot_kernel,
+        _sm90_one_hot_kernel,
         min(tiles, config.programs),
         (),
         (kept.step, P, reduced, tiles, row_tiles),

@@ -1,4 +1,4 @@
-"""Products in portable Triton, for every GPU, any sizes and any strides.
+"""Products in generic Triton, for every GPU, any sizes and any strides.
 
 A kernel is composed of four parts, which are device functions over the typed resources of ``operands.py``:
 

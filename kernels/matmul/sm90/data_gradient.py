@@ -74,7 +74,7 @@ def _consume(consumer: gl.constexpr, ring, schedule, steps, given):
 
 
 @gluon.jit(do_not_specialize=["tile_rows", "rows"])
-def _pipelined_data_gradient_kernel(
+def _sm90_data_gradient_kernel(
     dz_desc, up_desc, d_gate_desc, w_gate_desc, dx_desc, total_ptr, inner, columns, tile_columns, tile_rows, rows,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
     GROUP: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
@@ -139,7 +139,7 @@ def _prepare(
         for place, each in enumerate(complete)
     ]
     return Launch(
-        _pipelined_data_gradient_kernel,
+        _sm90_data_gradient_kernel,
         min(tile_rows * tile_columns, pipeline.programs),
         (complete[0].columns, out.columns, tile_columns),
         (tile_rows, out.rows),

@@ -45,7 +45,7 @@ def _consume(consumer: gl.constexpr, ring, schedule, steps, given):
 
 
 @gluon.jit(do_not_specialize=["inner", "columns", "tile_columns", "expert_count", "weight_rows"])
-def _pipelined_grouped_product_kernel(
+def _sm90_grouped_product_kernel(
     a_desc, w_desc, other_desc, other_w_desc, out_desc, bias_ptr, tile_expert_ptr, starts_ptr, inner, columns,
     tile_columns, expert_count, weight_rows,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
@@ -79,7 +79,7 @@ def prepare_product(
     right = [weight.geometry(wide, config.step) for weight in weights]
     two = len(weights) == 2
     return Launch(
-        _pipelined_grouped_product_kernel,
+        _sm90_grouped_product_kernel,
         min(tile_rows * tile_columns, config.programs),
         (a.columns, columns, tile_columns, experts, weights[0].step),
         (),

@@ -71,7 +71,7 @@ def _consume(consumer: gl.constexpr, ring, schedule, out_desc, staging, units, o
 
 
 @gluon.jit(do_not_specialize=["units", "tile_rows", "tile_columns", "work", "out_rows", "end"])
-def _pipelined_grouped_weight_gradient_kernel(
+def _sm90_grouped_weight_gradient_kernel(
     left_desc, right_desc, out_desc, starts_ptr, order_ptr, units, tile_rows, tile_columns, work, out_rows, end,
     STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -100,7 +100,7 @@ def prepare_grouped_weight_gradient(
     tile_rows, tile_columns = ceil_div(units, TILE.value), ceil_div(right.columns, wide)
     work = experts * tile_rows * tile_columns
     return Launch(
-        _pipelined_grouped_weight_gradient_kernel,
+        _sm90_grouped_weight_gradient_kernel,
         min(work, config.programs),
         (units, tile_rows, tile_columns, work, out.step),
         (left.rows,),

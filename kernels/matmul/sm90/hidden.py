@@ -89,7 +89,7 @@ def _consume(consumer: gl.constexpr, ring, schedule, steps, given):
         "limit", "offset",
     ]
 )  # fmt: skip
-def _pipelined_hidden_kernel(
+def _sm90_hidden_kernel(
     x_desc, up_desc, w_gate_desc, hidden_desc, z_desc, gate_desc, u_desc, b_desc, b_gate_desc, up_bias_ptr,
     gate_bias_ptr, seed_ptr, tile_expert_ptr, starts_ptr, inner, N, tile_columns, whole, rank, gate_first, expert_count,
     weight_rows, tile_rows, group, drop_limit, keep_scale, mask_row, mask_column, limit, offset,
@@ -148,7 +148,7 @@ def prepare_hidden(
         return None
     out = dense(rows, width or columns, half, half)
     return Launch(
-        _pipelined_hidden_kernel,
+        _sm90_hidden_kernel,
         min(tile_rows * tile_columns, pipeline.programs),
         (
             x.columns, columns, tile_columns, copies.whole(x.columns, pipeline.step), copies.columns, copies.first,

@@ -283,7 +283,7 @@ def _consume(consumer: gl.constexpr, ring, schedule, steps, given):
         "mask_column", "limit", "offset",
     ]
 )  # fmt: skip
-def _pipelined_epilogue_gradient_kernel(
+def _sm90_epilogue_gradient_kernel(
     dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, v_desc, a_desc, sums_ptr, seed_ptr,
     added_ptr, tile_expert_ptr, starts_ptr, weights_ptr, weight_sums_ptr, inner, N, tile_columns, whole, rank,
     expert_count, weight_rows, tile_rows, group, M, drop_limit, keep_scale, mask_row, mask_column, limit, offset,
@@ -354,7 +354,7 @@ def prepare_hidden_gradient(
     gradient_stride, hidden_stride = row_strides
     out = dense(rows, columns, half, half, gradient_stride)
     return Launch(
-        _pipelined_epilogue_gradient_kernel,
+        _sm90_epilogue_gradient_kernel,
         min(tile_rows * tile_columns, programs),
         (
             dy.columns, columns, tile_columns, copies.whole(dy.columns, pipeline.step), copies.columns, experts,

@@ -122,7 +122,7 @@ def _add_rows(sums, tile):
 
 
 @gluon.jit(do_not_specialize=["M", "splits", "work"])
-def _pipelined_weight_and_bias_gradient_kernel(
+def _sm90_weight_and_bias_gradient_kernel(
     dy_desc, x_desc, dw_ptr, db_ptr, units, width, stride_split, M, splits, work,
     UNITS: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     SUM_WARPS: gl.constexpr,
@@ -156,7 +156,7 @@ def prepare_weight_gradient(
     tile_units, tile_columns = config.tile
     work = -(-units // tile_units) * -(-width // tile_columns) * splits
     return Launch(
-        _pipelined_weight_and_bias_gradient_kernel,
+        _sm90_weight_and_bias_gradient_kernel,
         min(work, config.programs),
         (units, width, split_size),
         (dy.rows, splits, work),

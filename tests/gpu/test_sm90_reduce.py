@@ -13,7 +13,7 @@ from fusedlayers import functional, planning, reference
 from fusedlayers.devices import describe
 from fusedlayers.functional.gemm_reduce import GEMM_REDUCE
 from fusedlayers.kernels.gemm_reduce import ReduceArithmetic, ReduceOperands, sm90
-from fusedlayers.kernels.tuning import pipelined_reduce_config
+from fusedlayers.kernels.tuning import sm90_reduce_config
 from tests.gpu.exact import exact_reduction
 from tests.gpu.reductions import Reduction, watch_reductions
 from tests.support.operands import DEVICE, Tensors, assert_equal, integers, on_path, results
@@ -70,13 +70,13 @@ def rows_in_memory(tensors: Tensors, dim: int, transposed: tuple[bool, bool] = (
 
 
 def assert_planned(inputs: Tensors, size: Size, op: str, dim: int, costly: bool, **options: Any) -> None:
-    """The plan of a call names the pipelined kernel, with the tiles of the table."""
+    """The plan of a call names the sm90 kernel, with the tiles of the table."""
     _, kept, reduced, width = size
     problem = GEMM_REDUCE.problem_of(**inputs, op=op, dim=dim, **options)
     plan = planning.plan(problem, replace(describe(DEVICE), sms=SMS), "triton")
     assert plan.forward_tiles is not None
-    assert plan.forward_tiles.pipelined is not None
-    assert plan.forward_tiles.pipelined == pipelined_reduce_config(kept, reduced, width, SMS, costly)
+    assert plan.forward_tiles.sm90 is not None
+    assert plan.forward_tiles.sm90 == sm90_reduce_config(kept, reduced, width, SMS, costly)
 
 
 def values(inputs: Tensors, **options: Any) -> Any:
@@ -86,7 +86,7 @@ def values(inputs: Tensors, **options: Any) -> Any:
 def test_cases_have_every_tile() -> None:
     tiles = set()
     for (_, kept, reduced, width), expected in CASES.items():
-        config = pipelined_reduce_config(kept, reduced, width, SMS)
+        config = sm90_reduce_config(kept, reduced, width, SMS)
         assert config is not None
         assert (config.consumers, config.block) == expected
         tiles.add(expected)
@@ -275,7 +275,7 @@ def test_packed_rows_and_the_bands_around_outputs(op: str, kept: int, splits: in
     a, b = (draw(rows, width, dtype=torch.float64).to(DEVICE) for rows in (kept, sum(lengths)))
     offsets = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, torch.int32)
     indices = op == "max"
-    config = pipelined_reduce_config(kept, 88, width, SMS, costly=indices)
+    config = sm90_reduce_config(kept, 88, width, SMS, costly=indices)
     assert config is not None
     operands = ReduceOperands(
         a.to(BFLOAT16).expand(len(lengths), -1, -1), b.to(BFLOAT16), None, None, None, None, offsets,

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(describe(DEVICE).backend != "sm90", reason="no H
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the pipelined kernels that run."""
+    """The names of the sm90 kernels that run."""
     names: list[str] = []
 
     def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,7 +124,7 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 @pytest.mark.parametrize("role", ["x", "w_up", "w_down", "w_gate", "residual", "dy"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, role: str, width: int, launched: list[str]) -> None:
-    """TMA takes rows at multiples of 16 bytes; the portable kernels take the rest, with the same result.
+    """TMA takes rows at multiples of 16 bytes; the generic kernels take the rest, with the same result.
 
     An upstream gradient decides nothing: it is copied once.
     """
@@ -163,7 +163,7 @@ def test_frozen_inputs(frozen: tuple[str, ...], width: int, launched: list[str])
     assert ("data_gradient" in launched) == ("x" not in frozen)
 
 
-def test_dropout_takes_the_portable_kernels(launched: list[str]) -> None:
+def test_dropout_takes_the_generic_kernels(launched: list[str]) -> None:
     inputs = ffn_inputs(300, 64, 256, 64, BFLOAT16)
     with on_path("kernels") as options:
         assert_ffn_close(functional.ffn, inputs, options=options, activation="silu", dropout_p=0.1, manual_seed=3)
@@ -189,7 +189,7 @@ def test_what_lies_beside_the_columns_of_x_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("width", [64, 96, 128, 256])
-def test_the_same_numbers_as_the_portable_kernels(width: int) -> None:
+def test_the_same_numbers_as_the_generic_kernels(width: int) -> None:
     """Both round where the other does, but add up in another order."""
     inputs = ffn_inputs(5000, width, 4 * width, width, BFLOAT16)
     dy = like_result(inputs)
