@@ -92,7 +92,7 @@ class Calls(Attributes):
         owner = typing.cast(Part, called.owner)
         if called.name == "forward" and owner.path:
             return self._call_part(owner, args, options)
-        self.methods[type(owner.module), called.name] = called.function
+        self._note("methods", (type(owner.module), called.name), called.function)
         return self.inlined(typing.cast(Any, called.function), (owner, *args), options)
 
     def _call_part(self, part: Part, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -134,12 +134,13 @@ class Calls(Attributes):
         return self.inlined(type(part.module).forward, (part, *args), options)
 
     def _call_linear(self, part: Part, sizes: tuple[int, int], x: Any) -> Formula:
+        given = x
         if isinstance(x, Unknown):
             x = Formula(atom("unknown", x.number), sizes[0])
         if not isinstance(x, Formula) or x.width not in (None, sizes[0]):
             raise NotUnderstood(f"calls {part.path} with something else than a tensor of {sizes[0]} columns")
         output = atom("linear", part.path, x.value)
-        self.linears.append(LinearCall(part.path, x.value, output, self._misses))
+        self.linears.append(LinearCall(part.path, x.value, output, self._misses, given))
         return dataclasses.replace(x, value=output, width=sizes[1], wide=False, given=False)
 
     def _call_builtin(self, target: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -154,7 +155,7 @@ class Calls(Attributes):
         if target is hasattr and len(args) == 2 and isinstance(args[0], Part) and isinstance(args[1], Known):
             found = hasattr(args[0].module, args[1].value)
             if not found:
-                self.watched[args[0].inner(args[1].value)] = ABSENT
+                self._watch(args[0].inner(args[1].value), ABSENT)
             return Known(found)
         if target in (tuple, list, enumerate, zip, len) and args:
             items = [self._items(each) for each in args]
