@@ -17,7 +17,6 @@ from ..modules import (
     is_plain_now,
     kept,
     outside_of_traces,
-    part_of,
     say_once,
     traced_dropout_p,
     traced_ffn,
@@ -28,6 +27,7 @@ from .blocks import OWN_FORWARD, FusedOneFFN, restored_method, try_fused
 from .conditions import attribute
 from .finding import find_by_rule
 from .reading.rewriting import edited
+from .reading.values import ABSENT
 from .rules import FoundRule
 
 # Attributes by path, with what each of them was.
@@ -51,7 +51,7 @@ class FusedByRule(FusedOneFFN):
         """
         # A generator would be a frame more for Dynamo to trace.
         for name, value in watched:  # noqa: SIM110
-            if part_of(self, name) != value:
+            if attribute(self, name, ABSENT) != value:
                 return True
         return False
 

@@ -230,6 +230,12 @@ def _inside(block: nn.Module, method: str, ffn: FFN, reader: Reader) -> FoundRul
         if isinstance(attribute(block, path), (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             # It may hold other modules later.
             raise NotUnderstood(f"finds its linears in {path}, a row of modules")
+    within, into = {*rule.parts(), *dict(rule.holders)}, (ffn.up, ffn.gate)
+    for path, given in reader.handed:
+        hidden = any(found[1] in into for found in linears_in(given))
+        before = given == ffn.input and any(path.startswith(f"{name}.") for name in dict(rule.holders))
+        if (hidden or before) and path not in within and not path.startswith(f"{rule.activation}."):
+            raise NotUnderstood(f"hands its hidden to {path}, whose hooks nobody would ask for")
     edits = edits_for(reader, ffn, type(block), method)
     if edited(edits, getattr(type(block), method), FusedInside.run_inside) is None:
         raise NotUnderstood("is decorated by what is not known")

@@ -124,6 +124,19 @@ class Conditional(Layer):
         return x + self.down(hidden)
 
 
+class MaybeGated(Layer):
+    def __init__(self, p: float = 0.25) -> None:
+        super().__init__(p)
+        self.gate: nn.Module | None = nn.Linear(6, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is not None and not hasattr(self, "plain"):
+            hidden = self.act(self.gate(x)) * self.up(x)
+        else:
+            hidden = self.act(self.up(x))
+        return x + self.down(hidden)
+
+
 class Into(nn.Module):
     """Takes more than the FFN does, and gives the hidden."""
 
@@ -170,6 +183,7 @@ FUSED: dict[type[nn.Module], int] = {
     Halves: 1,
     Conditional: 1,
     InChildren: 1,
+    MaybeGated: 1,
 }
 each_kind = pytest.mark.parametrize("kind", FUSED, ids=lambda kind: kind.__name__)
 
@@ -210,6 +224,21 @@ def test_an_option_that_decides_is_asked_at_every_call(fused_calls: list[float])
         x = torch.randn(3, 6)
         torch.testing.assert_close(twin(x), own(x))
     assert len(fused_calls) == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_child_that_decides_is_asked_for_at_every_call(compiled: bool, fused_calls: list[float]) -> None:
+    own, twin = replaced(MaybeGated, 0.25)
+    torch._dynamo.reset()
+    run = torch.compile(twin, backend="eager", fullgraph=True) if compiled else twin
+    x = torch.randn(3, 6)
+    torch.testing.assert_close(run(x), own(x))
+    gate, twin.gate, own.gate = twin.gate, None, None
+    torch.testing.assert_close(run(x), own(x))
+    own.gate = twin.gate = gate
+    own.plain = twin.plain = True
+    torch.testing.assert_close(run(x), own(x))
+    assert compiled or len(fused_calls) == 1
 
 
 @pytest.mark.parametrize("kind", [InChildren, Halves])

@@ -72,6 +72,23 @@ class WithoutGradient(Layer):
         return self.down(self.act(hidden)) + x
 
 
+class HandedOn(Layer):
+    def __init__(self, p: float = 0.25) -> None:
+        super().__init__(p)
+        self.same = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.same(self.up(x))))
+
+
+class SomeTimes(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x
+        for each in (self.up, self.attention):
+            hidden = self.act(each(x)) if hidden is x else hidden
+        return self.down(hidden) + x
+
+
 OTHER = "which is no activation of up(something)"
 LEFT: dict[type[Layer], str] = {
     ActivatedTwice: OTHER,
@@ -84,6 +101,8 @@ LEFT: dict[type[Layer], str] = {
     UpTwice: OTHER,
     HiddenKept: "no FFN is seen in its source",
     HiddenInResult: "its up gives a hidden that is used for something else, too",
+    HandedOn: "hands its hidden to same, whose hooks nobody would ask for",
+    SomeTimes: "no FFN is seen in its source",
     WithoutGradient: "no FFN is seen in its source",
 }
 

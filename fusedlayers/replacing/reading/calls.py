@@ -99,6 +99,7 @@ class Calls(Attributes):
         module = part.module
         if type(module).__call__ is not nn.Module.__call__:
             raise NotUnderstood(f"calls {part.path}, whose class has a call of its own")
+        self.handed += [(part.path, each.value) for each in (*args, *options.values()) if isinstance(each, Formula)]
         [x] = (*args, *options.values()) if len(args) + len(options) == 1 else [None]
         if (sizes := sizes_of_linear(module)) is not None:
             return self._call_linear(part, sizes, x)
@@ -150,10 +151,13 @@ class Calls(Attributes):
             kinds = [getattr(each, "value", None) for each in (args[1] if isinstance(args[1], tuple) else (args[1],))]
             if isinstance(args[0], (Formula, Weight)) and kinds == [torch.Tensor]:
                 return Known(True)
-            if isinstance(args[0], Part) and all(isinstance(kind, type) for kind in kinds):
+            # Whoever watches a block with an FFN inside cannot watch the classes of its children.
+            if isinstance(args[0], Part) and not self.lenient and all(isinstance(kind, type) for kind in kinds):
                 return Known(isinstance(args[0].module, tuple(kinds)))
         if target is hasattr and len(args) == 2 and isinstance(args[0], Part) and isinstance(args[1], Known):
             found = hasattr(args[0].module, args[1].value)
+            if found and self.lenient:
+                raise NotUnderstood(f"asks whether there is {args[0].inner(args[1].value)}")
             if not found:
                 self._watch(args[0].inner(args[1].value), ABSENT)
             return Known(found)

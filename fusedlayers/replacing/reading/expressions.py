@@ -207,6 +207,7 @@ class Expressions(Calls):
             return Undecided() if self.dtype is None else Known(self._compared_dtypes(one, two, kind))
         if kind in (ast.Is, ast.IsNot) and Known(None) in (_bare(one), _bare(two)):
             same = _bare(one) == _bare(two)
+            self._watch_presence(one)
             # What is read of a tensor, its gradient for one, may be None.
             if isinstance(one, (Unknown, Method)) or isinstance(two, (Unknown, Method)):
                 raise NotUnderstood("asks whether something is None")
@@ -237,6 +238,7 @@ class Expressions(Calls):
         if isinstance(value, Known) and type(value.value) in PLAIN:
             return bool(value.value)
         if isinstance(value, Part):
+            self._watch_presence(value)
             return True
         if isinstance(value, Undecided) or self.lenient:
             return None
@@ -250,6 +252,11 @@ class Expressions(Calls):
             # Nobody knows what it follows from, to watch that.
             self._misses += 1
         return found
+
+    def _watch_presence(self, value: Any) -> None:
+        """That there is a child: it has what every module has."""
+        if self.lenient and isinstance(value, Part) and value.path:
+            self._watch(value.inner("dump_patches"), nn.Module.dump_patches)
 
     def _of_call(self, node: ast.Call, frame: Frame) -> Any:
         called = self.value(node.func, frame)

@@ -79,6 +79,7 @@ class State:
         called: activations that are parts, attributes or functions of torch: the path, "" for a function, and what it
             gave for what.
         norms: for each of torch's fused norms that was called, whether all that it took was cast to float32.
+        handed: the children that were called with tensors, by path, and each tensor.
         reads: each time that something was read which ``watched``, ``methods`` or ``functions`` has.
         written: attributes in which the block counts something, by path.
     """
@@ -91,6 +92,7 @@ class State:
         self.functions: dict[tuple[str, str], Any] = {}
         self.linears: list[LinearCall] = []
         self.norms: list[bool] = []
+        self.handed: list[tuple[str, Polynomial]] = []
         self.reads: list[Read] = []
         self.outermost: Frame
         self.called: list[tuple[str, Polynomial, Polynomial]] = []
