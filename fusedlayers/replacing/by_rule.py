@@ -131,6 +131,8 @@ class FusedInside(FusedByRule):
             if not isinstance(self, FusedInside):
                 return restored_method(self, name)(*args, **kwargs)
             own = getattr(original, name)
+            if fused is None:
+                say_once(self, f"the source of {name} is another one than when it was replaced")
             if fused is None or not self.is_fused_now() or own is not method:
                 return own(self, *args, **kwargs)
             # Dynamo guards these, and so notices a patch, too.

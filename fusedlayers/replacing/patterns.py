@@ -95,7 +95,7 @@ class Patterns:
             return rule if rule.trusted and rule.inside is None else self._checked(module, rule)
         of_torch = kind.__module__.startswith("torch.nn.") and kind is not nn.Sequential
         known = isinstance(module, (FusedBlock, FusedFFN, FusedLossHead, torch.jit.ScriptModule))
-        if of_torch or known or kind.forward is nn.Module.forward:
+        if of_torch or known or kind.forward is nn.Module.forward or not module._modules:
             return None
         if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
             return "its sizes are not known before its first call"

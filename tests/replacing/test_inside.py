@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -247,6 +252,44 @@ def test_tensors_that_are_not_plain_go_through_the_parts(kind: type[nn.Module], 
     x = torch.randn(3, 6).as_subclass(TaggedTensor)
     assert torch.equal(twin(x), own(x))
     assert not fused_calls
+
+
+def doubling(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(method)
+    def doubled(self: nn.Module, x: Tensor) -> Tensor:
+        return 2 * method(self, x)
+
+    return doubled
+
+
+class Decorated(Layer):
+    @doubling
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(x)))
+
+
+def test_a_decorator_stays_around_its_method(fused_calls: list[float]) -> None:
+    own, twin = replaced(Decorated, 0.0)
+    x = torch.randn(3, 6)
+    torch.testing.assert_close(twin(x), own(x))
+    assert len(fused_calls) == 1
+
+
+def test_another_process_finds_the_same_method(tmp_path: Path) -> None:
+    own, twin = replaced(InChildren, 0.0)
+    x = torch.randn(3, 6)
+    torch.save((twin, x, own(x)), tmp_path / "layer.pt")
+    program = f"""
+import torch
+from fusedlayers.replacing.by_rule import FusedInside
+run = FusedInside.run_inside
+FusedInside.run_inside = lambda self, x: print("in one piece") or run(self, x)
+layer, x, y = torch.load({str(tmp_path / "layer.pt")!r}, weights_only=False)
+torch.testing.assert_close(layer(x), y)
+print(type(layer).__name__)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout == "in one piece\nFusedInChildren\n"
 
 
 def test_in_inference_mode() -> None:

@@ -81,6 +81,24 @@ class HandedOn(Layer):
         return x + self.down(self.act(self.same(self.up(x))))
 
 
+class Peeked(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act(self.up(x))
+        y = self.down(hidden)
+        return y * locals()["hidden"].shape[-1]
+
+
+class InClosure(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x
+
+        def width() -> int:
+            return hidden.shape[-1]
+
+        hidden = self.act(self.up(x))
+        return self.down(hidden) * width()
+
+
 class SomeTimes(Layer):
     def forward(self, x: Tensor) -> Tensor:
         hidden = x
@@ -102,6 +120,8 @@ LEFT: dict[type[Layer], str] = {
     HiddenKept: "no FFN is seen in its source",
     HiddenInResult: "its up gives a hidden that is used for something else, too",
     HandedOn: "hands its hidden to same, whose hooks nobody would ask for",
+    Peeked: "keeps its hidden in a variable that others may read",
+    InClosure: "keeps its hidden in a variable that others may read",
     SomeTimes: "no FFN is seen in its source",
     WithoutGradient: "no FFN is seen in its source",
 }
