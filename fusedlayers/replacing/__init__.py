@@ -30,7 +30,6 @@ from .blocks import (
     FusedTransformerDecoderLayer,
     FusedTransformerEncoderLayer,
     ReplacedModule,
-    functions_read,
     fused_class,
 )
 from .expert_ffns import ExpertsFFN, find_experts, implementation, is_experts
@@ -344,7 +343,7 @@ def _replace_norms(model: nn.Module, found: _Found) -> None:
         elif (reason := why_norm_left(module, norm)) is not None:
             found.skip(path, module, f"it is a norm, but {reason}")
         else:
-            read = functions_read(norm.methods, norm.functions)
+            read = norm.conditions.owned()
             fused = fused_class(FusedNorm, type(module), fused_norm=norm, fused_functions=read)
             found.change(path, module, fused, str(norm), *facts_of_norm(module, norm, found.on))
 

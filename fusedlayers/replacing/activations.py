@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import types
 import weakref
 from collections.abc import Hashable
@@ -14,6 +13,7 @@ from torch import nn
 
 from ..kernels.activations import ACTIVATIONS, ALIASES, canonical_activation
 from ..modules import attributes_of
+from .conditions import Conditions
 from .reading import operations
 from .reading.activation_modules import known_activation
 from .reading.polynomials import TooLarge, function
@@ -93,10 +93,7 @@ def _named(activation: Any) -> _Reading:
     x = reader.input(None)
     try:
         result = _read(activation, reader, x)
-        functions = [
-            *((sys.modules[space], name, each) for (space, name), each in reader.functions.items()),
-            *((kind, name, method) for (kind, name), method in reader.methods.items()),
-        ]
+        functions = Conditions.of(reader).owned()
         read = tuple((weakref.ref(owner), name, weakref.ref(each)) for owner, name, each in functions)
     except (NotUnderstood, TooLarge, TypeError):
         # A property cannot be referred to.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copyreg
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, TypeVar, cast
@@ -28,8 +27,9 @@ from ..modules import (
     why_not_now,
 )
 from . import activations
-from .finding import attribute, dropout_p, find_ffn, find_runs
-from .rules import FFNRule, FoundRule
+from .conditions import attribute
+from .finding import dropout_p, find_ffn, find_runs
+from .rules import FFNRule
 
 # What a block does instead of running fused where its class was patched.
 OWN_FORWARD = "runs the forward of its own class"
@@ -107,14 +107,6 @@ class ReplacedModule(nn.Module):
     def run_fused(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the forward of the original class, which is ``method``, returns."""
         raise NotImplementedError
-
-
-def functions_read(
-    methods: Iterable[tuple[type[nn.Module], str]], functions: Iterable[tuple[str, str, Any]]
-) -> tuple[tuple[Any, str, Any], ...]:
-    """The methods and functions that were read, as ``ReplacedModule.fused_functions`` has them."""
-    of_classes = [(kind, name, getattr(kind, name)) for kind, name in methods]
-    return (*of_classes, *((sys.modules[module], name, function) for module, name, function in functions))
 
 
 _Kind = TypeVar("_Kind", bound=ReplacedModule)
@@ -287,7 +279,7 @@ class FusedOneFFN(FusedBlock):
         [found] = self.find_ffn_pieces(self).values()
         if isinstance(found, FFNPieces):
             rule = self.fused_rule
-            options = dict(rule.options) if isinstance(rule, FoundRule) else {}
+            options = dict(rule.conditions.options)
             options |= {f"{rule.activation}.{name}": None for name in activations.watched_options(found.original)}
             names = (*rule.parts(), rule.output_dropout, "training", *dict(rule.holders), *options)
             self.keep_found(found, [name for name in names if name is not None], [found], whole=self.fused_whole)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import copy
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from .. import reference
 from ..modules import class_path
+from .reading.experts import Stage
+from .reading.reader import Reader
+from .reading.state import Frame, Undecided
+from .reading.values import Known, Method, NotUnderstood
 from .remembering import Remembered
-from .trials import alike, quietly
 
 # Known by name, so that nothing is imported for it.
 _KNOWN = ("transformers.loss.loss_utils", "ForCausalLMLoss")
@@ -20,7 +25,7 @@ _KNOWN = ("transformers.loss.loss_utils", "ForCausalLMLoss")
 PARAMETERS = ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")
 # Where it does not say which labels to ignore.
 IGNORED = -100
-_proven: Remembered[bool] = Remembered()
+_read: Remembered[bool] = Remembered()
 
 
 def shifted(labels: Tensor, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
@@ -44,35 +49,89 @@ def why_other_loss(function: Any) -> str | None:
         return f"its loss function is {name}, not transformers' {_KNOWN[1]}"
     # What it calls may be another function now.
     around = getattr(function, "__globals__", {}).get("fixed_cross_entropy")
-    proven = _proven.get((function, around), lambda: _is_proven(function))
-    return None if proven else f"its loss function {_KNOWN[1]} computes something else"
+    known = _read.get((function, around), lambda: _is_known(function))
+    return None if known else f"its loss function {_KNOWN[1]} computes something else"
 
 
-def _is_proven(function: Callable[..., Tensor]) -> bool:
-    """Whether the function and its parts agree in losses and gradients, of random numbers."""
-    with quietly():
-        logits = torch.randn(2, 4, 5, requires_grad=True)
-        labels = torch.tensor([[4, 0, IGNORED, 1], [3, 2, 1, 0]])
-        cases: tuple[dict[str, Any], ...] = (
-            {},
-            {"num_items_in_batch": 7},
-            {"num_items_in_batch": torch.tensor(3)},
-            {"ignore_index": 2},
-            {"shift_labels": labels.flip(0)},
-        )
-        return all(_agree(function, logits, labels, **case) for case in cases)
-
-
-def _agree(function: Callable[..., Tensor], logits: Tensor, labels: Tensor, **case: Any) -> bool:
-    ignored = case.get("ignore_index", IGNORED)
-    labels = labels.masked_fill(labels == IGNORED, ignored)
+def _is_known(function: Callable[..., Tensor]) -> bool:
+    """Whether the source of a function says these parts: with and without items, shifted labels, and what to ignore."""
+    cases = itertools.product((Known(None), ITEMS), (Known(None), TARGET), (Known(IGNORED), IGNORE))
     try:
-        theirs = function(logits, labels, logits.shape[-1], **case)
-    except Exception:
+        return all(
+            _LossReader(ignored).loss(function, items, target) == (MEAN if items == Known(None) else QUOTIENT)
+            for items, target, ignored in cases
+        )
+    except NotUnderstood:
         return False
-    items = case.get("num_items_in_batch")
-    target = shifted(labels, case.get("shift_labels"), ignored)
-    reduction = "mean" if items is None else "sum"
-    ours = divided(reference.cross_entropy(logits, target, reduction=reduction, ignore_index=ignored), items)
-    gradients = [torch.autograd.grad(loss, logits)[0] for loss in (theirs, ours)]
-    return alike(theirs, ours) and alike(*gradients)
+
+
+LOGITS, LABELS, CLASSES, ITEMS, IGNORE = map(Stage, ("logits", "labels", "classes", "items", "what to ignore"))
+PADDED, TARGET, DEVICE = map(Stage, ("padded labels", "target", "device"))
+SUM, MEAN, QUOTIENT = map(Stage, ("sum", "mean", "sum by items"))
+# What a method of a tensor takes where it changes nothing that counts.
+_METHODS: dict[str, dict[Stage, tuple[Any, ...]]] = {
+    "float": {LOGITS: ()},
+    "contiguous": {TARGET: ()},
+    "view": {LOGITS: (Known(-1), CLASSES), TARGET: (Known(-1),)},
+    "to": {TARGET: (DEVICE,), ITEMS: (DEVICE,)},
+}
+
+
+class _LossReader(Reader):
+    """A reading of a loss function: what becomes of logits and labels on its way has a name each."""
+
+    def __init__(self, ignored: Any) -> None:
+        super().__init__(nn.Module())
+        self._ignored = ignored
+
+    def loss(self, function: Callable[..., Tensor], items: Any, target: Any) -> Any:
+        """What the function gives; the label to ignore is its own where it is a number."""
+        options = {"num_items_in_batch": items, "shift_labels": target}
+        options |= {"ignore_index": IGNORE} if self._ignored == IGNORE else {}
+        return self.inlined(function, (LOGITS, LABELS, CLASSES), options)
+
+    def _bound(
+        self, function: Any, tree: ast.FunctionDef, args: Sequence[Any], options: dict[str, Any]
+    ) -> dict[str, Any]:
+        named, others = copy.copy(tree), tree.args.kwarg
+        named.args = copy.copy(tree.args)
+        named.args.kwarg = None
+        bound = super()._bound(function, named, args, options)
+        return bound if others is None else bound | {others.arg: {}}
+
+    def _of_call(self, node: ast.Call, frame: Frame) -> Any:
+        # Of options of any name there are none.
+        named = [each for each in node.keywords if each.arg is not None or self.value(each.value, frame) != {}]
+        return super()._of_call(ast.copy_location(ast.Call(node.func, node.args, named), node), frame)
+
+    def _of_subscript(self, node: ast.Subscript, frame: Frame) -> Any:
+        if self.value(node.value, frame) == PADDED and ast.unparse(node.slice).strip("()") == "..., 1:":
+            return TARGET
+        return super()._of_subscript(node, frame)
+
+    def _binary(self, kind: type[ast.AST], one: Any, two: Any) -> Any:
+        return QUOTIENT if (kind, one, two) == (ast.Div, SUM, ITEMS) else super()._binary(kind, one, two)
+
+    def attribute(self, owner: Any, name: str) -> Any:
+        """The attribute of a value."""
+        if isinstance(owner, Stage):
+            return DEVICE if name == "device" else Method(owner, name)  # type: ignore[arg-type]
+        found = getattr(owner.value, name, None) if isinstance(owner, Known) else None
+        return Known(found) if found in (F.cross_entropy, F.pad, torch.is_tensor) else super().attribute(owner, name)
+
+    def call(self, called: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """What a call gives."""
+        target = called.value if isinstance(called, Known) else None
+        if target is F.pad and [*args] == [LABELS, (Known(0), Known(1))] and options == {"value": self._ignored}:
+            return PADDED
+        if target is torch.is_tensor and [*args] == [ITEMS]:
+            return Undecided()
+        if target is F.cross_entropy and [*args] == [LOGITS, TARGET]:
+            reduction = options.pop("reduction", None)
+            if options == {"ignore_index": self._ignored} and reduction in (Known("sum"), Known("mean")):
+                return SUM if reduction == Known("sum") else MEAN
+        if isinstance(called, Method) and isinstance(called.owner, Stage):
+            if _METHODS.get(called.name, {}).get(called.owner) == tuple(args) and not options:
+                return called.owner
+            raise NotUnderstood(f"calls {called.name} of the {called.owner.name}")
+        return super().call(called, args, options)

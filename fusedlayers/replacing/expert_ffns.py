@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..kernels.activations import ACTIVATIONS
 from ..modules import why_not_plain_tensor, why_not_read_past
 from .activations import torch_module_activation
+from .conditions import Conditions
 from .reading.experts import ExpertsReader, limited
 from .reading.formulas import OtherFormula, text
 from .reading.polynomials import Polynomial, atom, function, number
@@ -45,16 +46,13 @@ class ExpertsFFN(NamedTuple):
         names: arguments of ``functional.moe_ffn``, and the parameters that they are.
         formula: its other arguments, by name.
         activation: the attribute that holds the activation, if one does.
-        options: the other attributes that the forward reads, and what they were when it was read.
-        methods, functions: what the forward calls of the user's, as in ``FoundRule``.
+        conditions: those under which the forward computes this.
     """
 
     names: tuple[tuple[str, str], ...]
     formula: tuple[tuple[str, Any], ...]
     activation: str | None
-    options: tuple[tuple[str, Any], ...]
-    methods: tuple[tuple[type[nn.Module], str], ...] = ()
-    functions: tuple[tuple[str, str, Any], ...] = ()
+    conditions: Conditions
 
     def tensors(self, module: nn.Module) -> dict[str, Any]:
         """The parameters as arguments of ``functional.moe_ffn``."""
@@ -143,12 +141,10 @@ def why_other_tensors(module: nn.Module, names: Sequence[tuple[str, str]]) -> st
 
 def why_not_as_found(module: nn.Module, found: ExpertsFFN) -> str | None:
     """What has changed since the FFN of the experts was found, or None."""
-    for name in (_GATE, *(name for _, name in found.methods)):
-        if name in module.__dict__:
-            return f"has an {name} of its own, set on the instance"
-    for name, value in found.options:
-        if getattr(module, name, None) != value:
-            return f"its {name} was {value!r} when it was replaced"
+    if _GATE in module.__dict__:
+        return f"has an {_GATE} of its own, set on the instance"
+    if reason := found.conditions.why_changed(module):
+        return reason
     if found.activation is not None:
         activation = getattr(module, found.activation, None)
         if torch_module_activation(activation) != found.formula[0][1]:
@@ -179,21 +175,11 @@ def _read(module: Any, names: tuple[tuple[str, str], ...]) -> ExpertsFFN:
     if last is None or last[:2] != ("linear", names[1][1]):
         raise OtherFormula(f"its experts give {text(expert.value)}, which {names[1][1]} does not")
     formula, activated = _matching(module, names[0][1], last[2], reader.watched)  # type: ignore[arg-type]
-    result = function(formula["activation"], activated)
-    paths = [path for path, given, gave in reader.called if path and given == activated and gave == result]
-    # Of a module that calls another one the outer one.
-    activation = min(paths, key=len, default=None)
-    # What the activation reads is asked of it by itself.
-    options = tuple(
-        (path, value)
-        for path, value in reader.watched.items()
-        if path not in (activation, *_NOT_OPTIONS) and not path.startswith(f"{activation}.")
-    )
-    if dotted := next((path for path, _ in options if "." in path), None):
+    activation = reader.path_of(formula["activation"], activated)
+    conditions = Conditions.of(reader, _NOT_OPTIONS, activation)
+    if dotted := next((path for path, _ in conditions.options if "." in path), None):
         raise NotUnderstood(f"reads {dotted}")
-    return ExpertsFFN(
-        names, tuple(formula.items()), activation, options, tuple(reader.methods), reader.functions_read()
-    )
+    return ExpertsFFN(names, tuple(formula.items()), activation, conditions)
 
 
 def _matching(module: Any, up: str, hidden: Polynomial, options: dict[str, Any]) -> tuple[dict[str, Any], Polynomial]:

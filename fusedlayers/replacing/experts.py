@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from ..functional import moe_ffn
 from ..modules import outside_of_traces, say_once, why_not_now
 from .activations import watched_options
-from .blocks import OWN_FORWARD, ReplacedModule, functions_read, fused_class
+from .blocks import OWN_FORWARD, ReplacedModule, fused_class
 from .expert_ffns import ExpertsFFN, eager_forward, why_not_as_found
 from .reading.values import PLAIN
 
@@ -86,7 +86,7 @@ def facts_of(module: nn.Module, found: ExpertsFFN) -> Facts:
     activation = None if found.activation is None else getattr(module, found.activation)
     watched = [(name, getattr(activation, name)) for name in watched_options(activation)]
     options = tuple((name, value) for name, value in watched if type(value) in PLAIN)
-    return found.names, found.formula, found.activation, options, found.options
+    return found.names, found.formula, found.activation, options, found.conditions.options
 
 
 def run_traced(
@@ -128,7 +128,7 @@ def experts_class(
     _, *arguments = inspect.signature(eager_forward(original)).parameters
     return fused_class(
         FusedExperts, original, fused_ffn=found, fused_recompute=recompute, fused_arguments=tuple(arguments),
-        fused_functions=functions_read(found.methods, found.functions),
+        fused_functions=found.conditions.owned(),
     )  # fmt: skip
 
 

@@ -20,23 +20,11 @@ from ..modules import (
     why_not_read_past,
 )
 from .activations import torch_module_activation
+from .conditions import attribute
 from .reading.sizes import widths
-from .reading.values import ABSENT
-from .rules import FFNRule, FoundRule
+from .rules import FFNRule
 
 _MISSING = object()
-
-
-def attribute(block: nn.Module, name: str | None, default: Any = None) -> Any:
-    """The part of ``block`` with this name, which may have dots; ``default`` where there is none."""
-    if name is None:
-        return default
-    if "." not in name:
-        return getattr(block, name, default)
-    part: Any = block
-    for step in name.split("."):
-        part = getattr(part, step, default)
-    return part
 
 
 def dropout_p(name: str, dropout: object, training: bool) -> float | str:
@@ -138,7 +126,7 @@ def find_by_rule(block: nn.Module, rule: FFNRule) -> FFNPieces | str:
     for name in (rule.dropout, rule.output_dropout):
         if name is not None and attribute(block, name, _MISSING) is _MISSING:
             return f"the rule's dropout {name!r} is no attribute of the block"
-    reason = _why_other_options(block, rule) or why_not_held(block, rule)
+    reason = rule.conditions.why_changed(block) or why_not_held(block, rule)
     if reason is None and rule.inside is None:
         reason = why_not_whole(block, rule)
     if reason is not None:
@@ -161,20 +149,6 @@ def why_not_whole(block: nn.Module, rule: FFNRule) -> str | None:
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             if tensor is not None:
                 return f"the block has a tensor {name!r} of its own"
-    return None
-
-
-def _why_other_options(block: nn.Module, rule: FFNRule) -> str | None:
-    """Which option is no longer what it was when the block was found to compute its FFN, or None."""
-    if not isinstance(rule, FoundRule):
-        return None
-    for name, value in rule.options:
-        now = attribute(block, name, ABSENT)
-        if type(now) is not type(value) or now != value:
-            return f"its {name} was {value!r} when it was replaced"
-    for kind, name in rule.methods:
-        if isinstance(block, kind) and name in vars(block):
-            return f"its {name} was set on the instance"
     return None
 
 

@@ -21,11 +21,9 @@ from ..modules import class_name, outside_of_traces, say_once, why_not_now, why_
 from .blocks import OWN_FORWARD, ReplacedModule, fused_class
 from .causal_loss import IGNORED, PARAMETERS, divided, shifted, why_other_loss
 from .lazy_logits import LazyLogits
-from .logits import NO_LOGITS, Logits
+from .logits import NO_LOGITS, Logits, computed
 from .reading.sources import codes_in
 from .saving import facts_of_head
-from .stand_ins import StandIn, why_no_stand_in
-from .uncomputed import computed
 
 # What a model does instead of leaving its logits uncomputed, and why.
 _COMPUTES = "computes its logits"
@@ -67,7 +65,10 @@ def why_class_stays(model: nn.Module) -> str | None:
     """What else keeps a model with a head from getting another class, or None."""
     if "forward" in vars(model):
         return "has a forward of its own, set on the instance"
-    return why_no_stand_in("forward", type(model).forward)
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    if code is not None and "__class__" in code.co_freevars:
+        return "its forward uses super(), which the stand-in for a module does not have"
+    return None
 
 
 class FusedLossHead(ReplacedModule):
@@ -123,7 +124,8 @@ class FusedLossHead(ReplacedModule):
 class HeadInside:
     """The last linear layer and the loss function of a model, during one call of its forward.
 
-    As with :class:`InsideFFN`, what takes the place of both are methods, for Dynamo's sake.
+    Dynamo guards every global that it meets, and nothing of an object that is made while it traces: so what takes the
+    place of both are methods.
     """
 
     def __init__(self, model: nn.Module, name: str, head: nn.Linear, function: Callable[..., Tensor]) -> None:
@@ -220,6 +222,26 @@ class HeadInside:
             return LazyLogits.of_loss(logits)
         finally:
             torch._C._dynamo.eval_frame.set_eval_frame(callback)
+
+
+class StandIn:
+    """A module as the method sees it: its attributes, but for ``others``; calls go to ``function``, with it as self."""
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any], others: dict[str, Any]) -> None:
+        # Past __setattr__, and not by __dict__.update, which Dynamo of torch 2.11 does not trace.
+        for name, value in {"_fused_module": module, "_fused_function": function, **others}.items():
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_fused_module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_fused_module"], name, computed(value, f"kept as {name}"))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fused_function(self, *args, **kwargs)
+
+    __call__ = forward
 
 
 def head_class(original: type[nn.Module], name: str) -> type[FusedLossHead]:

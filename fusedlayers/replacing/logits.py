@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from .uncomputed import Uncomputed
-
+# torch.is_autocast_enabled raises for these, and no release's Dynamo traces torch.amp.is_autocast_available.
+_WITHOUT_AUTOCAST = ("meta", "lazy", "vulkan")
 # A softcap, or None, and a scale.
 _Arithmetic = tuple["float | None", float]
 # Its name, and the number or the dtype that it takes.
@@ -20,21 +22,33 @@ _PRODUCTS = ("mul", "multiply", "__mul__", "__rmul__")
 _QUOTIENTS = ("div", "divide", "true_divide", "__truediv__")
 
 
-class Logits(Uncomputed):
+class Logits:
     """What a linear layer makes of x, and what was done to it since, step by step.
 
     The loss of a linear layer can take some steps over, and these leave it uncomputed: factors, the hyperbolic tangent
-    of a softcap, a cast to float32. Any other use computes it.
+    of a softcap, a cast to float32. It is no tensor: any other use as one computes it, once, under the modes in which
+    it came to be.
     """
 
-    _named = "the logits"
-    _advice = "replace the model with loss=False"
-
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, steps: tuple[_Step, ...] = ()) -> None:
-        super().__init__(x)
-        self._weight, self._bias, self._steps = weight, bias, steps
+        self._x, self._weight, self._bias, self._steps = x, weight, bias, steps
+        self._modes = self._modes_now()
+        self._values: Tensor | None = None
         # None where Dynamo traces, and nobody counts.
         self._versions = None if torch.compiler.is_compiling() else self._versions_now()
+
+    def _modes_now(self) -> tuple[bool, torch.dtype | None]:
+        """Whether gradients are wanted, and autocast's dtype where it is on, in calls that Dynamo can trace."""
+        kind = self._x.device.type
+        autocast = kind not in _WITHOUT_AUTOCAST and torch.is_autocast_enabled(kind)
+        return torch.is_grad_enabled(), torch.get_autocast_dtype(kind) if autocast else None
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        """Autocast as it was at the beginning."""
+        dtype = self._modes[1]
+        if self._modes_now()[1] == dtype:
+            return nullcontext()
+        return torch.autocast(self._x.device.type, dtype, enabled=dtype is not None)
 
     def _versions_now(self) -> tuple[tuple[int, bool], ...]:
         """How often each tensor was written into, and whether its memory is there: FSDP2 frees that of a weight."""
@@ -42,6 +56,7 @@ class Logits(Uncomputed):
         return tuple((each._version, bool(each.untyped_storage().nbytes())) for each in tensors)
 
     def _before(self, use: str) -> None:
+        """Raises an error where it is too late to compute them for this ``use``."""
         if torch.compiler.is_compiling():
             return
         if self._versions is None:
@@ -53,8 +68,20 @@ class Logits(Uncomputed):
                 "earlier, or replace the model with loss=False"
             )
 
-    def _compute(self, use: str) -> Tensor:
-        return self._computed_from(self._x, self._weight, self._bias, self._steps)
+    def _tensor(self, use: str) -> Tensor:
+        """The tensor, computed because of this ``use``."""
+        if self._values is None:
+            self._before(use)
+            off = not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
+            if self._modes[0] and off:
+                # Both are off in the forward pass of an autograd Function, which took this for no tensor.
+                raise RuntimeError(
+                    f"a torch.autograd.Function was given the logits ({use}), whose gradient would be lost: replace "
+                    "the model with loss=False"
+                )
+            with torch.set_grad_enabled(self._modes[0]), self._autocast():
+                self._values = self._computed_from(self._x, self._weight, self._bias, self._steps)
+        return self._values
 
     def _computed_from(self, x: Tensor, weight: Tensor, bias: Tensor | None, steps: tuple[_Step, ...]) -> Tensor:
         if self._modes[1] is not None:
@@ -90,7 +117,7 @@ class Logits(Uncomputed):
         if self._values is None:
             self._before(use)
             with torch.no_grad(), self._autocast():
-                self._values = self._compute(use)
+                self._values = self._computed_from(self._x, self._weight, self._bias, self._steps)
         return self._values
 
     def _then(self, step: str, value: Any = None) -> Logits | None:
@@ -107,6 +134,7 @@ class Logits(Uncomputed):
         return after
 
     def _operated(self, name: str, others: tuple[Any, ...]) -> Logits | None:
+        """The logits after an operator or a function that leaves them uncomputed; None for any other."""
         if name == "tanh":
             return None if others else self._then("tanh")
         if len(others) != 1 or type(others[0]) not in (int, float):
@@ -123,14 +151,17 @@ class Logits(Uncomputed):
             after = args[0]._operated(getattr(function, "__name__", ""), args[1:])
             if after is not None:
                 return after
-        return super().__torch_function__(function, types, args, kwargs)
+        args, options = computed((args, kwargs or {}), f"in {getattr(function, '__name__', function)}")
+        return function(*args, **options)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
         if self._values is None and name in ("dtype", "device", "shape"):
             if name == "shape":
                 return self._own_shape()
             return self._own_dtype() if name == "dtype" else self._x.device
-        return super().__getattr__(name)
+        return getattr(self._tensor(f"its {name}"), name)
 
     def _own_dtype(self) -> torch.dtype:
         """The dtype that they will have."""
@@ -191,6 +222,30 @@ class Logits(Uncomputed):
         if scale - scale != 0 or not 0 < softcap < float("inf"):
             return None
         return (softcap if capped else None), scale
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def operator(self: Logits, *others: Any) -> Any:
+        if (found := self._operated(name, others)) is not None:
+            return found
+        return getattr(self._tensor(f"in {name}"), name)(*computed(others, f"in {name}"))
+
+    return operator
+
+
+# Python looks these up on the class.
+_NUMERIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+_OTHERS = ("neg", "pos", "abs", "invert", "lt", "le", "gt", "ge", "eq", "ne", "bool", "float", "int")
+_ITEMS = ("getitem", "setitem", "len", "iter", "contains")
+for _name in (*(side + name for name in _NUMERIC for side in ("", "r", "i")), *_OTHERS, *_ITEMS):
+    setattr(Logits, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def computed(values: Any, use: str) -> Any:
+    """``values``, however nested, with tensors in the place of logits."""
+    if isinstance(values, Tensor):
+        return values
+    return tree_map_only(Logits, lambda each: each._tensor(use), values)
 
 
 class NoLogits:

@@ -16,8 +16,6 @@ from torch.compiler import is_dynamo_compiling
 
 from ..modules import class_name, is_plain_now, say_once, why_not_now
 from .blocks import OWN_FORWARD, ReplacedModule
-from .finding import attribute
-from .reading.values import ABSENT
 from .recognising_norms import DTYPES, WHY_NOT_FLOAT32, Norm
 
 
@@ -59,18 +57,7 @@ class FusedNorm(ReplacedModule):
                 return f"its {name} is of {tensor.dtype} and {list(tensor.shape)}, its input of {size}"
         if norm.weight is None and (not x.dim() or norm.width not in (None, x.shape[-1])):
             return f"its input is of {list(x.shape)}, where its last dimension was to have {norm.width}"
-        return self._why_changed(norm)
-
-    def _why_changed(self, norm: Norm) -> str | None:
-        """Which attribute is another one than was read, or None."""
-        for name, value in norm.options:
-            found = attribute(self, name, ABSENT)
-            if found is not value and (type(found) is not type(value) or found != value):
-                return f"its {name} was {value!r} when it was replaced"
-        for _, name in norm.methods:
-            if name in self.__dict__:
-                return f"its {name} was set on the instance"
-        return None
+        return norm.conditions.why_changed(self)
 
     def run_fused(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = (*args, *kwargs.values())

@@ -17,17 +17,15 @@ from .blocks import (
     FusedTransformerDecoderLayer,
     FusedTransformerEncoderLayer,
     FusedTransformerLayer,
-    functions_read,
     fused_class,
 )
 from .by_rule import FusedInside, FusedWholeBlock
-from .finding import attribute, find_runs
+from .finding import find_runs
 from .heads import FusedLossHead
 from .known_rules import KNOWN_RULES
 from .recognising import checked, recognise
-from .rules import FFNRule, FoundRule
+from .rules import FFNRule
 from .signatures import signature
-from .stand_ins import why_no_stand_in
 from .unnamed import why_unnamed
 
 _BUILT_IN: dict[type[nn.Module], type[FusedBlock]] = {
@@ -94,10 +92,10 @@ class Patterns:
     def _recognise(self, module: nn.Module) -> FFNRule | str | None:
         kind = type(module)
         if rule := self._rule_of_the_user(kind):
-            return rule if rule.trusted else self._checked(module, rule)
+            return rule if rule.trusted and rule.inside is None else self._checked(module, rule)
         of_torch = kind.__module__.startswith("torch.nn.") and kind is not nn.Sequential
         known = isinstance(module, (FusedBlock, FusedFFN, FusedLossHead, torch.jit.ScriptModule))
-        if of_torch or known or kind.forward is nn.Module.forward:
+        if of_torch or known or kind.forward is nn.Module.forward or not module._modules:
             return None
         if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
             return "its sizes are not known before its first call"
@@ -130,8 +128,9 @@ class Patterns:
         if (rule := self.rule_for(module)) is None:
             return None
         mixin = FusedWholeBlock if rule.inside is None else FusedInside
-        read = functions_read(rule.methods, rule.functions) if isinstance(rule, FoundRule) else ()
-        return fused_class(mixin, kind, fused_rule=rule, fused_recompute=self.recompute, fused_functions=read)
+        return fused_class(
+            mixin, kind, fused_rule=rule, fused_recompute=self.recompute, fused_functions=rule.conditions.owned()
+        )
 
     def is_one_ffn(self, sequential: nn.Module) -> bool:
         """Whether an ``nn.Sequential`` is an FFN although no linear, activation, linear is in a row: GLUs hide them."""
@@ -145,12 +144,6 @@ class Patterns:
             if not callable(getattr(type(block), rule.inside, None)):
                 return f"has no method {rule.inside!r}, which the rule names"
             methods.append(rule.inside)
-            functions = [(rule.inside, getattr(type(block), rule.inside))]
-            holders = [(name, type(attribute(block, name)), path) for name, path in rule.holder_paths]
-            functions += [(f"{name}.forward", kind.forward) for name, kind, path in holders if class_path(kind) == path]
-            for name, function in functions:
-                if reason := why_no_stand_in(name, function):
-                    return reason
         # A rule is believed, whatever the methods are made of: the user's, or what the methods were found to compute.
         believed = rule is not None
         for method in methods:
@@ -171,8 +164,6 @@ class Patterns:
             return f"already fused, with recompute={module.fused_recompute!r}; restore it first to change that"
         if isinstance(module, FusedBlock) and (reason := module.why_fused_class_changed()):
             return f"already fused, but calls its own forward: {reason}"
-        if isinstance(module, FusedInside) and (reason := module.used_otherwise()):
-            return f"already fused, but not in its last calls: {reason}"
         if isinstance(module, (FusedBlock, FusedFFN)):
             return "already fused"
         found = self._recognised(module)

@@ -1,12 +1,13 @@
 """What a block computes, read from the source of its methods: a rule for its FFN, or why there is none.
 
 Where the whole forward is read, and computes an FFN of its input, the rule is for the whole block: for every input,
-mode and dtype, as a symbol stood for it. Of a longer method only the way from one linear to another is read; at every
-call a stand-in then sees what the method does with the hidden.
+mode and dtype, as a symbol stood for it. Of a longer method only the way from one linear to another is read, and the
+method gets one call in the place of its FFN.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from itertools import permutations
@@ -17,15 +18,17 @@ from torch import nn
 from ..modules import class_path, why_not_plain
 from ..modules.children import base_linear
 from .activations import torch_module_activation
-from .finding import attribute, why_not_held, why_not_whole
+from .by_rule import FusedInside
+from .conditions import Conditions, attribute, without
+from .finding import why_not_held, why_not_whole
 from .reading.formulas import FFN, OtherFormula, ffn_before, ffn_of
-from .reading.polynomials import function, linears_in
+from .reading.polynomials import linears_in
 from .reading.reader import Reader, functions_of
+from .reading.rewriting import edited, edits_for, reads_for
 from .reading.sizes import linears, sizes_of_linear
 from .reading.sources import codes_in
 from .reading.values import Formula, NotUnderstood
 from .rules import FFNRule, FoundRule
-from .stand_ins import why_no_stand_in
 
 _SEVERAL = "does not take exactly one tensor"
 
@@ -57,7 +60,7 @@ def _fit(up: Site, down: Site) -> bool:
     return up.outputs in (down.inputs, 2 * down.inputs)
 
 
-def recognise(block: nn.Module, taken: set[nn.Module]) -> FFNRule | str | None:
+def recognise(block: nn.Module, taken: set[nn.Module]) -> FoundRule | str | None:
     """The rule of the FFN that a block computes; why it is not fused, if it may have one; None: it has no linears.
 
     ``taken`` are the linears of FFNs inside of the block.
@@ -81,7 +84,7 @@ def recognise(block: nn.Module, taken: set[nn.Module]) -> FFNRule | str | None:
     return next(iter((*said, *reasons)), None)
 
 
-def _tried(find: Callable[[], FFNRule], method: str, reasons: list[str]) -> FFNRule | None:
+def _tried(find: Callable[[], FoundRule], method: str, reasons: list[str]) -> FoundRule | None:
     try:
         return find()
     except OtherFormula as reason:
@@ -91,7 +94,7 @@ def _tried(find: Callable[[], FFNRule], method: str, reasons: list[str]) -> FFNR
     return None
 
 
-def _whole_block(block: nn.Module, width: int) -> FFNRule:
+def _whole_block(block: nn.Module, width: int) -> FoundRule:
     """The rule of a block whose forward is an FFN and nothing else."""
     method = type(block).forward
     if _required(method) != 1:
@@ -109,14 +112,7 @@ def _whole_block(block: nn.Module, width: int) -> FFNRule:
     rule = _rule(block, ffn, reader, None)
     if reason := why_not_whole(block, rule):
         raise OtherFormula(reason)
-    parts = {*rule.parts(), rule.output_dropout}
-    values = {name: getattr(rule, name) for name in _FIELDS}
-    # What the activation reads is asked of it by itself.
-    inner = f"{rule.activation}."
-    options = tuple(
-        (path, value) for path, value in reader.watched.items() if path not in parts and not path.startswith(inner)
-    )
-    return FoundRule(**values, options=options, methods=tuple(reader.methods), functions=reader.functions_read())
+    return dataclasses.replace(rule, conditions=Conditions.of(reader, _asked(rule), rule.activation))
 
 
 def checked(block: nn.Module, rule: FFNRule) -> FoundRule | str:
@@ -133,7 +129,7 @@ def checked(block: nn.Module, rule: FFNRule) -> FoundRule | str:
         # What is wrong with it is said when its parts are looked for.
         return FoundRule(**values)
     reasons: list[str] = []
-    found: list[FFNRule] = []
+    found: list[FoundRule] = []
     if rule.inside is None:
         found += filter(None, [_tried(lambda: _whole_block(block, sizes[0]), "forward", reasons)])
     else:
@@ -143,9 +139,9 @@ def checked(block: nn.Module, rule: FFNRule) -> FoundRule | str:
     said = _parts_of(block, rule)
     for each in found:
         read = _parts_of(block, each)
-        if read == said:
-            extra: dict[str, Any] = {name: getattr(each, name, ()) for name in ("options", "methods", "functions")}
-            return FoundRule(**values, **extra)
+        # A trusted rule may say otherwise how the hidden is made.
+        if read == said or (rule.trusted and all(read[name] == said[name] for name in ("up", "gate", "down"))):
+            return each if rule.trusted else FoundRule(**values, conditions=each.conditions, edits=each.edits)
         differing = next(name for name in said if said[name] != read[name])
         reasons.append(f"its source says {differing}={read[differing]!r}, the rule {said[differing]!r}")
     return next(iter(reasons), "no FFN is seen in its source")
@@ -218,57 +214,52 @@ def _ffns_in(
         found.setdefault(parts, []).append(ffn)
     for (up, down, gate, *_), ffns in found.items():
         paths = {path for path in (up, down, gate) if path is not None}
-        # A method may run its FFN several times.
-        alone = not (paths - {down}) & reader.escaped
-        if paths <= allowed and alone and all(called.count(path) == len(ffns) for path in paths):
+        # A method may run its FFN several times, and its last linear for something else.
+        if paths <= allowed and (used := (paths - {down}) & reader.escaped):
+            reasons.append(f"its {' and '.join(sorted(used))} gives a hidden that is used for something else, too")
+        elif paths <= allowed and all(called.count(path) == len(ffns) for path in paths - {down}):
             yield ffns[0], reader
 
 
-def _inside(block: nn.Module, method: str, ffn: FFN, reader: Reader) -> FFNRule:
+def _inside(block: nn.Module, method: str, ffn: FFN, reader: Reader) -> FoundRule:
     """The rule of an FFN that is a part of a method."""
-    if reason := why_no_stand_in(method, getattr(type(block), method)):
-        raise OtherFormula(reason)
     if ffn.gate_rows in ("even", "odd"):
         raise NotUnderstood("computes more than an FFN with interleaved gate and up projections")
-    return _rule(block, ffn, reader, method)
+    rule = _rule(block, ffn, reader, method)
+    for path, _ in rule.holders:
+        if isinstance(attribute(block, path), (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            # It may hold other modules later.
+            raise NotUnderstood(f"finds its linears in {path}, a row of modules")
+    within, into = {*rule.parts(), *dict(rule.holders)}, (ffn.up, ffn.gate)
+    for path, given in reader.handed:
+        hidden = any(found[1] in into for found in linears_in(given))
+        before = given == ffn.input and any(path.startswith(f"{name}.") for name in dict(rule.holders))
+        if (hidden or before) and path not in within and not path.startswith(f"{rule.activation}."):
+            raise NotUnderstood(f"hands its hidden to {path}, whose hooks nobody would ask for")
+    edits = edits_for(reader, ffn, type(block), method)
+    if edited(edits, getattr(type(block), method), FusedInside.run_inside) is None:
+        raise NotUnderstood("is decorated by what is not known")
+    read = reads_for(reader, ffn)
+    holders = [(type(attribute(block, path)), "forward") for path, _ in rule.holders]
+    conditions = Conditions(
+        without({path: reader.watched[path] for path in read["watched"]}, _asked(rule), rule.activation),
+        (*read["methods"], *holders),
+        tuple((*name, reader.functions[name]) for name in read["functions"]),
+    )
+    return dataclasses.replace(rule, conditions=conditions, edits=edits)
 
 
-def _rule(block: nn.Module, ffn: FFN, reader: Reader, inside: str | None) -> FFNRule:
-    activated = function(ffn.activation, ffn.activated)
-    paths = [path for path, given, result in reader.called if given == ffn.activated and result == activated]
-    # Of a module that calls another one the outer one.
-    activation = min(filter(None, paths), key=len, default=ffn.activation)
-    into: str | None = None
-    options: tuple[tuple[str, Any], ...] = ()
-    functions: tuple[tuple[str, str, Any], ...] = ()
-    if inside is not None and not paths:
-        into = ffn.up.rpartition(".")[0]
-        if not into or ffn.dropout or ffn.gate or ffn.gate_rows:
-            raise NotUnderstood("writes its activation out")
-        activation = ffn.activation
-        options, functions = _read_of_child(block, into, ffn)
+def _asked(rule: FFNRule) -> tuple[str | None, ...]:
+    """The attributes that are asked anew at every call: the parts of the FFN."""
+    return (*rule.parts(), rule.output_dropout)
+
+
+def _rule(block: nn.Module, ffn: FFN, reader: Reader, inside: str | None) -> FoundRule:
+    activation = reader.path_of(ffn.activation, ffn.activated) or ffn.activation
     names = [ffn.up, ffn.gate, ffn.down, activation, ffn.dropout, ffn.output_dropout]
     holders = dict.fromkeys(name.rpartition(".")[0] for name in names if name is not None and "." in name)
-    for path in holders if inside is not None else ():
-        if isinstance(attribute(block, path), (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            # What stands for it there is called, and not iterated.
-            raise NotUnderstood(f"finds its linears in {path}, a row of modules")
-    values: dict[str, Any] = {
-        "module_class": type(block), "up": ffn.up, "gate": ffn.gate, "gate_rows": ffn.gate_rows, "down": ffn.down,
-        "activation": activation, "dropout": ffn.dropout, "output_dropout": ffn.output_dropout, "inside": inside,
-        "into": into, "holders": tuple((path, class_path(type(attribute(block, path)))) for path in holders),
-    }  # fmt: skip
-    return FoundRule(**values, options=options, functions=functions) if into else FFNRule(**values)
-
-
-def _read_of_child(block: nn.Module, path: str, ffn: FFN) -> tuple[tuple[tuple[str, Any], ...], tuple[Any, ...]]:
-    """The attributes and functions that the forward of a child reads which computes the hidden as a whole."""
-    child = attribute(block, path)
-    reader = Reader(child)
-    result = reader.read(type(child).forward, reader.input(None))
-    outputs = [call.output for call in reader.linears]
-    if len(outputs) != 1 or not isinstance(result, Formula) or result.value != function(ffn.activation, outputs[0]):
-        raise NotUnderstood(f"calls {path}, which computes more than an activation of a linear")
-    own = ffn.up.removeprefix(f"{path}.")
-    options = tuple((f"{path}.{name}", value) for name, value in reader.watched.items() if name != own)
-    return options, reader.functions_read()
+    return FoundRule(
+        type(block), up=ffn.up, gate=ffn.gate, gate_rows=ffn.gate_rows, down=ffn.down, activation=activation,
+        dropout=ffn.dropout, output_dropout=ffn.output_dropout, inside=inside,
+        holders=tuple((path, class_path(type(attribute(block, path)))) for path in holders),
+    )  # fmt: skip

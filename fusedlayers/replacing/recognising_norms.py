@@ -8,16 +8,18 @@ often. Torch's fused norms compute in float32 and round once, so they are as clo
 from __future__ import annotations
 
 import inspect
+import itertools
 import types
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from itertools import permutations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from .conditions import NONE, Conditions
 from .reading.formulas import text
 from .reading.operations import normalised
 from .reading.polynomials import Polynomial, atom, number
@@ -38,10 +40,9 @@ class Norm(NamedTuple):
     """A norm over the last dimension: ``operation`` of ``torch.nn.functional``, and where its numbers come from.
 
     ``weight`` and ``bias`` are names of parameters; with ``one_plus`` the weight is 1 + parameter. ``width`` is the
-    size of the last dimension, None where the forward takes any. ``options`` are the attributes that the forward reads,
-    by path, with the values for which this is what it computes, and ``methods``
-    and ``functions`` what it calls of the user's, as in ``FoundRule``.
-    ``dtypes`` are those in which its result has the input's dtype, and ``others`` the rest of them, with the reasons.
+    size of the last dimension, None where the forward takes any. ``conditions`` are those under which this is what the
+    forward computes. ``dtypes`` are those in which its result has the input's dtype, and ``others`` the rest of them,
+    with the reasons.
     """
 
     operation: str
@@ -50,9 +51,7 @@ class Norm(NamedTuple):
     one_plus: bool
     eps: float
     width: int | None = None
-    options: tuple[tuple[str, Any], ...] = ()
-    methods: tuple[tuple[type[nn.Module], str], ...] = ()
-    functions: tuple[tuple[str, str, Any], ...] = ()
+    conditions: Conditions = NONE
     dtypes: tuple[torch.dtype, ...] = ()
     others: tuple[tuple[torch.dtype, str], ...] = ()
 
@@ -107,13 +106,10 @@ def recognise_norm(module: nn.Module) -> Norm | str | None:
         if norm[:6] != first[:6]:
             others.append((dtype, "its own forward computes another norm"))
             del found[dtype]
-    options = {name: value for norm in found.values() for name, value in norm.options}
-    if not all(isinstance(value, Hashable) for value in options.values()):
-        return "reads an attribute that may change"
-    methods = tuple(dict.fromkeys(each for norm in found.values() for each in norm.methods))
-    functions = tuple(dict.fromkeys(each for norm in found.values() for each in norm.functions))
-    first = first._replace(options=tuple(options.items()), methods=methods, functions=functions)
-    return first._replace(dtypes=tuple(found), others=tuple(others))
+    # Each kind of them, of all dtypes.
+    kinds = zip(*(norm.conditions for norm in found.values()), strict=True)
+    conditions = Conditions(*(tuple(dict.fromkeys(itertools.chain(*each))) for each in kinds))
+    return first._replace(conditions=conditions, dtypes=tuple(found), others=tuple(others))
 
 
 def may_be_norm(module: nn.Module) -> bool:
@@ -167,12 +163,7 @@ def _read(module: nn.Module, dtype: torch.dtype) -> Norm | None:
         return None
     if result.wide and dtype is not torch.float32:
         raise NotUnderstood(f"its own forward gives float32 for {str(dtype).removeprefix('torch.')}")
-    return norm._replace(
-        width=result.width,
-        options=tuple(reader.watched.items()),
-        methods=tuple(reader.methods),
-        functions=reader.functions_read(),
-    )  # fmt: skip
+    return norm._replace(width=result.width, conditions=Conditions.of(reader))
 
 
 def _norms(value: Polynomial, x: Polynomial) -> Iterator[Norm]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..functional.linear import check_reduction, check_split_k
 from ..modules import class_path
+from .conditions import NONE, Conditions
 
 # Which rows of one linear for both are the gate's.
 GATE_ROWS = ("first", "last", "even", "odd")
@@ -38,16 +39,15 @@ class FFNRule:
     name computes more than that, and is left alone.
 
     Where the FFN is only a part of what a method computes (a layer with attention, residual and norm), ``inside`` names
-    the method. It runs as it is, on a stand-in for the block, in which ``up``, the activation and the dropout hand on
-    a hidden that is not computed yet, and ``down`` computes the whole FFN. A method that does anything else with the
-    hidden (a factor, a second activation) gets it from the original parts, says so once, and computes what it did
-    before. Such a method does not use ``super()``; and names may have dots.
+    the method. It runs as its author wrote it, but for the FFN, which is one call there; so its source is read even
+    where the rule is trusted. A method that does anything else with the hidden (a factor, a second activation) is left
+    as it is. Names may have dots.
 
     Args:
         module_class: the class of the block, or ``"package.module.Class"``; instances of a subclass are left alone.
         up, down: the linears into and out of the hidden.
         activation: the attribute that holds the activation (a module, a function or a name); where the block has no
-            such attribute, the name of the activation itself (not with ``inside``).
+            such attribute, the name of the activation itself.
         gate: the linear that is activated and multiplied in; a block whose attribute is absent or None is not gated.
         gate_rows: where ``up`` is one linear for both, the rows of its weight that are the gate's: "first" or "last"
             half, "even" or "odd" ones. Inside of a method one of the halves, which it takes apart by ``chunk``.
@@ -55,7 +55,7 @@ class FFNRule:
         output_dropout: the same, after ``down``. Not with ``inside``, where it is the method's.
         inside: the method that holds the FFN; None: the forward of the block is the FFN and nothing else.
         into: the child that holds ``up`` and computes ``act(up(x))``, where it does not do so by calling
-            ``activation``: then its forward is not run, and ``activation`` is a name. Only with ``inside``.
+            ``activation``: then ``activation`` is a name. Only with ``inside``.
         holders: the child before each dot in a name, and its class: ``(("output", BertOutput), ...)``.
         trusted: believe the rule without reading the source; the report says so.
 
@@ -102,6 +102,11 @@ class FFNRule:
             raise ValueError(f"holders must name the class of each of {sorted(dotted)}: {self}")
 
     @property
+    def conditions(self) -> Conditions:
+        """For what it holds; a rule that is believed has none."""
+        return NONE
+
+    @property
     def class_path(self) -> str:
         """Where the class is imported from."""
         return _path(self.module_class)
@@ -112,14 +117,6 @@ class FFNRule:
         return tuple(name for name in names if name is not None)
 
     @functools.cached_property
-    def inside_places(self) -> tuple[tuple[tuple[str, ...] | None, ...], tuple[tuple[str, ...], ...]]:
-        """The paths of up, activation, down, gate and ``into``, name by name, and the holders', innermost first."""
-        names = (self.up, None if self.into else self.activation, self.down, self.gate, self.into)
-        paths = tuple(None if name is None else tuple(name.split(".")) for name in names)
-        holders = (tuple(name.split(".")) for name, _ in self.holders)
-        return paths, tuple(sorted(holders, key=len, reverse=True))
-
-    @functools.cached_property
     def holder_paths(self) -> tuple[tuple[str, str], ...]:
         """The names of the holders, and where their classes are imported from."""
         return tuple((name, _path(kind)) for name, kind in self.holders)
@@ -127,17 +124,13 @@ class FFNRule:
 
 @dataclass(frozen=True)
 class FoundRule(FFNRule):
-    """A rule that says what a block was found to compute while all was as it was when its source was read.
+    """A rule that says what a block was found to compute, under some conditions.
 
-    Args:
-        options: attributes of the block, by their paths, and their values.
-        methods: the methods that were read besides forward, by their classes and names.
-        functions: the functions that these call: their modules, their names there, and the functions.
+    ``edits`` are the method that holds the FFN, and those that it calls on the way, with the FFN in one piece.
     """
 
-    options: tuple[tuple[str, Any], ...] = ()
-    methods: tuple[tuple[type[nn.Module], str], ...] = ()
-    functions: tuple[tuple[str, str, Any], ...] = ()
+    conditions: Conditions = NONE
+    edits: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -138,19 +139,9 @@ def _kept_by_row(module: nn.Module, width: int, dtype: torch.dtype) -> int:
     }
     found = []
     for rows in (1, 3):
-        kept: dict[int, torch.UntypedStorage] = {}
-
-        def keep(tensor: Tensor, kept: dict[int, torch.UntypedStorage] = kept) -> Tensor:
-            storage = tensor.untyped_storage()
-            kept[storage._cdata] = storage
-            return tensor
-
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cuda", enabled=False):
-            x = torch.empty(rows, width, dtype=dtype, device="meta", requires_grad=True)
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                y = type(module).forward(twin, x)
-        kept.pop(y.untyped_storage()._cdata, None)
-        found.append(sum(storage.nbytes() for storage in kept.values()))
+        x = torch.empty(rows, width, dtype=dtype, device="meta", requires_grad=True)
+        kept, _ = _kept(lambda x: type(module).forward(twin, x), x)
+        found.append(sum(each.untyped_storage().nbytes() for each in kept))
     return (found[1] - found[0]) // 2
 
 
@@ -182,13 +173,24 @@ def _kept_for_slope(activation: object) -> int:
     """Tensors of its input's size that an activation keeps beside its value, counted: some are written in Python."""
     run = ACTIVATIONS[canonical_activation(activation)].torch if isinstance(activation, str) else activation
     assert callable(run)
+    # Not a leaf, which an activation must not change in place.
+    kept, value = _kept(lambda x: run(x + 0), torch.zeros(64, requires_grad=True, device="cpu"))
+    return sum(tensor.numel() == value.numel() for tensor in kept)
+
+
+def _kept(run: Callable[[Tensor], Tensor], x: Tensor) -> tuple[list[Tensor], Tensor]:
+    """What autograd keeps of a call, one tensor of each memory and none of the result's; and the result."""
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        return kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return kept.setdefault(tensor.untyped_storage()._cdata, tensor)
 
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        # Not a leaf, which an activation must not change in place.
-        value = run(torch.zeros(64, requires_grad=True, device="cpu") + 0)
-    kept.pop(value.untyped_storage().data_ptr(), None)
-    return sum(tensor.numel() == value.numel() for tensor in kept.values())
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cuda", enabled=False),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        y = run(x)
+    kept.pop(y.untyped_storage()._cdata, None)
+    return [*kept.values()], y

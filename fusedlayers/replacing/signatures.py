@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,10 +51,14 @@ def _is_hashable(value: object) -> bool:
     return True
 
 
+def _unwrapped(function: Any) -> Any:
+    return inspect.unwrap(function) if callable(function) else function
+
+
 def _names_read(kind: type[nn.Module], forward: object) -> frozenset[str]:
     """The names in the methods of a class, but for what builds a module; ``forward`` may be patched."""
     functions = [forward]
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         functions += [function for name, function in vars(base).items() if name != "__init__"]
-    found = [function.__code__ for function in functions if hasattr(function, "__code__")]
+    found = [inner.__code__ for each in functions if hasattr(inner := _unwrapped(each), "__code__")]
     return frozenset(name for code in found for each in codes_in(code) for name in each.co_names)

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .reading.sizes import linears, sizes_of_linear
-from .recognising import Site
+from .recognising import Site, candidates
 
 
 def sites(module: nn.Module, taken: set[nn.Module]) -> list[Site]:
     """The linears that a module holds by itself, or one for each child that has no other; none in ``taken``."""
-    found: list[Site] = []
-    for name, child in module.named_children():
-        if sizes := sizes_of_linear(child):
-            found += [] if child in taken else [Site(name, *sizes)]
-            continue
-        inside = list(linears(child))
-        own = [(path, linear) for path, linear in inside if "." not in path]
-        if not any(linear in taken for _, linear in inside) and len(own) == 1:
-            found += [Site(f"{name}.{path}", *sizes_of_linear(linear)) for path, linear in own]  # type: ignore[misc]
-    return found
+    found = [site for site in candidates(module, taken) if site.path.count(".") < 2]
+    holders = Counter(site.path.partition(".")[0] for site in found)
+    return [site for site in found if holders[site.path.partition(".")[0]] == 1]
 
 
 def why_unnamed(module: nn.Module, taken: set[nn.Module], reason: str | None) -> str | None:

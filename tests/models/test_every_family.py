@@ -26,7 +26,6 @@ LEFT: dict[str, dict[str, str]] = {
     "groupvit": {"GroupViTMixerMLP": "a trial of its forward ended in RuntimeError"},
     "mobilebert": {"MobileBertLayer": "a trial of its forward ended in RuntimeError: mat1 and mat2 shapes"},
     "moshi": {"MoshiGatingMLP": "the method uses the hidden otherwise than its rule says (its shape)"},
-    "rwkv": {"RwkvFeedForward": "the method uses the hidden otherwise than its rule says (in relu)"},
     "sam3_vision_model": {"Sam3MLP": "its dropout 'dropout' does not drop the hidden behind the activation"},
     "sam3_vit_model": {"Sam3MLP": "its dropout 'dropout' does not drop the hidden behind the activation"},
     "xmod": {"XmodLayer": ""},

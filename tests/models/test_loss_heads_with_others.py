@@ -149,10 +149,10 @@ def trainer(model: nn.Module, folder: Path, **options: Any) -> Any:
 
 
 def forbid_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compute(self: Logits, use: str) -> Tensor:
-        raise AssertionError(f"logits were computed {use}")
+    def compute(self: Logits, *given: object) -> Tensor:
+        raise AssertionError("logits were computed")
 
-    monkeypatch.setattr(Logits, "_compute", compute)
+    monkeypatch.setattr(Logits, "_computed_from", compute)
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning", "ignore:.*is_gradient_checkpointing.*:FutureWarning")

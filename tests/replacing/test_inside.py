@@ -1,9 +1,14 @@
-"""FFNs inside a method that uses their parts otherwise than a rule says: nothing is lost, and the reason is said."""
+"""FFNs inside a method: it runs with one call in their place, or as it is, where it uses their parts for more."""
 
 from __future__ import annotations
 
 import copy
-import logging
+import functools
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,17 +18,16 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers.replacing import FFNRule
-from tests.support.ffn_blocks import assert_same, count_fused_calls, results, seeded_dropout
-
-
-class Layer(nn.Module):
-    """What all of these have; each writes its method anew."""
-
-    def __init__(self, p: float = 0.25) -> None:
-        super().__init__()
-        self.attention, self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 10), nn.Linear(10, 6)
-        self.act, self.drop, self.norm = nn.SiLU(), nn.Dropout(p), nn.LayerNorm(10)
-        self.p = p
+from tests.support.ffn_blocks import (
+    Layer,
+    TaggedTensor,
+    assert_same,
+    count_fused_calls,
+    pair,
+    pickled,
+    results,
+    seeded_dropout,
+)
 
 
 class DropoutForAll(Layer):
@@ -50,46 +54,6 @@ class ActivationForAll(Layer):
         return self.act(self.down(self.act(self.up(self.act(x)))))
 
 
-class ActivatedTwice(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.act(self.up(x))))
-
-
-class DroppedTwice(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.drop(self.drop(self.act(self.up(x)))))
-
-
-class DroppedFirst(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.drop(self.up(x))))
-
-
-class NotActivated(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x))
-
-
-class Scaled(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.up(x)) * 0.5)
-
-
-class ScaledBefore(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(0.5 * self.up(x)))
-
-
-class Normed(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.norm(self.act(self.up(x))))
-
-
-class UpTwice(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.up(x)) * self.up(x + 1))
-
-
 class TwoFFNs(Layer):
     def forward(self, x: Tensor) -> Tensor:
         first = self.act(self.up(x))
@@ -101,18 +65,6 @@ class Tied(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.act(self.up(x))) + self.down(x.repeat_interleave(2, -1)[..., :10])
-
-
-class HiddenKept(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = self.act(self.up(x))
-        return self.down(self.seen)
-
-
-class HiddenInResult(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.act(self.up(x))
-        return {"y": [self.down(hidden), hidden]}["y"][0] + hidden.mean()
 
 
 class InPlace(Layer):
@@ -132,34 +84,111 @@ class ByName(Layer):
         return self.down(input=self.act(input=self.up(input=x)))
 
 
-class WithoutGradient(Layer):
+class WrittenOut(Layer):
+    """The activation is no part, and no function of torch's."""
+
     def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            hidden = self.up(x)
-        return self.down(self.act(hidden)) + x
+        hidden = self.up(x)
+        hidden = hidden * 0.5 * (1.0 + torch.erf(hidden / math.sqrt(2.0)))
+        return x + self.down(hidden)
 
 
-# How often the FFN is still computed in one piece, and what the reason must hold.
-FUSED: dict[type[Layer], tuple[int, str | None]] = {
-    DropoutForAll: (1, None),
-    NumberForAll: (1, None),
-    NumberReadFirst: (1, None),
-    ActivationForAll: (1, None),
-    InPlace: (1, None),
-    TwoFFNs: (2, None),
-    Tied: (1, None),
-    ActivatedTwice: (0, "in an activation that is not the one after the up linear"),
-    DroppedTwice: (0, "in a dropout that is not the one after the activation"),
-    DroppedFirst: (0, "in a dropout that is not the one after the activation"),
-    NotActivated: (0, "in the down linear"),
-    Scaled: (0, "in __mul__"),
-    ScaledBefore: (0, "in __rmul__"),
-    Normed: (0, "in layer_norm"),
-    UpTwice: (0, "in __mul__"),
-    HiddenKept: (0, "kept as seen"),
-    HiddenInResult: (1, "its mean"),
-    ByName: (1, None),
-    WithoutGradient: (0, "in an activation that is not the one after the up linear"),
+class InSuper(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x))) + super().extra_repr().count("x")
+
+
+class InPlaceProduct(Layer):
+    def __init__(self, p: float = 0.25) -> None:
+        super().__init__(p)
+        self.gate = nn.Linear(6, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 1
+        hidden = self.act(self.gate(x))
+        hidden *= self.up(x)
+        return x + self.down(hidden)
+
+
+class Halves(Layer):
+    def __init__(self, p: float = 0.25) -> None:
+        super().__init__(p)
+        self.up = nn.Linear(6, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.up(x).chunk(2, dim=-1)
+        gate, up = both
+        return x + self.down(self.act(gate) * up) + self.down(self.norm(x.repeat_interleave(2, -1)[..., :10]))
+
+
+class Conditional(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act(self.up(x)) if self.p < 1 else self.up(x)
+        if self.p > 2:
+            hidden = hidden * 2
+        return x + self.down(hidden)
+
+
+class MaybeGated(Layer):
+    def __init__(self, p: float = 0.25) -> None:
+        super().__init__(p)
+        self.gate: nn.Module | None = nn.Linear(6, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is not None and not hasattr(self, "plain"):
+            hidden = self.act(self.gate(x)) * self.up(x)
+        else:
+            hidden = self.act(self.up(x))
+        return x + self.down(hidden)
+
+
+class Into(nn.Module):
+    """Takes more than the FFN does, and gives the hidden."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.act = nn.LayerNorm(6), nn.Linear(6, 10), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.up(self.norm(x) + 1))
+
+
+class OutOf(nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.drop, self.down, self.norm = nn.Dropout(p), nn.Linear(10, 6), nn.LayerNorm(6)
+
+    def forward(self, hidden: Tensor, x: Tensor) -> Tensor:
+        hidden = self.down(self.drop(hidden))
+        return self.norm(hidden + x)
+
+
+class InChildren(nn.Module):
+    def __init__(self, p: float = 0.25) -> None:
+        super().__init__()
+        self.into, self.out_of = Into(), OutOf(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out_of(self.into(x), x=x) + x
+
+
+# How often the FFN is computed in one piece.
+FUSED: dict[type[nn.Module], int] = {
+    DropoutForAll: 1,
+    NumberForAll: 1,
+    NumberReadFirst: 1,
+    ActivationForAll: 1,
+    InPlace: 1,
+    TwoFFNs: 2,
+    Tied: 1,
+    ByName: 1,
+    WrittenOut: 1,
+    InSuper: 1,
+    InPlaceProduct: 1,
+    Halves: 1,
+    Conditional: 1,
+    InChildren: 1,
+    MaybeGated: 1,
 }
 each_kind = pytest.mark.parametrize("kind", FUSED, ids=lambda kind: kind.__name__)
 
@@ -169,44 +198,111 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return count_fused_calls(monkeypatch)
 
 
-def rule(kind: type[Layer]) -> FFNRule:
-    dropout = "p" if kind in (NumberForAll, NumberReadFirst, InPlace) else "drop"
-    return FFNRule(kind, up="up", down="down", activation="act", dropout=dropout, inside="forward", trusted=True)
-
-
-def replaced(kind: type[Layer], p: float) -> tuple[Layer, Layer]:
-    """A layer as it was, and its replaced copy."""
-    torch.manual_seed(0)
-    own = kind(p)
-    twin = copy.deepcopy(own)
-    assert fl.replace(twin, rules=[rule(kind)]).replaced
+def replaced(kind: type[nn.Module], p: float) -> tuple[Any, Any]:
+    own, twin = pair(kind, p)
+    assert fl.replace(twin).replaced
     return own, twin
 
 
 @each_kind
 @pytest.mark.parametrize("training", [True, False])
 def test_results_and_gradients_are_the_methods_own(
-    kind: type[Layer], training: bool, fused_calls: list[float], caplog: pytest.LogCaptureFixture
+    kind: type[nn.Module], training: bool, fused_calls: list[float]
 ) -> None:
     """Masks are drawn one after the other, as the method does: none is lost, and none drawn twice."""
     own, twin = replaced(kind, 0.25)
     x = torch.randn(2, 3, 6)
-    with caplog.at_level(logging.INFO, "fusedlayers"):
-        ours = results(twin.train(training), x)
-    theirs = results(own.train(training), x)
+    ours, theirs = results(twin.train(training), x), results(own.train(training), x)
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], msg=lambda text, name=name: f"{name}: {text}")
-    count, reason = FUSED[kind]
-    assert training is False or len(fused_calls) == count
-    if training and reason is not None:
-        expected = "the method uses the hidden otherwise than its rule says"
-        for said in (
-            caplog.text,
-            fl.explain(twin, x, details=True),
-            fl.replace(nn.ModuleList([twin])).skipped[0].reason,
-        ):
-            assert f"{expected} ({reason})" in said
+    assert len(fused_calls) == FUSED[kind]
+    for other in (copy.deepcopy(twin), pickled(twin)):
+        assert_same(results(other, x), ours)
+    assert len(fused_calls) == 3 * FUSED[kind]
+
+
+def test_an_option_that_decides_is_asked_at_every_call(fused_calls: list[float]) -> None:
+    own, twin = replaced(Conditional, 0.25)
+    for p in (1.5, 2.5, 0.25):
+        own.p = twin.p = p
+        x = torch.randn(3, 6)
+        torch.testing.assert_close(twin(x), own(x))
+    assert len(fused_calls) == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_child_that_decides_is_asked_for_at_every_call(compiled: bool, fused_calls: list[float]) -> None:
+    own, twin = replaced(MaybeGated, 0.25)
+    torch._dynamo.reset()
+    run = torch.compile(twin, backend="eager", fullgraph=True) if compiled else twin
+    x = torch.randn(3, 6)
+    torch.testing.assert_close(run(x), own(x))
+    gate, twin.gate, own.gate = twin.gate, None, None
+    torch.testing.assert_close(run(x), own(x))
+    own.gate = twin.gate = gate
+    own.plain = twin.plain = True
+    torch.testing.assert_close(run(x), own(x))
+    assert compiled or len(fused_calls) == 1
+
+
+@pytest.mark.parametrize("kind", [InChildren, Halves])
+def test_tensors_that_are_not_plain_go_through_the_parts(kind: type[nn.Module], fused_calls: list[float]) -> None:
+    own, twin = replaced(kind, 0.0)
+    x = torch.randn(3, 6).as_subclass(TaggedTensor)
+    assert torch.equal(twin(x), own(x))
+    assert not fused_calls
+
+
+def doubling(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(method)
+    def doubled(self: nn.Module, x: Tensor) -> Tensor:
+        return 2 * method(self, x)
+
+    return doubled
+
+
+class Decorated(Layer):
+    @doubling
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(x)))
+
+
+def test_a_decorator_stays_around_its_method(fused_calls: list[float]) -> None:
+    own, twin = replaced(Decorated, 0.0)
+    x = torch.randn(3, 6)
+    torch.testing.assert_close(twin(x), own(x))
+    assert len(fused_calls) == 1
+
+
+def test_another_process_finds_the_same_method(tmp_path: Path) -> None:
+    own, twin = replaced(InChildren, 0.0)
+    x = torch.randn(3, 6)
+    torch.save((twin, x, own(x)), tmp_path / "layer.pt")
+    program = f"""
+import torch
+from fusedlayers.replacing.by_rule import FusedInside
+run = FusedInside.run_inside
+FusedInside.run_inside = lambda self, x: print("in one piece") or run(self, x)
+layer, x, y = torch.load({str(tmp_path / "layer.pt")!r}, weights_only=False)
+torch.testing.assert_close(layer(x), y)
+print(type(layer).__name__)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout == "in one piece\nFusedInChildren\n"
+
+
+def test_in_inference_mode() -> None:
+    _, twin = replaced(DropoutForAll, 0.0)
+    with torch.inference_mode():
+        assert twin(torch.randn(3, 6)).shape == (3, 6)
+
+
+def test_an_error_shows_the_line_of_the_author() -> None:
+    _, twin = replaced(InChildren, 0.0)
+    with pytest.raises(RuntimeError) as caught:
+        twin(torch.randn(3, 7))
+    assert any(__file__ == entry.path.__fspath__() and "self.norm(x) + 1" in str(entry) for entry in caught.traceback)
 
 
 @pytest.mark.parametrize("kind", [DropoutForAll, NumberForAll])
@@ -225,8 +321,8 @@ def test_every_dropout_drops(kind: type[Layer]) -> None:
         assert 0.14 < (y != 0).float().mean() < 0.24
 
 
-@pytest.mark.parametrize("kind", [DropoutForAll, NumberForAll, Scaled, UpTwice, ActivatedTwice, HiddenInResult])
-def test_compiled(kind: type[Layer]) -> None:
+@pytest.mark.parametrize("kind", [DropoutForAll, NumberForAll, TwoFFNs, WrittenOut, InPlaceProduct, Halves, InChildren])
+def test_compiled(kind: type[nn.Module]) -> None:
     own, twin = replaced(kind, 0.0)
     torch._dynamo.reset()
     x = torch.randn(4, 6)
@@ -236,111 +332,6 @@ def test_compiled(kind: type[Layer]) -> None:
     theirs = results(own, x)
     for name, tensor in results(twin, x, call=lambda *inputs: compiled(*inputs)).items():
         torch.testing.assert_close(tensor, theirs[name])
-
-
-class DroppedAndKept(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.drop(self.act(self.up(x)))
-        return self.down(hidden) + hidden.sum()
-
-
-def test_a_hidden_with_another_mask_is_never_given(fused_calls: list[float]) -> None:
-    _, twin = replaced(DroppedAndKept, 0.25)
-    with pytest.raises(
-        RuntimeError, match=r"the hidden was dropped out inside of the FFN and is used again \(its sum\)"
-    ):
-        twin(torch.randn(3, 6))
-    twin.eval()(torch.randn(3, 6))
-    assert fused_calls == [0.25, 0.0]
-
-
-class Overwriting(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.act(self.up(x))
-        x.add_(1)
-        return self.down(hidden) + x
-
-
-def test_an_input_that_is_overwritten_is_refused() -> None:
-    _, twin = replaced(Overwriting, 0.0)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="writes into the input of the FFN before"):
-        twin(torch.randn(3, 6))
-    with torch.inference_mode():
-        assert replaced(DropoutForAll, 0.0)[1](torch.randn(3, 6)).shape == (3, 6)
-
-
-class Doubling(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        return hidden * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
-
-
-class WithFunction(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(Doubling.apply(self.act(self.up(x))))
-
-
-class Peeking(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.act(self.up(x))
-        with torch.no_grad() if x.shape[0] == 3 else torch.inference_mode():
-            self.largest = hidden.amax()
-        return self.down(hidden)
-
-
-def test_no_gradient_is_lost_in_a_function_of_the_users() -> None:
-    _, twin = replaced(WithFunction, 0.0)
-    with pytest.raises(RuntimeError, match=r"a torch\.autograd\.Function was given the hidden"):
-        twin(torch.randn(3, 6))
-    own, twin = replaced(Peeking, 0.0)
-    x = torch.randn(3, 6)
-    assert_same(results(twin, x), results(own, x))
-    with torch.no_grad():
-        assert torch.equal(twin(x.repeat(2, 1)), own(x.repeat(2, 1)))
-
-
-class Inherited(Scaled):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x)
-
-
-def test_a_method_that_uses_super_is_left() -> None:
-    layer, x = Inherited(), torch.randn(3, 6)
-    expected = layer(x)
-    with pytest.warns(UserWarning, match=r"its forward uses super\(\), which the stand-in"):
-        fl.replace(layer, rules=[rule(Inherited)])
-    assert torch.equal(layer(x), expected)
-
-
-class ReturnsHidden(Layer):
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        hidden = self.act(self.up(x))
-        return {"hidden": [hidden], "y": self.down(hidden)}
-
-
-def test_a_hidden_that_is_returned_is_a_tensor() -> None:
-    own, twin = replaced(ReturnsHidden, 0.0)
-    x = torch.randn(3, 6)
-    theirs, ours = own(x), twin(x)
-    assert type(ours["hidden"][0]) is Tensor
-    torch.testing.assert_close(ours, theirs)
-
-
-def test_autocast_is_that_of_each_part() -> None:
-    class Widened(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.act(self.up(x))
-            with torch.autocast("cpu", enabled=False):
-                return self.down(hidden.float())
-
-    own, twin = replaced(Widened, 0.0)
-    x = torch.randn(5, 6)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_same(results(twin, x), results(own, x))
 
 
 def test_xlnet_in_training() -> None:

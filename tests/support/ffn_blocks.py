@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +37,23 @@ class GatedBlock(nn.Module):
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         hidden = self.act(self.gate(x)) * self.fc(x)
         return self.drop(self.proj(F.dropout(hidden, self.p, self.training))) * scale
+
+
+class Layer(nn.Module):
+    """What layers with an FFN inside have; each writes its method anew."""
+
+    def __init__(self, p: float = 0.25) -> None:
+        super().__init__()
+        self.attention, self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 10), nn.Linear(10, 6)
+        self.act, self.drop, self.norm = nn.SiLU(), nn.Dropout(p), nn.LayerNorm(10)
+        self.p = p
+
+
+def pair(kind: Callable[[float], nn.Module], p: float) -> tuple[Any, Any]:
+    """A layer as it was, and its copy, which is to be replaced."""
+    torch.manual_seed(0)
+    own = kind(p)
+    return own, copy.deepcopy(own)
 
 
 def rule_for(kind: type[nn.Module]) -> FFNRule:

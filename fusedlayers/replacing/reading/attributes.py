@@ -43,7 +43,7 @@ class Attributes(State):
             # Somebody may put another function there: its name is watched.
             if vars(sys.modules.get(str(space.get("__name__")), builtins)) is not space:
                 raise NotUnderstood(f"calls the function {name} of a module that nobody finds")
-            self.functions[str(space.get("__name__")), name] = value
+            self._note("functions", (str(space.get("__name__")), name), value)
             return Known(value)
         if isinstance(value, type) or value is typing.cast or operations.torch_constant(value):
             return Known(value)
@@ -86,7 +86,7 @@ class Attributes(State):
         kind = type(module)
         if kind.__getattr__ is not nn.Module.__getattr__ or kind.__getattribute__ is not object.__getattribute__:
             raise NotUnderstood(f"reads attributes of a {class_name(module)}, which finds them in its own way")
-        if path in self._written:
+        if path in self.written:
             raise NotUnderstood(f"reads {path}, which it writes")
         if name == "training":
             return Training(owner.path)
@@ -106,13 +106,11 @@ class Attributes(State):
         if type(value) in PLAIN or (isinstance(value, tuple) and all(type(each) in PLAIN for each in value)):
             return self._watch(path, value)
         if isinstance(value, types.MethodType) and value.__self__ is owner.module:
-            self.watched[path] = value
+            self._watch(path, value)
             return Method(owner, value.__name__, value.__func__)
         if isinstance(value, Tensor):
             raise NotUnderstood(f"reads the tensor {path}")
-        if callable(value):
-            self.watched[path] = value
-        return Known(value, path)
+        return self._watch(path, value) if callable(value) else Known(value, path)
 
     def _of_class(self, owner: Part, name: str, value: Any) -> Any:
         if isinstance(value, types.FunctionType):
@@ -120,7 +118,7 @@ class Attributes(State):
         if isinstance(value, staticmethod):
             return self._plain_or_callable(owner, owner.inner(name), value.__func__)
         if isinstance(value, property) and value.fget is not None:
-            self.methods[type(owner.module), name] = value
+            self._note("methods", (type(owner.module), name), value)
             return self.inlined(value.fget, (owner,), {})
         if hasattr(type(value), "__get__"):
             raise NotUnderstood(f"reads {owner.inner(name)}, which a descriptor computes")
@@ -128,23 +126,21 @@ class Attributes(State):
 
     def _parameter(self, path: str, parameter: Tensor | None) -> Any:
         if parameter is None:
-            self.watched[path] = None
-            return Known(None, path)
+            return self._watch(path, None)
         if parameter.dim() != 1:
             return Weight(path)
         return Formula(atom("parameter", path), parameter.shape[0], given=True)
 
     def _child(self, owner: Part, name: str) -> Any:
         child, path = owner.module._modules[name], owner.inner(name)
-        if child is None:
-            self.watched[path] = None
-            return Known(None, path)
-        return Part(path, child)
+        return self._watch(path, None) if child is None else Part(path, child)
 
     def _items(self, value: Any) -> tuple[Any, ...] | None:
         if isinstance(value, tuple):
             return value
         if isinstance(value, Part) and is_row(value.module):
+            # There may be another number of them later.
+            self._misses += 1
             return tuple(self._child(value, name) for name in value.module._modules)
         if isinstance(value, Known) and isinstance(value.value, (tuple, range)) and len(value.value) < MOST_ROUNDS:
             return tuple(map(Known, value.value))

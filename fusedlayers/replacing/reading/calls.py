@@ -92,13 +92,14 @@ class Calls(Attributes):
         owner = typing.cast(Part, called.owner)
         if called.name == "forward" and owner.path:
             return self._call_part(owner, args, options)
-        self.methods[type(owner.module), called.name] = called.function
+        self._note("methods", (type(owner.module), called.name), called.function)
         return self.inlined(typing.cast(Any, called.function), (owner, *args), options)
 
     def _call_part(self, part: Part, args: Sequence[Any], options: dict[str, Any]) -> Any:
         module = part.module
         if type(module).__call__ is not nn.Module.__call__:
             raise NotUnderstood(f"calls {part.path}, whose class has a call of its own")
+        self.handed += [(part.path, each.value) for each in (*args, *options.values()) if isinstance(each, Formula)]
         [x] = (*args, *options.values()) if len(args) + len(options) == 1 else [None]
         if (sizes := sizes_of_linear(module)) is not None:
             return self._call_linear(part, sizes, x)
@@ -134,12 +135,13 @@ class Calls(Attributes):
         return self.inlined(type(part.module).forward, (part, *args), options)
 
     def _call_linear(self, part: Part, sizes: tuple[int, int], x: Any) -> Formula:
+        given = x
         if isinstance(x, Unknown):
             x = Formula(atom("unknown", x.number), sizes[0])
         if not isinstance(x, Formula) or x.width not in (None, sizes[0]):
             raise NotUnderstood(f"calls {part.path} with something else than a tensor of {sizes[0]} columns")
         output = atom("linear", part.path, x.value)
-        self.linears.append(LinearCall(part.path, x.value, output, self._misses))
+        self.linears.append(LinearCall(part.path, x.value, output, self._misses, given))
         return dataclasses.replace(x, value=output, width=sizes[1], wide=False, given=False)
 
     def _call_builtin(self, target: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -149,12 +151,15 @@ class Calls(Attributes):
             kinds = [getattr(each, "value", None) for each in (args[1] if isinstance(args[1], tuple) else (args[1],))]
             if isinstance(args[0], (Formula, Weight)) and kinds == [torch.Tensor]:
                 return Known(True)
-            if isinstance(args[0], Part) and all(isinstance(kind, type) for kind in kinds):
+            # Whoever watches a block with an FFN inside cannot watch the classes of its children.
+            if isinstance(args[0], Part) and not self.lenient and all(isinstance(kind, type) for kind in kinds):
                 return Known(isinstance(args[0].module, tuple(kinds)))
         if target is hasattr and len(args) == 2 and isinstance(args[0], Part) and isinstance(args[1], Known):
             found = hasattr(args[0].module, args[1].value)
+            if found and self.lenient:
+                raise NotUnderstood(f"asks whether there is {args[0].inner(args[1].value)}")
             if not found:
-                self.watched[args[0].inner(args[1].value)] = ABSENT
+                self._watch(args[0].inner(args[1].value), ABSENT)
             return Known(found)
         if target in (tuple, list, enumerate, zip, len) and args:
             items = [self._items(each) for each in args]

@@ -54,6 +54,7 @@ class Expressions(Calls):
             self._operands.pop()
         if self._operands:
             self._operands[-1].append(result)
+        frame.values.setdefault(node, []).append(result)
         return self._at_its_line(result, frame)
 
     def _at_its_line(self, value: Any, frame: Frame) -> Any:
@@ -144,7 +145,7 @@ class Expressions(Calls):
     _of_list = _of_tuple
 
     def _of_ifexp(self, node: ast.IfExp, frame: Frame) -> Any:
-        test = self._truth(self.value(node.test, frame))
+        test = self._tested(node.test, frame)
         if test is not None:
             return self.value(node.body if test else node.orelse, frame)
         one, two = self.value(node.body, frame), self.value(node.orelse, frame)
@@ -168,6 +169,10 @@ class Expressions(Calls):
         return self._binary(type(node.op), self.value(node.left, frame), self.value(node.right, frame))
 
     def _binary(self, kind: type[ast.AST], one: Any, two: Any) -> Any:
+        if self.lenient and kind in BINARY and isinstance(one, Unknown) | isinstance(two, Unknown):
+            # Whatever it gives, it overwrites nothing.
+            self._escape([one, two])
+            return self.unknown()
         if isinstance(one, Formula) or isinstance(two, Formula):
             if kind not in BINARY:
                 raise NotUnderstood("combines tensors by an unknown operator")
@@ -202,6 +207,7 @@ class Expressions(Calls):
             return Undecided() if self.dtype is None else Known(self._compared_dtypes(one, two, kind))
         if kind in (ast.Is, ast.IsNot) and Known(None) in (_bare(one), _bare(two)):
             same = _bare(one) == _bare(two)
+            self._watch_presence(one)
             # What is read of a tensor, its gradient for one, may be None.
             if isinstance(one, (Unknown, Method)) or isinstance(two, (Unknown, Method)):
                 raise NotUnderstood("asks whether something is None")
@@ -232,10 +238,25 @@ class Expressions(Calls):
         if isinstance(value, Known) and type(value.value) in PLAIN:
             return bool(value.value)
         if isinstance(value, Part):
+            self._watch_presence(value)
             return True
         if isinstance(value, Undecided) or self.lenient:
             return None
         raise NotUnderstood("branches on what is not known")
+
+    def _tested(self, node: ast.expr, frame: Frame) -> bool | None:
+        """What a branch tests, as :meth:`_truth` says it."""
+        found = self._truth(self.value(node, frame))
+        names = [frame.locals.get(each.id) for each in ast.walk(node) if isinstance(each, ast.Name)]
+        if any(isinstance(each, Known) and each.path is None for each in names):
+            # Nobody knows what it follows from, to watch that.
+            self._misses += 1
+        return found
+
+    def _watch_presence(self, value: Any) -> None:
+        """That there is a child: it has what every module has."""
+        if self.lenient and isinstance(value, Part) and value.path:
+            self._watch(value.inner("dump_patches"), nn.Module.dump_patches)
 
     def _of_call(self, node: ast.Call, frame: Frame) -> Any:
         called = self.value(node.func, frame)
@@ -246,11 +267,14 @@ class Expressions(Calls):
                 self._poison((*args, *options.values()))
                 raise NotUnderstood("gives options of any name")
             options[each.arg] = self.value(each.value, frame)
+        around, frame.calling = frame.calling, node
         try:
             return self.call(called, args, options)
         except NotUnderstood:
             self._poison((*args, *options.values(), called.owner if isinstance(called, Method) else None))
             raise
+        finally:
+            frame.calling = around
 
 
 def _bare(value: Any) -> Any:

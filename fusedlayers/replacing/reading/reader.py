@@ -22,7 +22,7 @@ from .expressions import BINARY, Expressions, same_value
 from .polynomials import TooLarge, atom
 from .sources import tree_of
 from .state import Frame
-from .values import PLAIN, Formula, Known, NotUnderstood, Part
+from .values import PLAIN, Formula, Known, NotUnderstood, Part, Unknown
 
 _MOST_CALLS = 200
 _MISSING = object()
@@ -60,7 +60,14 @@ class Reader(Expressions):
         if self._calls > _MOST_CALLS or len(self._frames) > 20:
             raise NotUnderstood("calls too many functions")
         tree = tree_of(function)
-        frame = Frame(typing.cast(types.FunctionType, function), self._bound(function, tree, args, options))
+        frame = Frame(
+            typing.cast(types.FunctionType, function), tree, self._bound(function, tree, args, options),
+            of_block=bool(args) and args[0] == Part("", self.block),
+        )  # fmt: skip
+        if self._frames:
+            self._frames[-1].called.setdefault(self._frames[-1].calling, []).append(frame)
+        else:
+            self.outermost = frame
         self._frames.append(frame)
         self._operands.append([])
         try:
@@ -143,7 +150,10 @@ class Reader(Expressions):
             if self._truth(self.value(node.test, frame)) is not True:
                 raise NotUnderstood("asserts what is not known")
         elif isinstance(node, (ast.With, ast.Try, ast.While)) and self.lenient:
+            # Modes may be others inside.
+            self._misses += 1
             self._body(node.body, frame)
+            self._misses += 1
             self._forget(node, frame)
         elif not isinstance(node, ast.Pass):
             raise NotUnderstood(f"has a {type(node).__name__.lower()} statement")
@@ -157,6 +167,7 @@ class Reader(Expressions):
             if values is None or starred or len(values) != len(target.elts):
                 if not self.lenient:
                     raise NotUnderstood("takes apart what is no tuple of so many")
+                self._escape([value])
                 values = tuple(self.unknown() for _ in target.elts)
             for each, part in zip(target.elts, values, strict=True):
                 self._assign(each.value if isinstance(each, ast.Starred) else each, part, frame)
@@ -170,7 +181,8 @@ class Reader(Expressions):
         owner = self.value(target.value, frame)
         if not isinstance(owner, Part) or type(owner.module).__setattr__ is not nn.Module.__setattr__:
             return False
-        self._written.add(owner.inner(target.attr))
+        self.written.add(owner.inner(target.attr))
+        frame.counts = True
         return isinstance(value, Known) and type(value.value) in PLAIN
 
     def _augmented(self, node: ast.AugAssign, frame: Frame) -> None:
@@ -182,14 +194,17 @@ class Reader(Expressions):
         if not isinstance(node.target, ast.Name) or name is None:
             raise NotUnderstood("writes to state")
         old = self.value(ast.copy_location(ast.Name(node.target.id, ast.Load()), node), frame)
+        if isinstance(old, Unknown):
+            raise NotUnderstood("overwrites what is not known")
         new = self._binary(type(node.op), old, self.value(node.value, frame))
+        frame.values.setdefault(node, []).extend((old, new))
         if isinstance(old, Formula):
             self._overwrite(old, new)
         else:
             frame.locals[node.target.id] = new
 
     def _branch(self, node: ast.If, frame: Frame) -> None:
-        test = self._truth(self.value(node.test, frame))
+        test = self._tested(node.test, frame)
         if test is not None:
             self._body(node.body if test else node.orelse, frame)
             return
@@ -219,6 +234,7 @@ class Reader(Expressions):
                 if one is not two and not same_value(one, two):
                     if not self.lenient:
                         raise NotUnderstood("computes something else in one of two cases")
+                    self._escape([one, two])
                     frame.locals[name] = self.unknown()
 
     def _loop(self, node: ast.For, frame: Frame) -> None:
@@ -244,6 +260,7 @@ class Reader(Expressions):
                 frame.locals[each.id] = self.unknown()
             elif isinstance(each, ast.Name) and isinstance(frame.locals.get(each.id), Formula):
                 # It may have been overwritten.
+                self._escape([frame.locals[each.id]])
                 self._replace(frame.locals[each.id], self.unknown())
 
 

@@ -81,8 +81,12 @@ def _read_lambda(function: types.FunctionType) -> ast.FunctionDef | None:
 
 def _is_same(function: types.FunctionType, definition: ast.FunctionDef) -> bool:
     """Whether the definition compiles to the function's code, whatever decorators there are: they have been called."""
-    bare = _definition(definition.name, definition.args, definition.body)
-    return _compiles_to(ast.copy_location(bare, definition), function)
+    return _compiles_to(without_decorators(definition), function)
+
+
+def without_decorators(definition: ast.FunctionDef) -> ast.FunctionDef:
+    """The same definition, of a function that nothing is done to."""
+    return ast.copy_location(_definition(definition.name, definition.args, definition.body), definition)
 
 
 def _definition(name: str, arguments: ast.arguments, body: list[Any]) -> ast.FunctionDef:
@@ -94,9 +98,21 @@ def _definition(name: str, arguments: ast.arguments, body: list[Any]) -> ast.Fun
 
 def _compiles_to(bare: ast.FunctionDef | ast.Lambda, function: types.FunctionType) -> bool:
     """Whether a definition without decorators, or a lambda, compiles to the function's code."""
+    found = compiled(bare, function)
+    described = isinstance(bare, ast.FunctionDef) and ast.get_docstring(bare) is not None
+    return found is not None and _alike(found, function.__code__, described=described)
+
+
+def compiled(
+    bare: ast.FunctionDef | ast.Lambda, function: types.FunctionType, *variables: str
+) -> types.CodeType | None:
+    """The code of a definition without decorators, or of a lambda, in the place of the function's.
+
+    ``variables`` are names around it besides those that the function has.
+    """
     code = function.__code__
     # A method that says super() takes its class from around it.
-    parameters = [ast.arg(arg=name) for name in code.co_freevars]
+    parameters = [ast.arg(arg=name) for name in (*code.co_freevars, *variables)]
     around = ast.arguments(posonlyargs=[], args=parameters, kwonlyargs=[], kw_defaults=[], defaults=[])
     inner = bare if isinstance(bare, ast.FunctionDef) else ast.Expr(bare)
     outer = _definition("outer", around, [inner])
@@ -111,10 +127,8 @@ def _compiles_to(bare: ast.FunctionDef | ast.Lambda, function: types.FunctionTyp
     try:
         whole = compile(module, code.co_filename, "exec", flags=flags, dont_inherit=True)
     except (SyntaxError, ValueError):
-        return False
-    found = _code_named(whole, code.co_name)
-    described = isinstance(bare, ast.FunctionDef) and ast.get_docstring(bare) is not None
-    return found is not None and _alike(found, code, described=described)
+        return None
+    return _code_named(whole, code.co_name)
 
 
 def _code_named(code: types.CodeType, name: str) -> types.CodeType | None:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .polynomials import Polynomial, linears_in
-from .values import Formula, Known, NotUnderstood, Unknown
+from .polynomials import Polynomial, function, linears_in
+from .values import Formula, Known, Method, NotUnderstood, Unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +36,36 @@ class LinearCall(typing.NamedTuple):
     input: Polynomial
     output: Polynomial
     time: int
+    # What stood for the input: two tensors may have one formula, and two dropouts of one tensor have.
+    given: Any = None
 
 
 class Frame:
-    """A function that is being read, and what its names stand for."""
+    """A function that is being read, and what its names stand for.
 
-    def __init__(self, function: types.FunctionType, values: dict[str, Any]) -> None:
-        self.function, self.locals = function, values
+    A lenient reading remembers what each expression stood for, which functions each call led into, and whether the
+    function counts something in an attribute.
+    """
+
+    def __init__(
+        self, function: types.FunctionType, tree: ast.FunctionDef, values: dict[str, Any], *, of_block: bool
+    ) -> None:
+        self.function, self.tree, self.locals, self.of_block = function, tree, values, of_block
         self.statement: ast.stmt | None = None
+        self.values: dict[ast.AST, list[Any]] = {}
+        self.calling: ast.Call | None = None
+        self.called: dict[ast.Call | None, list[Frame]] = {}
+        self.counts = False
+
+
+class Read(typing.NamedTuple):
+    """That a lenient reading has read something: in which of its dictionaries it is, and when and where that was."""
+
+    kind: str
+    key: Any
+    time: int
+    frame: Frame
+    statement: ast.stmt | None
 
 
 class State:
@@ -57,6 +79,9 @@ class State:
         called: activations that are parts, attributes or functions of torch: the path, "" for a function, and what it
             gave for what.
         norms: for each of torch's fused norms that was called, whether all that it took was cast to float32.
+        handed: the children that were called with tensors, by path, and each tensor.
+        reads: each time that something was read which ``watched``, ``methods`` or ``functions`` has.
+        written: attributes in which the block counts something, by path.
     """
 
     def __init__(self, block: nn.Module, *, lenient: bool = False, dtype: torch.dtype | None = None) -> None:
@@ -67,6 +92,9 @@ class State:
         self.functions: dict[tuple[str, str], Any] = {}
         self.linears: list[LinearCall] = []
         self.norms: list[bool] = []
+        self.handed: list[tuple[str, Polynomial]] = []
+        self.reads: list[Read] = []
+        self.outermost: Frame
         self.called: list[tuple[str, Polynomial, Polynomial]] = []
         # Linears whose results went where a lenient reading does not follow.
         self.escaped: set[str] = set()
@@ -78,7 +106,7 @@ class State:
         self._numbers = itertools.count()
         # How many things a lenient reading did not understand.
         self._misses = 0
-        self._written: set[str] = set()
+        self.written: set[str] = set()
         self._calls = 0
 
     def inlined(self, function: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -89,9 +117,12 @@ class State:
         """What an expression stands for."""
         raise NotImplementedError
 
-    def functions_read(self) -> tuple[tuple[str, str, Any], ...]:
-        """The user's functions that were read: their modules, their names there, and the functions."""
-        return tuple((module, name, value) for (module, name), value in self.functions.items())
+    def path_of(self, activation: str, activated: Polynomial) -> str | None:
+        """What computes an activation of this: the path of a part or an attribute, None where none does."""
+        result = function(activation, activated)
+        paths = [path for path, given, gave in self.called if path and given == activated and gave == result]
+        # Of a module that calls another one the outer one.
+        return min(paths, key=len, default=None)
 
     def unknown(self) -> Unknown:
         """A value of which nothing is known."""
@@ -102,6 +133,8 @@ class State:
         for value in values:
             if isinstance(value, Formula):
                 self.escaped.update(str(found[1]) for found in linears_in(value.value))
+            elif isinstance(value, Method):
+                self._escape([value.owner])
             elif isinstance(value, (tuple, list)):
                 self._escape(value)
             elif isinstance(value, dict):
@@ -119,6 +152,9 @@ class State:
 
     def _overwrite(self, old: Formula, new: Any) -> None:
         """A tensor was changed in place: every name for it now stands for the new value."""
+        if any(call.given is old for call in self.linears):
+            # Whoever calls that linear later would give it another tensor.
+            self._misses += 1
         if old.given or any(each is old for each in self._viewed):
             raise NotUnderstood("overwrites a tensor that has another name")
         self._replace(old, new)
@@ -128,8 +164,15 @@ class State:
             frame.locals = {name: _replaced(value, old, new) for name, value in frame.locals.items()}
 
     def _watch(self, path: str, value: Any) -> Known:
-        self.watched[path] = value
+        self._note("watched", path, value)
         return Known(value, path)
+
+    def _note(self, kind: str, key: Any, value: Any) -> None:
+        """That the reading holds while this is what it was."""
+        getattr(self, kind)[key] = value
+        if self.lenient:
+            frame = self._frames[-1]
+            self.reads.append(Read(kind, key, self._misses, frame, frame.statement))
 
 
 def _replaced(value: Any, old: Any, new: Any) -> Any:

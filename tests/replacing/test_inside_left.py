@@ -1,0 +1,243 @@
+"""Methods that use the hidden of their FFN for more than the FFN: they run as they are, and the report says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedlayers as fl
+from fusedlayers.replacing import FFNRule
+from tests.support.ffn_blocks import Layer, assert_same, mlp, pair, results
+
+
+class ActivatedTwice(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.act(self.up(x))))
+
+
+class DroppedTwice(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.drop(self.drop(self.act(self.up(x)))))
+
+
+class DroppedFirst(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.drop(self.up(x))))
+
+
+class NotActivated(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x))
+
+
+class Scaled(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)) * 0.5)
+
+
+class ScaledBefore(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(0.5 * self.up(x)))
+
+
+class Normed(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.act(self.up(x))))
+
+
+class UpTwice(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)) * self.up(x + 1))
+
+
+class HiddenKept(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.act(self.up(x))
+        return self.down(self.seen)
+
+
+class HiddenInResult(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act(self.up(x))
+        return {"y": [self.down(hidden), hidden]}["y"][0] + hidden.mean()
+
+
+class WithoutGradient(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            hidden = self.up(x)
+        return self.down(self.act(hidden)) + x
+
+
+class HandedOn(Layer):
+    def __init__(self, p: float = 0.25) -> None:
+        super().__init__(p)
+        self.same = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.same(self.up(x))))
+
+
+class Peeked(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act(self.up(x))
+        y = self.down(hidden)
+        return y * locals()["hidden"].shape[-1]
+
+
+class InClosure(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x
+
+        def width() -> int:
+            return hidden.shape[-1]
+
+        hidden = self.act(self.up(x))
+        return self.down(hidden) * width()
+
+
+class SomeTimes(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x
+        for each in (self.up, self.attention):
+            hidden = self.act(each(x)) if hidden is x else hidden
+        return self.down(hidden) + x
+
+
+OTHER = "which is no activation of up(something)"
+LEFT: dict[type[Layer], str] = {
+    ActivatedTwice: OTHER,
+    DroppedTwice: OTHER,
+    DroppedFirst: OTHER,
+    NotActivated: OTHER,
+    Scaled: OTHER,
+    ScaledBefore: OTHER,
+    Normed: OTHER,
+    UpTwice: OTHER,
+    HiddenKept: "no FFN is seen in its source",
+    HiddenInResult: "its up gives a hidden that is used for something else, too",
+    HandedOn: "hands its hidden to same, whose hooks nobody would ask for",
+    Peeked: "keeps its hidden in a variable that others may read",
+    InClosure: "keeps its hidden in a variable that others may read",
+    SomeTimes: "no FFN is seen in its source",
+    WithoutGradient: "no FFN is seen in its source",
+}
+
+
+def rule(kind: type[Layer]) -> FFNRule:
+    return FFNRule(kind, up="up", down="down", activation="act", inside="forward", trusted=True)
+
+
+def why_left(kind: type[Layer], twin: nn.Module) -> str:
+    """The reason why a layer stays as it is, whatever a trusted rule says."""
+    for rules in ([], [rule(kind)]):
+        [entry] = fl.replace(nn.ModuleList([twin, mlp()]), rules=rules).skipped
+        assert type(twin) is kind
+    return entry.reason
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_a_method_that_uses_its_hidden_for_more_is_left(kind: type[Layer]) -> None:
+    own, twin = pair(kind, 0.25)
+    assert LEFT[kind] in why_left(kind, twin)
+    x = torch.randn(2, 3, 6)
+    assert_same(results(twin, x), results(own, x))
+
+
+class DroppedAndKept(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(self.act(self.up(x)))
+        return self.down(hidden) + hidden.sum()
+
+
+def test_a_hidden_with_another_mask_is_never_given() -> None:
+    _, twin = pair(DroppedAndKept, 0.25)
+    assert "used for something else" in why_left(DroppedAndKept, twin)
+
+
+class Overwriting(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act(self.up(x))
+        x.add_(1)
+        return self.down(hidden) + x
+
+
+def test_an_input_that_is_overwritten_is_noticed() -> None:
+    _, twin = pair(Overwriting, 0.0)
+    assert "does something between up and down that is not understood" in why_left(Overwriting, twin)
+
+
+class Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class WithFunction(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(Doubling.apply(self.act(self.up(x))))
+
+
+class Peeking(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act(self.up(x))
+        with torch.no_grad() if x.shape[0] == 3 else torch.inference_mode():
+            self.largest = hidden.amax()
+        return self.down(hidden)
+
+
+@pytest.mark.parametrize("kind", [WithFunction, Peeking])
+def test_no_gradient_is_lost_in_a_function_of_the_users(kind: type[Layer]) -> None:
+    own, twin = pair(kind, 0.0)
+    why_left(kind, twin)
+    x = torch.randn(3, 6)
+    assert_same(results(twin, x), results(own, x))
+    with torch.no_grad():
+        assert torch.equal(twin(x.repeat(2, 1)), own(x.repeat(2, 1)))
+
+
+class Inherited(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def test_a_method_of_a_base_class_is_not_read_through_super() -> None:
+    layer, x = Inherited(), torch.randn(3, 6)
+    expected = layer(x)
+    why_left(Inherited, layer)
+    assert torch.equal(layer(x), expected)
+
+
+class ReturnsHidden(Layer):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        hidden = self.act(self.up(x))
+        return {"hidden": [hidden], "y": self.down(hidden)}
+
+
+def test_a_hidden_that_is_returned_is_a_tensor() -> None:
+    own, twin = pair(ReturnsHidden, 0.0)
+    assert "used for something else" in why_left(ReturnsHidden, twin)
+    x = torch.randn(3, 6)
+    torch.testing.assert_close(twin(x), own(x))
+
+
+class Widened(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act(self.up(x))
+        with torch.autocast("cpu", enabled=False):
+            return self.down(hidden.float())
+
+
+def test_autocast_is_that_of_each_part() -> None:
+    own, twin = pair(Widened, 0.0)
+    why_left(Widened, twin)
+    x = torch.randn(5, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(results(twin, x), results(own, x))
