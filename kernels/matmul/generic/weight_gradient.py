@@ -49,7 +49,7 @@ def _weight_and_bias_gradient_kernel(
 def prepare_weight_gradient(
     a: torch.Tensor,
     b: torch.Tensor,
-    out_strides: tuple[int, int, int],
+    out_strides: tuple[int, ...],
     parts: int,
     input_precision: str,
     tiles: GroupedTiles,
