@@ -4,12 +4,21 @@ Where there is no Triton, or one whose Gluon has other names, inert stand-ins le
 done with them. Whether the kernels are right with a release that is not known, its self-test tells.
 """
 
-from typing import Any, NamedTuple, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from .device import Inert, tl
 from .tuning.dtypes import FORMATS, GENERIC, SM90
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_: bool) -> Any:
+        """Python 3.10 has none, and only type checkers need it."""
+        return lambda decorator: decorator
+
 
 # Gluon is experimental and changes its names.
 try:
