@@ -14,9 +14,8 @@ from fusedlayers import functional, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.devices import describe
 from fusedlayers.kernels import weight_gradient as kernels
-from fusedlayers.kernels.matmul import sm90
+from fusedlayers.kernels.matmul import generic, sm90
 from fusedlayers.kernels.tuning import PIPELINES, WeightGradientPipeline, weight_gradient_tiles
-from fusedlayers.kernels.weight_gradient import launcher
 from tests.gpu.graphs import assert_replays_like_launched
 from tests.support.operands import DEVICE, Tensors, assert_equal, leaves, on_path
 
@@ -43,8 +42,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments: names.append(name) or function(*arguments)
 
-    for name, module in (("sm90", sm90), ("generic", launcher)):
-        monkeypatch.setattr(module, "launch_weight_gradient", noting(name, module.launch_weight_gradient))
+    prepare = generic.prepare_weight_gradient
+    monkeypatch.setattr(sm90, "launch_weight_gradient", noting("sm90", sm90.launch_weight_gradient))
+    monkeypatch.setattr(generic, "prepare_weight_gradient", lambda *given: noting("generic", prepare(*given)))
     return names
 
 

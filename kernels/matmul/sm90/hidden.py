@@ -48,6 +48,7 @@ def _activate(consumer: gl.constexpr, z, z_gate, row, column, given, stored):
     """Stores the hidden of a quarter of a tile, and its pre-activations; returns how many parts were stored."""
     how = given.activation
     UNIT: gl.constexpr = activation_unit(how.NAME, how.ACCURACY)
+    layout: gl.constexpr = z.type.layout
     if given.z is not None:
         stored = tma_store(consumer, given.z, row, column, z, given.staging, stored)
         if how.GATED:
@@ -56,7 +57,7 @@ def _activate(consumer: gl.constexpr, z, z_gate, row, column, given, stored):
         z, z_gate, how.limit, how.offset, how.GATED, how.LIMITED, how.NAME, how.ACCURACY
     )
     if given.dropout.seed_ptr is not None:
-        hidden = dropped(hidden, draw(given.dropout, row, column, z.type.layout), given.dropout)
+        hidden = dropped(hidden, draw(given.dropout, row, column, layout), given.dropout)
     return tma_store(consumer, given.hidden, row, column, hidden * UNIT, given.staging, stored)
 
 
