@@ -73,7 +73,7 @@ def resources(cls: _Class) -> _Class:
         assert not fields, f"{cls.__name__} has no {', '.join(fields)}"
 
     fill.__triton_builtin__ = True  # type: ignore[attr-defined]
-    cls.__init__ = fill
+    cls.__init__ = fill  # type: ignore[misc]
     # Triton compares each value with the annotation of its field.
     cls.__annotations__ = dict.fromkeys(names, object)
     return _aggregate(cls)

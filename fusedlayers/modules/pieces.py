@@ -89,14 +89,6 @@ class FFNPieces:
         """The linears whose parameters a call reads."""
         return self.linears()
 
-    def with_dropout(self, p: float) -> FFNPieces:
-        """The same FFN with this dropout of its hidden."""
-        if p == self.dropout_p:
-            return self
-        return type(self)(
-            self.up, self.down, self.gate, self.activation, p, self.original, self.output_dropout_p, self.gate_rows
-        )
-
     def why_not_plain(self) -> str | None:
         """The first linear child that must be called, and why; None if all are plain."""
         for role, linear in (("up", self.up), ("gate", self.gate), ("down", self.down)):

@@ -5,8 +5,9 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from ..kernels import tuning
+from ..kernels.tuning.dtypes import GENERIC
 from .call import Decision
-from .devices import GENERIC, Device
+from .devices import Device
 
 # Of an sm90 configuration: the number of SMs and the order of tiles, which change nothing that is compiled.
 _UNNAMED = ("sm90", "programs", "group")

@@ -17,9 +17,10 @@ from ..kernels.tuning import (
     gradients_joined,
     hidden_stride,
 )
+from ..kernels.tuning.dtypes import GENERIC
 from . import hidden_gradient
 from .call import VECTOR, no_kernels, too_small, uneven
-from .devices import GENERIC, Device
+from .devices import Device
 from .hidden_gradient import HiddenGradientPlan, HiddenGradientProblem
 from .measured import Epilogue
 

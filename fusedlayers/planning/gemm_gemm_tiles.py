@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..kernels.tuning import Sm90Config, StoredConfig, TileConfig, sm90_config, stored_config, tile_config
-from .devices import GENERIC, Device
+from ..kernels.tuning.dtypes import GENERIC
+from .devices import Device
 
 
 def chosen_tiles(kernel: str, problem: Any, device: Device) -> TileConfig | None:

@@ -16,9 +16,10 @@ from ..kernels.tuning import (
     reduce_gradient_config,
     sm90_reduce_config,
 )
+from ..kernels.tuning.dtypes import GENERIC
 from .call import NO_OTHER_PATH, Call, Decision, Facts, Yields, direction, no_kernels, too_small, why_not_kernels
 from .costs import SAVED_FOR_SLOPE, SLOPE_FROM_VALUE
-from .devices import GENERIC, PARTIALS_LIMIT, Device, floor_seconds
+from .devices import PARTIALS_LIMIT, Device, floor_seconds
 from .measured import GemmReduce
 
 # A split of the reduced axis shorter than this many tiles spends more on its partials than on its products.

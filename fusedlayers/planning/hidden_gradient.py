@@ -15,8 +15,9 @@ from ..kernels.tuning import (
     EpilogueTiles,
     epilogue_tiles,
 )
+from ..kernels.tuning.dtypes import GENERIC
 from .call import Call, Decision, Facts, activation_accuracy, no_kernels, too_small, why_not_kernels
-from .devices import GENERIC, PARTIALS_LIMIT, Device
+from .devices import PARTIALS_LIMIT, Device
 from .measured import HiddenGradient
 
 # Partial sums of the rows beyond this number are added up by a program itself, one tile after the other.

@@ -29,9 +29,10 @@ from ..kernels.tuning.cross_entropy import (
     row_tiles,
     sm90_shares,
 )
+from ..kernels.tuning.dtypes import GENERIC
 from . import linear_cross_entropy_chunks as cutting
 from .call import Call, Decision, Facts, Yields, direction, no_kernels, too_small, why_not_kernels
-from .devices import GENERIC, Device
+from .devices import Device
 from .measured import LinearCrossEntropy
 
 # Rows of logits are a multiple of so many elements long. Products of a vocabulary that divides into no vectors of 16

@@ -14,8 +14,9 @@ from ..kernels.tuning import (
     reduce_config,
     sm90_reduce_config,
 )
+from ..kernels.tuning.dtypes import GENERIC
 from .call import Call, Decision, Facts, Yields, direction, no_kernels, too_small, why_not_kernels
-from .devices import GENERIC, PARTIALS_LIMIT, Device
+from .devices import PARTIALS_LIMIT, Device
 from .gemm_reduce import reduce_text
 from .measured import MaxSim
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..kernels.tuning import EpiloguePipeline
+from ..kernels.tuning.dtypes import GENERIC
 from ..kernels.tuning.grouped_gemm import GroupedTiles, grouped_tiles, padded_rows, row_block
 from ..kernels.tuning.grouped_gemm_pipelines import BLOCK, GROUPED_PIPELINES, CooperativePipeline, GroupedPipeline
 from .call import (
@@ -19,7 +20,7 @@ from .call import (
     why_not_kernels,
 )
 from .costs import hidden_copies
-from .devices import GENERIC, Device
+from .devices import Device
 from .measured import MoeFFN
 
 # Rows have 32-bit numbers.

@@ -13,8 +13,9 @@ from ..kernels.tuning import (
     WeightGradientTiles,
     weight_gradient_tiles,
 )
+from ..kernels.tuning.dtypes import GENERIC
 from .call import Call, Decision, Facts, no_kernels, too_small, why_not_kernels
-from .devices import GENERIC, PARTIALS_LIMIT, Device, splits_of_full_waves
+from .devices import PARTIALS_LIMIT, Device, splits_of_full_waves
 from .measured import TileCosts, WeightGradient
 
 # A split shorter than this many row blocks spends more on its partial than on its products.
