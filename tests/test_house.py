@@ -76,9 +76,12 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 def imported(module: str, tree: ast.AST) -> Iterator[tuple[str, bool]]:
-    """(dotted name, whether a function delays it) of every import; relative names are resolved."""
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    delayed = {inner for function in functions for inner in ast.walk(function)}
+    """(dotted name, whether a function delays it, or it is for type checkers alone) of every import.
+
+    Relative names are resolved.
+    """
+    later = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) or _for_type_checkers(node)]
+    delayed = {inner for outer in later for inner in ast.walk(outer)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node in delayed) for alias in node.names)
@@ -86,6 +89,10 @@ def imported(module: str, tree: ast.AST) -> Iterator[tuple[str, bool]]:
             origin = [*module.split(".")[: -node.level]] if node.level else []
             origin += [node.module] if node.module else []
             yield from ((".".join([*origin, alias.name]), node in delayed) for alias in node.names)
+
+
+def _for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def inner_name(dotted: str) -> str | None:
