@@ -23,11 +23,11 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 # Where `replace` differs from the answer key: what it leaves, and a part of the reason that it gives.
 LEFT: dict[str, dict[str, str]] = {
     "bridgetower": {"BridgeTowerResidualAttention": ""},
-    "groupvit": {"GroupViTMixerMLP": "a trial of its forward ended in RuntimeError"},
-    "mobilebert": {"MobileBertLayer": "a trial of its forward ended in RuntimeError: mat1 and mat2 shapes"},
-    "moshi": {"MoshiGatingMLP": "the method uses the hidden otherwise than its rule says (its shape)"},
-    "sam3_vision_model": {"Sam3MLP": "its dropout 'dropout' does not drop the hidden behind the activation"},
-    "sam3_vit_model": {"Sam3MLP": "its dropout 'dropout' does not drop the hidden behind the activation"},
+    "groupvit": {"GroupViTMixerMLP": "its forward calls super"},
+    "mobilebert": {"MobileBertLayer": "its forward is wrapped: MobileBertLayer.forward has a decorator"},
+    "moshi": {"MoshiGatingMLP": "its forward takes apart what is no tuple of so many"},
+    "sam3_vision_model": {"Sam3MLP": "which is no activation of fc1(x)"},
+    "sam3_vit_model": {"Sam3MLP": "which is no activation of fc1(x)"},
     "xmod": {"XmodLayer": ""},
 }
 # What it fuses besides: two of several linears in a row, or an FFN that the key counts for none, proven all the same.
