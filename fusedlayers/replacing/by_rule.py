@@ -49,10 +49,19 @@ class FusedByRule(FusedOneFFN):
 
         It cannot compare functions: one that is patched after compiling is noticed when the block is traced again.
         """
-        # A generator would be a frame more for Dynamo to trace.
-        for name, value in watched:  # noqa: SIM110
-            if attribute(self, name, ABSENT) != value:
+        for name, value in watched:
+            now = attribute(self, name, ABSENT)
+            if not isinstance(value, tuple):
+                if now != value:
+                    return True
+                continue
+            # Dynamo of torch 2.11 can compare what is in tuples, but not tuples.
+            if not isinstance(now, tuple) or len(now) != len(value):
                 return True
+            # A generator would be a frame more for Dynamo to trace.
+            for place in range(len(value)):
+                if now[place] != value[place]:
+                    return True
         return False
 
     def run_as_one_ffn(self, x: Any) -> Tensor | None:
