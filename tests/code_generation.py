@@ -23,6 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -205,9 +206,44 @@ def _findings(compiled: Any, log: str) -> dict[str, Any]:
         "scalar_products": len(re.findall(r" tt\.dot .*-> tensor<\w+, #blocked\w*>", assembler["ttgir"])),
         "int32_products": int32_products(source),
     }
+    found["overwritten"] = overwritten_operands(assembler["ttgir"])
     if "ptx" in assembler:
         return found | _nvidia(assembler["ptx"], assembler["cubin"], log)
     return found | _amd(assembler["amdgcn"])
+
+
+# The operands of a product, how many products a wait leaves running, and the end of a loop.
+_PRODUCTS = re.compile(
+    r"ttng\.warp_group_dot (%\w+), (%\w+),.*isAsync = true|warp_group_dot_wait .*pendings = (\d+)|(scf\.yield)"
+)
+
+
+def overwritten_operands(ttgir: str) -> list[str]:
+    """Ring buffers in shared memory that are filled again while a wgmma may still read them.
+
+    Triton's pipeliner lets one product run on while the next copies start, and gives its operands a buffer more for
+    that, but not to an operand that something else reads as well: a race. Copies that are started ``n`` iterations
+    ahead, as ``n`` of them stand before the loop, need ``n + 1`` buffers.
+    """
+    buffers = {
+        name: int(count) for name, count in re.findall(r"(%\w+) = ttg\.local_alloc :.*!ttg\.memdesc<(\d+)x", ttgir)
+    }
+    slots = dict(re.findall(r"(%\w+) = ttg\.memdesc_index (%\w+)\[", ttgir))
+    copies = Counter(
+        slots.get(target) for target in re.findall(r"ttg\.async_copy_global_to_local %\w+, (%\w+)", ttgir)
+    )  # fmt: skip
+    running: set[str | None] = set()
+    started: list[tuple[str, str]] = []
+    for left, right, pending, end in _PRODUCTS.findall(ttgir):
+        if left:
+            started.append((left, right))
+        elif pending:
+            started = started[len(started) - min(int(pending), len(started)) :]
+        elif end:
+            # What no wait of the loop ends runs on when the next iteration starts.
+            running |= {slots.get(operand) for operands in started for operand in operands}
+            started = []
+    return sorted(name for name, count in buffers.items() if name in running and copies[name] > count)
 
 
 def _nvidia(ptx: str, cubin: bytes, log: str) -> dict[str, Any]:

@@ -68,11 +68,18 @@ else:
     SELECTIONS += [("ends", target, "bfloat16") for target in SHARED_LIMITS if target != "sm_90"]
 
 
-def compiled(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+def reported(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     """The reports of a script that prints them, in a process of its own where the interpreter is off."""
     status, out, errors = compile_server.run(folder, *arguments)
     assert status == 0, f"exit status {status}\n{out[-2000:]}\n{errors}"
     return [json.loads(line) for line in out.splitlines()]
+
+
+def compiled(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    """The same, of kernels whose copies overtake no product: what that would compute depends on who is faster."""
+    reports = reported(folder, *arguments)
+    assert [report for report in reports if report.get("overwritten")] == []
+    return reports
 
 
 def faults(report: dict[str, Any]) -> list[str]:
@@ -265,6 +272,49 @@ def test_the_lint_sees_planted_32_bit_offsets(tmp_path: Path) -> None:
         "program times stride": 1,
         "bound": 1,
     }
+
+
+RACE = """
+import json
+
+import torch
+import triton
+import triton.language as tl
+from code_generation import compiling_for
+
+
+@triton.jit
+def _race_kernel(a_ptr, b_ptr, out_ptr, sums_ptr, stride_a, stride_b, M, SUMMED: tl.constexpr):
+    outer, cols = tl.arange(0, 128), tl.arange(0, 128)
+    acc = tl.zeros([128, 128], tl.float32)
+    sums = tl.zeros([64, 128], tl.float32)
+    for start in tl.range(0, M, 64):
+        rows = start + tl.arange(0, 64)
+        a = tl.load(a_ptr + rows[None, :] * stride_a + outer[:, None], mask=rows[None, :] < M, other=0.0)
+        b = tl.load(b_ptr + rows[:, None] * stride_b + cols[None, :], mask=rows[:, None] < M, other=0.0)
+        acc = tl.dot(a, b, acc)
+        if SUMMED:
+            sums += a.T.to(tl.float32)
+    tl.store(out_ptr + outer[:, None] * 128 + cols[None, :], acc)
+    if SUMMED:
+        tl.store(sums_ptr + outer, tl.sum(sums, 0))
+
+
+for summed in (False, True):
+    a, out = torch.empty(64, dtype=torch.bfloat16), torch.empty(64)
+    with compiling_for("sm_90") as reports:
+        _race_kernel[(1,)](a, a, out, out, 128, 128, 4096, SUMMED=summed, num_warps=8, num_stages=3)
+    print(json.dumps(reports[0]))
+"""
+
+
+def test_the_lint_sees_copies_that_overtake_a_product(tmp_path: Path) -> None:
+    """What else reads a product's operand keeps Triton's pipeliner from giving it the buffer that it needs."""
+    (tmp_path / "race.py").write_text(RACE)
+    alone, summed = reported(tmp_path, "race.py")
+    assert alone["wgmma"] == summed["wgmma"] == 4
+    assert alone["overwritten"] == []
+    assert len(summed["overwritten"]) == 1
 
 
 DROPOUT = """

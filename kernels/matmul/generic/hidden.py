@@ -59,9 +59,10 @@ def _hidden_kernel(
             x = Operand(x_ptr, 0, stride_xm, stride_xk, source_limit, K)
             up = Operand(up_ptr, stride_ue, stride_un, stride_uk, N, K)
             gate = Operand(w_gate_ptr, stride_ge, stride_gn, stride_gk, N, K)
+            nothing = Operand(None, 0, 0, 0, 0, 0)
             z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             z, z_gate, _ = mainloop(
-                z, z, x, up, gate, sources, cols, expert, 0, K, zero, False, BLOCK_INNER, INPUT_PRECISION
+                z, z, x, up, gate, nothing, sources, cols, expert, 0, K, zero, BLOCK_INNER, INPUT_PRECISION
             )  # fmt: skip
             z = add_bias(z, Bias(up_bias_ptr, stride_ube, stride_ubn, N), expert, cols)
             if GATED:

@@ -7,17 +7,18 @@ from .operands import Operand
 
 @triton.jit
 def mainloop(
-    acc, other_acc, left, right, other, rows, cols, batch, first, end, zero, SUMMED: tl.constexpr,
-    BLOCK_INNER: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    acc, other_acc, left, right, other, summed, rows, cols, batch, first, end, zero, BLOCK_INNER: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(``acc + left rightᵀ``, ``other_acc + left otherᵀ``, sums of left) for the tile ``[rows, cols]``.
+    """(``acc + left rightᵀ``, ``other_acc + left otherᵀ``, sums of ``summed``) for the tile ``[rows, cols]``.
 
     The inner axis runs from ``first`` to ``end``. ``right`` and ``other`` are the entry ``batch`` of their batches;
-    where ``other`` is no matrix ``other_acc`` stays as it is. ``SUMMED`` adds up ``left`` along the inner axis while
-    its tile is on chip: float32 ``[BLOCK_INNER, rows]``, still to be reduced. ``zero`` is that of ``add_product``.
+    where ``other`` is no matrix ``other_acc`` stays as it is. ``summed`` is the left operand again, or no matrix: its
+    sums along the inner axis are float32 ``[BLOCK_INNER, rows]``, still to be reduced. ``zero`` is that of
+    ``add_product``.
     """
     sums = 0.0
-    if SUMMED:
+    if summed.ptr is not None:
         sums = tl.zeros([BLOCK_INNER, rows.shape[0]], tl.float32)
         lost = tl.zeros([BLOCK_INNER, rows.shape[0]], tl.float32)
     right_ptr = right.ptr + batch * right.stride_batch
@@ -25,6 +26,12 @@ def mainloop(
         other_ptr = other.ptr + batch * other.stride_batch
     for start in tl.range(first, end, BLOCK_INNER):
         inner = start + tl.arange(0, BLOCK_INNER)
+        if summed.ptr is not None:
+            # Only products may read the tile of a product: on Hopper one runs on while the next copies start, and
+            # Triton's pipeliner gives a buffer more to what products alone read.
+            summed_tile = load_tile(
+                summed.ptr, inner, rows, summed.stride_inner, summed.stride_row, summed.inner, summed.rows
+            )  # fmt: skip
         left_tile = load_tile(left.ptr, rows, inner, left.stride_row, left.stride_inner, left.rows, left.inner)
         right_tile = load_tile(right_ptr, inner, cols, right.stride_inner, right.stride_row, right.inner, right.rows)
         acc = add_product(acc, left_tile, right_tile, zero, INPUT_PRECISION)
@@ -33,17 +40,17 @@ def mainloop(
                 other_ptr, inner, cols, other.stride_inner, other.stride_row, other.inner, other.rows
             )  # fmt: skip
             other_acc = add_product(other_acc, left_tile, other_tile, zero, INPUT_PRECISION)
-        if SUMMED:
-            if left_tile.dtype == tl.float32:
+        if summed.ptr is not None:
+            if summed_tile.dtype == tl.float32:
                 # What an addition rounds away is part of the next term (Kahan's summation), as torch loses little too.
-                term = left_tile.T - lost
+                term = summed_tile - lost
                 longer = sums + term
                 lost = (longer - sums) - term
                 # Infinities leave no remainder: it would be NaN.
                 lost = tl.where(tl.abs(longer) < float("inf"), lost, 0.0)
                 sums = longer
             else:
-                sums += left_tile.T.to(tl.float32)
+                sums += summed_tile.to(tl.float32)
     return acc, other_acc, sums
 
 
@@ -54,6 +61,6 @@ def multiply(
     """``acc + left rightᵀ`` alone."""
     nothing = Operand(None, 0, 0, 0, 0, 0)
     acc, _, _ = mainloop(
-        acc, acc, left, right, nothing, rows, cols, batch, first, end, zero, False, BLOCK_INNER, INPUT_PRECISION
+        acc, acc, left, right, nothing, nothing, rows, cols, batch, first, end, zero, BLOCK_INNER, INPUT_PRECISION
     )  # fmt: skip
     return acc

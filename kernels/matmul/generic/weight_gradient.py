@@ -6,7 +6,7 @@ from ...device import tl, triton
 from ...launching import Launch, ceil_div
 from ...tiles import store_tile
 from ...tuning.grouped_gemm import GroupedTiles
-from .mainloop import mainloop
+from .mainloop import mainloop, multiply
 from .operands import Operand
 from .schedules import split_range, swizzled_tile
 
@@ -33,17 +33,20 @@ def _weight_and_bias_gradient_kernel(
     # Both are read along their columns: the inner axis is that of the rows.
     a = Operand(a_ptr, 0, stride_ao, stride_am, O, row_limit)
     b = Operand(b_ptr, 0, stride_bk, stride_bm, K, row_limit)
-    nothing = Operand(None, 0, 0, 0, 0, 0)
-    SUMMED: tl.constexpr = db_ptr is not None
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    acc, _, sums = mainloop(
-        acc, acc, a, b, nothing, outer, cols, 0, first, end, zero, SUMMED, BLOCK_INNER, INPUT_PRECISION
-    )  # fmt: skip
     offset = part.to(tl.int64) * stride_part
-    store_tile(dw_ptr + offset, acc, outer, cols, stride_wo, stride_wk, O, K)
-    if db_ptr is not None:
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    SUMMED: tl.constexpr = db_ptr is not None
+    # Programs of the first column of tiles sum up a, too.
+    if SUMMED and tile_k == 0:
+        nothing = Operand(None, 0, 0, 0, 0, 0)
+        acc, _, sums = mainloop(
+            acc, acc, a, b, nothing, a, outer, cols, 0, first, end, zero, BLOCK_INNER, INPUT_PRECISION
+        )  # fmt: skip
         total = tl.sum(sums, 0).to(db_ptr.dtype.element_ty)
-        tl.store(db_ptr + offset + outer, total, mask=(outer < O) & (tile_k == 0))
+        tl.store(db_ptr + offset + outer, total, mask=outer < O)
+    else:
+        acc = multiply(acc, a, b, outer, cols, 0, first, end, zero, BLOCK_INNER, INPUT_PRECISION)
+    store_tile(dw_ptr + offset, acc, outer, cols, stride_wo, stride_wk, O, K)
 
 
 def prepare_weight_gradient(
