@@ -8,8 +8,8 @@ A launch that is repeated with other tensors of the same layout is prepared once
 not made again then.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ from .hopper import Descriptor, Geometry
 from .relaunching import Repeated, Variant
 
 _Made = TypeVar("_Made")
+# What belongs together, as the strides of one tensor do, is a tuple and one parameter of the kernel.
+Numbers: TypeAlias = "tuple[int | float | Numbers, ...]"
 
 _compiled: dict[tuple[object, ...], Variant] = {}
 # Triton compiles for addresses that are multiples of 16 bytes, or not.
@@ -100,8 +102,8 @@ class Launch:
         self,
         kernel: Any,
         programs: int,
-        numbers: tuple[int, ...],
-        free_numbers: tuple[int | float, ...],
+        numbers: Numbers,
+        free_numbers: Numbers,
         constants: tuple[object, ...],
         num_warps: int = 4,
         num_stages: int = 1,
@@ -143,12 +145,20 @@ class Launch:
         return Repeated(self._variant, self._programs, self._device, self._geometries, pointers, rest)
 
 
+def _flat(numbers: Numbers) -> Iterator[int | float]:
+    for number in numbers:
+        if isinstance(number, tuple):
+            yield from _flat(number)
+        else:
+            yield number
+
+
 def launch(
     kernel: Any,
     programs: int,
     pointers: tuple[torch.Tensor | None, ...],
-    numbers: tuple[int, ...],
-    free_numbers: tuple[int | float, ...],
+    numbers: Numbers,
+    free_numbers: Numbers,
     constants: tuple[object, ...],
     num_warps: int = 4,
     num_stages: int = 1,
@@ -181,7 +191,7 @@ def launch(
         placed = zip(pointers, addresses, strict=True)
         layout = tuple([None if a is None else (p.dtype, a & ALIGNMENT_MASK == 0) for p, a in placed])  # type: ignore[union-attr]
         blocks = tuple([None if d is None else (d.base.dtype, *d.block_shape) for d in descriptors])
-        width = tuple([n >> 31 for n in free_numbers if type(n) is int])
+        width = tuple([n >> 31 for n in _flat(free_numbers) if type(n) is int])
         # Kernels live as long as their modules; hashing one would hash its source.
         key = (id(kernel), device.index, blocks, layout, numbers, width, constants, num_warps, num_stages, dependent)
         known = _compiled.get(key)

@@ -125,8 +125,9 @@ def in_units(x, UNIT: tl.constexpr):
 
 
 @triton.jit
-def strides_in_units(stride_z, stride_row, stride_col, TRANSPOSED: tl.constexpr, UNIT: tl.constexpr):
-    """The strides of an operand whose lines are whole vectors (``launching.lines``)."""
+def strides_in_units(strides, TRANSPOSED: tl.constexpr, UNIT: tl.constexpr):
+    """The three strides of an operand, batch, row and column, whose lines are whole vectors (``launching.lines``)."""
+    stride_z, stride_row, stride_col = strides
     if TRANSPOSED:
         return in_units(stride_z, UNIT), stride_row, in_units(stride_col, UNIT)
     else:

@@ -12,31 +12,36 @@ from . import sm90
 from .operands import Operands, dense_strides, rows_of, stride, strides, unit_stride
 
 
-@triton.jit(do_not_specialize=["M", "drop_limit", "keep_scale"])
+@triton.jit(do_not_specialize=["M", "dropout"])
 def _forward_kernel(
     x_ptr, up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, down_bias_ptr, residual_ptr, y_ptr,
-    stride_xz, stride_xm, stride_xk,
-    stride_uz, stride_un, stride_uk,
-    stride_gz, stride_gn, stride_gk,
-    stride_dz, stride_do, stride_dn,
-    stride_up_bias, stride_gate_bias, stride_down_bias,
-    stride_rz, stride_rm, stride_ro,
-    stride_yz, stride_ym, stride_yo,
-    N, M, drop_limit, keep_scale,
-    K: tl.constexpr, O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_O: tl.constexpr, EVEN_N: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, UP_TRANSPOSED: tl.constexpr, DOWN_TRANSPOSED: tl.constexpr, UNIT: tl.constexpr,
+    x_strides, up_strides, gate_strides, down_strides, bias_strides, stride_down_bias, residual_strides, y_strides,
+    N, M, dropout,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTHS: tl.constexpr, EVEN_N: tl.constexpr,
+    ARITHMETIC: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    stride_xz, stride_xm, stride_xk = strides_in_units(stride_xz, stride_xm, stride_xk, False, UNIT)
+    K: tl.constexpr = WIDTHS[0]
+    O: tl.constexpr = WIDTHS[1]
+    BLOCK_K: tl.constexpr = WIDTHS[2]
+    BLOCK_O: tl.constexpr = WIDTHS[3]
+    ACTIVATION: tl.constexpr = ARITHMETIC[0]
+    ACCURACY: tl.constexpr = ARITHMETIC[1]
+    INPUT_PRECISION: tl.constexpr = ARITHMETIC[2]
+    UP_TRANSPOSED: tl.constexpr = LAYOUT[0]
+    DOWN_TRANSPOSED: tl.constexpr = LAYOUT[1]
+    UNIT: tl.constexpr = LAYOUT[2]
+    stride_xz, stride_xm, stride_xk = strides_in_units(x_strides, False, UNIT)
     N = in_units(N, UNIT)
-    stride_uz, stride_un, stride_uk = strides_in_units(stride_uz, stride_un, stride_uk, UP_TRANSPOSED, UNIT)
-    stride_gz, stride_gn, stride_gk = strides_in_units(stride_gz, stride_gn, stride_gk, UP_TRANSPOSED, UNIT)
-    stride_dz, stride_do, stride_dn = strides_in_units(stride_dz, stride_do, stride_dn, DOWN_TRANSPOSED, UNIT)
-    stride_rz, stride_rm, stride_ro = strides_in_units(stride_rz, stride_rm, stride_ro, False, UNIT)
-    stride_yz, stride_ym, stride_yo = strides_in_units(stride_yz, stride_ym, stride_yo, False, UNIT)
+    stride_up_bias, stride_gate_bias = bias_strides
+    stride_uz, stride_un, stride_uk = strides_in_units(up_strides, UP_TRANSPOSED, UNIT)
+    stride_gz, stride_gn, stride_gk = strides_in_units(gate_strides, UP_TRANSPOSED, UNIT)
+    stride_dz, stride_do, stride_dn = strides_in_units(down_strides, DOWN_TRANSPOSED, UNIT)
+    stride_rz, stride_rm, stride_ro = strides_in_units(residual_strides, False, UNIT)
+    stride_yz, stride_ym, stride_yo = strides_in_units(y_strides, False, UNIT)
     batch, row_start = batch_and_tile(M, BLOCK_M)
     rows = row_start + tl.arange(0, BLOCK_M)
     inner = tl.arange(0, BLOCK_K)
+    drop_limit, keep_scale = dropout
     zero = keep_scale - keep_scale
     outer = tl.arange(0, BLOCK_O)
     GATED: tl.constexpr = gate_ptr is not None
@@ -100,8 +105,8 @@ def _prepare(
     launch = Launch(
         _forward_kernel,
         batch * ceil_div(rows, tiles.block_m),
-        (*operands.strides(), stride(down_bias), *strides(residual), *dense_strides(shape), hidden),
-        (rows, *operands.arithmetic.dropout()),
+        (*operands.strides(), stride(down_bias), strides(residual), dense_strides(shape), hidden),
+        (rows, operands.arithmetic.dropout()),
         operands.constants(tiles, hidden % tiles.block_n == 0, residual),
         tiles.num_warps,
         tiles.num_stages,

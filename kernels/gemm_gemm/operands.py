@@ -70,10 +70,10 @@ class Operands:
         """The operands, in the order of the kernels' signatures."""
         return self.x, self.up, self.gate, self.down, self.up_bias, self.gate_bias, self.seed
 
-    def strides(self) -> tuple[int, ...]:
-        """Strides of x, up, gate, down and of the two biases, in the order of the kernels' signatures."""
-        matrices = (*strides(self.x), *strides(self.up), *strides(self.gate), *strides(self.down))
-        return (*matrices, stride(self.up_bias), stride(self.gate_bias))
+    def strides(self) -> tuple[tuple[int, ...], ...]:
+        """Strides of x, up, gate and down, and those of both biases, in the order of the kernels' signatures."""
+        matrices = (strides(self.x), strides(self.up), strides(self.gate), strides(self.down))
+        return (*matrices, (stride(self.up_bias), stride(self.gate_bias)))
 
     @property
     def matrices(self) -> Matrices | None:
@@ -103,10 +103,11 @@ class Operands:
         beside the operands, dy or a residual.
         """
         width, out_width = self.x.shape[-1], self.down.shape[-2]
-        blocks = (tiles.block_m, tiles.block_n, *padded_widths(width, out_width))
         arithmetic = self.arithmetic
-        names = (arithmetic.activation, arithmetic.accuracy, arithmetic.input_precision)
-        return (width, out_width, *blocks, even, *names, *self._units(rows))
+        return (
+            tiles.block_m, tiles.block_n, (width, out_width, *padded_widths(width, out_width)), even,
+            (arithmetic.activation, arithmetic.accuracy, arithmetic.input_precision), self._units(rows),
+        )  # fmt: skip
 
     def _units(self, rows: torch.Tensor | None) -> tuple[bool, bool, int]:
         """Whether up and down lie transposed, and in units of how many elements all operands lie (``tiles.in_units``).

@@ -17,35 +17,41 @@ from . import sm90
 from .operands import Operands, rows_of, strides
 
 
-@triton.jit(do_not_specialize=["M", "drop_limit", "keep_scale", "splits"])
+@triton.jit(do_not_specialize=["M", "dropout", "splits"])
 def _weight_gradient_kernel(
     x_ptr, up_ptr, gate_ptr, down_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, dy_ptr,
     d_up_ptr, d_gate_ptr, d_down_ptr, d_up_bias_ptr, d_gate_bias_ptr,
-    stride_xz, stride_xm, stride_xk,
-    stride_uz, stride_un, stride_uk,
-    stride_gz, stride_gn, stride_gk,
-    stride_dz, stride_do, stride_dn,
-    stride_up_bias, stride_gate_bias,
-    stride_dyz, stride_dym, stride_dyo,
-    stride_d_up_n, stride_d_up_k, stride_d_down_o, stride_d_down_n,
-    N, stride_split, M, drop_limit, keep_scale, splits,
-    K: tl.constexpr, O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_O: tl.constexpr, EVEN_M: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, UP_TRANSPOSED: tl.constexpr, DOWN_TRANSPOSED: tl.constexpr, UNIT: tl.constexpr,
+    x_strides, up_strides, gate_strides, down_strides, bias_strides, dy_strides, gradient_strides,
+    N, stride_split, M, dropout, splits,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTHS: tl.constexpr, EVEN_M: tl.constexpr,
+    ARITHMETIC: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
+    K: tl.constexpr = WIDTHS[0]
+    O: tl.constexpr = WIDTHS[1]
+    BLOCK_K: tl.constexpr = WIDTHS[2]
+    BLOCK_O: tl.constexpr = WIDTHS[3]
+    ACTIVATION: tl.constexpr = ARITHMETIC[0]
+    ACCURACY: tl.constexpr = ARITHMETIC[1]
+    INPUT_PRECISION: tl.constexpr = ARITHMETIC[2]
+    UP_TRANSPOSED: tl.constexpr = LAYOUT[0]
+    DOWN_TRANSPOSED: tl.constexpr = LAYOUT[1]
+    UNIT: tl.constexpr = LAYOUT[2]
     # Gradients are dense, one batch entry behind the other, and there once per split; their two inner strides are free.
-    stride_xz, stride_xm, stride_xk = strides_in_units(stride_xz, stride_xm, stride_xk, False, UNIT)
+    stride_d_up_n, stride_d_up_k, stride_d_down_o, stride_d_down_n = gradient_strides
+    stride_xz, stride_xm, stride_xk = strides_in_units(x_strides, False, UNIT)
     N = in_units(N, UNIT)
-    stride_uz, stride_un, stride_uk = strides_in_units(stride_uz, stride_un, stride_uk, UP_TRANSPOSED, UNIT)
-    stride_gz, stride_gn, stride_gk = strides_in_units(stride_gz, stride_gn, stride_gk, UP_TRANSPOSED, UNIT)
-    stride_dz, stride_do, stride_dn = strides_in_units(stride_dz, stride_do, stride_dn, DOWN_TRANSPOSED, UNIT)
-    stride_dyz, stride_dym, stride_dyo = strides_in_units(stride_dyz, stride_dym, stride_dyo, False, UNIT)
+    stride_up_bias, stride_gate_bias = bias_strides
+    stride_uz, stride_un, stride_uk = strides_in_units(up_strides, UP_TRANSPOSED, UNIT)
+    stride_gz, stride_gn, stride_gk = strides_in_units(gate_strides, UP_TRANSPOSED, UNIT)
+    stride_dz, stride_do, stride_dn = strides_in_units(down_strides, DOWN_TRANSPOSED, UNIT)
+    stride_dyz, stride_dym, stride_dyo = strides_in_units(dy_strides, False, UNIT)
     program = tl.program_id(0)
     column_tiles = tl.cdiv(N, BLOCK_N)
     split = program % splits
     batch = (program // splits // column_tiles).to(tl.int64)
     cols = (program // splits % column_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
+    drop_limit, keep_scale = dropout
     zero = keep_scale - keep_scale
     outer = tl.arange(0, BLOCK_O)
     GATED: tl.constexpr = gate_ptr is not None
@@ -242,8 +248,8 @@ def _prepare_generic(
     return Launch(
         _weight_gradient_kernel,
         batch * ceil_div(hidden, tiles.block_n) * splits,
-        (*operands.strides(), *strides(dy), *inner_strides, hidden, stride_split),
-        (rows, *operands.arithmetic.dropout(), splits),
+        (*operands.strides(), strides(dy), inner_strides, hidden, stride_split),
+        (rows, operands.arithmetic.dropout(), splits),
         # Few splits mean few rows: one variant less to compile.
         operands.constants(tiles, splits > 1 and rows % tiles.block_m == 0, dy),
         tiles.num_warps,
