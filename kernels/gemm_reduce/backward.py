@@ -30,15 +30,15 @@ _ROUTED = 32  # kept rows of a program of the first kernel
 def _routing_kernel(
     kept_ptr, reduced_ptr, kept_bias_ptr, reduced_bias_ptr, mask_ptr, lengths_ptr, offsets_ptr,
     g_ptr, index_ptr, weight_ptr, d_kept_ptr,
-    stride_kz, stride_kp, stride_kk,
-    stride_rz, stride_rr, stride_rk,
-    stride_kept_bias, stride_reduced_bias,
-    stride_mask_z, stride_mask_r,
-    stride_lengths, stride_offsets,
-    P, R,
+    kept_strides, reduced_strides, bias_strides, mask_strides, entry_strides, P, R,
     OP: tl.constexpr, K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr,
     ACCURACY: tl.constexpr,
 ):  # fmt: skip
+    stride_kz, stride_kp, stride_kk = kept_strides
+    stride_rz, stride_rr, stride_rk = reduced_strides
+    stride_kept_bias, stride_reduced_bias = bias_strides
+    stride_mask_z, stride_mask_r = mask_strides
+    stride_lengths, stride_offsets = entry_strides
     program = tl.program_id(0)
     tiles = tl.cdiv(P, BLOCK_P)
     batch = (program // tiles).to(tl.int64)
@@ -88,23 +88,20 @@ def _routing_kernel(
 def _weighted_kernel(
     kept_ptr, reduced_ptr, kept_bias_ptr, reduced_bias_ptr, mask_ptr, lengths_ptr, offsets_ptr,
     weight_ptr, index_ptr, result_ptr, d_rows_ptr, sums_ptr,
-    stride_kz, stride_kp, stride_kk,
-    stride_rz, stride_rr, stride_rk,
-    stride_kept_bias, stride_reduced_bias,
-    stride_mask_z, stride_mask_r,
-    stride_lengths, stride_offsets,
+    kept_strides, reduced_strides, bias_strides, mask_strides, entry_strides,
     stride_dz, P, R, zero,
     KEPT: tl.constexpr, OP: tl.constexpr, K: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    BLOCK_K: tl.constexpr, EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr, KEPT_TRANSPOSED: tl.constexpr,
-    KEPT_UNIT: tl.constexpr, REDUCED_TRANSPOSED: tl.constexpr, REDUCED_UNIT: tl.constexpr, ACTIVATION: tl.constexpr,
-    ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr, LAYOUTS: tl.constexpr,
+    ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
-    stride_kz, stride_kp, stride_kk, P = operand_in_units(
-        stride_kz, stride_kp, stride_kk, P, KEPT_TRANSPOSED, KEPT_UNIT
-    )
-    stride_rz, stride_rr, stride_rk, R = operand_in_units(
-        stride_rz, stride_rr, stride_rk, R, REDUCED_TRANSPOSED, REDUCED_UNIT
-    )
+    ACTIVATION: tl.constexpr = ARITHMETIC[0]
+    ACCURACY: tl.constexpr = ARITHMETIC[1]
+    INPUT_PRECISION: tl.constexpr = ARITHMETIC[2]
+    stride_kz, stride_kp, stride_kk, P = operand_in_units(kept_strides, P, LAYOUTS[0], LAYOUTS[1])
+    stride_rz, stride_rr, stride_rk, R = operand_in_units(reduced_strides, R, LAYOUTS[2], LAYOUTS[3])
+    stride_kept_bias, stride_reduced_bias = bias_strides
+    stride_mask_z, stride_mask_r = mask_strides
+    stride_lengths, stride_offsets = entry_strides
     # KEPT says whose gradient is computed: that of kept, row by row, or that of reduced.
     program = tl.program_id(0)
     K_BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -311,8 +308,8 @@ def _prepare_weighted(operands: ReduceOperands, of_kept: bool, op: str, tiles: R
         (*operands.strides(), 0 if packed else rows * width),
         (kept, reduced, 0.0),
         (
-            of_kept, op, width, tiles.block_p, tiles.block_r, tiles.block_k, even_rows, even_cols, *operands.units(),
-            arithmetic.activation, arithmetic.accuracy, arithmetic.input_precision,
+            of_kept, op, width, tiles.block_p, tiles.block_r, tiles.block_k, even_rows, even_cols, operands.units(),
+            arithmetic.names,
         ),
         tiles.num_warps,
         tiles.num_stages,

@@ -49,24 +49,21 @@ def _value(c, OP: tl.constexpr):
 def _reduce_kernel(
     kept_ptr, reduced_ptr, kept_bias_ptr, reduced_bias_ptr, mask_ptr, lengths_ptr, offsets_ptr,
     counts_ptr, values_ptr, index_ptr, sums_ptr, product_ptr,
-    stride_kz, stride_kp, stride_kk,
-    stride_rz, stride_rr, stride_rk,
-    stride_kept_bias, stride_reduced_bias,
-    stride_mask_z, stride_mask_r,
-    stride_lengths, stride_offsets,
-    stride_cz, stride_cp, stride_cr,
+    kept_strides, reduced_strides, bias_strides, mask_strides, entry_strides, product_strides,
     stride_split, P, R, splits, zero,
     OP: tl.constexpr, K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_P: tl.constexpr, EVEN_R: tl.constexpr, PARTIAL: tl.constexpr, ATOMIC: tl.constexpr,
-    KEPT_TRANSPOSED: tl.constexpr, KEPT_UNIT: tl.constexpr, REDUCED_TRANSPOSED: tl.constexpr,
-    REDUCED_UNIT: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    EVEN_P: tl.constexpr, EVEN_R: tl.constexpr, END: tl.constexpr, LAYOUTS: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
-    stride_kz, stride_kp, stride_kk, P = operand_in_units(
-        stride_kz, stride_kp, stride_kk, P, KEPT_TRANSPOSED, KEPT_UNIT
-    )
-    stride_rz, stride_rr, stride_rk, R = operand_in_units(
-        stride_rz, stride_rr, stride_rk, R, REDUCED_TRANSPOSED, REDUCED_UNIT
-    )
+    # ``END`` is that of ``matmul.generic.epilogues.finish``.
+    ACTIVATION: tl.constexpr = ARITHMETIC[0]
+    ACCURACY: tl.constexpr = ARITHMETIC[1]
+    INPUT_PRECISION: tl.constexpr = ARITHMETIC[2]
+    stride_kz, stride_kp, stride_kk, P = operand_in_units(kept_strides, P, LAYOUTS[0], LAYOUTS[1])
+    stride_rz, stride_rr, stride_rk, R = operand_in_units(reduced_strides, R, LAYOUTS[2], LAYOUTS[3])
+    stride_kept_bias, stride_reduced_bias = bias_strides
+    stride_mask_z, stride_mask_r = mask_strides
+    stride_lengths, stride_offsets = entry_strides
+    stride_cz, stride_cp, stride_cr = product_strides
     program = tl.program_id(0)
     tiles = tl.cdiv(P, BLOCK_P)
     split = program % splits
@@ -128,18 +125,18 @@ def _reduce_kernel(
     if SUMMED:
         if counts_ptr is not None:
             total = tl.div_rn(total, tl.zeros([BLOCK_P], tl.float32) + tl.load(counts_ptr + batch))
-        if ATOMIC:
+        if END == "atomic":
             tl.atomic_add(values_ptr + out, total, mask=row_ok)
         else:
             tl.store(values_ptr + out, total.to(values_ptr.dtype.element_ty), mask=row_ok)
     elif LOGARITHM:
-        if PARTIAL:
+        if END == "partial":
             tl.store(sums_ptr + out, total, mask=row_ok)
             tl.store(values_ptr + out, best, mask=row_ok)
         else:
             tl.store(values_ptr + out, (_finite(best) + tl.log(total)).to(values_ptr.dtype.element_ty), mask=row_ok)
     else:
-        if OP == "min" and not PARTIAL:
+        if OP == "min" and END != "partial":
             best = -best
         tl.store(values_ptr + out, best.to(values_ptr.dtype.element_ty), mask=row_ok)
         if index_ptr is not None:
@@ -274,16 +271,17 @@ def _prepare(
         if matrices is not None:
             launch = sm90.prepare_reduce(operands, matrices, splits, tiles.sm90)
             return _Prepared(launch, True, combine)
+    end = "atomic" if atomic else "partial" if partial else "result"
     # Split or of lengths of its own, an entry ends anywhere; with splits one variant less is compiled, too.
     even = operands.whole and splits == 1 and reduced % tiles.block_r == 0
     launch = Launch(
         _reduce_kernel,
         batch * ceil_div(kept, tiles.block_p) * splits,
-        (*operands.strides(), *((0, 0, 0) if product is None else product.stride())),
+        (*operands.strides(), (0, 0, 0) if product is None else product.stride()),
         (count if partial else 0, kept, reduced, splits, 0.0),
         (
             arithmetic.op, width, tiles.block_p, tiles.block_r, tiles.block_k, kept % tiles.block_p == 0, even,
-            partial, atomic, *operands.units(), arithmetic.activation, arithmetic.accuracy, arithmetic.input_precision,
+            end, operands.units(), arithmetic.names,
         ),
         tiles.num_warps,
         tiles.num_stages,

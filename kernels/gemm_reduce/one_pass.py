@@ -23,22 +23,19 @@ from .operands import ReduceOperands, add_biases, entry_rows, gradient_weights, 
 def _one_pass_kernel(
     kept_ptr, reduced_ptr, kept_bias_ptr, reduced_bias_ptr, mask_ptr, lengths_ptr, offsets_ptr,
     g_ptr, result_ptr, d_kept_ptr, d_reduced_ptr,
-    stride_kz, stride_kp, stride_kk,
-    stride_rz, stride_rr, stride_rk,
-    stride_kept_bias, stride_reduced_bias,
-    stride_mask_z, stride_mask_r,
-    stride_lengths, stride_offsets,
+    kept_strides, reduced_strides, bias_strides, mask_strides, entry_strides,
     P, R, splits, split_elements, zero,
     OP: tl.constexpr, K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_R: tl.constexpr, KEPT_TRANSPOSED: tl.constexpr, KEPT_UNIT: tl.constexpr, REDUCED_TRANSPOSED: tl.constexpr,
-    REDUCED_UNIT: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    EVEN_R: tl.constexpr, LAYOUTS: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
-    stride_kz, stride_kp, stride_kk, P = operand_in_units(
-        stride_kz, stride_kp, stride_kk, P, KEPT_TRANSPOSED, KEPT_UNIT
-    )
-    stride_rz, stride_rr, stride_rk, R = operand_in_units(
-        stride_rz, stride_rr, stride_rk, R, REDUCED_TRANSPOSED, REDUCED_UNIT
-    )
+    ACTIVATION: tl.constexpr = ARITHMETIC[0]
+    ACCURACY: tl.constexpr = ARITHMETIC[1]
+    INPUT_PRECISION: tl.constexpr = ARITHMETIC[2]
+    stride_kz, stride_kp, stride_kk, P = operand_in_units(kept_strides, P, LAYOUTS[0], LAYOUTS[1])
+    stride_rz, stride_rr, stride_rk, R = operand_in_units(reduced_strides, R, LAYOUTS[2], LAYOUTS[3])
+    stride_kept_bias, stride_reduced_bias = bias_strides
+    stride_mask_z, stride_mask_r = mask_strides
+    stride_lengths, stride_offsets = entry_strides
     batch = (tl.program_id(0) // splits).to(tl.int64)
     split = tl.program_id(0) % splits
     _, taking_rows, _ = entry_rows(batch, lengths_ptr, offsets_ptr, stride_lengths, stride_offsets, R)
@@ -112,8 +109,7 @@ def _prepare(operands: ReduceOperands, tiles: ReduceConfig, splits: int) -> Laun
         (kept, reduced, splits, split_size([(batch, kept, width)], splits), 0.0),
         (
             arithmetic.op, width, tiles.block_p, tiles.block_r, tiles.block_k,
-            operands.whole and reduced % tiles.block_r == 0, *units, arithmetic.activation, arithmetic.accuracy,
-            arithmetic.input_precision,
+            operands.whole and reduced % tiles.block_r == 0, units, arithmetic.names,
         ),
         tiles.num_warps,
         stages,

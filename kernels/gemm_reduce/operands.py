@@ -32,9 +32,9 @@ def load_block(
 
 
 @triton.jit
-def operand_in_units(stride_z, stride_row, stride_col, rows, TRANSPOSED: tl.constexpr, UNIT: tl.constexpr):
+def operand_in_units(strides, rows, TRANSPOSED: tl.constexpr, UNIT: tl.constexpr):
     """The strides of an operand, and its number of rows, as :meth:`ReduceOperands.units` describes them."""
-    stride_z, stride_row, stride_col = strides_in_units(stride_z, stride_row, stride_col, TRANSPOSED, UNIT)
+    stride_z, stride_row, stride_col = strides_in_units(strides, TRANSPOSED, UNIT)
     if TRANSPOSED:
         rows = in_units(rows, UNIT)
     return stride_z, stride_row, stride_col, rows
@@ -132,6 +132,11 @@ class ReduceArithmetic:
     input_precision: str
     accuracy: str
 
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """(activation, accuracy, input precision) as kernels take them: one compile-time argument."""
+        return self.activation, self.accuracy, self.input_precision
+
 
 # Not frozen: to set the fields of a frozen one takes three times as long, in every call.
 @dataclass(slots=True, eq=False)
@@ -170,13 +175,13 @@ class ReduceOperands:
         mask = None if self.mask is None else self.mask.view(torch.uint8)
         return self.kept, self.reduced, self.kept_bias, self.reduced_bias, mask, self.lengths, self.offsets
 
-    def strides(self) -> tuple[int, ...]:
-        """Strides of the operands, in the order of the kernels' signatures."""
+    def strides(self) -> tuple[tuple[int, ...], ...]:
+        """Strides of kept, reduced, biases, the mask, lengths and offsets, in the order of the kernels' signatures."""
         reduced = self.reduced.stride() if self.reduced.dim() == 3 else (0, *self.reduced.stride())
         mask = (0, 0) if self.mask is None else self.mask.stride()
         vectors = (self.kept_bias, self.reduced_bias, self.lengths, self.offsets)
         kept_bias, reduced_bias, lengths, offsets = (0 if v is None else v.stride(0) for v in vectors)
-        return (*self.kept.stride(), *reduced, kept_bias, reduced_bias, *mask, lengths, offsets)
+        return self.kept.stride(), reduced, (kept_bias, reduced_bias), mask, (lengths, offsets)
 
     def units(self) -> tuple[bool, int, bool, int]:
         """Whether kept lies transposed in memory, and in units of how many elements (``tiles.in_units``); the same of
