@@ -55,11 +55,11 @@ def _row_factors_kernel(
         tl.store(by_weight_ptr + rows, by_weight, mask=inside)
 
 
-@triton.jit(do_not_specialize=["M", "bands", "start", "scale", "softcap", "inverse_cap", "zero"])
+@triton.jit(do_not_specialize=["M", "bands", "start", "scales", "zero"])
 def _logit_gradient_kernel(
     x_ptr, linear_ptr, out_ptr, target_ptr, bias_ptr, weight_ptr, top_ptr, by_share_ptr, by_target_ptr, by_weight_ptr,
-    by_logarithm_ptr, stride_xm, stride_xk, stride_wv, stride_wk, V, columns, tile_columns, M, bands, start, scale,
-    softcap, inverse_cap, zero, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    by_logarithm_ptr, x_strides, linear_strides, V, columns, tile_columns, M, bands, start, scales, zero,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, ACCURACY: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -69,12 +69,12 @@ def _logit_gradient_kernel(
     rows = band * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     c = scores(
-        x_ptr, linear_ptr, rows, cols, stride_xm, stride_xk, stride_wv, stride_wk, M, V, zero,
+        x_ptr, linear_ptr, rows, cols, x_strides[0], x_strides[1], linear_strides[0], linear_strides[1], M, V, zero,
         K, BLOCK_K, False, EVEN_N, INPUT_PRECISION,
     )  # fmt: skip
     if bias_ptr is not None:
         c += load_vector(bias_ptr, cols, 1, V)[None, :]
-    x, slope = logits_of(c, scale, softcap, inverse_cap, SCALED, SOFTCAP, ACCURACY)
+    x, slope = logits_of(c, scales[0], scales[1], scales[2], SCALED, SOFTCAP, ACCURACY)
     inside = rows < M
     target = tl.load(target_ptr + rows, mask=inside, other=-1) - start
     top = tl.load(top_ptr + rows, mask=inside, other=0.0)[:, None]
@@ -170,8 +170,8 @@ def gradient_of_product(
         _logit_gradient_kernel,
         bands * tile_columns,
         (input, linear_weight, out, *vectors),
-        (*input.stride(), *linear_weight.stride(), classes, columns, tile_columns),
-        (rows, bands, start, *numbers, 0.0),
+        (input.stride(), linear_weight.stride(), classes, columns, tile_columns),
+        (rows, bands, start, numbers, 0.0),
         (
             width, tiles.block_m, tiles.block_n, tiles.block_k, classes % tiles.block_n == 0, scale != 1.0, capped,
             arithmetic.accuracy, input_precision, _GROUP,

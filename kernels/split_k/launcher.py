@@ -90,7 +90,7 @@ def _prepare(
         launch = Launch(
             row_product_kernel,
             ceil_div(columns, tiles.block_n) * splits,
-            (left.stride(1), *right.stride(), 0 if given is None else given.stride(0), columns, inner),
+            (left.stride(1), (0, *right.stride()), 0 if given is None else given.stride(0), columns, inner),
             (splits,),
             (tiles.block_n, tiles.block_k, end, arithmetic.activation, accuracy, transposed, unit, dependent),
             tiles.num_warps,

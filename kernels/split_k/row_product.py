@@ -10,14 +10,14 @@ from ..tiles import follow_kernel_before, in_units, load_tile, load_vector, stri
 @triton.jit(do_not_specialize=["splits"])
 def row_product_kernel(
     left_ptr, right_ptr, bias_ptr, out_ptr,
-    stride_lk, stride_rn, stride_rk, stride_b, N, K, splits,
+    stride_lk, right_strides, stride_b, N, K, splits,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     END: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr,
     RIGHT_TRANSPOSED: tl.constexpr, UNIT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     follow_kernel_before(DEPENDENT)
     K = in_units(K, UNIT)
-    _, stride_rn, stride_rk = strides_in_units(0, stride_rn, stride_rk, RIGHT_TRANSPOSED, UNIT)
+    _, stride_rn, stride_rk = strides_in_units(right_strides, RIGHT_TRANSPOSED, UNIT)
     if RIGHT_TRANSPOSED:
         N = in_units(N, UNIT)
     tiles = tl.cdiv(N, BLOCK_N)

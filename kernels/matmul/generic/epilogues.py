@@ -39,8 +39,7 @@ def finish(
 
 @triton.jit
 def activate(
-    z, z_gate, out, rows, cols, dropout, limit, offset, GATED: tl.constexpr, KEPT: tl.constexpr,
-    ARITHMETIC: tl.constexpr,
+    z, z_gate, out, rows, cols, dropout, limits, GATED: tl.constexpr, KEPT: tl.constexpr, ARITHMETIC: tl.constexpr
 ):  # fmt: skip
     """H = act(Z) or act(Zg) ⊙ Z, with dropout; Z and Zg, too, where they are ``KEPT`` and there is memory for them."""
     ACTIVATION: tl.constexpr = ARITHMETIC[0]
@@ -51,7 +50,7 @@ def activate(
         store_tile(out.z_ptr, z, rows, cols, out.width, 1, out.row_limit, out.width)
         if GATED:
             store_tile(out.gate_ptr, z_gate, rows, cols, out.width, 1, out.row_limit, out.width)
-    hidden, _, _ = limited_hidden_and_slopes(z, z_gate, limit, offset, GATED, LIMITED, ACTIVATION, ACCURACY)
+    hidden, _, _ = limited_hidden_and_slopes(z, z_gate, limits[0], limits[1], GATED, LIMITED, ACTIVATION, ACCURACY)
     if dropout.seed_ptr is not None:
         hidden *= keep_factor(dropout, rows, cols)
     store_tile(out.hidden_ptr, hidden * UNIT, rows, cols, out.width, 1, out.row_limit, out.width)

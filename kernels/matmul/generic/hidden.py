@@ -15,15 +15,12 @@ from .operands import DENSE, Bias, DropoutNumbers, HiddenOutputs, Operand, RowOr
 from .schedules import end_of_rows, expert_of, swizzled_tile
 
 
-@triton.jit(
-    do_not_specialize=["M", "zero", "drop_limit", "keep_scale", "mask_row", "mask_column", "limit", "offset"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["M", "zero", "dropout", "limits"])
 def _hidden_kernel(
     x_ptr, up_ptr, w_gate_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, slots_ptr, tile_expert_ptr, hidden_ptr, z_ptr,
     gate_ptr,
-    stride_xm, stride_xk, stride_ue, stride_un, stride_uk, stride_ge, stride_gn, stride_gk, stride_ube, stride_ubn,
-    stride_gbe, stride_gbn, width, K, N,
-    M, zero, drop_limit, keep_scale, mask_row, mask_column, limit, offset,
+    x_strides, up_strides, gate_strides, up_bias_strides, gate_bias_strides, width, K, N,
+    M, zero, dropout, limits,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, VECTOR: tl.constexpr,
     ORDER: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
@@ -56,19 +53,21 @@ def _hidden_kernel(
                 # There are no more tokens than sorted rows: padding finds none at M.
                 slots = tl.load(slots_ptr + rows)
                 sources, source_limit = tl.where(slots >= 0, slots // TOP_K, M), M
-            x = Operand(x_ptr, 0, stride_xm, stride_xk, source_limit, K)
-            up = Operand(up_ptr, stride_ue, stride_un, stride_uk, N, K)
-            gate = Operand(w_gate_ptr, stride_ge, stride_gn, stride_gk, N, K)
+            x = Operand(x_ptr, 0, x_strides[0], x_strides[1], source_limit, K)
+            up = Operand(up_ptr, up_strides[0], up_strides[1], up_strides[2], N, K)
+            gate = Operand(w_gate_ptr, gate_strides[0], gate_strides[1], gate_strides[2], N, K)
             nothing = Operand(None, 0, 0, 0, 0, 0)
             z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             z, z_gate, _ = mainloop(
                 z, z, x, up, gate, nothing, sources, cols, expert, 0, K, zero, BLOCK_INNER, INPUT_PRECISION
             )  # fmt: skip
-            z = add_bias(z, Bias(up_bias_ptr, stride_ube, stride_ubn, N), expert, cols)
+            z = add_bias(z, Bias(up_bias_ptr, up_bias_strides[0], up_bias_strides[1], N), expert, cols)
             if GATED:
-                z_gate = add_bias(z_gate, Bias(gate_bias_ptr, stride_gbe, stride_gbn, N), expert, cols)
-        dropout = DropoutNumbers(seed_ptr, drop_limit, keep_scale, mask_row, mask_column)
-        activate(z, z_gate, out, rows, cols, dropout, limit, offset, GATED, BLOCK_INNER != 0, ARITHMETIC)
+                z_gate = add_bias(
+                    z_gate, Bias(gate_bias_ptr, gate_bias_strides[0], gate_bias_strides[1], N), expert, cols
+                )
+        drop = DropoutNumbers(seed_ptr, dropout[0], dropout[1], dropout[2], dropout[3])
+        activate(z, z_gate, out, rows, cols, drop, limits, GATED, BLOCK_INNER != 0, ARITHMETIC)
 
 
 def prepare_hidden(
@@ -94,10 +93,10 @@ def prepare_hidden(
         _hidden_kernel,
         ceil_div(rows, tiles.block_m) * ceil_div(columns, tiles.block_n),
         (
-            *x.stride(), *strides(up, 3), *strides(gate, 3), *strides(biases[0], 2), *strides(biases[1], 2), width,
+            x.stride(), strides(up, 3), strides(gate, 3), strides(biases[0], 2), strides(biases[1], 2), width,
             x.shape[1], columns,
         ),
-        (rows, 0.0, *dropout.numbers(), *arithmetic.numbers),
+        (rows, 0.0, dropout.numbers(), arithmetic.numbers),
         (
             tiles.block_m, tiles.block_n, tiles.block_inner,
             1 if tiles.block_inner else vector_unit(x, columns, width), order, arithmetic.constants,

@@ -41,7 +41,7 @@ def _stored_and_summed(
 
 @triton.jit
 def _gradient_tile(
-    first_row, cols, expert, dy, down, pre, out, tokens, dropout, limit, offset, zero, totals,
+    first_row, cols, expert, dy, down, pre, out, tokens, dropout, limits, zero, totals,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, GATED: tl.constexpr,
     ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +84,7 @@ def _gradient_tile(
     if GATED:
         z_gate = load_tile(pre.gate_ptr, sources, cols, pre.stride_gm, pre.stride_gn, row_limit, N).to(tl.float32)
     hidden, slope, gate_slope = limited_hidden_and_slopes(
-        z, z_gate, limit, offset, GATED, LIMITED, ACTIVATION, ACCURACY
+        z, z_gate, limits[0], limits[1], GATED, LIMITED, ACTIVATION, ACCURACY
     )  # fmt: skip
     dz = scaled * slope if GATED else through_activation(scaled, slope, z, ACTIVATION)
     if tokens.slots_ptr is None:
@@ -113,33 +113,28 @@ def _gradient_tile(
     return sums, gate_sums
 
 
-@triton.jit(
-    do_not_specialize=[
-        "M", "row_tiles", "zero", "drop_limit", "keep_scale", "mask_row", "mask_column", "limit", "offset"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["M", "row_tiles", "zero", "dropout", "limits"])
 def _hidden_gradient_kernel(
     dy_ptr, down_ptr, z_ptr, gate_ptr, dz_ptr, d_gate_ptr, hidden_ptr, sums_ptr, seed_ptr, added_ptr, weights_ptr,
     slots_ptr, tile_expert_ptr,
-    stride_dym, stride_dyo, stride_de, stride_do, stride_dn, stride_zm, stride_zn, stride_gm, stride_gn, stride_out,
-    stride_hidden, O, N,
-    M, row_tiles, zero, drop_limit, keep_scale, mask_row, mask_column, limit, offset,
+    dy_strides, down_strides, z_strides, gate_strides, row_strides, O, N,
+    M, row_tiles, zero, dropout, limits,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
     # Of dense rows a program has ``row_tiles`` tiles below one another. ``zero`` is 0, which only the caller knows.
     # With a BLOCK_INNER of 0 the product lies where dz will, and is summed up by element before it is by column.
     GATED: tl.constexpr = gate_ptr is not None
-    stride_zm, stride_gm = in_units(stride_zm, VECTOR), in_units(stride_gm, VECTOR)
+    stride_zm, stride_gm = in_units(z_strides[0], VECTOR), in_units(gate_strides[0], VECTOR)
     tile_columns = tl.cdiv(N, BLOCK_N)
     N = in_units(N, VECTOR)
-    dy = Operand(dy_ptr, 0, stride_dym, stride_dyo, M, O)
-    down = Operand(down_ptr, stride_de, stride_dn, stride_do, N, O)
-    pre = PreActivations(z_ptr, gate_ptr, added_ptr, stride_zm, stride_zn, stride_gm, stride_gn)
+    dy = Operand(dy_ptr, 0, dy_strides[0], dy_strides[1], M, O)
+    down = Operand(down_ptr, down_strides[0], down_strides[2], down_strides[1], N, O)
+    pre = PreActivations(z_ptr, gate_ptr, added_ptr, stride_zm, z_strides[1], stride_gm, gate_strides[1])
     out = GradientOutputs(
-        dz_ptr, d_gate_ptr, hidden_ptr, in_units(stride_out, VECTOR), in_units(stride_hidden, VECTOR)
+        dz_ptr, d_gate_ptr, hidden_ptr, in_units(row_strides[0], VECTOR), in_units(row_strides[1], VECTOR)
     )  # fmt: skip
-    dropout = DropoutNumbers(seed_ptr, drop_limit, keep_scale, mask_row, mask_column)
+    drop = DropoutNumbers(seed_ptr, dropout[0], dropout[1], dropout[2], dropout[3])
     if BLOCK_INNER != 0:
         sums = tl.zeros([BLOCK_N], tl.float32)
     else:
@@ -152,7 +147,7 @@ def _hidden_gradient_kernel(
             cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
             tokens = SortedTokens(slots_ptr, weights_ptr, sums_ptr, column)
             _gradient_tile(
-                row * BLOCK_M, cols, expert, dy, down, pre, out, tokens, dropout, limit, offset, zero,
+                row * BLOCK_M, cols, expert, dy, down, pre, out, tokens, drop, limits, zero,
                 (sums, gate_sums), BLOCK_M, BLOCK_N, BLOCK_INNER, GATED, ARITHMETIC,
             )  # fmt: skip
     else:
@@ -163,7 +158,7 @@ def _hidden_gradient_kernel(
         dense = SortedTokens(None, None, None, None)
         for index in range(tl.minimum(row_tiles, tl.cdiv(M - first_row, BLOCK_M))):
             sums, gate_sums = _gradient_tile(
-                first_row + index * BLOCK_M, cols, 0, dy, down, pre, out, dense, dropout, limit, offset, zero,
+                first_row + index * BLOCK_M, cols, 0, dy, down, pre, out, dense, drop, limits, zero,
                 (sums, gate_sums), BLOCK_M, BLOCK_N, BLOCK_INNER, GATED, ARITHMETIC,
             )  # fmt: skip
         if sums_ptr is not None:
@@ -203,8 +198,8 @@ def prepare_hidden_gradient(
     return Launch(
         _hidden_gradient_kernel,
         ceil_div(ceil_div(rows, tiles.block_m), row_tiles) * ceil_div(columns, tiles.block_n),
-        (*dy.stride(), *strides(w_down, 3), *z.stride(), *strides(gate, 2), *row_strides, inner, columns),
-        (rows, row_tiles, 0.0, *dropout.numbers(), *arithmetic.numbers),
+        (dy.stride(), strides(w_down, 3), z.stride(), strides(gate, 2), row_strides, inner, columns),
+        (rows, row_tiles, 0.0, dropout.numbers(), arithmetic.numbers),
         (tiles.block_m, tiles.block_n, tiles.block_inner, vector, block, arithmetic.constants),
         tiles.num_warps,
         tiles.num_stages,

@@ -16,7 +16,7 @@ from .schedules import end_of_rows, expert_of, split_range, swizzled_tile
 @triton.jit(do_not_specialize=["M", "splits", "zero"])
 def _product_kernel(
     a_ptr, w_ptr, bias_ptr, out_ptr, other_ptr, w_other_ptr, slots_ptr, tile_expert_ptr,
-    stride_am, stride_ak, stride_we, stride_wn, stride_wk, stride_oe, stride_on, stride_ok, stride_be, stride_bn, N, K,
+    a_strides, w_strides, other_strides, bias_strides, N, K,
     M, splits, zero,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, SWAPPED: tl.constexpr, END: tl.constexpr,
     BLOCK: tl.constexpr, ARITHMETIC: tl.constexpr, W_TRANSPOSED: tl.constexpr, UNIT: tl.constexpr,
@@ -27,8 +27,9 @@ def _product_kernel(
     ACCURACY: tl.constexpr = ARITHMETIC[1]
     INPUT_PRECISION: tl.constexpr = ARITHMETIC[2]
     follow_kernel_before(DEPENDENT)
+    stride_am, stride_ak = a_strides
     K, stride_am = in_units(K, UNIT), in_units(stride_am, UNIT)
-    _, stride_wn, stride_wk = strides_in_units(0, stride_wn, stride_wk, W_TRANSPOSED, UNIT)
+    _, stride_wn, stride_wk = strides_in_units(w_strides, W_TRANSPOSED, UNIT)
     if W_TRANSPOSED:
         N = in_units(N, UNIT)
     split = 0
@@ -51,7 +52,7 @@ def _product_kernel(
         cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
         row_limit = end_of_rows(slots_ptr, first_row, M, BLOCK_M)
         a = Operand(a_ptr, 0, stride_am, stride_ak, row_limit, K)
-        w = Operand(w_ptr, stride_we, stride_wn, stride_wk, N, K)
+        w = Operand(w_ptr, w_strides[0], stride_wn, stride_wk, N, K)
         if SWAPPED:
             # With the smaller side second, the larger one fills the rows of a matrix instruction.
             acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -61,11 +62,11 @@ def _product_kernel(
             acc = multiply(acc, a, w, rows, cols, expert, first, end, zero, BLOCK_INNER, INPUT_PRECISION)
         if other_ptr is not None:
             other = Operand(other_ptr, 0, stride_am, stride_ak, row_limit, K)
-            w_other = Operand(w_other_ptr, stride_oe, stride_on, stride_ok, N, K)
+            w_other = Operand(w_other_ptr, other_strides[0], other_strides[1], other_strides[2], N, K)
             acc = multiply(
                 acc, other, w_other, rows, cols, expert, first, end, zero, BLOCK_INNER, INPUT_PRECISION
             )  # fmt: skip
-        bias, out = Bias(bias_ptr, stride_be, stride_bn, N), ProductOutput(out_ptr, M, N, row_limit)
+        bias, out = Bias(bias_ptr, bias_strides[0], bias_strides[1], N), ProductOutput(out_ptr, M, N, row_limit)
         finish(acc, out, bias, expert, rows, cols, split, END, ACTIVATION, ACCURACY)
 
 
@@ -93,7 +94,7 @@ def prepare_product(
     return Launch(
         _product_kernel,
         ceil_div(rows, tiles.block_m) * ceil_div(columns, tiles.block_n) * splits,
-        (*a.stride(), *strides(weights[0], 3), *strides(weights[1], 3), *strides(bias, 2), columns, inner),
+        (a.stride(), strides(weights[0], 3), strides(weights[1], 3), strides(bias, 2), columns, inner),
         (rows, splits, 0.0),
         (
             tiles.block_m, tiles.block_n, tiles.block_inner, swapped, end, order.block, arithmetic.constants, *units,

@@ -84,18 +84,13 @@ def _consume(consumer: gl.constexpr, ring, schedule, steps, given):
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "expert_count", "weight_rows", "tile_rows", "group", "drop_limit", "keep_scale", "mask_row", "mask_column",
-        "limit", "offset",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=["expert_count", "weight_rows", "tile_rows", "group", "dropout", "limits"])
 def _sm90_hidden_kernel(
     x_desc, up_desc, w_gate_desc, hidden_desc, z_desc, gate_desc, u_desc, b_desc, b_gate_desc, up_bias_ptr,
     gate_bias_ptr, seed_ptr, tile_expert_ptr, starts_ptr, inner, N, tile_columns, whole, rank, gate_first, expert_count,
-    weight_rows, tile_rows, group, drop_limit, keep_scale, mask_row, mask_column, limit, offset,
+    weight_rows, tile_rows, group, dropout, limits,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
-    LIMITED: gl.constexpr, ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+    ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     GATED: gl.constexpr = w_gate_desc is not None
     schedule = make_schedule(
@@ -104,9 +99,10 @@ def _sm90_hidden_kernel(
     ring = pingpong_ring(x_desc, up_desc, RIGHT_TRANSPOSED, STEP, STAGES)
     given = _Hidden(
         hidden=hidden_desc, z=z_desc, z_gate=gate_desc, up_bias_ptr=up_bias_ptr, gate_bias_ptr=gate_bias_ptr, N=N,
-        dropout=Dropout(seed_ptr=seed_ptr, limit=drop_limit, scale=keep_scale, row=mask_row, column=mask_column),
+        dropout=Dropout(seed_ptr=seed_ptr, limit=dropout[0], scale=dropout[1], row=dropout[2], column=dropout[3]),
         activation=Activation(
-            limit=limit, offset=offset, GATED=GATED, LIMITED=LIMITED, NAME=ACTIVATION, ACCURACY=ACCURACY
+            limit=limits[0], offset=limits[1], GATED=GATED, NAME=ACTIVATION[0], ACCURACY=ACTIVATION[1],
+            LIMITED=ACTIVATION[2],
         ),
         staging=make_staging(hidden_desc, PLACES),
     )  # fmt: skip
@@ -155,9 +151,10 @@ def prepare_hidden(
             x.columns, columns, tile_columns, copies.whole(x.columns, pipeline.step), copies.columns, copies.first,
             experts, up.step,
         ),
-        (tile_rows, pipeline.group, *dropout.numbers(), *(limits or (0.0, 0.0))),
+        (tile_rows, pipeline.group, dropout.numbers(), limits or (0.0, 0.0)),
         (
-            right_transposed, pipeline.step, pipeline.stages, pipeline.places, limits is not None, activation, accuracy,
+            right_transposed, pipeline.step, pipeline.stages, pipeline.places,
+            (activation, accuracy, limits is not None),
         ),
         geometries=(
             x.geometry(half, pipeline.step),

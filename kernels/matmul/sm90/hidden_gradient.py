@@ -277,19 +277,14 @@ def _consume(consumer: gl.constexpr, ring, schedule, steps, given):
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "expert_count", "weight_rows", "tile_rows", "group", "M", "drop_limit", "keep_scale", "mask_row",
-        "mask_column", "limit", "offset",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=["expert_count", "weight_rows", "tile_rows", "group", "M", "dropout", "limits"])
 def _sm90_epilogue_gradient_kernel(
     dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, v_desc, a_desc, sums_ptr, seed_ptr,
     added_ptr, tile_expert_ptr, starts_ptr, weights_ptr, weight_sums_ptr, inner, N, tile_columns, whole, rank,
-    expert_count, weight_rows, tile_rows, group, M, drop_limit, keep_scale, mask_row, mask_column, limit, offset,
+    expert_count, weight_rows, tile_rows, group, M, dropout, limits,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr,
-    PLACES: gl.constexpr, STAYS: gl.constexpr, WHOLE_COLUMNS: gl.constexpr, LIMITED: gl.constexpr,
-    ACTIVATION: gl.constexpr, ACCURACY: gl.constexpr,
+    PLACES: gl.constexpr, STAYS: gl.constexpr, WHOLE_COLUMNS: gl.constexpr,
+    ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     schedule = make_schedule(
         tile_rows, tile_columns, group, tile_expert_ptr, starts_ptr, expert_count, weight_rows, TILE
@@ -302,9 +297,10 @@ def _sm90_epilogue_gradient_kernel(
     given = _Gradient(
         dz=dz_desc, d_gate=d_gate_desc, hidden=hidden_desc, sums_ptr=sums_ptr, added_ptr=added_ptr,
         weights_ptr=weights_ptr, weight_sums_ptr=weight_sums_ptr, M=M, N=N,
-        dropout=Dropout(seed_ptr=seed_ptr, limit=drop_limit, scale=keep_scale, row=mask_row, column=mask_column),
+        dropout=Dropout(seed_ptr=seed_ptr, limit=dropout[0], scale=dropout[1], row=dropout[2], column=dropout[3]),
         activation=Activation(
-            limit=limit, offset=offset, GATED=gate_desc is not None, LIMITED=LIMITED, NAME=ACTIVATION, ACCURACY=ACCURACY
+            limit=limits[0], offset=limits[1], GATED=gate_desc is not None, NAME=ACTIVATION[0], ACCURACY=ACTIVATION[1],
+            LIMITED=ACTIVATION[2],
         ),
         quarters=quarters, staging=make_staging(dz_desc, PLACES), SUMS_STAY=STAYS, WHOLE_COLUMNS=WHOLE_COLUMNS,
     )  # fmt: skip
@@ -360,10 +356,10 @@ def prepare_hidden_gradient(
             dy.columns, columns, tile_columns, copies.whole(dy.columns, pipeline.step), copies.columns, experts,
             down.step,
         ),
-        (tile_rows, 1 if stays else pipeline.group, rows, *dropout.numbers(), *(limits or (0.0, 0.0))),
+        (tile_rows, 1 if stays else pipeline.group, rows, dropout.numbers(), limits or (0.0, 0.0)),
         (
             down.transposed, pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places,
-            stays, whole_columns, limits is not None, activation, accuracy,
+            stays, whole_columns, (activation, accuracy, limits is not None),
         ),
         geometries=(
             dy.geometry(half, pipeline.step),
