@@ -116,8 +116,10 @@ class Launch:
         self._variant: Variant | None = None
         self._repeated: Repeated | None = None
 
-    def __call__(self, pointers: tuple[torch.Tensor | None, ...], bases: tuple[torch.Tensor | None, ...] = ()) -> None:
-        """Runs it; ``bases`` are the tensors that the geometries describe, in their order."""
+    def __call__(self, tensors: tuple[torch.Tensor | None, ...]) -> None:
+        """Runs it on tensors in the order of the kernel's signature: first those that the geometries describe."""
+        described = len(self._geometries)
+        bases, pointers = tensors[:described], tensors[described:]
         repeated = self._repeated
         if repeated is None:
             if self._variant is None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from .. import reference
 from ..kernels import gemm_epilogue as kernels
 from ..kernels.activations import canonical_activation
+from ..kernels.matmul.arithmetic import Arithmetic
 from ..planning import HiddenGradientProblem
 from .call import call_facts, wants_gradient
 from .custom_ops import Result, Results
@@ -114,7 +115,8 @@ class _HiddenGradient(Operation):
         plan, problem = call.plan, call.problem
         dz, dz_gate, db_up, db_gate, *_ = kernels.hidden_gradient(
             rows(dy), w_down, rows(z), None if z_gate is None else rows(z_gate), problem.bias, plan.row_tiles,
-            problem.activation, plan.accuracy, problem.input_precision, plan.tiles, plan.pipeline, ready=call.ready,
+            Arithmetic(problem.activation, plan.accuracy, problem.input_precision), plan.tiles, plan.pipeline,
+            ready=call.ready,
         )  # fmt: skip
         dz_gate = None if dz_gate is None else with_leading_dims(dz_gate, z)
         return (with_leading_dims(dz, z), dz_gate, db_up, db_gate), ()

@@ -9,7 +9,7 @@ from ..dropout import NO_DROPOUT, Dropout
 from ..hopper import ALIGNMENT, Matrix, matrix, untransposed
 from ..launching import Launch, empty_rows, prepared
 from ..matmul import generic, sm90
-from ..matmul.arithmetic import Arithmetic
+from ..matmul.arithmetic import Arithmetic, Named
 from ..matmul.low_rank import LowRank
 from ..tuning import EpiloguePipeline, EpilogueTiles, hidden_stride
 
@@ -21,9 +21,7 @@ def hidden(
     w_gate: torch.Tensor | None,
     b_gate: torch.Tensor | None,
     keep: bool,
-    activation: str,
-    accuracy: str,
-    input_precision: str,
+    arithmetic: Named,
     tiles: EpilogueTiles,
     pipeline: EpiloguePipeline | None = None,
     dropout: Dropout = NO_DROPOUT,
@@ -39,8 +37,8 @@ def hidden(
     ``ready`` belongs to one prepared call: see ``gemm_gemm.Operands``. The place of the dropout is one of its options.
     """
     columns, width, launch, on_sm90 = prepared(
-        ready, ("hidden", keep), _prepare, x, w_up, b_up, w_gate, b_gate, keep, activation, accuracy, input_precision,
-        tiles, pipeline, dropout, low_rank, for_products,
+        ready, ("hidden", keep), _prepare, x, w_up, b_up, w_gate, b_gate, keep, arithmetic, tiles,
+        pipeline, dropout, low_rank, for_products,
     )  # fmt: skip
     if low_rank is not None and not on_sm90:
         x, w_up, w_gate = low_rank.joined(x, w_up, w_gate, 1)
@@ -50,17 +48,16 @@ def hidden(
         z_gate = None if w_gate is None else F.linear(x, w_gate, b_gate)
         # What is not kept is replaced, unless rows are to lie otherwise. x says on which device.
         found = empty_rows(x, x.shape[0], columns, width) if keep or width > columns else z
-        launch((x, None, None, None, None, dropout.seed, None, None, found, z, z_gate))
+        launch((x, None, None, found, z, z_gate, None, None, dropout.seed, None, None))
         return (found, z, z_gate) if keep else (found, None, None)
     found = empty_rows(x, x.shape[0], columns, width)
     kept = x.new_empty(x.shape[0], width) if keep else None
     if keep and w_gate is not None:
         z_gate = x.new_empty(x.shape[0], width)
+    more: tuple[torch.Tensor | None, ...] = ()
     if on_sm90:
         more = (None,) * 3 if low_rank is None else low_rank.copied(w_up.stride(1) != 1)[:3]
-        sm90.launch_hidden(launch, (x, w_up, w_gate, found, kept, z_gate, *more), (b_up, b_gate, dropout.seed))
-    else:
-        launch((x, w_up, w_gate, b_up, b_gate, dropout.seed, None, None, found, kept, z_gate))
+    launch((x, w_up, w_gate, found, kept, z_gate, *more, b_up, b_gate, dropout.seed, None, None))
     return found, kept, z_gate
 
 
@@ -71,9 +68,7 @@ def _prepare(
     w_gate: torch.Tensor | None,
     b_gate: torch.Tensor | None,
     keep: bool,
-    activation: str,
-    accuracy: str,
-    input_precision: str,
+    arithmetic: Named,
     tiles: EpilogueTiles,
     pipeline: EpiloguePipeline | None,
     dropout: Dropout,
@@ -89,14 +84,23 @@ def _prepare(
     matrices = None if pipeline is None else _matrices(x, w_up, w_gate, b_up, b_gate)
     if pipeline is not None and matrices is not None:
         made = sm90.prepare_hidden(
-            *matrices, columns, keep, activation, accuracy, pipeline, dropout, low_rank, width=width
+            *matrices,
+            columns,
+            keep,
+            arithmetic.activation,
+            arithmetic.accuracy,
+            pipeline,
+            dropout,
+            low_rank,
+            width=width,
         )
         if made is not None:
             return columns, width, made, True
     if low_rank is not None:
         x, w_up, w_gate = low_rank.joined(x, w_up, w_gate, 1)
-    arithmetic = Arithmetic(activation, accuracy, input_precision)
-    launch = generic.prepare_hidden(x, (w_up, w_gate), (b_up, b_gate), rows, width, arithmetic, tiles, dropout=dropout)
+    launch = generic.prepare_hidden(
+        x, (w_up, w_gate), (b_up, b_gate), rows, width, Arithmetic.of(arithmetic), tiles, dropout=dropout
+    )
     return columns, width, launch, False
 
 

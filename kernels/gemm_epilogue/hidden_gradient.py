@@ -10,7 +10,7 @@ from ..dropout import NO_DROPOUT, Dropout
 from ..hopper import ALIGNMENT, Matrix, matrix, untransposed
 from ..launching import Launch, ceil_div, empty_rows, layout_of, prepared
 from ..matmul import generic, sm90
-from ..matmul.arithmetic import Arithmetic
+from ..matmul.arithmetic import Arithmetic, Named
 from ..matmul.low_rank import LowRank
 from ..partials import ReduceBlocks, reduce_partials
 from ..tuning import BAND_BLOCKS, ColumnSumTiles, EpiloguePipeline, EpilogueTiles, gradients_joined, hidden_stride
@@ -37,9 +37,7 @@ def hidden_gradient(
     z_gate: torch.Tensor | None,
     bias: bool,
     row_tiles: int,
-    activation: str,
-    accuracy: str,
-    input_precision: str,
+    arithmetic: Named,
     tiles: EpilogueTiles,
     pipeline: EpiloguePipeline | None = None,
     keep_hidden: bool = False,
@@ -73,7 +71,7 @@ def hidden_gradient(
     keep_hidden = keep_hidden or hidden_into is not None
     name = ("hidden gradient", bias, keep_hidden, column_sums is not None, bool(sums_into), in_place, *layout_of(dy))
     made = prepared(
-        ready, name, _prepare, dy, w_down, z, z_gate, bias, row_tiles, activation, accuracy, input_precision, tiles,
+        ready, name, _prepare, dy, w_down, z, z_gate, bias, row_tiles, arithmetic, tiles,
         pipeline, keep_hidden, for_products, in_place, bool(sums_into), dropout, low_rank,
     )  # fmt: skip
     if made.copied:
@@ -97,17 +95,16 @@ def hidden_gradient(
         sums = dy.new_empty(made.sums) if complete else _partials(dy, made.sums, partials_into)
     # First, so that the kernel behind it finds dy in the cache.
     dy_sums = None if column_sums is None else column_partials(dy, column_sums, made.ready)
+    more: tuple[torch.Tensor | None, ...] = ()
     if made.sm90:
         more = (None, None) if low_rank is None else low_rank.copied(w_down.stride(1) != 1)[:2]
-        sm90.launch_hidden_gradient(
-            made.launch, (dy, w_down, z, z_gate, dz, d_gate, hidden, *more), (sums, dropout.seed, added)
-        )
     else:
         if low_rank is not None:
             dy, w_down, _ = low_rank.joined(dy, w_down, None, 0)
         if not tiles.block_inner:
             torch.mm(dy, w_down, out=dz)
-        made.launch((dy, w_down, z, z_gate, dz, d_gate, hidden, sums, dropout.seed, added, None, None, None))
+    dense = None, None, None, None
+    made.launch((dy, w_down, z, z_gate, dz, d_gate, hidden, *more, sums, dropout.seed, added, *dense))
     other: tuple[torch.Tensor, torch.Tensor] | None = None
     db_down = dy_sums
     if dy_sums is not None and dy_sums.dim() == 2:
@@ -145,9 +142,7 @@ def _prepare(
     z_gate: torch.Tensor | None,
     bias: bool,
     row_tiles: int,
-    activation: str,
-    accuracy: str,
-    input_precision: str,
+    arithmetic: Named,
     tiles: EpilogueTiles,
     pipeline: EpiloguePipeline | None,
     keep_hidden: bool,
@@ -173,16 +168,24 @@ def _prepare(
         bands = pipeline.bands(rows, columns, z_gate is not None)
         sums = _sums(bands, columns, parts, given_sums) if bias else None
         made = sm90.prepare_hidden_gradient(
-            *matrices, (row_stride, stride), keep_hidden, bias, activation, accuracy, pipeline, dropout, low_rank
+            *matrices,
+            (row_stride, stride),
+            keep_hidden,
+            bias,
+            arithmetic.activation,
+            arithmetic.accuracy,
+            pipeline,
+            dropout,
+            low_rank,
         )
         if made is not None:
             return _Prepared(shape, sums, copied, side_by_side, True, made, {})
     if low_rank is not None:
         dy, w_down, _ = low_rank.joined(dy, w_down, None, 0)
     bands = ceil_div(ceil_div(rows, tiles.block_m), row_tiles)
-    arithmetic = Arithmetic(activation, accuracy, input_precision)
     launch = generic.prepare_hidden_gradient(
-        dy, w_down, (z, z_gate), (row_stride, stride), arithmetic, tiles, row_tiles=row_tiles, dropout=dropout
+        dy, w_down, (z, z_gate), (row_stride, stride), Arithmetic.of(arithmetic), tiles, row_tiles=row_tiles,
+        dropout=dropout
     )  # fmt: skip
     sums = _sums(bands, columns, parts, given_sums) if bias else None
     return _Prepared(shape, sums, copied, side_by_side, False, launch, {})

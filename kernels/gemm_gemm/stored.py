@@ -40,7 +40,7 @@ def stored_gradients(
     stored = sm90.hidden_gradient(operands, dy, made.stored, made.hidden_gradient)
 
     def fill(targets: list[torch.Tensor | None], _: int) -> None:
-        sm90.launch_stored_weight_gradients(operands.x, dy, stored, targets, made.weight_gradients)
+        made.weight_gradients((stored, operands.x, dy, stored, *targets))
 
     *found, d_down_bias = summed_over_splits(operands.x, made.shapes, splits, fill, made.ready)
     return _data_gradient(operands, stored), WeightGradients(*found), d_down_bias

@@ -191,7 +191,8 @@ def weight_gradients(
         for launch, yields in made.passes:
             own = [target if each else None for target, each in zip(targets, yields, strict=True)]
             if made.sm90:
-                sm90.launch_weight_gradient(operands, dy, own, launch)
+                weights = operands.up, operands.gate, operands.down
+                launch((operands.x, dy, *weights, operands.up_bias, operands.gate_bias, *own))
             else:
                 launch((*operands.pointers(), dy, *own))
 

@@ -52,9 +52,11 @@ def _reduce_kernel(
     kept_strides, reduced_strides, bias_strides, mask_strides, entry_strides, product_strides,
     stride_split, P, R, splits, zero,
     OP: tl.constexpr, K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_P: tl.constexpr, EVEN_R: tl.constexpr, END: tl.constexpr, LAYOUTS: tl.constexpr, ARITHMETIC: tl.constexpr,
+    EVEN: tl.constexpr, END: tl.constexpr, LAYOUTS: tl.constexpr, ARITHMETIC: tl.constexpr,
 ):  # fmt: skip
     # ``END`` is that of ``matmul.generic.epilogues.finish``.
+    EVEN_P: tl.constexpr = EVEN[0]
+    EVEN_R: tl.constexpr = EVEN[1]
     ACTIVATION: tl.constexpr = ARITHMETIC[0]
     ACCURACY: tl.constexpr = ARITHMETIC[1]
     INPUT_PRECISION: tl.constexpr = ARITHMETIC[2]
@@ -230,7 +232,8 @@ def reduce(
         sums = torch.empty_like(target) if arithmetic.op == "logsumexp" else None
     divisors = None if made.combine is not None else counts
     if made.sm90:
-        sm90.launch_reduce(operands, divisors, target, target_index, sums, made.launch)
+        kept, reduced, _, _, *taking = operands.pointers()
+        made.launch((kept, reduced, divisors, target, sums, target_index, *taking))
     else:
         made.launch((*operands.pointers(), divisors, target, target_index, sums, product))
     if made.combine is not None:
@@ -280,7 +283,7 @@ def _prepare(
         (*operands.strides(), (0, 0, 0) if product is None else product.stride()),
         (count if partial else 0, kept, reduced, splits, 0.0),
         (
-            arithmetic.op, width, tiles.block_p, tiles.block_r, tiles.block_k, kept % tiles.block_p == 0, even,
+            arithmetic.op, width, tiles.block_p, tiles.block_r, tiles.block_k, (kept % tiles.block_p == 0, even),
             end, operands.units(), arithmetic.names,
         ),
         tiles.num_warps,

@@ -14,8 +14,8 @@
 Shapes: x [M, K], xs [P, K], w [M, k], W_up and W_gate [E, N, K], W_down [E, K, N], Z, G and H [P, N]. Every W and b is
 that of the row's expert. ``sorting`` says what the P rows are: every expert's begin at a multiple of a block, and the
 padding between is 0 in xs, dys, dZ, dG and w ⊙ H, so that sums over an expert's rows need no masks. The files beside
-this one hold the generic kernels, and launch those of ``sm90/`` where the plan names them and operands lie as TMA
-takes them. No atomics, and nothing is copied to the host: the same bits every time, in a CUDA graph for any routing.
+this one launch the sm90 kernels where the plan names them and operands lie as TMA takes them, else the generic ones. No
+atomics, and nothing is copied to the host: the same bits every time, in a CUDA graph for any routing.
 """
 
 from .elements import Arithmetic, HiddenGradients

@@ -5,12 +5,13 @@ from typing import Any
 import torch
 
 from ..device import tl, triton
+from ..hopper import stacked, untransposed
 from ..launching import Launch, ceil_div, prepared
-from ..matmul import generic
+from ..matmul import generic, sm90
+from ..matmul.sm90.ring import HALF
 from ..tiles import load_tile
 from ..tuning.grouped_gemm import GroupedTiles
 from ..tuning.grouped_gemm_pipelines import CooperativePipeline
-from . import sm90
 from .sorting import SortedRows
 
 _SUM_ROWS, _SUM_COLUMNS = 32, 64
@@ -53,15 +54,36 @@ def weight_gradient(
     An expert without rows gets zeros. ``order`` names the experts in that of their work, for the sm90 kernel.
     ``name`` tells the gradients of one call apart in ``ready``.
     """
-    if pipeline is not None and sm90.weight_gradient(
-        a, b, rows, out, config=pipeline, ready=ready, name=name, order=order
-    ):  # fmt: skip
-        return
+    # A gradient whose columns lie together is that of the operands exchanged, as the sm90 kernel stores rows.
+    turned = pipeline is not None and out.stride(2) != 1 and out.stride(1) == 1
 
-    def make() -> Launch:
-        return generic.prepare_weight_gradient(a, b, out.stride(), out.shape[0], input_precision, tiles)
+    def prepare() -> tuple[Launch, bool]:
+        launch = None
+        if pipeline is not None:
+            launch = _on_sm90(b, a, rows, out.mT, pipeline) if turned else _on_sm90(a, b, rows, out, pipeline)
+        if launch is not None:
+            return launch, True
+        return generic.prepare_weight_gradient(a, b, out.stride(), out.shape[0], input_precision, tiles), False
 
-    prepared(ready, ("weight gradient", name), make)((a, b, out, None, rows.starts))
+    launch, on_sm90 = prepared(ready, ("weight gradient", name), prepare)
+    if on_sm90:
+        launch((b, a, out.mT, rows.starts, order) if turned else (a, b, out, rows.starts, order))
+    else:
+        launch((a, b, out, None, rows.starts))
+
+
+def _on_sm90(
+    a: torch.Tensor, b: torch.Tensor, rows: SortedRows, out: torch.Tensor, pipeline: CooperativePipeline
+) -> Launch | None:
+    """The sm90 launch, or None where an operand does not lie as TMA takes it. Padding is 0 in both operands."""
+    experts, units, _ = out.shape
+    left, right, gradient = untransposed(a), untransposed(b), stacked(out)
+    if left is None or right is None or gradient is None or gradient.transposed or rows.block % pipeline.step:
+        return None
+    # Half of a tile ends where the units of the next expert begin.
+    if units % HALF.value:
+        return None
+    return sm90.prepare_grouped_weight_gradient(left, right, gradient, experts, units, pipeline)
 
 
 def expert_sums(

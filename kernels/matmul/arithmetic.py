@@ -1,7 +1,20 @@
 """What a product with an activation computes, besides its tensors."""
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+
+class Named(Protocol):
+    """What names the activation, its accuracy, and the precision of products: :class:`Arithmetic`, and others."""
+
+    @property
+    def activation(self) -> str: ...
+
+    @property
+    def accuracy(self) -> str: ...
+
+    @property
+    def input_precision(self) -> str: ...
 
 
 class Arithmetic(NamedTuple):
@@ -17,10 +30,20 @@ class Arithmetic(NamedTuple):
     limit: float | None = None
     offset: float = 0.0
 
+    @classmethod
+    def of(cls, named: Named) -> "Arithmetic":
+        """The same names, without limit and offset."""
+        return cls(named.activation, named.accuracy, named.input_precision)
+
     @property
     def clamped(self) -> bool:
         """Whether limit or offset say anything."""
         return self.limit is not None or self.offset != 0
+
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """``numbers`` where they say anything."""
+        return self.numbers if self.clamped else None
 
     @property
     def numbers(self) -> tuple[float, float]:

@@ -188,7 +188,7 @@ def _one_hot_product(
         operands.ready, "one-hot product", _prepare_one_hot_product, operands, queries, split_size, splits, tiles
     )
     if on_sm90:
-        launch((chosen, weights), (queries, out))
+        launch((queries, out, chosen, weights))
         return
     if offsets is not None:
         ends = ((offsets.diff() + (tiles.block_l - 1)) // tiles.block_l).cumsum(0)

@@ -9,7 +9,7 @@ from ..tiles import follow_kernel_before, in_units, load_tile, load_vector, stri
 
 @triton.jit(do_not_specialize=["splits"])
 def row_product_kernel(
-    left_ptr, right_ptr, bias_ptr, out_ptr,
+    left_ptr, right_ptr, out_ptr, bias_ptr,
     stride_lk, right_strides, stride_b, N, K, splits,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     END: tl.constexpr, ACTIVATION: tl.constexpr, ACCURACY: tl.constexpr,

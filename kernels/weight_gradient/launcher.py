@@ -30,10 +30,7 @@ def weight_gradient(
     made = prepared(ready, name, _prepare, dy, x, bias, splits, input_precision, tiles, pipeline)
 
     def fill(targets: list[torch.Tensor | None], _: int) -> None:
-        if made.sm90:
-            sm90.launch_weight_gradient(dy, x, targets, made.launch)
-        else:
-            made.launch((dy, x, *targets, None))
+        made.launch((dy, x, *targets) if made.sm90 else (dy, x, *targets, None))
 
     dw, db = summed_over_splits(dy, made.shapes, splits, fill, made.ready)
     assert dw is not None

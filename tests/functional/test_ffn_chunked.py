@@ -182,7 +182,7 @@ def test_partial_sums_lie_in_the_gradient_of_w_up(monkeypatch: pytest.MonkeyPatc
 
     def noting(*arguments: Any, **options: Any) -> Any:
         made, room = launch(*arguments, **options), options["partials_into"]
-        z, tiles = arguments[2], arguments[9]
+        z, tiles = arguments[2], arguments[7]
         groups.append(z.stride(0))
         if room is not None:
             bands, columns = -(-300 // tiles.block_m), z.shape[1]

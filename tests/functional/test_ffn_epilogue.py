@@ -22,6 +22,7 @@ from fusedlayers.functional.ffn.arguments import ffn_problem
 from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.kernels.dropout import draw_seed
+from fusedlayers.kernels.matmul.arithmetic import Arithmetic
 from fusedlayers.kernels.tuning import EpilogueTiles
 from tests.functional.test_autograd import saved
 from tests.functional.test_ffn import GATED, exact_case
@@ -153,7 +154,7 @@ def test_the_hidden_in_exact_integers(tiles: EpilogueTiles, dtype: torch.dtype, 
     z_gate = truth["x"] @ truth["w_gate"].T + truth["b_gate"] if gated else None
     hidden = reference.hidden(z, z_gate, activation="relu")
     for keep in (True, False):
-        found = kernels.hidden(x, w_up, b_up, w_gate, b_gate, keep, "relu", "exact", "ieee", tiles)
+        found = kernels.hidden(x, w_up, b_up, w_gate, b_gate, keep, Arithmetic("relu", "exact", "ieee"), tiles)
         expected = {"hidden": hidden, "z": z if keep else None, "z_gate": z_gate if keep else None}
         # The hidden of a gate may be larger than what float16 counts to: it is rounded once.
         expected["hidden"] = hidden.to(dtype).double()
@@ -245,7 +246,7 @@ def test_nothing_outside_of_the_outputs_is_touched(inner: int, gated: bool, monk
 
     inputs, dy = exact_case(gated, torch.float32, 49)
     x, w_up, b_up, w_gate, b_gate = (inputs[name] for name in ("x", "w_up", "b_up", "w_gate", "b_gate"))
-    rest = ("gelu", "exact", "ieee", EpilogueTiles(32, 16, inner, 4, 1))
+    rest = (Arithmetic("gelu", "exact", "ieee"), EpilogueTiles(32, 16, inner, 4, 1))
     allocate_by(monkeypatch, guarded)
     _, *kept = kernels.hidden(x, w_up, b_up, w_gate, b_gate, True, *rest, for_products=True)
     z, z_gate = (each if each is None else each[:, :37] for each in kept)

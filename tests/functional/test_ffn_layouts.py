@@ -14,6 +14,7 @@ from torch import Tensor
 from fusedlayers import functional, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.kernels import gemm_epilogue as kernels
+from fusedlayers.kernels.matmul.arithmetic import Arithmetic
 from fusedlayers.kernels.tuning import EpilogueTiles
 from tests.functional.test_ffn import GATED, exact_case
 from tests.support.operands import (
@@ -129,7 +130,7 @@ def test_rows_for_products_begin_with_a_sector(units: int, row: int, inner: int,
     inputs = ffn_inputs(49, 5, units, 6, gated=gated, draw=INTEGERS[torch.float32])
     dy = like_result(inputs, INTEGERS[torch.float32])
     x, w_up, b_up, w_gate, b_gate = (inputs[name] for name in ("x", "w_up", "b_up", "w_gate", "b_gate"))
-    rest = ("relu", "exact", "ieee", EpilogueTiles(32, 16, inner, 4, 1))
+    rest = (Arithmetic("relu", "exact", "ieee"), EpilogueTiles(32, 16, inner, 4, 1))
     plain = kernels.hidden(x, w_up, b_up, w_gate, b_gate, True, *rest)
     hidden, z, z_gate = kernels.hidden(x, w_up, b_up, w_gate, b_gate, True, *rest, for_products=True)
     kept = [z] if z_gate is None else [z, z_gate]

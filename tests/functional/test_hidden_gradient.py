@@ -16,6 +16,7 @@ from fusedlayers import functional, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.activations import ACTIVATIONS
+from fusedlayers.kernels.matmul.arithmetic import Arithmetic
 from fusedlayers.kernels.tuning import ColumnSumTiles, EpilogueTiles
 from tests.support.operands import (
     DEVICE,
@@ -137,7 +138,7 @@ def test_exact_integers_for_any_number_of_row_tiles(
     summed: dict[str, Any] = {"column_sums": ColumnSumTiles(16, 16, 5)}
     for more in ({}, {"for_products": True}, {"keep_hidden": True}, summed):
         ours = kernels.hidden_gradient(
-            dy, w_down, z, z_gate, True, row_tiles, "relu", "exact", "ieee", tiles, **more
+            dy, w_down, z, z_gate, True, row_tiles, Arithmetic("relu", "exact", "ieee"), tiles, **more
         )._asdict()
         kept = None if "keep_hidden" not in more else expected["hidden"]
         db_down = truth["dy"].sum(0) if more is summed else None

@@ -26,10 +26,10 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, set[tuple[torch.
     given: dict[Any, set[tuple[torch.dtype | None, ...]]] = {}
     run = launching.Launch.__call__
 
-    def note(self: Any, pointers: tuple[Any, ...], bases: tuple[Any, ...] = ()) -> None:
-        dtypes = tuple(None if each is None else each.dtype for each in (*pointers, *bases))
+    def note(self: Any, tensors: tuple[Any, ...]) -> None:
+        dtypes = tuple(None if each is None else each.dtype for each in tensors)
         given.setdefault(self, set()).add(dtypes)
-        run(self, pointers, bases)
+        run(self, tensors)
 
     monkeypatch.setattr(launching.Launch, "__call__", note)
     yield given

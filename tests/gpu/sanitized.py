@@ -18,6 +18,7 @@ from fusedlayers import functional
 from fusedlayers.kernels import cross_entropy
 from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.gemm_gemm import stored
+from fusedlayers.kernels.matmul.arithmetic import Arithmetic
 from fusedlayers.kernels.tuning import EPILOGUE_ELEMENTS, EPILOGUE_PIPELINES, epilogue_tiles
 from fusedlayers.kernels.tuning.cross_entropy import gradient_tiles, logit_tiles, row_tiles
 from tests.support.operands import ffn_inputs, leaves, like_result
@@ -113,7 +114,7 @@ def summed_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | 
 
 def wide() -> None:
     """The hidden of wide FFNs, and its gradient, with weights as they are and transposed; without torch's products."""
-    rest = "silu", "coarse", "ieee"
+    rest = (Arithmetic("silu", "coarse", "ieee"),)
     for rows, width, hidden in WIDE:
         for gated in (False, True):
             tiles = epilogue_tiles("sm_90", 16, gated)

@@ -14,10 +14,10 @@ from fusedlayers.devices import describe
 from fusedlayers.functional import dispatch
 from fusedlayers.kernels.activations import ACTIVATIONS
 from fusedlayers.kernels.dropout import draw_seed, keep_mask
-from fusedlayers.kernels.matmul import sm90
 from tests.functional.test_ffn_chunked import cut
 from tests.gpu.exact import DENSITIES, exact, exact_ffn
 from tests.gpu.graphs import assert_replays_like_launched
+from tests.gpu.launches import note_launches
 from tests.support.operands import (
     DEVICE,
     Tensors,
@@ -41,7 +41,7 @@ TILED: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
     ((1061, 520, 1032), {"sms": 3}),
     ((129, 512, 8), {}),
 ]
-BOTH = ["launch_hidden", "launch_hidden_gradient"]
+BOTH = ["sm90_hidden", "sm90_epilogue_gradient"]
 NAN = float("nan")
 
 on_hopper = pytest.mark.skipif(describe(DEVICE).backend != "sm90", reason="no Hopper GPU with Gluon")
@@ -56,14 +56,7 @@ def no_memory_is_kept() -> Iterator[None]:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which of the sm90 kernels run; where they do not, the generic ones do."""
-    names: list[str] = []
-
-    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arguments: (names.append(name), function(*arguments))[1]
-
-    for name in BOTH:
-        monkeypatch.setattr(sm90, name, noting(name, getattr(sm90, name)))
-    return names
+    return note_launches(monkeypatch, dict(zip(BOTH, BOTH, strict=True)))
 
 
 @on_hopper

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,16 +10,16 @@ from torch import Tensor
 
 from fusedlayers import functional
 from fusedlayers.devices import describe
-from fusedlayers.kernels.matmul import sm90
 from tests.functional.test_lora_ffn import ADAPTERS, SCALES, assert_close_to_torch, inputs, outcome
 from tests.gpu.graphs import assert_replays_like_launched
+from tests.gpu.launches import note_launches
 from tests.support.operands import DEVICE
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 # Ranks of up, gate and down: one step of the inner axis and several, rows that TMA reads and others, and none.
 RANKS = [(16, 16, 16), (4, 7, 12), (256, 64, 200), (0, 40, 0), (40, 0, 8), (0, 0, 64)]
-BOTH = ["launch_hidden", "launch_hidden_gradient"]
+BOTH = ["sm90_hidden", "sm90_epilogue_gradient"]
 # Judged together: the largest error of a tile is that of few large values.
 DRAWS = 12
 
@@ -37,14 +36,7 @@ def in_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which of the sm90 kernels run; where they do not, the generic ones do."""
-    names: list[str] = []
-
-    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arguments: (names.append(name), function(*arguments))[1]
-
-    for name in BOTH:
-        monkeypatch.setattr(sm90, name, noting(name, getattr(sm90, name)))
-    return names
+    return note_launches(monkeypatch, dict(zip(BOTH, BOTH, strict=True)))
 
 
 @on_hopper

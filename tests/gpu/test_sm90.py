@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from fusedlayers.devices import describe
 from fusedlayers.kernels import gemm_gemm as kernels
 from fusedlayers.kernels.gemm_gemm import sm90
 from tests.gpu.exact import exact_ffn
+from tests.gpu.launches import note_launches
 from tests.support.operands import (
     DEVICE,
     Tensors,
@@ -29,8 +29,8 @@ from tests.support.operands import (
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 # The kernels of the two backward passes.
-RECOMPUTING = ("forward", "data_gradient", "launch_weight_gradient")
-STORING = ("forward", "hidden_gradient", "launch_stored_weight_gradients")
+RECOMPUTING = ("sm90_forward", "sm90_data_gradient", "sm90_weight_gradient")
+STORING = ("sm90_forward", "sm90_hidden_gradient", "stored_weight_gradient")
 STORES_GATED = describe(DEVICE).triton_release < (3, 9)
 PAIRS = [(64, 64), (64, 128), (128, 64), (128, 128), (256, 256)]
 PADDED = [(8, 8), (40, 40), (96, 96), (120, 24), (16, 104)]
@@ -41,14 +41,7 @@ pytestmark = pytest.mark.skipif(describe(DEVICE).backend != "sm90", reason="no H
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the sm90 kernels that run."""
-    names: list[str] = []
-
-    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arguments: names.append(name) or function(*arguments)
-
-    for name in dict.fromkeys((*RECOMPUTING, *STORING)):
-        monkeypatch.setattr(sm90, name, noting(name, getattr(sm90, name)))
-    return names
+    return note_launches(monkeypatch, {name: name for name in (*RECOMPUTING, *STORING)})
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
@@ -78,7 +71,7 @@ def test_frozen_inputs_of_a_stored_backward_pass(frozen: tuple[str, ...], launch
     with on_path("kernels") as options:
         found = results(functional.ffn, inputs, dy, frozen, activation="relu", **options)
     assert_equal(found, {name: None if name[1:] in frozen else value for name, value in expected.items()})
-    assert ("hidden_gradient" in launched) == (STORES_GATED and all(name.startswith("b_") for name in frozen))
+    assert ("sm90_hidden_gradient" in launched) == (STORES_GATED and all(name.startswith("b_") for name in frozen))
 
 
 @pytest.mark.parametrize("role", ["w_up", "w_down", "dy"])
@@ -91,7 +84,7 @@ def test_layouts_that_a_stored_backward_pass_leaves(role: str, launched: list[st
         inputs = {**inputs, role: inputs[role].T.contiguous().T}
     with on_path("kernels") as options:
         assert_equal(results(functional.ffn, inputs, dy, activation="relu", **options), expected)
-    assert ("hidden_gradient" in launched) == (role == "dy")
+    assert ("sm90_hidden_gradient" in launched) == (role == "dy")
 
 
 @pytest.mark.parametrize(("K", "O"), PAIRS)
@@ -108,7 +101,7 @@ def test_batches(K: int, O: int, launched: list[str]) -> None:
         with on_path("kernels"):
             ours = results(functional.gemm_gemm, inputs, de, activation="gelu_tanh")
         assert_all_close(ours, theirs, truth)
-    assert {"forward", "data_gradient"} <= set(launched)
+    assert {"sm90_forward", "sm90_data_gradient"} <= set(launched)
 
 
 LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
@@ -136,8 +129,8 @@ def test_layouts(layout: str, role: str, width: int, launched: list[str]) -> Non
         inputs = {**inputs, role: lay(inputs[role])}
     with on_path("kernels") as options:
         assert_equal(results(functional.ffn, inputs, dy, activation="relu", **options), expected)
-    everything = {"forward", "data_gradient", "launch_weight_gradient"}
-    left = {"residual": {"forward"}, "dy": set()}.get(role, everything)
+    everything = set(RECOMPUTING)
+    left = {"residual": {"sm90_forward"}, "dy": set()}.get(role, everything)
     assert set(launched) == (everything if taken else everything - left)
 
 
@@ -150,7 +143,7 @@ def test_transposed_weights(width: int, launched: list[str]) -> None:
         turned = {**inputs, role: weight.T.contiguous().T}
         with on_path("kernels") as options:
             assert_equal(results(functional.ffn, turned, dy, activation="relu", **options), expected)
-    assert launched == ["forward", "data_gradient", "launch_weight_gradient"] * 2
+    assert launched == [*RECOMPUTING] * 2
 
 
 @pytest.mark.parametrize("width", [64, 72])
@@ -160,7 +153,7 @@ def test_frozen_inputs(frozen: tuple[str, ...], width: int, launched: list[str])
     with on_path("kernels") as options:
         found = results(functional.ffn, inputs, dy, frozen, activation="relu", **options)
     assert_equal(found, {name: None if name[1:] in frozen else value for name, value in expected.items()})
-    assert ("data_gradient" in launched) == ("x" not in frozen)
+    assert ("sm90_data_gradient" in launched) == ("x" not in frozen)
 
 
 def test_dropout_takes_the_generic_kernels(launched: list[str]) -> None:

@@ -14,9 +14,9 @@ from fusedlayers import functional, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.devices import describe
 from fusedlayers.kernels import weight_gradient as kernels
-from fusedlayers.kernels.matmul import generic, sm90
 from fusedlayers.kernels.tuning import PIPELINES, WeightGradientPipeline, weight_gradient_tiles
 from tests.gpu.graphs import assert_replays_like_launched
+from tests.gpu.launches import note_launches
 from tests.support.operands import DEVICE, Tensors, assert_equal, leaves, on_path
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
@@ -37,15 +37,7 @@ def no_memory_is_kept() -> Iterator[None]:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which of the two kernels runs."""
-    names: list[str] = []
-
-    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arguments: names.append(name) or function(*arguments)
-
-    prepare = generic.prepare_weight_gradient
-    monkeypatch.setattr(sm90, "launch_weight_gradient", noting("sm90", sm90.launch_weight_gradient))
-    monkeypatch.setattr(generic, "prepare_weight_gradient", lambda *given: noting("generic", prepare(*given)))
-    return names
+    return note_launches(monkeypatch, {"sm90_weight_and_bias_gradient": "sm90", "weight_and_bias_gradient": "generic"})
 
 
 def integers(*shape: int, dtype: torch.dtype = BFLOAT16) -> Tensor:

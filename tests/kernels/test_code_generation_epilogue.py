@@ -40,6 +40,7 @@ from code_generation import compiling_for
 from fusedlayers.kernels import gemm_epilogue as kernels
 from fusedlayers.kernels.dropout import NO_DROPOUT, Dropout
 from fusedlayers.kernels.gemm_epilogue import LowRank
+from fusedlayers.kernels.matmul.arithmetic import Arithmetic
 from fusedlayers.kernels.tuning import EPILOGUE_ELEMENTS, EPILOGUE_PIPELINES, epilogue_tiles
 
 
@@ -67,7 +68,7 @@ def compile_all(
         if rank:
             right, left = torch.empty(N, rank, dtype=dtype), torch.empty(M, 32, dtype=dtype)
             joining = [LowRank(left, right, right if gated else None, 16), LowRank(left, right.T.contiguous())]
-        rest = (activation, accuracy, "ieee", tiles)
+        rest = (Arithmetic(activation, accuracy, "ieee"), tiles)
         with compiling_for(target, sm90=sm90) as reports:
             kernels.hidden(
                 x, w, b, w if gated else None, b if gated else None, more, *rest, pipeline("hidden"), dropout,

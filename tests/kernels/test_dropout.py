@@ -271,7 +271,7 @@ def test_tiles_do_not_change_the_mask_of_wide_layers(tiles: EpilogueTiles, place
     drawn = Dropout(seed_after(3), 0.5, place)
     mask = keep_mask(drawn.seed.cpu(), place[0], M, N, 0.5, torch.float32, place[1]) * 2
     one, row, dy, z = (torch.ones(shape, device=DEVICE) for shape in ((N, 1), (M, 1), (M, 1), (M, N)))
-    rest = ("identity", "exact", "ieee", tiles)
+    rest = (Arithmetic("identity", 0.0, "ieee", "exact"), tiles)
     for gate in (None, one):
         found, *_ = gemm_epilogue.hidden(row, one, None, gate, None, False, *rest, dropout=drawn)
         assert torch.equal(found.cpu(), mask)

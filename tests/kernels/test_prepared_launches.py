@@ -81,6 +81,9 @@ def test_the_narrow_ffn(gated: bool, splits: int, passes: int) -> None:
     assert not any(isinstance(each, Tensor) for each in ready.values())
 
 
+SILU = Arithmetic("silu", 0.0, "ieee", "exact")
+
+
 @pytest.mark.bits
 @needs_kernels
 @GATED
@@ -97,12 +100,12 @@ def test_the_wide_ffn(gated: bool) -> None:
         found = []
         for given in (ready, None):
             h, z, z_gate = gemm_epilogue.hidden(
-                x, w_up, b_up, w_gate, b_gate, keep, "silu", "exact", "ieee", tiles, dropout=dropout, ready=given
+                x, w_up, b_up, w_gate, b_gate, keep, SILU, tiles, dropout=dropout, ready=given
             )
             gradients = None
             if z is not None:
                 gradients = gemm_epilogue.hidden_gradient(
-                    dy, w_down, z, z_gate, turn != 3, 2, "silu", "exact", "ieee", tiles, keep_hidden=turn != 3,
+                    dy, w_down, z, z_gate, turn != 3, 2, SILU, tiles, keep_hidden=turn != 3,
                     for_products=True, dropout=dropout, column_sums=ColumnSumTiles(16, 16, 5), ready=given,
                 )  # fmt: skip
             found.append((h, z, z_gate, gradients))

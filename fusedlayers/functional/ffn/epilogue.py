@@ -29,8 +29,8 @@ def forward(call: Prepared, operands: Tensors, keep: bool) -> tuple[Tensor, Tens
     plan, arithmetic = call.plan, call.details
     tiles = plan.epilogue
     hidden, z, z_gate = kernels.hidden(
-        rows(x), w_up, b_up, w_gate, b_gate, keep, arithmetic.activation, arithmetic.accuracy,
-        arithmetic.input_precision, tiles.hidden_tiles, tiles.hidden_pipeline, Dropout(seed, arithmetic.dropout_p),
+        rows(x), w_up, b_up, w_gate, b_gate, keep, arithmetic, tiles.hidden_tiles, tiles.hidden_pipeline,
+        Dropout(seed, arithmetic.dropout_p),
         ready=call.ready, for_products=True,
     )  # fmt: skip
     y = F.linear(hidden, w_down, b_down)
@@ -63,8 +63,8 @@ def gradients(
         return [None, None, _weight_gradient(dy, again), None, None, None, None]
     tiles = plan.epilogue.gradient
     dz, dz_gate, up_sums, gate_sums, hidden, db_down = kernels.hidden_gradient(
-        dy, w_down, z, z_gate, db_up or db_gate, tiles.row_tiles, arithmetic.activation, arithmetic.accuracy,
-        arithmetic.input_precision, tiles.tiles, tiles.pipeline, keep_hidden=wanted[2], for_products=True,
+        dy, w_down, z, z_gate, db_up or db_gate, tiles.row_tiles, arithmetic, tiles.tiles, tiles.pipeline,
+        keep_hidden=wanted[2], for_products=True,
         in_place=in_place and ffn_epilogue.in_place(call.problem, call.facts, plan.epilogue), dropout=dropout,
         column_sums=COLUMN_SUM_TILES if wanted[4] else None, ready=call.ready,
     )  # fmt: skip

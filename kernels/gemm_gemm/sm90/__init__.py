@@ -7,15 +7,13 @@ tensors lie as TMA wants them; anything else runs in the generic kernels, which 
 from .data_gradient import data_gradient, prepare_data_gradient
 from .forward import forward, prepare_forward
 from .hidden_gradient import hidden_gradient, prepare_hidden_gradient
-from .stored_weight_gradient import launch_stored_weight_gradients, prepare_stored_weight_gradients
-from .weight_gradient import launch_weight_gradient, prepare_weight_gradient
+from .stored_weight_gradient import prepare_stored_weight_gradients
+from .weight_gradient import prepare_weight_gradient
 
 __all__ = [
     "data_gradient",
     "forward",
     "hidden_gradient",
-    "launch_stored_weight_gradients",
-    "launch_weight_gradient",
     "prepare_data_gradient",
     "prepare_forward",
     "prepare_hidden_gradient",

@@ -187,9 +187,8 @@ def data_gradient(operands: Operands, dy: torch.Tensor, prepared: Prepared) -> t
     partials = None
     if prepared.partials is not None:
         partials = x.new_empty(prepared.partials, dtype=torch.float32)
-    prepared.launch(
-        (operands.up_bias, operands.gate_bias, partials), (x, dy, operands.up, operands.gate, operands.down, dx)
-    )
+    biases = operands.up_bias, operands.gate_bias
+    prepared.launch((x, dy, operands.up, operands.gate, operands.down, dx, *biases, partials))
     if partials is None:
         return dx, None
     sums = x.new_empty(partials.shape[1])

@@ -182,7 +182,6 @@ def forward(
     """y of this shape, contiguous, by the launch that :func:`prepare_forward` has prepared."""
     x = operands.x
     y = x.new_empty(shape)
-    prepared(
-        (operands.up_bias, operands.gate_bias, down_bias, residual), (x, operands.up, operands.gate, operands.down, y)
-    )
+    biases = operands.up_bias, operands.gate_bias, down_bias
+    prepared((x, operands.up, operands.gate, operands.down, y, *biases, residual))
     return y

@@ -253,5 +253,5 @@ def hidden_gradient(
     """
     x = operands.x
     stored = x.new_empty(shape)
-    prepared((operands.up_bias, operands.gate_bias), (x, dy, operands.up, operands.gate, operands.down, stored))
+    prepared((x, dy, operands.up, operands.gate, operands.down, stored, operands.up_bias, operands.gate_bias))
     return stored

@@ -7,8 +7,6 @@ The ring and its loads are those of any weight gradient; two consumers hold the 
 
 from typing import Any
 
-import torch
-
 from ...activations import activation_unit
 from ...hopper import (
     Matrix,
@@ -151,7 +149,11 @@ def prepare_stored_weight_gradients(
     splits: int,
     config: StoredConfig,
 ) -> Launch:
-    """The launch, for what :func:`hidden_gradient` returns in this shape."""
+    """The launch, for what :func:`hidden_gradient` returns in this shape.
+
+    Its tensors are what is stored, x, dy, what is stored once more, and those to fill, gradients or the first split's
+    partials: up, gate, down, and of the biases those that are asked for.
+    """
     _, _, width, hidden, out_width = operands.sizes()
     rows, parts, part_columns = shape
     columns = parts * part_columns
@@ -171,17 +173,3 @@ def prepare_stored_weight_gradients(
             dense(rows, columns, config.rows, config.block_columns),
         ),
     )  # fmt: skip
-
-
-def launch_stored_weight_gradients(
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    stored: torch.Tensor,
-    targets: list[torch.Tensor | None],
-    prepared: Launch,
-) -> None:
-    """Fills ``targets``, gradients or the first split's partials: up, gate, down, up_bias, gate_bias, down_bias.
-
-    All matrices are computed, biases only if asked for.
-    """
-    prepared(tuple(targets), (stored, x, dy, stored))

@@ -5,8 +5,6 @@ Everything hidden is kept transposed, ``[hidden units, rows]``: it is the left o
 
 from typing import Any
 
-import torch
-
 from ...activations import activation_unit, hidden_and_slopes, through_activation
 from ...hopper import Matrix, fence_async_shared, gl, gluon, mbarrier, resources, warpgroup_mma_wait
 from ...launching import Launch
@@ -213,7 +211,8 @@ def prepare_weight_gradient(
 ) -> Launch:
     """The launch of one pass over x and dy.
 
-    ``transposed`` gradients have the layout of a batched GEMM-GEMM's operands.
+    ``transposed`` gradients have the layout of a batched GEMM-GEMM's operands. Its tensors are x, dy, up, gate, down,
+    both biases, and those to fill, gradients or the first split's partials, as ``WeightGradients`` has them.
     """
     batch, rows, width, hidden, out_width = operands.sizes()
     block_k, block_o = sm90_width(width), sm90_width(out_width)
@@ -229,12 +228,3 @@ def prepare_weight_gradient(
         ),
         geometries=geometries(matrices, dy, config.block, CONSUMER_ROWS, block_k, block_o),
     )  # fmt: skip
-
-
-def launch_weight_gradient(
-    operands: Operands, dy: torch.Tensor, targets: list[torch.Tensor | None], prepared: Launch
-) -> None:
-    """Fills ``targets``: gradients or the first split's partials, in the order of ``WeightGradients``."""
-    prepared(
-        (operands.up_bias, operands.gate_bias, *targets), (operands.x, dy, operands.up, operands.gate, operands.down)
-    )

@@ -4,7 +4,7 @@ They take 16 bits and an inner dimension up to 128, the forward pass without bia
 lie as TMA needs them.
 """
 
-from .forward import launch_reduce, prepare_reduce, takes
+from .forward import prepare_reduce, takes
 from .one_hot import prepare_one_hot, takes_one_hot
 
-__all__ = ["launch_reduce", "prepare_one_hot", "prepare_reduce", "takes", "takes_one_hot"]
+__all__ = ["prepare_one_hot", "prepare_reduce", "takes", "takes_one_hot"]

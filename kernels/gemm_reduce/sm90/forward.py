@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 from ...device import tl
 from ...hopper import (
     Matrix,
@@ -271,7 +269,12 @@ def takes(operands: ReduceOperands, config: Sm90ReduceConfig) -> tuple[Matrix, M
 def prepare_reduce(
     operands: ReduceOperands, matrices: tuple[Matrix, Matrix], splits: int, config: Sm90ReduceConfig
 ) -> Launch:
-    """The launch of :func:`launch_reduce`, of matrices that :func:`takes` gave; with several splits, of partials."""
+    """The launch for matrices that :func:`takes` gave.
+
+    Its tensors are kept and reduced, what mean divides by, and those to fill ``[Z, P]``, or with several splits their
+    partials ``[splits, Z, P]``: values, the sums of exponentials of a logsumexp's partials, and indices; then the mask,
+    lengths and offsets.
+    """
     batch, kept, reduced, _ = operands.sizes()
     kept_matrix, reduced_matrix = matrices
     row_tiles = -(-kept // (CONSUMER_ROWS * config.consumers))
@@ -290,19 +293,3 @@ def prepare_reduce(
             reduced_matrix.geometry(config.block, config.width),
         ),
     )  # fmt: skip
-
-
-def launch_reduce(
-    operands: ReduceOperands,
-    counts: torch.Tensor | None,
-    values: torch.Tensor,
-    indices: torch.Tensor | None,
-    sums: torch.Tensor | None,
-    launch: Launch,
-) -> None:
-    """Fills values, indices and sums ``[Z, P]``, or with more than one split their partials ``[splits, Z, P]``.
-
-    sums are the sums of exponentials of a logsumexp, of its partials alone; counts are what mean divides by.
-    """
-    mask = operands.pointers()[4]
-    launch((counts, values, sums, indices, mask, operands.lengths, operands.offsets), (operands.kept, operands.reduced))

@@ -132,7 +132,7 @@ def takes_one_hot(kept: torch.Tensor, config: OneHotPipeline | None) -> Matrix |
 def prepare_one_hot(kept: Matrix, shape: tuple[int, int, int], P: int, config: OneHotPipeline) -> Launch:
     """A launch that fills out, contiguous of this shape ``[Z, R, K]`` and of kept's dtype.
 
-    Its pointers are the indices, int32, and the weights, float32, both contiguous ``[Z, P]``; its bases kept and out.
+    Its tensors are kept, out, the indices, int32, and the weights, float32, both contiguous ``[Z, P]``.
     """
     batch, reduced, width = shape
     row_tiles = -(-reduced // (CONSUMER_ROWS * config.consumers))

@@ -17,8 +17,8 @@ from .schedules import end_of_rows, expert_of, swizzled_tile
 
 @triton.jit(do_not_specialize=["M", "zero", "dropout", "limits"])
 def _hidden_kernel(
-    x_ptr, up_ptr, w_gate_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, slots_ptr, tile_expert_ptr, hidden_ptr, z_ptr,
-    gate_ptr,
+    x_ptr, up_ptr, w_gate_ptr, hidden_ptr, z_ptr, gate_ptr, up_bias_ptr, gate_bias_ptr, seed_ptr, tile_expert_ptr,
+    slots_ptr,
     x_strides, up_strides, gate_strides, up_bias_strides, gate_bias_strides, width, K, N,
     M, zero, dropout, limits,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, VECTOR: tl.constexpr,
@@ -84,7 +84,7 @@ def prepare_hidden(
 ) -> Launch:
     """The launch for x ``[*, K]``, weights ``[N, K]`` or ``[E, N, K]``, up and gate, and results ``[rows, width]``.
 
-    Pointers are x, both weights, both biases, the seed of the dropout, slots and experts of tiles, H, Z and Zg: None
+    Its tensors are x, up, gate, hidden, Z, Zg, both biases, the seed of the dropout, experts of tiles and slots: None
     for what is not there. Where ``tiles`` have no inner axis, Z and Zg ``[rows, N]`` are read.
     """
     up, gate = weights

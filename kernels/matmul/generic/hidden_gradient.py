@@ -115,8 +115,8 @@ def _gradient_tile(
 
 @triton.jit(do_not_specialize=["M", "row_tiles", "zero", "dropout", "limits"])
 def _hidden_gradient_kernel(
-    dy_ptr, down_ptr, z_ptr, gate_ptr, dz_ptr, d_gate_ptr, hidden_ptr, sums_ptr, seed_ptr, added_ptr, weights_ptr,
-    slots_ptr, tile_expert_ptr,
+    dy_ptr, down_ptr, z_ptr, gate_ptr, dz_ptr, d_gate_ptr, hidden_ptr, sums_ptr, seed_ptr, added_ptr, tile_expert_ptr,
+    slots_ptr, weights_ptr, weight_sums_ptr,
     dy_strides, down_strides, z_strides, gate_strides, row_strides, O, N,
     M, row_tiles, zero, dropout, limits,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, VECTOR: tl.constexpr,
@@ -145,7 +145,7 @@ def _hidden_gradient_kernel(
         expert = tl.load(tile_expert_ptr + row * BLOCK_M // BLOCK).to(tl.int64)
         if expert >= 0:
             cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
-            tokens = SortedTokens(slots_ptr, weights_ptr, sums_ptr, column)
+            tokens = SortedTokens(slots_ptr, weights_ptr, weight_sums_ptr, column)
             _gradient_tile(
                 row * BLOCK_M, cols, expert, dy, down, pre, out, tokens, drop, limits, zero,
                 (sums, gate_sums), BLOCK_M, BLOCK_N, BLOCK_INNER, GATED, ARITHMETIC,
@@ -186,9 +186,9 @@ def prepare_hidden_gradient(
 ) -> Launch:
     """The launch for dy ``[M, O]``, w_down ``[O, N]`` or ``[E, O, N]``, and Z and Zg ``[M, N]``.
 
-    ``row_strides`` are those of dZ and dZg, and of the hidden; sorted rows are in blocks of ``block``. Pointers are dy,
-    w_down, Z, Zg, dZ, dZg, the hidden, sums, the seed of the dropout, what is added to dH, and of sorted rows weights,
-    slots and experts of tiles: None for what is not there.
+    ``row_strides`` are those of dZ and dZg, and of the hidden; sorted rows are in blocks of ``block``. Its tensors
+    are dy, w_down, Z, Zg, dZ, dZg, the hidden, sums, the seed of the dropout, what is added to dH, and of sorted rows
+    experts of tiles, slots, weights and the sums for their gradients: None for what is not there.
     """
     (rows, inner), columns = dy.shape, w_down.shape[-1]
     z, gate = pre

@@ -15,7 +15,7 @@ from .schedules import end_of_rows, expert_of, split_range, swizzled_tile
 
 @triton.jit(do_not_specialize=["M", "splits", "zero"])
 def _product_kernel(
-    a_ptr, w_ptr, bias_ptr, out_ptr, other_ptr, w_other_ptr, slots_ptr, tile_expert_ptr,
+    a_ptr, w_ptr, other_ptr, w_other_ptr, out_ptr, bias_ptr, tile_expert_ptr, slots_ptr,
     a_strides, w_strides, other_strides, bias_strides, N, K,
     M, splits, zero,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_INNER: tl.constexpr, SWAPPED: tl.constexpr, END: tl.constexpr,
@@ -87,8 +87,8 @@ def prepare_product(
     """The launch for a ``[M, K]`` and a weight ``[N, K]`` or ``[E, N, K]``, or two of each that lie alike.
 
     ``end`` says what is stored, see ``epilogues.finish``; ``units`` whether weights lie transposed, and in units of how
-    many elements both operands lie (``tiles.in_units``). Pointers are a, the weight, the bias, the result, the other
-    pair, slots and experts of tiles: None for what is not there.
+    many elements both operands lie (``tiles.in_units``). Its tensors are a, the weight, the other pair, the result, the
+    bias, experts of tiles and slots: None for what is not there.
     """
     (rows, inner), columns = a.shape, weights[0].shape[-2]
     return Launch(

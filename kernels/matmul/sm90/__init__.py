@@ -8,15 +8,12 @@ lie as TMA wants them; anything else runs in the generic kernels, which compute 
 from .data_gradient import data_gradient
 from .grouped_product import prepare_product
 from .grouped_weight_gradient import prepare_grouped_weight_gradient
-from .hidden import launch_hidden, prepare_hidden
-from .hidden_gradient import launch_hidden_gradient, prepare_hidden_gradient
-from .weight_gradient import launch_weight_gradient, prepare_weight_gradient
+from .hidden import prepare_hidden
+from .hidden_gradient import prepare_hidden_gradient
+from .weight_gradient import prepare_weight_gradient
 
 __all__ = [
     "data_gradient",
-    "launch_hidden",
-    "launch_hidden_gradient",
-    "launch_weight_gradient",
     "prepare_grouped_weight_gradient",
     "prepare_hidden",
     "prepare_hidden_gradient",

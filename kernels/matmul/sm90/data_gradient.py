@@ -114,7 +114,7 @@ def data_gradient(
     if made is None:
         return False
     factors = [factor for term in terms for factor in term]
-    made((total,), (*factors, *[None] * (4 - len(factors)), dx))
+    made((*factors, *[None] * (4 - len(factors)), dx, total))
     return True
 
 

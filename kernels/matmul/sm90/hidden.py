@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 from ...activations import activation_unit, limited_hidden_and_slopes
 from ...dropout import Dropout as DropoutNumbers
 from ...hopper import Matrix, dense, fence_async_shared, gl, gluon, resources, tma
@@ -84,17 +82,17 @@ def _consume(consumer: gl.constexpr, ring, schedule, steps, given):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["expert_count", "weight_rows", "tile_rows", "group", "dropout", "limits"])
+@gluon.jit(do_not_specialize=["experts", "tile_rows", "group", "dropout", "limits"])
 def _sm90_hidden_kernel(
     x_desc, up_desc, w_gate_desc, hidden_desc, z_desc, gate_desc, u_desc, b_desc, b_gate_desc, up_bias_ptr,
-    gate_bias_ptr, seed_ptr, tile_expert_ptr, starts_ptr, inner, N, tile_columns, whole, rank, gate_first, expert_count,
-    weight_rows, tile_rows, group, dropout, limits,
+    gate_bias_ptr, seed_ptr, tile_expert_ptr, starts_ptr, inner, N, tile_columns, whole, rank, gate_first, experts,
+    tile_rows, group, dropout, limits,
     RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     GATED: gl.constexpr = w_gate_desc is not None
     schedule = make_schedule(
-        tile_rows, tile_columns, group, tile_expert_ptr, starts_ptr, expert_count, weight_rows, HALF if GATED else TILE
+        tile_rows, tile_columns, group, tile_expert_ptr, starts_ptr, experts[0], experts[1], HALF if GATED else TILE
     )
     ring = pingpong_ring(x_desc, up_desc, RIGHT_TRANSPOSED, STEP, STAGES)
     given = _Hidden(
@@ -132,6 +130,8 @@ def prepare_hidden(
 ) -> Launch | None:
     """The launch for operands of these layouts, with results of so many columns; None: TMA cannot read ``low_rank``.
 
+    Its tensors are x, up, gate, hidden, Z, Zg, the three of a ``LowRank`` as TMA copies them, the biases of up and of
+    the gate, the seed of the dropout, the expert of each row of tiles, and where the rows of each expert begin.
     With ``experts``, rows are sorted by them, and both weights are those of all, behind one another. ``limits``
     are those of :func:`limited_hidden_and_slopes`. Results may be of more columns, ``width``.
     """
@@ -149,7 +149,7 @@ def prepare_hidden(
         min(tile_rows * tile_columns, pipeline.programs),
         (
             x.columns, columns, tile_columns, copies.whole(x.columns, pipeline.step), copies.columns, copies.first,
-            experts, up.step,
+            (experts, up.step),
         ),
         (tile_rows, pipeline.group, dropout.numbers(), limits or (0.0, 0.0)),
         (
@@ -166,17 +166,3 @@ def prepare_hidden(
             *copies.geometries,
         ),
     )  # fmt: skip
-
-
-def launch_hidden(
-    prepared: Launch,
-    matrices: tuple[torch.Tensor | None, ...],
-    vectors: tuple[torch.Tensor | None, ...],
-    sorting: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-) -> None:
-    """Fills the last three of (x, up, gate, hidden, z, z_gate), where they are given: ``[M, N]``.
-
-    Behind them come the three of a ``LowRank`` as TMA copies them. ``vectors`` are the biases of up and of the gate,
-    and the seed; ``sorting`` the expert of each row of tiles, and where the rows of each expert begin.
-    """
-    prepared((*vectors, *sorting), matrices)

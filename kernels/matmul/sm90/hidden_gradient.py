@@ -6,8 +6,6 @@ adds up what it has of a column; threads are asked for theirs only where the sum
 
 from typing import Any
 
-import torch
-
 from ...activations import activation_unit, limited_hidden_and_slopes, through_activation
 from ...dropout import Dropout as DropoutNumbers
 from ...hopper import Matrix, copy_in, dense, fence_async_shared, gl, gluon, mbarrier, resources, tma
@@ -277,18 +275,18 @@ def _consume(consumer: gl.constexpr, ring, schedule, steps, given):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["expert_count", "weight_rows", "tile_rows", "group", "M", "dropout", "limits"])
+@gluon.jit(do_not_specialize=["experts", "tile_rows", "group", "M", "dropout", "limits"])
 def _sm90_epilogue_gradient_kernel(
     dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, v_desc, a_desc, sums_ptr, seed_ptr,
     added_ptr, tile_expert_ptr, starts_ptr, weights_ptr, weight_sums_ptr, inner, N, tile_columns, whole, rank,
-    expert_count, weight_rows, tile_rows, group, M, dropout, limits,
-    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, Z_STAGES: gl.constexpr,
-    PLACES: gl.constexpr, STAYS: gl.constexpr, WHOLE_COLUMNS: gl.constexpr,
+    experts, tile_rows, group, M, dropout, limits,
+    RIGHT_TRANSPOSED: gl.constexpr, PIPELINE: gl.constexpr, STAYS: gl.constexpr, WHOLE_COLUMNS: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    schedule = make_schedule(
-        tile_rows, tile_columns, group, tile_expert_ptr, starts_ptr, expert_count, weight_rows, TILE
-    )
+    STEP: gl.constexpr = PIPELINE[0]
+    STAGES: gl.constexpr = PIPELINE[1]
+    Z_STAGES: gl.constexpr = PIPELINE[2]
+    schedule = make_schedule(tile_rows, tile_columns, group, tile_expert_ptr, starts_ptr, experts[0], experts[1], TILE)
     ring = pingpong_ring(dy_desc, down_desc, RIGHT_TRANSPOSED, STEP, STAGES)
     tiles = gl.allocate_shared_memory(dy_desc.dtype, [2 * Z_STAGES, HALF, HALF], z_desc.layout)
     quarters = _Quarters(
@@ -302,7 +300,7 @@ def _sm90_epilogue_gradient_kernel(
             limit=limits[0], offset=limits[1], GATED=gate_desc is not None, NAME=ACTIVATION[0], ACCURACY=ACTIVATION[1],
             LIMITED=ACTIVATION[2],
         ),
-        quarters=quarters, staging=make_staging(dz_desc, PLACES), SUMS_STAY=STAYS, WHOLE_COLUMNS=WHOLE_COLUMNS,
+        quarters=quarters, staging=make_staging(dz_desc, PIPELINE[3]), SUMS_STAY=STAYS, WHOLE_COLUMNS=WHOLE_COLUMNS,
     )  # fmt: skip
     dy_term = Term(left=dy_desc, right=down_desc, other=None, inner=inner, first=0)
     low_rank = Term(left=v_desc, right=a_desc, other=None, inner=rank, first=0)
@@ -334,6 +332,11 @@ def prepare_hidden_gradient(
 
     None where TMA cannot read ``low_rank``. With ``experts``, rows are sorted by them, and have weights; w_down is
     those of all, behind one another. ``limits`` are those of :func:`limited_hidden_and_slopes`.
+
+    Its tensors are dy, down, Z, Zg, dZ, dZg, the hidden, the first two of a ``LowRank`` as TMA copies them, the sums
+    ``[bands, parts × N]``, the seed, what is added to dH, contiguous; the expert of each row of tiles, where the rows
+    of each expert begin, the weights ``[M]`` of the rows in float32, and the sums for their gradients, one for each
+    column of tiles, ``[columns of tiles, M]``.
     """
     tile, half = TILE.value, HALF.value
     rows, columns = z.rows, z.columns
@@ -353,12 +356,12 @@ def prepare_hidden_gradient(
         _sm90_epilogue_gradient_kernel,
         min(tile_rows * tile_columns, programs),
         (
-            dy.columns, columns, tile_columns, copies.whole(dy.columns, pipeline.step), copies.columns, experts,
-            down.step,
+            dy.columns, columns, tile_columns, copies.whole(dy.columns, pipeline.step), copies.columns,
+            (experts, down.step),
         ),
         (tile_rows, 1 if stays else pipeline.group, rows, dropout.numbers(), limits or (0.0, 0.0)),
         (
-            down.transposed, pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places,
+            down.transposed, (pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places),
             stays, whole_columns, (activation, accuracy, limits is not None),
         ),
         geometries=(
@@ -372,19 +375,3 @@ def prepare_hidden_gradient(
             *copies.geometries[:2],
         ),
     )  # fmt: skip
-
-
-def launch_hidden_gradient(
-    prepared: Launch,
-    matrices: tuple[torch.Tensor | None, ...],
-    vectors: tuple[torch.Tensor | None, ...],
-    sorting: tuple[torch.Tensor | None, ...] = (None, None, None, None),
-) -> None:
-    """Fills the last three of (dy, down, z, z_gate, dz, d_gate, hidden), ``[M, N]``, where they are given.
-
-    Behind them come the first two of a ``LowRank`` as TMA copies them. ``vectors`` are the sums,
-    ``[bands, parts × N]``, the seed, and what is added to dH, contiguous; ``sorting`` the expert of each row of tiles,
-    where the rows of each expert begin, the weights ``[M]`` of the rows in float32, and the sums for their gradients,
-    one for each column of tiles, ``[columns of tiles, M]``.
-    """
-    prepared((*vectors, *sorting), matrices)

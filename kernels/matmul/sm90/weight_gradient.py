@@ -6,8 +6,6 @@ from the stages that the products read, by warps of their own: the matrix units 
 
 from typing import Any
 
-import torch
-
 from ...hopper import Matrix, fence_async_shared, gl, gluon, resources
 from ...launching import Launch
 from ...tuning import WeightGradientPipeline
@@ -151,7 +149,7 @@ def _sm90_weight_and_bias_gradient_kernel(
 def prepare_weight_gradient(
     dy: Matrix, x: Matrix, split_size: int, splits: int, config: WeightGradientPipeline
 ) -> Launch:
-    """The launch for operands of these layouts."""
+    """The launch for operands of these layouts; its tensors are dy, x, and those to fill: dW, db, or their partials."""
     units, width = dy.columns, x.columns
     tile_units, tile_columns = config.tile
     work = -(-units // tile_units) * -(-width // tile_columns) * splits
@@ -166,10 +164,3 @@ def prepare_weight_gradient(
             x.geometry(config.rows, config.columns),
         ),
     )
-
-
-def launch_weight_gradient(
-    dy: torch.Tensor, x: torch.Tensor, targets: list[torch.Tensor | None], prepared: Launch
-) -> None:
-    """Fills ``targets``, dW and db (or None), or the first split's partials of them."""
-    prepared(tuple(targets), (dy, x))
