@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .limits import CONSUMER_ROWS
+from .limits import CONSUMER_ROWS, stages_that_fit
 
 # Bytes of memory that are read and written at once. Where rows began within them, results were stored at half the
 # speed: 257 against 134 µs for 18,368 × 2472, gated, and 2,530 against 1,320 for 81,536 × 8344, on an H100; and
@@ -47,22 +47,27 @@ class EpilogueTiles:
 class EpiloguePipeline:
     """The warp-specialised kernels: two consumers in turn, each with tiles of 128 × 128.
 
-    ``stages`` of ``step`` of the inner axis are on their way or on chip at once. Results leave a consumer through
-    ``places`` of 64 × 64; pre-activations wait for it in ``z_stages`` of that size.
+    ``stages`` of ``step`` of the inner axis are on their way or on chip at once: as many as fit, up to ``most_stages``.
+    Results leave a consumer through ``places`` of 64 × 64; pre-activations wait for it in ``z_stages`` of that size.
     ``group`` tiles below one another are computed before those to their right. At most ``programs`` programs run, each
     of which takes tile after tile. Without a gate, a program of the hidden's gradient that ``stays`` has tiles of one
     column alone, and keeps its sums on chip.
     """
 
-    stages: int
     places: int = 2
     z_stages: int = 0
     step: int = 64
     group: int = 8
     programs: int = 132
     stays: bool = False
+    most_stages: int = 8
 
     tile: ClassVar[tuple[int, int]] = (2 * CONSUMER_ROWS, 2 * CONSUMER_ROWS)
+
+    @property
+    def stages(self) -> int:
+        """Those of the ring; both consumers have places and pre-activations of their own."""
+        return stages_that_fit(sum(self.tile), self.step, 2 * (self.places + self.z_stages), self.most_stages)
 
     @staticmethod
     def tiles(rows: int, columns: int) -> tuple[int, int]:
@@ -116,15 +121,16 @@ FEW_WEIGHTS = 10 * 2**20
 FEW_WEIGHTS_GROUP = 2
 
 # By (kernel, gated), on an H200 in bfloat16: of 3 to 5 stages and 2 to 6 places these were the fastest or within 2 %
-# of it from 512 to 4096 columns; more stages gain 5 % from 2048 on, and a gate needs its two halves on chip.
+# of it from 512 to 4096 columns; more stages gain 5 % from 2048 on, and a gate needs its two halves on chip. A sixth
+# stage was not measured.
 EPILOGUE_PIPELINES: dict[tuple[str, bool], EpiloguePipeline] = {
-    ("hidden", False): EpiloguePipeline(stages=5),
-    ("hidden", True): EpiloguePipeline(stages=5),
-    ("hidden_gradient", False): EpiloguePipeline(stages=5, z_stages=2),
-    ("hidden_gradient", True): EpiloguePipeline(stages=4, z_stages=4),
+    ("hidden", False): EpiloguePipeline(most_stages=5),
+    ("hidden", True): EpiloguePipeline(most_stages=5),
+    ("hidden_gradient", False): EpiloguePipeline(z_stages=2),
+    ("hidden_gradient", True): EpiloguePipeline(z_stages=4),
     # Not measured yet: as the hidden, whose epilogue has the same places.
-    ("data_gradient", False): EpiloguePipeline(stages=5),
-    ("data_gradient", True): EpiloguePipeline(stages=5),
+    ("data_gradient", False): EpiloguePipeline(most_stages=5),
+    ("data_gradient", True): EpiloguePipeline(most_stages=5),
 }
 
 

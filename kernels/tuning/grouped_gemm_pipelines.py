@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .gemm_epilogue import EpiloguePipeline
-from .limits import CONSUMER_ROWS
+from .limits import CONSUMER_ROWS, stages_that_fit
 
 # What the rows of every expert are padded to a multiple of: those of one tile.
 BLOCK = 128
@@ -21,11 +21,15 @@ class CooperativePipeline:
 
     tile: ClassVar[tuple[int, int]] = (2 * CONSUMER_ROWS, COOPERATIVE_COLUMNS)
 
-    stages: int = 4
     places: int = 2
     step: int = 64
     group: int = 16
     programs: int = 132
+
+    @property
+    def stages(self) -> int:
+        """Those of the ring."""
+        return stages_that_fit(sum(self.tile), self.step, 2 * self.places)
 
 
 GroupedPipeline = EpiloguePipeline | CooperativePipeline
@@ -36,12 +40,12 @@ GroupedPipeline = EpiloguePipeline | CooperativePipeline
 # and weight gradients of six sizes, consumers that work together took 0.44 to 1.1 times as long as consumers that take
 # turns at tiles of 128 × 128 (at 8 experts with 2,048 rows each, 4096 × 14,336: 0.44 to 0.87).
 GROUPED_PIPELINES: dict[tuple[str, bool], GroupedPipeline] = {
-    ("hidden", False): EpiloguePipeline(stages=6, places=1, group=16),
-    ("hidden", True): EpiloguePipeline(stages=6, places=1, group=16),
+    ("hidden", False): EpiloguePipeline(places=1, group=16),
+    ("hidden", True): EpiloguePipeline(places=1, group=16),
     ("product", False): CooperativePipeline(),
     ("product", True): CooperativePipeline(),
-    ("hidden_gradient", False): EpiloguePipeline(stages=5, z_stages=2, group=16),
-    ("hidden_gradient", True): EpiloguePipeline(stages=4, z_stages=4, group=16),
+    ("hidden_gradient", False): EpiloguePipeline(z_stages=2, group=16),
+    ("hidden_gradient", True): EpiloguePipeline(z_stages=4, group=16),
     ("weight_gradient", False): CooperativePipeline(),
     ("weight_gradient", True): CooperativePipeline(),
 }

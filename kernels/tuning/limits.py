@@ -18,6 +18,16 @@ def starts_early(architecture: str) -> bool:
     return architecture.startswith("sm_") and int(architecture.removeprefix("sm_")) >= 90
 
 
+def stages_that_fit(lines: int, step: int, buffers: int, most: int = 8) -> int:
+    """Stages of a ring for which one program has memory beside ``buffers`` of 64 × 64, and no more than ``most``.
+
+    A stage has ``lines`` rows and columns of both operands together, ``step`` of the inner axis each; elements have 16
+    bits.
+    """
+    free = SHARED_MEMORY - BARRIER_BYTES - 2 * buffers * CONSUMER_ROWS**2
+    return min(most, free // (2 * lines * step))
+
+
 def padded_width(width: int) -> int:
     """The width a kernel works with on chip: the next power of two, at least 16."""
     return max(MINIMUM_WIDTH, 1 << (width - 1).bit_length())

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from ...hopper import Descriptor, Matrix, dense, fence_async_shared, gl, gluon, resources, tma
+from ...hopper import Descriptor, Matrix, dense, fence_async_shared, gl, gluon, resources
 from ...launching import launch
-from ...matmul.sm90.cooperative import cooperative_ring, mma_tiles
+from ...matmul.sm90.cooperative import cooperative_ring, store_tiles
 from ...matmul.sm90.elements import bias_of_columns
 from ...matmul.sm90.loading import Term, load_tiles
 from ...matmul.sm90.ring import HALF, TILE, column_halves, make_staging, tma_store
@@ -107,13 +107,6 @@ def _epilogue(consumer: gl.constexpr, tile, acc, loaded, given, stored):
     return _store_gradient(consumer, acc, row + consumer * HALF, column, loaded, given, stored)
 
 
-@gluon.jit
-def _consume(consumer: gl.constexpr, ring, schedule, steps, given, LEAD: gl.constexpr):
-    stored = 0
-    mma_tiles(consumer, ring, schedule, steps, _prologue, _epilogue, given, stored, LEAD)
-    tma.store_wait(0)
-
-
 @gluon.jit(do_not_specialize=["M", "bands", "start", "scale", "softcap", "inverse_cap"])
 def _sm90_logit_gradient_kernel(
     x_desc, w_desc, out_desc, target_ptr, bias_ptr, weight_ptr, top_ptr, by_share_ptr, by_target_ptr, by_weight_ptr,
@@ -130,11 +123,11 @@ def _sm90_logit_gradient_kernel(
         staging=make_staging(out_desc, PLACES), COLUMNS=COLUMNS, SCALED=SCALED, SOFTCAP=SOFTCAP, ACCURACY=ACCURACY,
     )  # fmt: skip
     term = Term(left=x_desc, right=w_desc, other=None, inner=inner, first=0)
-    none = Term(left=None, right=None, other=None, inner=0, first=0)
     fence_async_shared()
     specialize(
-        2, _consume, (ring, schedule, gl.cdiv(inner, STEP), given, LEAD), load_tiles, (ring, schedule, term, none)
-    )
+        2, store_tiles, (_prologue, _epilogue, ring, schedule, gl.cdiv(inner, STEP), given, LEAD),
+        load_tiles, (ring, schedule, term),
+    )  # fmt: skip
 
 
 def gradient(

@@ -6,7 +6,7 @@ are busy with their epilogues. Where a ``LEAD`` is given, the second consumer st
 so that one of them has the matrix units meanwhile.
 """
 
-from ...hopper import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from ...hopper import gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import column_halves, make_ring, tma_store, wait_full
 from .schedules import tile_at, tile_count
 
@@ -41,6 +41,17 @@ def mma_tiles(
         count += 1
         state = epilogue(consumer, tile, acc, loaded, resources, state)
     return state
+
+
+@gluon.jit
+def store_tiles(
+    consumer: gl.constexpr, prologue: gl.constexpr, epilogue: gl.constexpr, ring, schedule, steps, resources,
+    LEAD: gl.constexpr = 0,
+):  # fmt: skip
+    """A consumer whose epilogue stores what it makes of its rows through TMA; the state is how many such stores."""
+    stored = 0
+    mma_tiles(consumer, ring, schedule, steps, prologue, epilogue, resources, stored, LEAD)
+    tma.store_wait(0)
 
 
 @gluon.jit

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from ...hopper import fence_async_shared, gl, gluon, matrix, resources, tma, untransposed
+from ...hopper import fence_async_shared, gl, gluon, matrix, resources, untransposed
 from ...launching import Launch, prepared
 from ...tuning import EpiloguePipeline
-from .elements import zeros
 from .loading import Term, load_tiles
-from .pingpong import columns_at_once, mma_tiles, pingpong_ring
+from .pingpong import dense_launch, pingpong_ring, store_tiles, zero_halves
 from .ring import HALF, TILE, column_halves, make_staging, tma_store
 from .roles import specialize
 from .schedules import dense_schedule
@@ -32,12 +31,6 @@ class _Sum:
     staging: Any
     FIRST: Any
     LAST: Any
-
-
-@gluon.jit
-def _nothing(tile, given):
-    acc = zeros(HALF, TILE)
-    return acc, acc, 0
 
 
 @gluon.jit
@@ -66,13 +59,6 @@ def _epilogue(consumer: gl.constexpr, tile, top, bottom, loaded, given, stored):
     return _accumulate(consumer, bottom, row + HALF, column, given, stored)
 
 
-@gluon.jit
-def _consume(consumer: gl.constexpr, ring, schedule, steps, given):
-    stored = 0
-    mma_tiles(consumer, ring, schedule, steps, _nothing, _epilogue, given, stored)
-    tma.store_wait(0)
-
-
 @gluon.jit(do_not_specialize=["tile_rows", "rows"])
 def _sm90_data_gradient_kernel(
     dz_desc, up_desc, d_gate_desc, w_gate_desc, dx_desc, total_ptr, inner, columns, tile_columns, tile_rows, rows,
@@ -90,7 +76,7 @@ def _sm90_data_gradient_kernel(
     gate_term = Term(left=d_gate_desc, right=w_gate_desc, other=None, inner=inner, first=0)
     fence_async_shared()
     specialize(
-        2, _consume, (ring, schedule, PARTS * gl.cdiv(inner, STEP), given),
+        2, store_tiles, (zero_halves, _epilogue, ring, schedule, PARTS * gl.cdiv(inner, STEP), given),
         load_tiles, (ring, schedule, up_term, gate_term),
     )  # fmt: skip
 
@@ -125,24 +111,9 @@ def _prepare(
     last: bool,
     pipeline: EpiloguePipeline,
 ) -> Launch | None:
-    operands = [found for d_pre, weight in terms for found in (untransposed(d_pre), matrix(weight))]
-    complete = [each for each in operands if each is not None]
+    found = [(untransposed(d_pre), matrix(weight)) for d_pre, weight in terms]
+    complete = [(left, right) for left, right in found if left is not None and right is not None]
     out = untransposed(dx)
-    if len(complete) < len(operands) or out is None or len({each.transposed for each in complete[1::2]}) > 1:
+    if len(complete) < len(found) or out is None or len({right.transposed for _, right in complete}) > 1:
         return None
-    tile, half = TILE.value, HALF.value
-    tile_rows, tile_columns = -(-out.rows // tile), -(-out.columns // tile)
-    transposed = complete[1].transposed
-    right_block = (pipeline.step, columns_at_once(transposed))
-    factors = [
-        each.geometry(*right_block) if place % 2 else each.geometry(half, pipeline.step)
-        for place, each in enumerate(complete)
-    ]
-    return Launch(
-        _sm90_data_gradient_kernel,
-        min(tile_rows * tile_columns, pipeline.programs),
-        (complete[0].columns, out.columns, tile_columns),
-        (tile_rows, out.rows),
-        (transposed, pipeline.step, pipeline.stages, pipeline.places, pipeline.group, first, last),
-        geometries=(*factors, *[None] * (4 - len(factors)), out.geometry(half, half)),
-    )
+    return dense_launch(_sm90_data_gradient_kernel, complete, out, pipeline, (first, last), most_terms=2)

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from ...hopper import Matrix, dense, fence_async_shared, gl, gluon, resources, tma
+from ...hopper import Matrix, dense, fence_async_shared, gl, gluon, resources
 from ...launching import Launch, ceil_div
 from ...tuning.grouped_gemm_pipelines import COOPERATIVE_COLUMNS, CooperativePipeline
-from .cooperative import cooperative_ring, mma_tiles, store_rows
+from .cooperative import cooperative_ring, store_rows, store_tiles
 from .elements import bias_of_columns
 from .loading import Term, load_tiles
 from .ring import HALF, TILE, make_staging
@@ -37,13 +37,6 @@ def _store(consumer: gl.constexpr, tile, acc, loaded, given, stored):
     return store_rows(consumer, given.out, row + consumer * HALF, column, acc, given.staging, stored)
 
 
-@gluon.jit
-def _consume(consumer: gl.constexpr, ring, schedule, steps, given):
-    stored = 0
-    mma_tiles(consumer, ring, schedule, steps, _bias, _store, given, stored)
-    tma.store_wait(0)
-
-
 @gluon.jit(do_not_specialize=["inner", "columns", "tile_columns", "expert_count", "weight_rows"])
 def _sm90_grouped_product_kernel(
     a_desc, w_desc, other_desc, other_w_desc, out_desc, bias_ptr, tile_expert_ptr, starts_ptr, inner, columns,
@@ -59,7 +52,7 @@ def _sm90_grouped_product_kernel(
     other_term = Term(left=other_desc, right=other_w_desc, other=None, inner=inner, first=0)
     fence_async_shared()
     specialize(
-        2, _consume, (ring, schedule, PARTS * gl.cdiv(inner, STEP), given),
+        2, store_tiles, (_bias, _store, ring, schedule, PARTS * gl.cdiv(inner, STEP), given),
         load_tiles, (ring, schedule, term, other_term),
     )  # fmt: skip
 

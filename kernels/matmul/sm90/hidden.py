@@ -4,13 +4,13 @@ from typing import Any
 
 from ...activations import activation_unit, limited_hidden_and_slopes
 from ...dropout import Dropout as DropoutNumbers
-from ...hopper import Matrix, dense, fence_async_shared, gl, gluon, resources, tma
+from ...hopper import Matrix, dense, fence_async_shared, gl, gluon, resources
 from ...launching import Launch
 from ...tuning import EpiloguePipeline
 from ..low_rank import LowRank, low_rank_copies
 from .elements import Activation, Dropout, bias_of_columns, biases_of_halves, draw, dropped
 from .loading import Term, load_tiles
-from .pingpong import columns_at_once, mma_tiles, pingpong_ring
+from .pingpong import columns_at_once, pingpong_ring, store_tiles
 from .ring import HALF, TILE, column_halves, make_staging, tma_store
 from .roles import specialize
 from .schedules import make_schedule
@@ -75,13 +75,6 @@ def _epilogue(consumer: gl.constexpr, tile, top, bottom, loaded, given, stored):
     return stored
 
 
-@gluon.jit
-def _consume(consumer: gl.constexpr, ring, schedule, steps, given):
-    stored = 0
-    mma_tiles(consumer, ring, schedule, steps, _biases, _epilogue, given, stored)
-    tma.store_wait(0)
-
-
 @gluon.jit(do_not_specialize=["experts", "tile_rows", "group", "dropout", "limits"])
 def _sm90_hidden_kernel(
     x_desc, up_desc, w_gate_desc, hidden_desc, z_desc, gate_desc, u_desc, b_desc, b_gate_desc, up_bias_ptr,
@@ -108,7 +101,7 @@ def _sm90_hidden_kernel(
     low_rank = Term(left=u_desc, right=b_desc, other=b_gate_desc, inner=rank, first=gate_first)
     fence_async_shared()
     specialize(
-        2, _consume, (ring, schedule, gl.cdiv(whole, STEP), given),
+        2, store_tiles, (_biases, _epilogue, ring, schedule, gl.cdiv(whole, STEP), given),
         load_tiles, (ring, schedule, x_term, low_rank),
     )  # fmt: skip
 

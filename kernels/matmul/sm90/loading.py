@@ -23,15 +23,16 @@ class Term:
 
 
 @gluon.jit
-def load_tiles(ring, schedule, first_term, second_term):
-    """The load warp: both terms of one tile after another."""
+def load_tiles(ring, schedule, first_term, second_term=None):
+    """The load warp: the term, or both terms, of one tile after another."""
     position = 0
     for index in range(gl.program_id(0), tile_count(schedule), gl.num_programs(0)):
         row, column, expert = tile_at(schedule, index)
         first = expert * schedule.weight_rows
         position = load_term(ring, first_term, row, column, first, position)
-        if second_term.left is not None:
-            position = load_term(ring, second_term, row, column, first, position)
+        if second_term is not None:
+            if second_term.left is not None:
+                position = load_term(ring, second_term, row, column, first, position)
 
 
 @gluon.jit

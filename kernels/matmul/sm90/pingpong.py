@@ -6,7 +6,13 @@ alternate at the ring: each waits on its own barrier of ``Ring.order``, and the 
 the phase of a stage's barrier would not tell a filling from the one two before it.
 """
 
-from ...hopper import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from collections.abc import Sequence
+from typing import Any
+
+from ...hopper import Matrix, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from ...launching import Launch, ceil_div
+from ...tuning import EpiloguePipeline
+from .elements import zeros
 from .ring import HALF, TILE, make_ring, wait_full
 from .schedules import tile_at, tile_count
 
@@ -14,6 +20,38 @@ from .schedules import tile_at, tile_count
 def columns_at_once(right_transposed: bool, paired: bool = False) -> int:
     """Columns of the result for which one copy brings the right operand; ``paired``: half of a tile's are another's."""
     return HALF.value if right_transposed or paired else TILE.value
+
+
+def dense_launch(
+    kernel: Any,
+    terms: Sequence[tuple[Matrix, Matrix]],
+    out: Matrix,
+    pipeline: EpiloguePipeline,
+    constants: tuple[object, ...] = (),
+    most_terms: int = 1,
+) -> Launch:
+    """The launch of a persistent kernel that fills ``out`` ``[M, N]`` from ``Σ left @ right``, terms that lie alike.
+
+    Its tensors are left ``[M, K]`` and right ``[K, N]`` of ``most_terms`` terms, None where there are fewer, and the
+    result; its numbers K, N, the columns of tiles, and free to change, the rows of tiles and M; its constants whether
+    right operands lie transposed, the pipeline's step, stages, places and group, and ``constants``.
+    """
+    left, right = terms[0]
+    tile_rows, tile_columns = ceil_div(out.rows, TILE.value), ceil_div(out.columns, TILE.value)
+    columns = columns_at_once(right.transposed)
+    factors = [
+        geometry
+        for a, b in terms
+        for geometry in (a.geometry(HALF.value, pipeline.step), b.geometry(pipeline.step, columns))
+    ]  # fmt: skip
+    return Launch(
+        kernel,
+        min(tile_rows * tile_columns, pipeline.programs),
+        (left.columns, out.columns, tile_columns),
+        (tile_rows, out.rows),
+        (right.transposed, pipeline.step, pipeline.stages, pipeline.places, pipeline.group, *constants),
+        geometries=(*factors, *[None] * (2 * most_terms - len(factors)), out.geometry(HALF.value, HALF.value)),
+    )
 
 
 @gluon.jit
@@ -41,6 +79,23 @@ def mma_tiles(
         turn += 1
         state = epilogue(consumer, tile, top, bottom, loaded, resources, state)
     return state
+
+
+@gluon.jit
+def zero_halves(tile, resources):
+    """A prologue: products alone."""
+    acc = zeros(HALF, TILE)
+    return acc, acc, 0
+
+
+@gluon.jit
+def store_tiles(
+    consumer: gl.constexpr, prologue: gl.constexpr, epilogue: gl.constexpr, ring, schedule, steps, resources
+):  # fmt: skip
+    """A consumer whose epilogue stores what it makes of its tiles through TMA; the state is how many such stores."""
+    stored = 0
+    mma_tiles(consumer, ring, schedule, steps, prologue, epilogue, resources, stored)
+    tma.store_wait(0)
 
 
 @gluon.jit
