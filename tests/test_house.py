@@ -27,6 +27,8 @@ SOURCES = {
     "train_examples": ROOT / "train_examples",
 }
 MOST_LINES = 400
+# Of functions in kernels/, and of the kernels themselves.
+MOST_PARAMETERS = {False: 20, True: 32}
 
 # The parts, lowest first, and what a part may import besides itself. A name covers what lies below it; `fusedlayers`
 # is the package itself with its public names. Nothing imports bench.
@@ -177,6 +179,18 @@ def test_files_are_short_and_named_for_a_purpose() -> None:
         lines = len(path.read_text().splitlines())
         assert lines <= MOST_LINES, f"{path.relative_to(ROOT)} has {lines} lines: make it a folder of that name"
         assert path.stem not in {"utils", "util", "helpers", "common", "misc"}, "a helper lives where it is needed"
+
+
+def test_kernels_take_few_parameters() -> None:
+    """What belongs together is one argument: the strides of a tensor, the numbers of a dropout."""
+    functions = [
+        (path.name, node.name, len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs))
+        for path in SOURCES["fusedlayers.kernels"].rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    assert len(functions) > 300
+    assert [each for each in functions if each[2] > MOST_PARAMETERS[each[1].endswith("_kernel")]] == []
 
 
 def test_functions_beside_device_code_are_typed() -> None:
