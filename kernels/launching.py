@@ -8,7 +8,7 @@ A launch that is repeated with other tensors of the same layout is prepared once
 not made again then.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from .relaunching import Repeated, Variant
 
 _Made = TypeVar("_Made")
 # What belongs together, as the strides of one tensor do, is a tuple and one parameter of the kernel.
-Numbers: TypeAlias = "tuple[int | float | Numbers, ...]"
+Numbers: TypeAlias = tuple[int | float | tuple[int | float, ...], ...]
 
 _compiled: dict[tuple[object, ...], Variant] = {}
 # Triton compiles for addresses that are multiples of 16 bytes, or not.
@@ -147,14 +147,6 @@ class Launch:
         return Repeated(self._variant, self._programs, self._device, self._geometries, pointers, rest)
 
 
-def _flat(numbers: Numbers) -> Iterator[int | float]:
-    for number in numbers:
-        if isinstance(number, tuple):
-            yield from _flat(number)
-        else:
-            yield number
-
-
 def launch(
     kernel: Any,
     programs: int,
@@ -193,7 +185,8 @@ def launch(
         placed = zip(pointers, addresses, strict=True)
         layout = tuple([None if a is None else (p.dtype, a & ALIGNMENT_MASK == 0) for p, a in placed])  # type: ignore[union-attr]
         blocks = tuple([None if d is None else (d.base.dtype, *d.block_shape) for d in descriptors])
-        width = tuple([n >> 31 for n in _flat(free_numbers) if type(n) is int])
+        free = [n for each in free_numbers for n in (each if isinstance(each, tuple) else (each,))]
+        width = tuple([n >> 31 for n in free if type(n) is int])
         # Kernels live as long as their modules; hashing one would hash its source.
         key = (id(kernel), device.index, blocks, layout, numbers, width, constants, num_warps, num_stages, dependent)
         known = _compiled.get(key)

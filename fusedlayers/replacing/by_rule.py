@@ -55,7 +55,7 @@ class FusedByRule(FusedOneFFN):
                 if now != value:
                     return True
                 continue
-            # Dynamo of torch 2.11 can compare what is in tuples, but not tuples.
+            # Dynamo of torch 2.11 compares no tuples.
             if not isinstance(now, tuple) or len(now) != len(value):
                 return True
             # A generator would be a frame more for Dynamo to trace.

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 
 class Named(Protocol):
-    """What names the activation, its accuracy, and the precision of products: :class:`Arithmetic`, and others."""
+    """What names an arithmetic: :class:`Arithmetic`, and others."""
 
     @property
     def activation(self) -> str: ...

@@ -186,14 +186,14 @@ def both_passes(width: int, gated: bool) -> Callable[[dict[Any, Any] | None], No
         tiles = plan.epilogue
         assert tiles is not None
         _, z, z_gate = gemm_epilogue.hidden(
-            x, up, bias, *gates, True, "silu", "coarse", "ieee", tiles.hidden_tiles, tiles.hidden_pipeline, ready=ready
+            x, up, bias, *gates, True, arithmetic, tiles.hidden_tiles, tiles.hidden_pipeline, ready=ready
         )
         gradient = tiles.gradient
         assert z is not None
         assert gradient is not None
         assert gradient.tiles is not None
         gemm_epilogue.hidden_gradient(
-            dy, down, z, z_gate, True, gradient.row_tiles, "silu", "coarse", "ieee", gradient.tiles, gradient.pipeline,
+            dy, down, z, z_gate, True, gradient.row_tiles, arithmetic, gradient.tiles, gradient.pipeline,
             keep_hidden=True, for_products=True, column_sums=COLUMN_SUM_TILES, ready=ready,
         )  # fmt: skip
 

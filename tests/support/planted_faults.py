@@ -108,7 +108,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "bias gradient not summed over the rows", "kernels/matmul/generic/mainloop.py",
-        "                sums += left_tile.T.to(tl.float32)", "                sums = left_tile.T.to(tl.float32)",
+        "                sums += summed_tile.to(tl.float32)", "                sums = summed_tile.to(tl.float32)",
         "functional/test_weight_gradient exact_integers",
     ),
     _fault(
