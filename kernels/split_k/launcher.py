@@ -41,14 +41,14 @@ def product(
     dtype, device = left.dtype, left.device
     out = torch.empty(made.shape, dtype=dtype, device=device)
     if made.partials is None:
-        made.launch((left, right, *made.no_pair, out, bias, *made.no_experts))
+        made.launch((left, right, *made.nothing, out, bias, *made.nothing))
         return out
     rows, columns = made.shape
     if atomic:
         target = torch.zeros(rows, columns, dtype=torch.float32, device=device).view(1, -1)
     else:
         target = torch.empty(made.partials, dtype=torch.float32, device=device)
-    made.launch((left, right, *made.no_pair, target, None, *made.no_experts))
+    made.launch((left, right, *made.nothing, target, None, *made.nothing))
     epilogue = Epilogue(bias, columns, activation, accuracy)
     reduce_partials(target, [out], epilogue, made.blocks, dependent, ready=made.ready)
     return out
@@ -60,9 +60,8 @@ class _Prepared(NamedTuple):
     shape: tuple[int, int]
     partials: tuple[int, int] | None
     launch: Launch
-    # What the kernel could take besides: a second pair of operands, and the experts of sorted rows.
-    no_pair: tuple[None, ...]
-    no_experts: tuple[None, ...]
+    # A kernel of tiles could take two tensors more, twice: another pair of operands, and the experts of sorted rows.
+    nothing: tuple[None, ...]
     blocks: ReduceBlocks
     ready: dict[Any, Any]
 
@@ -108,7 +107,7 @@ def _prepare(
         )  # fmt: skip
     blocks_of_sum = ReduceBlocks() if partials is None else ReduceBlocks(*reduce_blocks(rows * columns, partials[0]))
     nothing = () if tiles.block_m == 1 else (None, None)
-    return _Prepared((rows, columns), partials, launch, nothing, nothing, blocks_of_sum, {})
+    return _Prepared((rows, columns), partials, launch, nothing, blocks_of_sum, {})
 
 
 def _units(left: torch.Tensor, right: torch.Tensor) -> tuple[bool, int]:

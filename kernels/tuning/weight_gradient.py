@@ -27,8 +27,8 @@ class WeightGradientPipeline:
     ``stages`` of ``rows`` rows of both sides are on their way or on chip at once: as many as fit, up to six, as a
     seventh was not measured. ``group`` tiles below one another are computed before those to their right, so that
     programs that run at once read few columns of both sides. At most ``programs`` programs run, each of which takes
-    tile after tile. ``sum_warps`` add up dy for its bias gradient: two
-    where a matrix instruction needs more registers than sixteen warps can have, else four.
+    tile after tile. ``sum_warps`` add up dy for its bias gradient: two where a matrix instruction needs more registers
+    than sixteen warps can have, else four.
     """
 
     units: int

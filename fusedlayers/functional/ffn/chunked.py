@@ -66,8 +66,7 @@ def _hidden(call: Prepared, x: Tensor, weights: Weights, first_row: int, seed: T
     if tiles is not None:
         return kernels.hidden(
             x, weights.w_up, weights.b_up, weights.w_gate, weights.b_gate, False, arithmetic, tiles.hidden_tiles,
-            tiles.hidden_pipeline,
-            Dropout(seed, arithmetic.dropout_p, place), _ready(call, *place, x.shape[0]),
+            tiles.hidden_pipeline, Dropout(seed, arithmetic.dropout_p, place), _ready(call, *place, x.shape[0]),
         )[0]  # fmt: skip
     hidden = reference.hidden(*_pre_activations(x, weights), activation=arithmetic.activation)
     return reference.dropped(hidden, arithmetic.dropout_p, seed, place)
@@ -193,8 +192,7 @@ def _hidden_gradient(
         sums = [each.new_empty(each.shape[1]) if b is None else b for b, each in zip(biases, z, strict=False) if summed]
         kernels.hidden_gradient(
             dy, w_down, z[0], z[1] if len(z) > 1 else None, summed, gradient.row_tiles, arithmetic, gradient.tiles,
-            gradient.pipeline, in_place=True,
-            sums_into=sums, partials_into=room, hidden_into=hidden,
+            gradient.pipeline, in_place=True, sums_into=sums, partials_into=room, hidden_into=hidden,
             dropout=Dropout(seed, arithmetic.dropout_p, (0, first)), ready=_ready(call, first, z[0].shape[1]),
         )  # fmt: skip
         return

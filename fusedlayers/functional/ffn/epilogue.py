@@ -30,8 +30,7 @@ def forward(call: Prepared, operands: Tensors, keep: bool) -> tuple[Tensor, Tens
     tiles = plan.epilogue
     hidden, z, z_gate = kernels.hidden(
         rows(x), w_up, b_up, w_gate, b_gate, keep, arithmetic, tiles.hidden_tiles, tiles.hidden_pipeline,
-        Dropout(seed, arithmetic.dropout_p),
-        ready=call.ready, for_products=True,
+        Dropout(seed, arithmetic.dropout_p), ready=call.ready, for_products=True,
     )  # fmt: skip
     y = F.linear(hidden, w_down, b_down)
     return y if residual is None else y.add_(rows(residual)), z, z_gate

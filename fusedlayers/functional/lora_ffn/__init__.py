@@ -214,8 +214,7 @@ class _LoRAFFN(Operation):
         )
         hidden, z, z_gate = kernels.hidden(
             x, given.w_up, given.b_up, given.w_gate, given.b_gate, keep, arithmetic, tiles.hidden_tiles,
-            tiles.hidden_pipeline, ready=call.ready,
-            low_rank=into_hidden(given, inner),
+            tiles.hidden_pipeline, ready=call.ready, low_rank=into_hidden(given, inner),
         )  # fmt: skip
         inner_down = None
         if given.down_a is None:
@@ -290,8 +289,8 @@ class _LoRAFFN(Operation):
         hidden: Any
         dz, dz_gate, up_sums, gate_sums, hidden, _ = kernels.hidden_gradient(
             dy, given.w_down, z, z_gate, want.b_up or want.b_gate, tiles.row_tiles, details.arithmetic, tiles.tiles,
-            tiles.pipeline,
-            keep_hidden=want.w_down or want.down_a, in_place=in_place, ready=call.ready, low_rank=low_rank, added=added,
+            tiles.pipeline, keep_hidden=want.w_down or want.down_a, in_place=in_place, ready=call.ready,
+            low_rank=low_rank, added=added,
         )  # fmt: skip
         if want.b_up:
             found["b_up"] = up_sums
