@@ -24,7 +24,7 @@ _SUM_OF_SQUARES: Rows = ((128, (2**26, 2**23)), (256, (2**26, 2**26)))
 _SUM: Rows = ((128, (2**24, 2**17)),)
 
 FIGURES = Figures(
-    ceilings={"NVIDIA H200": (790e12, 4.3e12)},
+    ceilings={"NVIDIA H200": (790e12, 4.3e12), "NVIDIA H100 80GB HBM3": (790e12, 3.0e12)},
     gemm_gemm=GemmGemm(
         faster_from={
             ("ffn", False): ((64, (2**26, 2**22)), (128, (2**26, 2**25))),
