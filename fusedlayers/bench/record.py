@@ -130,7 +130,9 @@ def updated(record: Record, newer: Record) -> Record:
     method, seconds = newer["method"], record["method"].get("seconds_per_row", 0)
     # Rows that were timed for longer are as good.
     longer = {"seconds_per_row": seconds} if method.get("seconds_per_row", 0) > seconds else {}
-    check_alike(record, newer | {"method": method | longer}, "versions", "device", "method")
+    # Peak rates are what the library knew of the device then, not what it is.
+    device = newer["device"] | {"ceilings": record["device"]["ceilings"]}
+    check_alike(record, newer | {"method": method | longer, "device": device}, "versions", "device", "method")
     if newer["finished"] is None:
         raise ValueError("finished: expected a newer run that is, got None")
     if newer["commit"] is None or newer["dirty"]:

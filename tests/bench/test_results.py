@@ -61,7 +61,7 @@ def gpu_record() -> Record:
     return {
         "schema": 1, "arguments": [], "started": "2026-11-20T10:00:00+00:00", "finished": None, "commit": "c" * 40,
         "dirty": True, "source_sha256": "", "versions": {"torch": "2.11.0", "triton": "3.6.0"},
-        "device": {"kind": "cuda", "name": "NVIDIA H200"}, "method": {"cold_cache_bytes": 1},
+        "device": {"kind": "cuda", "name": "NVIDIA H200", "ceilings": [790e12, 4.3e12]}, "method": {"cold_cache_bytes": 1},
         "rows": [
             shared | {"shape": [131072, 64, 256], "contenders": won},
             shared | {"shape": [8192, 2048, 8192], "contenders": lost},
@@ -191,6 +191,12 @@ def test_rows_may_be_timed_for_longer(gpu_record: Record, newer_record: Record, 
         record.write(newer_record | {"method": method | {"seconds_per_row": seconds}}, newer)
         assert bench("update", older, newer) == status
     assert record.read(older)["method"] == method
+
+
+def test_peak_rates_may_be_known_by_now(gpu_record: Record, newer_record: Record) -> None:
+    older = gpu_record | {"device": gpu_record["device"] | {"ceilings": None}}
+    found = record.updated(older, newer_record)
+    assert (found["device"], len(found["rows"])) == (older["device"], 3)
 
 
 def test_a_contender_that_has_no_times_may_go(gpu_record: Record, newer_record: Record, tmp_path: Path) -> None:

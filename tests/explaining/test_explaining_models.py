@@ -104,7 +104,7 @@ def test_the_sums_of_a_model(stack: Stack) -> None:
     found = fl.explain(stack, torch.zeros(4, 4096, dtype=torch.int64), on="H200")
     for name in ("seconds", "saved_bytes", "saved_by_torch"):
         assert getattr(found, name) == sum(getattr(block.explanation, name) for block in found.blocks) > 0
-    assert fl.explain(stack, torch.zeros(4, dtype=torch.int64), on="H100").seconds is None
+    assert fl.explain(stack, torch.zeros(4, dtype=torch.int64)).seconds is None, "nobody knows the CPU's peak rates"
     with stack.split.register_forward_hook(lambda *_: None), stack.blocks[1].up_proj.register_forward_hook(print):
         hooked = fl.explain(stack, torch.zeros(4, 4096, dtype=torch.int64), on="H200")
     assert hooked.saved_bytes is None
