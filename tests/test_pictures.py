@@ -18,6 +18,8 @@ figures = pytest.importorskip("matplotlib.figure")
 RECORDS = sorted(tables.RESULTS.rglob("*.json"))
 # Of random sizes there are tables alone.
 DRAWN = [path for path in RECORDS if path.parent.name not in ("drawn", "sweeps")]
+# The pictures of a folder show the same of several cards: the newest's are enough.
+NEWEST = {path.parent: path for path in sorted(DRAWN, key=lambda path: json.loads(path.read_text())["started"])}
 
 
 def cut_off(figure: Any) -> list[str]:
@@ -44,7 +46,11 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("record", DRAWN, ids=lambda path: f"{path.parent.name} {path.stem}")
+@pytest.mark.parametrize(
+    "record",
+    [pytest.param(path, marks=() if path in NEWEST.values() else pytest.mark.full) for path in DRAWN],
+    ids=[f"{path.parent.name} {path.stem}" for path in DRAWN],
+)
 def test_the_pictures_of_the_benchmark(record: Path, tmp_path: Path, saved: list[str]) -> None:
     assert bench._draw(json.loads(record.read_text()), tmp_path / record.name)
     assert saved
@@ -65,6 +71,7 @@ CPU = {"device": "CPU, 16 threads", "precision": "32-true", "peak_memory_source"
 KEPT = {"kept_bytes": 123_456_789}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "changes", [{}, CPU, {**CPU, **KEPT}, {**CPU, **KEPT, **LONGEST}], ids=["GPU", "CPU", "kept", "long"]
 )

@@ -148,6 +148,7 @@ def calls() -> Iterator[Any]:
                 yield pytest.param(case, backend, without, id=f"{name}, {backend}, {wanted}", marks=marks)
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize(("case", "backend", "without"), list(calls()))
 def test_explain_says_what_is_kept(
     case: Case, backend: str, without: re.Pattern[str] | None, monkeypatch: pytest.MonkeyPatch

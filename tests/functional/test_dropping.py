@@ -62,6 +62,7 @@ def assert_checkpoints_agree(model: nn.Module, x: Tensor) -> None:
         assert all(torch.equal(one, other) for one, other in zip(found[1:], ours[1:], strict=True)), use_reentrant
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
@@ -72,6 +73,7 @@ def test_checkpoints_of_a_module(gated: bool, recompute: Any, backend: str, monk
     assert_checkpoints_agree(layer, torch.randn(32, 64, device=DEVICE))
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("recompute", [*RECOMPUTE[:3], 300], ids=str)
 @pytest.mark.parametrize(

@@ -125,6 +125,7 @@ def exact_weight_gradients(
     assert_equal(in_float64(ours), expected)
 
 
+@pytest.mark.sampled(together=2)
 @needs_kernels
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("splits", [1, 2, 3, 5, 8])
@@ -193,6 +194,7 @@ def test_nothing_outside_of_the_outputs_is_touched(gated: bool, splits: int, mon
         assert buffer[width:-width].isfinite().all()
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("letter", ["M", "K", "N", "O"])
 @pytest.mark.parametrize("path", [*PATHS, EPILOGUE])

@@ -93,6 +93,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # Numbers.
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("gated", GATED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -104,6 +105,7 @@ def test_activations_without_biases(torch_multiplies: bool, activation: str, dty
         assert_ffn_close(functional.ffn, inputs, options=options, activation=activation)
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("gated", GATED)
 @pytest.mark.parametrize("dropout_p", [0.1, 0.99])
 @pytest.mark.parametrize("activation", ACTIVATIONS)

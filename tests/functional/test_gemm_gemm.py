@@ -113,6 +113,7 @@ def test_exact_integers(activation: str | None, dtype: torch.dtype, path: str) -
     assert_equal(in_float64(ours), truth)
 
 
+@pytest.mark.sampled(together=2)
 @needs_kernels
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("splits", [1, 2, 3, 5, 8])
@@ -177,6 +178,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(together=2)
 @needs_kernels
 @pytest.mark.parametrize("sizes", [(35, 9, 21, 7), (35, 8, 24, 12)], ids=["no whole vectors", "whole vectors"])
 @pytest.mark.parametrize("roles", ["a b c dy", "b", "c", "b c"])

@@ -59,6 +59,7 @@ def assert_same(found: dict[str, list[Tensor]]) -> None:
             assert torch.equal(one, two), (mode, (one - two).abs().max())
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CALLS)

@@ -116,6 +116,7 @@ def test_exact_integers(activation: str | None, gated: bool, dtype: torch.dtype,
     assert_equal(in_float64(ours), truth)
 
 
+@pytest.mark.sampled(together=2)
 @needs_kernels
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("row_tiles", [1, 2, 3, 5, 8])

@@ -159,6 +159,7 @@ def test_what_nobody_holds_is_written_over(
         assert_same(list(again), list(found[0]))
 
 
+@pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize("hold", HOLDERS, ids=lambda hold: hold.__name__)
 @pytest.mark.parametrize("name", OVERWRITING)

@@ -81,6 +81,7 @@ def test_leading_dimensions_are_rows(leading: tuple[int, ...], dtype: torch.dtyp
     assert (y.shape, y.dtype) == ((*leading, 37), dtype)
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("path", KERNELS_AND_TORCH)
 @pytest.mark.parametrize("reduction", ["workspace", "atomic"])
 @pytest.mark.parametrize("split_k", [1, 2, 3, 5, 8, "auto", 10**9])
@@ -147,6 +148,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(together=2)
 @needs_kernels
 @pytest.mark.parametrize("rows", [1, 19])
 @pytest.mark.parametrize("columns", [(21, 134), (20, 132)], ids=["no whole vectors", "whole vectors"])

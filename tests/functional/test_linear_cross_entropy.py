@@ -112,6 +112,7 @@ def test_edges_of_rows(V: int, reduction: str, path: str) -> None:
     assert_loss_close(inputs, path=path, reduction=reduction, label_smoothing=0.1 if V > 1 else 0.0)
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("tokens", [1, 7, 8, 9, 15, 16, 17, 24, 33])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -121,6 +122,7 @@ def test_edges_of_chunks(tokens: int, dtype: torch.dtype, path: str) -> None:
     assert_loss_close(*given, path=path)
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS)

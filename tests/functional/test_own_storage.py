@@ -39,6 +39,7 @@ def test_results_and_gradients(name: str, way: str, backend: str) -> None:
             assert_own(f"d{key}", leaf.grad)
 
 
+@pytest.mark.sampled(together=2)
 @needs_kernels
 @pytest.mark.parametrize("path", ["chunked", "recomputed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -100,6 +100,7 @@ def test_exact_integers(dtype: torch.dtype, path: str) -> None:
     assert_equal(in_float64(ours), found(reference.weight_gradient, in_float64(tensors)))
 
 
+@pytest.mark.sampled(together=2)
 @needs_kernels
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("bias", [True, False])

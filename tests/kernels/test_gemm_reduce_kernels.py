@@ -118,6 +118,7 @@ def test_few_kept_rows_have_both_gradients_at_once(op: str, monkeypatch: pytest.
         launched.clear()
 
 
+@pytest.mark.sampled(together=2)
 @needs_kernels
 @infinities
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "transposed"])

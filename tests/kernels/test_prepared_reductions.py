@@ -20,6 +20,7 @@ from tests.support.prepared_launches import HOPPER, assert_same, assert_told_the
 K = 16
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.bits
 @needs_kernels
 @pytest.mark.parametrize("op", ["mean", "max", "logsumexp", "sumsq"])
@@ -61,6 +62,7 @@ def test_reductions(op: str, splits: int, together: bool) -> None:
         assert not any(isinstance(each, Tensor) for each in ready.values())
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.bits
 @needs_kernels
 @pytest.mark.parametrize("splits", [1, 3])

@@ -22,6 +22,7 @@ KERNELS = pytest.param("kernels", marks=needs_kernels)
 PATHS = pytest.mark.parametrize("path", [KERNELS, "chunked", "torch"])
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("kind", ["plain", "gated", "replaced"])
 @pytest.mark.parametrize("path", [KERNELS, "chunked"])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
