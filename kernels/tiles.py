@@ -35,6 +35,14 @@ def grouped_tile(tile, tile_rows, tile_columns, group):
 
 
 @triton.jit
+def split_range(split, inner, splits, BLOCK_INNER: tl.constexpr):
+    """(first, end) of one of ``splits`` ranges of whole blocks of the inner axis: split K."""
+    size = tl.cdiv(tl.cdiv(inner, BLOCK_INNER), splits) * BLOCK_INNER
+    first = split * size
+    return first, tl.minimum(first + size, inner)
+
+
+@triton.jit
 def load_tile(base_ptr, rows, cols, stride_row, stride_col, row_limit, col_limit):
     """The tile ``[rows, cols]`` of a matrix, zero outside ``row_limit × col_limit``. Offsets are 64-bit."""
     offsets = rows.to(tl.int64)[:, None] * stride_row + cols.to(tl.int64)[None, :] * stride_col

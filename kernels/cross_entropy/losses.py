@@ -1,10 +1,9 @@
-"""Loss, log-probability and entropy of each row of logits, and their gradient in the place of the logits.
+"""The loss of each row of logits, and its gradient in the place of the logits.
 
 Of a row with target y and class weights w (1 without), their sum W, and ``lse = top + log total``:
 
     loss = (1 - ε) w_y (lse - x_y) + ε / V (W lse - Σ_c w_c x_c) + z lse²
     dloss / dx_c = p_c ((1 - ε) w_y + ε / V W + 2 z lse) - (1 - ε) w_y [c = y] - ε / V w_c,  p_c = exp(x_c - lse)
-    entropy = -Σ_c p_c log p_c,  dentropy / dx_c = -p_c (log p_c + entropy)
 
 Where y is ``ignore_index`` all of them are 0. Another y that is no column has the loss NaN, and so has its gradient.
 """
@@ -88,7 +87,7 @@ def gradient_factors(
     do_not_specialize=["M", "ignore_index", "smoothing", "z_loss", "scale", "softcap", "inverse_cap", "gradient"]
 )  # fmt: skip
 def _losses_kernel(
-    logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, factor_ptr, loss_ptr, entropy_ptr, statistics_ptr,
+    logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, factor_ptr, loss_ptr, statistics_ptr,
     length, V, M, ignore_index, smoothing, z_loss, scale, softcap, inverse_cap, gradient,
     BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, ACCURACY: tl.constexpr,
 ):  # fmt: skip
@@ -101,15 +100,12 @@ def _losses_kernel(
     x_target, _ = values_and_slope(
         row_ptr, tl.minimum(tl.maximum(target, 0), V - 1), V, length, scale, softcap, inverse_cap, SOFTCAP, ACCURACY
     )
-    ENTROPY: tl.constexpr = entropy_ptr is not None
-    top, total, weighted, spread = row_statistics(
-        row_ptr, weight_ptr, V, length, scale, softcap, inverse_cap, BLOCK, SMOOTHING, ENTROPY, SOFTCAP, ACCURACY
+    top, total, weighted = row_statistics(
+        row_ptr, weight_ptr, V, length, scale, softcap, inverse_cap, BLOCK, SMOOTHING, SOFTCAP, ACCURACY
     )
     log_total = tl.log(total)
     loss = loss_of(top, log_total, x_target, weighted, weight, weight_sum_ptr, V, smoothing, z_loss, SMOOTHING)
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0))
-    if ENTROPY:
-        tl.store(entropy_ptr + row, tl.where(counts, log_total - spread / total, 0.0))
     if statistics_ptr is not None:
         tl.store(statistics_ptr + row, top)
         tl.store(statistics_ptr + M + row, total)
@@ -122,8 +118,8 @@ def _losses_kernel(
             factor, counts, weight, weight_sum_ptr, top, log_total, V, smoothing, z_loss, SMOOTHING
         )
         replace_by_gradient(
-            row_ptr, weight_ptr, target, top, total, by_share, 0.0, by_target, by_weight, V, length, scale,
-            softcap, inverse_cap, BLOCK, SMOOTHING, False, SOFTCAP, ACCURACY,
+            row_ptr, weight_ptr, target, top, total, by_share, by_target, by_weight, V, length, scale, softcap,
+            inverse_cap, BLOCK, SMOOTHING, SOFTCAP, ACCURACY,
         )  # fmt: skip
 
 
@@ -131,7 +127,7 @@ def _losses_kernel(
     do_not_specialize=["M", "ignore_index", "smoothing", "z_loss", "scale", "softcap", "inverse_cap"]
 )  # fmt: skip
 def _losses_gradient_kernel(
-    logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, upstream_ptr, entropy_upstream_ptr, entropy_ptr, statistics_ptr,
+    logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, upstream_ptr, statistics_ptr,
     length, V, M, ignore_index, smoothing, z_loss, scale, softcap, inverse_cap,
     BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, ACCURACY: tl.constexpr,
 ):  # fmt: skip
@@ -141,22 +137,12 @@ def _losses_gradient_kernel(
     weight = class_weight(target, weight_ptr, V)
     top = tl.load(statistics_ptr + row)
     total = tl.load(statistics_ptr + M + row)
-    by_share = 0.0
-    by_target = 0.0
-    by_weight = 0.0
-    by_logarithm = 0.0
-    if upstream_ptr is not None:
-        by_share, by_target, by_weight = gradient_factors(
-            tl.load(upstream_ptr + row), counts, weight, weight_sum_ptr, top, tl.log(total), V, smoothing, z_loss,
-            SMOOTHING,
-        )  # fmt: skip
-    ENTROPY: tl.constexpr = entropy_upstream_ptr is not None
-    if ENTROPY:
-        by_logarithm = tl.where(counts, -tl.load(entropy_upstream_ptr + row), 0.0)
-        by_share += tl.where(counts, by_logarithm * tl.load(entropy_ptr + row), 0.0)
+    by_share, by_target, by_weight = gradient_factors(
+        tl.load(upstream_ptr + row), counts, weight, weight_sum_ptr, top, tl.log(total), V, smoothing, z_loss, SMOOTHING
+    )
     replace_by_gradient(
-        logits_ptr + row * length, weight_ptr, target, top, total, by_share, by_logarithm, by_target, by_weight, V,
-        length, scale, softcap, inverse_cap, BLOCK, SMOOTHING, ENTROPY, SOFTCAP, ACCURACY,
+        logits_ptr + row * length, weight_ptr, target, top, total, by_share, by_target, by_weight, V, length, scale,
+        softcap, inverse_cap, BLOCK, SMOOTHING, SOFTCAP, ACCURACY,
     )  # fmt: skip
 
 
@@ -169,7 +155,6 @@ def losses(
     tiles: RowTiles,
     *,
     loss: torch.Tensor,
-    entropy: torch.Tensor | None = None,
     statistics: torch.Tensor | None = None,
     gradient: bool = False,
     factor: torch.Tensor | None = None,
@@ -179,14 +164,14 @@ def losses(
     What lies between two rows of logits may be overwritten, also behind the last one: the kernels take rows as long as
     the stride between them, of whole vectors where this is a multiple of 16.
 
-    ``weight``, float32 ``[V]``, and ``weight_sum``, its sum, are those of the classes. ``entropy`` ``[M]`` and
-    ``statistics`` ``[2, M]``, top and total, are filled where they are given; the two rows of ``statistics`` may be
-    parts of longer ones. ``gradient`` puts that of ``factor · Σ loss`` in the place of the logits.
+    ``weight``, float32 ``[V]``, and ``weight_sum``, its sum, are those of the classes. ``statistics`` ``[2, M]``, top
+    and total, are filled where they are given; their two rows may be parts of longer ones. ``gradient`` puts that of
+    ``factor · Σ loss`` in the place of the logits.
     """
     launch(
         _losses_kernel,
         logits.shape[0],
-        (logits, target, weight, weight_sum, factor, loss, entropy, statistics),
+        (logits, target, weight, weight_sum, factor, loss, statistics),
         (logits.stride(0), logits.shape[1]),
         (0 if statistics is None else statistics.stride(0), *arithmetic.numbers(), int(gradient)),
         (tiles.block, arithmetic.label_smoothing > 0, arithmetic.softcap is not None, arithmetic.accuracy),
@@ -203,18 +188,16 @@ def gradient(
     tiles: RowTiles,
     *,
     statistics: torch.Tensor,
-    upstream: torch.Tensor | None,
-    entropy: torch.Tensor | None = None,
-    entropy_upstream: torch.Tensor | None = None,
+    upstream: torch.Tensor,
 ) -> None:
-    """Puts the gradient of ``Σ upstream · loss + Σ entropy_upstream · entropy`` in the place of the logits.
+    """Puts the gradient of ``Σ upstream · loss`` in the place of the logits.
 
-    What the loss is, how rows lie, and the ``statistics`` and ``entropy`` that it left behind: see :func:`losses`.
+    What the loss is, how rows lie, and the ``statistics`` that it left behind: see :func:`losses`.
     """
     launch(
         _losses_gradient_kernel,
         logits.shape[0],
-        (logits, target, weight, weight_sum, upstream, entropy_upstream, entropy, statistics),
+        (logits, target, weight, weight_sum, upstream, statistics),
         (logits.stride(0), logits.shape[1]),
         (statistics.stride(0), *arithmetic.numbers()),
         (tiles.block, arithmetic.label_smoothing > 0, arithmetic.softcap is not None, arithmetic.accuracy),

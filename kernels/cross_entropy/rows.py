@@ -25,9 +25,9 @@ def values_and_slope(
 @triton.jit
 def row_statistics(
     row_ptr, weight_ptr, V, length, scale, softcap, inverse_cap, BLOCK: tl.constexpr, SMOOTHING: tl.constexpr,
-    ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr, ACCURACY: tl.constexpr,
+    SOFTCAP: tl.constexpr, ACCURACY: tl.constexpr,
 ):  # fmt: skip
-    """(top, total, Σ_c w_c x_c, Σ_c exp(x_c - top) (x_c - top)) of a row; the last two are 0 where nobody asks.
+    """(top, total, Σ_c w_c x_c) of a row; the last is 0 where nobody asks.
 
     Each lane has a maximum and sums of its own, so that nothing crosses the lanes before the end. Of a new value and
     the lane's maximum one exponential is enough: the other one is 1.
@@ -35,17 +35,12 @@ def row_statistics(
     top = tl.full([BLOCK], LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
-    spread = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, V, BLOCK):
         cols = first + tl.arange(0, BLOCK)
         x, _ = values_and_slope(row_ptr, cols, V, length, scale, softcap, inverse_cap, SOFTCAP, ACCURACY)
         distance = x - top
         share = exponential(-tl.abs(distance), ACCURACY)
         rises = distance > 0
-        if ENTROPY:
-            # What has no share adds nothing, however far away it is: 0 · inf would be NaN.
-            new = share * tl.where(share == 0.0, 0.0, distance)
-            spread = tl.where(rises, tl.where(share == 0.0, 0.0, share * spread) - new * total, spread + new)
         total = tl.where(rises, total * share + 1.0, total + share)
         top = tl.where(rises, x, top)
         if SMOOTHING:
@@ -55,26 +50,19 @@ def row_statistics(
                 x *= tl.load(weight_ptr + cols, mask=inside, other=0.0)
             weighted += x
     row_top = tl.max(top, 0)
-    distance = top - row_top
-    share = exponential(distance, ACCURACY)
-    row_total = tl.sum(total * share, 0)
-    row_spread = 0.0
-    if ENTROPY:
-        row_spread = tl.sum(share * (spread + tl.where(share == 0.0, 0.0, distance) * total), 0)
-    return row_top, row_total, tl.sum(weighted, 0), row_spread
+    row_total = tl.sum(total * exponential(top - row_top, ACCURACY), 0)
+    return row_top, row_total, tl.sum(weighted, 0)
 
 
 @triton.jit
 def replace_by_gradient(
-    row_ptr, weight_ptr, target, top, total, by_share, by_logarithm, by_target, by_weight, V, length, scale,
-    softcap, inverse_cap, BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr,
-    ACCURACY: tl.constexpr,
+    row_ptr, weight_ptr, target, top, total, by_share, by_target, by_weight, V, length, scale, softcap, inverse_cap,
+    BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, ACCURACY: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradient of the row, see ``gradient_of``, whose factors are those of p here.
 
     All ``length`` elements of the row are written, zeros from column V on.
     """
-    log_total = tl.log(total)
     inverse = 1.0 / total
     for first in tl.range(0, V, BLOCK):
         cols = first + tl.arange(0, BLOCK)
@@ -84,8 +72,8 @@ def replace_by_gradient(
         else:
             class_weights = 1.0
         g = gradient_of(
-            x, slope, cols == target, class_weights, top, log_total, by_share * inverse, by_logarithm * inverse,
-            by_target, by_weight, ENTROPY, SMOOTHING, ACCURACY,
+            x, slope, cols == target, class_weights, top, 0.0, by_share * inverse, 0.0, by_target, by_weight,
+            False, SMOOTHING, ACCURACY,
         )  # fmt: skip
         g = tl.where(cols < V, g, 0.0)
         tl.store(row_ptr + cols, g.to(row_ptr.dtype.element_ty), mask=cols < length)

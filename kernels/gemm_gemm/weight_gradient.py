@@ -11,7 +11,7 @@ from ..device import tl, triton
 from ..dropout import keep
 from ..launching import Launch, ceil_div, layout_of, prepared
 from ..partials import split_size, summed_over_splits
-from ..tiles import add_product, in_units, load_tile, load_vector, product, store_tile, strides_in_units
+from ..tiles import add_product, in_units, load_tile, load_vector, product, split_range, store_tile, strides_in_units
 from ..tuning import TileConfig
 from . import sm90
 from .operands import Operands, rows_of, strides
@@ -76,9 +76,8 @@ def _weight_gradient_kernel(
     d_up_bias = tl.zeros([BLOCK_N], tl.float32)
     d_gate_bias = tl.zeros([BLOCK_N], tl.float32)
 
-    split_rows = tl.cdiv(tl.cdiv(M, BLOCK_M), splits) * BLOCK_M
-    first_row = split * split_rows
-    for row_start in tl.range(first_row, tl.minimum(first_row + split_rows, M), BLOCK_M):
+    first_row, end_row = split_range(split, M, splits, BLOCK_M)
+    for row_start in tl.range(first_row, end_row, BLOCK_M):
         rows = row_start + tl.arange(0, BLOCK_M)
         x_tile = load_tile(x_ptr, rows, inner, stride_xm, stride_xk, M, K)
         dy_tile = load_tile(dy_ptr, rows, outer, stride_dym, stride_dyo, M, O)

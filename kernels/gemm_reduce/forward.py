@@ -7,7 +7,7 @@ import torch
 from ..activations import activate
 from ..device import tl, triton
 from ..launching import Launch, ceil_div, prepared
-from ..tiles import store_tile
+from ..tiles import split_range, store_tile
 from ..tuning import ReduceConfig
 from . import sm90
 from .operands import ReduceOperands, add_biases, entry_rows, exponential, operand_in_units, scores
@@ -80,12 +80,11 @@ def _reduce_kernel(
         end = entry  # the product has all columns, also those that do not take part
     kept_ptr += batch * stride_kz
     reduced_ptr += batch * stride_rz + first_row * stride_rr
-    split_rows = tl.cdiv(tl.cdiv(end, BLOCK_R), splits) * BLOCK_R
-    start = split * split_rows
+    start, stop = split_range(split, end, splits, BLOCK_R)
     total = tl.zeros([BLOCK_P], tl.float32)  # sum, or sum of exponentials relative to the best
     best = tl.full([BLOCK_P], float("-inf"), tl.float32)
     index = tl.zeros([BLOCK_P], tl.int32) + start
-    for r in tl.range(start, tl.minimum(start + split_rows, end), BLOCK_R):
+    for r in tl.range(start, stop, BLOCK_R):
         cols = r + tl.arange(0, BLOCK_R)
         c = scores(
             kept_ptr, reduced_ptr, rows, cols, stride_kp, stride_kk, stride_rr, stride_rk, P, entry, zero,

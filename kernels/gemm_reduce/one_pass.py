@@ -14,7 +14,7 @@ import torch
 from ..device import tl, triton
 from ..launching import Launch, prepared
 from ..partials import split_size, summed_over_splits
-from ..tiles import add_product, product, store_tile
+from ..tiles import add_product, product, split_range, store_tile
 from ..tuning import ReduceConfig
 from .operands import ReduceOperands, add_biases, entry_rows, gradient_weights, load_block, operand_in_units
 
@@ -47,10 +47,9 @@ def _one_pass_kernel(
     result = 0.0
     if OP == "logsumexp":
         result = tl.load(result_ptr + batch * P + rows, mask=rows < P, other=0.0)[None, :]
-    range_rows = tl.cdiv(tl.cdiv(R, BLOCK_R), splits) * BLOCK_R
-    start = split * range_rows
+    start, stop = split_range(split, R, splits, BLOCK_R)
     d_kept = tl.zeros([BLOCK_K, BLOCK_P], tl.float32)
-    for first in tl.range(start, tl.minimum(start + range_rows, R), BLOCK_R):
+    for first in tl.range(start, stop, BLOCK_R):
         cols = first + tl.arange(0, BLOCK_R)
         tile = load_block(reduced_ptr, cols, inner, stride_rr, stride_rk, taking_rows, K, EVEN_R, K == BLOCK_K)
         z = product(tile, kept.T, INPUT_PRECISION)

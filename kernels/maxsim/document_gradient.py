@@ -14,7 +14,7 @@ from ..device import tl, triton
 from ..gemm_reduce import sm90
 from ..launching import Launch, ceil_div, prepared
 from ..partials import summed_over_splits
-from ..tiles import add_product
+from ..tiles import add_product, split_range
 from ..tuning import OneHotConfig
 from .operands import MaxSimOperands, as_bytes, stride, token_weights
 
@@ -67,9 +67,7 @@ def _document_gradient_kernel(
     COLUMNS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     cols = (program // splits % COLUMNS) * BLOCK_K + tl.arange(0, BLOCK_K)
     block = program // splits // COLUMNS
-    split_tokens = tl.cdiv(tl.cdiv(P, BLOCK_P), splits) * BLOCK_P
-    start = split * split_tokens
-    end = tl.minimum(start + split_tokens, P)
+    start, end = split_range(split, P, splits, BLOCK_P)
     if offsets_ptr is not None:
         document, block = _block_of_packed(ends_ptr, block, D)
         # There are as many programs as the blocks of D documents can be; those that are left over have no rows.

@@ -3,8 +3,7 @@
 from ..device import tl, triton
 from ..matmul.generic.epilogues import finish
 from ..matmul.generic.operands import Bias, ProductOutput
-from ..matmul.generic.schedules import split_range
-from ..tiles import follow_kernel_before, in_units, load_tile, load_vector, strides_in_units
+from ..tiles import follow_kernel_before, in_units, load_tile, load_vector, split_range, strides_in_units
 
 
 @triton.jit(do_not_specialize=["splits"])

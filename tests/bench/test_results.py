@@ -61,7 +61,8 @@ def gpu_record() -> Record:
     return {
         "schema": 1, "arguments": [], "started": "2026-11-20T10:00:00+00:00", "finished": None, "commit": "c" * 40,
         "dirty": True, "source_sha256": "", "versions": {"torch": "2.11.0", "triton": "3.6.0"},
-        "device": {"kind": "cuda", "name": "NVIDIA H200", "ceilings": [790e12, 4.3e12]}, "method": {"cold_cache_bytes": 1},
+        "device": {"kind": "cuda", "name": "NVIDIA H200", "ceilings": [790e12, 4.3e12]},
+        "method": {"cold_cache_bytes": 1},
         "rows": [
             shared | {"shape": [131072, 64, 256], "contenders": won},
             shared | {"shape": [8192, 2048, 8192], "contenders": lost},

@@ -367,7 +367,6 @@ def differentiated(call: Any, inputs: Tensors, wanted: tuple[str, ...], options:
     return [flags, *(given[name].grad for name in wanted)]
 
 
-@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dim", [-2, -1])
 @pytest.mark.parametrize("options", RESULTS, ids=lambda options: "-".join(map(str, options.values())))

@@ -25,6 +25,7 @@ from ...matmul.sm90.elements import zeros
 from ...matmul.sm90.loading import load_rows
 from ...matmul.sm90.ring import HALF, TILE, wait_full
 from ...matmul.sm90.roles import specialize
+from ...tiles import split_range
 from ...tuning import CONSUMER_ROWS, StoredConfig
 from ..operands import Matrices, Operands
 from .mainloop import make_gradients
@@ -119,9 +120,8 @@ def _stored_weight_gradient_kernel(
     is_down = part == PROJECTIONS
     if is_down:
         column_tiles = gl.cdiv(N, COLUMNS)
-    split_rows = gl.cdiv(gl.cdiv(M, ROWS), splits) * ROWS
-    row = split * split_rows
-    steps = gl.cdiv(gl.maximum(gl.minimum(row + split_rows, M) - row, 0), ROWS)
+    row, end = split_range(split, M, splits, ROWS)
+    steps = gl.cdiv(gl.maximum(end - row, 0), ROWS)
     own = _Tile(
         part=part, is_down=is_down, unit=tile // column_tiles * TILE, column=tile % column_tiles * COLUMNS, row=row,
         steps=steps,

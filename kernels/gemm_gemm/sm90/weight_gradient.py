@@ -12,7 +12,7 @@ from ...matmul.sm90.elements import zeros
 from ...matmul.sm90.loading import rows_first
 from ...matmul.sm90.ring import HALF, acquire, wait_full
 from ...matmul.sm90.roles import specialize
-from ...tiles import only_before
+from ...tiles import only_before, split_range
 from ...tuning import CONSUMER_ROWS, Sm90Config, sm90_width
 from ..operands import Matrices, Operands
 from .mainloop import (
@@ -182,10 +182,9 @@ def _sm90_weight_gradient_kernel(
     number = program % splits
     batch = program // splits // unit_tiles
     first_unit = (program // splits % unit_tiles) * (HALF * CONSUMERS)
-    split_rows = gl.cdiv(gl.cdiv(M, BLOCK_M), splits) * BLOCK_M
-    first_row = number * split_rows
+    first_row, end_row = split_range(number, M, splits, BLOCK_M)
     split = _Split(
-        batch=batch, first_unit=first_unit, first_row=first_row, end_row=gl.minimum(first_row + split_rows, M),
+        batch=batch, first_unit=first_unit, first_row=first_row, end_row=end_row,
         BLOCK_M=BLOCK_M, EVEN_M=EVEN_M,
     )  # fmt: skip
     given = make_gradients(

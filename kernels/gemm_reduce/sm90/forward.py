@@ -19,6 +19,7 @@ from ...matmul.sm90.elements import zeros
 from ...matmul.sm90.loading import load_block, rows_first
 from ...matmul.sm90.ring import HALF, acquire, operand_ring, release_after_load, wait_full
 from ...matmul.sm90.roles import specialize
+from ...tiles import split_range
 from ...tuning import CONSUMER_ROWS, Sm90ReduceConfig
 from ..operands import ReduceOperands
 
@@ -76,8 +77,8 @@ def _tile_at(schedule, index):
         length = schedule.R
     if schedule.lengths_ptr is not None:
         length = gl.minimum(gl.load(schedule.lengths_ptr + batch), length)
-    share = gl.cdiv(gl.cdiv(length, schedule.BLOCK), schedule.splits) * schedule.BLOCK
-    return batch, row, split, start, split * share, gl.minimum(split * share + share, length)
+    first, end = split_range(split, length, schedule.splits, schedule.BLOCK)
+    return batch, row, split, start, first, end
 
 
 @gluon.jit

@@ -4,13 +4,13 @@ import torch
 
 from ...device import tl, triton
 from ...launching import Launch, ceil_div
-from ...tiles import follow_kernel_before, in_units, strides_in_units
+from ...tiles import follow_kernel_before, in_units, split_range, strides_in_units
 from ...tuning.grouped_gemm import GroupedTiles
 from ..arithmetic import Arithmetic
 from .epilogues import finish
 from .mainloop import multiply
 from .operands import DENSE, Bias, Operand, ProductOutput, RowOrder, strides
-from .schedules import end_of_rows, expert_of, split_range, swizzled_tile
+from .schedules import end_of_rows, expert_of, swizzled_tile
 
 
 @triton.jit(do_not_specialize=["M", "splits", "zero"])

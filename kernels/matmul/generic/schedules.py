@@ -38,11 +38,3 @@ def end_of_rows(slots_ptr, first, M, BLOCK_M: tl.constexpr):
         return M
     else:
         return first + BLOCK_M
-
-
-@triton.jit
-def split_range(split, inner, splits, BLOCK_INNER: tl.constexpr):
-    """(first, end) of one of ``splits`` ranges of whole blocks of the inner axis: split K."""
-    size = tl.cdiv(tl.cdiv(inner, BLOCK_INNER), splits) * BLOCK_INNER
-    first = split * size
-    return first, tl.minimum(first + size, inner)

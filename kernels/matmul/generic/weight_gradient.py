@@ -4,11 +4,11 @@ import torch
 
 from ...device import tl, triton
 from ...launching import Launch, ceil_div
-from ...tiles import store_tile
+from ...tiles import split_range, store_tile
 from ...tuning.grouped_gemm import GroupedTiles
 from .mainloop import mainloop, multiply
 from .operands import Operand
-from .schedules import split_range, swizzled_tile
+from .schedules import swizzled_tile
 
 
 @triton.jit(do_not_specialize=["M", "splits", "zero"])

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...hopper import Matrix, fence_async_shared, gl, gluon, resources
 from ...launching import Launch
+from ...tiles import grouped_tile, split_range
 from ...tuning import WeightGradientPipeline
 from .cooperative import cooperative_ring, multiply
 from .elements import zeros
@@ -35,22 +36,16 @@ class _SplitInner:
 def _tile_at(schedule, index):
     """(split, first unit, first column, first row, steps) of the ``index``-th piece of work.
 
-    Splits lie behind one another. Tiles are swizzled: ``GROUP`` tiles below one another come before those to their
-    right, so that programs that run at once read few columns of both sides, which the L2 cache serves.
+    Splits lie behind one another, and each has all tiles.
     """
     TILE: gl.constexpr = 2 * schedule.UNITS
     unit_tiles = gl.cdiv(schedule.units, TILE)
     column_tiles = gl.cdiv(schedule.width, schedule.COLUMNS)
     split = index // (unit_tiles * column_tiles)
     tile = index % (unit_tiles * column_tiles)
-    first = tile // (schedule.GROUP * column_tiles) * schedule.GROUP
-    height = gl.minimum(schedule.GROUP, unit_tiles - first)
-    inside = tile - first * column_tiles
-    split_rows = gl.cdiv(gl.cdiv(schedule.M, schedule.STEP), schedule.splits) * schedule.STEP
-    first_row = split * split_rows
-    end_row = gl.minimum(first_row + split_rows, schedule.M)
-    unit, column = (first + inside % height) * TILE, inside // height * schedule.COLUMNS
-    return split, unit, column, first_row, gl.cdiv(gl.maximum(end_row - first_row, 0), schedule.STEP)
+    unit, column = grouped_tile(tile, unit_tiles, column_tiles, schedule.GROUP)
+    first, end = split_range(split, schedule.M, schedule.splits, schedule.STEP)
+    return split, unit * TILE, column * schedule.COLUMNS, first, gl.cdiv(gl.maximum(end - first, 0), schedule.STEP)
 
 
 @gluon.jit
