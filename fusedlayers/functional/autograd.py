@@ -17,8 +17,14 @@ from .call import transformed
 from .last_pass import hooks_are_set, may_be_overwritten
 
 
+def dense(gradient: Tensor | None) -> Tensor | None:
+    """An upstream gradient without a layout of its own, as ``torch.gather(sparse_grad=True)`` gives it one."""
+    return gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()
+
+
 def contiguous(gradient: Tensor | None) -> Tensor | None:
-    """An upstream gradient as kernels read it: expanded, transposed and negated ones take one copy."""
+    """An upstream gradient as kernels read it: sparse, expanded, transposed and negated ones take one copy."""
+    gradient = dense(gradient)
     if gradient is None:
         return None
     gradient = gradient.resolve_neg()

@@ -112,6 +112,8 @@ class _GemmGemm(Operation):
 
     def finished(self, call: Prepared, tensors: Tensors, results: Tensor) -> Tensor:
         batch = leading_dims(*tensors)
+        if not batch:
+            return results.squeeze(0)  # as a view would, but for sparse upstream gradients, too
         return results if len(batch) == 1 else results.view(*batch, *results.shape[-2:])
 
     def details(self, plan: Plan, extras: dict[str, Any]) -> Arithmetic:

@@ -120,6 +120,8 @@ class _MaxSim(Operation):
     problem_type = MaxSimProblem
     operands = "queries documents query_mask? document_mask? cu_seqlens_queries? cu_seqlens_documents?"
     row_operands = ("queries",)
+    # Of one column torch.einsum makes no product but a multiplication, which autocast leaves in the operands' dtype.
+    torch_takes_cast = True
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...]:
         check_maxsim(*tensors)
@@ -140,14 +142,6 @@ class _MaxSim(Operation):
             **call_facts(*tensors),
         )
 
-    def run(self, call: Prepared, tensors: Tensors) -> Any:
-        queries, documents, *_, cu_seqlens_queries, cu_seqlens_documents = tensors
-        # The values of offsets may be wrong in a call whose shapes were right before.
-        if not (traced() or queries.is_meta or call.problem.captured):
-            check_offsets("cu_seqlens_queries", cu_seqlens_queries, queries)
-            check_offsets("cu_seqlens_documents", cu_seqlens_documents, documents)
-        return super().run(call, tensors)
-
     def sees_through(self, call: Prepared) -> bool:
         # How far to pad packed tokens only data knows, which nobody can ask while tracing: that stays in one operation.
         packed = "packed" in (call.problem.query_layout, call.problem.document_layout)
@@ -157,7 +151,12 @@ class _MaxSim(Operation):
         return "maxsim: scores[q, e] = Σ_i max_j queries[q, i] · documents[e, j]"
 
     def through_torch(self, call: Prepared, tensors: Tensors) -> Tensor:
+        _check_values(call, tensors)
         return _reference(*tensors)
+
+    def flattened(self, call: Prepared, tensors: Tensors) -> Tensors:
+        _check_values(call, tensors)
+        return tensors
 
     def forward(self, call: Prepared, operands: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Tensors]:
         plan = call.plan
@@ -194,6 +193,14 @@ class _MaxSim(Operation):
         scores = Result((problem.queries, problem.documents), operands[0].dtype)
         chosen = Result((problem.documents, problem.query_tokens), torch.int32)
         return [scores], [None if path == "torch" or not saving else chosen]
+
+
+def _check_values(call: Prepared, tensors: Tensors) -> None:
+    """The offsets of every call, on any path: they may be wrong in one whose shapes were right before."""
+    queries, documents, *_, cu_seqlens_queries, cu_seqlens_documents = tensors
+    if not (traced() or queries.is_meta or call.problem.captured):
+        check_offsets("cu_seqlens_queries", cu_seqlens_queries, queries)
+        check_offsets("cu_seqlens_documents", cu_seqlens_documents, documents)
 
 
 def _layout(mask: Tensor | None, cu_seqlens: Tensor | None) -> str:

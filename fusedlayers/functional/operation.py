@@ -21,7 +21,7 @@ from .. import reference
 from ..kernels.activations import ACTIVATIONS
 from ..planning import Call, Device
 from . import dispatch
-from .autograd import apply, autograd_in_reach, contiguous
+from .autograd import apply, autograd_in_reach, contiguous, dense
 from .call import observed, signature, transformed
 from .custom_ops import Composite, KernelOperation, Results
 from .last_call import LastCall, at_places
@@ -336,7 +336,7 @@ class Operation:
             # A result may depend on nothing that a gradient is wanted of, or have no gradient of its own.
             pairs = [
                 (result, gradient)
-                for result, gradient in zip(results, upstream, strict=True)
+                for result, gradient in zip(results, map(dense, upstream), strict=True)
                 if result is not None and gradient is not None and result.requires_grad
             ]
             chosen = [view for view, want in zip(views, wanted, strict=True) if want and view is not None]

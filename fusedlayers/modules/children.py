@@ -122,7 +122,13 @@ def why_must_be_called(module: nn.Module) -> str | None:
 
 def why_not_read_past(module: nn.Module) -> str | None:
     """Why a module of a known class must be called all the same: what is attached to it, or to its class; or None."""
-    return why_must_be_called(module) or why_patched(type(module))
+    return why_must_be_called(module) or why_called_otherwise(type(module)) or why_patched(type(module))
+
+
+def why_called_otherwise(kind: type[nn.Module]) -> str | None:
+    """What a call of a module of this class does besides its forward and its hooks, or None."""
+    plain = kind.__call__ is nn.Module.__call__ and kind._call_impl is nn.Module._call_impl
+    return None if plain else "has a call of its own"
 
 
 def patched_method(kind: type[nn.Module], method: str) -> str | None:

@@ -132,8 +132,9 @@ class Kept:
             if id(part) in linears:
                 tensors |= _same_kinds(guard, index, part)
         for kind, name in counting:
-            if name != "forward" and isinstance(kind, type) and isinstance(block, kind):
-                guard.unless(f"{name!r} not in own0")
+            for index, part in owners.values() if name != "forward" and isinstance(kind, type) else ():
+                if isinstance(part, kind):
+                    guard.unless(f"{name!r} not in own{index}")
             guard.unless(f"{guard.value(kind)}.{name} is {guard.value(getattr(kind, name))}")
         guard.unless(f"{guard.value(same_as(*tensors.values()))}({', '.join(tensors)})")
         self.stands = guard.function()

@@ -127,8 +127,17 @@ def _taking_part(mask: Tensor | None, lengths: Tensor | None, rows: int, device:
         assert mask is not None
         # One value for all rows counts as often as there are rows.
         return mask.expand(*mask.shape[:-1], rows)
-    taking = torch.arange(rows, device=device) < lengths.unsqueeze(-1)
+    taking = torch.arange(rows, device=device) < signed_lengths(lengths).unsqueeze(-1)
     return taking if mask is None else taking & mask
+
+
+def signed_lengths(lengths: Tensor) -> Tensor:
+    """Lengths in a dtype that torch computes with: of unsigned ones of more than a byte it knows copies alone."""
+    if lengths.dtype not in (torch.uint16, torch.uint32, torch.uint64):
+        return lengths
+    wide = lengths.to(torch.int64)
+    # What does not fit has become negative.
+    return wide.masked_fill(wide < 0, 2**63 - 1)
 
 
 def gemm_sum(

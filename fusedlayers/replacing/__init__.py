@@ -222,8 +222,10 @@ def _checked(rules: Sequence[FFNRule | LinearRule]) -> tuple[list[FFNRule], list
 def _replace_ffns(model: nn.Module, patterns: Patterns, found: _Found) -> set[nn.Module]:
     """Find every FFN and what becomes of its block; returns the linears that are part of one."""
     parts = patterns.taken
-    # From the innermost modules on; the report goes the other way.
-    for path, module in reversed(list(model.named_modules())):
+    # From the innermost modules on; the report goes the other way. Rows of modules last: who owns one may run it.
+    order = {path: place for place, (path, _) in enumerate(model.named_modules())}
+    inwards = reversed(list(model.named_modules()))
+    for path, module in sorted(inwards, key=lambda each: isinstance(each[1], (nn.ModuleList, nn.ModuleDict))):
         if is_experts(module):
             continue
         try:
@@ -254,8 +256,9 @@ def _replace_ffns(model: nn.Module, patterns: Patterns, found: _Found) -> set[nn
         parts |= _linears(ffns)
         if not ffns and sum(widths(child) is not None for child in module.children()) > 1:
             found.skip(path, module, "no two of its linears have just an activation and a dropout between")
-    found.replaced.reverse()
-    found.skipped.reverse()
+    for entries in (found.replaced, found.skipped):
+        entries.reverse()
+        entries.sort(key=lambda entry: order[entry.path])
     return parts
 
 
@@ -343,8 +346,7 @@ def _replace_norms(model: nn.Module, found: _Found) -> None:
         elif (reason := why_norm_left(module, norm)) is not None:
             found.skip(path, module, f"it is a norm, but {reason}")
         else:
-            read = norm.conditions.owned()
-            fused = fused_class(FusedNorm, type(module), fused_norm=norm, fused_functions=read)
+            fused = fused_class(FusedNorm, type(module), fused_norm=norm)
             found.change(path, module, fused, str(norm), *facts_of_norm(module, norm, found.on))
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..kernels.activations import ACTIVATIONS, ALIASES, canonical_activation
-from ..modules import attributes_of
+from ..modules import attributes_of, why_called_otherwise
 from .conditions import Conditions
 from .reading import operations
 from .reading.activation_modules import known_activation
@@ -64,6 +64,8 @@ def _reading_of(activation: object) -> _Reading | None:
 def _of_module(module: nn.Module) -> _Reading | None:
     # What has parameters, or modules of its own, computes more than a function of one number.
     if module._parameters or module._buffers or module._modules or "forward" in vars(module):
+        return None
+    if why_called_otherwise(type(module)) is not None:
         return None
     options = _options(module)
     fixed = (

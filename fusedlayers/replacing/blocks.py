@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, TypeVar, cast
@@ -28,7 +29,7 @@ from ..modules import (
 )
 from . import activations
 from .conditions import attribute
-from .finding import dropout_p, find_ffn, find_runs
+from .finding import dropout_p, find_ffn, find_runs, identities, next_children
 from .rules import FFNRule
 
 # What a block does instead of running fused where its class was patched.
@@ -122,6 +123,9 @@ def fused_class(kind: type[_Kind], original: type[nn.Module], **facts: Any) -> t
     if made is None or made.why_fused_class_changed():
         names = facts | {"__doc__": original.__doc__, "__module__": kind.__module__, "fused_from": original}
         names["fused_new"] = staticmethod(functools.partial(_new_fused, recipe))
+        # Derived here, because the recipe is pickled, and neither modules nor properties can be.
+        read = [fact.conditions.owned() for fact in facts.values() if hasattr(fact, "conditions")]
+        names["fused_functions"] = tuple(itertools.chain(*read))
         if hasattr(kind, "fused_from"):
             # The mixin is a subclass of the original class, and has its own methods.
             made = type(kind.__name__, (kind,), names)
@@ -248,6 +252,9 @@ class FusedSequentialFFN(FusedBlock, nn.Sequential):
         if len(pieces) == len(found):
             names = list(self._modules)
             parts = [name for start, (stop, _) in found.items() for name in names[start:stop]]
+            for (start, _), each in zip(found.items(), pieces, strict=True):
+                options = activations.watched_options(each.original)
+                parts += [f"{names[start + 1]}.{name}" for name in options]
             self.keep_found(runs, parts, pieces, whole=True)
         return runs
 
@@ -282,6 +289,8 @@ class FusedOneFFN(FusedBlock):
             options = dict(rule.conditions.options)
             options |= {f"{rule.activation}.{name}": None for name in activations.watched_options(found.original)}
             names = (*rule.parts(), rule.output_dropout, "training", *dict(rule.holders), *options)
+            if self.fused_whole:
+                names += (*identities(self, rule), *next_children(self, rule))
             self.keep_found(found, [name for name in names if name is not None], [found], whole=self.fused_whole)
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
@@ -45,14 +46,31 @@ class Conditions(NamedTuple):
             if now is not value and (type(now) is not type(value) or now != value):
                 return f"its {path} was {value!r} when it was replaced"
         for kind, name in self.methods:
-            if isinstance(module, kind) and name in vars(module):
+            # What is read past has its own words for a forward that was set on it.
+            inside = (module,) if name == "forward" else module.modules()
+            if any(isinstance(each, kind) and name in vars(each) for each in inside):
                 return f"its {name} was set on the instance"
         return None
 
     def owned(self) -> tuple[tuple[Any, str, Any], ...]:
         """Methods and functions as they are now, by the class or module that has them, and their names there."""
-        of_classes = [(kind, name, getattr(kind, name)) for kind, name in self.methods]
+        of_classes = [(kind, name, getattr(kind, name, ABSENT)) for kind, name in self.methods]
         return (*of_classes, *((sys.modules[module], name, function) for module, name, function in self.functions))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle functions by where they were read: a lambda has no name of its own, and one that somebody has put
+        another in the place of must not become that one."""
+        names = [(module, name, function is _function(module, name)) for module, name, function in self.functions]
+        return _loaded, (self.options, self.methods, names)
+
+
+def _function(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name, ABSENT)
+
+
+def _loaded(options: Any, methods: Any, names: list[tuple[str, str, bool]]) -> Conditions:
+    functions = [(module, name, _function(module, name) if same else ABSENT) for module, name, same in names]
+    return Conditions(options, methods, tuple(functions))
 
 
 # Those of what is believed.
@@ -64,7 +82,10 @@ def without(
 ) -> tuple[tuple[str, Any], ...]:
     """The attributes that were read, but for those that are asked anew at every call."""
     left, inner = {*asked, activation}, f"{activation}."
-    found = [(path, value) for path, value in watched.items() if path not in left and not path.startswith(inner)]
+    found = [
+        (path, value) for path, value in watched.items()
+        if path not in left and (not path.startswith(inner) or path.endswith(".__class__"))
+    ]  # fmt: skip
     if not all(isinstance(value, Hashable) for _, value in found):
         raise NotUnderstood("reads an attribute that may change")
     return tuple(found)

@@ -127,9 +127,8 @@ def experts_class(
     # The names are the author's: experts and weights, or router_indices and routing_weights.
     _, *arguments = inspect.signature(eager_forward(original)).parameters
     return fused_class(
-        FusedExperts, original, fused_ffn=found, fused_recompute=recompute, fused_arguments=tuple(arguments),
-        fused_functions=found.conditions.owned(),
-    )  # fmt: skip
+        FusedExperts, original, fused_ffn=found, fused_recompute=recompute, fused_arguments=tuple(arguments)
+    )
 
 
 def why_class_stays(module: nn.Module) -> str | None:

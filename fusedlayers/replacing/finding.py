@@ -137,8 +137,26 @@ def find_by_rule(block: nn.Module, rule: FFNRule) -> FFNPieces | str:
     )  # fmt: skip
 
 
+def identities(block: nn.Module, rule: FFNRule) -> tuple[str, ...]:
+    """The paths of what a block or a holder of its FFN has that gives what it is given: hooks may be attached to it."""
+    holders = [("", block), *((f"{name}.", attribute(block, name)) for name, _ in rule.holder_paths)]
+    return tuple(
+        f"{path}{name}" for path, holder in holders for name, child in holder._modules.items()
+        if type(child) is nn.Identity
+    )  # fmt: skip
+
+
+def next_children(block: nn.Module, rule: FFNRule) -> tuple[str, ...]:
+    """The paths at which lists of modules that hold parts of an FFN would have another one."""
+    holders = [(name, attribute(block, name)) for name, _ in rule.holder_paths]
+    return tuple(f"{name}.{len(each)}" for name, each in holders if isinstance(each, (nn.ModuleList, nn.Sequential)))
+
+
 def why_not_whole(block: nn.Module, rule: FFNRule) -> str | None:
     """What the block holds besides the parts of its FFN, or None."""
+    for path in identities(block, rule):
+        if reason := why_not_read_past(attribute(block, path)):
+            return f"its {path} {reason}"
     holders = [attribute(block, name) for name, _ in rule.holder_paths]
     parts = [attribute(block, name) for name in (*rule.parts(), rule.output_dropout)]
     named = {id(part) for part in (*parts, *holders)}

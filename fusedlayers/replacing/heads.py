@@ -2,11 +2,13 @@
 
 Its forward is the original one, run on a stand-in for the model: the last linear layer gives :class:`Logits` that
 nobody has computed yet, and the loss function makes the loss of what they follow from, where they still are
-uncomputed. Nothing is assumed of what the forward does with them: any use that the loss cannot take over computes them.
+uncomputed. Whatever the forward does with them that the loss cannot take over computes them; only what looks at their
+class, or at that of the model, sees another one, and so the source of the forward is searched for it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, cast
@@ -22,7 +24,9 @@ from .blocks import OWN_FORWARD, ReplacedModule, fused_class
 from .causal_loss import IGNORED, PARAMETERS, divided, shifted, why_other_loss
 from .lazy_logits import LazyLogits
 from .logits import NO_LOGITS, Logits, computed
+from .looking import Looks
 from .reading.sources import codes_in
+from .reading.values import NotUnderstood
 from .saving import facts_of_head
 
 # What a model does instead of leaving its logits uncomputed, and why.
@@ -68,7 +72,10 @@ def why_class_stays(model: nn.Module) -> str | None:
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     if code is not None and "__class__" in code.co_freevars:
         return "its forward uses super(), which the stand-in for a module does not have"
-    return None
+    try:
+        return Looks(model, inspect.unwrap(type(model).forward), find_head(model)).reason
+    except NotUnderstood as reason:
+        return f"its forward {reason}"
 
 
 class FusedLossHead(ReplacedModule):
@@ -200,13 +207,29 @@ class HeadInside:
 
     def handed_out(self, outputs: Any) -> Any:
         """The outputs of the forward, with what their reader is to have in the place of logits."""
-        if isinstance(outputs, dict):
-            for name, value in list(outputs.items()):
-                if isinstance(value, Logits):
-                    outputs[name] = self.in_place_of(value)
-        elif type(outputs) is tuple:
-            return tuple([self.in_place_of(each) if isinstance(each, Logits) else each for each in outputs])
-        return outputs
+        if not isinstance(outputs, (Logits, dict, list, tuple)) and dataclasses.is_dataclass(outputs):
+            for field in dataclasses.fields(outputs):
+                value = getattr(outputs, field.name, None)
+                if (given := self.given_out(value)) is not value:
+                    # A frozen one, too.
+                    object.__setattr__(outputs, field.name, given)
+            return outputs
+        return self.given_out(outputs)
+
+    def given_out(self, value: Any) -> Any:
+        """One of the outputs, or all of them: the same object where there are no logits in it."""
+        if isinstance(value, Logits):
+            return self.in_place_of(value)
+        if isinstance(value, (dict, list)):
+            for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                if (given := self.given_out(each)) is not each:
+                    value[key] = given
+        elif isinstance(value, tuple):
+            items = [self.given_out(each) for each in value]
+            for place in range(len(items)):
+                if items[place] is not value[place]:
+                    return type(value)._make(items) if hasattr(value, "_make") else tuple(items)
+        return value
 
     def in_place_of(self, logits: Logits) -> Any:
         """Logits that the forward computed; else what computes them, or says why it is too late."""
@@ -237,6 +260,9 @@ class StandIn:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.__dict__["_fused_module"], name, computed(value, f"kept as {name}"))
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.__dict__["_fused_module"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._fused_function(self, *args, **kwargs)

@@ -128,9 +128,7 @@ class Patterns:
         if (rule := self.rule_for(module)) is None:
             return None
         mixin = FusedWholeBlock if rule.inside is None else FusedInside
-        return fused_class(
-            mixin, kind, fused_rule=rule, fused_recompute=self.recompute, fused_functions=rule.conditions.owned()
-        )
+        return fused_class(mixin, kind, fused_rule=rule, fused_recompute=self.recompute)
 
     def is_one_ffn(self, sequential: nn.Module) -> bool:
         """Whether an ``nn.Sequential`` is an FFN although no linear, activation, linear is in a row: GLUs hide them."""

@@ -107,7 +107,7 @@ def _whole_block(block: nn.Module, width: int) -> FoundRule:
     ffn = ffn_of(result.value, reader.lines)
     if result.wide or not result.shaped:
         raise NotUnderstood("returns a tensor of another dtype or shape than that of its FFN")
-    if ffn.input != x.value:
+    if ffn.input != x.value or reader.casts:
         raise NotUnderstood("computes the FFN of something else than its input")
     rule = _rule(block, ffn, reader, None)
     if reason := why_not_whole(block, rule):

@@ -61,4 +61,7 @@ def _names_read(kind: type[nn.Module], forward: object) -> frozenset[str]:
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         functions += [function for name, function in vars(base).items() if name != "__init__"]
     found = [inner.__code__ for each in functions if hasattr(inner := _unwrapped(each), "__code__")]
-    return frozenset(name for code in found for each in codes_in(code) for name in each.co_names)
+    codes = [each for code in found for each in codes_in(code)]
+    # hasattr and getattr read what strings name.
+    strings = {value for each in codes for value in each.co_consts if isinstance(value, str)}
+    return frozenset(strings.union(*(each.co_names for each in codes)))

@@ -13,6 +13,7 @@ from torch import Tensor
 from fusedlayers import functional, planning, reference
 from fusedlayers.closeness import assert_all_close
 from fusedlayers.functional.gemm_reduce import GEMM_REDUCE
+from fusedlayers.functional.gemm_reduce.arguments import INTEGER_DTYPES
 from fusedlayers.kernels.activations import ACTIVATIONS
 from tests.support.operands import (
     DEVICE,
@@ -40,6 +41,17 @@ from tests.support.selection import draws
 
 DIMS = [-2, -1]
 TWO_PATHS = [PATHS[0], PATHS[2]]
+
+
+@pytest.mark.parametrize("path", TWO_PATHS)
+@pytest.mark.parametrize("op", ["max", "sum"])
+def test_lengths_of_every_integer_dtype(op: str, path: str) -> None:
+    inputs = reduce_inputs(20, 30, 16, batches=((3,), (3,)))
+    with on_path(path):
+        expected = functional.gemm_reduce(**inputs, op=op, lengths=torch.tensor([1, 11, 20], device=DEVICE))
+        for dtype in INTEGER_DTYPES:
+            lengths = torch.tensor([1, 11, torch.iinfo(dtype).max], dtype=dtype, device=DEVICE)
+            assert torch.equal(functional.gemm_reduce(**inputs, op=op, lengths=lengths), expected), dtype
 
 
 @needs_kernels

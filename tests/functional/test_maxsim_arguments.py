@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+import fusedlayers as fl
 from fusedlayers import functional
 from tests.functional.test_arguments import refused
+from tests.support.operands import needs_kernels
 
 # As valid_maxsim of test_arguments: three queries of five tokens, four documents of eighteen, six dimensions.
 QUERY_MASK = torch.ones(3, 5, dtype=torch.bool)
@@ -96,6 +100,23 @@ def test_padded_shapes(changes: dict[str, Any], words: str) -> None:
 )
 def test_packed_shapes_and_values(changes: dict[str, Any], words: str) -> None:
     refused("maxsim", ValueError, f"^{words}", **PACKED | changes)
+
+
+@pytest.mark.parametrize("observed", [False, True], ids=["plain", "observed"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_kernels)])
+def test_values_of_offsets_in_a_call_like_the_last_one(
+    backend: str, observed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every path: a call that is recognised by its shapes has other offsets."""
+    monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
+    with FlopCounterMode(display=False) if observed else nullcontext():
+        for _ in range(3):
+            functional.maxsim(**PACKED)
+        for name, wrong in (("cu_seqlens_queries", [1, 6, 6, 16]), ("cu_seqlens_documents", [0, -18, 18])):
+            offsets = torch.tensor(wrong, dtype=PACKED[name].dtype)
+            for function in (functional.maxsim, fl.MaxSim()):
+                with pytest.raises(ValueError, match=rf"^{name} of shape .*: expected (0 first|values that never)"):
+                    function(**PACKED | {name: offsets})
 
 
 @pytest.mark.parametrize("name", ["query_mask", "document_mask", "cu_seqlens_queries", "cu_seqlens_documents"])

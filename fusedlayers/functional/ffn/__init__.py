@@ -67,8 +67,9 @@ def ffn(
             from the default generator. A DTensor's mask is drawn by DTensor itself instead.
 
     Returns:
-        ``[*B, M, O]`` in the dtype of x (under autocast: in autocast's dtype). float16, bfloat16 and float32 can run in
-        Triton kernels; every floating dtype runs through torch.
+        ``[*B, M, O]`` in the dtype of x (under autocast: in autocast's dtype, and with a residual in the one that torch
+        gives to the sum of both: float32 if the residual is). float16, bfloat16 and float32 can run in Triton kernels;
+        every floating dtype runs through torch.
 
     Raises:
         TypeError: an argument of the wrong type, a dtype that is not real floating or differs from that of x.

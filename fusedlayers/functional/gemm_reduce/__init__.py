@@ -13,6 +13,7 @@ from ...kernels import gemm_reduce as kernels
 from ...kernels.activations import canonical_activation
 from ...kernels.gemm_reduce import ReduceArithmetic, ReduceOperands
 from ...planning import ReducePlan, ReduceProblem
+from ...reference.reductions import signed_lengths
 from ..call import call_facts, wants_gradient
 from ..custom_ops import Result, Results
 from ..operands import flat_batch, leading_dims
@@ -260,8 +261,9 @@ class _GemmReduce(Operation):
 def _flat_lengths(lengths: Tensor | None, batch: torch.Size) -> Tensor | None:
     if lengths is None:
         return None
+    lengths = signed_lengths(lengths)
     # Within 32 bits before they are cut to them.
-    most = 2**31 - 1 if lengths.dtype in (torch.int64, torch.uint64) else None
+    most = 2**31 - 1 if lengths.dtype is torch.int64 else None
     return lengths.clamp(0, most).expand(batch).reshape(-1).to(torch.int32)
 
 

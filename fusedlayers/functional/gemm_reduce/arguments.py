@@ -15,7 +15,9 @@ OPERATIONS = {
 }  # fmt: skip
 INDEXED = ("max", "min", "absmax")
 ATOMIC = ("sum", "mean", "sumsq")
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+INTEGER_DTYPES = (
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
+)  # fmt: skip
 
 
 def check_gemm_reduce(tensors: Sequence[Any], options: tuple[Any, ...]) -> None:
@@ -46,7 +48,7 @@ def check_gemm_reduce(tensors: Sequence[Any], options: tuple[Any, ...]) -> None:
     if bias is not None and tuple(bias.shape) != (b.shape[-1],):
         raise ValueError(f"{said('bias', bias)}: expected [N] = [{b.shape[-1]}], as b {list(b.shape)} has N columns")
     _check_rows("mask", mask, (torch.bool,), "bool", (*batch, reduced), f"[*B, {letter}]", a)
-    _check_rows("lengths", lengths, _INTEGERS, "an integer dtype", tuple(batch), "[*B]", a)
+    _check_rows("lengths", lengths, INTEGER_DTYPES, "an integer dtype", tuple(batch), "[*B]", a)
     for name, value in (("return_indices", return_indices), ("return_product", return_product), ("atomic", atomic)):
         checked_flag(name, value)
     if return_indices and op not in INDEXED:

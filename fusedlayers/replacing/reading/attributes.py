@@ -16,7 +16,7 @@ from ...modules import class_name
 from . import operations
 from .polynomials import atom
 from .state import Frame, State, Weight
-from .values import PLAIN, Dtype, Formula, Known, Method, NotUnderstood, Part, Shape, Training
+from .values import PLAIN, Dtype, Formula, Known, Listed, Method, NotUnderstood, Part, Shape, Training
 
 _MISSING = object()
 # The longest loop that is followed.
@@ -72,12 +72,16 @@ class Attributes(State):
             raise NotUnderstood(f"reads {owner.value.__name__}.{name}")
         if isinstance(owner, Known) and owner.path is not None:
             return self._of_object(owner, name)
+        # A method of a list or a dictionary may write into it.
+        self._poison([owner] if isinstance(owner, (Listed, dict)) else [])
         raise NotUnderstood(f"reads the {name} of something")
 
     def _of_object(self, owner: Known, name: str) -> Any:
         """A plain value that an object among the attributes holds, such as a configuration."""
         value = getattr(owner.value, "__dict__", {}).get(name, _MISSING)
-        if type(value) not in PLAIN:
+        if type(value) not in PLAIN or self._is_written(f"{owner.path}.{name}"):
+            # Of a method that is not followed nobody knows what it writes there.
+            self._poison([owner])
             raise NotUnderstood(f"reads {owner.path}.{name}")
         return self._watch(f"{owner.path}.{name}", value)
 
@@ -86,7 +90,7 @@ class Attributes(State):
         kind = type(module)
         if kind.__getattr__ is not nn.Module.__getattr__ or kind.__getattribute__ is not object.__getattribute__:
             raise NotUnderstood(f"reads attributes of a {class_name(module)}, which finds them in its own way")
-        if path in self.written:
+        if self._is_written(path):
             raise NotUnderstood(f"reads {path}, which it writes")
         if name == "training":
             return Training(owner.path)
@@ -106,7 +110,8 @@ class Attributes(State):
         if type(value) in PLAIN or (isinstance(value, tuple) and all(type(each) in PLAIN for each in value)):
             return self._watch(path, value)
         if isinstance(value, types.MethodType) and value.__self__ is owner.module:
-            self._watch(path, value)
+            # The bound method itself would hold the module that it is kept by.
+            self._watch(f"{path}.__func__", value.__func__)
             return Method(owner, value.__name__, value.__func__)
         if isinstance(value, Tensor):
             raise NotUnderstood(f"reads the tensor {path}")

@@ -14,7 +14,7 @@ from torch import nn
 from . import operations
 from .activation_modules import known_activation
 from .attributes import Attributes
-from .polynomials import atom, function
+from .polynomials import atom, function, linears_in
 from .sizes import linears, sizes_of_linear
 from .state import LinearCall, Weight
 from .values import ABSENT, Formula, Known, Method, NotUnderstood, Part, Unknown
@@ -24,6 +24,7 @@ _VIEWS = frozenset(
     ("chunk", "split", "unflatten", "view", "reshape", "view_as", "reshape_as", "flatten", "contiguous", "to", "float",
      "type_as", "dropout", "unbind", "clamp")
 )  # fmt: skip
+_CASTS = frozenset(("to", "float", "type_as"))
 # Of a part whose forward is read on the way through a longer method.
 _MOST_CHILDREN = 8
 
@@ -78,6 +79,8 @@ class Calls(Attributes):
             result = operations.call(target, args, options)
         if name in ("rms_norm", "layer_norm"):
             self.norms.append(all(each.wide for each in (*args, *options.values()) if isinstance(each, Formula)))
+        if name in _CASTS and x is not None and not linears_in(x.value):
+            self.casts = True
         if inplace and x is not None:
             self._overwrite(x, result)
         elif name.removesuffix("_") in _VIEWS and x is not None:
@@ -97,7 +100,7 @@ class Calls(Attributes):
 
     def _call_part(self, part: Part, args: Sequence[Any], options: dict[str, Any]) -> Any:
         module = part.module
-        if type(module).__call__ is not nn.Module.__call__:
+        if type(module).__call__ is not nn.Module.__call__ or type(module)._call_impl is not nn.Module._call_impl:
             raise NotUnderstood(f"calls {part.path}, whose class has a call of its own")
         self.handed += [(part.path, each.value) for each in (*args, *options.values()) if isinstance(each, Formula)]
         [x] = (*args, *options.values()) if len(args) + len(options) == 1 else [None]
@@ -153,13 +156,19 @@ class Calls(Attributes):
                 return Known(True)
             # Whoever watches a block with an FFN inside cannot watch the classes of its children.
             if isinstance(args[0], Part) and not self.lenient and all(isinstance(kind, type) for kind in kinds):
+                if args[0].path:
+                    self._watch(args[0].inner("__class__"), type(args[0].module))
                 return Known(isinstance(args[0].module, tuple(kinds)))
         if target is hasattr and len(args) == 2 and isinstance(args[0], Part) and isinstance(args[1], Known):
             found = hasattr(args[0].module, args[1].value)
             if found and self.lenient:
                 raise NotUnderstood(f"asks whether there is {args[0].inner(args[1].value)}")
-            if not found:
-                self._watch(args[0].inner(args[1].value), ABSENT)
+            path = args[0].inner(args[1].value)
+            value = getattr(args[0].module, args[1].value) if found else ABSENT
+            if isinstance(value, (nn.Module, torch.Tensor)):
+                # It may be another one, as long as there is one.
+                path, value = f"{path}.__class__", type(value)
+            self._watch(path, value)
             return Known(found)
         if target in (tuple, list, enumerate, zip, len) and args:
             items = [self._items(each) for each in args]

@@ -16,7 +16,7 @@ from .attributes import is_row
 from .calls import Calls
 from .polynomials import atom
 from .state import Frame, Undecided
-from .values import PLAIN, Dtype, Formula, Known, Method, NotUnderstood, Part, Shape, Unknown
+from .values import PLAIN, Dtype, Formula, Known, Listed, Method, NotUnderstood, Part, Shape, Unknown
 
 BINARY = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow"}
 _ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
@@ -43,12 +43,14 @@ class Expressions(Calls):
             if method is None:
                 self._misses += 1
                 self._escape_names(node, frame)
+                self._forget_named(node, frame)
                 result: Any = self.unknown()
             else:
                 result = method(node, frame)
         except NotUnderstood:
             self._misses += 1
             self._escape(operands)
+            self._forget_named(node, frame)
             result = self.unknown()
         finally:
             self._operands.pop()
@@ -56,6 +58,12 @@ class Expressions(Calls):
             self._operands[-1].append(result)
         frame.values.setdefault(node, []).append(result)
         return self._at_its_line(result, frame)
+
+    def _forget_named(self, node: ast.AST, frame: Frame) -> None:
+        """Nobody knows which of the names that an expression gives to values it came to."""
+        for each in ast.walk(node):
+            if isinstance(each, ast.NamedExpr):
+                frame.locals[each.target.id] = self.unknown()
 
     def _at_its_line(self, value: Any, frame: Frame) -> Any:
         if isinstance(value, Formula) and frame.statement is not None:
@@ -68,6 +76,8 @@ class Expressions(Calls):
         return Known(node.value)
 
     def _of_name(self, node: ast.Name, frame: Frame) -> Any:
+        if node.id in frame.shared:
+            raise NotUnderstood(f"reads {node.id}, which a function inside of it may write")
         if node.id in frame.locals:
             return frame.locals[node.id]
         return self._around(node.id, frame)
@@ -142,7 +152,12 @@ class Expressions(Calls):
                 values.append(self.value(each, frame))
         return tuple(values)
 
-    _of_list = _of_tuple
+    def _of_list(self, node: ast.List, frame: Frame) -> Any:
+        return Listed(self._of_tuple(ast.Tuple(node.elts, node.ctx), frame))
+
+    def _of_namedexpr(self, node: ast.NamedExpr, frame: Frame) -> Any:
+        frame.locals[node.target.id] = value = self.value(node.value, frame)
+        return value
 
     def _of_ifexp(self, node: ast.IfExp, frame: Frame) -> Any:
         test = self._tested(node.test, frame)
@@ -178,7 +193,7 @@ class Expressions(Calls):
                 raise NotUnderstood("combines tensors by an unknown operator")
             return operations.binary(BINARY[kind], one, two)
         if isinstance(one, tuple) and isinstance(two, tuple) and kind is ast.Add:
-            return one + two
+            return Listed(one + two) if isinstance(one, Listed) or isinstance(two, Listed) else one + two
         numbers = all(isinstance(each, Known) and type(each.value) in (int, float) for each in (one, two))
         if not numbers or kind not in _ARITHMETIC:
             raise NotUnderstood("computes with something else than tensors and numbers")
@@ -255,7 +270,7 @@ class Expressions(Calls):
 
     def _watch_presence(self, value: Any) -> None:
         """That there is a child: it has what every module has."""
-        if self.lenient and isinstance(value, Part) and value.path:
+        if isinstance(value, Part) and value.path:
             self._watch(value.inner("dump_patches"), nn.Module.dump_patches)
 
     def _of_call(self, node: ast.Call, frame: Frame) -> Any:
@@ -264,14 +279,16 @@ class Expressions(Calls):
         options: dict[str, Any] = {}
         for each in node.keywords:
             if each.arg is None:
-                self._poison((*args, *options.values()))
+                self._poison((*args, *options.values(), self.value(each.value, frame)))
                 raise NotUnderstood("gives options of any name")
             options[each.arg] = self.value(each.value, frame)
         around, frame.calling = frame.calling, node
         try:
             return self.call(called, args, options)
         except NotUnderstood:
-            self._poison((*args, *options.values(), called.owner if isinstance(called, Method) else None))
+            # What a method of a part writes there was read.
+            tensor = called.owner if isinstance(called, Method) and isinstance(called.owner, Formula) else None
+            self._poison((*args, *options.values(), tensor))
             raise
         finally:
             frame.calling = around

@@ -22,7 +22,7 @@ from .expressions import BINARY, Expressions, same_value
 from .polynomials import TooLarge, atom
 from .sources import tree_of
 from .state import Frame
-from .values import PLAIN, Formula, Known, NotUnderstood, Part, Unknown
+from .values import PLAIN, Formula, Known, Listed, NotUnderstood, Part, Unknown
 
 _MOST_CALLS = 200
 _MISSING = object()
@@ -92,6 +92,9 @@ class Reader(Expressions):
         bound |= {name: self._default(value) for name, value in (function.__kwdefaults__ or {}).items()}
         if len(args) > len(names):
             raise NotUnderstood("takes arguments of any number")
+        if self.lenient and not self._frames:
+            # Whoever calls the method may give others.
+            bound = {name: self.unknown() for name in bound}
         bound |= dict(zip(names, args, strict=False))
         known = {*names, *(each.arg for each in given.kwonlyargs)}
         if set(options) - known:
@@ -152,7 +155,18 @@ class Reader(Expressions):
         elif isinstance(node, (ast.With, ast.Try, ast.While)) and self.lenient:
             # Modes may be others inside.
             self._misses += 1
-            self._body(node.body, frame)
+            if isinstance(node, ast.While):
+                # What one round leaves is what the next one finds.
+                self._forget(node, frame)
+            for each in node.items if isinstance(node, ast.With) else ():
+                if each.optional_vars is not None:
+                    self._forget(each.optional_vars, frame)
+            try:
+                self._body(node.body, frame)
+            except _Return:
+                # It may have raised before, and somebody goes on from there.
+                self._escape_behind(node, frame)
+                raise
             self._misses += 1
             self._forget(node, frame)
         elif not isinstance(node, ast.Pass):
@@ -179,6 +193,8 @@ class Reader(Expressions):
     def _writes_a_number(self, target: ast.Attribute, value: Any, frame: Frame) -> bool:
         """Whether a statement counts something in an attribute, of which nothing is known from then on."""
         owner = self.value(target.value, frame)
+        if isinstance(owner, Known) and owner.path is not None:
+            self.written.add(f"{owner.path}.{target.attr}")
         if not isinstance(owner, Part) or type(owner.module).__setattr__ is not nn.Module.__setattr__:
             return False
         self.written.add(owner.inner(target.attr))
@@ -194,7 +210,7 @@ class Reader(Expressions):
         if not isinstance(node.target, ast.Name) or name is None:
             raise NotUnderstood("writes to state")
         old = self.value(ast.copy_location(ast.Name(node.target.id, ast.Load()), node), frame)
-        if isinstance(old, Unknown):
+        if isinstance(old, (Unknown, Listed)):
             raise NotUnderstood("overwrites what is not known")
         new = self._binary(type(node.op), old, self.value(node.value, frame))
         frame.values.setdefault(node, []).extend((old, new))
@@ -253,15 +269,35 @@ class Reader(Expressions):
             self._assign(node.target, value, frame)
             self._body(node.body, frame)
 
+    def _escape_behind(self, node: ast.With | ast.Try | ast.While, frame: Frame) -> None:
+        """What is read behind the body of a statement, or in its other branches, is used there."""
+        last = node.body[-1].end_lineno or 0
+        names = [each for each in ast.walk(frame.tree) if isinstance(each, ast.Name) and each.lineno > last]
+        self._escape([frame.locals.get(each.id) for each in names])
+
     def _forget(self, node: ast.AST, frame: Frame) -> None:
         """Behind a statement that was not understood nothing is known of what it writes."""
         for each in ast.walk(node):
-            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-                frame.locals[each.id] = self.unknown()
-            elif isinstance(each, ast.Name) and isinstance(frame.locals.get(each.id), Formula):
+            for name in _bound_by(each):
+                frame.locals[name] = self.unknown()
+            if not isinstance(each, ast.Name) or not isinstance(each.ctx, ast.Load):
+                continue
+            value = frame.locals.get(each.id)
+            if isinstance(value, (Formula, Listed, dict)):
                 # It may have been overwritten.
-                self._escape([frame.locals[each.id]])
-                self._replace(frame.locals[each.id], self.unknown())
+                self._escape([value])
+                self._poison([value])
+
+
+def _bound_by(node: ast.AST) -> list[str]:
+    """The names to which a statement, or a part of one, gives other values, or none."""
+    if isinstance(node, ast.Name):
+        return [] if isinstance(node.ctx, ast.Load) else [node.id]
+    if isinstance(node, ast.alias):
+        return [node.asname or node.name.partition(".")[0]]
+    # Functions and classes, what exceptions are caught as, and what patterns match.
+    names = (getattr(node, field, None) for field in ("name", "rest"))
+    return [name for name in names if isinstance(name, str)]
 
 
 def _with_line(reason: NotUnderstood, statement: ast.stmt) -> NotUnderstood:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import pickle
 import types
 import zlib
@@ -318,5 +319,8 @@ def _with_inner(outer: Any, inner: Any, function: Any) -> Any:
 
 def _function(like: Any, code: types.CodeType, closure: tuple[types.CellType, ...]) -> types.FunctionType:
     made = types.FunctionType(code, like.__globals__, like.__name__, like.__defaults__, closure)
-    made.__kwdefaults__, made.__qualname__, made.__module__ = like.__kwdefaults__, like.__qualname__, like.__module__
+    functools.update_wrapper(made, like, updated=())
+    made.__kwdefaults__ = like.__kwdefaults__
+    # The same attributes, and not a copy: a decorator may count in them.
+    made.__dict__ = like.__dict__
     return made

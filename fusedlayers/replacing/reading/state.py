@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .polynomials import Polynomial, function, linears_in
-from .values import Formula, Known, Method, NotUnderstood, Unknown
+from .values import Formula, Known, Listed, Method, NotUnderstood, Part, Unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +56,9 @@ class Frame:
         self.calling: ast.Call | None = None
         self.called: dict[ast.Call | None, list[Frame]] = {}
         self.counts = False
+        # Names that functions inside of it may give to other values, whenever they are called.
+        inside = (each for each in ast.walk(tree) if isinstance(each, (ast.Nonlocal, ast.Global)))
+        self.shared = {name for each in inside for name in each.names}
 
 
 class Read(typing.NamedTuple):
@@ -81,7 +84,8 @@ class State:
         norms: for each of torch's fused norms that was called, whether all that it took was cast to float32.
         handed: the children that were called with tensors, by path, and each tensor.
         reads: each time that something was read which ``watched``, ``methods`` or ``functions`` has.
-        written: attributes in which the block counts something, by path.
+        written: attributes in which the block counts something, and objects and parts that were handed to what is not
+            known, by path.
     """
 
     def __init__(self, block: nn.Module, *, lenient: bool = False, dtype: torch.dtype | None = None) -> None:
@@ -107,6 +111,8 @@ class State:
         # How many things a lenient reading did not understand.
         self._misses = 0
         self.written: set[str] = set()
+        # Whether the input was cast, perhaps to another dtype than the one in which the block is called.
+        self.casts = False
         self._calls = 0
 
     def inlined(self, function: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -144,11 +150,19 @@ class State:
         names = [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
         self._escape([frame.locals.get(name) for name in names])
 
-    def _poison(self, values: Sequence[Any]) -> None:
-        """What an unknown function was given may have been overwritten."""
+    def _poison(self, values: Iterable[Any]) -> None:
+        """What an unknown function was given may have been overwritten, or written into."""
         for each in values if self.lenient else ():
-            if isinstance(each, Formula):
+            if isinstance(each, (tuple, dict)):
+                self._poison(each.values() if isinstance(each, dict) else each)
+            if isinstance(each, (Formula, Listed, dict)):
                 self._replace(each, self.unknown())
+            elif isinstance(each, Part) or (isinstance(each, Known) and each.path and hasattr(each.value, "__dict__")):
+                self.written.add(str(each.path))
+
+    def _is_written(self, path: str) -> bool:
+        """Whether the attribute at this path may be another one now than when the method began."""
+        return any(not each or path == each or path.startswith(f"{each}.") for each in self.written)
 
     def _overwrite(self, old: Formula, new: Any) -> None:
         """A tensor was changed in place: every name for it now stands for the new value."""
@@ -159,7 +173,7 @@ class State:
             raise NotUnderstood("overwrites a tensor that has another name")
         self._replace(old, new)
 
-    def _replace(self, old: Formula, new: Any) -> None:
+    def _replace(self, old: Any, new: Any) -> None:
         for frame in self._frames:
             frame.locals = {name: _replaced(value, old, new) for name, value in frame.locals.items()}
 
@@ -179,8 +193,8 @@ def _replaced(value: Any, old: Any, new: Any) -> Any:
     """A value, however nested, with ``new`` where it had ``old``."""
     if value is old:
         return new
-    if type(value) is tuple:
-        changed = tuple(_replaced(each, old, new) for each in value)
+    if isinstance(value, tuple) and type(value) in (tuple, Listed):
+        changed = type(value)(_replaced(each, old, new) for each in value)
         return value if all(one is two for one, two in zip(value, changed, strict=True)) else changed
     if isinstance(value, dict):
         return {key: _replaced(each, old, new) for key, each in value.items()}

@@ -56,6 +56,10 @@ class Formula:
         return dataclasses.replace(self, value=value, width=self.width if width is None else width, given=False)
 
 
+class Listed(tuple[Any, ...]):
+    """A list that a method has made: whoever is given it may write into it."""
+
+
 @dataclass(frozen=True)
 class Known:
     """A value of Python's that is the same in every call: a constant, or what an attribute at ``path`` holds."""
