@@ -45,11 +45,11 @@ class Conditions(NamedTuple):
             now = attribute(module, path, ABSENT)
             if now is not value and (type(now) is not type(value) or now != value):
                 return f"its {path} was {value!r} when it was replaced"
-        for kind, name in self.methods:
-            # What is read past has its own words for a forward that was set on it.
-            inside = (module,) if name == "forward" else module.modules()
-            if any(isinstance(each, kind) and name in vars(each) for each in inside):
-                return f"its {name} was set on the instance"
+        for each in module.modules():
+            for kind, name in self.methods:
+                # What is read past has its own words for a forward that was set on it.
+                if name in vars(each) and isinstance(each, kind) and (each is module or name != "forward"):
+                    return f"its {name} was set on the instance"
         return None
 
     def owned(self) -> tuple[tuple[Any, str, Any], ...]:

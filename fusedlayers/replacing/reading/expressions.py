@@ -61,7 +61,7 @@ class Expressions(Calls):
 
     def _forget_named(self, node: ast.AST, frame: Frame) -> None:
         """Nobody knows which of the names that an expression gives to values it came to."""
-        for each in ast.walk(node):
+        for each in ast.walk(node) if frame.names_values else ():
             if isinstance(each, ast.NamedExpr):
                 frame.locals[each.target.id] = self.unknown()
 

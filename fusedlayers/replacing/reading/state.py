@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import itertools
 import types
 import typing
@@ -56,9 +57,16 @@ class Frame:
         self.calling: ast.Call | None = None
         self.called: dict[ast.Call | None, list[Frame]] = {}
         self.counts = False
+        self.names_values = _has_named(tree)
         # Names that functions inside of it may give to other values, whenever they are called.
-        inside = (each for each in ast.walk(tree) if isinstance(each, (ast.Nonlocal, ast.Global)))
-        self.shared = {name for each in inside for name in each.names}
+        inside = ast.walk(tree) if function.__code__.co_cellvars else ()
+        self.shared = {name for each in inside if isinstance(each, ast.Nonlocal) for name in each.names}
+
+
+@functools.lru_cache(maxsize=256)
+def _has_named(tree: ast.FunctionDef) -> bool:
+    """Whether any expression of a function gives a name to a value."""
+    return any(isinstance(each, ast.NamedExpr) for each in ast.walk(tree))
 
 
 class Read(typing.NamedTuple):
