@@ -223,8 +223,8 @@ def _replace_ffns(model: nn.Module, patterns: Patterns, found: _Found) -> set[nn
     """Find every FFN and what becomes of its block; returns the linears that are part of one."""
     parts = patterns.taken
     # From the innermost modules on; the report goes the other way. Rows of modules last: who owns one may run it.
-    order = {path: place for place, (path, _) in enumerate(model.named_modules())}
-    inwards = reversed(list(model.named_modules()))
+    inwards = list(model.named_modules())[::-1]
+    order = {path: -place for place, (path, _) in enumerate(inwards)}
     for path, module in sorted(inwards, key=lambda each: isinstance(each[1], (nn.ModuleList, nn.ModuleDict))):
         if is_experts(module):
             continue

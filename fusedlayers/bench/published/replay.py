@@ -17,10 +17,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ... import planning
-from ...planning import CARDS, Device
+from ...planning import CARDS
 from ..cases import CASES, DTYPES, Options
 from ..contenders import AUTO, EAGER, FUSED
 from ..record import Record
@@ -64,21 +64,20 @@ def decisions(record: Record) -> Iterator[Decision]:
     for row in record["rows"]:
         if row["case"] not in CASES or row["recompute"] is True:
             continue
+        problem = _problem(row)
         for kind in KINDS:
-            path, times = _path(row, kind, CARDS[card]), _times(row, kind)
+            times = _times(row, kind)
+            path = planning.plan(replace(problem, captured=kind == "replayed"), CARDS[card]).path
             if path in times and "torch" in times:
                 yield Decision(card, row, kind, path, times)
 
 
-def _path(row: Record, kind: str, device: Device) -> str:
+def _problem(row: Record) -> Any:
     case = CASES[row["case"]]
     options = Options(**{field.name: row[field.name] for field in fields(Options)})
     operands = case.operands(tuple(row["shape"]), options)
     training = row["direction"] != FORWARD
-    problem = case.problem(
-        {name: each.blank(DTYPES[row["dtype"]], training) for name, each in operands.items()}, options
-    )
-    return planning.plan(replace(problem, captured=kind == "replayed"), device).path
+    return case.problem({name: each.blank(DTYPES[row["dtype"]], training) for name, each in operands.items()}, options)
 
 
 def _times(row: Record, kind: str) -> dict[str, float]:

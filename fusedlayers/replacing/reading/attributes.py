@@ -72,8 +72,9 @@ class Attributes(State):
             raise NotUnderstood(f"reads {owner.value.__name__}.{name}")
         if isinstance(owner, Known) and owner.path is not None:
             return self._of_object(owner, name)
-        # A method of a list or a dictionary may write into it.
-        self._poison([owner] if isinstance(owner, (Listed, dict)) else [])
+        if isinstance(owner, (Listed, dict)):
+            # A method of it may write into it.
+            self._poison([owner])
         raise NotUnderstood(f"reads the {name} of something")
 
     def _of_object(self, owner: Known, name: str) -> Any:

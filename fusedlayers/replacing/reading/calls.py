@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...modules import why_called_otherwise
 from . import operations
 from .activation_modules import known_activation
 from .attributes import Attributes
@@ -100,8 +101,8 @@ class Calls(Attributes):
 
     def _call_part(self, part: Part, args: Sequence[Any], options: dict[str, Any]) -> Any:
         module = part.module
-        if type(module).__call__ is not nn.Module.__call__ or type(module)._call_impl is not nn.Module._call_impl:
-            raise NotUnderstood(f"calls {part.path}, whose class has a call of its own")
+        if (reason := why_called_otherwise(type(module))) is not None:
+            raise NotUnderstood(f"calls {part.path}, whose class {reason}")
         self.handed += [(part.path, each.value) for each in (*args, *options.values()) if isinstance(each, Formula)]
         [x] = (*args, *options.values()) if len(args) + len(options) == 1 else [None]
         if (sizes := sizes_of_linear(module)) is not None:

@@ -57,16 +57,16 @@ class Frame:
         self.calling: ast.Call | None = None
         self.called: dict[ast.Call | None, list[Frame]] = {}
         self.counts = False
-        self.names_values = _has_named(tree)
-        # Names that functions inside of it may give to other values, whenever they are called.
-        inside = ast.walk(tree) if function.__code__.co_cellvars else ()
-        self.shared = {name for each in inside if isinstance(each, ast.Nonlocal) for name in each.names}
+        self.shared, self.names_values = _bindings(tree)
 
 
 @functools.lru_cache(maxsize=256)
-def _has_named(tree: ast.FunctionDef) -> bool:
-    """Whether any expression of a function gives a name to a value."""
-    return any(isinstance(each, ast.NamedExpr) for each in ast.walk(tree))
+def _bindings(tree: ast.FunctionDef) -> tuple[set[str], bool]:
+    """(names that functions inside of this one may give to other values, whenever they are called; whether any
+    expression gives a name to a value)."""
+    nodes = list(ast.walk(tree))
+    shared = {name for each in nodes if isinstance(each, ast.Nonlocal) for name in each.names}
+    return shared, any(isinstance(each, ast.NamedExpr) for each in nodes)
 
 
 class Read(typing.NamedTuple):
