@@ -9,10 +9,14 @@ attributes and to set the size of its shared memory; none of that touches a stre
 import contextlib
 import ctypes
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+# The devices that this thread has a handle of cuBLAS for.
+_handles = threading.local()
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: the calling thread is forbidden nothing but what breaks a capture
 
@@ -43,3 +47,16 @@ def _exchange_mode() -> Any:
         return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
     except (OSError, AttributeError):
         return None
+
+
+def make_products_ready(device: torch.device) -> None:
+    """Makes the handle of cuBLAS that a thread makes in its first product on this GPU, which a capture forbids.
+
+    Plain calls that multiply in kernels alone would leave that to a captured call, which may take another path.
+    """
+    known: set[int | None] = vars(_handles).setdefault("devices", set())
+    if device.index in known or torch.cuda.is_current_stream_capturing():
+        return
+    known.add(device.index)
+    with torch.cuda.device(device):
+        torch.cuda.current_blas_handle()

@@ -19,6 +19,7 @@ from torch.fx import Proxy
 
 from .. import reference
 from ..kernels.activations import ACTIVATIONS
+from ..kernels.capturing import make_products_ready
 from ..planning import Call, Device
 from . import dispatch
 from .autograd import apply, autograd_in_reach, contiguous, dense
@@ -216,6 +217,8 @@ class Operation:
         plan = dispatch.dispatch(problem, device)
         facts, extras = dispatch.describe(device), self.extras(options)
         call = Prepared(self, options, problem, plan, facts, extras, tensors, key is None and observed())
+        if device.type == "cuda":
+            make_products_ready(device)
         if key is None:
             # Subclasses and tensors of transforms tell autograd themselves what they want.
             call.wants_gradient = True
@@ -318,7 +321,11 @@ class Operation:
         upstream = [contiguous(each) for each in upstream]
         backward = self.last_backward if last and self.last_backward is not None else self.backward
         with without_autocast(first.device):
-            return backward(call, operands, made, wanted, upstream)
+            found = backward(call, operands, made, wanted, upstream)
+        # Behind the kernels, which have made this thread's context current: else torch warns that there is none.
+        if first.is_cuda:
+            make_products_ready(first.device)
+        return found
 
     def differentiable_gradients(
         self, call: Prepared, operands: Tensors, wanted: Sequence[bool], upstream: Tensors

@@ -290,7 +290,7 @@ def _fills_too_few(tiles: int, width: int, problem: Problem, device: Device, fig
     """Whether ``tiles`` of rows fill so few SMs that the path for wider layers was faster, or torch in its place."""
     _, share, units = next(row for row in figures.least_filled[problem.gated] if width <= row[0])
     many = units < problem.N or (width > 64 and problem.gated and problem.training)
-    if not many or tiles >= share * device.sms * -(-tiles // device.sms):
+    if not many or tiles >= share * device.sms:
         return False
     if problem.captured:
         return True  # such calls that are too small for that path were faster in torch, too

@@ -163,17 +163,19 @@ def epilogue_pipeline(kernel: str, problem: Any, device: Device) -> EpiloguePipe
     """The warp-specialised ``kernel`` of the epilogue path, where it runs: 16-bit operands on Hopper."""
     if device.backend_for(problem.dtype) == GENERIC:
         return None
-    pipeline = _pipeline_on(kernel, problem.gated, device.sms)
     if problem.gated or kernel == "data_gradient":
-        return pipeline
+        return _pipeline_on(kernel, problem.gated, device.sms)
     weights = problem.N * (problem.K if kernel == "hidden" else problem.O)
     few = problem.element_bytes * weights <= FEW_WEIGHTS
-    return replace(pipeline, group=FEW_WEIGHTS_GROUP) if few else pipeline
+    return _pipeline_on(kernel, False, device.sms, few_weights=few)
 
 
 @cache
-def _pipeline_on(kernel: str, gated: bool, sms: int, stays: bool = False) -> EpiloguePipeline:
-    return replace(EPILOGUE_PIPELINES[kernel, gated], programs=sms, stays=stays)
+def _pipeline_on(
+    kernel: str, gated: bool, sms: int, *, stays: bool = False, few_weights: bool = False
+) -> EpiloguePipeline:
+    found = replace(EPILOGUE_PIPELINES[kernel, gated], programs=sms, stays=stays)
+    return replace(found, group=FEW_WEIGHTS_GROUP) if few_weights else found
 
 
 def _partial_bytes(problem: HiddenGradientProblem, bands: int) -> int:

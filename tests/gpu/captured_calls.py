@@ -94,6 +94,11 @@ CALLS: dict[str, dict[str, CapturedCall]] = {
         ),
         "hidden_gradient": CapturedCall(ALL["hidden_gradient"], Options("gelu_tanh", bias=True), _rows(4096, 1024)),
     },
+    # Recorded, the path for wider layers divides hidden units, too, and multiplies in torch; plain calls never do.
+    "otherwise": {
+        "ffn": CapturedCall(CASES["ffn"], _FFN, ((10240, 256, 1024), (12288, 256, 1024)), launched="fused"),
+        "gated ffn": CapturedCall(CASES["ffn"], _GATED, ((10240, 256, 1024), (12288, 256, 1024)), launched="fused"),
+    },
     "wide": {"ffn": CapturedCall(CASES["ffn"], _FFN, _rows(1024, 4096))},
     "wide gated": {"gated ffn": CapturedCall(CASES["ffn"], _GATED, _rows(1024, 2816))},
 }
@@ -132,7 +137,8 @@ def recorded(call: CapturedCall, device: torch.device) -> Found:
             with switched(FUSED_SWITCHES):
                 found["faults"] += _unequal(ours, dict(zip(names, step(), strict=True)))
             continue
-        torchs = dict(zip(names, step(), strict=True))
+        with switched({**FUSED_SWITCHES, "FUSEDLAYERS_BACKEND": "torch"}):
+            torchs = dict(zip(names, step(), strict=True))
         truth = dict(zip(names, reference_results(case, options, work), strict=True))
         found["faults"] += _far(ours, torchs, truth)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,8 @@ from fusedlayers.planning import Device, Problem, plan
 H200 = Device("cuda", "NVIDIA H200", "sm_90", sms=132, triton=True)
 SM90 = replace(H200, backend="sm90")
 FIGURES = H200.figures.gemm_gemm
+# Of the path of one FFN, from 64 to 65,536 tokens.
+MOST_CHANGES = 2
 
 
 @pytest.mark.parametrize("device", [H200, SM90], ids=["generic", "sm90"])
@@ -117,10 +120,28 @@ def test_hidden_units_do_not_make_up_for_rows(training: bool, captured: bool) ->
     assert ("too few SMs" if captured else "2,048 hidden elements") in dict(made.rejected)["fused"]
     assert plan(replace(problem, M=2**14), SM90).path == "fused"
     # Half of them would be busy: the other path divides the hidden units among all.
-    for rows in (2**13, 2**14 + 1024):
-        made = plan(replace(problem, M=rows), SM90)
-        assert made.path == "epilogue"
-        assert "too few SMs" in dict(made.rejected)["fused"]
+    made = plan(replace(problem, M=2**13), SM90)
+    assert made.path == "epilogue"
+    assert "too few SMs" in dict(made.rejected)["fused"]
+    # The same of a second wave, but a few tokens more must not keep many times the bytes.
+    assert plan(replace(problem, M=2**14 + 1024), SM90).path == "fused"
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("width", [64, 128, 256, 1024])
+def test_more_tokens_change_the_path_once_or_twice(width: int, gated: bool, training: bool, captured: bool) -> None:
+    """And a few more keep at most twice the bytes, from one path to another, too."""
+    problem = Problem(
+        "ffn", batch=1, M=1, K=width, N=4 * width, O=width, dtype="bfloat16", activation="silu", gated=gated,
+        captured=captured, needs_data_gradient=training, needs_weight_gradient=training,
+    )  # fmt: skip
+    made = [plan(replace(problem, M=tokens), SM90) for tokens in range(64, 2**16 + 1, 64)]
+    assert sum(one.path != other.path for one, other in itertools.pairwise(made)) <= MOST_CHANGES
+    for one, other in itertools.pairwise(made):
+        if other.problem.M <= 1.01 * one.problem.M:
+            assert other.saved_bytes <= 2 * one.saved_bytes, f"{one.path}, {other.problem.M:,} tokens: {other.path}"
 
 
 @pytest.mark.parametrize(

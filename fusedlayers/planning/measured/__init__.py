@@ -41,8 +41,9 @@ class GemmGemm:
     # Wider than this, a gated training step was slower with more than four times the width of hidden units, and where
     # they fill no whole number of tiles.
     widest_of_many: int
-    # By gated, (width, share, units): the share of the SMs that tiles of rows must fill, over all of their waves; with
-    # less the path for wider layers was faster if there are more hidden units, beyond 64 columns in gated training any.
+    # By gated, (width, share, units): the share of the SMs that tiles of rows must fill; with less the path for wider
+    # layers was faster if there are more hidden units, beyond 64 columns in gated training any. Of more tiles than SMs
+    # a last wave that is hardly filled makes no difference: that path keeps many times the bytes.
     least_filled: Mapping[bool, tuple[tuple[int, float, int], ...]]
     # A batched GEMM-GEMM with fewer tiles of rows for each SM was slower, however long they take: in sm90 kernels,
     # in generic ones if the number of hidden units is a multiple of 8, and else.
