@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..functional.ffn import FFN
 from ..functional.last_call import LastCall
 from ..functional.operation import Operation
-from .children import linear_weight, parameter, split_gate, why_not_plain
+from .children import base_linear, linear_weight, parameter, split_gate, why_not_plain
 
 # Of the tensors of ``functional.ffn``: x, the residual and the seed.
 _INPUTS = (0, 7, 8)
@@ -132,6 +132,10 @@ class FFNPieces:
             options = self._options = (self.activation, self.dropout_p, recompute)
         in_kernels = self.gate_rows is not None and not self.dropout_p
         return FFN.repeat(self._last, tensors, options, in_kernels=in_kernels)
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether x is as wide as what the FFN takes."""
+        return x.shape[-1:] == linear_weight(base_linear(self.up)).shape[1:]
 
     def _into_hidden(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Weight and bias of the up projection, and those of the gate."""

@@ -191,6 +191,9 @@ def traced_ffn(
         parameters += [linear.weight.t() if transposed[place] else linear.weight, bias]
         place += 1  # noqa: SIM113
     w_up, b_up, w_down, b_down, w_gate, b_gate = parameters if len(parameters) == 6 else (*parameters, None, None)
+    # Whoever is replaced may do something else with another width.
+    if x.shape[-1:] != w_up.shape[1:]:
+        return None
     if gate_rows is not None:
         w_gate, w_up = split_gate(w_up, gate_rows)
         b_gate, b_up = (None, None) if b_up is None else split_gate(b_up, gate_rows)

@@ -196,7 +196,12 @@ def try_fused(block: FusedBlock, found: FFNPieces | str, x: Tensor) -> Tensor | 
     elif not is_plain_now(x) and (reason := why_not_now(x)):
         say_once(block, reason)
     else:
-        return found.run(x, None, block.fused_recompute)
+        try:
+            return found.run(x, None, block.fused_recompute)
+        except ValueError:
+            # The original forward may do something else with another width, or raises an error of its own.
+            if found.takes(x):
+                raise
     return None
 
 
@@ -287,7 +292,7 @@ class FusedOneFFN(FusedBlock):
         if isinstance(found, FFNPieces):
             rule = self.fused_rule
             options = dict(rule.conditions.options)
-            options |= {f"{rule.activation}.{name}": None for name in activations.watched_options(found.original)}
+            options |= {f"{rule.activation_path}.{name}": None for name in activations.watched_options(found.original)}
             names = (*rule.parts(), rule.output_dropout, "training", *dict(rule.holders), *options)
             if self.fused_whole:
                 names += (*identities(self, rule), *next_children(self, rule))
@@ -300,7 +305,7 @@ class FusedOneFFN(FusedBlock):
         rule, [found] = self.fused_rule, self.find_ffn_pieces(self).values()
         return traceable(
             self, self.why_fused_class_changed() or found, up=rule.up, down=rule.down, gate=rule.gate,
-            activation=rule.activation if attribute(self, rule.activation) is not None else None,
+            activation=None if attribute(self, rule.activation_path) is None else rule.activation_path,
             dropout=rule.dropout, recompute=self.fused_recompute,
         )  # fmt: skip
 

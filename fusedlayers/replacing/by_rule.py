@@ -103,7 +103,12 @@ class FusedWholeBlock(FusedByRule):
             if len(args) == 1 and not kwargs and not is_dynamo_compiling():
                 ready: FFNPieces | None = kept(self)
                 if ready is not None and is_plain_now(args[0]):
-                    result = ready.run(args[0], None, self.fused_recompute)
+                    try:
+                        result = ready.run(args[0], None, self.fused_recompute)
+                    except ValueError:
+                        if ready.takes(args[0]):
+                            raise
+                        result = None
                     if result is None:
                         return method(self, *args)
                     return F.dropout(result, ready.output_dropout_p) if ready.output_dropout_p else result
@@ -170,9 +175,9 @@ class FusedInside(FusedByRule):
             return y
         rule = self.fused_rule
         up, gate, down, dropout = (attribute(self, name) for name in (rule.up, rule.gate, rule.down, rule.dropout))
-        activation = attribute(self, rule.activation)
-        if activation is None:
-            activation = ACTIVATIONS[str(torch_module_activation(rule.activation))].torch
+        activation = rule.activation_of(self)
+        if isinstance(activation, str):
+            activation = ACTIVATIONS[str(torch_module_activation(activation))].torch
         hidden = up(x)
         if rule.gate_rows is not None:
             first, last = hidden.chunk(2, -1)

@@ -118,7 +118,7 @@ def find_by_rule(block: nn.Module, rule: FFNRule) -> FFNPieces | str:
     """The FFN of ``block`` as ``rule`` describes it, or why it cannot be fused."""
     up, down, gate = (attribute(block, name) for name in (rule.up, rule.down, rule.gate))
     dropout = attribute(block, rule.dropout)
-    activation = attribute(block, rule.activation, rule.activation)
+    activation = rule.activation_of(block)
     if not isinstance(up, nn.Module) or not isinstance(down, nn.Module):
         return f"the rule's up={rule.up!r} or down={rule.down!r} is no child of the block"
     if gate is not None and not isinstance(gate, nn.Module):

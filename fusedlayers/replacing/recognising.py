@@ -112,7 +112,7 @@ def _whole_block(block: nn.Module, width: int) -> FoundRule:
     rule = _rule(block, ffn, reader, None)
     if reason := why_not_whole(block, rule):
         raise OtherFormula(reason)
-    return dataclasses.replace(rule, conditions=Conditions.of(reader, _asked(rule), rule.activation))
+    return dataclasses.replace(rule, conditions=Conditions.of(reader, _asked(rule), rule.activation_path))
 
 
 def checked(block: nn.Module, rule: FFNRule) -> FoundRule | str:
@@ -141,7 +141,9 @@ def checked(block: nn.Module, rule: FFNRule) -> FoundRule | str:
         read = _parts_of(block, each)
         # A trusted rule may say otherwise how the hidden is made.
         if read == said or (rule.trusted and all(read[name] == said[name] for name in ("up", "gate", "down"))):
-            return each if rule.trusted else FoundRule(**values, conditions=each.conditions, edits=each.edits)
+            is_formula = each.is_formula and attribute(block, rule.activation) is None
+            named = FoundRule(**values, conditions=each.conditions, edits=each.edits, is_formula=is_formula)
+            return each if rule.trusted else named
         differing = next(name for name in said if said[name] != read[name])
         reasons.append(f"its source says {differing}={read[differing]!r}, the rule {said[differing]!r}")
     return next(iter(reasons), "no FFN is seen in its source")
@@ -153,8 +155,7 @@ def _parts_of(block: nn.Module, rule: FFNRule) -> dict[str, str | None]:
     for name in ("gate", "dropout", "output_dropout"):
         if names[name] is not None and isinstance(attribute(block, names[name]), (type(None), nn.Identity)):
             names[name] = None
-    activation = torch_module_activation(attribute(block, rule.activation, rule.activation))
-    return names | {"activation": activation}
+    return names | {"activation": torch_module_activation(rule.activation_of(block))}
 
 
 _FIELDS = tuple(name for name in FFNRule.__dataclass_fields__ if name != "_")
@@ -225,6 +226,8 @@ def _inside(block: nn.Module, method: str, ffn: FFN, reader: Reader) -> FoundRul
     """The rule of an FFN that is a part of a method."""
     if ffn.gate_rows in ("even", "odd"):
         raise NotUnderstood("computes more than an FFN with interleaved gate and up projections")
+    if reader.asks_class is not None:
+        raise NotUnderstood(f"asks for its own class in `{reader.asks_class}`, which is another one where it is fused")
     rule = _rule(block, ffn, reader, method)
     for path, _ in rule.holders:
         if isinstance(attribute(block, path), (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
@@ -234,7 +237,7 @@ def _inside(block: nn.Module, method: str, ffn: FFN, reader: Reader) -> FoundRul
     for path, given in reader.handed:
         hidden = any(found[1] in into for found in linears_in(given))
         before = given == ffn.input and any(path.startswith(f"{name}.") for name in dict(rule.holders))
-        if (hidden or before) and path not in within and not path.startswith(f"{rule.activation}."):
+        if (hidden or before) and path not in within and not path.startswith(f"{rule.activation_path}."):
             raise NotUnderstood(f"hands its hidden to {path}, whose hooks nobody would ask for")
     edits = edits_for(reader, ffn, type(block), method)
     if edited(edits, getattr(type(block), method), FusedInside.run_inside) is None:
@@ -242,7 +245,7 @@ def _inside(block: nn.Module, method: str, ffn: FFN, reader: Reader) -> FoundRul
     read = reads_for(reader, ffn)
     holders = [(type(attribute(block, path)), "forward") for path, _ in rule.holders]
     conditions = Conditions(
-        without({path: reader.watched[path] for path in read["watched"]}, _asked(rule), rule.activation),
+        without({path: reader.watched[path] for path in read["watched"]}, _asked(rule), rule.activation_path),
         (*read["methods"], *holders),
         tuple((*name, reader.functions[name]) for name in read["functions"]),
     )
@@ -255,11 +258,14 @@ def _asked(rule: FFNRule) -> tuple[str | None, ...]:
 
 
 def _rule(block: nn.Module, ffn: FFN, reader: Reader, inside: str | None) -> FoundRule:
-    activation = reader.path_of(ffn.activation, ffn.activated) or ffn.activation
-    names = [ffn.up, ffn.gate, ffn.down, activation, ffn.dropout, ffn.output_dropout]
-    holders = dict.fromkeys(name.rpartition(".")[0] for name in names if name is not None and "." in name)
+    path = reader.path_of(ffn.activation, ffn.activated)
+    activation = ffn.activation if path is None else path
+    names = [ffn.up, ffn.gate, ffn.down, path, ffn.dropout, ffn.output_dropout]
+    above = dict.fromkeys(name.rpartition(".")[0] for name in names if name is not None and "." in name)
+    # Of an object with options, such as a configuration, there is nothing to call.
+    holders = [path for path in above if isinstance(attribute(block, path), nn.Module)]
     return FoundRule(
         type(block), up=ffn.up, gate=ffn.gate, gate_rows=ffn.gate_rows, down=ffn.down, activation=activation,
-        dropout=ffn.dropout, output_dropout=ffn.output_dropout, inside=inside,
+        dropout=ffn.dropout, output_dropout=ffn.output_dropout, inside=inside, is_formula=path is None,
         holders=tuple((path, class_path(type(attribute(block, path)))) for path in holders),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..functional.linear import check_reduction, check_split_k
 from ..modules import class_path
-from .conditions import NONE, Conditions
+from .conditions import NONE, Conditions, attribute
 
 # Which rows of one linear for both are the gate's.
 GATE_ROWS = ("first", "last", "even", "odd")
@@ -107,14 +107,28 @@ class FFNRule:
         return NONE
 
     @property
+    def is_formula(self) -> bool:
+        """Whether ``activation`` is no attribute of the block, whatever it has; a rule of the user's may be either."""
+        return False
+
+    @property
     def class_path(self) -> str:
         """Where the class is imported from."""
         return _path(self.module_class)
 
     def parts(self) -> tuple[str, ...]:
         """The names of the parts of the FFN, in the order in which they are called."""
-        names = (self.up, self.gate, self.activation, self.dropout, self.down)
+        names = (self.up, self.gate, self.activation_path, self.dropout, self.down)
         return tuple(name for name in names if name is not None)
+
+    @property
+    def activation_path(self) -> str | None:
+        """The attribute of the block that may be its activation, or None."""
+        return None if self.is_formula else self.activation
+
+    def activation_of(self, block: nn.Module) -> Any:
+        """What a block activates with: an attribute of it, or where it has none a name."""
+        return self.activation if self.is_formula else attribute(block, self.activation, self.activation)
 
     @functools.cached_property
     def holder_paths(self) -> tuple[tuple[str, str], ...]:
@@ -127,10 +141,15 @@ class FoundRule(FFNRule):
     """A rule that says what a block was found to compute, under some conditions.
 
     ``edits`` are the method that holds the FFN, and those that it calls on the way, with the FFN in one piece.
+    ``activation`` is a name of this library where it ``is_formula``, whatever the block has under that name.
     """
 
     conditions: Conditions = NONE
     edits: tuple[Any, ...] = ()
+    is_formula: bool = False
+
+    def __post_init__(self) -> None:
+        """What was read is no argument that may be wrong."""
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,9 @@ FIGURES = Figures(
         # within a tile, a step took 1.12 to 1.96 of the time of the path for wider layers, with 1024 0.85 to 1.03.
         widest_of_many=128,
         # At 400 sizes on an H100, replayed, at 256 columns with less the path for wider layers took 0.24 to 1.06 of the
-        # time (median 0.69), else 0.97 to 1.28 (1.1); with a second wave of hardly any tiles 0.85. At 345 sizes on an H200 it took 0.44 to 1.28 (0.79) and 0.78 to
-        # 1.78 (1.13) up to 128 columns, and gated 0.97 to 1.8 from 2,048 rows on up to 64.
+        # time (median 0.69), else 0.97 to 1.28 (1.1), with a second wave of hardly any tiles 0.85. At 345 sizes on an
+        # H200 it took 0.44 to 1.28 (0.79) and 0.78 to 1.78 (1.13) up to 128 columns, and gated 0.97 to 1.8 from 2,048
+        # rows on up to 64.
         least_filled={
             False: ((64, 0.3, 960), (128, 0.4, 512), (256, 0.7, 0)),
             True: ((64, 0.15, 960), (128, 0.4, 512), (256, 0.7, 0)),

@@ -16,7 +16,7 @@ from ...modules import class_name
 from . import operations
 from .polynomials import atom
 from .state import Frame, State, Weight
-from .values import PLAIN, Dtype, Formula, Known, Listed, Method, NotUnderstood, Part, Shape, Training
+from .values import ABSENT, PLAIN, Dtype, Formula, Known, Listed, Method, NotUnderstood, Part, Shape, Training
 
 _MISSING = object()
 # The longest loop that is followed.
@@ -80,7 +80,7 @@ class Attributes(State):
     def _of_object(self, owner: Known, name: str) -> Any:
         """A plain value that an object among the attributes holds, such as a configuration."""
         value = getattr(owner.value, "__dict__", {}).get(name, _MISSING)
-        if type(value) not in PLAIN or self._is_written(f"{owner.path}.{name}"):
+        if type(value) not in PLAIN or self.is_written(f"{owner.path}.{name}"):
             # Of a method that is not followed nobody knows what it writes there.
             self._poison([owner])
             raise NotUnderstood(f"reads {owner.path}.{name}")
@@ -89,9 +89,11 @@ class Attributes(State):
     def _of_part(self, owner: Part, name: str) -> Any:
         module, path = owner.module, owner.inner(name)
         kind = type(module)
+        if name == "__class__" and not owner.path:
+            self._look_at_class()
         if kind.__getattr__ is not nn.Module.__getattr__ or kind.__getattribute__ is not object.__getattribute__:
             raise NotUnderstood(f"reads attributes of a {class_name(module)}, which finds them in its own way")
-        if self._is_written(path):
+        if self.is_written(path):
             raise NotUnderstood(f"reads {path}, which it writes")
         if name == "training":
             return Training(owner.path)
@@ -140,6 +142,13 @@ class Attributes(State):
     def _child(self, owner: Part, name: str) -> Any:
         child, path = owner.module._modules[name], owner.inner(name)
         return self._watch(path, None) if child is None else Part(path, child)
+
+    def _watch_length(self, row: Part) -> None:
+        """How many modules a list of modules has: it has the last of them, and none behind it."""
+        names = list(row.module._modules)
+        if names:
+            self._watch(row.inner(f"{names[-1]}.dump_patches"), nn.Module.dump_patches)
+        self._watch(row.inner(f"{len(names)}"), ABSENT)
 
     def _items(self, value: Any) -> tuple[Any, ...] | None:
         if isinstance(value, tuple):

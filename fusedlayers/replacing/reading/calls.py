@@ -160,6 +160,8 @@ class Calls(Attributes):
                 if args[0].path:
                     self._watch(args[0].inner("__class__"), type(args[0].module))
                 return Known(isinstance(args[0].module, tuple(kinds)))
+        if target is type and args == [Part("", self.block)]:
+            self._look_at_class()
         if target is hasattr and len(args) == 2 and isinstance(args[0], Part) and isinstance(args[1], Known):
             found = hasattr(args[0].module, args[1].value)
             if found and self.lenient:
@@ -176,6 +178,8 @@ class Calls(Attributes):
             if None not in items:
                 found = typing.cast(Any, items)
                 if target is len:
+                    if isinstance(args[0], Part):
+                        self._watch_length(args[0])
                     return Known(len(found[0]))
                 if target is zip:
                     return tuple(zip(*found, strict=False))

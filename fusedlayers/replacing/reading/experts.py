@@ -224,6 +224,8 @@ class ExpertsReader(Reader):
         """What a call gives."""
         target = called.value if isinstance(called, Known) else None
         if target is torch.zeros_like and list(args) == [TOKENS] and set(options) <= {"dtype", "device"}:
+            if options.get("dtype", Dtype(False)) != Dtype(False):
+                raise NotUnderstood("sums its experts in another dtype than that of the tokens")
             return RESULT
         if target is F.one_hot and list(args) == [INDEX] and set(options) == {"num_classes"}:
             # With one class more for tokens that chose nobody, or without.

@@ -15,7 +15,7 @@ from . import operations, shapes
 from .attributes import is_row
 from .calls import Calls
 from .polynomials import atom
-from .state import Frame, Undecided
+from .state import Frame, Undecided, Weight
 from .values import PLAIN, Dtype, Formula, Known, Listed, Method, NotUnderstood, Part, Shape, Unknown
 
 BINARY = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow"}
@@ -222,7 +222,7 @@ class Expressions(Calls):
             return Undecided() if self.dtype is None else Known(self._compared_dtypes(one, two, kind))
         if kind in (ast.Is, ast.IsNot) and Known(None) in (_bare(one), _bare(two)):
             same = _bare(one) == _bare(two)
-            self._watch_presence(one)
+            self._watch_presence(two if _bare(one) == Known(None) else one)
             # What is read of a tensor, its gradient for one, may be None.
             if isinstance(one, (Unknown, Method)) or isinstance(two, (Unknown, Method)):
                 raise NotUnderstood("asks whether something is None")
@@ -252,7 +252,7 @@ class Expressions(Calls):
         """What a condition is, None where it depends on dtypes alone, or on what a lenient reading does not know."""
         if isinstance(value, Known) and type(value.value) in PLAIN:
             return bool(value.value)
-        if isinstance(value, Part):
+        if isinstance(value, Part) and not any(hasattr(type(value.module), name) for name in ("__bool__", "__len__")):
             self._watch_presence(value)
             return True
         if isinstance(value, Undecided) or self.lenient:
@@ -272,6 +272,10 @@ class Expressions(Calls):
         """That there is a child: it has what every module has."""
         if isinstance(value, Part) and value.path:
             self._watch(value.inner("dump_patches"), nn.Module.dump_patches)
+        parameter = isinstance(value, Weight) or (isinstance(value, Formula) and value.is_parameter)
+        if parameter and self.lenient:
+            # Whoever watches a block refers to no parameter.
+            raise NotUnderstood("asks whether there is a parameter")
 
     def _of_call(self, node: ast.Call, frame: Frame) -> Any:
         called = self.value(node.func, frame)

@@ -95,6 +95,9 @@ def binary(name: str, one: Any, other: Any) -> Formula:
             raise NotUnderstood("divides by zero")
         inverse = number(1 / divisor) if divisor is not None else polynomials.power(second.value, -1.0)
         value = first.value * inverse
+    elif name == "mul" and 0.0 in (first.value.constant, second.value.constant):
+        # Gradients of zero are gradients, and infinity times zero is none.
+        raise NotUnderstood("multiplies by zero")
     else:
         value = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}[name](first.value, second.value)
     widths = {each.width for each in (first, second) if each.width not in (1, 0)}

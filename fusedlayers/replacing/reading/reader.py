@@ -62,7 +62,7 @@ class Reader(Expressions):
         tree = tree_of(function)
         frame = Frame(
             typing.cast(types.FunctionType, function), tree, self._bound(function, tree, args, options),
-            of_block=bool(args) and args[0] == Part("", self.block),
+            of_block=self._is_of_block(function, args),
         )  # fmt: skip
         if self._frames:
             self._frames[-1].called.setdefault(self._frames[-1].calling, []).append(frame)
@@ -78,6 +78,13 @@ class Reader(Expressions):
             self._frames.pop()
             self._operands.pop()
         return Known(None)
+
+    def _is_of_block(self, function: Any, args: Sequence[Any]) -> bool:
+        """Whether it is a method of the block, or a function that one calls; the forward of a child is neither."""
+        if args and args[0] == Part("", self.block):
+            return True
+        called = bool(self._frames) and self._frames[-1].of_block
+        return called and not (args and isinstance(args[0], Part) and function.__name__ == "forward")
 
     def _bound(
         self, function: Any, tree: ast.FunctionDef, args: Sequence[Any], options: dict[str, Any]
@@ -153,24 +160,47 @@ class Reader(Expressions):
             if self._truth(self.value(node.test, frame)) is not True:
                 raise NotUnderstood("asserts what is not known")
         elif isinstance(node, (ast.With, ast.Try, ast.While)) and self.lenient:
-            # Modes may be others inside.
-            self._misses += 1
-            if isinstance(node, ast.While):
-                # What one round leaves is what the next one finds.
-                self._forget(node, frame)
-            for each in node.items if isinstance(node, ast.With) else ():
-                if each.optional_vars is not None:
-                    self._forget(each.optional_vars, frame)
-            try:
-                self._body(node.body, frame)
-            except _Return:
-                # It may have raised before, and somebody goes on from there.
-                self._escape_behind(node, frame)
-                raise
-            self._misses += 1
-            self._forget(node, frame)
+            self._apart(node, frame)
+        elif isinstance(node, ast.Match) and self.lenient:
+            self.value(node.subject, frame)
+            for case in node.cases:
+                self._perhaps(case.body, frame, node)
         elif not isinstance(node, ast.Pass):
             raise NotUnderstood(f"has a {type(node).__name__.lower()} statement")
+
+    def _apart(self, node: ast.With | ast.Try | ast.While, frame: Frame) -> None:
+        """A statement whose body runs under a mode, until something is raised, or several times."""
+        self._misses += 1
+        if isinstance(node, ast.While):
+            # What one round leaves is what the next one finds.
+            self._forget(node, frame)
+        for each in node.items if isinstance(node, ast.With) else ():
+            self.value(each.context_expr, frame)
+            if each.optional_vars is not None:
+                self._forget(each.optional_vars, frame)
+        handlers = [each.body for each in node.handlers] if isinstance(node, ast.Try) else []
+        others = [*handlers, getattr(node, "orelse", []), getattr(node, "finalbody", [])]
+        try:
+            self._body(node.body, frame)
+        except _Return:
+            # It may have raised before, and somebody goes on from there.
+            self._escape_behind(node, frame)
+            for body in others:
+                self._perhaps(body, frame, node)
+            raise
+        for body in others:
+            self._perhaps(body, frame, node)
+        self._misses += 1
+        self._forget(node, frame)
+
+    def _perhaps(self, body: Sequence[ast.stmt], frame: Frame, node: ast.stmt) -> None:
+        """Statements that may run or not; of what ``node``, which they are a part of, writes nothing is known then."""
+        try:
+            self._body(body, frame)
+        except _Return as result:
+            self._escape([result.value])
+        self._misses += 1
+        self._forget(node, frame)
 
     def _assign(self, target: ast.expr, value: Any, frame: Frame) -> None:
         if isinstance(target, ast.Name):
@@ -195,6 +225,8 @@ class Reader(Expressions):
         owner = self.value(target.value, frame)
         if isinstance(owner, Known) and owner.path is not None:
             self.written.add(f"{owner.path}.{target.attr}")
+            # The same object may have another name.
+            self._misses += 1
         if not isinstance(owner, Part) or type(owner.module).__setattr__ is not nn.Module.__setattr__:
             return False
         self.written.add(owner.inner(target.attr))
@@ -230,6 +262,9 @@ class Reader(Expressions):
         for body in (node.body, node.orelse):
             frame.locals = dict(before)
             if any(isinstance(each, ast.Raise) for each in body) and self.lenient:
+                # Whoever catches it may use what it names.
+                for each in body:
+                    self._escape_names(each, frame)
                 continue
             try:
                 self._body(body, frame)
@@ -257,9 +292,10 @@ class Reader(Expressions):
         values = self._items(self.value(node.iter, frame))
         if values is None and self.lenient:
             # What one round leaves is what the next one finds.
+            self._misses += 1
             self._forget(node, frame)
-            self._body(node.body, frame)
-            self._forget(node, frame)
+            self._perhaps(node.body, frame, node)
+            self._perhaps(node.orelse, frame, node)
             return
         if node.orelse or any(isinstance(each, (ast.Break, ast.Continue)) for each in ast.walk(node)):
             raise NotUnderstood("leaves a loop early")
@@ -280,6 +316,10 @@ class Reader(Expressions):
         for each in ast.walk(node):
             for name in _bound_by(each):
                 frame.locals[name] = self.unknown()
+            if isinstance(each, ast.Attribute) and not isinstance(each.ctx, ast.Load):
+                owner = frame.locals.get(each.value.id) if isinstance(each.value, ast.Name) else None
+                if isinstance(owner, Part):
+                    self.written.add(owner.inner(each.attr))
             if not isinstance(each, ast.Name) or not isinstance(each.ctx, ast.Load):
                 continue
             value = frame.locals.get(each.id)

@@ -64,17 +64,34 @@ def reads_for(reader: Reader, ffn: FFN) -> dict[str, list[Any]]:
     paths = {ffn.up, ffn.gate, ffn.down}
     times = {call.time for call in reader.linears if call.path in paths}
     frames = set(_frames_with(reader.outermost, paths))
+    spans = list(_spans(reader, ffn))
     found: dict[str, dict[Any, None]] = {"watched": {}, "methods": {}, "functions": {}}
     for read in reader.reads:
         near = read.frame in frames or read.time in times
-        if read.kind == "watched" and read.key in reader.written:
+        if read.kind == "watched" and reader.is_written(read.key):
             # What goes into an attribute alone decides nothing.
             targets = getattr(read.statement, "targets", [getattr(read.statement, "target", None)])
             if near and not all(isinstance(each, ast.Attribute) for each in targets):
                 raise NotUnderstood(f"reads {read.key}, which it writes")
         elif near or read.frame.of_block:
             found[read.kind][read.key] = None
+            within = any(begin < read.linears <= end for begin, end in spans)
+            between = within and not isinstance(read.statement, _TESTING)
+            number = read.kind == "watched" and type(reader.watched[read.key]) in (int, float)
+            if between and number and read.time and read.key != ffn.dropout:
+                raise NotUnderstood(f"reads {read.key} behind what is not understood, and may write it")
     return {kind: list(keys) for kind, keys in found.items()}
+
+
+def _spans(reader: Reader, ffn: FFN) -> Iterator[tuple[int, int]]:
+    """From which to which of the linears that were called an FFN reaches, each time that it was met."""
+    begin = None
+    for place, call in enumerate(reader.linears):
+        if call.path in (ffn.up, ffn.gate):
+            begin = place if begin is None else begin
+        elif call.path == ffn.down and begin is not None:
+            yield begin, place
+            begin = None
 
 
 def _frames_with(frame: Frame, paths: set[str | None]) -> Iterator[Frame]:

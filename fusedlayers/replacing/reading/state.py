@@ -70,11 +70,15 @@ def _bindings(tree: ast.FunctionDef) -> tuple[set[str], bool]:
 
 
 class Read(typing.NamedTuple):
-    """That a lenient reading has read something: in which of its dictionaries it is, and when and where that was."""
+    """That a lenient reading has read something: in which of its dictionaries it is, and when and where that was.
+
+    ``linears`` is the number of linears that were called before.
+    """
 
     kind: str
     key: Any
     time: int
+    linears: int
     frame: Frame
     statement: ast.stmt | None
 
@@ -92,6 +96,7 @@ class State:
         norms: for each of torch's fused norms that was called, whether all that it took was cast to float32.
         handed: the children that were called with tensors, by path, and each tensor.
         reads: each time that something was read which ``watched``, ``methods`` or ``functions`` has.
+        asks_class: the statement that asks for the class of the block, or None.
         written: attributes in which the block counts something, and objects and parts that were handed to what is not
             known, by path.
     """
@@ -118,6 +123,8 @@ class State:
         self._numbers = itertools.count()
         # How many things a lenient reading did not understand.
         self._misses = 0
+        # Where it was asked of what class the block is.
+        self.asks_class: str | None = None
         self.written: set[str] = set()
         # Whether the input was cast, perhaps to another dtype than the one in which the block is called.
         self.casts = False
@@ -168,7 +175,7 @@ class State:
             elif isinstance(each, Part) or (isinstance(each, Known) and each.path and hasattr(each.value, "__dict__")):
                 self.written.add(str(each.path))
 
-    def _is_written(self, path: str) -> bool:
+    def is_written(self, path: str) -> bool:
         """Whether the attribute at this path may be another one now than when the method began."""
         return any(not each or path == each or path.startswith(f"{each}.") for each in self.written)
 
@@ -185,6 +192,11 @@ class State:
         for frame in self._frames:
             frame.locals = {name: _replaced(value, old, new) for name, value in frame.locals.items()}
 
+    def _look_at_class(self) -> None:
+        """The class of the block was asked for: that of a fused one is another."""
+        statement = self._frames[-1].statement
+        self.asks_class = "" if statement is None else ast.unparse(statement).splitlines()[0]
+
     def _watch(self, path: str, value: Any) -> Known:
         self._note("watched", path, value)
         return Known(value, path)
@@ -194,7 +206,7 @@ class State:
         getattr(self, kind)[key] = value
         if self.lenient:
             frame = self._frames[-1]
-            self.reads.append(Read(kind, key, self._misses, frame, frame.statement))
+            self.reads.append(Read(kind, key, self._misses, len(self.linears), frame, frame.statement))
 
 
 def _replaced(value: Any, old: Any, new: Any) -> Any:

@@ -51,6 +51,12 @@ class Formula:
     wide: bool = False
     given: bool = False
 
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is a parameter of the module as it is."""
+        found = self.value.single
+        return found is not None and found[0] == "parameter"
+
     def with_value(self, value: Polynomial, width: int | None = None) -> Formula:
         """Another tensor of the same rows."""
         return dataclasses.replace(self, value=value, width=self.width if width is None else width, given=False)

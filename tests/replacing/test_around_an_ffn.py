@@ -1,0 +1,398 @@
+"""What a block does around its FFN that another one than its author wrote would do otherwise: left, or right."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fusedlayers as fl
+
+WIDTH, UNITS = 8, 32
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(WIDTH, UNITS), nn.Linear(UNITS, WIDTH), 1.0
+
+
+class LoopThatReturns(Block):
+    def forward(self, x: Tensor, rounds: int = 0) -> Tensor:
+        h = F.relu(self.up(x))
+        y = self.down(h)
+        for _ in range(rounds):
+            return x + y
+        return h.abs().mean()
+
+
+class OwnMode(Block):
+    @contextlib.contextmanager
+    def scaled(self, scale: float) -> Iterator[None]:
+        old, self.scale = self.scale, scale
+        try:
+            yield
+        finally:
+            self.scale = old
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.scaled(2.0):
+            return x + self.down(F.gelu(self.up(x)) * self.scale)
+
+
+class WritesInExcept(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            x.view(7, 7)
+        except RuntimeError:
+            self.scale = 2.0
+        y = x + self.down(F.gelu(self.up(x)) * self.scale)
+        self.__dict__["scale"] = 1.0
+        return y
+
+
+class WritesInFinally(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            try:
+                x = x + self.down(F.gelu(self.up(x)) * self.scale)
+            finally:
+                self.scale = self.scale / 2
+        self.__dict__["scale"] = 1.0
+        return x
+
+
+class WritesInElse(Block):
+    def forward(self, x: Tensor, more: Sequence[Tensor] = ()) -> Tensor:
+        for each in more:
+            x = x + each
+        else:
+            self.scale = 2.0
+        y = x + self.down(F.gelu(self.up(x)) * self.scale)
+        self.__dict__["scale"] = 1.0
+        return y
+
+
+class WritesInMatch(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        match x.dim():
+            case 3:
+                self.scale = 2.0
+        y = x + self.down(F.gelu(self.up(x)) * self.scale)
+        self.__dict__["scale"] = 1.0
+        return y
+
+
+class WithPrepare(Block):
+    def prepare(self, scale: float) -> None:
+        self.scale = scale
+
+
+class SuperWrites(WithPrepare):
+    def prepare(self, scale: float) -> None:
+        raise AssertionError
+
+    def forward(self, x: Tensor) -> Tensor:
+        super().prepare(2.0)
+        y = x + self.down(F.gelu(self.up(x)) * self.scale)
+        super().prepare(1.0)
+        return y
+
+
+class WritesBelow(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.__dict__["scale"] = 2.0
+        y = x + self.down(F.gelu(self.up(x)) * self.scale)
+        self.__dict__["scale"] = 1.0
+        return y
+
+
+class OtherName(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = types.SimpleNamespace(scale=1.0)
+        self.same = self.options
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.same.scale = 2.0
+        y = x + self.down(F.gelu(self.up(x)) * self.options.scale)
+        self.same.scale = 1.0
+        return y
+
+
+class Deletes(Block):
+    flag = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flag = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "flag" in self.__dict__:
+            del self.flag
+        y = x + self.down((F.gelu if self.flag else F.relu)(self.up(x)))
+        self.__dict__["flag"] = True
+        return y
+
+
+class Router(nn.Module):
+    """With a block of its own inside, so that nobody follows its call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gain = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH))), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.gain = 2.0
+        return x
+
+
+class ChildWrites(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.router(x)
+        return x + self.down(F.gelu(self.up(x)) * self.router.gain)
+
+
+def anneal(block: Any) -> None:
+    block.__dict__["scale"] = block.scale / 2
+
+
+class WritesBetweenRounds(Block):
+    def forward(self, x: Tensor, rounds: int = 3) -> Tensor:
+        for _ in range(rounds):
+            x = x + self.down(F.gelu(self.up(x)) * self.scale)
+            anneal(self)
+        self.__dict__["scale"] = 1.0
+        return x
+
+
+class EmptyList(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.ModuleList()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return x + self.down(F.gelu(h) if self.extra else F.relu(h))
+
+
+class AsksClass(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(F.gelu(self.up(x)))
+        return x + y * 2 if type(self) is AsksClass else x + y
+
+
+class AsksNameOfClass(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(F.gelu(self.up(x)))
+        return x + y * 2 if self.__class__.__name__ == "AsksNameOfClass" else x + y
+
+
+class NamedLikeAFunction(Block):
+    """The activation is torch's function, whatever else has its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gelu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+BLOCKS = [kind for kind in (*Block.__subclasses__(), SuperWrites) if kind is not WithPrepare]
+
+
+def replaced(block: nn.Module) -> nn.Module:
+    """The block as `replace` leaves or makes it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "nothing was replaced")
+        fl.replace(block)
+    return block
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.__name__)
+def test_the_block_computes_what_its_author_wrote(kind: type[Block]) -> None:
+    torch.manual_seed(0)
+    original, x = kind(), torch.randn(2, 3, WIDTH)
+    block = replaced(copy.deepcopy(original))
+    for _ in range(2):
+        torch.testing.assert_close(block(x), original(x))
+
+
+class Stop(Exception):
+    pass
+
+
+class StopsWithItsHidden(Block):
+    def forward(self, x: Tensor, stop: bool = False) -> Tensor:
+        h = F.gelu(self.up(x))
+        if stop:
+            raise Stop(h)
+        return x + self.down(h)
+
+
+def test_an_error_may_carry_the_hidden() -> None:
+    block = replaced(StopsWithItsHidden())
+    with pytest.raises(Stop) as found:
+        block(torch.randn(2, WIDTH), stop=True)
+    assert found.value.args[0].shape == (2, UNITS)
+
+
+class Unused(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra, self.shift = nn.Linear(WIDTH, UNITS), nn.Parameter(torch.zeros(UNITS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.up(x)) + 0.0 * self.extra(x) + 0.0 * self.shift
+        return x + self.down(h)
+
+
+def test_what_is_multiplied_by_zero_has_gradients_of_zero() -> None:
+    """As for DistributedDataParallel, which waits for the gradients of all parameters."""
+    block = replaced(Unused())
+    block(torch.randn(2, WIDTH)).sum().backward()
+    assert all(parameter.grad is not None for parameter in block.parameters())
+
+
+class Flattens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH * WIDTH, UNITS), nn.Linear(UNITS, WIDTH * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x.view(-1, WIDTH * WIDTH)))).view(x.shape)
+
+
+class Pads(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.up.in_features:
+            x = F.pad(x, (0, self.up.in_features - x.shape[-1]))
+        return self.down(F.relu(self.up(x)))
+
+
+class Refuses(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != WIDTH:
+            raise KeyError("the number of features")
+        return self.down(F.relu(self.up(x)))
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(Flattens, (5, WIDTH, WIDTH)), (Pads, (5, WIDTH // 2))])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_an_input_of_another_width_goes_the_way_of_its_author(
+    kind: type[nn.Module], shape: tuple[int, ...], compiled: bool
+) -> None:
+    torch.manual_seed(0)
+    original, x = kind(), torch.randn(shape)
+    block = replaced(copy.deepcopy(original))
+    assert type(block) is not kind
+    expected = original(x)
+    if compiled:
+        block = torch.compile(block, backend="aot_eager")  # type: ignore[assignment]
+    torch.testing.assert_close(block(x), expected)
+
+
+def test_errors_of_another_width_are_those_of_the_author() -> None:
+    with pytest.raises(KeyError, match="the number of features"):
+        replaced(Refuses())(torch.randn(2, WIDTH + 1))
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        replaced(nn.Sequential(nn.Linear(WIDTH, UNITS), nn.ReLU(), nn.Linear(UNITS, WIDTH)))(torch.randn(2, WIDTH + 1))
+
+
+def choose(block: Any) -> Callable[[Tensor], Tensor]:
+    return F.gelu if block.flag else F.relu
+
+
+class ByFunction(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.flag = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        act = choose(self)
+        torch.manual_seed(3)
+        return x + self.down(act(self.up(x)))
+
+    def change(self) -> None:
+        self.flag = False
+
+
+class Selector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.flag = True
+
+    def act(self) -> Callable[[Tensor], Tensor]:
+        return F.gelu if self.flag else F.relu
+
+
+class ByChild(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.selector = Selector()
+
+    def forward(self, x: Tensor) -> Tensor:
+        act = self.selector.act()
+        torch.manual_seed(3)
+        return x + self.down(act(self.up(x)))
+
+    def change(self) -> None:
+        self.selector.flag = False
+
+
+class ByParameter(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma: nn.Parameter | None = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        act = F.gelu if self.gamma is not None else F.relu
+        return x + self.down(act(self.up(x)))
+
+    def change(self) -> None:
+        self.gamma = None
+
+
+class ByLength(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Identity()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        act = F.gelu if len(self.blocks) > 1 else F.relu
+        return x + self.down(act(self.up(x)))
+
+    def change(self) -> None:
+        self.blocks.append(nn.Identity())
+
+
+class ByName(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.relu(self.up(x)))
+
+    def change(self) -> None:
+        self.relu = nn.LeakyReLU()
+
+
+@pytest.mark.parametrize("kind", [ByFunction, ByChild, ByParameter, ByLength, ByName], ids=lambda kind: kind.__name__)
+def test_what_chose_the_activation_may_change(kind: Any) -> None:
+    torch.manual_seed(0)
+    original, x = kind(), torch.randn(2, WIDTH)
+    block: Any = replaced(copy.deepcopy(original))
+    torch.testing.assert_close(block(x), original(x))
+    original.change()
+    block.change()
+    torch.testing.assert_close(block(x), original(x))
