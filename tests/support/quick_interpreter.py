@@ -15,6 +15,8 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+from tests.support import quick_operands
+
 # What Triton has in the places that are patched with functions of the same results.
 OF_TRITON = [
     (owner, name, getattr(owner, name))
@@ -23,15 +25,12 @@ OF_TRITON = [
         (interpreter.ReduceOps, "generic_reduce"),
         (interpreter.TensorHandle, "__init__"),
         (TritonSemantic, "binary_op_sanitize_overflow_impl"),
-        (TritonSemantic, "binary_op_type_checking_impl"),
-        (TritonSemantic, "broadcast_impl_value"),
         (tl.block_type, "__init__"),
         (tl.core, "_unwrap_if_constexpr"),
-        (tl.dtype, "__eq__"),
         (tl.tensor, "__init__"),
     )
     if hasattr(owner, name)
-]
+] + quick_operands.OF_TRITON
 
 
 def hurry() -> None:
@@ -44,13 +43,12 @@ def hurry() -> None:
         _remember_dtypes()
     if hasattr(TritonSemantic, "binary_op_sanitize_overflow_impl"):
         _look_for_overflow_where_it_is_told()
-    if hasattr(TritonSemantic, "binary_op_type_checking_impl") and hasattr(TritonSemantic, "broadcast_impl_value"):
-        _convert_operands_that_differ()
     if hasattr(interpreter, "TensorHandle") and hasattr(interpreter, "_validate_np_data_size"):
         _remember_the_largest_elements()
     if hasattr(tl.core, "_unwrap_if_constexpr"):
         _leave_what_is_wrapped_in_nothing()
     _remember_shapes()
+    quick_operands.hurry()
     interpreter.ReduceOps.generic_reduce = _reduce_whole_slices
 
 
@@ -97,8 +95,21 @@ def _find_the_language_once() -> None:
 
         return call
 
+    def told_operator(member: Any, name: str) -> Any:
+        # An operator of a tensor asks the function of the same name, which asks the semantic.
+        compute = getattr(type(semantic), name, None)
+        if compute is None:
+            return told(member)
+        # Looked up when it is called, as a test puts back what Triton has.
+        return lambda one, other: getattr(semantic, name)(one, tl.core._unwrap_if_constexpr(other), True)
+
+    operators = {f"__{name}__": name for name in ("add", "sub", "mul")}
     known = {
-        owner: [(name, told(each)) for name, each in inspect.getmembers(owner) if tl.core.is_builtin(each)]
+        owner: [
+            (name, told_operator(each, operators[name]) if owner is tl.tensor and name in operators else told(each))
+            for name, each in inspect.getmembers(owner)
+            if tl.core.is_builtin(each)
+        ]
         for owner in (tl, tl.core, tl.math, tl.tensor)
     }
 
@@ -137,58 +148,6 @@ def _look_for_overflow_where_it_is_told() -> None:
     TritonSemantic.binary_op_sanitize_overflow_impl = look_if_told
 
 
-def _convert_operands_that_differ() -> None:
-    """Most operands of an operation have one type, or are a tensor and a number that its type holds."""
-    convert, broadcast, equal = (
-        TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value, tl.dtype.__eq__,
-    )  # fmt: skip
-
-    def holds(dtype: Any, number: Any) -> bool:
-        if type(number) is int and dtype.is_int() and not dtype.is_bool():
-            return bool(dtype.get_int_min_value() <= number <= dtype.get_int_max_value())
-        return dtype.is_floating() and (type(number) is float or (type(number) is int and abs(number) < 2**31))
-
-    def convert_others(
-        semantic: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
-        arithmetic_check: bool = True, div_or_mod: bool = False,
-    ) -> Any:  # fmt: skip
-        tensor = lhs if type(lhs) is tl.tensor else rhs
-        dtype = getattr(tensor, "dtype", None)
-        # Triton divides sixteen bits in float32.
-        if arithmetic_check and dtype is not None and not dtype.is_ptr() and not (div_or_mod and _is_half(dtype)):
-            if type(lhs) is type(rhs):
-                if lhs.dtype.name == rhs.dtype.name:
-                    return semantic.broadcast_impl_value(lhs, rhs)
-            elif holds(dtype, rhs if tensor is lhs else lhs):
-                pair = (each if each is tensor else semantic.scalar_constant(each, dtype=dtype) for each in (lhs, rhs))
-                return semantic.broadcast_impl_value(*pair)
-        return convert(semantic, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
-
-    def broadcast_others(semantic: Any, one: Any, other: Any) -> Any:
-        if not one.type.is_block():
-            return (spread(semantic, one, other), other) if other.type.is_block() else (one, other)
-        if not other.type.is_block():
-            return one, spread(semantic, other, one)
-        # One shape is one object, see _remember_shapes.
-        if one.type.shape is other.type.shape:
-            return one, other
-        return broadcast(semantic, one, other)
-
-    def spread(semantic: Any, scalar: Any, block: Any) -> Any:
-        kind = block.type.with_element_ty(scalar.type.scalar)
-        return tl.tensor(semantic.builder.create_splat(kind, scalar.handle), kind)
-
-    def is_or_equals(dtype: Any, other: Any) -> bool:
-        return dtype is other or equal(dtype, other)
-
-    TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value = convert_others, broadcast_others
-    tl.dtype.__eq__ = is_or_equals
-
-
-def _is_half(dtype: Any) -> bool:
-    return bool(dtype.is_floating() and dtype.primitive_bitwidth < 32)
-
-
 def _remember_the_largest_elements() -> None:
     """Every value asks its type for the bits of an element, to see that its array has no more."""
     make = interpreter.TensorHandle.__init__
@@ -215,7 +174,9 @@ def _remember_shapes() -> None:
     """A block's type and each of its values wrap, check and multiply its shape anew; there are few shapes."""
     make_type, make_value = tl.block_type.__init__, tl.tensor.__init__
     of_types: dict[tuple[int, ...], tuple[Any, Any, str]] = {}
-    of_values: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    # By the identity of a shape that is in of_types, and so never another's.
+    of_values: dict[int, tuple[Any, Any]] = {}
+    scalar = None
 
     def make_known_type(block: Any, element: Any, shape: Any) -> None:
         try:
@@ -232,13 +193,20 @@ def _remember_shapes() -> None:
         block.name = f"<{written}, {element}>"
 
     def make_known_value(value: Any, handle: Any, kind: Any) -> None:
-        key = tuple(kind.shape) if kind.is_block() else ()
-        if key not in of_values:
+        nonlocal scalar
+        if type(kind) is tl.block_type:
+            known, dtype = of_values.get(id(kind.shape)), kind.element_ty
+        else:
+            known, dtype = scalar, kind.scalar
+        if known is None:
             make_value(value, handle, kind)
-            of_values[key] = value.shape, value.numel
+            if not kind.is_block():
+                scalar = value.shape, value.numel
+            elif kind.shape is of_types.get(tuple(kind.shape), (None,))[0]:
+                of_values[id(kind.shape)] = value.shape, value.numel
             return
-        value.handle, value.type, value.dtype = handle, kind, kind.scalar
-        value.shape, value.numel = of_values[key]
+        value.handle, value.type, value.dtype = handle, kind, dtype
+        value.shape, value.numel = known
 
     tl.block_type.__init__, tl.tensor.__init__ = make_known_type, make_known_value
 

@@ -1,0 +1,246 @@
+"""What Triton's interpreter does to the operands of every operation, in few steps where the outcome is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+
+Builder = interpreter.InterpreterBuilder
+# What Triton has in the places that are patched here.
+OF_TRITON = [
+    (owner, name, getattr(owner, name))
+    for owner, name in (
+        (TritonSemantic, "binary_op_type_checking_impl"),
+        (TritonSemantic, "broadcast_impl_value"),
+        (TritonSemantic, "cast"),
+        (TritonSemantic, "scalar_constant"),
+        *((TritonSemantic, name) for name in ("add", "sub", "mul")),
+        (tl.block_type, "with_element_ty"),
+        (tl.dtype, "__eq__"),
+        (Builder, "binary_op"),
+        (Builder, "create_addptr"),
+        (Builder, "create_broadcast"),
+        (Builder, "create_expand_dims"),
+        (Builder, "create_splat"),
+    )
+    if hasattr(owner, name)
+]
+# So many elements of constants are kept at the most: of a small block, and in all blocks together.
+_SMALL, _KEPT = 4096, 2**22
+
+
+def hurry() -> None:
+    """Patch what is slow, in the releases of Triton that have it."""
+    if len(OF_TRITON) < 14:
+        return
+    _share_constants()
+    _cast_integers_at_once()
+    _convert_operands_that_differ()
+    _compute_with_arrays()
+    for name, function in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply)):
+        _compute_what_is_no_pointer(name, function)
+
+
+def _compute_what_is_no_pointer(name: str, function: Callable[..., Any]) -> None:
+    """A sum, difference or product asks for the kind of its operands again and again; for NumPy they are all one."""
+    compute = getattr(TritonSemantic, name)
+
+    def compute_numbers(semantic: Any, one: Any, other: Any, sanitize_overflow: bool) -> Any:
+        if (type(one) is tl.tensor and one.dtype.is_ptr()) or (type(other) is tl.tensor and other.dtype.is_ptr()):
+            return compute(semantic, one, other, sanitize_overflow)
+        if sanitize_overflow and semantic.builder.options.debug:
+            return compute(semantic, one, other, sanitize_overflow)
+        one, other = semantic.binary_op_type_checking_impl(one, other)
+        return tl.tensor(semantic.builder.binary_op(one.handle, other.handle, function), one.type)
+
+    setattr(TritonSemantic, name, compute_numbers)
+
+
+def _share_constants() -> None:
+    """The same numbers are made into arrays again and again; one array serves all, as nobody writes into it."""
+    make = TritonSemantic.scalar_constant
+    known: dict[tuple[type, object, str], np.ndarray[Any, Any]] = {}
+
+    def make_known(semantic: Any, value: Any, dtype: Any) -> Any:
+        if type(value) not in (bool, int, float) or dtype is None:
+            return make(semantic, value, dtype)
+        key = type(value), value, dtype.name
+        if key not in known:
+            made = make(semantic, value, dtype)
+            known[key] = _shared(made.handle.data)
+            return made
+        return tl.tensor(interpreter.TensorHandle(known[key], dtype), dtype)
+
+    TritonSemantic.scalar_constant = make_known
+
+
+def _shared(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A write into it is an error."""
+    array.flags.writeable = False
+    return array
+
+
+def _cast_integers_at_once() -> None:
+    """Most casts are of integers to wider ones, or none."""
+    cast = TritonSemantic.cast
+    of_integers = {
+        kind.name: np.dtype(kind.name)
+        for kind in (tl.int8, tl.uint8, tl.int16, tl.uint16, tl.int32, tl.uint32, tl.int64, tl.uint64)
+    }
+
+    def cast_others(semantic: Any, value: Any, kind: Any, rounding: Any = None) -> Any:
+        source, target = value.dtype, kind.scalar
+        if source is target:
+            return value
+        if rounding is None and source.name in of_integers and target.name in of_integers:
+            if source.name == target.name:
+                return value
+            handle = interpreter.TensorHandle(value.handle.data.astype(of_integers[target.name]), target)
+            return tl.tensor(handle, value.type.with_element_ty(target))
+        return cast(semantic, value, kind, rounding)
+
+    TritonSemantic.cast = cast_others
+
+
+def _convert_operands_that_differ() -> None:
+    """Most operands have one type, are a tensor and a number that its type holds, or a pointer and an offset."""
+    convert, broadcast, equal = (
+        TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value, tl.dtype.__eq__,
+    )  # fmt: skip
+    # The dtype that two are computed in, by their names and by whether they are divided.
+    common: dict[tuple[str, str, bool], Any] = {}
+    ranges: dict[str, tuple[int, int]] = {}
+    constants: dict[tuple[type, object, str, tuple[int, ...]], np.ndarray[Any, Any]] = {}
+    kept = 0
+
+    def holds(dtype: Any, number: Any) -> bool:
+        if type(number) is int and dtype.is_int() and not dtype.is_bool():
+            if dtype.name not in ranges:
+                ranges[dtype.name] = dtype.get_int_min_value(), dtype.get_int_max_value()
+            least, most = ranges[dtype.name]
+            return bool(least <= number <= most)
+        return dtype.is_floating() and (type(number) is float or (type(number) is int and abs(number) < 2**31))
+
+    def beside(semantic: Any, number: Any, tensor: Any) -> Any:
+        """A number as a tensor of the other operand's type and shape."""
+        nonlocal kept
+        dtype, kind = tensor.dtype, tensor.type
+        if not kind.is_block():
+            return semantic.scalar_constant(number, dtype=dtype)
+        key = type(number), number, dtype.name, kind.shape
+        if key not in constants:
+            made = spread(semantic, semantic.scalar_constant(number, dtype=dtype), tensor)
+            if kind.numel > _SMALL:
+                return made
+            if kept > _KEPT:
+                constants.clear()
+                kept = 0
+            kept += kind.numel
+            constants[key] = _shared(made.handle.data)
+            return made
+        return tl.tensor(interpreter.TensorHandle(constants[key], dtype), kind)
+
+    def convert_others(
+        semantic: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True, div_or_mod: bool = False,
+    ) -> Any:  # fmt: skip
+        if type(lhs) is not tl.tensor or type(rhs) is not tl.tensor:
+            tensor, number = (lhs, rhs) if type(lhs) is tl.tensor else (rhs, lhs)
+            dtype = getattr(tensor, "dtype", None)
+            # Triton divides sixteen bits in float32.
+            usual = arithmetic_check and dtype is not None and not dtype.is_ptr()
+            if usual and not (div_or_mod and _is_half(dtype)) and holds(dtype, number):
+                made = beside(semantic, number, tensor)
+                return (tensor, made) if tensor is lhs else (made, tensor)
+            return convert(semantic, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        one, other = lhs.dtype, rhs.dtype
+        if one.is_ptr() or other.is_ptr():
+            if (one.is_ptr() and allow_lhs_ptr and other.is_int()) or (
+                other.is_ptr() and allow_rhs_ptr and one.is_int()
+            ):
+                return semantic.broadcast_impl_value(lhs, rhs)
+        elif arithmetic_check:
+            if one.name == other.name and not (div_or_mod and _is_half(one)):
+                return semantic.broadcast_impl_value(lhs, rhs)
+            key = one.name, other.name, div_or_mod
+            if key in common:
+                return semantic.broadcast_impl_value(*(semantic.cast(each, common[key]) for each in (lhs, rhs)))
+            found = convert(semantic, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+            common[key] = found[0].dtype
+            return found
+        return convert(semantic, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    def broadcast_others(semantic: Any, one: Any, other: Any) -> Any:
+        if not one.type.is_block():
+            return (spread(semantic, one, other), other) if other.type.is_block() else (one, other)
+        if not other.type.is_block():
+            return one, spread(semantic, other, one)
+        # One shape is one object, see quick_interpreter.
+        if one.type.shape is other.type.shape:
+            return one, other
+        return broadcast(semantic, one, other)
+
+    def spread(semantic: Any, scalar: Any, block: Any) -> Any:
+        kind = block.type.with_element_ty(scalar.type.scalar)
+        return tl.tensor(semantic.builder.create_splat(kind, scalar.handle), kind)
+
+    def is_or_equals(dtype: Any, other: Any) -> bool:
+        return dtype is other or equal(dtype, other)
+
+    TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value = convert_others, broadcast_others
+    tl.dtype.__eq__ = is_or_equals
+
+
+def _is_half(dtype: Any) -> bool:
+    return bool(dtype.is_floating() and dtype.primitive_bitwidth < 32)
+
+
+def _compute_with_arrays() -> None:
+    """What NumPy's functions in Python and their checks take longer for than the work."""
+    compute, point, retyped = Builder.binary_op, Builder.create_addptr, tl.block_type.with_element_ty
+    widths: dict[str, int] = {}
+    bytes_of: dict[str, int] = {}
+
+    def compute_known(builder: Any, lhs: Any, rhs: Any, function: Callable[..., Any]) -> Any:
+        found, dtype = function(lhs.data, rhs.data), lhs.dtype
+        if found.itemsize > widths.get(dtype.name, 0):
+            made = compute(builder, lhs, rhs, function)
+            widths[dtype.name] = max(made.data.itemsize, widths.get(dtype.name, 0))
+            return made
+        return interpreter.TensorHandle(found, dtype)
+
+    def point_known(builder: Any, pointer: Any, offset: Any) -> Any:
+        name = pointer.dtype.name
+        if name not in bytes_of:
+            bytes_of[name] = max(1, pointer.get_element_ty().primitive_bitwidth // 8)
+            return point(builder, pointer, offset)
+        return interpreter.TensorHandle(pointer.data + bytes_of[name] * offset.data.astype(np.uint64), pointer.dtype)
+
+    def spread_array(builder: Any, kind: Any, value: Any) -> Any:
+        data = value.data
+        array = np.empty(kind.shape, data.dtype)
+        array[...] = data[0]
+        return interpreter.TensorHandle(array, value.dtype.scalar)
+
+    def expand(builder: Any, value: Any, axis: int) -> Any:
+        place = (slice(None),) * axis + (None,)
+        return interpreter.TensorHandle(value.data[place], value.dtype.scalar)
+
+    def broadcast_array(builder: Any, value: Any, shape: Any) -> Any:
+        array = np.empty(tuple(shape), value.data.dtype)
+        array[...] = value.data
+        return interpreter.TensorHandle(array, value.dtype.scalar)
+
+    def with_element(block: Any, scalar: Any) -> Any:
+        if type(scalar) is tl.dtype and scalar is block.element_ty:
+            return block
+        return retyped(block, scalar)
+
+    Builder.binary_op, Builder.create_addptr = compute_known, point_known
+    Builder.create_splat, Builder.create_expand_dims, Builder.create_broadcast = spread_array, expand, broadcast_array
+    tl.block_type.with_element_ty = with_element
