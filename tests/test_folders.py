@@ -22,6 +22,7 @@ import fusedlayers as fl
 from fusedlayers import calibrations, devices, folders
 from fusedlayers.planning import Device, LinearProblem, Problem, plan
 from fusedlayers.planning.calibration import Calibration, Entry, features
+from tests.support.selection import draws
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -43,56 +44,76 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         remembered.cache_clear()
 
 
-# What each process that has no home folder to read does first, after all that it imports.
+# What each process that has no home folder to read does first, after all that it imports: here forks of one process,
+# whose imports take longer than all else.
 FIRST_CALLS = """
-import logging, os, pwd, sys
+import logging, os, pwd, sys, traceback
 import torch
 from torch import nn
 import fusedlayers as fl
 from fusedlayers import devices
-lines = []
-handler = logging.Handler()
-handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
-logging.getLogger("fusedlayers").addHandler(handler)
-logging.getLogger("fusedlayers").setLevel(logging.INFO)
-{setting}
-layer, x = fl.FusedFFN(8, 16), torch.randn(2, 8)
-layer(x)
-devices.records()  # as torch.compile asks for it
-fl.explain(layer, x)
-model = nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)))
-assert fl.replace(model).replaced
-fl.functional.linear_cross_entropy(x, torch.randn(5, 8), torch.tensor([1, 2]))
-fl.functional.linear(x, torch.randn(5, 8))
-about = [line for line in lines if "ignored" in line[1]]
-print(lines)
-assert len(about) == {count} and all(level == "INFO" for level, _ in about), about
-"""
-# Nobody by that number, so that no home folder is known; and one whose folder nobody may read.
-UNKNOWN = """
-def nobody(uid):
-    raise KeyError(uid)
 
-os.environ.pop("HOME", None)
-pwd.getpwuid = nobody
-"""
-UNREADABLE = """
-if os.geteuid() == 0:
-    os.setgid(65534)
-    os.setuid(65534)
+def unknown():
+    # Nobody by that number, so that no home folder is known.
+    def nobody(uid):
+        raise KeyError(uid)
+
+    os.environ.pop("HOME", None)
+    pwd.getpwuid = nobody
+
+def unreadable():
+    # A folder that nobody may read.
+    os.environ["HOME"] = sys.argv[1]
+    if os.geteuid() == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+
+def no_folder():
+    assert os.environ["HOME"] == "/dev/null"
+
+def first_calls(setting, count):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
+    logging.getLogger("fusedlayers").addHandler(handler)
+    logging.getLogger("fusedlayers").setLevel(logging.INFO)
+    setting()
+    layer, x = fl.FusedFFN(8, 16), torch.randn(2, 8)
+    layer(x)
+    devices.records()  # as torch.compile asks for it
+    fl.explain(layer, x)
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)))
+    assert fl.replace(model).replaced
+    fl.functional.linear_cross_entropy(x, torch.randn(5, 8), torch.tensor([1, 2]))
+    fl.functional.linear(x, torch.randn(5, 8))
+    about = [line for line in lines if "ignored" in line[1]]
+    print(lines)
+    assert len(about) == count and all(level == "INFO" for level, _ in about), about
+
+failed = []
+for setting, count in ((unknown, 1), (unreadable, 1), (no_folder, 0)):
+    child = os.fork()
+    if not child:
+        try:
+            first_calls(setting, count)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        failed.append(setting.__name__)
+assert not failed, failed
 """
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("kind", ["unknown", "unreadable", "no folder"])
-def test_first_calls_without_a_home_folder(kind: str, tmp_path: Path, run_python: Callable[..., Any]) -> None:
+def test_first_calls_without_a_home_folder(tmp_path: Path, run_python: Callable[..., Any]) -> None:
     home = tmp_path / "home"
     home.mkdir(mode=0o700)
-    if kind == "unreadable" and os.geteuid() != 0:
+    if os.geteuid() != 0:
         home.chmod(0)
-    setting = {"unknown": UNKNOWN, "unreadable": UNREADABLE, "no folder": ""}[kind]
-    code = FIRST_CALLS.format(setting=setting, count=int(kind != "no folder"))
-    run_python(code, HOME="/dev/null" if kind == "no folder" else str(home), XDG_CACHE_HOME=None, TRITON_INTERPRET="1")
+    code = FIRST_CALLS.replace("sys.argv[1]", repr(str(home)))
+    run_python(code, HOME="/dev/null", XDG_CACHE_HOME=None, TRITON_INTERPRET="1")
 
 
 def place_nothing(path: Path) -> None:
@@ -164,42 +185,42 @@ def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert folders.cache_folder() == tmp_path / ".cache" / "fusedlayers"
 
 
-# What two processes write at the same time: each its own device, or its own entries, one by one.
+# What two processes write at the same time: each its own device, or its own entries, one by one. Both are forks of one
+# process, and begin when the other is there, too.
 WRITES = """
-import sys
+import os
 from dataclasses import replace
 from fusedlayers import calibrations, devices
-from tests.test_folders import CARD, FFN, Entry, features
+from fusedlayers.planning import Device, Problem
+from fusedlayers.planning.calibration import Entry, features
 
-number = int(sys.argv[1])
-print("ready", flush=True)
-sys.stdin.readline()
-for count in range(40):
-    devices.record_failures(replace(CARD, name=f"Card {number}"), [f"configuration {count}"], {"another"})
-    entry = Entry(features(replace(FFN, M=2 * count + number)), False, "triton", "epilogue", 1.2, 0.01)
-    calibrations.add(CARD, [entry], None)
+CARD = {card}
+FFN = {ffn}
+
+def write(number):
+    for count in range(40):
+        devices.record_failures(replace(CARD, name=f"Card {{number}}"), [f"configuration {{count}}"], {{"another"}})
+        entry = Entry(features(replace(FFN, M=2 * count + number)), False, "triton", "epilogue", 1.2, 0.01)
+        calibrations.add(CARD, [entry], None)
+
+ready, go = os.pipe(), os.pipe()
+children = []
+for number in range(2):
+    children.append(os.fork())
+    if not children[-1]:
+        os.write(ready[1], b"r")
+        os.read(go[0], 1)
+        write(number)
+        os._exit(0)
+for _ in children:
+    os.read(ready[0], 1)
+os.write(go[1], b"gg")
+assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
 """
 
 
-def test_two_processes_lose_none_of_each_others_records(cache: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WRITES]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    writers = [
-        subprocess.Popen(
-            [*command, str(number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        for number in range(2)
-    ]
-    for writer in writers:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "ready\n"
-    for writer in writers:
-        assert writer.stdin is not None
-        writer.stdin.write("go\n")
-        writer.stdin.flush()
-    for writer in writers:
-        writer.communicate(timeout=300)
-        assert writer.returncode == 0
+def test_two_processes_lose_none_of_each_others_records(cache: Path, run_python: Callable[..., Any]) -> None:
+    run_python(WRITES.format(card=repr(CARD), ffn=repr(FFN)))
     found = calibrations.on_record(CARD)
     assert found is not None
     assert len(found) == 80
@@ -309,7 +330,7 @@ LINEAR = LinearProblem(M=64, N=32, K=4096, dtype="float16")
 
 
 @hypothesis.given(st.one_of(JSON, damaged()))
-@hypothesis.settings(max_examples=300)
+@hypothesis.settings(max_examples=draws(100, 300))
 def test_a_damaged_calibration_is_refused_or_harmless(whole: Any) -> None:
     try:
         records = calibrations.checked(whole)

@@ -91,8 +91,8 @@ def test_one_graph_for_all_lengths(name: str, backend: str, graphs: Graphs, monk
     monkeypatch.setenv("FUSEDLAYERS_BACKEND", backend)
     function, _ = CALLS[name](5)
     compiled = graphs.compiled(function)
-    # In the interpreter a call takes long: there the third length shows what all others would, but for one function.
-    for rows in LENGTHS[:3] if backend == "triton" and name != "gemm_gemm" else LENGTHS:
+    # The third length shows what all others would, but for one function.
+    for rows in LENGTHS if name == "gemm_gemm" else LENGTHS[:3]:
         _, arguments = CALLS[name](rows)
         assert_equal(outcome(compiled, arguments), outcome(function, arguments))
     assert counters["stats"]["unique_graphs"] == 2, "of the first length, and of any"
@@ -271,7 +271,7 @@ def test_inference_mode(graphs: Graphs) -> None:
 def test_a_dropout_probability_that_changes(graphs: Graphs) -> None:
     function, arguments = ffn(5)
     compiled = graphs.compiled(function)
-    for probability in (0.0, 0.25, 0.5, 0.125):
+    for probability in (0.0, 0.25, 0.5):
         given_now = arguments | {"dropout_p": probability}
         assert_equal(outcome(compiled, given_now), outcome(function, given_now))
 
@@ -296,6 +296,8 @@ def test_an_error_names_the_argument(graphs: Graphs) -> None:
 
 # The last one compares all that a forward pass keeps; of experts nobody writes the rows that no token has.
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+# Other paths of an operation that is in CALLS: what they keep may differ, all else is that of the operation.
+SAME_OPERATION = ("wide ffn", "wide gated ffn", "recomputed ffn", "split linear", "losses of tokens", "recomputed loss")
 
 
 class Recorded(TorchDispatchMode):
@@ -333,7 +335,8 @@ def test_opcheck(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> No
         if operation._opname.endswith("_backward"):
             # It has no gradient of its own.
             leaves[:3] = ([None if t is None else t.detach() for t in each] for each in leaves[:3])
-        torch.library.opcheck(operation, tuple(leaves), test_utils=CHECKS[: 3 if "moe" in name else None])
+        checks = CHECKS[2:3] if name in SAME_OPERATION else CHECKS[: 3 if "moe" in name else None]
+        torch.library.opcheck(operation, tuple(leaves), test_utils=checks)
 
 
 @pytest.mark.parametrize("name", ["ffn", "gemm_reduce", "hidden_gradient", "linear"])

@@ -43,14 +43,15 @@ def matrix(*sizes, transposed=False):
 
 
 for step in (8, 4):
-    for transposed in (False, True):
+    # Rows of half a vector show that the others are told apart: of each kernel one is enough.
+    for transposed in (False, True) if step == 8 else (False,):
         with compiling_for("sm_90") as reports:
             a = matrix(3, 256, 64 + step)
             b = matrix(3, 64 + step, 256 + step, transposed=transposed)
             c = matrix(3, 256 + step, 64 + step, transposed=transposed)
             y = functional.gemm_gemm(a, b, c, activation="gelu_tanh")
             y.backward(torch.empty_like(y))
-            for rows in () if transposed else (1, 16, 64):
+            for rows in () if transposed else (1, 16, 64) if step == 8 else (1, 16):
                 y = functional.linear(matrix(rows, 4096 + step), matrix(512 + step, 4096 + step).detach())
                 y.backward(torch.empty_like(y))
         for report in reports:

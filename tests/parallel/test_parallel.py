@@ -73,6 +73,7 @@ even_or_not = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sampled
 @even_or_not
 @pytest.mark.parametrize("tokens_split", [False, True], ids=["replicated", "sequence parallel"])
 def test_tensor_parallel_in_one_compiled_graph(processes: Processes, d_ff: int, tokens_split: bool) -> None:

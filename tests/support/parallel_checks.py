@@ -57,8 +57,9 @@ def full(gradient: Tensor | None) -> Tensor | None:
 
 
 @contextmanager
-def counted(path: str) -> Iterator[list[int]]:
-    """Every call of ``functional.ffn`` takes this path, or fails; yields the size of the hidden of each."""
+def counted(path: str, rows: int = BATCH * TOKENS) -> Iterator[list[int]]:
+    """Every call of ``functional.ffn``, of so many rows, takes this path, or fails; yields the size of the hidden of
+    each."""
     calls: list[int] = []
 
     def counting(**arguments: Any) -> Tensor:
@@ -67,7 +68,7 @@ def counted(path: str) -> Iterator[list[int]]:
         return functional.ffn(**arguments | ({"recompute": True} if path == "chunked" else {}))
 
     # A few chunks: the float32 sums of hundreds would be compared with that of a single product.
-    with pytest.MonkeyPatch.context() as patch, on_path(path, BATCH * TOKENS // 5):
+    with pytest.MonkeyPatch.context() as patch, on_path(path, rows // 5):
         patch_ffn(patch, counting)
         yield calls
 
@@ -240,7 +241,7 @@ def check_dropout(path: str, way: str) -> None:
     model = Checkpointed(split(ffn), way)
     x = torch.ones(500, D_MODEL, device=device(), dtype=KERNELS_DTYPE, requires_grad=True)
     torch.manual_seed(5)
-    with counted(path):
+    with counted(path, len(x)):
         y = model(x)
         # Between the passes someone else draws.
         torch.rand(3, device=device())

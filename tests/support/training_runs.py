@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from matplotlib.figure import Figure
 from omegaconf import DictConfig
 from torch import Tensor
 
 from train_examples import code_search, language_model, loop, package_classifier
-from train_examples.settings import CodeSearchSettings, LanguageModelSettings, PackageClassifierSettings, as_settings
+from train_examples.settings import (
+    CodeSearchSettings,
+    LanguageModelSettings,
+    ModelSettings,
+    PackageClassifierSettings,
+    as_settings,
+)
 from train_examples.transformer import FeedForward
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,13 +105,47 @@ def classifier_settings(directory: Path, *overrides: str) -> PackageClassifierSe
 
 
 def composed(example: str, *overrides: str) -> DictConfig:
+    """What the files say and the overrides change. Hydra takes long for the files, and reads them once for each choice
+    among them; the single settings it changes in a copy."""
+    choices = tuple(word for word in overrides if "." not in word.partition("=")[0])
+    config = copy.deepcopy(_chosen(example, choices))
+    words = [word for word in overrides if word not in choices]
+    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(words), config)
+    return config
+
+
+@functools.cache
+def _chosen(example: str, choices: tuple[str, ...]) -> DictConfig:
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return compose(example, list(overrides))
+        return compose(example, list(choices))
 
 
-def train(directory: Path, *overrides: str) -> list[loop.Row]:
+# What every PNG begins with.
+PNG = b"\x89PNG"
+_counted: dict[str, float] = {}
+
+
+@contextmanager
+def _in_short() -> Iterator[None]:
+    """A run without what takes as long as its steps: pictures are not drawn, arithmetic is counted once for a model."""
+    count = language_model.flops_per_token
+
+    def counted(model: ModelSettings, vocabulary: int) -> float:
+        key = f"{model} {vocabulary}"
+        if key not in _counted:
+            _counted[key] = count(model, vocabulary)
+        return _counted[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda figure, path, **options: Path(path).write_bytes(PNG))
+        patch.setattr(language_model, "flops_per_token", counted)
+        yield
+
+
+def train(directory: Path, *overrides: str, in_short: bool = True) -> list[loop.Row]:
     """Run the language model and return the rows of its metrics."""
-    language_model.run(settings(directory, *overrides))
+    with _in_short() if in_short else nullcontext():
+        language_model.run(settings(directory, *overrides))
     return loop.read_metrics(directory / "metrics.jsonl")
 
 
@@ -122,15 +168,17 @@ def traced(
     return rows, graphs
 
 
-def train_search(directory: Path, *overrides: str) -> list[loop.Row]:
+def train_search(directory: Path, *overrides: str, in_short: bool = True) -> list[loop.Row]:
     """Run the code search and return the rows of its metrics."""
-    code_search.run(search_settings(directory, *overrides))
+    with _in_short() if in_short else nullcontext():
+        code_search.run(search_settings(directory, *overrides))
     return loop.read_metrics(directory / "metrics.jsonl")
 
 
-def train_classifier(directory: Path, *overrides: str) -> list[loop.Row]:
+def train_classifier(directory: Path, *overrides: str, in_short: bool = True) -> list[loop.Row]:
     """Run the classifier of packages and return the rows of its metrics."""
-    package_classifier.run(classifier_settings(directory, *overrides))
+    with _in_short() if in_short else nullcontext():
+        package_classifier.run(classifier_settings(directory, *overrides))
     return loop.read_metrics(directory / "metrics.jsonl")
 
 

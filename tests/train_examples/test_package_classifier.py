@@ -168,7 +168,9 @@ def test_both_kinds_of_layers_start_equal(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("layers", ["fused", "torch"])
 def test_a_run_learns_and_writes_everything(layers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = train_classifier(tmp_path, f"layers={layers}", "run.steps=60", "run.batch_size=32")
+    rows = train_classifier(
+        tmp_path, f"layers={layers}", "run.steps=60", "run.batch_size=32", in_short=layers != "fused"
+    )
     assert rows[-1]["train_loss"] < rows[0]["train_loss"]
     measured = [row["step"] for row in rows if row["scores"] is not None]
     assert measured == [row["step"] for row in rows if row["validation_loss"] is not None] == list(range(4, 61, 4))
