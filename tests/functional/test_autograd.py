@@ -353,6 +353,7 @@ def test_first_derivatives_with_a_graph_are_those_without(path: str) -> None:
     assert_all_close(ours, run(reference.ffn, inputs, dy), truth, independent=20 * 21)
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("path", PATHS[1:])

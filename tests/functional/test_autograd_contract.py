@@ -118,6 +118,7 @@ def test_hessian_vector_products_in_kernels_are_refused() -> None:
         torch.func.grad(lambda x: call(x, *call.leaves[1:])[0].sum())(call.leaves[0].detach())
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize(("name", "backend", "way"), [case for case in CASES if "compiled" not in case.values])
 def test_gradients_share_no_memory(name: str, backend: str, way: str) -> None:
     """Each fills a storage of its own, but a residual's: in torch's addition, too, that is the upstream one."""

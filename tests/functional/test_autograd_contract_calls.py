@@ -133,7 +133,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.sampled(together=2)
+# Layouts are told apart in one place for all operations.
+@pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize("rows", [3, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)

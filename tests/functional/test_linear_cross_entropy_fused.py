@@ -78,6 +78,7 @@ def test_edges_of_tiles(V: int, tokens: int) -> None:
     assert_close(inputs, reduction="none", label_smoothing=0.1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sms", [1, 3, 132])
 @pytest.mark.parametrize("K", [1, 15, 32, 33, 100])
 def test_ranges_of_columns_and_steps_of_the_inner_axis(sms: int, K: int) -> None:

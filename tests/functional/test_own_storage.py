@@ -23,6 +23,7 @@ def assert_own(name: str, tensor: Tensor) -> None:
     assert tensor.is_contiguous(), f"{name} of shape {list(tensor.shape)} has the strides {tensor.stride()}"
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("way", ["eager", "observed"])
 @pytest.mark.parametrize("name", NAMES)

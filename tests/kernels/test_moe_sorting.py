@@ -44,6 +44,7 @@ def assert_sorted(index: Tensor, experts: int, block: int) -> None:
     assert all(part.data_ptr() % 16 == 0 for part in again[:4])
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
 @pytest.mark.parametrize("experts", [1, 2, 5, 16, 33])
 @pytest.mark.parametrize("slots", [1, 7, 200])

@@ -71,11 +71,11 @@ def test_it_compiles_in_one_graph(name: str) -> None:
 
 
 def test_lengths_share_a_graph() -> None:
-    """No more than two compilations for ten lengths, and the numbers of eager calls."""
+    """No more than two compilations for five lengths, and the numbers of eager calls."""
     _, model, _ = _built("Llama")
     fl.replace(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for length in (5, 6, 9, 17, 2, 33, 8, 21, 40, 3):
+    for length in (5, 6, 17, 2, 33):
         inputs = {"input_ids": torch.randint(4, 61, (2, length)), "use_cache": False}
         assert_same(_trained(model, compiled, inputs), _trained(model, model, inputs))
     assert counters["stats"]["unique_graphs"] <= 2
