@@ -43,22 +43,56 @@ def hurry() -> None:
     _convert_operands_that_differ()
     _compute_with_arrays()
     for name, function in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply)):
-        _compute_what_is_no_pointer(name, function)
+        _compute_at_once(name, function)
 
 
-def _compute_what_is_no_pointer(name: str, function: Callable[..., Any]) -> None:
-    """A sum, difference or product asks for the kind of its operands again and again; for NumPy they are all one."""
+def _compute_at_once(name: str, function: Callable[..., Any]) -> None:
+    """A sum, difference or product asks for the kinds of its operands again and again, and spreads both over the shape
+    of the result, which NumPy does by itself."""
     compute = getattr(TritonSemantic, name)
 
-    def compute_numbers(semantic: Any, one: Any, other: Any, sanitize_overflow: bool) -> Any:
-        if (type(one) is tl.tensor and one.dtype.is_ptr()) or (type(other) is tl.tensor and other.dtype.is_ptr()):
-            return compute(semantic, one, other, sanitize_overflow)
+    def compute_known(semantic: Any, one: Any, other: Any, sanitize_overflow: bool) -> Any:
         if sanitize_overflow and semantic.builder.options.debug:
             return compute(semantic, one, other, sanitize_overflow)
-        one, other = semantic.binary_op_type_checking_impl(one, other)
-        return tl.tensor(semantic.builder.binary_op(one.handle, other.handle, function), one.type)
+        if type(one) is tl.tensor and type(other) is tl.tensor:
+            if one.dtype.name == other.dtype.name and not one.dtype.is_ptr():
+                kind = _joined(one.type, other.type)
+                if kind is not None:
+                    return tl.tensor(semantic.builder.binary_op(one.handle, other.handle, function), kind)
+            elif name == "add" and one.dtype.is_ptr() and other.dtype.is_int_signed():
+                kind = _joined(one.type, other.type)
+                if kind is not None:
+                    handle = semantic.builder.create_addptr(one.handle, other.handle)
+                    return tl.tensor(handle, kind.with_element_ty(one.dtype))
+            return compute(semantic, one, other, sanitize_overflow)
+        tensor, number = (one, other) if type(one) is tl.tensor else (other, one)
+        if type(tensor) is not tl.tensor or tensor.dtype.is_ptr() or not _holds(tensor.dtype, number):
+            return compute(semantic, one, other, sanitize_overflow)
+        made = semantic.scalar_constant(number, dtype=tensor.dtype).handle
+        handles = (tensor.handle, made) if tensor is one else (made, tensor.handle)
+        return tl.tensor(semantic.builder.binary_op(*handles, function), tensor.type)
 
-    setattr(TritonSemantic, name, compute_numbers)
+    setattr(TritonSemantic, name, compute_known)
+
+
+# By the identities of two shapes, which are kept so that they are never another's: which of them is the result's.
+_joined_shapes: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
+
+
+def _joined(one: Any, other: Any) -> Any:
+    """The type, with one of their elements, of what two types are spread over; None where Triton has to look."""
+    if not other.is_block():
+        return one
+    if not one.is_block() or one.shape is other.shape:
+        return other
+    key = id(one.shape), id(other.shape)
+    if key not in _joined_shapes:
+        sizes = list(zip(one.shape, other.shape, strict=False))
+        fits = len(one.shape) == len(other.shape) and all(left == right or 1 in (left, right) for left, right in sizes)
+        shape = tl.block_type(one.scalar, [max(pair) for pair in sizes]).shape if fits else None
+        _joined_shapes[key] = one.shape, other.shape, shape
+    shape = _joined_shapes[key][2]
+    return None if shape is None else one if shape is one.shape else tl.block_type(one.element_ty, shape)
 
 
 def _share_constants() -> None:
@@ -114,17 +148,8 @@ def _convert_operands_that_differ() -> None:
     )  # fmt: skip
     # The dtype that two are computed in, by their names and by whether they are divided.
     common: dict[tuple[str, str, bool], Any] = {}
-    ranges: dict[str, tuple[int, int]] = {}
     constants: dict[tuple[type, object, str, tuple[int, ...]], np.ndarray[Any, Any]] = {}
     kept = 0
-
-    def holds(dtype: Any, number: Any) -> bool:
-        if type(number) is int and dtype.is_int() and not dtype.is_bool():
-            if dtype.name not in ranges:
-                ranges[dtype.name] = dtype.get_int_min_value(), dtype.get_int_max_value()
-            least, most = ranges[dtype.name]
-            return bool(least <= number <= most)
-        return dtype.is_floating() and (type(number) is float or (type(number) is int and abs(number) < 2**31))
 
     def beside(semantic: Any, number: Any, tensor: Any) -> Any:
         """A number as a tensor of the other operand's type and shape."""
@@ -154,7 +179,7 @@ def _convert_operands_that_differ() -> None:
             dtype = getattr(tensor, "dtype", None)
             # Triton divides sixteen bits in float32.
             usual = arithmetic_check and dtype is not None and not dtype.is_ptr()
-            if usual and not (div_or_mod and _is_half(dtype)) and holds(dtype, number):
+            if usual and not (div_or_mod and _is_half(dtype)) and _holds(dtype, number):
                 made = beside(semantic, number, tensor)
                 return (tensor, made) if tensor is lhs else (made, tensor)
             return convert(semantic, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
@@ -183,7 +208,16 @@ def _convert_operands_that_differ() -> None:
         # One shape is one object, see quick_interpreter.
         if one.type.shape is other.type.shape:
             return one, other
-        return broadcast(semantic, one, other)
+        kind = _joined(one.type, other.type)
+        if kind is None:
+            return broadcast(semantic, one, other)
+        return over(semantic, one, kind.shape), over(semantic, other, kind.shape)
+
+    def over(semantic: Any, block: Any, shape: Any) -> Any:
+        if block.type.shape is shape:
+            return block
+        kind = tl.block_type(block.dtype, shape)
+        return tl.tensor(semantic.builder.create_broadcast(block.handle, shape), kind)
 
     def spread(semantic: Any, scalar: Any, block: Any) -> Any:
         kind = block.type.with_element_ty(scalar.type.scalar)
@@ -194,6 +228,19 @@ def _convert_operands_that_differ() -> None:
 
     TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value = convert_others, broadcast_others
     tl.dtype.__eq__ = is_or_equals
+
+
+_ranges: dict[str, tuple[int, int]] = {}
+
+
+def _holds(dtype: Any, number: Any) -> bool:
+    """Whether a number is one of a dtype, as Triton would make it."""
+    if type(number) is int and dtype.is_int() and not dtype.is_bool():
+        if dtype.name not in _ranges:
+            _ranges[dtype.name] = dtype.get_int_min_value(), dtype.get_int_max_value()
+        least, most = _ranges[dtype.name]
+        return bool(least <= number <= most)
+    return dtype.is_floating() and (type(number) is float or (type(number) is int and abs(number) < 2**31))
 
 
 def _is_half(dtype: Any) -> bool:
