@@ -192,7 +192,7 @@ def traced_ffn(
         place += 1  # noqa: SIM113
     w_up, b_up, w_down, b_down, w_gate, b_gate = parameters if len(parameters) == 6 else (*parameters, None, None)
     # Whoever is replaced may do something else with another width.
-    if x.shape[-1:] != w_up.shape[1:]:
+    if x.dim() == 0 or x.shape[-1] != w_up.shape[1]:
         return None
     if gate_rows is not None:
         w_gate, w_up = split_gate(w_up, gate_rows)
