@@ -7,10 +7,10 @@ import ast
 import functools
 import inspect
 import operator
-import textwrap
+import pickle
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
 
 from ..remembering import Remembered
 from .values import NotUnderstood
@@ -19,6 +19,12 @@ from .values import NotUnderstood
 _FUTURE = functools.reduce(
     operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 )
+# What compiled functions do, besides their constants. Where exceptions are caught is not among the instructions.
+_OF_CODE = (
+    "co_code", "co_names", "co_varnames", "co_exceptiontable", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount"
+)  # fmt: skip
+# The fields of syntax trees that name variables or attributes.
+_NAMING = frozenset(("id", "attr", "name", "asname", "rest"))
 _trees: Remembered[ast.FunctionDef | str] = Remembered()
 
 
@@ -47,41 +53,97 @@ def tree_of(function: Callable[..., Any]) -> ast.FunctionDef:
 
 
 def _read(function: types.FunctionType) -> ast.FunctionDef | str:
-    name = function.__qualname__
-    if function.__name__ == "<lambda>":
-        return _read_lambda(function) or f"has no source for {name}"
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError, IndentationError):
-        return f"has no source for {name}"
-    definition = tree.body[0] if tree.body else None
-    if not isinstance(definition, ast.FunctionDef):
-        return f"has no source for {name}"
-    if not _is_same(function, definition):
-        return f"runs other code than the source of {name} says"
-    return definition
-
-
-def _read_lambda(function: types.FunctionType) -> ast.FunctionDef | None:
-    """The only lambda on its line that compiles to this code, as a definition."""
+    """The definition of a function, whose first line has the number 1; or why there is none to believe."""
+    name, first = function.__qualname__, function.__code__.co_firstlineno
     try:
         lines, _ = inspect.findsource(function)
-        tree = ast.parse("".join(lines))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    first = function.__code__.co_firstlineno
-    found = [each for each in ast.walk(tree) if isinstance(each, ast.Lambda) and each.lineno == first]
-    made = [
-        ast.copy_location(_definition("<lambda>", each.args, [ast.copy_location(ast.Return(each.body), each)]), each)
-        for each in found
-        if _compiles_to(each, function)
-    ]
-    return made[0] if len({ast.dump(each) for each in made}) == 1 else None
+        file = _parsed(tuple(lines))
+        statements = [each for each in file.body if _is_at(each, first)]
+        found = [place for each in statements for place in _functions_at(each, first, "")]
+        named = [place for place in found if getattr(place[0], "name", "<lambda>") == function.__code__.co_name]
+        definitions = [_copied(each, owner) for each, owner in named]
+    except (OSError, TypeError, SyntaxError, ValueError, RecursionError):
+        definitions = []
+    if not definitions:
+        return f"has no source for {name}"
+    # A file is compiled as a whole, and a notebook statement by statement.
+    units = dict.fromkeys((_imports(file.body), _imports(statements)))
+    same = [each for each in definitions if any(_compiles_to(each, function, imports) for imports in units)]
+    # Of several lambdas on a line all may be the one.
+    if same and all(ast.dump(each) == ast.dump(same[0]) for each in same[1:]):
+        return ast.increment_lineno(same[0], 1 - first)
+    return f"runs other code than the source of {name} says"
 
 
-def _is_same(function: types.FunctionType, definition: ast.FunctionDef) -> bool:
-    """Whether the definition compiles to the function's code, whatever decorators there are: they have been called."""
-    return _compiles_to(without_decorators(definition), function)
+@functools.lru_cache(maxsize=4)
+def _parsed(lines: tuple[str, ...]) -> ast.Module:
+    """A file, of which several functions are read one after another."""
+    return ast.parse("".join(lines))
+
+
+def _imports(statements: Iterable[ast.AST]) -> frozenset[str]:
+    """The names that statements import by themselves; functions and classes among them import for themselves alone."""
+    found: set[str] = set()
+    left = list(statements)
+    while left:
+        node = left.pop()
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            found.update(each.asname or each.name.partition(".")[0] for each in node.names)
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.expr)):
+            left += ast.iter_child_nodes(node)
+    return frozenset(found - {"*"})
+
+
+def _first_line(node: Any) -> int:
+    """Where the code of a function begins: with its first decorator."""
+    return min((each.lineno for each in getattr(node, "decorator_list", ())), default=node.lineno)
+
+
+def _is_at(node: Any, line: int) -> bool:
+    """Whether a node, or something in it, may stand on a line."""
+    return not hasattr(node, "lineno") or _first_line(node) <= line <= node.end_lineno
+
+
+def _functions_at(node: ast.AST, line: int, owner: str) -> Iterator[tuple[ast.FunctionDef | ast.Lambda, str]]:
+    """The functions that begin on a line, each with the name of the innermost class around it."""
+    if isinstance(node, (ast.FunctionDef, ast.Lambda)) and _first_line(node) == line:
+        yield node, owner
+    for each in ast.iter_child_nodes(node):
+        if _is_at(each, line):
+            inside = isinstance(node, ast.ClassDef) and each in node.body
+            yield from _functions_at(each, line, node.name if inside else owner)  # type: ignore[attr-defined]
+
+
+def _copied(function: ast.FunctionDef | ast.Lambda, owner: str) -> ast.FunctionDef:
+    """A definition of its own, with the names that a class around it gives."""
+    made: Any = pickle.loads(pickle.dumps(function))
+    if isinstance(made, ast.Lambda):
+        body = ast.copy_location(ast.Return(made.body), made)
+        made = ast.copy_location(_definition("<lambda>", made.args, [body]), made)
+    for each in (made.args, *made.body):
+        _make_private(each, owner)
+    return cast(ast.FunctionDef, made)
+
+
+def _make_private(node: ast.AST, owner: str) -> None:
+    """Write the names of attributes and variables as the compiler does within a class: ``__up`` as ``_Block__up``."""
+    inner = node.name if isinstance(node, ast.ClassDef) else owner
+    if isinstance(node, (ast.Global, ast.Nonlocal)):
+        node.names = [_private(each, owner) for each in node.names]
+    for field, value in ast.iter_fields(node):
+        # The names of keyword arguments and of modules stay.
+        if isinstance(value, str) and (field in _NAMING or isinstance(node, ast.arg)):
+            setattr(node, field, _private(value, owner))
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, ast.AST):
+                _make_private(each, inner if field == "body" else owner)
+
+
+def _private(name: str, owner: str) -> str:
+    """A name as the compiler writes it within a class."""
+    owner = owner.lstrip("_")
+    hidden = owner and name.startswith("__") and not name.endswith("__") and "." not in name
+    return f"_{owner}{name}" if hidden else name
 
 
 def without_decorators(definition: ast.FunctionDef) -> ast.FunctionDef:
@@ -96,37 +158,39 @@ def _definition(name: str, arguments: ast.arguments, body: list[Any]) -> ast.Fun
     return ast.FunctionDef(name=name, args=arguments, body=body, decorator_list=[], **others)
 
 
-def _compiles_to(bare: ast.FunctionDef | ast.Lambda, function: types.FunctionType) -> bool:
-    """Whether a definition without decorators, or a lambda, compiles to the function's code."""
-    found = compiled(bare, function)
-    described = isinstance(bare, ast.FunctionDef) and ast.get_docstring(bare) is not None
-    return found is not None and _alike(found, function.__code__, described=described)
+def _compiles_to(definition: ast.FunctionDef, function: types.FunctionType, imports: frozenset[str]) -> bool:
+    """Whether a definition compiles to the function's code, whatever decorators there are: they have been called."""
+    found = compiled(without_decorators(definition), function, imports=imports)
+    return found is not None and _alike(found, function.__code__)
 
 
 def compiled(
-    bare: ast.FunctionDef | ast.Lambda, function: types.FunctionType, *variables: str
+    bare: ast.FunctionDef, function: types.FunctionType, *variables: str, imports: Iterable[str] = ()
 ) -> types.CodeType | None:
-    """The code of a definition without decorators, or of a lambda, in the place of the function's.
+    """The code of a definition without decorators, in the place of the function's.
 
-    ``variables`` are names around it besides those that the function has.
+    ``variables`` are names around it besides those that the function has; ``imports`` are those that its file imports:
+    calls of what they have compile to other instructions, whatever the names stand for in the function.
     """
     code = function.__code__
     # A method that says super() takes its class from around it.
     parameters = [ast.arg(arg=name) for name in (*code.co_freevars, *variables)]
     around = ast.arguments(posonlyargs=[], args=parameters, kwonlyargs=[], kw_defaults=[], defaults=[])
-    inner = bare if isinstance(bare, ast.FunctionDef) else ast.Expr(bare)
-    outer = _definition("outer", around, [inner])
-    # Calls of what a module imports compile to other instructions.
-    modules = [name for name in code.co_names if isinstance(function.__globals__.get(name), types.ModuleType)]
-    imports = [ast.Import(names=[ast.alias(name=name)]) for name in modules]
-    module = ast.Module(body=[*imports, outer], type_ignores=[])
-    ast.copy_location(inner, bare)
+    inner: Any = bare
+    if bare.name == "<lambda>":
+        result: Any = bare.body[0]
+        inner = ast.Expr(ast.Lambda(bare.args, result.value))
+    # Its own name is that of something else, unless it is a function inside of another one that calls itself.
+    own = [] if bare.name in {"<lambda>", *code.co_freevars} else [ast.Global(names=[bare.name])]
+    outer = _definition("outer", around, [*own, inner])
+    imported: list[Any] = [ast.Import(names=[ast.alias(name=name)]) for name in imports]
+    module = ast.Module(body=[*imported, outer], type_ignores=[])
     ast.copy_location(outer, bare)
     ast.fix_missing_locations(module)
     flags = code.co_flags & _FUTURE
     try:
         whole = compile(module, code.co_filename, "exec", flags=flags, dont_inherit=True)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError):
         return None
     return _code_named(whole, code.co_name)
 
@@ -138,16 +202,13 @@ def _code_named(code: types.CodeType, name: str) -> types.CodeType | None:
     return next((each for each in inner if each.co_name == name), None)
 
 
-def _alike(one: types.CodeType, other: types.CodeType, *, described: bool = False) -> bool:
-    """Whether two codes do the same: their instructions, names and constants, and those of functions inside.
-
-    The docstring of a function that is ``described`` may differ: the source of a method is indented.
-    """
-    if one.co_code != other.co_code or one.co_names != other.co_names or one.co_varnames != other.co_varnames:
+def _alike(one: types.CodeType, other: types.CodeType) -> bool:
+    """Whether two codes do the same: their instructions, names and constants, and those of functions inside."""
+    if any(getattr(one, name, None) != getattr(other, name, None) for name in _OF_CODE):
         return False
     if len(one.co_consts) != len(other.co_consts):
         return False
-    for mine, theirs in [*zip(one.co_consts, other.co_consts, strict=True)][described:]:
+    for mine, theirs in zip(one.co_consts, other.co_consts, strict=True):
         if isinstance(mine, types.CodeType) and isinstance(theirs, types.CodeType):
             if not _alike(mine, theirs):
                 return False
