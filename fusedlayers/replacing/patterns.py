@@ -152,7 +152,7 @@ class Patterns:
         if issubclass(fused, FusedWholeBlock):
             _, *parameters = inspect.signature(type(block).forward).parameters.values()
             required = [parameter.kind for parameter in parameters if parameter.default is parameter.empty]
-            if required != [inspect.Parameter.POSITIONAL_OR_KEYWORD]:
+            if required not in ([inspect.Parameter.POSITIONAL_OR_KEYWORD], [inspect.Parameter.POSITIONAL_ONLY]):
                 return "has a forward that does not take exactly one tensor"
         return None
 
