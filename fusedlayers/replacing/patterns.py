@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..modules import FusedFFN, class_path, patched_method
+from ..modules import FFNPieces, FusedFFN, class_path, patched_method
 from .blocks import (
     FusedBlock,
     FusedSequentialFFN,
@@ -132,7 +132,12 @@ class Patterns:
 
     def is_one_ffn(self, sequential: nn.Module) -> bool:
         """Whether an ``nn.Sequential`` is an FFN although no linear, activation, linear is in a row: GLUs hide them."""
-        return not any(find_runs(list(sequential.children()))) and self.rule_for(sequential) is not None
+        runs = [found for _, _, found in find_runs(list(sequential.children()))]
+        if any(isinstance(found, FFNPieces) for found in runs):
+            return False
+        rule = self.rule_for(sequential)
+        # Between two linears may be a GLU, too, which was read; what else keeps a run from being fused may go.
+        return rule is not None and (not runs or bool(rule.holders))
 
     def why_class_stays(self, block: nn.Module, fused: type[FusedBlock]) -> str | None:
         """What in the block itself, not in its children, keeps it from getting the class ``fused``; or None."""

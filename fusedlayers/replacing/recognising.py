@@ -112,7 +112,14 @@ def _whole_block(block: nn.Module, width: int) -> FoundRule:
     rule = _rule(block, ffn, reader, None)
     if reason := why_not_whole(block, rule):
         raise OtherFormula(reason)
-    return dataclasses.replace(rule, conditions=Conditions.of(reader, _asked(rule), rule.activation_path))
+    conditions = Conditions.of(reader, _asked(rule), rule.activation_path)
+    methods = (*conditions.methods, *_forwards(block, rule))
+    return dataclasses.replace(rule, conditions=conditions._replace(methods=methods))
+
+
+def _forwards(block: nn.Module, rule: FoundRule) -> list[tuple[type[nn.Module], str]]:
+    """The methods that were read of the children that hold parts of the FFN, or compute something on the way."""
+    return [(type(attribute(block, path)), "forward") for path, _ in rule.holders]
 
 
 def checked(block: nn.Module, rule: FFNRule) -> FoundRule | str:
@@ -243,10 +250,9 @@ def _inside(block: nn.Module, method: str, ffn: FFN, reader: Reader) -> FoundRul
     if edited(edits, getattr(type(block), method), FusedInside.run_inside) is None:
         raise NotUnderstood("is decorated by what is not known")
     read = reads_for(reader, ffn)
-    holders = [(type(attribute(block, path)), "forward") for path, _ in rule.holders]
     conditions = Conditions(
         without({path: reader.watched[path] for path in read["watched"]}, _asked(rule), rule.activation_path),
-        (*read["methods"], *holders),
+        (*read["methods"], *_forwards(block, rule)),
         tuple((*name, reader.functions[name]) for name in read["functions"]),
     )
     return dataclasses.replace(rule, conditions=conditions, edits=edits)
@@ -262,6 +268,12 @@ def _rule(block: nn.Module, ffn: FFN, reader: Reader, inside: str | None) -> Fou
     activation = ffn.activation if path is None else path
     names = [ffn.up, ffn.gate, ffn.down, path, ffn.dropout, ffn.output_dropout]
     above = dict.fromkeys(name.rpartition(".")[0] for name in names if name is not None and "." in name)
+    if inside is None:
+        # Children that compute something on the way, such as GLUs: their forwards were read.
+        above |= dict.fromkeys(
+            each for each, _ in reader.handed
+            if each not in names and not each.startswith(f"{path}.") and type(attribute(block, each)) is not nn.Identity
+        )  # fmt: skip
     # Of an object with options, such as a configuration, there is nothing to call.
     holders = [path for path in above if isinstance(attribute(block, path), nn.Module)]
     return FoundRule(

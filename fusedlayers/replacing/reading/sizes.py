@@ -17,8 +17,12 @@ def sizes_of_linear(module: nn.Module) -> tuple[int, int] | None:
     return widths(module) or _integers(module, "nx", "nf")
 
 
-def _integers(module: nn.Module, *names: str) -> tuple[int, int] | None:
-    inputs, outputs = (getattr(module, name, None) for name in names)
+def _integers(module: nn.Module, first: str, second: str) -> tuple[int, int] | None:
+    kind = type(module)
+    # That a module has no such attribute takes torch longer to say than all the rest.
+    if first not in vars(module) and kind.__getattr__ is nn.Module.__getattr__ and not hasattr(kind, first):
+        return None
+    inputs, outputs = getattr(module, first, None), getattr(module, second, None)
     return (inputs, outputs) if isinstance(inputs, int) and isinstance(outputs, int) else None
 
 

@@ -142,8 +142,9 @@ class State:
         """What computes an activation of this: the path of a part or an attribute, None where none does."""
         result = function(activation, activated)
         paths = [path for path, given, gave in self.called if path and given == activated and gave == result]
-        # Of a module that calls another one the outer one.
-        return min(paths, key=len, default=None)
+        # Of a module that calls another one the outer one, unless that is a child of it, which may be replaced.
+        plain = [path for path in paths if not getattr(_at(self.block, path), "_modules", None)]
+        return min(plain or paths, key=len, default=None)
 
     def unknown(self) -> Unknown:
         """A value of which nothing is known."""
@@ -207,6 +208,11 @@ class State:
         if self.lenient:
             frame = self._frames[-1]
             self.reads.append(Read(kind, key, self._misses, len(self.linears), frame, frame.statement))
+
+
+def _at(block: Any, path: str) -> Any:
+    """What a block has at a path."""
+    return functools.reduce(lambda part, name: getattr(part, name, None), path.split("."), block)
 
 
 def _replaced(value: Any, old: Any, new: Any) -> Any:
