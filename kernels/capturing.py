@@ -55,7 +55,8 @@ def make_products_ready(device: torch.device) -> None:
     Plain calls that multiply in kernels alone would leave that to a captured call, which may take another path.
     """
     known: set[int | None] = vars(_handles).setdefault("devices", set())
-    if device.index in known or torch.cuda.is_current_stream_capturing():
+    # Where CUDA is not initialised, tensors are fake ones.
+    if device.index in known or not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return
     known.add(device.index)
     with torch.cuda.device(device):

@@ -4,7 +4,7 @@ A kernel is known by its source and that of all it calls, its arguments and opti
 of its assembler and of Python, and by the code that reads the findings: whatever changes is compiled anew. After a
 change of kernels the record is made again, from all tests that compile:
 
-    FUSEDLAYERS_COMPILED=build/compiled python -m pytest tests -k code_generation
+    FUSEDLAYERS_COMPILED=build/compiled python -m pytest tests -k "code_generation or adding_a_product or vector_units"
     FUSEDLAYERS_COMPILED=build/compiled make test-triton
     python -m tests.compilation_record build/compiled
 

@@ -45,7 +45,7 @@ FUSED_BESIDES: dict[str, dict[str, int]] = {
 }
 # Every so many families are in the short run, by turns in training and in evaluation; they are in alphabetical order,
 # so that all kinds are among them.
-STEP = 24
+STEP = 40
 # A single draw may be an unlucky one.
 DRAWS = 3
 Run = Callable[[nn.Module, Inputs], Results]

@@ -36,7 +36,7 @@ NOT_BUILT = {
 }  # fmt: skip
 NAMES = sorted(set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - NOT_BUILT)
 # Every so many families are in the short run.
-STEP = 24
+STEP = 40
 # Of the words below: all have one that follows but the last ones, and one is ignored.
 TARGETS = 11
 
