@@ -51,7 +51,9 @@ def assert_one_mask(call: Callable[..., Tensor]) -> None:
     y = call(drawn(40, 16), **weights)
     dy = torch.randn_like(y)
     (dw_down,) = torch.autograd.grad(y, [weights["w_down"]], dy)
-    torch.testing.assert_close((dw_down * weights["w_down"].detach()).sum(), (dy * y.detach()).sum())
+    ours, theirs = dw_down * weights["w_down"].detach(), dy * y.detach()
+    # Terms of both signs: what their rounding may add up to is a share of their sizes, not of their sum.
+    assert (ours.sum() - theirs.sum()).abs() <= 1e-5 * theirs.abs().sum()
 
 
 @pytest.mark.parametrize("budget", BUDGETS)

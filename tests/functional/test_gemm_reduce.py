@@ -111,7 +111,7 @@ def test_sizes_one_at_a_time(letter: str, size: int) -> None:
     sizes = {"M": 20, "N": 24, "K": 12} | {letter: size}
     for op, dim in (("max", -2), ("logsumexp", -1)):
         if size or letter != "M" or op != "max":
-            assert_reduce_close(reduce_inputs(**sizes), op=op, dim=dim)
+            assert_reduce_close(moderate(op, reduce_inputs(**sizes)), op=op, dim=dim)
 
 
 @needs_kernels

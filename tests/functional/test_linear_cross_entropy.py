@@ -129,11 +129,12 @@ def test_edges_of_chunks(tokens: int, dtype: torch.dtype, path: str) -> None:
 @pytest.mark.parametrize("peak", [8.0, 64.0])
 def test_peaked_logits(dtype: torch.dtype, reduction: str, peak: float, path: str) -> None:
     """Of most tokens one class has all but 1e-5 of the probability, of half of them the target."""
-    given = [loss_inputs((30,), 24, 70, dtype, peak=peak) for _ in range(4)]
+    # With few classes behind the last whole tile, the gradients of hardly any would decide.
+    given = [loss_inputs((30,), 24, 120, dtype, peak=peak) for _ in range(8)]
     for inputs in given:
         logits = F.linear(inputs["input"], inputs["linear_weight"])  # type: ignore[arg-type]
         inputs["target"] = torch.where(torch.arange(30, device=DEVICE) % 2 == 0, logits.argmax(-1), inputs["target"])
-    assert_loss_close(*given, path=path, reduction=reduction)
+    assert_loss_close(*given, path=path, reduction=reduction, again=4)
 
 
 @pytest.mark.parametrize("path", KERNELS)
