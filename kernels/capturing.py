@@ -54,10 +54,10 @@ def make_products_ready(device: torch.device) -> None:
 
     Plain calls that multiply in kernels alone would leave that to a captured call, which may take another path.
     """
-    known: set[int | None] = vars(_handles).setdefault("devices", set())
+    known: tuple[int | None, ...] = getattr(_handles, "devices", ())
     # Where CUDA is not initialised, tensors are fake ones.
     if device.index in known or not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return
-    known.add(device.index)
+    _handles.devices = (*known, device.index)
     with torch.cuda.device(device):
         torch.cuda.current_blas_handle()

@@ -133,9 +133,17 @@ class FFNPieces:
         in_kernels = self.gate_rows is not None and not self.dropout_p
         return FFN.repeat(self._last, tensors, options, in_kernels=in_kernels)
 
-    def takes(self, x: Tensor) -> bool:
-        """Whether x is as wide as what the FFN takes."""
-        return x.shape[-1:] == linear_weight(base_linear(self.up)).shape[1:]
+    def run_instead(self, x: Tensor, recompute: Literal["auto"] | bool | int) -> Tensor | None:
+        """:meth:`run` instead of the code of a module of the user's, which must run where this gives None.
+
+        So it is, too, for x of another width, which that may do something else with, or raise an error of its own.
+        """
+        try:
+            return self.run(x, None, recompute)
+        except ValueError:
+            if x.shape[-1:] == linear_weight(base_linear(self.up)).shape[1:]:
+                raise
+            return None
 
     def _into_hidden(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Weight and bias of the up projection, and those of the gate."""

@@ -196,12 +196,7 @@ def try_fused(block: FusedBlock, found: FFNPieces | str, x: Tensor) -> Tensor | 
     elif not is_plain_now(x) and (reason := why_not_now(x)):
         say_once(block, reason)
     else:
-        try:
-            return found.run(x, None, block.fused_recompute)
-        except ValueError:
-            # The original forward may do something else with another width, or raises an error of its own.
-            if found.takes(x):
-                raise
+        return found.run_instead(x, block.fused_recompute)
     return None
 
 

@@ -275,9 +275,9 @@ def _rule(block: nn.Module, ffn: FFN, reader: Reader, inside: str | None) -> Fou
             if each not in names and not each.startswith(f"{path}.") and type(attribute(block, each)) is not nn.Identity
         )  # fmt: skip
     # Of an object with options, such as a configuration, there is nothing to call.
-    holders = [path for path in above if isinstance(attribute(block, path), nn.Module)]
+    holders = [(each, attribute(block, each)) for each in above]
     return FoundRule(
         type(block), up=ffn.up, gate=ffn.gate, gate_rows=ffn.gate_rows, down=ffn.down, activation=activation,
         dropout=ffn.dropout, output_dropout=ffn.output_dropout, inside=inside, is_formula=path is None,
-        holders=tuple((path, class_path(type(attribute(block, path)))) for path in holders),
+        holders=tuple((each, class_path(type(holder))) for each, holder in holders if isinstance(holder, nn.Module)),
     )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fusedlayers as fl
+from tests.support.ffn_blocks import replaced
 
 WIDTH, UNITS = 8, 32
 
@@ -243,14 +242,6 @@ GIVEN: dict[type[Block], dict[str, Any]] = {
     Updated: {"scale": 3.0},
 }  # fmt: skip
 BLOCKS = [kind for kind in Block.__subclasses__() if kind not in (Cast, InFloat32)]
-
-
-def replaced(block: nn.Module) -> nn.Module:
-    """The block as `replace` leaves or makes it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "nothing was replaced")
-        fl.replace(block)
-    return block
 
 
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.__name__)

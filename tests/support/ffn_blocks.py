@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,10 +16,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fusedlayers as fl
 from fusedlayers import functional, reference
 from fusedlayers.kernels.dropout import draw_seed
 from fusedlayers.replacing import FFNRule
 from tests.support.operands import patch_ffn
+
+
+def replaced(block: nn.Module) -> nn.Module:
+    """The block as `replace` leaves or makes it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "nothing was replaced")
+        fl.replace(block)
+    return block
 
 
 class GatedBlock(nn.Module):

@@ -180,16 +180,17 @@ class Reader(Expressions):
                 self._forget(each.optional_vars, frame)
         handlers = [each.body for each in node.handlers] if isinstance(node, ast.Try) else []
         others = [*handlers, getattr(node, "orelse", []), getattr(node, "finalbody", [])]
+        returned: _Return | None = None
         try:
             self._body(node.body, frame)
-        except _Return:
+        except _Return as result:
             # It may have raised before, and somebody goes on from there.
             self._escape_behind(node, frame)
-            for body in others:
-                self._perhaps(body, frame, node)
-            raise
+            returned = result
         for body in others:
             self._perhaps(body, frame, node)
+        if returned is not None:
+            raise returned
         self._misses += 1
         self._forget(node, frame)
 

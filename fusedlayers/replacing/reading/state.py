@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...modules import part_of
 from .polynomials import Polynomial, function, linears_in
 from .values import Formula, Known, Listed, Method, NotUnderstood, Part, Unknown
 
@@ -143,7 +144,7 @@ class State:
         result = function(activation, activated)
         paths = [path for path, given, gave in self.called if path and given == activated and gave == result]
         # Of a module that calls another one the outer one, unless that is a child of it, which may be replaced.
-        plain = [path for path in paths if not getattr(_at(self.block, path), "_modules", None)]
+        plain = [path for path in paths if not getattr(part_of(self.block, path), "_modules", None)]
         return min(plain or paths, key=len, default=None)
 
     def unknown(self) -> Unknown:
@@ -208,11 +209,6 @@ class State:
         if self.lenient:
             frame = self._frames[-1]
             self.reads.append(Read(kind, key, self._misses, len(self.linears), frame, frame.statement))
-
-
-def _at(block: Any, path: str) -> Any:
-    """What a block has at a path."""
-    return functools.reduce(lambda part, name: getattr(part, name, None), path.split("."), block)
 
 
 def _replaced(value: Any, old: Any, new: Any) -> Any:
