@@ -116,10 +116,11 @@ check: $(INSTALLED) ## Lint, check the formatting, and type-check the built whee
 	rm -rf build/wheel build/installed build/lib
 	$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel .
 	$(BIN)/python -m pip install --quiet --no-deps --target build/installed build/wheel/*.whl
-	@# No part of the wheel, and yet to be checked.
+	@# No part of the wheel, and yet to be checked; of the tests those that only a GPU runs.
 	cp -r fusedlayers/bench/published build/installed/fusedlayers/bench/
+	cp -r tests build/installed/
 	@# From inside the target, so that mypy reads the wheel and not the clone, where fusedlayers.kernels lies elsewhere.
-	cd build/installed && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p fusedlayers
+	cd build/installed && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p fusedlayers -p tests.gpu
 
 hooks: $(INSTALLED) ## Lint and format at every commit
 	$(BIN)/pre-commit install

@@ -183,26 +183,25 @@ def losses() -> None:
     """Losses and gradients of rows of logits, padded as they are in a chunk; without torch's products."""
     for tokens, classes in LOGITS:
         memory = torch.randn(tokens, -(-classes // 64) * 64, device="cuda", dtype=torch.bfloat16)
-        logits, tiles = memory[:, :classes], row_tiles(classes)
+        logits = memory[:, :classes]
         target = torch.randint(classes, (tokens,), device="cuda")
         target[1], weight = -100, torch.rand(classes, device="cuda")
         found, statistics = torch.empty(2, tokens, device="cuda"), torch.empty(2, tokens, device="cuda")
         plain = cross_entropy.LossArithmetic(-100, "half")
         full = plain._replace(label_smoothing=0.1, z_loss=0.1, softcap=5.0)
-        for arithmetic, given in ((plain, (None, None)), (full, (weight, weight.sum()))):
-            rest = (target, *given, arithmetic, tiles)
-            cross_entropy.losses(logits, *rest, loss=found[0], entropy=found[1], statistics=statistics)
+        none: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        weights: tuple[torch.Tensor | None, torch.Tensor | None] = (weight, weight.sum())
+        for arithmetic, given in ((plain, none), (full, weights)):
+            rest = (target, *given, arithmetic, row_tiles(classes))
+            cross_entropy.losses(logits, *rest, loss=found[0], statistics=statistics)
             cross_entropy.losses(memory.clone()[:, :classes], *rest, loss=found[0], gradient=True, factor=weight[0])
-            cross_entropy.gradient(
-                memory.clone()[:, :classes], *rest, statistics=statistics, upstream=found[0], entropy=found[1],
-                entropy_upstream=found[0],
-            )  # fmt: skip
+            cross_entropy.gradient(memory.clone()[:, :classes], *rest, statistics=statistics, upstream=found[0])
         cross_entropy.scaled(memory, weight[0], torch.bfloat16)
         input = torch.randn(tokens, 320, device="cuda", dtype=torch.bfloat16)
         linear_weight = torch.randn(classes, 320, device="cuda", dtype=torch.bfloat16)
         for sm90 in (False, True):
             tiles = logit_tiles("sm_90", 16, 4, sm90)
-            for arithmetic, given in ((plain, (None, None)), (full, (weight, weight.sum())), (full, (None, None))):
+            for arithmetic, given in ((plain, none), (full, weights), (full, none)):
                 cross_entropy.losses_of_product(
                     input, linear_weight, linear_weight[:, 0], target, *given, arithmetic, "ieee", tiles, 3,
                     loss=found[0], entropy=found[1], statistics=statistics,

@@ -30,6 +30,7 @@ BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 MIB = 2**20
 REPEATS = 10
 DENSITIES = (0.2, 0.12, 0.07, 0.05, 0.04, 0.035, 0.03, 0.025, 0.02)
+Sizes = tuple[int, int, int, int, int]
 # Tokens, width, hidden units, experts, experts of a token: whole tiles of the sm90 kernels, tails, and what their
 # copies cannot take.
 WHOLE, RAGGED, ODD = (1024, 512, 256, 8, 2), (1061, 328, 200, 8, 3), (700, 131, 77, 8, 2)
@@ -47,7 +48,7 @@ def no_memory_is_kept() -> Iterator[None]:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("clamped", [False, True])
 @pytest.mark.parametrize("sizes", [WHOLE, RAGGED], ids=["whole", "ragged"])
-def test_layouts(dtype: torch.dtype, layout: str, transposed: bool, clamped: bool, sizes: tuple[int, ...]) -> None:
+def test_layouts(dtype: torch.dtype, layout: str, transposed: bool, clamped: bool, sizes: Sizes) -> None:
     shape: dict[str, Any] = {"layout": layout, "transposed": transposed}
     draw = in_eighths(1.5) if clamped else torch.randn
     assert_moe_close(
@@ -91,7 +92,7 @@ def test_routings(routing: str, gated: bool, recompute: bool) -> None:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("routing", ["repeated", "one takes all", "sentinels"])
 @pytest.mark.parametrize("sizes", [WHOLE, RAGGED, ODD], ids=["whole", "ragged", "odd"])
-def test_exact_integers(machine: str, dtype: torch.dtype, gated: bool, routing: str, sizes: tuple[int, ...]) -> None:
+def test_exact_integers(machine: str, dtype: torch.dtype, gated: bool, routing: str, sizes: Sizes) -> None:
     """The same bits again and again, in the last backward pass and in one before it."""
     for density in DENSITIES:
         draw = integers(density)
