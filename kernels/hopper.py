@@ -84,12 +84,20 @@ def backend_of(architecture: str) -> str:
     return SM90 if HAS_GLUON and architecture == "sm_90" else GENERIC
 
 
+class Scaled(NamedTuple):
+    """8-bit values ``[rows, columns]``, and a float32 scale that they are multiplied by: ``[]``, or ``[rows]``."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+
 class Matrix(NamedTuple):
     """A tensor ``[Z, rows, columns]`` (or without Z) as TMA sees it: rows behind one another.
 
     ``transposed`` says that its columns lie together in memory, so that the roles of rows and columns are exchanged.
     ``step`` is the number of rows from one batch entry to the next, 0 where all of them share one matrix. Where entries
-    are ``apart`` they have an axis of their own, in which the step is 1.
+    are ``apart`` they have an axis of their own, in which the step is 1. Each row may have a scale of its own, which
+    lies ``scale_stride`` behind that of the row before.
     """
 
     tensor: torch.Tensor
@@ -99,6 +107,7 @@ class Matrix(NamedTuple):
     step: int
     transposed: bool
     apart: bool = False
+    scale_stride: int = 0
 
     def padded(self, width: int) -> "Matrix":
         """The same for blocks of ``width`` columns of the tensor, which are to be 0 where it has none.
@@ -154,10 +163,13 @@ def stacked(tensor: torch.Tensor) -> Matrix | None:
     return Matrix(tensor, total, columns, row_stride, step, transposed)
 
 
-def untransposed(tensor: torch.Tensor) -> Matrix | None:
+def untransposed(operand: torch.Tensor | Scaled) -> Matrix | None:
     """The same, and None where columns lie together too."""
-    found = matrix(tensor)
-    return None if found is None or found.transposed else found
+    values, scale = operand if isinstance(operand, Scaled) else (operand, None)
+    found = matrix(values)
+    if found is None or found.transposed:
+        return None
+    return found if scale is None or scale.dim() == 0 else found._replace(scale_stride=scale.stride(0))
 
 
 class Geometry(NamedTuple):
@@ -199,6 +211,7 @@ __all__ = [
     "Descriptor",
     "Geometry",
     "Matrix",
+    "Scaled",
     "copy_in",
     "copy_out",
     "dense",

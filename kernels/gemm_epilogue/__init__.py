@@ -26,9 +26,20 @@ strides and sizes, and launch those of ``matmul/sm90`` where the plan names them
 wants them.
 """
 
+from ..hopper import Scaled
 from ..matmul.low_rank import LowRank, aligned_columns
 from ..matmul.sm90 import data_gradient
 from .hidden import hidden
 from .hidden_gradient import HiddenGradients, hidden_gradient
+from .scaled_hidden import scaled_hidden
 
-__all__ = ["HiddenGradients", "LowRank", "aligned_columns", "data_gradient", "hidden", "hidden_gradient"]
+__all__ = [
+    "HiddenGradients",
+    "LowRank",
+    "Scaled",
+    "aligned_columns",
+    "data_gradient",
+    "hidden",
+    "hidden_gradient",
+    "scaled_hidden",
+]

@@ -55,9 +55,11 @@ def hidden(
     if keep and w_gate is not None:
         z_gate = x.new_empty(x.shape[0], width)
     more: tuple[torch.Tensor | None, ...] = ()
+    scales: tuple[None, ...] = ()
     if on_sm90:
         more = (None,) * 3 if low_rank is None else low_rank.copied(w_up.stride(1) != 1)[:3]
-    launch((x, w_up, w_gate, found, kept, z_gate, *more, b_up, b_gate, dropout.seed, None, None))
+        scales = None, None, None
+    launch((x, w_up, w_gate, found, kept, z_gate, *more, b_up, b_gate, dropout.seed, None, None, *scales))
     return found, kept, z_gate
 
 

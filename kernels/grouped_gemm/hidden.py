@@ -54,7 +54,8 @@ def hidden(
     g = torch.empty_like(found) if keep and w_gate is not None else None
     if on_sm90:
         biases = [None if bias is None else bias.contiguous() for bias in (b_up, b_gate)]
-        launch((x, w_up, w_gate, found, z, g, None, None, None, *biases, None, rows.tile_expert, rows.starts))
+        order, scales = (rows.tile_expert, rows.starts), (None, None, None)
+        launch((x, w_up, w_gate, found, z, g, None, None, None, *biases, None, *order, *scales))
     else:
         launch((x, w_up, w_gate, found, z, g, b_up, b_gate, None, rows.tile_expert, rows.slots))
     return found, z, g

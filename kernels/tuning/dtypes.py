@@ -14,6 +14,8 @@ SM90 = "sm90"
 class Format:
     """``bits`` of an element, as tables of tiles have it, the ``backends`` whose kernels take it, its name in Gluon.
 
+    Values that are ``scaled`` mean nothing without a scale, so that no call takes a plain tensor of them.
+
     Activations need no more than ``accuracy`` (``kernels.activations``): that under which their error is below the
     rounding of a result. ``narrow`` formats are narrower than the float32 in which products are summed, and sums that
     float32 holds may exceed those of a ``small_range``.
@@ -24,6 +26,7 @@ class Format:
     gluon: str = ""
     accuracy: str = "exact"
     small_range: bool = False
+    scaled: bool = False
     bytes: int = field(init=False)
     narrow: bool = field(init=False)
 
@@ -38,7 +41,8 @@ FORMATS: dict[str, Format] = {
     "bfloat16": Format(16, (GENERIC, SM90), "bfloat16", accuracy="coarse"),
     "float32": Format(32, (GENERIC,), "float32"),
     "float64": Format(64),
+    "float8_e4m3fn": Format(8, (SM90,), "float8e4nv", scaled=True),
 }
 # Of a dtype that no kernel takes.
 UNKNOWN = Format(32)
-KERNEL_DTYPES = tuple(name for name, found in FORMATS.items() if found.backends)
+KERNEL_DTYPES = tuple(name for name, found in FORMATS.items() if found.backends and not found.scaled)

@@ -51,7 +51,7 @@ class EpiloguePipeline:
     Results leave a consumer through ``places`` of 64 × 64; pre-activations wait for it in ``z_stages`` of that size.
     ``group`` tiles below one another are computed before those to their right. At most ``programs`` programs run, each
     of which takes tile after tile. Without a gate, a program of the hidden's gradient that ``stays`` has tiles of one
-    column alone, and keeps its sums on chip.
+    column alone, and keeps its sums on chip. Operands have ``bits`` bits; results have 16.
     """
 
     places: int = 2
@@ -61,13 +61,15 @@ class EpiloguePipeline:
     programs: int = 132
     stays: bool = False
     most_stages: int = 8
+    bits: int = 16
 
     tile: ClassVar[tuple[int, int]] = (2 * CONSUMER_ROWS, 2 * CONSUMER_ROWS)
 
     @property
     def stages(self) -> int:
         """Those of the ring; both consumers have places and pre-activations of their own."""
-        return stages_that_fit(sum(self.tile), self.step, 2 * (self.places + self.z_stages), self.most_stages)
+        buffers = 2 * (self.places + self.z_stages)
+        return stages_that_fit(sum(self.tile), self.step, buffers, self.most_stages, self.bits)
 
     @staticmethod
     def tiles(rows: int, columns: int) -> tuple[int, int]:
@@ -126,6 +128,9 @@ FEW_WEIGHTS_GROUP = 2
 EPILOGUE_PIPELINES: dict[tuple[str, bool], EpiloguePipeline] = {
     ("hidden", False): EpiloguePipeline(most_stages=5),
     ("hidden", True): EpiloguePipeline(most_stages=5),
+    # Of 8-bit operands a step has as many bytes as of others. Not measured: as the hidden.
+    ("scaled_hidden", False): EpiloguePipeline(step=128, most_stages=5, bits=8),
+    ("scaled_hidden", True): EpiloguePipeline(step=128, most_stages=5, bits=8),
     ("hidden_gradient", False): EpiloguePipeline(z_stages=2),
     ("hidden_gradient", True): EpiloguePipeline(z_stages=4),
     # Not measured yet: as the hidden, whose epilogue has the same places.

@@ -18,14 +18,14 @@ def starts_early(architecture: str) -> bool:
     return architecture.startswith("sm_") and int(architecture.removeprefix("sm_")) >= 90
 
 
-def stages_that_fit(lines: int, step: int, buffers: int, most: int = 8) -> int:
+def stages_that_fit(lines: int, step: int, buffers: int, most: int = 8, bits: int = 16) -> int:
     """Stages of a ring for which one program has memory beside ``buffers`` of 64 × 64, and no more than ``most``.
 
-    A stage has ``lines`` rows and columns of both operands together, ``step`` of the inner axis each; elements have 16
-    bits.
+    A stage has ``lines`` rows and columns of both operands together, ``step`` elements of ``bits`` bits of the inner
+    axis each; those of a buffer have 16 bits.
     """
     free = SHARED_MEMORY - BARRIER_BYTES - 2 * buffers * CONSUMER_ROWS**2
-    return min(most, free // (2 * lines * step))
+    return min(most, free // (lines * step * bits // 8))
 
 
 def padded_width(width: int) -> int:

@@ -92,6 +92,7 @@ def products() -> None:
             z, w_down = torch.randn_like(x), torch.randn(out, width, device="cuda", dtype=torch.bfloat16)
             functional.hidden_gradient(dy, w_down, z, z if bias else None, activation="silu", bias=bias)
     wide()
+    scaled()
     for groups, rows, units, width, transposed in DATA_GRADIENTS:
         dx = torch.empty(rows, width, device="cuda", dtype=torch.bfloat16)
         total = torch.empty(rows, width, device="cuda")
@@ -135,6 +136,19 @@ def wide() -> None:
             ):
                 kernels.hidden(x, w_up, bias, w_up if gated else None, b_gate, gated, *rest, elements)
                 kernels.hidden_gradient(dy, w_down, z, z_gate, True, 3, *rest, elements, keep_hidden=gated)
+
+
+def scaled() -> None:
+    """The hidden of 8-bit operands, of which no tile divides anything."""
+    rows, width, hidden = 150, 144, 200
+    x, w = (
+        kernels.Scaled(torch.randn(n, width, device="cuda").to(torch.float8_e4m3fn), torch.rand(n, device="cuda"))
+        for n in (rows, hidden)
+    )
+    bias, arithmetic = torch.randn(hidden, device="cuda", dtype=torch.bfloat16), Arithmetic("silu", "coarse", "ieee")
+    for gated in (False, True):
+        gate, pipeline = (w, bias) if gated else (None, None), EPILOGUE_PIPELINES["scaled_hidden", gated]
+        kernels.scaled_hidden(x, w, bias, *gate, gated, arithmetic, pipeline, bias.dtype)
 
 
 def reductions() -> None:

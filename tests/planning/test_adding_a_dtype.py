@@ -62,5 +62,6 @@ def test_the_table_says_what_follows_from_a_width() -> None:
     assert KERNEL_DTYPES == ("float16", "bfloat16", "float32")
     assert {name: (found.bytes, found.narrow) for name, found in FORMATS.items()} == {
         "float16": (2, True), "bfloat16": (2, True), "float32": (4, False), "float64": (8, False),
+        "float8_e4m3fn": (1, True),
     }  # fmt: skip
     assert not UNKNOWN.backends

@@ -33,10 +33,46 @@ class Activation:
     ACCURACY: Any
 
 
+@resources
+class Scales:
+    """By what the sums of a product of 8-bit values are multiplied: float32 of each row and of each column.
+
+    Without ``rows_ptr`` there are none. One scale for all ``rows`` has a ``ROW_STRIDE`` of 0, one for all columns a
+    ``COLUMN_STRIDE`` of 0.
+    """
+
+    rows_ptr: Any
+    columns_ptr: Any
+    gate_ptr: Any
+    rows: Any
+    ROW_STRIDE: Any
+    COLUMN_STRIDE: Any
+
+
 @gluon.jit
-def zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+def zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr, BITS: gl.constexpr = 16):
+    """Sums of products of operands of so many bits."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 256 // BITS])
     return gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+
+
+@gluon.jit
+def scaled(acc, row, column, scales, columns_ptr, bias_ptr, first, N):
+    """Part of a tile of products of 8-bit values: what the values stand for, with the bias of its columns.
+
+    A bias cannot be what such a tile starts with. Its ``N`` columns, and their scales, lie from ``first`` on.
+    """
+    rows = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+    cols = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+    inside = cols < N - column
+    cols += first + column
+    of_rows = gl.load(scales.rows_ptr + gl.minimum(rows, scales.rows - 1) * scales.ROW_STRIDE)
+    # Masked: a clamped column would take an address of its own, and two registers with it.
+    of_columns = gl.load(columns_ptr + cols * scales.COLUMN_STRIDE, inside, 0.0)
+    acc = acc * gl.expand_dims(of_rows, 1) * gl.expand_dims(of_columns, 0)
+    if bias_ptr is not None:
+        acc += gl.expand_dims(gl.load(bias_ptr + cols, inside, 0.0).to(gl.float32), 0)
+    return acc
 
 
 @gluon.jit

@@ -8,7 +8,7 @@ from ...hopper import Matrix, dense, fence_async_shared, gl, gluon, resources
 from ...launching import Launch
 from ...tuning import EpiloguePipeline
 from ..low_rank import LowRank, low_rank_copies
-from .elements import Activation, Dropout, bias_of_columns, biases_of_halves, draw, dropped
+from .elements import Activation, Dropout, Scales, bias_of_columns, biases_of_halves, draw, dropped, scaled, zeros
 from .loading import Term, load_tiles
 from .pingpong import columns_at_once, pingpong_ring, store_tiles
 from .ring import HALF, TILE, column_halves, make_staging, tma_store
@@ -26,6 +26,7 @@ class _Hidden:
     up_bias_ptr: Any
     gate_bias_ptr: Any
     N: Any
+    scales: Any
     dropout: Any
     activation: Any
     staging: Any
@@ -34,7 +35,9 @@ class _Hidden:
 @gluon.jit
 def _biases(tile, given):
     _, column, expert = tile
-    if given.activation.GATED:
+    if given.scales.rows_ptr is not None:
+        acc = zeros(HALF, TILE, 8)
+    elif given.activation.GATED:
         acc = biases_of_halves(given.up_bias_ptr, given.gate_bias_ptr, expert * given.N, column, given.N)
     else:
         acc = bias_of_columns(given.up_bias_ptr, expert * given.N, column, given.N, TILE)
@@ -42,9 +45,14 @@ def _biases(tile, given):
 
 
 @gluon.jit
-def _activate(consumer: gl.constexpr, z, z_gate, row, column, given, stored):
+def _activate(consumer: gl.constexpr, z, z_gate, row, column, expert, given, stored):
     """Stores the hidden of a quarter of a tile, and its pre-activations; returns how many parts were stored."""
     how = given.activation
+    scales, first = given.scales, expert * given.N
+    if scales.rows_ptr is not None:
+        z = scaled(z, row, column, scales, scales.columns_ptr, given.up_bias_ptr, first, given.N)
+        if how.GATED:
+            z_gate = scaled(z_gate, row, column, scales, scales.gate_ptr, given.gate_bias_ptr, first, given.N)
     UNIT: gl.constexpr = activation_unit(how.NAME, how.ACCURACY)
     layout: gl.constexpr = z.type.layout
     if given.z is not None:
@@ -61,41 +69,48 @@ def _activate(consumer: gl.constexpr, z, z_gate, row, column, given, stored):
 
 @gluon.jit
 def _epilogue(consumer: gl.constexpr, tile, top, bottom, loaded, given, stored):
-    row, column, _ = tile
+    row, column, expert = tile
     # One copy of the code for all quarters: see the hidden's gradient.
     for half in range(2):
         left, right = column_halves(top)
         if given.activation.GATED:
-            stored = _activate(consumer, left, right, row + half * HALF, column, given, stored)
+            stored = _activate(consumer, left, right, row + half * HALF, column, expert, given, stored)
         else:
             for side in range(2):
-                stored = _activate(consumer, left, left, row + half * HALF, column + side * HALF, given, stored)
+                stored = _activate(
+                    consumer, left, left, row + half * HALF, column + side * HALF, expert, given, stored
+                )  # fmt: skip
                 left = right
         top = bottom
     return stored
 
 
-@gluon.jit(do_not_specialize=["experts", "tile_rows", "group", "dropout", "limits"])
+@gluon.jit(do_not_specialize=["experts", "rows", "group", "dropout", "limits"])
 def _sm90_hidden_kernel(
     x_desc, up_desc, w_gate_desc, hidden_desc, z_desc, gate_desc, u_desc, b_desc, b_gate_desc, up_bias_ptr,
-    gate_bias_ptr, seed_ptr, tile_expert_ptr, starts_ptr, inner, N, tile_columns, whole, rank, gate_first, experts,
-    tile_rows, group, dropout, limits,
-    RIGHT_TRANSPOSED: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
-    ACTIVATION: gl.constexpr,
+    gate_bias_ptr, seed_ptr, tile_expert_ptr, starts_ptr, x_scale_ptr, up_scale_ptr, gate_scale_ptr, inner, N,
+    tile_columns, whole, rank, gate_first, experts, rows, group, dropout, limits,
+    RIGHT_TRANSPOSED: gl.constexpr, PIPELINE: gl.constexpr, SCALE_STRIDES: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
+    STEP: gl.constexpr = PIPELINE[0]
     GATED: gl.constexpr = w_gate_desc is not None
     schedule = make_schedule(
-        tile_rows, tile_columns, group, tile_expert_ptr, starts_ptr, experts[0], experts[1], HALF if GATED else TILE
-    )
-    ring = pingpong_ring(x_desc, up_desc, RIGHT_TRANSPOSED, STEP, STAGES)
+        gl.cdiv(rows, TILE), tile_columns, group, tile_expert_ptr, starts_ptr, experts[0], experts[1],
+        HALF if GATED else TILE,
+    )  # fmt: skip
+    ring = pingpong_ring(x_desc, up_desc, RIGHT_TRANSPOSED, STEP, PIPELINE[1])
     given = _Hidden(
         hidden=hidden_desc, z=z_desc, z_gate=gate_desc, up_bias_ptr=up_bias_ptr, gate_bias_ptr=gate_bias_ptr, N=N,
+        scales=Scales(
+            rows_ptr=x_scale_ptr, columns_ptr=up_scale_ptr, gate_ptr=gate_scale_ptr, rows=rows,
+            ROW_STRIDE=SCALE_STRIDES[0], COLUMN_STRIDE=SCALE_STRIDES[1],
+        ),
         dropout=Dropout(seed_ptr=seed_ptr, limit=dropout[0], scale=dropout[1], row=dropout[2], column=dropout[3]),
         activation=Activation(
             limit=limits[0], offset=limits[1], GATED=GATED, NAME=ACTIVATION[0], ACCURACY=ACTIVATION[1],
             LIMITED=ACTIVATION[2],
         ),
-        staging=make_staging(hidden_desc, PLACES),
+        staging=make_staging(hidden_desc, PIPELINE[2]),
     )  # fmt: skip
     x_term = Term(left=x_desc, right=up_desc, other=w_gate_desc, inner=inner, first=0)
     low_rank = Term(left=u_desc, right=b_desc, other=b_gate_desc, inner=rank, first=gate_first)
@@ -124,7 +139,8 @@ def prepare_hidden(
     """The launch for operands of these layouts, with results of so many columns; None: TMA cannot read ``low_rank``.
 
     Its tensors are x, up, gate, hidden, Z, Zg, the three of a ``LowRank`` as TMA copies them, the biases of up and of
-    the gate, the seed of the dropout, the expert of each row of tiles, and where the rows of each expert begin.
+    the gate, the seed of the dropout, the expert of each row of tiles, where the rows of each expert begin, and the
+    scales of x, up and the gate.
     With ``experts``, rows are sorted by them, and both weights are those of all, behind one another. ``limits``
     are those of :func:`limited_hidden_and_slopes`. Results may be of more columns, ``width``.
     """
@@ -144,9 +160,9 @@ def prepare_hidden(
             x.columns, columns, tile_columns, copies.whole(x.columns, pipeline.step), copies.columns, copies.first,
             (experts, up.step),
         ),
-        (tile_rows, pipeline.group, dropout.numbers(), limits or (0.0, 0.0)),
+        (rows, pipeline.group, dropout.numbers(), limits or (0.0, 0.0)),
         (
-            right_transposed, pipeline.step, pipeline.stages, pipeline.places,
+            right_transposed, (pipeline.step, pipeline.stages, pipeline.places), (x.scale_stride, up.scale_stride),
             (activation, accuracy, limits is not None),
         ),
         geometries=(

@@ -154,7 +154,7 @@ def make_staging(desc, SLOTS: gl.constexpr):
 def column_halves(acc):
     """The left and the right half of the columns, which lie in the same registers as before."""
     COLUMNS: gl.constexpr = acc.shape[1] // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, acc.type.layout.instr_shape[2]])
     left, right = acc.reshape([acc.shape[0], 2, COLUMNS]).permute((0, 2, 1)).split()
     return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
 

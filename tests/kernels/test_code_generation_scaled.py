@@ -1,0 +1,91 @@
+"""What the compilers make of products of 8-bit operands, and what lies otherwise than TMA wants it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusedlayers.kernels import gemm_epilogue as kernels
+from fusedlayers.kernels.gemm_epilogue import Scaled
+from fusedlayers.kernels.matmul.arithmetic import Arithmetic
+from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES
+from tests.kernels.test_code_generation import compiled, faults
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+E4M3 = torch.float8_e4m3fn
+STEP = 128
+
+SCALED = """
+import json
+
+import torch
+from code_generation import compiling_for
+from fusedlayers.kernels import gemm_epilogue as kernels
+from fusedlayers.kernels.gemm_epilogue import Scaled
+from fusedlayers.kernels.matmul.arithmetic import Arithmetic
+from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES
+
+
+def operand(rows, columns, by_row):
+    return Scaled(torch.empty(rows, columns, dtype=torch.float8_e4m3fn), torch.empty(rows if by_row else ()))
+
+
+VARIANTS = [
+    ("identity", "coarse", False, False, True),
+    ("gelu_tanh", "coarse", False, True, True),
+    ("gelu", "half", False, True, True),
+    ("silu", "coarse", True, True, False),
+    ("gelu_tanh", "coarse", True, True, True),
+]
+for gated in (False, True):
+    for activation, accuracy, keep, biased, by_row in VARIANTS:
+        x, w = operand(4096, 1024, by_row), operand(2048, 1024, by_row)
+        bias = torch.empty(2048, dtype=torch.bfloat16) if biased else None
+        pipeline = EPILOGUE_PIPELINES["scaled_hidden", gated]
+        more = (w, bias) if gated else (None, None)
+        with compiling_for("sm_90", sm90=True) as reports:
+            kernels.scaled_hidden(
+                x, w, bias, *more, keep, Arithmetic(activation, accuracy, "ieee"), pipeline, torch.bfloat16
+            )
+        for report in reports:
+            report |= {"dtype": "float8_e4m3fn", "width": 1024, "gated": gated, "stages": pipeline.stages}
+            print(json.dumps(report), flush=True)
+"""
+
+
+def test_products_of_8_bit_operands(tmp_path: Path) -> None:
+    """No spills, nothing serialised; in both consumers two instructions, one for each half of rows, for 32 columns."""
+    (tmp_path / "scaled.py").write_text(SCALED)
+    found = compiled(tmp_path, "scaled.py")
+    assert [fault for report in found for fault in faults(report)] == []
+    assert len(found) == 10
+    for report in found:
+        assert report["kernel"] == "sm90_hidden"
+        assert (report["spill_bytes"], report["wgmma"]) == (0, 2 * STEP // 32 * 2)
+        assert report["constants"]["PIPELINE"] == [STEP, report["stages"], 2]
+
+
+def operand(rows: int, columns: int, stride: int = 0) -> Scaled:
+    values = torch.zeros(rows, stride or columns, dtype=E4M3)[:, :columns]
+    return Scaled(values, torch.ones(rows))
+
+
+@pytest.mark.parametrize(
+    ("x", "w_up", "b_up", "named"),
+    [
+        (operand(64, 40, 40), operand(64, 40), None, "x has shape and strides"),
+        (Scaled(torch.zeros(64, 64, dtype=E4M3).T, torch.ones(64)), operand(64, 64), None, "x has shape and strides"),
+        (operand(64, 64), Scaled(operand(64, 80).values[:, 1:65], torch.ones(64)), None, "w_up has shape and strides"),
+        (operand(64, 64), operand(60, 64), None, "w_up has 60 rows"),
+        (operand(64, 64), operand(64, 64), torch.zeros(128)[::2], "b_up has a stride of 2"),
+    ],
+    ids=["rows", "transposed", "address", "results", "bias"],
+)
+def test_what_tma_does_not_take(x: Scaled, w_up: Scaled, b_up: torch.Tensor | None, named: str) -> None:
+    arithmetic, pipeline = Arithmetic("identity", "coarse", "ieee"), EPILOGUE_PIPELINES["scaled_hidden", False]
+    with pytest.raises(ValueError, match=named):
+        kernels.scaled_hidden(x, w_up, b_up, None, None, False, arithmetic, pipeline, torch.bfloat16)
