@@ -244,7 +244,7 @@ def test_autocast(op: str, path: str) -> None:
     found = []
     # Rounded to 16 bits, of two values another one may be the largest.
     draw = in_eighths(3.0) if op == "max" else torch.randn
-    for _ in range(4):
+    for _ in range(16):
         inputs = reduce_inputs(20, 21, 9, bias=True, draw=draw)
         with on_path(path):
             ours = call(functional.gemm_reduce, inputs)
