@@ -31,7 +31,7 @@ from ..matmul.low_rank import LowRank, aligned_columns
 from ..matmul.sm90 import data_gradient
 from .hidden import hidden
 from .hidden_gradient import HiddenGradients, hidden_gradient
-from .scaled_hidden import scaled_hidden
+from .scaled_hidden import scaled_hidden, scaled_hidden_gradient
 
 __all__ = [
     "HiddenGradients",
@@ -42,4 +42,5 @@ __all__ = [
     "hidden",
     "hidden_gradient",
     "scaled_hidden",
+    "scaled_hidden_gradient",
 ]

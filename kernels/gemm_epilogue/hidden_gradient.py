@@ -96,7 +96,9 @@ def hidden_gradient(
     # First, so that the kernel behind it finds dy in the cache.
     dy_sums = None if column_sums is None else column_partials(dy, column_sums, made.ready)
     more: tuple[torch.Tensor | None, ...] = ()
+    scales: tuple[None, ...] = ()
     if made.sm90:
+        scales = None, None
         more = (None, None) if low_rank is None else low_rank.copied(w_down.stride(1) != 1)[:2]
     else:
         if low_rank is not None:
@@ -104,7 +106,7 @@ def hidden_gradient(
         if not tiles.block_inner:
             torch.mm(dy, w_down, out=dz)
     dense = None, None, None, None
-    made.launch((dy, w_down, z, z_gate, dz, d_gate, hidden, *more, sums, dropout.seed, added, *dense))
+    made.launch((dy, w_down, z, z_gate, dz, d_gate, hidden, *more, sums, dropout.seed, added, *dense, *scales))
     other: tuple[torch.Tensor, torch.Tensor] | None = None
     db_down = dy_sums
     if dy_sums is not None and dy_sums.dim() == 2:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ..dropout import NO_DROPOUT, Dropout
-from ..hopper import ALIGNMENT, Scaled, untransposed
+from ..hopper import ALIGNMENT, Matrix, Scaled, untransposed
 from ..launching import Launch, prepared
 from ..matmul import sm90
 from ..matmul.arithmetic import Named
@@ -60,23 +60,76 @@ def _prepare(
     dtype: torch.dtype,
     dropout: Dropout,
 ) -> Launch:
-    given = {"x": x, "w_up": w_up, "w_gate": w_gate}
-    matrices = {name: None if each is None else untransposed(each) for name, each in given.items()}
-    for name, operand in given.items():
-        if operand is not None and matrices[name] is None:
-            layout = tuple(operand.values.shape), operand.values.stride()
-            raise ValueError(f"{name} has shape and strides {layout}, and rows are to begin at multiples of 16 bytes")
+    left, up = _matrix("x", x), _matrix("w_up", w_up)
+    gate = None if w_gate is None else _matrix("w_gate", w_gate)
     columns = w_up.values.shape[0]
     if columns * dtype.itemsize % ALIGNMENT:
         raise ValueError(f"w_up has {columns} rows, and so many {dtype} are to be a multiple of 16 bytes")
     for name, bias in {"b_up": b_up, "b_gate": b_gate}.items():
         if bias is not None and bias.stride(0) != 1:
             raise ValueError(f"{name} has a stride of {bias.stride(0)}, and is to be contiguous")
-    left, up = matrices["x"], matrices["w_up"]
-    assert left is not None
-    assert up is not None
     launch = sm90.prepare_hidden(
-        left, up, matrices["w_gate"], columns, keep, arithmetic.activation, arithmetic.accuracy, pipeline, dropout, None
+        left, up, gate, columns, keep, arithmetic.activation, arithmetic.accuracy, pipeline, dropout, None
     )
     assert launch is not None, "without a product of low rank"
     return launch
+
+
+def scaled_hidden_gradient(
+    dy: Scaled,
+    w_down: Scaled,
+    z: torch.Tensor,
+    z_gate: torch.Tensor | None,
+    keep_hidden: bool,
+    arithmetic: Named,
+    pipeline: EpiloguePipeline,
+    dropout: Dropout = NO_DROPOUT,
+    ready: dict[Any, Any] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(dZ, dZg, H) ``[M, N]`` of Z's dtype, contiguous; dZg with a gate, H, with its dropout, only to keep it.
+
+    Values of dy ``[M, O]`` and of w_down, transposed to ``[N, O]``, lie in rows that begin at multiples of 16 bytes. Z
+    and Zg ``[M, N]`` are contiguous, and N is a multiple of 8.
+
+    Raises ValueError where an operand or a result does not lie as TMA wants it.
+    """
+    name = "scaled hidden gradient", keep_hidden
+    launch = prepared(ready, name, _prepare_gradient, dy, w_down, z, z_gate, keep_hidden, arithmetic, pipeline, dropout)
+    dz = torch.empty_like(z)
+    d_gate = None if z_gate is None else torch.empty_like(z)
+    hidden = torch.empty_like(z) if keep_hidden else None
+    launch((
+        dy.values, w_down.values, z, z_gate, dz, d_gate, hidden, None, None, None, dropout.seed, None, None, None, None,
+        None, dy.scale, w_down.scale,
+    ))  # fmt: skip
+    return dz, d_gate, hidden
+
+
+def _prepare_gradient(
+    dy: Scaled,
+    w_down: Scaled,
+    z: torch.Tensor,
+    z_gate: torch.Tensor | None,
+    keep_hidden: bool,
+    arithmetic: Named,
+    pipeline: EpiloguePipeline,
+    dropout: Dropout,
+) -> Launch:
+    left, right, first = (_matrix(name, each) for name, each in {"dy": dy, "w_down": w_down, "z": z}.items())
+    gate = None if z_gate is None else _matrix("z_gate", z_gate)
+    launch = sm90.prepare_hidden_gradient(
+        left, right._replace(transposed=True), first, gate, (z.shape[1], z.shape[1]), keep_hidden, False,
+        arithmetic.activation, arithmetic.accuracy, pipeline, dropout, None,
+    )  # fmt: skip
+    assert launch is not None, "without a product of low rank"
+    return launch
+
+
+def _matrix(name: str, operand: torch.Tensor | Scaled) -> Matrix:
+    """The operand as TMA sees it."""
+    found = untransposed(operand)
+    if found is None:
+        values = operand.values if isinstance(operand, Scaled) else operand
+        layout = tuple(values.shape), values.stride()
+        raise ValueError(f"{name} has shape and strides {layout}, and rows are to begin at multiples of 16 bytes")
+    return found

@@ -131,6 +131,8 @@ EPILOGUE_PIPELINES: dict[tuple[str, bool], EpiloguePipeline] = {
     # Of 8-bit operands a step has as many bytes as of others. Not measured: as the hidden.
     ("scaled_hidden", False): EpiloguePipeline(step=128, most_stages=5, bits=8),
     ("scaled_hidden", True): EpiloguePipeline(step=128, most_stages=5, bits=8),
+    ("scaled_hidden_gradient", False): EpiloguePipeline(step=128, z_stages=2, bits=8),
+    ("scaled_hidden_gradient", True): EpiloguePipeline(step=128, z_stages=4, bits=8),
     ("hidden_gradient", False): EpiloguePipeline(z_stages=2),
     ("hidden_gradient", True): EpiloguePipeline(z_stages=4),
     # Not measured yet: as the hidden, whose epilogue has the same places.

@@ -149,6 +149,9 @@ def scaled() -> None:
     for gated in (False, True):
         gate, pipeline = (w, bias) if gated else (None, None), EPILOGUE_PIPELINES["scaled_hidden", gated]
         kernels.scaled_hidden(x, w, bias, *gate, gated, arithmetic, pipeline, bias.dtype)
+        z = torch.randn(rows, hidden, device="cuda", dtype=bias.dtype)
+        pipeline = EPILOGUE_PIPELINES["scaled_hidden_gradient", gated]
+        kernels.scaled_hidden_gradient(x, w, z, z if gated else None, gated, arithmetic, pipeline)
 
 
 def reductions() -> None:

@@ -60,17 +60,19 @@ def expected(
     return {"H": reference.hidden(z, z_gate, activation=activation), "Z": z, "Zg": z_gate}
 
 
+def integers(rows: int, columns: int, by_row: bool) -> Scaled:
+    """Integers so sparse that bfloat16 counts their products, and scales of powers of two."""
+    taken = torch.rand(rows, columns, device=DEVICE) < min(1.0, 8 / columns**0.5)
+    values = (torch.randint(-2, 3, (rows, columns), device=DEVICE) * taken).to(E4M3)
+    return Scaled(values, torch.randint(-3, 4, (rows,) if by_row else (), device=DEVICE).float().exp2())
+
+
 @pytest.mark.parametrize("by_row", [True, False], ids=["rows", "tensor"])
 def test_integers_with_scales_of_powers_of_two_are_exact(size: tuple[int, int, int], gated: bool, by_row: bool) -> None:
     M, K, N = size
-
-    def operand(rows: int) -> Scaled:
-        taken = torch.rand(rows, K, device=DEVICE) < min(1.0, 8 / K**0.5)
-        values = (torch.randint(-2, 3, (rows, K), device=DEVICE) * taken).to(E4M3)
-        return Scaled(values, torch.randint(-3, 4, (rows,) if by_row else (), device=DEVICE).float().exp2())
-
     for _ in range(5):
-        x, w, gate = operand(M), operand(N), operand(N) if gated else None
+        x, w, gate = (integers(rows, K, by_row) for rows in (M, N, N))
+        gate = gate if gated else None
         want = expected(meant(x), meant(w), None, None if gate is None else meant(gate), "identity")
         found = run(x, w, None, gate, "identity", BFLOAT16)
         for name, value in want.items():
@@ -108,6 +110,55 @@ def test_sums_keep_the_bits_that_the_tensor_core_keeps(size: tuple[int, int, int
             rounded = truth.abs() * torch.finfo(FLOAT16).eps
             lost = ((z.double() - truth).abs() - rounded).clamp_min(0) / (meant(x).abs() @ meant(weight).abs().T)
             assert lost.max() <= 2.0**-11
+
+
+def gradient(dy: Scaled, w: Scaled, z: Tensor, z_gate: Tensor | None, activation: str) -> dict[str, Tensor | None]:
+    """dZ, dZg and H by name; the first two are the same where no hidden is kept."""
+    how = Arithmetic(activation, "half", "ieee"), EPILOGUE_PIPELINES["scaled_hidden_gradient", z_gate is not None]
+    dz, d_gate, hidden = kernels.scaled_hidden_gradient(dy, w, z, z_gate, True, *how)
+    *alone, nothing = kernels.scaled_hidden_gradient(dy, w, z, z_gate, False, *how)
+    assert nothing is None
+    for one, other in zip(alone, (dz, d_gate), strict=True):
+        assert one is other is None or torch.equal(one, other)
+    return {"dZ": dz, "dZg": d_gate, "H": hidden}
+
+
+def expected_gradient(
+    dy: Tensor, w: Tensor, z: Tensor, z_gate: Tensor | None, activation: str
+) -> dict[str, Tensor | None]:
+    """``w`` is that of the layer transposed, ``[N, O]``."""
+    leaves = [None if each is None else each.clone().requires_grad_() for each in (z, z_gate)]
+    hidden = reference.hidden(*leaves, activation=activation)
+    given = [each for each in leaves if each is not None]
+    dz, *d_gate = torch.autograd.grad(hidden, given, dy @ w.T)
+    return {"dZ": dz, "dZg": d_gate[0] if d_gate else None, "H": hidden.detach()}
+
+
+@pytest.mark.parametrize("by_row", [True, False], ids=["rows", "tensor"])
+def test_exact_gradients_of_integers(size: tuple[int, int, int], gated: bool, by_row: bool) -> None:
+    M, O, N = size
+    for _ in range(5):
+        dy, w = integers(M, O, by_row), integers(N, O, by_row)
+        z, z_gate = (torch.randint(-1, 2, (M, N), device=DEVICE).to(BFLOAT16) for _ in range(2))
+        given = z, z_gate if gated else None
+        want = expected_gradient(
+            meant(dy), meant(w), *(None if each is None else each.double() for each in given), "relu"
+        )
+        found = gradient(dy, w, *given, "relu")
+        for name, value in want.items():
+            if value is not None:
+                assert torch.equal(found[name], value.to(BFLOAT16)), name
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
+def test_gradients_as_close_as_those_of_torch(size: tuple[int, int, int], gated: bool, activation: str) -> None:
+    M, _, N = size
+    dy, w, _ = drawn(size)
+    z, z_gate = (torch.randn(M, N, device=DEVICE, dtype=BFLOAT16) for _ in range(2))
+    given = z, z_gate if gated else None
+    in_float64 = [meant(dy), meant(w), *(None if each is None else each.double() for each in given)]
+    of_torch = expected_gradient(meant(dy).to(BFLOAT16), meant(w).to(BFLOAT16), *given, activation)
+    assert_all_close(gradient(dy, w, *given, activation), of_torch, expected_gradient(*in_float64, activation))
 
 
 def test_the_same_bits_and_nothing_beside_the_result(size: tuple[int, int, int], gated: bool) -> None:

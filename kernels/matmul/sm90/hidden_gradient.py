@@ -13,7 +13,7 @@ from ...launching import Launch
 from ...tiles import only_before
 from ...tuning import EpiloguePipeline
 from ..low_rank import LowRank, low_rank_copies
-from .elements import Activation, Dropout, draw, dropped, zeros
+from .elements import Activation, Dropout, Scales, draw, dropped, scaled, zeros
 from .loading import Term, load_tiles
 from .pingpong import columns_at_once, mma_tiles, pingpong_ring
 from .ring import HALF, TILE, column_halves, make_barriers, make_staging, stage_of, tma_store
@@ -44,12 +44,14 @@ class _Gradient:
     weight_sums_ptr: Any
     M: Any
     N: Any
+    scales: Any
     dropout: Any
     activation: Any
     quarters: Any
     staging: Any
     SUMS_STAY: Any
     WHOLE_COLUMNS: Any
+    BITS: Any
 
 
 @gluon.jit
@@ -144,6 +146,8 @@ def _through_quarter(
     PARTS: gl.constexpr = 2 if GATED else 1
     # In float32, what waits for its turn to be stored takes more registers than there are.
     BOTH_FIRST: gl.constexpr = GATED and given.sums_ptr is None
+    if given.scales.rows_ptr is not None:
+        d_hidden = scaled(d_hidden, row, column, given.scales, given.scales.columns_ptr, None, 0, given.N)
     if WEIGHTED:
         # Here, where little else is in registers; the hidden behind N is that of zeros.
         cols = column + gl.arange(0, HALF, gl.SliceLayout(0, layout))
@@ -209,8 +213,9 @@ def _through_quarter(
 @gluon.jit
 def _added(given, row, column):
     """What the product of half a tile joins: nothing, or the same part of what is given."""
-    acc = zeros(HALF, TILE)
+    acc = zeros(HALF, TILE, given.BITS)
     if given.added_ptr is not None:
+        gl.static_assert(given.scales.rows_ptr is None, "sums of 8-bit products are multiplied by scales later")
         layout: gl.constexpr = acc.type.layout
         rows = gl.expand_dims(row + gl.arange(0, HALF, gl.SliceLayout(1, layout)), 1)
         cols = gl.expand_dims(column + gl.arange(0, TILE, gl.SliceLayout(0, layout)), 0)
@@ -278,9 +283,9 @@ def _consume(consumer: gl.constexpr, ring, schedule, steps, given):
 @gluon.jit(do_not_specialize=["experts", "tile_rows", "group", "M", "dropout", "limits"])
 def _sm90_epilogue_gradient_kernel(
     dy_desc, down_desc, z_desc, gate_desc, dz_desc, d_gate_desc, hidden_desc, v_desc, a_desc, sums_ptr, seed_ptr,
-    added_ptr, tile_expert_ptr, starts_ptr, weights_ptr, weight_sums_ptr, inner, N, tile_columns, whole, rank,
-    experts, tile_rows, group, M, dropout, limits,
-    RIGHT_TRANSPOSED: gl.constexpr, PIPELINE: gl.constexpr, STAYS: gl.constexpr, WHOLE_COLUMNS: gl.constexpr,
+    added_ptr, tile_expert_ptr, starts_ptr, weights_ptr, weight_sums_ptr, dy_scale_ptr, down_scale_ptr, inner, N,
+    tile_columns, whole, rank, experts, tile_rows, group, M, dropout, limits,
+    RIGHT_TRANSPOSED: gl.constexpr, PIPELINE: gl.constexpr, WHOLE_COLUMNS: gl.constexpr, SCALE_STRIDES: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     STEP: gl.constexpr = PIPELINE[0]
@@ -288,19 +293,24 @@ def _sm90_epilogue_gradient_kernel(
     Z_STAGES: gl.constexpr = PIPELINE[2]
     schedule = make_schedule(tile_rows, tile_columns, group, tile_expert_ptr, starts_ptr, experts[0], experts[1], TILE)
     ring = pingpong_ring(dy_desc, down_desc, RIGHT_TRANSPOSED, STEP, STAGES)
-    tiles = gl.allocate_shared_memory(dy_desc.dtype, [2 * Z_STAGES, HALF, HALF], z_desc.layout)
+    tiles = gl.allocate_shared_memory(z_desc.dtype, [2 * Z_STAGES, HALF, HALF], z_desc.layout)
     quarters = _Quarters(
         tiles=tiles, full=make_barriers(2 * Z_STAGES, 1), empty=make_barriers(2 * Z_STAGES, 1), STAGES=Z_STAGES
     )
     given = _Gradient(
         dz=dz_desc, d_gate=d_gate_desc, hidden=hidden_desc, sums_ptr=sums_ptr, added_ptr=added_ptr,
         weights_ptr=weights_ptr, weight_sums_ptr=weight_sums_ptr, M=M, N=N,
+        scales=Scales(
+            rows_ptr=dy_scale_ptr, columns_ptr=down_scale_ptr, gate_ptr=None, rows=M, ROW_STRIDE=SCALE_STRIDES[0],
+            COLUMN_STRIDE=SCALE_STRIDES[1],
+        ),
         dropout=Dropout(seed_ptr=seed_ptr, limit=dropout[0], scale=dropout[1], row=dropout[2], column=dropout[3]),
         activation=Activation(
             limit=limits[0], offset=limits[1], GATED=gate_desc is not None, NAME=ACTIVATION[0], ACCURACY=ACTIVATION[1],
             LIMITED=ACTIVATION[2],
         ),
-        quarters=quarters, staging=make_staging(dz_desc, PIPELINE[3]), SUMS_STAY=STAYS, WHOLE_COLUMNS=WHOLE_COLUMNS,
+        quarters=quarters, staging=make_staging(dz_desc, PIPELINE[3]), SUMS_STAY=PIPELINE[4],
+        WHOLE_COLUMNS=WHOLE_COLUMNS, BITS=dy_desc.dtype.primitive_bitwidth,
     )  # fmt: skip
     dy_term = Term(left=dy_desc, right=down_desc, other=None, inner=inner, first=0)
     low_rank = Term(left=v_desc, right=a_desc, other=None, inner=rank, first=0)
@@ -336,7 +346,7 @@ def prepare_hidden_gradient(
     Its tensors are dy, down, Z, Zg, dZ, dZg, the hidden, the first two of a ``LowRank`` as TMA copies them, the sums
     ``[bands, parts × N]``, the seed, what is added to dH, contiguous; the expert of each row of tiles, where the rows
     of each expert begin, the weights ``[M]`` of the rows in float32, and the sums for their gradients, one for each
-    column of tiles, ``[columns of tiles, M]``.
+    column of tiles, ``[columns of tiles, M]``; and the scales of dy and of down.
     """
     tile, half = TILE.value, HALF.value
     rows, columns = z.rows, z.columns
@@ -361,8 +371,8 @@ def prepare_hidden_gradient(
         ),
         (tile_rows, 1 if stays else pipeline.group, rows, dropout.numbers(), limits or (0.0, 0.0)),
         (
-            down.transposed, (pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places),
-            stays, whole_columns, (activation, accuracy, limits is not None),
+            down.transposed, (pipeline.step, pipeline.stages, pipeline.z_stages, pipeline.places, stays),
+            whole_columns, (dy.scale_stride, down.scale_stride), (activation, accuracy, limits is not None),
         ),
         geometries=(
             dy.geometry(half, pipeline.step),
