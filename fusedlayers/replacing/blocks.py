@@ -42,7 +42,7 @@ _CHECKPOINTED = "transformers.modeling_layers.GradientCheckpointingLayer"
 
 
 class ReplacedModule(nn.Module):
-    """Mixin of every class that `replace` gives to a module. Its names are long: they join those of user classes."""
+    """Mixin of every class that `replace` gives to a module. The long names keep clear of those of user classes."""
 
     fused_from: ClassVar[type[nn.Module]]
     # Makes an empty module of a class that cannot be imported; None: it can.
@@ -84,7 +84,7 @@ class ReplacedModule(nn.Module):
 
     @classmethod
     def fused_overrides(cls, original: type[nn.Module], **facts: Any) -> dict[str, Callable[..., Any]]:
-        """The methods of a class made from this mixin, for modules of this class and with these attributes."""
+        """The methods of a class made from this mixin, for modules of class ``original`` and these class attributes."""
         return {"forward": cls.fused_forward(original)}
 
     @classmethod
@@ -162,7 +162,8 @@ class FusedBlock(ReplacedModule):
 
     @classmethod
     def find_ffn_pieces(cls, module: nn.Module) -> dict[str, FFNPieces | str]:
-        """Every FFN of ``module``: names of its linears -> what the next call reads, or why it cannot be fused."""
+        """Every FFN of ``module``: names of its linears -> the parts that the next call reads, or why it is not
+        fused."""
         raise NotImplementedError
 
     def why_called(self, *tensors: Tensor | None) -> str | None:

@@ -1,9 +1,9 @@
 """The class that `replace` gives to a language model whose loss can do without logits.
 
-Its forward is the original one, run on a stand-in for the model: the last linear layer gives :class:`Logits` that
-nobody has computed yet, and the loss function makes the loss of what they follow from, where they still are
-uncomputed. Whatever the forward does with them that the loss cannot take over computes them; only what looks at their
-class, or at that of the model, sees another one, and so the source of the forward is searched for it.
+Its forward is the original one, run on a stand-in for the model: the last linear layer returns uncomputed
+:class:`Logits`, and the loss function computes the loss from their inputs, if they are still uncomputed. Anything else
+that the forward does with logits computes them. Only code that inspects their class, or the model's, sees another one:
+so the source of the forward is searched for that.
 """
 
 from __future__ import annotations
@@ -232,7 +232,8 @@ class HeadInside:
         return value
 
     def in_place_of(self, logits: Logits) -> Any:
-        """Logits that the forward computed; else what computes them, or says why it is too late."""
+        """Logits that the forward computed; else a tensor that computes them on use, or an object that says why it
+        cannot."""
         if logits._values is not None:
             return logits._values
         if is_dynamo_compiling():

@@ -33,10 +33,10 @@ def _check_class(name: str, kind: object) -> None:
 class FFNRule:
     """Says that a class computes ``down(dropout(act(up(x))))``, or gated ``down(dropout(act(gate(x)) * up(x)))``.
 
-    A rule is data: the class, and the names of attributes of its instances. The source of the block's method is read: a
-    rule that says something else is refused, with the line of code that differs, and so is one for a source that is not
-    understood, unless it is ``trusted``. A block that holds children, parameters or buffers which the rule does not
-    name computes more than that, and is left alone.
+    A rule is data: the class, and the names of attributes of its instances. The source of the block's method is read. A
+    rule that contradicts it is refused, with the line of code that differs, and so is a rule for a source that cannot
+    be read, unless it is ``trusted``. A block with children, parameters or buffers that the rule does not name computes
+    more than that, and is left alone.
 
     Where the FFN is only a part of what a method computes (a layer with attention, residual and norm), ``inside`` names
     the method. It runs as its author wrote it, but for the FFN, which is one call there; so its source is read even
