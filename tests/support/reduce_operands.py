@@ -64,12 +64,13 @@ def assert_reduce_close(
     return found[0]
 
 
-def assert_reduce_close_or_again(draw: Callable[[], Tensors], **options: Any) -> None:
+def assert_reduce_close_or_again(draw: Callable[[], Tensors], **options: Any) -> dict[str, Tensor | None]:
     """The same of tensors that are drawn, judged again by a second draw if need be."""
     first = compared_reductions(draw(), **options)
     independent = _results_of(first)
     if any(not verdict.ok for verdict in compare_draws([first], independent=independent).values()):
         assert_draws_close([first], independent=independent, again=[compared_reductions(draw(), **options)])
+    return first[0]
 
 
 def _results_of(found: tuple[Tensors, Tensors, Tensors]) -> int:
