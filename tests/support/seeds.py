@@ -32,7 +32,7 @@ def move_seeds() -> None:
 def start_over(seed: int = 0) -> None:
     """Seed the global generators of Python, NumPy and torch on the CPU."""
     random.seed(_moved(seed))
-    np.random.seed(_moved(seed))  # noqa: NPY002  code under test may draw from the global generator
+    np.random.seed(_moved(seed) % 2**32)  # noqa: NPY002  code under test may draw from the global generator
     # torch.manual_seed would keep the stack of this call for every kind of device that is not there.
     torch.default_generator.manual_seed(_moved(seed))
 
