@@ -185,7 +185,7 @@ def restore(model: nn.Module) -> None:
     """Undo `replace`: every replaced block in ``model`` gets its own class back, and so its own forward.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         ValueError: something (FSDP2, parametrize) has changed the class of a replaced block since; nothing is undone.
     """
     _check_model(model)

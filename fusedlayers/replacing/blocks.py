@@ -260,7 +260,7 @@ class FusedSequentialFFN(FusedBlock, nn.Sequential):
 
     @outside_of_traces
     def traceable_runs(self) -> tuple[tuple[int, tuple[Any, ...] | None], ...] | None:
-        """The same, with the constants of a traced call in place of the FFNs' parts."""
+        """:meth:`find_kept_runs` for a traced call: with its constants in place of the FFNs' parts."""
         if self.why_fused_class_changed():
             return None
         names = list(self._modules)

@@ -111,7 +111,7 @@ class FusedWholeBlock(FusedByRule):
                     return F.dropout(result, ready.output_dropout_p) if ready.output_dropout_p else result
             if not isinstance(self, FusedWholeBlock):
                 return restored_method(self, "forward")(*args, **kwargs)
-            # Dynamo guards these, and so notices a patch, too.
+            # Dynamo guards these, so it notices a patch, too.
             if original.forward is not method:
                 say_once(self, str(self.why_fused_class_changed()), OWN_FORWARD)
                 return original.forward(self, *args, **kwargs)
@@ -146,7 +146,7 @@ class FusedInside(FusedByRule):
                 say_once(self, f"the source of {name} is another one than when it was replaced")
             if fused is None or not self.is_fused_now() or own is not method:
                 return own(self, *args, **kwargs)
-            # Dynamo guards these, and so notices a patch, too.
+            # Dynamo guards these, so it notices a patch, too.
             for owner, each, function in read if is_dynamo_compiling() else ():
                 if getattr(owner, each) is not function:
                     return own(self, *args, **kwargs)

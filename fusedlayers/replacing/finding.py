@@ -154,7 +154,7 @@ def next_children(block: nn.Module, rule: FFNRule) -> tuple[str, ...]:
 
 
 def why_not_whole(block: nn.Module, rule: FFNRule) -> str | None:
-    """What the block holds besides the parts of its FFN, or None."""
+    """A child or tensor of the block that is no part of its FFN, as a reason; None if there is none."""
     for path in identities(block, rule):
         if reason := why_not_read_past(attribute(block, path)):
             return f"its {path} {reason}"

@@ -141,7 +141,7 @@ class Patterns:
         return rule is not None and (not runs or bool(rule.holders))
 
     def why_class_stays(self, block: nn.Module, fused: type[FusedBlock]) -> str | None:
-        """What in the block itself, not in its children, keeps it from getting the class ``fused``; or None."""
+        """Why the block itself, apart from its children, cannot get the class ``fused``; or None."""
         methods = ["forward", "_ff_block"] if issubclass(fused, FusedTransformerLayer) else ["forward"]
         rule = self.rule_for(block)
         if rule is not None and rule.inside is not None:

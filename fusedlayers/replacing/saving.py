@@ -60,8 +60,7 @@ def facts_of_ffn(
 def facts_of_experts(
     module: nn.Module, found: ExpertsFFN, recompute: Literal["auto"] | bool | int, on: Device | None
 ) -> tuple[tuple[int, int] | None, str | None, str]:
-    """The same for experts, with the number of experts per token of the model's configuration; without one no bytes are
-    given."""
+    """:func:`facts_of_ffn` for experts; no bytes if the model's configuration does not give the experts per token."""
     given = found.tensors(module)
     width, chosen, weight = routing_of_experts(module, found)
     with torch.enable_grad():
@@ -86,7 +85,7 @@ def routing_of_experts(module: nn.Module, found: ExpertsFFN) -> tuple[int, int |
 
 
 def facts_of_head(head: nn.Linear, on: Device | None = None) -> tuple[tuple[int, int], str | None, str]:
-    """The same for the loss of a model's last linear layer: the mean over a training batch's tokens."""
+    """:func:`facts_of_ffn` for the loss of a model's last linear layer: the mean over a training batch's tokens."""
     weight, bias = head.weight, head.bias
     with torch.enable_grad():
         x = torch.empty(TOKENS, weight.shape[1], dtype=compute_dtype(weight), device="meta", requires_grad=True)
@@ -99,7 +98,7 @@ def facts_of_head(head: nn.Linear, on: Device | None = None) -> tuple[tuple[int,
 
 
 def facts_of_norm(module: nn.Module, norm: Norm, on: Device | None) -> tuple[tuple[int, int] | None, str | None]:
-    """The same for a norm, without the path: its kernels are torch's, which has them only for GPUs."""
+    """:func:`facts_of_ffn` for a norm, without the path: its kernels are torch's, which has them only for GPUs."""
     parameters = list(module.parameters())
     other = None if on else next((each.device.type for each in parameters if not each.is_cuda), None)
     if other is not None:

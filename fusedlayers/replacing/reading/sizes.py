@@ -13,7 +13,7 @@ def widths(module: nn.Module) -> tuple[int, int] | None:
 
 
 def sizes_of_linear(module: nn.Module) -> tuple[int, int] | None:
-    """The same, also for transformers' ``Conv1D``."""
+    """:func:`widths`, also of transformers' ``Conv1D``."""
     return widths(module) or _integers(module, "nx", "nf")
 
 
