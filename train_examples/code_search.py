@@ -40,7 +40,7 @@ SCORED_AT_ONCE = 64
 
 
 class LateInteraction(Transformer):
-    """Queries ``[Q, Lq]`` and codes ``[D, Ld]`` (int64, padded) to the scores ``[Q, D]`` of all pairs, as logits.
+    """Maps queries ``[Q, Lq]`` and codes ``[D, Ld]`` (int64, padded) to the scores ``[Q, D]`` of all pairs, as logits.
 
     The learned weights of query words start from ``rarity [vocabulary]``.
     """
@@ -131,7 +131,8 @@ def rarity(codes: Tensor, vocabulary: int) -> Tensor:
 
 
 def in_batch_loss(model: nn.Module, batch: loop.Batch) -> Tensor:
-    """Cross-entropy of the right code for each query and of the right query for each code, in nats, their mean."""
+    """The mean of two cross-entropies in nats: of the right code for each query, and of the right query for each
+    code."""
     queries, codes = batch
     scores = model(queries, codes)
     right = torch.arange(len(scores), device=scores.device)

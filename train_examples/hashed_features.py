@@ -68,7 +68,7 @@ class HashedFeatures:
         return self.weighting.transform(self.vectorizer.transform(texts))
 
     def rows(self, matrix: Any) -> SparseRows:
-        """The same rows for the model, of length ``scale``."""
+        """The rows of ``matrix`` for the model, of length ``scale``."""
         values = torch.from_numpy(matrix.data * self.scale).float()
         return SparseRows(torch.from_numpy(matrix.indptr).long(), torch.from_numpy(matrix.indices).long(), values)
 

@@ -40,7 +40,7 @@ TORCH = LossSettings("torch")
 class TorchLoss(nn.Module):
     """The loss head in plain torch: logits of all tokens, and their cross-entropy in float32 or wider.
 
-    Its child and its first values are those of :class:`fusedlayers.LinearCrossEntropyLoss`, so checkpoints fit both.
+    Its child and initial values are those of :class:`fusedlayers.LinearCrossEntropyLoss`, so checkpoints fit both.
     """
 
     def __init__(self, in_features: int, num_classes: int) -> None:

@@ -152,7 +152,7 @@ class LossSettings:
 
 @dataclass
 class WideLayerSettings(LayerSettings):
-    """The same for a model whose only fused layer is a wide linear: ``kind`` is ``fused`` or ``torch``."""
+    """LayerSettings of a model whose only fused layer is a wide linear: ``kind`` is ``fused`` or ``torch``."""
 
     kind: str = checked(one_of("fused", "torch"))
     recompute: bool | int | str = checked(only_auto("there is no feed-forward block"), "auto")
